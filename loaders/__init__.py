@@ -1,0 +1,1 @@
+"""Data loaders: numpy in, numpy out. Nothing here imports jax or jaxtrain."""

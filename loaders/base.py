@@ -1,0 +1,66 @@
+"""What the trainer asks of a data loader.
+
+A loader module (``config.loader`` names it, e.g. ``loaders.spectrogram``) offers
+
+    Config                                   frozen dataclass; becomes the ``data`` section of the config
+    facts(config) -> Facts                   what the data itself decides (class names, row counts), read without decoding
+    make_loader(config, *, split, rows, seed) -> Loader        ``split`` is "train" or "test"
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Facts = Mapping[str, Any]
+HostBatch = Mapping[str, Sequence[np.ndarray]]  # field -> one contiguous array for each of Rows.ranges
+
+
+class DataError(ValueError):
+    """Data that cannot be used as configured. The message names the path, the value and the remedy."""
+
+
+class Field(NamedTuple):
+    """One array of a batch: the shape of one row (without the batch dimension) and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Rows(NamedTuple):
+    """Which rows of the global batch this process reads.
+
+    ``ranges`` holds [start, stop) pairs: the distinct row ranges of the local devices. Devices that hold the same rows
+    (a model axis) share one range, so that every row is read once in a process.
+    """
+
+    batch: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+class Loader(Protocol):
+    """An endless (train) or finite (test) stream of batches, at every moment a pure function of its position.
+
+    Attributes:
+      fields: name -> Field. Every batch holds exactly these. "weight" (float32, ()) is 1 for a row that counts and 0
+        for one that does not: the padding of a ragged last batch, a recording that cannot be decoded in "test".
+      n_batches: batches in one pass over the split (ceiling), which is where a "test" loader stops.
+    """
+
+    fields: Mapping[str, Field]
+    n_batches: int
+
+    def seek(self, position: int) -> None:
+        """Goes on with global batch number ``position``."""
+
+    def state(self, position: int) -> dict[str, Any]:
+        """What a checkpoint must hold to continue here: position, seed, and fingerprints of the data and its order."""
+
+    def __next__(self) -> tuple[int, HostBatch]:
+        """The position *after* this batch, and this process's rows of it."""
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Counters for people: queue depth, bad recordings by id."""
+
+    def close(self) -> None:
+        """Stops the workers. A wait in ``__next__`` in another thread ends with StopIteration."""
