@@ -1,0 +1,73 @@
+"""The order of the data, as pure functions: the readable reference for rust/src/order.rs.
+
+Sample number s = position * batch + row is place i = s % n of epoch s // n, and holds recording
+``rows[permutation(seed, epoch, n, i)]``. Nothing is remembered between calls, so resuming, a change of world size and
+any number of reading threads are the same operation.
+
+The permutation is a Feistel network over the mixed-radix digits of the place, for any n, not only powers of two (Black
+and Rogaway, "Ciphers with arbitrary finite domains", 2002). Its round function is splitmix64's output function.
+"""
+
+import math
+
+import numpy as np
+
+VERSION = 1  # changes whenever the same (seed, epoch, place) would give another recording or another crop
+
+ROUNDS = 8
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of splitmix64
+ORDER, CROP, SPLIT = 1, 2, 3  # what a hash is for: two uses of the same numbers draw independently
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's output function (Steele, Lea and Flood, 2014): a bijection of uint64 with full avalanche."""
+    x = np.asarray(x, np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def hash_of(*parts: int | np.ndarray) -> np.ndarray:
+    """uint64 hash of a tuple of integers below 2^64; the parts broadcast against each other."""
+    h = np.zeros(1, np.uint64)
+    for part in parts:
+        h = mix((h ^ np.asarray(part, np.uint64)) + GOLDEN)
+    return h
+
+
+def permutation(seed: int, epoch: int, n: int, i: np.ndarray) -> np.ndarray:
+    """int64 [k] places in [0, n) of an epoch -> int64 [k] recordings in [0, n): a bijection for each (seed, epoch)."""
+    key = hash_of(ORDER, seed, epoch)
+    keys = mix(key + GOLDEN * np.arange(1, ROUNDS + 1, dtype=np.uint64))
+    a = np.uint64(math.isqrt(n - 1) + 1)
+    b = np.uint64(-(-n // int(a)))
+    place = np.array(i, np.uint64)
+    walking = np.ones(place.shape, bool)
+    while walking.any():  # a * b exceeds n by less than a: a place that lands there takes another turn
+        l, r = np.divmod(place[walking], b)
+        for turn, key in enumerate(keys):
+            if turn % 2 == 0:
+                l = (l + _below(key + r, a)) % a
+            else:
+                r = (r + _below(key + l, b)) % b
+        place[walking] = l * b + r
+        walking = place >= np.uint64(n)
+    return place.astype(np.int64)
+
+
+def _below(x: np.ndarray, m: np.uint64) -> np.ndarray:
+    """A number in [0, m) from a hash of x; m < 2^32."""
+    return ((mix(x) >> np.uint64(32)) * m) >> np.uint64(32)
+
+
+def crop_start(seed: int, epoch: int, recording: int, n_starts: int, view: int = 0) -> int:
+    """First sample, at the recording's own rate, of a training crop among ``n_starts`` possible ones."""
+    return int(hash_of(CROP, seed, epoch, recording, view)[0]) % n_starts
+
+
+def held_out(recordings: np.ndarray, share: float) -> np.ndarray:
+    """int64 [n] row numbers -> bool [n]: the recordings kept for testing, about ``share`` of them.
+
+    Depends on the row number alone, so adding recordings at the end moves no earlier one across the split.
+    """
+    return (hash_of(SPLIT, recordings) >> np.uint64(11)).astype(np.float64) < share * 2.0**53

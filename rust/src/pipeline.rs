@@ -1,0 +1,703 @@
+//! Workers that turn recordings into rows, in place, and a queue that hands over whole batches in order.
+//!
+//! The unit of work is one row. A worker takes the next row of the batch being filled (or opens the next batch), and
+//! writes it where the order says that it belongs; so neither the number of workers nor who finishes first can change a
+//! byte. A batch waits in the queue until every row before it is written and the batches before it are delivered.
+//!
+//! # A recording that cannot be used
+//!
+//! In training the row takes the next recording in the permuted order: attempt a of place i is place (i + a) mod n of the
+//! same epoch, a pure function again. In testing the row is zeros with weight 0. Either way the recording is counted once,
+//! listed by its row in the index (the first `LISTED` with their reason), and the run ends with an error when more than
+//! max(1, budget · n) of the n distinct recordings failed (0 when the budget is 0). This bound depends neither on timing
+//! nor on how far the run is, so a run that starts does not die of its first bad file, and one that reads rubbish ends
+//! after a known number of attempts. A panic while decoding counts as a bad recording.
+
+use std::any::Any;
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::fmt::Write;
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::decode::{Decoder, Info};
+use crate::error::Error;
+use crate::fbank::{Fbank, N_MELS};
+use crate::order::{crop_start, Permutation};
+use crate::resample::Resamplers;
+use crate::slab::{Layout, Pool, Slab};
+use crate::source::Index;
+
+/// Fields of a batch, by their number in the slab.
+pub const SPECTROGRAM: usize = 0; // f32 (n_frames, N_MELS)
+pub const LABEL: usize = 1; // i32: the class, -1 where it is null
+pub const INDEX: usize = 2; // i32: the recording's row in the index, -1 in the padding of a ragged last batch
+pub const EPOCH: usize = 3; // i32
+pub const WEIGHT: usize = 4; // f32: 1, or 0 for a row that does not count
+
+/// Bad recordings that are kept with their reason. All are counted.
+pub const LISTED: usize = 100;
+
+/// A header that claims anything else is broken, or would make an absurd filter and buffer.
+const RATES: std::ops::RangeInclusive<u32> = 1_000..=768_000;
+
+/// Samples beyond this would overflow the power spectrum's float32.
+const PEAK: f32 = 1e12;
+
+/// What to deliver.
+pub struct Plan {
+    pub rows: Vec<u32>,              // rows of the index that this split uses, before permutation
+    pub batch: usize,                // rows of the global batch
+    pub ranges: Vec<(usize, usize)>, // [start, stop) of the global batch that this process reads
+    pub seed: u64,
+    pub train: bool,         // permuted, endless, random crops; or in order, once, centre crops
+    pub sample_rate: u32,    // Hz of the waveform before the filter bank
+    pub clip_samples: usize, // at sample_rate
+    pub n_frames: usize,     // of a row's spectrogram
+    pub threads: usize,
+    pub depth: usize,    // finished batches that may wait
+    pub bad_budget: f64, // share of `rows` that may fail
+}
+
+impl Plan {
+    fn check(&self, index: &Index) -> Result<(), Error> {
+        let fail = |what: String| Err(Error::Plan(what));
+        let n_rows = index.n_rows();
+        if self.rows.is_empty() {
+            return fail("rows is empty: this split holds no recordings".into());
+        }
+        if let Some(row) = self.rows.iter().find(|&&row| row as usize >= n_rows) {
+            return Err(Error::RowRange { row: i64::from(*row), n: n_rows });
+        }
+        if self.ranges.is_empty() {
+            return fail("ranges is empty: this process would read nothing".into());
+        }
+        if let Some((start, stop)) = self.ranges.iter().find(|(a, b)| a >= b || *b > self.batch) {
+            return fail(format!("range [{start}, {stop}) is not a part of a batch of {} rows", self.batch));
+        }
+        if self.threads == 0 || self.depth == 0 {
+            return fail(format!("threads = {} and depth = {} must be at least 1", self.threads, self.depth));
+        }
+        if !(0.0..=1.0).contains(&self.bad_budget) {
+            return fail(format!("bad_budget = {} must lie in [0, 1]", self.bad_budget));
+        }
+        if !RATES.contains(&self.sample_rate) {
+            return fail(format!("sample_rate = {} Hz must lie in {RATES:?}", self.sample_rate));
+        }
+        let frames = Fbank::n_frames(self.clip_samples);
+        if frames == 0 || frames > self.n_frames {
+            return fail(format!(
+                "a clip of {} samples has {frames} frames, but a row holds 1 to {}",
+                self.clip_samples, self.n_frames
+            ));
+        }
+        Ok(())
+    }
+
+    /// Batches in one pass.
+    pub fn n_batches(&self) -> u64 {
+        (self.rows.len() as u64).div_ceil(self.batch as u64)
+    }
+
+    /// Distinct recordings that may fail.
+    fn allowed(&self) -> u64 {
+        if self.bad_budget == 0.0 {
+            0
+        } else {
+            ((self.rows.len() as f64 * self.bad_budget) as u64).max(1)
+        }
+    }
+}
+
+/// What `Pipeline::next` found.
+pub enum Next {
+    /// The position after this batch, and the batch.
+    Batch(u64, Arc<Slab>),
+    /// The split is over, or the pipeline was closed.
+    End,
+    /// Nothing within the time given.
+    Pending,
+}
+
+/// Counters for people.
+pub struct Diagnostics {
+    pub queued: usize,  // whole batches that wait
+    pub filling: usize, // batches begun
+    pub depth: usize,
+    pub threads: usize,
+    pub slabs: usize,
+    pub slab_bytes: usize,
+    pub rows: u64,        // written, padding included
+    pub bad: u64,         // distinct recordings
+    pub bad_allowed: u64, // more than this is an error
+    pub bad_list: Vec<(u32, String)>,
+    pub seconds: [f64; STAGES.len()], // by stage
+}
+
+/// Stages of `Diagnostics::seconds`: of all workers together, except "wait", the consumer's wait for a batch. "read" is
+/// finding the recording and reading its headers, "idle" waiting for a consumer that is slower than the workers.
+pub const STAGES: [&str; 6] = ["read", "decode", "resample", "fbank", "idle", "wait"];
+const READ: usize = 0;
+const DECODE: usize = 1;
+const RESAMPLE: usize = 2;
+const FBANK: usize = 3;
+const IDLE: usize = 4;
+const WAIT: usize = 5;
+
+pub struct Pipeline {
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+struct Shared {
+    plan: Plan,
+    index: Arc<Index>,
+    pool: Arc<Pool>,
+    max_slots: usize,
+    state: Mutex<State>,
+    work: Condvar, // workers: there is a row to write, or it is over
+    done: Condvar, // the consumer: the first batch is whole, or it is over
+    bad: Mutex<Bad>,
+    rows: AtomicU64,
+    nanos: [AtomicU64; STAGES.len()],
+}
+
+struct State {
+    active: bool, // from the first seek or next: no work is done that a seek would throw away
+    closed: bool,
+    failure: Option<String>,
+    position: u64,                       // of the next batch to deliver
+    open: u64,                           // of the next batch to begin
+    slots: VecDeque<Arc<Slot>>,          // begun and not yet delivered, in order
+    filling: Option<(Arc<Slot>, usize)>, // the last of them, and its next row
+}
+
+struct Slot {
+    position: u64,
+    slab: Arc<Slab>,
+    left: AtomicUsize, // rows not yet written
+    cancelled: AtomicBool,
+}
+
+struct Bad {
+    seen: Vec<u64>, // one bit for each row of the index
+    total: u64,
+    list: Vec<(u32, String)>,
+}
+
+/// A worker's own tools: nothing in them is shared, so nothing is locked between rows.
+struct Scratch {
+    decoder: Decoder,
+    resamplers: Resamplers,
+    fbank: Fbank,
+    samples: Vec<f32>, // at the recording's rate
+    wave: Vec<f32>,    // at the plan's rate
+}
+
+/// Why a row was not written.
+enum Miss {
+    Cancelled,
+    Bad(String),
+}
+
+impl Pipeline {
+    /// Starts the workers, which wait for the first `seek` or `next`.
+    ///
+    /// # Errors
+    /// A plan that makes no sense, or threads that cannot be started.
+    pub fn new(index: Arc<Index>, plan: Plan) -> Result<Self, Error> {
+        plan.check(&index)?;
+        hush_workers();
+        let rows: Vec<usize> = plan.ranges.iter().map(|(start, stop)| stop - start).collect();
+        let n_rows: usize = rows.iter().sum();
+        let layout = Layout::new(vec![plan.n_frames * N_MELS * 4, 4, 4, 4, 4], rows);
+        let layout = layout.ok_or_else(|| Error::Plan("a batch does not fit in the address space".into()))?;
+        // One batch more than may wait is being filled; small batches need more to keep every worker busy.
+        let max_slots = plan.depth.max((2 * plan.threads).div_ceil(n_rows)) + 1;
+        let n_threads = plan.threads;
+        let shared = Arc::new(Shared {
+            pool: Pool::new(layout, max_slots + 1),
+            max_slots,
+            state: Mutex::new(State {
+                active: false,
+                closed: false,
+                failure: None,
+                position: 0,
+                open: 0,
+                slots: VecDeque::new(),
+                filling: None,
+            }),
+            work: Condvar::new(),
+            done: Condvar::new(),
+            bad: Mutex::new(Bad { seen: vec![0; index.n_rows().div_ceil(64)], total: 0, list: Vec::new() }),
+            rows: AtomicU64::new(0),
+            nanos: Default::default(),
+            index,
+            plan,
+        });
+        let pipeline = Self { shared, threads: Mutex::new(Vec::new()) };
+        for k in 0..n_threads {
+            let shared = pipeline.shared.clone();
+            let thread = std::thread::Builder::new().name(format!("loader-{k}")).spawn(move || shared.work());
+            lock(&pipeline.threads).push(thread.map_err(Error::Thread)?);
+        }
+        Ok(pipeline)
+    }
+
+    pub fn plan(&self) -> &Plan {
+        &self.shared.plan
+    }
+
+    /// Goes on with batch `position`. What was prepared is thrown away; a wait in `next` goes on with the new batch.
+    pub fn seek(&self, position: u64) -> Result<(), Error> {
+        if position.checked_add(1).and_then(|p| p.checked_mul(self.shared.plan.batch as u64)).is_none() {
+            return Err(Error::Plan(format!("position {position} is out of range")));
+        }
+        let mut state = lock(&self.shared.state);
+        state.cancel();
+        state.position = position;
+        state.open = position;
+        state.active = true;
+        self.shared.work.notify_all();
+        self.shared.done.notify_all();
+        Ok(())
+    }
+
+    /// Waits for the next batch, at most `timeout`.
+    ///
+    /// # Errors
+    /// More bad recordings than the budget allows. The error stays.
+    pub fn next(&self, timeout: Duration) -> Result<Next, Error> {
+        let begin = Instant::now();
+        let found = self.shared.next(begin + timeout);
+        self.shared.count(WAIT, begin);
+        found
+    }
+
+    pub fn diagnostics(&self) -> Diagnostics {
+        let shared = &self.shared;
+        let (queued, filling) = {
+            let state = lock(&shared.state);
+            let whole = state.slots.iter().filter(|slot| slot.left.load(Ordering::Relaxed) == 0).count();
+            (whole, state.slots.len() - whole)
+        };
+        let bad = lock(&shared.bad);
+        Diagnostics {
+            queued,
+            filling,
+            depth: shared.plan.depth,
+            threads: shared.plan.threads,
+            slabs: shared.pool.alive(),
+            slab_bytes: shared.pool.slab_bytes(),
+            rows: shared.rows.load(Ordering::Relaxed),
+            bad: bad.total,
+            bad_allowed: shared.plan.allowed(),
+            bad_list: bad.list.clone(),
+            seconds: std::array::from_fn(|stage| shared.nanos[stage].load(Ordering::Relaxed) as f64 * 1e-9),
+        }
+    }
+
+    /// Stops the workers and waits for the rows that they are at. A wait in `next` ends.
+    pub fn close(&self) {
+        {
+            let mut state = lock(&self.shared.state);
+            state.cancel();
+            state.closed = true;
+            self.shared.work.notify_all();
+            self.shared.done.notify_all();
+        }
+        for thread in std::mem::take(&mut *lock(&self.threads)) {
+            let _ = thread.join(); // a worker catches its own panics
+        }
+    }
+}
+
+impl Drop for Pipeline {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl State {
+    fn cancel(&mut self) {
+        for slot in self.slots.drain(..) {
+            slot.cancelled.store(true, Ordering::Relaxed);
+        }
+        self.filling = None;
+    }
+}
+
+impl Shared {
+    fn next(&self, deadline: Instant) -> Result<Next, Error> {
+        let mut state = lock(&self.state);
+        if !state.active {
+            state.active = true;
+            self.work.notify_all();
+        }
+        loop {
+            if let Some(failure) = &state.failure {
+                return Err(Error::Failed(failure.clone()));
+            }
+            if state.closed || (!self.plan.train && state.position >= self.plan.n_batches()) {
+                return Ok(Next::End);
+            }
+            // Acquire: what the workers wrote before they counted their rows down is seen from here on.
+            if state.slots.front().is_some_and(|slot| slot.left.load(Ordering::Acquire) == 0) {
+                if let Some(slot) = state.slots.pop_front() {
+                    state.position = slot.position + 1;
+                    self.work.notify_all();
+                    return Ok(Next::Batch(state.position, slot.slab.clone()));
+                }
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Ok(Next::Pending);
+            }
+            state = self.done.wait_timeout(state, deadline - now).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn work(&self) {
+        WORKER.set(true);
+        let mut scratch = Scratch::new();
+        while let Some((slot, row)) = self.claim() {
+            // Decoding catches its own panics; this one only makes sure that a mistake elsewhere is no hang.
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.fill(&mut scratch, &slot, row))) {
+                self.fail(format!("a worker panicked: {}", message(panic.as_ref())));
+            }
+            if slot.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+                let _state = lock(&self.state); // or the consumer could look just before and sleep just after
+                self.done.notify_all();
+            }
+        }
+    }
+
+    /// Waits for a row to write. None when the pipeline is closed.
+    fn claim(&self) -> Option<(Arc<Slot>, usize)> {
+        let begin = Instant::now();
+        let mut state = lock(&self.state);
+        loop {
+            if state.closed {
+                return None;
+            }
+            if let Some(job) = self.claim_now(&mut state) {
+                self.count(IDLE, begin);
+                return Some(job);
+            }
+            state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn claim_now(&self, state: &mut State) -> Option<(Arc<Slot>, usize)> {
+        if !state.active || state.failure.is_some() {
+            return None;
+        }
+        if state.filling.is_none() {
+            let over = !self.plan.train && state.open >= self.plan.n_batches();
+            if over || state.slots.len() >= self.max_slots {
+                return None;
+            }
+            let Some(slab) = self.pool.take() else {
+                state.failure = Some(format!("no memory for a batch of {} bytes", self.pool.slab_bytes()));
+                self.done.notify_all();
+                return None;
+            };
+            let slot = Arc::new(Slot {
+                position: state.open,
+                slab: Arc::new(slab),
+                left: AtomicUsize::new(self.n_rows()),
+                cancelled: AtomicBool::new(false),
+            });
+            state.open += 1;
+            state.slots.push_back(slot.clone());
+            state.filling = Some((slot, 0));
+        }
+        let (slot, next) = state.filling.as_mut()?;
+        let job = (slot.clone(), *next);
+        *next += 1;
+        if *next == self.n_rows() {
+            state.filling = None;
+        }
+        Some(job)
+    }
+
+    fn n_rows(&self) -> usize {
+        self.plan.ranges.iter().map(|(start, stop)| stop - start).sum()
+    }
+
+    fn count(&self, stage: usize, begin: Instant) {
+        self.nanos[stage].fetch_add(begin.elapsed().as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    fn fail(&self, what: String) {
+        let mut state = lock(&self.state);
+        state.failure.get_or_insert(what);
+        self.done.notify_all();
+    }
+
+    /// Writes row number `local` of the slot: every field, whatever happens.
+    fn fill(&self, scratch: &mut Scratch, slot: &Slot, local: usize) {
+        let plan = &self.plan;
+        let (mut range, mut row) = (0, local);
+        while row >= plan.ranges[range].1 - plan.ranges[range].0 {
+            row -= plan.ranges[range].1 - plan.ranges[range].0;
+            range += 1;
+        }
+        // Safety: this worker alone was given this row, and the consumer sees it only after `left` is 0.
+        let out: &mut [f32] = unsafe { slot.slab.row(range, SPECTROGRAM, row) };
+        let put = |field, value: i32| unsafe { slot.slab.row(range, field, row)[0] = value };
+
+        let n = plan.rows.len() as u64;
+        let sample = slot.position * plan.batch as u64 + (plan.ranges[range].0 + row) as u64;
+        let (epoch, place) = (sample / n, sample % n);
+        let mut found = None;
+        let mut index = None;
+        if plan.train {
+            let order = Permutation::new(plan.seed, epoch, n);
+            for attempt in 0..n {
+                let row = plan.rows[order.at((place + attempt) % n) as usize];
+                match self.load(scratch, slot, row, epoch, out) {
+                    Ok(()) => found = Some(row),
+                    Err(Miss::Cancelled) => return,
+                    Err(Miss::Bad(what)) => self.bad(row, what),
+                }
+                if found.is_some() || lock(&self.state).failure.is_some() {
+                    break;
+                }
+            }
+            if found.is_none() {
+                self.fail(format!("none of the {n} recordings can be used:\n{}", lock(&self.bad).list_text()));
+            }
+            index = found;
+        } else if epoch == 0 {
+            let row = plan.rows[place as usize];
+            index = Some(row);
+            match self.load(scratch, slot, row, 0, out) {
+                Ok(()) => found = Some(row),
+                Err(Miss::Cancelled) => return,
+                Err(Miss::Bad(what)) => self.bad(row, what),
+            }
+        }
+        if found.is_none() {
+            out.fill(0.0);
+        }
+        let epoch = if plan.train { epoch } else { 0 };
+        put(LABEL, index.map_or(0, |row| self.index.labels()[row as usize]));
+        put(INDEX, index.map_or(-1, |row| i32::try_from(row).unwrap_or(i32::MAX)));
+        put(EPOCH, i32::try_from(epoch).unwrap_or(i32::MAX));
+        unsafe { slot.slab.row(range, WEIGHT, row)[0] = if found.is_some() { 1.0f32 } else { 0.0 } };
+        self.rows.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Writes the spectrogram of one recording. A panic on the way is a bad recording.
+    fn load(&self, scratch: &mut Scratch, slot: &Slot, row: u32, epoch: u64, out: &mut [f32]) -> Result<(), Miss> {
+        let loaded = catch_unwind(AssertUnwindSafe(|| self.try_load(scratch, slot, row as usize, epoch, out)));
+        loaded.unwrap_or_else(|panic| {
+            *scratch = Scratch::new(); // its tools may be in any state
+            Err(Miss::Bad(self.reason(row as usize, format!("panic: {}", message(panic.as_ref())))))
+        })
+    }
+
+    fn reason(&self, row: usize, what: impl ToString) -> String {
+        self.index.bad_row(row, what.to_string()).to_string()
+    }
+
+    fn try_load(
+        &self,
+        scratch: &mut Scratch,
+        slot: &Slot,
+        row: usize,
+        epoch: u64,
+        out: &mut [f32],
+    ) -> Result<(), Miss> {
+        let plan = &self.plan;
+        let bad = |what: String| Miss::Bad(self.reason(row, what));
+        let go_on = || if slot.cancelled.load(Ordering::Relaxed) { Err(Miss::Cancelled) } else { Ok(()) };
+        let Scratch { decoder, resamplers, fbank, samples, wave } = scratch;
+        go_on()?;
+
+        let begin = Instant::now();
+        let bytes = self.index.encoded(row).map_err(|e| Miss::Bad(e.to_string()))?;
+        let info = decoder.info(bytes).map_err(|e| bad(e.to_string()))?;
+        if info.frames == 0 || info.channels == 0 {
+            return Err(bad("holds no samples".into()));
+        }
+        if !RATES.contains(&info.rate) {
+            return Err(bad(format!("a sample rate of {} Hz is not in {RATES:?}", info.rate)));
+        }
+        let random = plan.train.then_some(move |n_starts| crop_start(plan.seed, epoch, row as u64, 0, n_starts));
+        let crop = Crop::new(&info, plan.sample_rate, plan.clip_samples, random);
+        self.count(READ, begin);
+
+        let begin = Instant::now();
+        let same_rate = info.rate == plan.sample_rate;
+        let context = if same_rate { 0 } else { resamplers.get(info.rate, plan.sample_rate).context() as u64 };
+        let first = crop.start.saturating_sub(context);
+        let last = (crop.start + crop.len + context).min(info.frames);
+        wave.clear();
+        wave.resize(plan.clip_samples, 0.0);
+        let clip = &mut wave[crop.offset..][..crop.out];
+        if same_rate {
+            decoder.read(bytes, &info, first, clip).map_err(|e| bad(e.to_string()))?;
+        } else {
+            samples.resize((last - first) as usize, 0.0);
+            decoder.read(bytes, &info, first, samples).map_err(|e| bad(e.to_string()))?;
+        }
+        self.count(DECODE, begin);
+        go_on()?;
+
+        let begin = Instant::now();
+        if !same_rate {
+            let lead = (crop.start - first) as usize;
+            resamplers.get(info.rate, plan.sample_rate).process(samples, lead, clip);
+        }
+        // The filter bank's logarithm would turn a NaN into silence.
+        if !clip.iter().fold(true, |fine, x| fine & (x.abs() <= PEAK)) {
+            return Err(bad("holds samples that are not numbers, or far too large".into()));
+        }
+        self.count(RESAMPLE, begin);
+        go_on()?;
+
+        let begin = Instant::now();
+        fbank.normalised(wave, plan.n_frames, out);
+        self.count(FBANK, begin);
+        Ok(())
+    }
+
+    fn bad(&self, row: u32, what: String) {
+        let (word, bit) = (row as usize / 64, 1 << (row % 64));
+        let mut bad = lock(&self.bad);
+        if bad.seen[word] & bit != 0 {
+            return;
+        }
+        bad.seen[word] |= bit;
+        bad.total += 1;
+        if bad.list.len() < LISTED {
+            bad.list.push((row, what));
+        }
+        let (allowed, n) = (self.plan.allowed(), self.plan.rows.len() as u64);
+        if bad.total > allowed {
+            let failure = Error::Budget { bad: bad.total, n, allowed, list: bad.list_text() };
+            drop(bad);
+            self.fail(failure.to_string());
+        }
+    }
+}
+
+impl Bad {
+    fn list_text(&self) -> String {
+        let mut text = String::new();
+        for (_, what) in self.list.iter().take(10) {
+            let _ = writeln!(text, "  {what}");
+        }
+        if self.total > 10 {
+            let _ = writeln!(text, "  and {} more", self.total - 10);
+        }
+        text
+    }
+}
+
+impl Scratch {
+    fn new() -> Self {
+        Self {
+            decoder: Decoder::new(),
+            resamplers: Resamplers::new(),
+            fbank: Fbank::new(),
+            samples: Vec::new(),
+            wave: Vec::new(),
+        }
+    }
+}
+
+/// Which samples of a recording make a row, and where they come to lie in the clip.
+#[derive(Debug, PartialEq)]
+struct Crop {
+    start: u64,    // first sample, at the recording's rate
+    len: u64,      // samples, at the recording's rate
+    offset: usize, // zeros before them in the clip, at the target rate
+    out: usize,    // samples that they become, at the target rate
+}
+
+impl Crop {
+    /// `random` picks one of the possible starts; None takes the centre and pads both sides of a short recording.
+    fn new(info: &Info, target: u32, clip: usize, random: Option<impl FnOnce(u64) -> u64>) -> Self {
+        let (rate, to) = (u128::from(info.rate), u128::from(target));
+        let want = (clip as u128 * rate).div_ceil(to) as u64; // never too few for the last output sample
+        if info.frames >= want {
+            let surplus = info.frames - want;
+            let start = random.map_or(surplus / 2, |random| random(surplus + 1));
+            return Self { start, len: want, offset: 0, out: clip };
+        }
+        let out = ((u128::from(info.frames) * to + rate / 2) / rate).min(clip as u128) as usize;
+        let offset = if random.is_some() { 0 } else { (clip - out) / 2 };
+        Self { start: 0, len: info.frames, offset, out }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("no message")
+}
+
+thread_local! {
+    static WORKER: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A worker's panic is reported as a bad recording, not printed through the progress line.
+fn hush_workers() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !WORKER.get() {
+                before(info);
+            }
+        }));
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn info(rate: u32, frames: u64) -> Info {
+        Info { rate, channels: 1, frames }
+    }
+
+    fn centre(info: &Info) -> Crop {
+        Crop::new(info, 32_000, 160_000, None::<fn(u64) -> u64>)
+    }
+
+    #[test]
+    fn a_crop_lies_inside_and_suffices() {
+        for rate in [8_000, 22_050, 32_000, 44_100, 48_000, 192_000] {
+            let frames = u64::from(rate) * 7 + 3;
+            for pick in [0, u64::MAX] {
+                let crop = Crop::new(&info(rate, frames), 32_000, 160_000, Some(|n: u64| pick.min(n - 1)));
+                assert_eq!((crop.offset, crop.out), (0, 160_000));
+                assert!(crop.start + crop.len <= frames);
+                assert!(crop.len * 32_000 >= 160_000 * u64::from(rate));
+                if pick > 0 {
+                    assert_eq!(crop.start + crop.len, frames);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn short_recordings_are_padded() {
+        let short = info(16_000, 16_000);
+        assert_eq!(centre(&short), Crop { start: 0, len: 16_000, offset: 64_000, out: 32_000 });
+        let train = Crop::new(&short, 32_000, 160_000, Some(|_| unreachable!()));
+        assert_eq!(train, Crop { start: 0, len: 16_000, offset: 0, out: 32_000 });
+        assert_eq!(centre(&info(32_000, 160_000)), Crop { start: 0, len: 160_000, offset: 0, out: 160_000 });
+        assert_eq!(centre(&info(32_000, 160_011)).start, 5);
+    }
+}

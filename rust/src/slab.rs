@@ -1,0 +1,186 @@
+//! A pool of batch buffers. One slab holds one batch of this process, laid out shard by shard:
+//!
+//! ```text
+//! range 0: field 0 [rows × row], field 1 [rows × row], ...   range 1: field 0, field 1, ...
+//!          ^ every array begins on a multiple of 64 bytes, and is contiguous
+//! ```
+//!
+//! JAX on CPU does not copy a numpy array that is aligned to 64 bytes: the device array *is* the slab. So a slab may not
+//! be used again before the last array over it is gone. It is reference counted, each numpy array owns a reference, and
+//! the last drop brings the memory back to the pool. A consumer that holds many batches makes the pool allocate more
+//! rather than wait for ever; what comes back beyond `keep` is freed.
+
+use std::alloc::{alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What XLA's CPU client asks of a buffer that it is to use in place.
+pub const ALIGN: usize = 64;
+
+/// Where each array lies inside a slab.
+pub struct Layout {
+    row_bytes: Vec<usize>,
+    rows: Vec<usize>,
+    offsets: Vec<usize>, // [range × field]
+    size: usize,
+}
+
+impl Layout {
+    /// `row_bytes`: bytes of one row of each field. `rows`: rows of each range. None when the size overflows.
+    pub fn new(row_bytes: Vec<usize>, rows: Vec<usize>) -> Option<Self> {
+        let (mut offsets, mut size) = (Vec::new(), 0usize);
+        for n in &rows {
+            for bytes in &row_bytes {
+                offsets.push(size);
+                size = size.checked_add(n.checked_mul(*bytes)?)?.checked_next_multiple_of(ALIGN)?;
+            }
+        }
+        std::alloc::Layout::from_size_align(size.max(ALIGN), ALIGN).ok()?;
+        Some(Self { row_bytes, rows, offsets, size: size.max(ALIGN) })
+    }
+
+    fn memory(&self) -> std::alloc::Layout {
+        std::alloc::Layout::from_size_align(self.size, ALIGN).expect("checked in new")
+    }
+}
+
+pub struct Pool {
+    layout: Layout,
+    keep: usize,
+    free: Mutex<Vec<Buffer>>,
+    alive: AtomicUsize,
+}
+
+struct Buffer(NonNull<u8>);
+
+// Safety: a buffer is plain memory with one owner.
+unsafe impl Send for Buffer {}
+
+impl Pool {
+    /// At most `keep` slabs wait in the pool; more may be out.
+    pub fn new(layout: Layout, keep: usize) -> Arc<Self> {
+        Arc::new(Self { layout, keep, free: Mutex::new(Vec::new()), alive: AtomicUsize::new(0) })
+    }
+
+    /// A slab with undefined (but initialised) content. None when there is no memory.
+    pub fn take(self: &Arc<Self>) -> Option<Slab> {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let buffer = match free {
+            Some(buffer) => buffer,
+            None => {
+                // Safety: the size is at least ALIGN. Zeroed, so that no slice ever shows uninitialised memory.
+                let buffer = Buffer(NonNull::new(unsafe { alloc_zeroed(self.layout.memory()) })?);
+                self.alive.fetch_add(1, Ordering::Relaxed);
+                buffer
+            }
+        };
+        Some(Slab { pool: self.clone(), buffer: Some(buffer) })
+    }
+
+    /// Slabs that exist: waiting, being filled, or with a consumer.
+    pub fn alive(&self) -> usize {
+        self.alive.load(Ordering::Relaxed)
+    }
+
+    pub fn slab_bytes(&self) -> usize {
+        self.layout.size
+    }
+
+    fn free(&self, buffer: Buffer) {
+        // Safety: allocated in `take` with the same layout, and owned here.
+        unsafe { dealloc(buffer.0.as_ptr(), self.layout.memory()) }
+        self.alive.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        for buffer in std::mem::take(self.free.get_mut().unwrap_or_else(PoisonError::into_inner)) {
+            self.free(buffer);
+        }
+    }
+}
+
+pub struct Slab {
+    pool: Arc<Pool>,
+    buffer: Option<Buffer>, // None only while it is dropped
+}
+
+// Safety: shared access is by `array` and `row`, whose callers keep rows that are written apart from all others.
+unsafe impl Sync for Slab {}
+
+impl Slab {
+    /// First byte, and the number of bytes, of a field's array in a range.
+    pub fn array(&self, range: usize, field: usize) -> (*mut u8, usize) {
+        let layout = &self.pool.layout;
+        let offset = layout.offsets[range * layout.row_bytes.len() + field];
+        let start = self.buffer.as_ref().map_or(std::ptr::null_mut(), |b| b.0.as_ptr());
+        // Safety: offsets lie inside the buffer.
+        (unsafe { start.add(offset) }, layout.rows[range] * layout.row_bytes[field])
+    }
+
+    /// One row of a field, as `row_bytes / size_of::<T>()` values.
+    ///
+    /// # Safety
+    /// T is a plain number that fills the row, and nobody else reads or writes this row while the slice lives.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn row<T: Copy>(&self, range: usize, field: usize, row: usize) -> &mut [T] {
+        let layout = &self.pool.layout;
+        assert!(row < layout.rows[range]);
+        let bytes = layout.row_bytes[field];
+        let start = self.array(range, field).0.add(row * bytes);
+        debug_assert!(start.cast::<T>().is_aligned());
+        std::slice::from_raw_parts_mut(start.cast(), bytes / size_of::<T>())
+    }
+}
+
+impl Drop for Slab {
+    fn drop(&mut self) {
+        let Some(buffer) = self.buffer.take() else { return };
+        let mut free = self.pool.free.lock().unwrap_or_else(PoisonError::into_inner);
+        if free.len() < self.pool.keep {
+            free.push(buffer);
+        } else {
+            drop(free);
+            self.pool.free(buffer);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool(keep: usize) -> Arc<Pool> {
+        Pool::new(Layout::new(vec![12, 4], vec![3, 5]).unwrap(), keep)
+    }
+
+    #[test]
+    fn arrays_are_aligned_and_apart() {
+        let slab = pool(1).take().unwrap();
+        let mut spans: Vec<_> = (0..2).flat_map(|range| (0..2).map(move |field| (range, field))).collect();
+        spans.sort_by_key(|&(range, field)| slab.array(range, field).0);
+        for pair in spans.windows(2) {
+            let (start, len) = slab.array(pair[0].0, pair[0].1);
+            assert!(start as usize + len <= slab.array(pair[1].0, pair[1].1).0 as usize);
+        }
+        assert!(spans.iter().all(|&(range, field)| slab.array(range, field).0 as usize % ALIGN == 0));
+    }
+
+    #[test]
+    fn a_slab_is_reused_only_after_its_last_owner_and_surplus_is_freed() {
+        let pool = pool(2);
+        let first = Arc::new(pool.take().unwrap());
+        let address = first.array(0, 0).0;
+        let reader = first.clone();
+        drop(first);
+        let others: Vec<_> = (0..4).map(|_| pool.take().unwrap()).collect();
+        assert!(others.iter().all(|slab| slab.array(0, 0).0 != address));
+        drop(reader);
+        assert_eq!(pool.take().unwrap().array(0, 0).0, address);
+        assert_eq!(pool.alive(), 5);
+        drop(others);
+        assert_eq!(pool.alive(), 2);
+    }
+}
