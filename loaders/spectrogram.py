@@ -1,0 +1,372 @@
+"""Log-mel spectrograms of recordings in Arrow shards: the Python face of the Rust pipeline.
+
+One row of a batch is one crop of one recording: float32 [n_frames, 128], Kaldi log-mel, padded with its minimum and
+normalised as (x + 7.2) / 8.86. Training draws a random crop in a permuted order without end; testing takes the centre crop
+of every recording once. Which row holds what is a function of (seed, position, row) alone: see `loaders.order`.
+
+A path is one of
+
+    a folder that ``datasets.save_to_disk`` wrote      its shards, in the order that state.json gives
+    such a folder of several splits                    its train/; and its test/, unless ``test`` names another
+    a folder of ``*.arrow``, as in the datasets cache  by name; with several splits (``name-train-00000-of-00007.arrow``),
+                                                       those of "train", and of "test"
+    a glob, or one file                                by name
+    "demo"                                             the built-in corpus, made at its first use
+"""
+
+import difflib
+import functools
+import glob
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loaders import order
+from loaders.base import DataError, Facts, Field, HostBatch, Rows
+
+try:
+    from loaders import _rust
+except ImportError as error:
+    raise ModuleNotFoundError(
+        "the Rust extension loaders._rust is not built; `make train` and `make test` do it, or: maturin develop --release"
+    ) from error
+
+N_MELS = 128
+RATE = 32_000  # [Hz] that the filter bank is defined at
+WINDOW, HOP = 800, 320  # [samples] of a frame
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is read, and how fast. Only the first nine fields change a number."""
+
+    train: str = "demo"  # [path] folder or glob of Arrow shards, or "demo": synthetic birds, made at the first use
+    test: str = ""  # [path] folder or glob to test on; empty = test/ beside train's train/, else a share of train
+    test_share: float = 0.05  # [share] of the recordings kept for testing where no path holds any, chosen by row number
+    label: str = "ebird_code"  # [column] of class labels (int64 ClassLabel); empty = no labels
+    exclude: tuple[int, ...] = ()  # [rows] of train's recordings that are never read
+    sample_rate: int = 32_000  # [Hz] of the waveform before the filter bank; recordings are resampled to it
+    clip_seconds: float = 5.0  # [s] of a recording in a row; shorter recordings are padded with silence
+    n_frames: int = 512  # [frames] of a row, 10 ms each; a clip's frames are padded with their minimum
+    bad_budget: float = 0.01  # [share] of the recordings that may be unreadable before the run stops
+    threads: int = 0  # [threads] that decode; 0 = one for each core this process may use
+    depth: int = 2  # [batches] finished ones that may wait
+    allow_debug_build: bool = False  # [bool] go on with an extension that was built without optimisation
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(field, what is wrong and the remedy) of every mistake that shows without reading a shard."""
+        for field in ("train", "test"):
+            path = getattr(self, field)
+            if path and path != "demo":
+                try:
+                    find_shards(path, field)
+                except DataError as error:
+                    yield field, str(error)
+        if not self.train:
+            yield "train", 'is empty; name a folder or glob of Arrow shards, or use "demo"'
+        for field, low, high in (("test_share", 0.0, 1.0), ("bad_budget", 0.0, 1.0)):
+            if not low <= getattr(self, field) <= high:
+                yield field, f"is {getattr(self, field)}; a share lies in [0, 1]"
+        if self.test_share == 1:
+            yield "test_share", "is 1, which leaves nothing to train on"
+        if self.sample_rate != RATE:
+            yield "sample_rate", f"is {self.sample_rate}; the filter bank is defined at {RATE} Hz"
+        elif not 1 <= (frames := n_clip_frames(self.clip_samples)) <= self.n_frames:
+            longest = (WINDOW + (self.n_frames - 1) * HOP) / RATE
+            yield (
+                "clip_seconds",
+                f"is {self.clip_seconds}, which makes {frames} frames; n_frames={self.n_frames} holds "
+                f"{WINDOW / RATE:g} s to {longest:g} s",
+            )
+        for field, low in (("threads", 0), ("depth", 1)):
+            if getattr(self, field) < low:
+                yield field, f"is {getattr(self, field)}; it must be at least {low}"
+        if bad := [row for row in self.exclude if row < 0]:
+            yield "exclude", f"holds {bad[0]}; rows are counted from 0"
+        if _rust.build_profile() != "release" and not self.allow_debug_build:
+            yield (
+                "allow_debug_build",
+                f"is False, and the extension is a {_rust.build_profile()} build, which is many times slower; build it "
+                "with: maturin develop --release",
+            )
+
+    def exists(self) -> bool:
+        """False when reading the facts would first have to make the data."""
+        return "demo" not in (self.train, self.test)
+
+    @property
+    def clip_samples(self) -> int:
+        return round(self.clip_seconds * self.sample_rate)
+
+
+class Split(NamedTuple):
+    """The recordings of a split: some rows of an index."""
+
+    index: "_rust.Index | None"  # None: the split is empty
+    rows: np.ndarray  # int64 [n]
+
+
+class Spectrograms:
+    """A `loaders.base.Loader`. Fields, r rows for each range:
+
+    spectrogram  float32 [r, n_frames, 128]
+    label        int32 [r]    the class; -1 where it is null
+    index        int32 [r]    the recording's row in its split's index; -1 in the padding of a ragged last batch
+    epoch        int32 [r]
+    weight       float32 [r]  0 for padding, and in "test" for a recording that cannot be read
+
+    The arrays are read-only, aligned to 64 bytes, and own their memory: it is used again when the last of a batch's arrays
+    is gone, JAX arrays that alias them included.
+    """
+
+    def __init__(self, pipeline: "_rust.Pipeline | None", *, fields: dict[str, Field], n_batches: int, state: dict[str, Any]):
+        self.fields = fields
+        self.n_batches = n_batches
+        self._pipeline = pipeline
+        self._state = state
+
+    def __iter__(self) -> "Spectrograms":
+        return self
+
+    def __next__(self) -> tuple[int, HostBatch]:
+        if self._pipeline is None:
+            raise StopIteration
+        try:
+            return self._pipeline.next()
+        except RuntimeError as error:
+            raise DataError(str(error)) from error
+
+    def seek(self, position: int) -> None:
+        if self._pipeline is not None:
+            self._pipeline.seek(position)
+
+    def state(self, position: int) -> dict[str, Any]:
+        return {"position": position, **self._state}
+
+    def diagnostics(self) -> dict[str, Any]:
+        return {} if self._pipeline is None else self._pipeline.diagnostics()
+
+    def close(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+
+
+def fields(config: Config) -> dict[str, Field]:
+    """Field -> shape of one row, dtype."""
+    scalar = Field((), np.dtype(np.int32))
+    return {
+        "spectrogram": Field((config.n_frames, N_MELS), np.dtype(np.float32)),
+        "label": scalar,
+        "index": scalar,
+        "epoch": scalar,
+        "weight": Field((), np.dtype(np.float32)),
+    }
+
+
+def facts(config: Config) -> Facts:
+    """What the data themselves decide, read without decoding.
+
+    n_train, n_test: recordings of each split. n_recordings: rows of train's index, excluded ones included: one more than
+    the largest ``index`` in a batch. n_unlabelled: recordings of both splits whose label is null. class_names, n_classes:
+    of the label, both absent when the data do not name classes.
+
+    Raises:
+      DataError: shards that cannot be used, or that hold other classes in "test" than in "train".
+    """
+    splits = _splits(config)
+    train, test = splits["train"], splits["test"]
+    found = {
+        "n_train": len(train.rows),
+        "n_test": len(test.rows),
+        "n_recordings": train.index.n_rows,
+        "n_unlabelled": sum(int((s.index.labels[s.rows] < 0).sum()) for s in splits.values() if s.index and config.label),
+    }
+    if names := train.index.class_names:
+        found |= {"n_classes": len(names), "class_names": tuple(names)}
+    return found
+
+
+def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Spectrograms:
+    """A loader of ``split`` ("train" or "test") that starts to work at its first ``seek`` or ``next``.
+
+    Raises:
+      DataError: shards that cannot be used; in ``next``: more unreadable recordings than ``bad_budget`` allows.
+    """
+    for field, text in config.problems():
+        raise DataError(f"data.{field} {text}")
+    index, chosen = _splits(config)[split]
+    n_batches = -(-len(chosen) // rows.batch)
+    state = {
+        "seed": seed,
+        "fingerprint": index.fingerprint if index else "",
+        "order": {
+            "version": _rust.ORDER_VERSION,
+            "batch": rows.batch,
+            "n_rows": len(chosen),
+            "rows": f"{int(order.hash_of(len(chosen), _fold(chosen))[0]):016x}",  # covers exclude and test_share
+        },
+    }
+    pipeline = None
+    if index is not None:
+        try:
+            pipeline = _rust.Pipeline(
+                index,
+                rows=chosen,
+                batch=rows.batch,
+                ranges=list(rows.ranges),
+                seed=seed,
+                train=split == "train",
+                sample_rate=config.sample_rate,
+                clip_samples=config.clip_samples,
+                n_frames=config.n_frames,
+                threads=config.threads or len(os.sched_getaffinity(0)),
+                depth=config.depth,
+                bad_budget=config.bad_budget,
+            )
+        except ValueError as error:
+            raise DataError(str(error)) from error
+    return Spectrograms(pipeline, fields=fields(config), n_batches=n_batches, state=state)
+
+
+def n_clip_frames(n_samples: int) -> int:
+    """Whole frames in a clip."""
+    return 0 if n_samples < WINDOW else 1 + (n_samples - WINDOW) // HOP
+
+
+def find_shards(path: str, split: str) -> list[pathlib.Path]:
+    """The Arrow shards of ``split`` ("train" or "test") at a path, in order. See the module's docstring.
+
+    Raises:
+      DataError: nothing is there; says what is there instead.
+    """
+    folder = pathlib.Path(path).expanduser()
+    if folder.is_file():
+        return [folder]
+    if folder.is_dir():
+        if shards := _split_shards(folder, split):
+            return shards
+        inside = sorted(p.name for p in folder.iterdir())[:5]
+        splits = sorted(set(_by_split(folder)) | {p.name for p in folder.iterdir() if p.is_dir() and _shards(p)})
+        what = (
+            f"of the split {split!r}; it has {', '.join(splits)}" if splits else f"; it holds {', '.join(inside) or 'nothing'}"
+        )
+        raise DataError(f"is {path!r}, a folder without Arrow shards {what}".replace(" ;", ";"))
+    if glob.has_magic(path):
+        if found := sorted(p for p in map(pathlib.Path, glob.glob(str(folder), recursive=True)) if p.is_file()):
+            return found
+        fixed = next(p for p in folder.parents if not glob.has_magic(str(p)))
+        there = f"{fixed} exists" if fixed.is_dir() else f"{fixed} does not exist{_nearest(fixed)}"
+        raise DataError(f"is {path!r}, which matches no file; {there}")
+    raise DataError(f"is {path!r}, which does not exist{_nearest(folder)}")
+
+
+def _nearest(path: pathlib.Path) -> str:
+    """The remedy for a missing path: a sibling of nearly this name, or how far down the path exists."""
+    parent, missing = path.absolute().parent, path.name
+    while not parent.is_dir():
+        parent, missing = parent.parent, parent.name
+    siblings = sorted(p.name for p in parent.iterdir())
+    if close := difflib.get_close_matches(missing, siblings, n=1):
+        return f"; did you mean {str(parent / close[0])!r}?"
+    return f"; {parent} exists, and holds {', '.join(siblings[:5]) or 'nothing'}{', …' if len(siblings) > 5 else ''}"
+
+
+def _split_shards(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
+    """A folder's shards of one split; none when it holds others only."""
+    if any(_shards(folder / name) for name in ("train", "test")):
+        return _shards(folder / split)
+    if groups := _by_split(folder):
+        return groups.get(split, [])
+    return _shards(folder)
+
+
+def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The shards right in a folder: those that state.json lists, or by name."""
+    state = folder / "state.json"
+    if state.is_file():
+        try:
+            return [folder / file["filename"] for file in json.loads(state.read_text())["_data_files"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"has a broken {state}: {error!r}; save the dataset again") from error
+    # cache-….arrow are results of datasets' map and filter, beside the data that they came from
+    return sorted(p for p in folder.glob("*.arrow") if not p.name.startswith(("cache-", "tmp")))
+
+
+def _by_split(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
+    """Shards of a datasets cache folder by split: name-SPLIT.arrow or name-SPLIT-00000-of-00007.arrow.
+
+    Empty when no name speaks of "train" or "test": then the folder is not split, whatever else has a dash in its name.
+    """
+    groups: dict[str, list[pathlib.Path]] = {}
+    if (folder / "state.json").is_file():
+        return groups
+    for shard in _shards(folder):
+        match = re.fullmatch(r".+-([A-Za-z]\w*)(-\d{5}-of-\d{5})?\.arrow", shard.name)
+        groups.setdefault(match[1] if match else "", []).append(shard)
+    return groups if {"train", "test"} & set(groups) else {}
+
+
+def _splits(config: Config) -> dict[str, Split]:
+    train_path, test_path = (_made(path) for path in (config.train, config.test))
+    train = _open(find_shards(train_path, "train"), config.label)
+    rows = np.arange(train.n_rows)
+    if excluded := sorted(set(config.exclude)):
+        if excluded[-1] >= train.n_rows:
+            raise DataError(f"exclude names row {excluded[-1]}, but {train_path} has {train.n_rows} recordings")
+        rows = np.setdiff1d(rows, excluded)
+
+    folder = pathlib.Path(train_path).expanduser()
+    beside = _split_shards(folder, "test") if not test_path and folder.is_dir() and _has_splits(folder) else []
+    if test_path or beside:
+        test = _open(find_shards(test_path, "test") if test_path else beside, config.label)
+        if test.class_names != train.class_names:
+            raise DataError(
+                f"{test_path or folder / 'test'} has other classes than {train_path}: {len(test.class_names or ())} and "
+                f"{len(train.class_names or ())} names; both must name the same ones in the same order"
+            )
+        splits = {"train": Split(train, rows), "test": Split(test, np.arange(test.n_rows))}
+    else:
+        held = order.held_out(rows, config.test_share)
+        splits = {"train": Split(train, rows[~held]), "test": Split(train, rows[held])}
+    if not len(splits["train"].rows):
+        raise DataError(f"{train_path} leaves no recordings to train on, of {train.n_rows}")
+    if not len(splits["test"].rows):
+        splits["test"] = Split(None, np.arange(0))
+    return splits
+
+
+def _has_splits(folder: pathlib.Path) -> bool:
+    return bool(_shards(folder / "test")) or "test" in _by_split(folder)
+
+
+def _made(path: str) -> str:
+    if path != "demo":
+        return path
+    from loaders import demo  # brings encoders along, which nothing else here needs
+
+    return str(demo.ensure())
+
+
+def _open(shards: Sequence[pathlib.Path], label: str) -> "_rust.Index":
+    try:
+        stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in shards]
+        return _open_once(tuple(stats), label)
+    except (ValueError, OSError) as error:
+        raise DataError(str(error)) from error
+
+
+@functools.lru_cache(maxsize=4)
+def _open_once(stats: tuple[tuple[str, int, int], ...], label: str) -> "_rust.Index":
+    """Facts and two loaders read the same shards: they are indexed once, and again when a file changed."""
+    return _rust.Index([path for path, _, _ in stats], label=label or None)
+
+
+def _fold(rows: np.ndarray) -> int:
+    """A number that changes with the rows."""
+    return int(np.bitwise_xor.reduce(order.hash_of(np.arange(len(rows)), rows), initial=np.uint64(0)))
