@@ -1,0 +1,492 @@
+"""Configuration: a `ConfigDict` from configs/*.py, overrides from the command line, one frozen `Config` out of them.
+
+Defaults live on the dataclasses here, on the workload's ``Config`` (section ``model``) and on the loader's ``Config``
+(section ``data``), and nowhere else; a config file states what differs. Every field ends in a gloss, ``# [unit]
+meaning``, which `explain` prints. All mistakes are collected and raised together, before a device is touched.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import io
+import json
+import os
+import pathlib
+import tempfile
+import tokenize
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+OPTIMIZERS = ("adamw",)
+SCHEDULES = ("constant", "cosine", "wsd")
+DECAY_SHAPES = ("linear", "cosine", "sqrt")
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long, how much at once, and when to look."""
+
+    steps: int = 10_000  # [steps] optimizer steps of the whole run
+    batch: int = 64  # [rows] global batch, whatever the number of devices
+    accumulate: int = 1  # [microbatches] parts that a step is computed in; gradients are reduced once
+    ema: float = 0.0  # [1] decay of the average of the parameters that evaluation uses; 0 = no average
+    eval_every: int = 1_000  # [steps] between evaluations; the last step is always evaluated; 0 = only there
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for name in ("steps", "batch", "accumulate"):
+            if getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}; it must be at least 1"
+        if self.accumulate > 0 and self.batch % self.accumulate:
+            yield "batch", f"is {self.batch}, which accumulate={self.accumulate} does not divide"
+        if not 0 <= self.ema < 1:
+            yield "ema", f"is {self.ema}; a decay lies in [0, 1), for example 0.999"
+        if self.eval_every < 0:
+            yield "eval_every", f"is {self.eval_every}; use 0 for an evaluation at the end only"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are optimised differently: those whose path contains a match of ``match``."""
+
+    match: str = ""  # [regex] searched in the parameter's path, for example "^probe/"; the first group that matches wins
+    lr: float | None = None  # [1/step] peak learning rate; None = optim.lr
+    weight_decay: float | None = None  # [1] None = optim.weight_decay
+    freeze: bool = False  # [bool] leave these parameters as they were initialised
+
+
+@dataclass(frozen=True)
+class Optim:
+    """AdamW (Loshchilov & Hutter 2019) behind a clip of the global gradient norm."""
+
+    name: str = "adamw"  # [name] adamw
+    lr: float = 1e-4  # [1/step] peak learning rate
+    schedule: str = "cosine"  # [name] constant, cosine, or wsd (warm-up, stable, decay)
+    warmup: int = 0  # [steps] linear rise from lr_init to lr
+    decay: int = 0  # [steps] length of wsd's decay, the last steps of the run
+    decay_shape: str = "linear"  # [name] of wsd's decay: linear, cosine, sqrt
+    lr_init: float = 0.0  # [ratio of lr] learning rate of the first update when there is a warm-up
+    lr_floor: float = 0.0  # [ratio of lr] learning rate at the end
+    b1: float = 0.9  # [1] decay of the first moment
+    b2: float = 0.999  # [1] decay of the second moment
+    eps: float = 1e-8  # [1] added to the root of the second moment
+    weight_decay: float = 0.05  # [1] decoupled, times the learning rate
+    clip: float = 1.0  # [norm] largest global gradient norm; 0 = no clipping
+    decayed: str = r"(^|/)w[^/]*$"  # [regex] parameters that weight decay applies to: the matrices
+    undecayed: str = r"(^|/)(b|scale|bias|pos|cls)[^/]*$"  # [regex] and those that it spares; each must match one of the two
+    groups: tuple[Group, ...] = ()  # [groups] exceptions, tried in order
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for name, allowed in (("name", OPTIMIZERS), ("schedule", SCHEDULES), ("decay_shape", DECAY_SHAPES)):
+            if (value := getattr(self, name)) not in allowed:
+                yield name, f"is {value!r}; {_choices(value, allowed)}"
+        for name in ("warmup", "decay", "weight_decay", "clip", "lr_init", "lr_floor"):
+            if getattr(self, name) < 0:
+                yield name, f"is {getattr(self, name)}; it must not be negative"
+        if self.lr <= 0:
+            yield "lr", f"is {self.lr}; it must be positive"
+        if self.decay and self.schedule != "wsd":
+            yield (
+                "decay",
+                f"is {self.decay}, but only schedule='wsd' has a decay phase, and schedule is {self.schedule!r}",
+            )
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}; a decay lies in [0, 1)"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The devices as a grid. At most one axis may be -1: whatever is left."""
+
+    data: int = -1  # [devices] replicas, each with its share of the batch
+    fsdp: int = 1  # [devices] shards of parameters and optimizer state, each with its share of the batch
+    model: int = 1  # [devices] shards of the inner dimensions (heads, mlp, vocabulary)
+    rules: dict[str, str] = field(default_factory=dict)  # [axis: mesh axes] overrides jaxtrain.layout.RULES, "fsdp,model?"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        sizes = {name: getattr(self, name) for name in ("data", "fsdp", "model")}
+        if sum(size == -1 for size in sizes.values()) > 1:
+            yield "data", f"only one axis may be -1, and the mesh is {sizes}"
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                yield name, f"is {size}; use a positive number of devices, or -1 for the rest"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Asynchronous checkpoints in workdir/checkpoints."""
+
+    every: int = 500  # [steps] between saves; the last step is always saved
+    keep: int = 3  # [checkpoints] newest ones that stay on disk
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for name in ("every", "keep"):
+            if getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}; it must be at least 1"
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is written besides workdir/metrics.jsonl, which always is."""
+
+    every: int = 10  # [steps] between records
+    tensorboard: bool = False  # [bool] event files in workdir/tensorboard (extra: tensorboard)
+    wandb_project: str = ""  # [name] Weights & Biases project; empty = off (extra: wandb)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.every < 1:
+            yield "every", f"is {self.every}; it must be at least 1"
+        for wanted, package, extra in (
+            (self.tensorboard, "tensorboardX", "tensorboard"),
+            (self.wandb_project, "wandb", "wandb"),
+        ):
+            if wanted and importlib.util.find_spec(package) is None:
+                yield (
+                    "tensorboard" if extra == "tensorboard" else "wandb_project",
+                    (f"needs the package {package}; install it with: pip install 'jaxtrain[{extra}]'"),
+                )
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """Bounds for processes that wait for each other."""
+
+    init_timeout: int = 300  # [s] until all processes must have met
+    heartbeat_timeout: int = 120  # [s] after which a silent process is taken for dead
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    workload: str = "jaxtrain.workloads.bird"  # [module] what is trained; its Config is the section `model`
+    loader: str = "loaders.spectrogram"  # [module] where rows come from; its Config is the section `data`
+    workdir: str = ""  # [path] everything that the run writes; empty = runs/<name of the config file>
+    seed: int = 0  # [1] of initialisation, order, crops and augmentation
+    model: Any = None  # [section] of the workload
+    data: Any = None  # [section] of the loader
+    train: Train = field(default_factory=Train)  # [section]
+    optim: Optim = field(default_factory=Optim)  # [section]
+    mesh: Mesh = field(default_factory=Mesh)  # [section]
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)  # [section]
+    metrics: Metrics = field(default_factory=Metrics)  # [section]
+    distributed: Distributed = field(default_factory=Distributed)  # [section]
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Mistakes that only show between sections."""
+        if self.seed < 0 or self.seed >= 2**32:
+            yield "seed", f"is {self.seed}; it must lie in [0, 2**32)"
+        known = [n for n in (self.mesh.data, self.mesh.fsdp) if n > 0]
+        devices, parts = functools.reduce(int.__mul__, known, 1), max(self.train.accumulate, 1)
+        if self.train.batch > 0 and not self.train.batch % parts and self.train.batch % (devices * parts):
+            low = self.train.batch // (devices * parts) * devices * parts
+            yield (
+                "train.batch",
+                (
+                    f"is {self.train.batch}, which mesh.data × mesh.fsdp × train.accumulate = {devices} × {parts} does not "
+                    f"divide; the nearest that do are {low or devices * parts} and {low + devices * parts}"
+                ),
+            )
+        steps, warmup = self.train.steps, self.optim.warmup
+        if warmup > steps:
+            yield "optim.warmup", f"is {warmup}, longer than train.steps={steps}"
+        elif warmup + self.optim.decay > steps:
+            yield "optim.decay", f"is {self.optim.decay}: with optim.warmup={warmup} longer than train.steps={steps}"
+
+
+class ConfigError(ValueError):
+    """Every mistake of a config at once, one line each."""
+
+    def __init__(self, problems: Sequence[tuple[str, str]]):
+        self.problems = tuple(problems)
+        count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+        super().__init__("\n".join([f"the config has {count}:", *(f"  config.{path} {text}" for path, text in problems)]))
+
+
+class _Text(str):
+    """A value from the command line: text, until the field's type says how to read it."""
+
+
+def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
+    """Reads ``path.py`` or ``path.py:argument`` and applies (dotted path, text) overrides; checks everything.
+
+    Raises:
+      ConfigError: with all mistakes: unknown keys (and the nearest spelling), wrong types, values that do not fit
+        together, data that is not there, a workdir that cannot be written.
+    """
+    name, tree = _read_file(source)
+    for path, text in overrides:
+        *parents, last = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError([(path, f"cannot be set: {parent!r} is a value, not a section")])
+        node[last] = _Text(text)
+    tree.setdefault("workdir", f"runs/{name}")
+    return from_dict(tree)
+
+
+def from_dict(tree: Mapping[str, Any]) -> Config:
+    """A checked `Config` from nested dictionaries. Raises ConfigError with all mistakes."""
+    problems: list[tuple[str, str]] = []
+    tree = dict(tree)
+    sections: dict[str, Any] = {}
+    for section, owner in (("model", "workload"), ("data", "loader")):
+        module_name = str(tree.get(owner, getattr(Config, owner)))
+        try:
+            cls = importlib.import_module(module_name).Config
+        except ModuleNotFoundError as error:
+            problems.append((owner, f"is {module_name!r}, and importing it failed: {error}"))
+        except AttributeError:
+            problems.append((owner, f"is {module_name!r}, a module without a dataclass named Config"))
+        else:
+            sections[section] = _build(cls, tree.get(section) or {}, section, problems)
+        tree.pop(section, None)
+    config = dataclasses.replace(_build(Config, tree, "", problems), **sections)
+    for path, section in (("", config), *((f.name, getattr(config, f.name)) for f in dataclasses.fields(config))):
+        if hasattr(section, "problems"):
+            problems += [(f"{path}.{where}".strip("."), text) for where, text in section.problems()]
+    problems += _workdir_problems(config.workdir)
+    if len(sections) == 2:
+        config = _take_facts(config, problems)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _take_facts(config: Config, problems: list[tuple[str, str]]) -> Config:
+    """Fills the model's None fields with what the data itself says. Skipped while the data section is wrong."""
+    if any(path.startswith(("data", "loader")) for path, _ in problems):
+        return config
+    loader = importlib.import_module(config.loader)
+    if problems and not getattr(config.data, "exists", lambda: True)():
+        return config  # data that would have to be made first: not for a config that is refused anyway
+    try:
+        facts = loader.facts(config.data)
+    except ValueError as error:
+        problems.append(("data", str(error)))
+        return config
+    names = [f.name for f in dataclasses.fields(config.model) if getattr(config.model, f.name) is None and f.name in facts]
+    model = dataclasses.replace(config.model, **{name: facts[name] for name in names})
+    if hasattr(model, "data_problems"):
+        problems += [(f"model.{where}", text) for where, text in model.data_problems(facts)]
+    return dataclasses.replace(config, model=model)
+
+
+def _read_file(source: str) -> tuple[str, dict[str, Any]]:
+    path, _, argument = source.partition(":")
+    file = pathlib.Path(path)
+    if not file.is_file():
+        there = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        raise ConfigError(
+            [("", f"file {path} does not exist; {_choices(path, there) if there else f'{file.parent} holds none'}")]
+        )
+    spec = importlib.util.spec_from_file_location(f"jaxtrain_config_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ConfigError([("", f"file {path} defines no function get_config(argument='')")])
+    config = module.get_config(argument) if inspect.signature(module.get_config).parameters else module.get_config()
+    return file.stem, config.to_dict() if hasattr(config, "to_dict") else dict(config)
+
+
+def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> Any:
+    """A dataclass from a dictionary; wrong keys and values are noted, and their defaults stand in."""
+    if not isinstance(tree, Mapping):
+        problems.append((path, f"is {tree!r}; it is a section with the fields {_names(cls)}"))
+        return cls()
+    kinds = typing.get_type_hints(cls)
+    values = {}
+    for key, value in tree.items():
+        where = f"{path}.{key}".strip(".")
+        if key not in kinds:
+            problems.append((where, f"does not exist; {_choices(key, _names(cls))}"))
+            continue
+        try:
+            values[key] = _convert(kinds[key], value, where, problems)
+        except (TypeError, ValueError) as error:
+            problems.append((where, str(error)))
+    try:
+        return cls(**values)
+    except TypeError as error:
+        missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and _has_no_default(f)]
+        if not missing:
+            raise
+        problems += [(f"{path}.{name}".strip("."), "has no default and must be set") for name in missing]
+        raise ConfigError(problems) from error
+
+
+def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) -> Any:
+    """``value`` as ``kind``, without guessing: 1 is a float, "1" and True are no ints. Text is read as ``kind`` needs."""
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None or (isinstance(value, _Text) and value.lower() == "none"):
+            return None
+        return _convert(next(k for k in options if k is not types.NoneType), value, path, problems)
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, _literal(value), path, problems)
+    if kind is Any:
+        return value
+    if kind is str:
+        if isinstance(value, str):
+            return str(value)
+        raise TypeError(f"is {value!r} ({type(value).__name__}); a text is wanted")
+    if kind is bool and isinstance(value, _Text) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    value = _literal(value)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"is {value!r}; a tuple is wanted, for example (1, 2)")
+        kinds = [options[0]] * len(value) if options[-1] is Ellipsis else options
+        if len(kinds) != len(value):
+            raise TypeError(f"is {value!r}; {len(kinds)} values are wanted")
+        return tuple(_convert(k, v, f"{path}[{i}]", problems) for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise TypeError(f"is {value!r}; a dictionary is wanted")
+        return {
+            _convert(options[0], k, path, problems): _convert(options[1], v, f"{path}.{k}", problems) for k, v in value.items()
+        }
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"is {value!r} ({type(value).__name__}); {_article(kind)} is wanted")
+    return value
+
+
+def _literal(value: Any) -> Any:
+    if not isinstance(value, _Text):
+        return value
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return str(value)
+
+
+def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
+    path = pathlib.Path(workdir).absolute()
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    if not existing.is_dir():
+        yield "workdir", f"is {workdir!r}, but {existing} is a file; choose a folder"
+        return
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        yield (
+            "workdir",
+            f"is {workdir!r}, which cannot be written ({error.strerror}: {existing}); choose another folder",
+        )
+
+
+def explain(config: Config) -> str:
+    """Every field with its value, unit and meaning, one line each."""
+    lines = []
+
+    def walk(section: Any, path: str) -> None:
+        glosses = gloss(type(section))
+        for f in dataclasses.fields(section):
+            value, where = getattr(section, f.name), f"{path}{f.name}"
+            if dataclasses.is_dataclass(value):
+                walk(value, f"{where}.")
+            else:
+                unit, meaning = glosses[f.name]
+                lines.append((f"config.{where}", repr(value), unit, meaning))
+
+    walk(config, "")
+    widths = [min(max(len(line[i]) for line in lines), 40) for i in range(3)]
+    return "\n".join("  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3])) for line in lines)
+
+
+@functools.cache
+def gloss(cls: type) -> dict[str, tuple[str, str]]:
+    """Field -> (unit, meaning), from the comment that ends the field's line: ``name: type = default  # [unit] meaning``."""
+    source = inspect.getsource(cls)
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    body = ast.parse(inspect.cleandoc(source)).body[0].body
+    found = {}
+    for node in body:
+        if isinstance(node, ast.AnnAssign):
+            unit, _, meaning = comments.get(node.end_lineno, "[]").removeprefix("[").partition("]")
+            found[node.target.id] = (unit, meaning.strip())
+    return found
+
+
+def to_json(config: Config) -> str:
+    """The resolved config as JSON, ready for `from_dict` again."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def save(config: Config, folder: str | os.PathLike) -> None:
+    """Writes config.json into ``folder``, whole or not at all."""
+    path = pathlib.Path(folder) / "config.json"
+    temporary = path.with_name(f".config.json.{os.getpid()}")
+    temporary.write_text(to_json(config) + "\n")
+    temporary.replace(path)
+
+
+def parse_args(argv: Sequence[str]) -> tuple[str, list[tuple[str, str]], bool]:
+    """``--config=FILE[:ARG] --config.section.field=value … --explain`` -> (source, overrides, explain).
+
+    Raises ConfigError for a missing --config and for every argument that is none of these.
+    """
+    source, overrides, want_explain, problems = "", [], False, []
+    rest = iter(argv)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        if flag == "--explain" and not equals:
+            want_explain = True
+            continue
+        if flag != "--config" and not flag.startswith("--config."):
+            problems.append(
+                (
+                    "",
+                    f"argument {argument!r} is unknown; {_choices(flag, ('--config', '--explain', '--config.section.field'))}",
+                )
+            )
+            continue
+        if not equals:
+            value = next(rest, None)
+            if value is None:
+                problems.append((flag.removeprefix("--config").lstrip("."), "is given without a value"))
+                continue
+        if flag == "--config":
+            source = value
+        else:
+            overrides.append((flag.removeprefix("--config."), value))
+    if not source and not problems:
+        problems.append(("", "file is missing; say for example --config=configs/xcm.py"))
+    if problems:
+        raise ConfigError(problems)
+    return source, overrides, want_explain
+
+
+def _names(cls: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def _has_no_default(f: dataclasses.Field) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _article(kind: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, kind.__name__)
+
+
+def _choices(value: str, allowed: Iterable[str]) -> str:
+    allowed = list(allowed)
+    near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.5)
+    listed = f"there are: {', '.join(allowed)}"
+    return f"did you mean {near[0]!r}? ({listed})" if near else listed

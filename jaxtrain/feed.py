@@ -1,0 +1,98 @@
+"""From a loader's rows to sharded device arrays, a few batches ahead of the step."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+import jax
+import numpy as np
+
+from jaxtrain.types import Batch
+from loaders.base import Loader, Rows
+
+_END = object()
+
+
+def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
+    """Which rows this process reads: what the sharding puts on its devices (never a process index)."""
+    leading = {name: {_rows(index, x.shape[0]) for index in _indices(x).values()} for name, x in batch.items()}
+    ranges = next(iter(leading.values()))
+    if any(other != ranges for other in leading.values()):
+        raise ValueError(f"all fields of a batch must be split alike over rows, and they are split as {leading}")
+    return Rows(next(iter(batch.values())).shape[0], tuple(sorted(ranges)))
+
+
+def put(host: Mapping[str, list[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> Batch:
+    """Global arrays from this process's rows. Each device's rows are one contiguous array: nothing is copied on the host."""
+    place = {r: i for i, r in enumerate(rows.ranges)}
+    arrays = {}
+    for name, x in batch.items():
+        parts = [
+            jax.device_put(host[name][place[_rows(index, x.shape[0])]][(slice(None), *index[1:])], device)
+            for device, index in _indices(x).items()
+        ]
+        arrays[name] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    return arrays
+
+
+class Feed:
+    """Iterates over (position after the batch, batch), made by a thread that runs ``depth`` batches ahead.
+
+    The copies of batch n + 1 overlap step n. The position travels with its batch, because the thread is ahead of it.
+
+    Attributes:
+      waited: seconds that the consumer has spent waiting for batches.
+    """
+
+    def __init__(self, loader: Loader, batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows, *, depth: int = 2):
+        self.waited = 0.0
+        self._queue: queue.Queue = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._loader = loader
+        self._thread = threading.Thread(target=self._run, args=(batch, rows), name="feed", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[tuple[int, Batch]]:
+        return self
+
+    def __next__(self) -> tuple[int, Batch]:
+        start = time.perf_counter()
+        item = self._queue.get()
+        self.waited += time.perf_counter() - start
+        if isinstance(item, BaseException):
+            raise item
+        if item is _END:
+            raise StopIteration
+        return item
+
+    def close(self) -> None:
+        """Stops the thread and the loader. Batches already handed out stay valid."""
+        self._stop.set()
+        self._loader.close()
+        while self._thread.is_alive():
+            try:
+                self._queue.get(timeout=0.05)  # room for the thread to see that it shall stop
+            except queue.Empty:
+                pass
+
+    def _run(self, batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> None:
+        try:
+            while not self._stop.is_set():
+                position, host = next(self._loader)
+                self._queue.put((position, put(host, batch, rows)))
+                del host  # the slab belongs to the device arrays now
+            self._queue.put(_END)
+        except StopIteration:
+            self._queue.put(_END)
+        except BaseException as error:  # noqa: BLE001  the consumer raises it
+            self._queue.put(error)
+
+
+def _indices(x: jax.ShapeDtypeStruct) -> dict[jax.Device, tuple[slice, ...]]:
+    return x.sharding.addressable_devices_indices_map(x.shape)
+
+
+def _rows(index: tuple[slice, ...], n: int) -> tuple[int, int]:
+    start, stop, _ = index[0].indices(n)
+    return start, stop

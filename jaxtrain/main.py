@@ -1,0 +1,28 @@
+"""python -m jaxtrain.main --config=configs/xcm.py[:/path/to/data] [--config.section.field=value …] [--explain]"""
+
+import sys
+
+from jaxtrain import config, distributed, metrics, train
+
+
+def main() -> int:
+    metrics.start_console(main=True)
+    distributed.use_compilation_cache()
+    try:
+        source, overrides, explain = config.parse_args(sys.argv[1:])
+        resolved = config.load(source, overrides)
+        if explain:
+            print(config.explain(resolved))
+        else:
+            train.run(resolved)
+    except train.USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Numbers for people: metric records and their writers, the console, MFU, pictures.
+
+workdir/metrics.jsonl has one JSON object per line: ``{"step": 10, "split": "train", "loss": 2.3, …}``. Steps rise within a
+split; when a run goes on from an earlier step, what was written after it is dropped first, so that no step is there twice.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+
+from jaxtrain.config import Config
+from jaxtrain.types import Mean
+
+# Dense bf16 FLOP/s of one device, from the vendors' datasheets (without sparsity).
+PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+
+def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, float]:
+    """Adds sums over batches in float64 and divides, on the host. Waits for the device. No weight gives nan."""
+    host = jax.device_get([dict(s) for s in sums])
+    totals = {
+        name: (sum(float(s[name].total) for s in host), sum(float(s[name].weight) for s in host))
+        for name in (host[0] if host else ())
+    }
+    return {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
+
+
+class Writer(Protocol):
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonlWriter:
+    """workdir/metrics.jsonl, continued after ``step``."""
+
+    def __init__(self, workdir: str, step: int):
+        path = pathlib.Path(workdir) / "metrics.jsonl"
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) is not None and _step_of(line) <= step]
+            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, "split": split, **{k: _rounded(v) for k, v in record.items()}}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorboardWriter:
+    """workdir/tensorboard. Records after ``step`` are marked as purged, as TensorBoard does for a restarted run."""
+
+    def __init__(self, workdir: str, step: int):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(pathlib.Path(workdir) / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        for name, value in record.items():
+            self._writer.add_scalar(f"{split}/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """A Weights & Biases run whose id is kept in workdir/wandb_id, so that a resumed run goes on in the same one."""
+
+    def __init__(self, workdir: str, project: str, config: Mapping[str, Any]):
+        import wandb
+
+        path = pathlib.Path(workdir) / "wandb_id"
+        if not path.exists():
+            path.write_text(wandb.util.generate_id())
+        self._run = wandb.init(project=project, id=path.read_text(), resume="allow", dir=workdir, config=dict(config))
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        if step >= self._run.step:  # the service keeps steps that rise; a replayed one is already there
+            self._run.log({f"{split}/{name}": value for name, value in record.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def make_writers(config: Config, step: int) -> list[Writer]:
+    """The writers that a config asks for, ready to go on after ``step``."""
+    writers: list[Writer] = [JsonlWriter(config.workdir, step)]
+    if config.metrics.tensorboard:
+        writers.append(TensorboardWriter(config.workdir, step))
+    if config.metrics.wandb_project:
+        writers.append(WandbWriter(config.workdir, config.metrics.wandb_project, dataclasses.asdict(config)))
+    return writers
+
+
+class Console:
+    """One progress line that is rewritten in place on a terminal, and printed now and then elsewhere.
+
+    It is also a logging handler: a message clears the line, is printed above it, and the line comes back.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, every: float = 10.0):
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._every = 0.1 if self._live else every  # [s] between lines
+        self._line, self._printed = "", -math.inf
+
+    def progress(self, line: str) -> None:
+        self._line = line
+        if time.monotonic() - self._printed >= self._every:
+            self._print()
+
+    def finish(self) -> None:
+        """Leaves the last progress line on the screen."""
+        if self._line:
+            self._print()
+            self._stream.write("\n" if self._live else "")
+            self._stream.flush()
+        self._line = ""
+
+    def _print(self) -> None:
+        self._printed = time.monotonic()
+        self._stream.write(f"\r\x1b[2K{self._line}" if self._live else self._line + "\n")
+        self._stream.flush()
+
+    def message(self, text: str) -> None:
+        clear, back = ("\r\x1b[2K", self._line) if self._live and self._line else ("", "")
+        self._stream.write(f"{clear}{text}\n{back}")
+        self._stream.flush()
+
+
+class ConsoleHandler(logging.Handler):
+    """Sends log records above the progress line."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self._console = console
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        self._console.message(prefix + self.format(record))
+
+
+def start_console(*, main: bool) -> Console:
+    """Routes logging (ours from INFO, everybody's from WARNING) through a console, which only the main process has."""
+    console = Console() if main else Console(open(os.devnull, "w"))
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(h, ConsoleHandler)]:
+        root.removeHandler(old)
+    root.addHandler(ConsoleHandler(console))
+    logging.getLogger("jaxtrain").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    return console
+
+
+class Meter:
+    """Rates between two progress lines: samples/s, MFU, share of time spent waiting for data, time left."""
+
+    def __init__(self, *, steps: int, batch: int, flops: int, peak: float):
+        self._steps, self._batch, self._flops, self._peak = steps, batch, flops, peak
+        self._start = self._last = (time.perf_counter(), 0, 0.0)
+
+    def begin(self, step: int, waited: float) -> None:
+        """Starts (again) to count here: after compilation, an evaluation, a restart."""
+        self._last = (time.perf_counter(), step, waited)
+
+    def rates(self, step: int, waited: float) -> dict[str, float]:
+        now = time.perf_counter()
+        then, first, waited_then = self._last
+        seconds, steps = max(now - then, 1e-9), step - first
+        self._last = (now, step, waited)
+        return {
+            "steps_per_second": steps / seconds,
+            "samples_per_second": steps * self._batch / seconds,
+            "mfu": steps * self._flops / seconds / self._peak,
+            "data_wait_share": min((waited - waited_then) / seconds, 1.0),
+            "eta_seconds": (self._steps - step) * seconds / steps if steps else math.nan,
+        }
+
+
+def progress_line(step: int, steps: int, loss: float, rates: Mapping[str, float]) -> str:
+    return (
+        f"step {step}/{steps}  loss {loss:.4f}  {rates['samples_per_second']:.1f} samples/s  MFU {rates['mfu']:.1%}  "
+        f"waiting for data {rates['data_wait_share']:.0%}  {_duration(rates['eta_seconds'])} left"
+    )
+
+
+def peak_flops() -> tuple[float, str]:
+    """FLOP/s of all devices together, and where the number comes from.
+
+    The datasheet's dense bf16 peak where the chip is known, else the best of a few float32 matrix products measured now.
+    """
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    known = max((name for name in PEAK_FLOPS if kind.startswith(name)), key=len, default=None)
+    if known:
+        return PEAK_FLOPS[known] * len(devices), f"{kind} datasheet, bf16"
+    n, best = 1024, math.inf
+    local = jax.local_devices()
+    x = jax.device_put(jnp.ones((n, n), jnp.float32), local[0])
+    product = jax.jit(lambda x: x @ x)
+    jax.block_until_ready(product(x))
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(product(x))
+        best = min(best, time.perf_counter() - start)
+    # Host devices share the cores that one product already uses all of.
+    count = jax.process_count() if devices[0].platform == "cpu" else len(devices)
+    return 2 * n**3 / best * count, f"measured {n}×{n} float32 product on {kind}"
+
+
+def write_pictures(folder: str | os.PathLike, pictures: Mapping[str, np.ndarray], *, limit: int = 8) -> list[pathlib.Path]:
+    """Writes [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom. Returns their paths."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, images in pictures.items():
+        for i, image in enumerate(np.asarray(images)[:limit]):
+            pixels = (np.clip(np.nan_to_num(image), 0, 1) * 255).astype(np.uint8)[::-1]
+            paths.append(folder / f"{name}_{i}.png")
+            Image.fromarray(pixels).save(paths[-1])
+    return paths
+
+
+def _step_of(line: str) -> int | None:
+    """None for a line that a kill cut short."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.9g}") if math.isfinite(value) else None  # nan and inf are no JSON; 9 digits hold a float32
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}"

@@ -1,0 +1,1 @@
+"""Pure layer functions that workloads share."""

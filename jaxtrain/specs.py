@@ -1,0 +1,91 @@
+"""What a table of `Spec` yields: paths, counts, abstract arrays, and the arrays themselves."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.layout import Layout
+from jaxtrain.types import Array, Initializer, Key, PyTree, Spec
+
+
+def is_spec(x: Any) -> bool:
+    return isinstance(x, Spec)
+
+
+def map_specs(f: Callable[[str, Spec], Any], specs: PyTree) -> PyTree:
+    """f(path, spec) for every spec; a path reads ``encoder/blocks/w_qkv``."""
+    return jax.tree.map_with_path(lambda path, spec: f(path_name(path), spec), specs, is_leaf=is_spec)
+
+
+def path_name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def paths(tree: PyTree) -> list[str]:
+    """The path of every leaf (spec or array), in tree order."""
+    return [path_name(path) for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_spec)]
+
+
+def count(specs: PyTree) -> int:
+    """Number of parameters."""
+    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs, is_leaf=is_spec))
+
+
+def digest(specs: PyTree) -> str:
+    """Changes when a path, shape, axis or dtype does: whether a checkpoint fits the model."""
+    rows = [
+        (p, s.shape, s.axes, jnp.dtype(s.dtype).name)
+        for p, s in zip(paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    ]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def abstract(specs: PyTree, layout: Layout) -> PyTree:
+    """Shapes, dtypes and shardings, without arrays. Raises LayoutError with the path of what does not fit."""
+    return map_specs(
+        lambda path, s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype), sharding=layout.sharding(s.axes, s.shape, path=path)),
+        specs,
+    )
+
+
+def materialise(specs: PyTree, key: Key) -> PyTree:
+    """The initial arrays. Jitted with the abstract arrays' shardings, every device makes only its part.
+
+    Each key folds in its parameter's path: neither the order of the table nor the mesh changes a number.
+    """
+    return map_specs(lambda path, s: s.init(fold_in_path(key, path), s.shape, jnp.dtype(s.dtype)), specs)
+
+
+def fold_in_path(key: Key, path: str) -> Key:
+    return jax.random.fold_in(key, np.uint32(int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "little")))
+
+
+def zeros(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
+    del key
+    return jnp.zeros(shape, dtype)
+
+
+def ones(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
+    del key
+    return jnp.ones(shape, dtype)
+
+
+def truncated_normal(stddev: float) -> Initializer:
+    """Normal, cut at two of its standard deviations, then scaled to ``stddev``."""
+
+    def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
+        # 0.87962566 is the standard deviation of a unit normal cut at ±2.
+        return (jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (stddev / 0.87962566103423978)).astype(dtype)
+
+    return init
+
+
+def fan_in(n: int) -> Initializer:
+    """Variance 1/n for a matrix that sums n inputs (LeCun et al. 1998); n is given because a stack of layers hides it."""
+    return truncated_normal(1 / math.sqrt(n))

@@ -1,0 +1,94 @@
+"""The state of a run, before it exists (`Plan`) and after (`TrainState`)."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain import specs
+from jaxtrain.layout import Layout
+from jaxtrain.types import Array, Key, PyTree, Task, Variables
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that a step reads and writes. ``ema`` is () without an average."""
+
+    step: Array  # int32: steps done, which is also the position of the next batch
+    variables: Variables
+    opt_state: PyTree
+    ema: PyTree
+
+
+class Plan(NamedTuple):
+    """Shapes, dtypes and shardings of all that training holds: enough to restore, to compile and to count bytes."""
+
+    state: TrainState
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+
+def make_plan(
+    task: Task, tx: optax.GradientTransformation, layout: Layout, fields: Mapping[str, Any], *, batch: int, ema: bool
+) -> Plan:
+    """Plans a run without making an array.
+
+    Args:
+      fields: what a loader row holds, name -> (shape, dtype) (`loaders.base.Field`).
+
+    Raises:
+      LayoutError: a dimension that does not divide, by path.
+      ValueError: the loader and the task disagree about the fields of a batch.
+    """
+    if missing := sorted(set(task.axes) - set(fields)):
+        raise ValueError(
+            f"the task reads the batch fields {missing}, which the loader does not give; it gives {sorted(fields)}"
+        )
+    variables = jax.tree.map(lambda part: specs.abstract(part, layout), task.specs, is_leaf=lambda x: x is not task.specs)
+    state = TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated()),
+        variables=variables,
+        opt_state=_abstract_opt_state(tx, variables.params, layout),
+        ema=variables.params if ema else (),
+    )
+    rows = {
+        name: jax.ShapeDtypeStruct(
+            shape := (batch, *field.shape),
+            field.dtype,
+            sharding=layout.sharding(task.axes[name], shape, path=f"batch[{name!r}]"),
+        )
+        for name, field in fields.items()
+        if name in task.axes
+    }
+    return Plan(state, rows)
+
+
+def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout) -> PyTree:
+    """Moments live where their parameter does; counters are everywhere."""
+    return optax.tree_map_params(
+        tx,
+        lambda moment, param: jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=param.sharding),
+        jax.eval_shape(tx.init, params),
+        params,
+        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.replicated()),
+    )
+
+
+def init_state(task: Task, tx: optax.GradientTransformation, plan: Plan, key: Key) -> TrainState:
+    """The state at step 0, every device making only its own part."""
+
+    def init(key: Key) -> TrainState:
+        variables = specs.materialise(task.specs, key)
+        ema = jax.tree.map(jnp.copy, variables.params) if plan.state.ema else ()
+        return TrainState(jnp.zeros((), jnp.int32), variables, tx.init(variables.params), ema)
+
+    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, plan.state))(key)
+
+
+def bytes_per_device(tree: PyTree) -> int:
+    """Bytes that one device holds of a tree of abstract (or real) sharded arrays."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))

@@ -1,0 +1,185 @@
+"""One optimizer step, and one batch of an evaluation.
+
+Gradients of a global batch are sums over microbatches (a scan) and over the data axis of the mesh. Under plain jit the
+reduction over "data" would sit inside the scan, once per microbatch. Here the scan runs under `jax.shard_map`, manual over
+"data" alone, so that each group of devices keeps partial sums and they are reduced once, after it. For that the
+parameters are first cast to varying over "data": else the transpose of their broadcast puts the reduction back inside.
+The axes "fsdp" and "model" stay automatic.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxtrain import specs
+from jaxtrain.layout import Layout
+from jaxtrain.state import Plan, TrainState
+from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
+
+DATA = "data"
+Metrics = dict[str, Mean]
+
+
+def make_train_step(
+    task: Task, tx: optax.GradientTransformation, layout: Layout, plan: Plan, *, accumulate: int, ema: float, seed: int
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Jits `train_step` for a plan: the state is donated, the new one lives where the old one did."""
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return train_step(task, tx, layout, state, batch, accumulate=accumulate, ema=ema, seed=seed)
+
+    shardings = jax.tree.map(lambda x: x.sharding, plan.state)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated()))
+
+
+def train_step(
+    task: Task,
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    state: TrainState,
+    batch: Batch,
+    *,
+    accumulate: int,
+    ema: float,
+    seed: int,
+) -> tuple[TrainState, Metrics]:
+    """State and metrics after one global batch. Every metric is of this step: none mixes old and new parameters."""
+    variables = state.variables
+    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    with jax.named_scope("loss_and_grad"):
+        grads, out = gradients(task, layout, variables, with_rows(batch, layout), key, accumulate=accumulate)
+    with jax.named_scope("update"):
+        updates, opt_state = tx.update(grads, state.opt_state, variables.params)
+        params = optax.apply_updates(variables.params, updates)
+        carry = task.advance(params, out.carry, state.step)
+    average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
+    metrics = {
+        "loss": out.loss,
+        **out.metrics,
+        "grad_norm": _one(optax.global_norm(grads)),
+        "update_norm": _one(optax.global_norm(updates)),
+        "param_norm": _one(optax.global_norm(params)),
+    }
+    return TrainState(state.step + 1, Variables(params, variables.frozen, carry), opt_state, average), metrics
+
+
+def gradients(
+    task: Task, layout: Layout, variables: Variables, batch: Batch, key: Key, *, accumulate: int
+) -> tuple[PyTree, LossOut]:
+    """Gradients of the global mean loss, and the global sums. Reduces over the data axis once."""
+    # A manual axis of size 1 has nothing to reduce, and XLA's partitioner stumbles over it (jax 0.10.2: a RET_CHECK).
+    grouped = layout.mesh.shape[DATA] > 1
+    carry_parts = jax.tree.map(_carry_partition, task.specs.carry, is_leaf=specs.is_spec)
+
+    def local(params: PyTree, frozen: PyTree, carry: PyTree, batch: Batch, key: Key) -> tuple[PyTree, Mean, Metrics, PyTree]:
+        """This data group's share: sums over its microbatches, then one reduction."""
+        if grouped:
+            params, frozen, key = jax.lax.pcast((params, frozen, key), (DATA,), to="varying")
+            carry = jax.tree.map(_varying, carry)
+
+        def one(carry: PyTree, rows: Batch) -> tuple[PyTree, LossOut]:
+            def total(params: PyTree) -> tuple[Array, LossOut]:
+                out = task.loss(Variables(params, frozen, carry), rows, key)
+                return out.loss.total, out
+
+            grads, out = jax.grad(total, has_aux=True)(params)
+            # Sums are kept where the parameters are: a shard of them on each device, not a replica.
+            table = task.specs.params
+            return jax.tree.map(lambda spec, g: layout.shard(g, *spec.axes), table, grads, is_leaf=specs.is_spec), out
+
+        if accumulate == 1:
+            grads, out = one(carry, batch)
+            sums, carry = (grads, out.loss, out.metrics), out.carry
+        else:
+            cast = (lambda tree: jax.tree.map(_varying, tree)) if grouped else (lambda tree: tree)
+            sums, carry = _accumulate(one, task.specs.carry, carry, batch, accumulate, cast)
+        if grouped:
+            sums = jax.lax.psum(sums, DATA)
+            # What is not a row's own must leave every group alike: a mean, which changes nothing that already is.
+            carry = jax.tree.map(lambda x, p: x if DATA in p else jax.lax.pmean(x, DATA), carry, carry_parts)
+        return *sums, carry
+
+    if grouped:
+        whole = PartitionSpec()
+        local = jax.shard_map(
+            local,
+            mesh=layout.mesh,
+            in_specs=(whole, whole, carry_parts, PartitionSpec(DATA), whole),
+            out_specs=(whole, whole, whole, carry_parts),
+            axis_names={DATA},
+        )
+    grads, loss, metrics, carry = local(variables.params, variables.frozen, variables.carry, batch, key)
+    grads = jax.tree.map(lambda g: g / loss.weight, grads)
+    return grads, LossOut(loss, metrics, carry)
+
+
+def _accumulate(
+    one: Callable, carry_table: PyTree, carry: PyTree, batch: Batch, n: int, cast: Callable[[PyTree], PyTree]
+) -> tuple[tuple, PyTree]:
+    """Scans ``one`` over n microbatches. A carry with a batch axis is split like the batch; any other is handed on.
+
+    Microbatch j takes the rows r with r mod n = j: a reshape to (rows / n, n) that leaves every row on its device, where
+    (n, rows / n) would move them between the shards of "fsdp".
+    """
+    is_row = ["batch" in spec.axes for spec in jax.tree.leaves(carry_table, is_leaf=specs.is_spec)]
+    structure = jax.tree.structure(carry)
+
+    def part(carry: PyTree) -> tuple[list[Array], list[Array]]:
+        leaves = jax.tree.leaves(carry)
+        return [x for x, r in zip(leaves, is_row, strict=True) if r], [x for x, r in zip(leaves, is_row, strict=True) if not r]
+
+    def whole(own: list[Array], shared: list[Array]) -> PyTree:
+        own, shared = iter(own), iter(shared)
+        return structure.unflatten([next(own) if r else next(shared) for r in is_row])
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0)
+
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
+
+    def body(state: tuple[tuple, list[Array]], xs: tuple[Batch, list[Array]]) -> tuple[tuple[tuple, list[Array]], list[Array]]:
+        (sums, shared), (rows, own) = state, xs
+        grads, out = one(whole(own, shared), rows)
+        own, shared = part(out.carry)
+        sums = jax.tree.map(jnp.add, sums, (grads, out.loss, out.metrics))
+        return cast((sums, shared)), own
+
+    own, shared = part(carry)
+    xs = jax.tree.map(split, (dict(batch), own))
+    rows, own = jax.tree.map(lambda x: x[0], xs)
+    grads, out = jax.eval_shape(one, whole(own, shared), rows)
+    zeros = cast(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, out.loss, out.metrics)))
+    (sums, shared), own = jax.lax.scan(body, (zeros, shared), xs)
+    return sums, whole(jax.tree.map(join, own), shared)
+
+
+def make_eval_step(task: Task, layout: Layout) -> Callable[[Variables, Batch], Metrics]:
+    """Jits `Task.evaluate` over the global batch: sums over all rows, on every device."""
+
+    def step(variables: Variables, batch: Batch) -> Metrics:
+        return task.evaluate(variables, with_rows(batch, layout))
+
+    return jax.jit(step, out_shardings=layout.replicated())
+
+
+def with_rows(batch: Batch, layout: Layout) -> Batch:
+    """The batch with "row": every row's place in the global batch, which random draws fold in."""
+    rows = next(iter(batch.values())).shape[0]
+    return {**batch, "row": layout.shard(jnp.arange(rows, dtype=jnp.int32), "batch")}
+
+
+def _carry_partition(spec: Spec) -> PartitionSpec:
+    return PartitionSpec(*(DATA if axis == "batch" else None for axis in spec.axes))
+
+
+def _varying(x: Array) -> Array:
+    """Casts to varying over "data", also what already is: a scan's carry keeps its type, whichever the workload returns."""
+    return jnp.where(jax.lax.pcast(jnp.ones((), bool), (DATA,), to="varying"), x, x)
+
+
+def _one(x: Array) -> Mean:
+    return Mean(x, jnp.ones((), x.dtype))

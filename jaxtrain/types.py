@@ -1,0 +1,75 @@
+"""The few shapes that every room of the program agrees on."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+PyTree = Any
+Array = jax.Array
+Key = jax.Array
+Axes = tuple[str | None, ...]  # logical axis names, one for each dimension
+Batch = Mapping[str, Array]  # field -> [batch, ...]
+Shard = Callable[..., Array]  # shard(x, "batch", "seq", "embed") pins x to the layout's sharding for these axes
+Initializer = Callable[[Key, tuple[int, ...], Any], Array]  # (key, shape, dtype) -> array
+
+
+class Spec(NamedTuple):
+    """A parameter before it exists. One table of these per model yields everything else (`jaxtrain.specs`)."""
+
+    shape: tuple[int, ...]
+    axes: Axes
+    init: Initializer
+    dtype: Any = "float32"
+
+
+class Mean(NamedTuple):
+    """A weighted mean that has not been divided yet, so that sums over microbatches and devices stay exact."""
+
+    total: Array
+    weight: Array
+
+
+class Variables(NamedTuple):
+    """What a task computes with."""
+
+    params: PyTree  # differentiated, optimised, saved
+    frozen: PyTree = ()  # read-only base weights; reloaded from their source, not saved again
+    carry: PyTree = ()  # task-owned, without gradient: teacher averages, batch statistics, recurrent state
+
+
+class LossOut(NamedTuple):
+    loss: Mean
+    metrics: dict[str, Mean]
+    carry: PyTree = ()
+
+
+def _keep_carry(params: PyTree, carry: PyTree, step: Array) -> PyTree:
+    del params, step
+    return carry
+
+
+def _no_pictures(batch: Batch) -> dict[str, Array]:
+    del batch
+    return {}
+
+
+class Task(NamedTuple):
+    """A workload as a value: a few pure functions over one table of parameters.
+
+    A workload module offers ``Config`` (a frozen dataclass; a field whose value is None takes the data's fact of that
+    name) and ``make_task(config, shard, batch) -> Task``, where ``config`` is the whole run's and ``batch`` the rows of a
+    global step.
+
+    `loss` and `evaluate` see some rows of the global batch, not all: a microbatch, one device group's share. What they
+    return are sums over those rows (law 5). ``batch["row"]`` (int32) is each row's place in the global batch; random draws
+    for a row fold it in, so that the same numbers are drawn on every mesh.
+    """
+
+    specs: Variables  # trees of Spec
+    loss: Callable[[Variables, Batch, Key], LossOut]
+    evaluate: Callable[[Variables, Batch], dict[str, Mean]]
+    axes: dict[str, Axes]  # batch field -> logical axes, "batch" first
+    flops: int  # model FLOPs of one global step, forward and backward
+    advance: Callable[[PyTree, PyTree, Array], PyTree] = _keep_carry  # (new params, carry, step) -> carry
+    pictures: Callable[[Batch], dict[str, Array]] = _no_pictures  # name -> [n, height, width] in 0..1, as the model sees it
