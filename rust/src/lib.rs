@@ -17,6 +17,7 @@ pub mod fbank;
 pub mod order;
 pub mod pipeline;
 pub mod resample;
+mod simd;
 pub mod slab;
 pub mod source;
 
