@@ -168,7 +168,8 @@ def start_console(*, main: bool) -> Console:
     """Routes logging (ours from INFO, everybody's from WARNING) through a console, which only the main process has."""
     console = Console() if main else Console(open(os.devnull, "w"))
     root = logging.getLogger()
-    for old in [h for h in root.handlers if isinstance(h, ConsoleHandler)]:
+    # Ours takes the place of an older one, and of the plain handler that some library has set up by then.
+    for old in [h for h in root.handlers if isinstance(h, ConsoleHandler) or type(h) is logging.StreamHandler]:
         root.removeHandler(old)
     root.addHandler(ConsoleHandler(console))
     logging.getLogger("jaxtrain").setLevel(logging.INFO)

@@ -1,0 +1,38 @@
+# make train · make test: each does all of its own set-up. PYTHON picks the interpreter, CONFIG what is trained.
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/xcm.py
+CACHE := $(or $(JAXTRAIN_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxtrain)
+export CARGO_TARGET_DIR ?= $(CACHE)/cargo-target
+
+SOURCES := rust/Cargo.toml rust/Cargo.lock $(shell find rust/src -name '*.rs')
+STAMP := $(VENV)/.installed
+.PHONY: train test test-all lint clean
+
+train: $(STAMP)
+	$(VENV)/bin/python -m jaxtrain.main --config=$(CONFIG) $(ARGS)
+
+test: $(STAMP) lint
+	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo test --release --quiet --manifest-path rust/Cargo.toml
+	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(STAMP) lint
+	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo test --release --quiet --manifest-path rust/Cargo.toml
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	cargo fmt --check --manifest-path rust/Cargo.toml
+
+clean:
+	rm -rf $(VENV) loaders/_rust*.so
+
+# An editable install, so that the extension is built again only when its sources or the package's needs change.
+$(STAMP): pyproject.toml $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; say make PYTHON=python3.12 …"; exit 1; }
+	@command -v cargo >/dev/null || { echo "cargo is missing; a Rust toolchain (rustup) builds the loader"; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@
