@@ -390,6 +390,7 @@ impl<'a> Reader<'a> {
 struct Place {
     node: usize,
     buffer: usize,
+    views: usize, // columns of view type before it, each with a number of buffers that differs from batch to batch
     large: bool,
 }
 
@@ -410,7 +411,7 @@ impl Columns {
         if !schema.endianness().equals_to_target_endianness() {
             return Err(fail("was written on a machine of the other byte order".into()));
         }
-        let mut cursor = Cursor { node: 0, buffer: 0, v4: message.version() < ipc::MetadataVersion::V5 };
+        let mut cursor = Cursor { node: 0, buffer: 0, views: 0, v4: message.version() < ipc::MetadataVersion::V5 };
         let (mut audio_found, mut label_place, mut names) = (None, None, Vec::new());
         for field in schema.fields().into_iter().flatten() {
             let name = field.name().unwrap_or_default();
@@ -422,7 +423,7 @@ impl Columns {
                 Self::check_label(path, field)?;
                 label_place = Some(place);
             }
-            cursor.skip(field).map_err(fail)?;
+            cursor.skip(field);
         }
         let missing =
             |name: &str| Error::NoColumn { path: path.to_path_buf(), name: name.into(), have: names.join(", ") };
@@ -460,7 +461,7 @@ impl Columns {
                 ("path", ipc::Type::LargeUtf8) if plain => name = large(true),
                 _ => {}
             }
-            cursor.skip(child).map_err(|what| shard_error(path, 0, what))?;
+            cursor.skip(child);
         }
         Ok((here, bytes.ok_or_else(wrong)?, name))
     }
@@ -517,20 +518,21 @@ fn class_names(schema: ipc::Schema, label: &str) -> Result<Option<Vec<String>>, 
 struct Cursor {
     node: usize,
     buffer: usize,
+    views: usize,
     v4: bool, // unions had a validity buffer until metadata version V5
 }
 
 impl Cursor {
     fn here(&self) -> Place {
-        Place { node: self.node, buffer: self.buffer, large: false }
+        Place { node: self.node, buffer: self.buffer, views: self.views, large: false }
     }
 
-    fn skip(&mut self, field: ipc::Field) -> Result<(), String> {
+    fn skip(&mut self, field: ipc::Field) {
         use ipc::Type;
         self.node += 1;
         if field.dictionary().is_some() {
             self.buffer += 2; // its indices; the values lie in dictionary batches
-            return Ok(());
+            return;
         }
         self.buffer += match field.type_type() {
             Type::Null | Type::RunEndEncoded => 0,
@@ -541,15 +543,12 @@ impl Cursor {
                 1 + usize::from(dense) + usize::from(self.v4)
             }
             Type::Utf8View | Type::BinaryView => {
-                // The number of its buffers differs from batch to batch, so what lies behind it cannot be addressed.
-                return Err(format!(
-                    "has a column {:?} of view type, which the loader does not read; store it as string or binary",
-                    field.name().unwrap_or_default()
-                ));
+                self.views += 1;
+                2
             }
             _ => 2,
         };
-        field.children().into_iter().flatten().try_for_each(|child| self.skip(child))
+        field.children().into_iter().flatten().for_each(|child| self.skip(child));
     }
 }
 
@@ -597,8 +596,11 @@ impl<'a> Batch<'a> {
         usize::try_from(n).map_err(|_| format!("has {n} rows"))
     }
 
-    /// (its first byte in the file, its bytes) of buffer number `k`, at least `want` long.
-    fn buffer(&self, k: usize, want: Option<usize>) -> Result<(usize, &'a [u8]), String> {
+    /// (its first byte in the file, its bytes) of the column's buffer number `k`, at least `want` long.
+    fn buffer(&self, place: Place, k: usize, want: Option<usize>) -> Result<(usize, &'a [u8]), String> {
+        let extra = self.header.variadicBufferCounts().into_iter().flatten().take(place.views);
+        let extra = extra.fold(0, |sum: usize, n| sum.saturating_add(usize::try_from(n).unwrap_or(0)));
+        let k = extra.saturating_add(place.buffer + k);
         let buffers = self.header.buffers().filter(|buffers| k < buffers.len());
         let buffer = buffers.ok_or("lists fewer buffers than its schema")?.get(k);
         let outside = || format!("has a buffer outside its body: {} bytes at {}", buffer.length(), buffer.offset());
@@ -614,11 +616,11 @@ impl<'a> Batch<'a> {
 
     fn validity(&self, place: Place) -> Result<Validity<'a>, String> {
         let n = self.len(place)?;
-        let (_, bits) = self.buffer(place.buffer, None)?;
+        let (_, bits) = self.buffer(place, 0, None)?;
         if bits.is_empty() {
             return Ok(Validity(bits));
         }
-        let (_, bits) = self.buffer(place.buffer, Some(n.div_ceil(8)))?;
+        let (_, bits) = self.buffer(place, 0, Some(n.div_ceil(8)))?;
         Ok(Validity(bits))
     }
 
@@ -631,8 +633,8 @@ impl<'a> Batch<'a> {
         let validity = self.validity(place)?;
         let width = if place.large { 8 } else { 4 };
         let bytes = (n + 1).checked_mul(width).ok_or("has too many rows")?;
-        let (_, offsets) = self.buffer(place.buffer + 1, Some(bytes))?;
-        let (data, values) = self.buffer(place.buffer + 2, None)?;
+        let (_, offsets) = self.buffer(place, 1, Some(bytes))?;
+        let (data, values) = self.buffer(place, 2, None)?;
         let offset = |i: usize| match offsets[i * width..][..width] {
             [a, b, c, d] => i64::from(i32::from_le_bytes([a, b, c, d])),
             [a, b, c, d, e, f, g, h] => i64::from_le_bytes([a, b, c, d, e, f, g, h]),
@@ -661,7 +663,7 @@ impl<'a> Batch<'a> {
             return Ok(());
         }
         let validity = self.validity(place)?;
-        let (_, values) = self.buffer(place.buffer + 1, Some(n.checked_mul(8).ok_or("has too many rows")?))?;
+        let (_, values) = self.buffer(place, 1, Some(n.checked_mul(8).ok_or("has too many rows")?))?;
         out.extend(values.chunks_exact(8).take(n).enumerate().map(|(i, b)| {
             let value = i64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]);
             match value {
