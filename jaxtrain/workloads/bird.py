@@ -130,23 +130,24 @@ def encode(c: Config, params: PyTree, x_bfw: Array, shard: Shard) -> tuple[Array
     with jax.named_scope("patchify"):
         x_bnp = patchify(c, x_bfw)
         # The input is the one place where half precision would round what was measured.
-        x_bnd = jnp.einsum("bnp,pd->bnd", x_bnp, params["w_patch"], precision=jax.lax.Precision.HIGHEST) + params["b_patch"]
+        x_bnd = jnp.einsum("bnp,pd->bnd", x_bnp, params["w_patch"], precision=jax.lax.Precision.HIGHEST)
+        x_bnd += params["b_patch"][None, None]
         cls_bcd = jnp.broadcast_to(params["cls"], (x_bfw.shape[0], *params["cls"].shape))
-        x_btd = jnp.concatenate([cls_bcd, x_bnd + params["pos"]], axis=1).astype(dtype)
+        x_btd = jnp.concatenate([cls_bcd, x_bnd + params["pos"][None]], axis=1).astype(dtype)
     x_btd = shard(x_btd, "batch", "seq", None)
 
     def layer(x_btd: Array, w: PyTree) -> tuple[Array, None]:
         with jax.named_scope("attention"):
             y_btd = layer_norm(x_btd, w["scale_attention"], w["bias_attention"]).astype(dtype)
-            qkv_bt3hk = jnp.einsum("btd,dchk->btchk", y_btd, w["w_qkv"].astype(dtype)) + w["b_qkv"].astype(dtype)
+            qkv_bt3hk = jnp.einsum("btd,dchk->btchk", y_btd, w["w_qkv"].astype(dtype)) + w["b_qkv"].astype(dtype)[None, None]
             qkv_bt3hk = shard(qkv_bt3hk, "batch", "seq", None, "heads", "head_dim")
             y_bthk = attention(qkv_bt3hk[:, :, 0], qkv_bt3hk[:, :, 1], qkv_bt3hk[:, :, 2])
-            x_btd += jnp.einsum("bthk,hkd->btd", y_bthk, w["w_out"].astype(dtype)) + w["b_out"].astype(dtype)
+            x_btd += jnp.einsum("bthk,hkd->btd", y_bthk, w["w_out"].astype(dtype)) + w["b_out"].astype(dtype)[None, None]
         with jax.named_scope("mlp"):
             y_btd = layer_norm(x_btd, w["scale_mlp"], w["bias_mlp"]).astype(dtype)
-            y_btm = jnp.einsum("btd,dm->btm", y_btd, w["w_up"].astype(dtype)) + w["b_up"].astype(dtype)
+            y_btm = jnp.einsum("btd,dm->btm", y_btd, w["w_up"].astype(dtype)) + w["b_up"].astype(dtype)[None, None]
             y_btm = jax.nn.gelu(shard(y_btm, "batch", "seq", "mlp"))
-            x_btd += jnp.einsum("btm,md->btd", y_btm, w["w_down"].astype(dtype)) + w["b_down"].astype(dtype)
+            x_btd += jnp.einsum("btm,md->btd", y_btm, w["w_down"].astype(dtype)) + w["b_down"].astype(dtype)[None, None]
         return shard(x_btd, "batch", "seq", None), None
 
     x_btd, _ = jax.lax.scan(jax.checkpoint(layer) if c.remat else layer, x_btd, params["blocks"])
@@ -165,7 +166,8 @@ def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
     """(x - mean) / sqrt(var + eps) scale + bias over the last axis, in float32 (Ba et al. 2016)."""
     x = x.astype(jnp.float32)
     x = x - x.mean(-1, keepdims=True)
-    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS) * scale + bias
+    x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS)
+    return x * jnp.broadcast_to(scale, x.shape) + jnp.broadcast_to(bias, x.shape)
 
 
 def augment(c: Config, seed: int, batch: Batch) -> Array:
@@ -193,15 +195,15 @@ def _spans(key: Key, size: int, n: int, longest: int) -> Array:
     key_length, key_start = jax.random.split(key)
     length = jax.random.randint(key_length, (n,), 0, longest + 1)
     start = (jax.random.uniform(key_start, (n,)) * (size - length + 1)).astype(jnp.int32)
-    place = jnp.arange(size)
-    return ((place[:, None] >= start) & (place[:, None] < start + length)).any(axis=1)
+    place, start, stop = jnp.arange(size)[:, None], start[None], (start + length)[None]
+    return ((place >= start) & (place < stop)).any(axis=1)
 
 
 def cross_entropy(logits_bc: Array, label_b: Array, *, smoothing: float = 0.0) -> Array:
     """-sum_c target_c log softmax(logits)_c, [B]; the target is one-hot, ``smoothing`` of it spread evenly."""
     log_p_bc = jax.nn.log_softmax(logits_bc)
     # A masked sum, not a gather: classes may be split over devices, and each then adds what it has.
-    picked_b = jnp.where(jnp.arange(log_p_bc.shape[1]) == label_b[:, None], log_p_bc, 0).sum(-1)
+    picked_b = jnp.where(jnp.arange(log_p_bc.shape[1])[None] == label_b[:, None], log_p_bc, 0).sum(-1)
     return -(1 - smoothing) * picked_b - smoothing * log_p_bc.mean(-1)
 
 
@@ -212,11 +214,11 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         """Class scores [B, C] of the objective and of the probe."""
         cls_bcd, patches_bnd = encode(c, params["encoder"], x_bfw, shard)
         pooled_bd = (cls_bcd if c.pool == "cls" else patches_bnd).mean(axis=1)
-        objective_bc = pooled_bd @ params["objective"]["w"] + params["objective"]["b"]
+        objective_bc = pooled_bd @ params["objective"]["w"] + params["objective"]["b"][None]
         probe = params["probe"]
         # Without this the probe's loss trains the encoder, and every objective becomes half a supervised one.
         detached_bd = layer_norm(jax.lax.stop_gradient(pooled_bd), probe["scale"], probe["bias"])
-        return objective_bc, detached_bd @ probe["w"] + probe["b"]
+        return objective_bc, detached_bd @ probe["w"] + probe["b"][None]
 
     def measure(params: PyTree, x_bfw: Array, batch: Batch, *, smoothing: float) -> dict[str, Mean]:
         objective_bc, probe_bc = logits(params, x_bfw)

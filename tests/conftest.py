@@ -1,0 +1,15 @@
+"""Eight CPU devices for every test; broadcasts between ranks are errors; compiled programs are kept between runs."""
+
+import os
+
+# Before jax is imported: afterwards neither has an effect.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+import jax  # noqa: E402
+
+from jaxtrain import distributed  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+distributed.use_compilation_cache()
