@@ -16,6 +16,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import tempfile
 import tokenize
 import types
@@ -83,6 +84,16 @@ class Optim:
     groups: tuple[Group, ...] = ()  # [groups] exceptions, tried in order
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        patterns = {f"groups[{i}].match": group.match for i, group in enumerate(self.groups)}
+        for name, pattern in {"decayed": self.decayed, "undecayed": self.undecayed, **patterns}.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield name, f"is {pattern!r}, which is no regular expression: {error}"
+        for i, group in enumerate(self.groups):
+            for name in ("lr", "weight_decay"):
+                if (getattr(group, name) or 0) < 0:
+                    yield f"groups[{i}].{name}", f"is {getattr(group, name)}; it must not be negative"
         for name, allowed in (("name", OPTIMIZERS), ("schedule", SCHEDULES), ("decay_shape", DECAY_SHAPES)):
             if (value := getattr(self, name)) not in allowed:
                 yield name, f"is {value!r}; {_choices(value, allowed)}"
@@ -117,6 +128,10 @@ class Mesh:
         for name, size in sizes.items():
             if size < 1 and size != -1:
                 yield name, f"is {size}; use a positive number of devices, or -1 for the rest"
+        for axis, rule in self.rules.items():
+            for name in rule.removesuffix("?").split(","):
+                if name and name not in sizes:
+                    yield f"rules.{axis}", f"is {rule!r}; {_choices(name, sizes)}"
 
 
 @dataclass(frozen=True)
@@ -222,16 +237,25 @@ def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
         together, data that is not there, a workdir that cannot be written.
     """
     name, tree = _read_file(source)
+    problems = []
     for path, text in overrides:
         *parents, last = path.split(".")
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise ConfigError([(path, f"cannot be set: {parent!r} is a value, not a section")])
-        node[last] = _Text(text)
-    tree.setdefault("workdir", f"runs/{name}")
-    return from_dict(tree)
+                problems.append((path, f"cannot be set: {parent!r} is a value, not a section"))
+                break
+        else:
+            node[last] = _Text(text)
+    tree["workdir"] = tree.get("workdir") or f"runs/{name}"
+    try:
+        config = from_dict(tree)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
@@ -294,7 +318,10 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ConfigError([("", f"file {path} defines no function get_config(argument='')")])
-    config = module.get_config(argument) if inspect.signature(module.get_config).parameters else module.get_config()
+    takes_argument = bool(inspect.signature(module.get_config).parameters)
+    if argument and not takes_argument:
+        raise ConfigError([("", f"file {path} takes no argument, and {argument!r} is given")])
+    config = module.get_config(argument) if takes_argument else module.get_config()
     return file.stem, config.to_dict() if hasattr(config, "to_dict") else dict(config)
 
 
@@ -468,6 +495,11 @@ def parse_args(argv: Sequence[str]) -> tuple[str, list[tuple[str, str]], bool]:
             overrides.append((flag.removeprefix("--config."), value))
     if not source and not problems:
         problems.append(("", "file is missing; say for example --config=configs/xcm.py"))
+    if problems and source:  # the config's own mistakes are told along with these
+        try:
+            load(source, overrides)
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
     return source, overrides, want_explain

@@ -60,10 +60,9 @@ class Feed:
         start = time.perf_counter()
         item = self._queue.get()
         self.waited += time.perf_counter() - start
-        if isinstance(item, BaseException):
-            raise item
-        if item is _END:
-            raise StopIteration
+        if item is _END or isinstance(item, BaseException):
+            self._queue.put(item)  # the last item stays, for whoever asks again
+            raise StopIteration if item is _END else item
         return item
 
     def close(self) -> None:
@@ -75,6 +74,9 @@ class Feed:
                 self._queue.get(timeout=0.05)  # room for the thread to see that it shall stop
             except queue.Empty:
                 pass
+        with self._queue.mutex:
+            self._queue.queue.clear()
+        self._queue.put(_END)  # a consumer that still waits is let go
 
     def _run(self, batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> None:
         try:

@@ -39,7 +39,7 @@ def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device]
     sizes = [data, fsdp, model]
     if -1 in sizes:
         known = -int(np.prod(sizes))
-        if len(devices) % known:
+        if known < 1 or len(devices) % known:
             raise LayoutError(
                 f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: {known} does not divide the {len(devices)} devices"
             )

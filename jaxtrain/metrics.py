@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -125,23 +126,25 @@ class Console:
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty()
         self._every = 0.1 if self._live else every  # [s] between lines
-        self._line, self._printed = "", -math.inf
+        self._line, self._shown, self._printed = "", "", -math.inf
 
     def progress(self, line: str) -> None:
-        self._line = line
+        # A line that wraps could not be cleared.
+        self._line = line[: shutil.get_terminal_size().columns - 1] if self._live else line
         if time.monotonic() - self._printed >= self._every:
             self._print()
 
     def finish(self) -> None:
         """Leaves the last progress line on the screen."""
         if self._line:
-            self._print()
+            if self._live or self._shown != self._line:
+                self._print()
             self._stream.write("\n" if self._live else "")
             self._stream.flush()
         self._line = ""
 
     def _print(self) -> None:
-        self._printed = time.monotonic()
+        self._printed, self._shown = time.monotonic(), self._line
         self._stream.write(f"\r\x1b[2K{self._line}" if self._live else self._line + "\n")
         self._stream.flush()
 

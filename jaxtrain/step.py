@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxtrain import specs
-from jaxtrain.layout import Layout
+from jaxtrain.layout import Layout, LayoutError
 from jaxtrain.state import Plan, TrainState
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
 
@@ -26,7 +26,18 @@ Metrics = dict[str, Mean]
 def make_train_step(
     task: Task, tx: optax.GradientTransformation, layout: Layout, plan: Plan, *, accumulate: int, ema: float, seed: int
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Jits `train_step` for a plan: the state is donated, the new one lives where the old one did."""
+    """Jits `train_step` for a plan: the state is donated, the new one lives where the old one did.
+
+    Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
+    """
+    for x in plan.batch.values():
+        rows = x.sharding.shard_shape(x.shape)[0]
+        if rows % accumulate:
+            raise LayoutError(
+                f"train.batch={x.shape[0]} puts {rows} rows on each of {x.shape[0] // rows} parts of mesh {dict(layout.mesh.shape)}, "
+                f"which train.accumulate={accumulate} does not divide; make the batch a multiple of "
+                f"{x.shape[0] // rows * accumulate}"
+            )
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return train_step(task, tx, layout, state, batch, accumulate=accumulate, ema=ema, seed=seed)
