@@ -123,8 +123,8 @@ class Checkpointer:
         )
         if changed:
             raise CheckpointError(
-                f"checkpoint {self._path / str(step)} was trained on other data or in another order ({changed}), so that going on "
-                "would repeat and miss recordings; set it back, or choose another config.workdir"
+                f"checkpoint {self._path / str(step)} was trained on other data or in another order ({changed}), so that going "
+                "on would repeat and miss recordings; set it back, or choose another config.workdir"
             )
 
 

@@ -33,10 +33,10 @@ def make_train_step(
     for x in plan.batch.values():
         rows = x.sharding.shard_shape(x.shape)[0]
         if rows % accumulate:
+            parts = x.shape[0] // rows
             raise LayoutError(
-                f"train.batch={x.shape[0]} puts {rows} rows on each of {x.shape[0] // rows} parts of mesh {dict(layout.mesh.shape)}, "
-                f"which train.accumulate={accumulate} does not divide; make the batch a multiple of "
-                f"{x.shape[0] // rows * accumulate}"
+                f"train.batch={x.shape[0]} puts {rows} rows on each of {parts} parts of mesh {dict(layout.mesh.shape)}, which "
+                f"train.accumulate={accumulate} does not divide; make the batch a multiple of {parts * accumulate}"
             )
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
