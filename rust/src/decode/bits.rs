@@ -1,0 +1,272 @@
+//! Bit readers and checksums.
+
+/// Most significant bit first (FLAC). Past the end it reads zeros; `overrun` tells.
+pub(super) struct Msb<'a> {
+    data: &'a [u8],
+    /// Next byte to load; runs on past the end.
+    next: usize,
+    /// The next bits, from the top; those below `count` are not yet valid.
+    cache: u64,
+    count: u32,
+}
+
+impl<'a> Msb<'a> {
+    pub fn new(data: &'a [u8]) -> Self {
+        Self { data, next: 0, cache: 0, count: 0 }
+    }
+
+    /// Makes at least 56 bits valid.
+    #[inline(always)]
+    pub fn refill(&mut self) {
+        if let Some(word) = self.data.get(self.next..self.next + 8) {
+            let word = u64::from_be_bytes(word.try_into().expect("8 bytes"));
+            self.cache |= word >> self.count;
+            self.next += ((63 - self.count) >> 3) as usize;
+            self.count |= 56;
+        } else {
+            while self.count <= 56 {
+                let byte = self.data.get(self.next).copied().unwrap_or(0);
+                self.cache |= u64::from(byte) << (56 - self.count);
+                self.next += 1;
+                self.count += 8;
+            }
+        }
+    }
+
+    #[inline(always)]
+    pub fn skip(&mut self, n: u32) {
+        self.cache <<= n;
+        self.count -= n;
+    }
+
+    /// The next `n` <= 32 bits.
+    #[inline(always)]
+    pub fn read(&mut self, n: u32) -> u32 {
+        self.refill();
+        let value = ((self.cache >> 1) >> (63 - n)) as u32;
+        self.skip(n);
+        value
+    }
+
+    /// The next `n` <= 33 bits as a two's complement number.
+    #[inline(always)]
+    pub fn signed(&mut self, n: u32) -> i64 {
+        if n == 0 {
+            return 0;
+        }
+        self.refill();
+        let value = self.cache as i64 >> (64 - n);
+        self.skip(n);
+        value
+    }
+
+    /// Zeros before the next one bit, which is consumed; None past the end.
+    #[inline(always)]
+    pub fn unary(&mut self) -> Option<u32> {
+        self.refill();
+        let mut zeros = 0u32;
+        loop {
+            let here = self.cache.leading_zeros();
+            if here < self.count {
+                self.skip(here);
+                self.skip(1);
+                return Some(zeros + here);
+            }
+            zeros += self.count;
+            self.cache = 0;
+            self.count = 0;
+            if self.overrun() {
+                return None;
+            }
+            self.refill();
+        }
+    }
+
+    /// A Rice code with parameter `k`, as a signed number; None past the end.
+    #[inline(always)]
+    pub fn rice(&mut self, k: u32) -> Option<i32> {
+        self.refill();
+        let zeros = self.cache.leading_zeros();
+        let folded = if zeros + 1 + k <= 56 {
+            self.cache = (self.cache << zeros) << 1;
+            let low = ((self.cache >> 1) >> (63 - k)) as u32;
+            self.cache <<= k;
+            self.count -= zeros + 1 + k;
+            zeros << k | low
+        } else {
+            let zeros = self.unary()?;
+            (u64::from(zeros) << k) as u32 | self.read(k)
+        };
+        Some((folded >> 1) as i32 ^ -((folded & 1) as i32))
+    }
+
+    /// Bytes consumed so far, a begun one included.
+    pub fn bytes(&self) -> usize {
+        self.next - (self.count / 8) as usize
+    }
+
+    /// Whether bits past the end were used.
+    pub fn overrun(&self) -> bool {
+        self.bytes() > self.data.len()
+    }
+}
+
+/// Least significant bit first (Vorbis). None past the end.
+pub(super) struct Lsb<'a> {
+    data: &'a [u8],
+    bit: usize,
+}
+
+impl<'a> Lsb<'a> {
+    pub fn new(data: &'a [u8]) -> Self {
+        Self { data, bit: 0 }
+    }
+
+    /// The next `n` <= 32 bits.
+    pub fn read(&mut self, n: u32) -> Option<u32> {
+        let end = self.bit + n as usize;
+        if end > self.data.len() * 8 {
+            return None;
+        }
+        let mut word = [0u8; 8];
+        let first = self.bit / 8;
+        let bytes = &self.data[first..self.data.len().min(first + 8)];
+        word[..bytes.len()].copy_from_slice(bytes);
+        let value = u64::from_le_bytes(word) >> (self.bit % 8) & ((1 << n) - 1);
+        self.bit = end;
+        Some(value as u32)
+    }
+
+    pub fn flag(&mut self) -> Option<bool> {
+        Some(self.read(1)? == 1)
+    }
+
+    pub fn skip(&mut self, n: u64) -> Option<()> {
+        let end = self.bit as u64 + n;
+        if end > self.data.len() as u64 * 8 {
+            return None;
+        }
+        self.bit = end as usize;
+        Some(())
+    }
+}
+
+/// Tables for a cyclic redundancy check of `BITS` bits, most significant bit first, eight bytes at a time: table i
+/// holds the remainder of a byte that is followed by i zero bytes.
+const fn crc_tables<const BITS: u32>(polynomial: u32) -> [[u32; 256]; 8] {
+    let mask = if BITS == 32 { u32::MAX } else { (1 << BITS) - 1 };
+    let mut tables = [[0u32; 256]; 8];
+    let mut byte = 0;
+    while byte < 256 {
+        let mut crc = (byte as u32) << (BITS - 8);
+        let mut bit = 0;
+        while bit < 8 {
+            let carry = crc >> (BITS - 1) & 1 == 1;
+            crc = (crc << 1) & mask;
+            if carry {
+                crc ^= polynomial;
+            }
+            bit += 1;
+        }
+        tables[0][byte] = crc;
+        byte += 1;
+    }
+    let mut i = 1;
+    while i < 8 {
+        let mut byte = 0;
+        while byte < 256 {
+            let crc = tables[i - 1][byte];
+            tables[i][byte] = (crc << 8) & mask ^ tables[0][(crc >> (BITS - 8)) as usize];
+            byte += 1;
+        }
+        i += 1;
+    }
+    tables
+}
+
+#[inline(always)]
+fn crc<const BITS: u32>(tables: &[[u32; 256]; 8], mut crc: u32, data: &[u8]) -> u32 {
+    let mask = if BITS == 32 { u32::MAX } else { (1 << BITS) - 1 };
+    let mut eights = data.chunks_exact(8);
+    for x in &mut eights {
+        let head = (crc << (32 - BITS)) ^ u32::from_be_bytes([x[0], x[1], x[2], x[3]]);
+        crc = tables[7][(head >> 24) as usize]
+            ^ tables[6][(head >> 16 & 255) as usize]
+            ^ tables[5][(head >> 8 & 255) as usize]
+            ^ tables[4][(head & 255) as usize]
+            ^ tables[3][usize::from(x[4])]
+            ^ tables[2][usize::from(x[5])]
+            ^ tables[1][usize::from(x[6])]
+            ^ tables[0][usize::from(x[7])];
+    }
+    for byte in eights.remainder() {
+        crc = (crc << 8) & mask ^ tables[0][((crc >> (BITS - 8)) as u8 ^ byte) as usize];
+    }
+    crc
+}
+
+/// FLAC's frame header check: x^8 + x^2 + x + 1.
+pub(super) fn crc8(data: &[u8]) -> u8 {
+    static TABLES: [[u32; 256]; 8] = crc_tables::<8>(0x07);
+    crc::<8>(&TABLES, 0, data) as u8
+}
+
+/// FLAC's frame check: x^16 + x^15 + x^2 + 1.
+pub(super) fn crc16(data: &[u8]) -> u16 {
+    static TABLES: [[u32; 256]; 8] = crc_tables::<16>(0x8005);
+    crc::<16>(&TABLES, 0, data) as u16
+}
+
+/// OGG's page check; `so_far` goes on from an earlier part.
+pub(super) fn crc32(so_far: u32, data: &[u8]) -> u32 {
+    static TABLES: [[u32; 256]; 8] = crc_tables::<32>(0x04c1_1db7);
+    crc::<32>(&TABLES, so_far, data)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The remainder of a polynomial division, bit by bit.
+    fn slow(bits: u32, polynomial: u64, data: &[u8]) -> u64 {
+        let mut crc = 0u64;
+        for byte in data {
+            crc ^= u64::from(*byte) << (bits - 8);
+            for _ in 0..8 {
+                crc <<= 1;
+                if crc >> bits & 1 == 1 {
+                    crc ^= 1 << bits | polynomial;
+                }
+            }
+        }
+        crc
+    }
+
+    #[test]
+    fn checksums_are_polynomial_remainders() {
+        let data: Vec<u8> = (0..100u32).map(|i| (i * 37 + 11) as u8).collect();
+        for n in [0, 1, 7, 8, 9, 16, 63, 100] {
+            assert_eq!(u64::from(crc8(&data[..n])), slow(8, 0x07, &data[..n]));
+            assert_eq!(u64::from(crc16(&data[..n])), slow(16, 0x8005, &data[..n]));
+            assert_eq!(u64::from(crc32(crc32(0, &data[..n / 2]), &data[n / 2..n])), slow(32, 0x04c1_1db7, &data[..n]));
+        }
+    }
+
+    #[test]
+    fn msb_reads_across_words_and_notices_the_end() {
+        let data = [0b1010_0000, 0, 0, 0, 0, 0, 0, 0, 0, 0b0000_0001, 0xff];
+        let mut bits = Msb::new(&data);
+        assert_eq!((bits.read(3), bits.unary(), bits.signed(4)), (0b101, Some(76), -1));
+        assert_eq!((bits.bytes(), bits.overrun()), (11, false));
+        assert_eq!(bits.signed(4), -1);
+        assert!(!bits.overrun());
+        assert_eq!(bits.unary(), None);
+        assert_eq!(Msb::new(&[]).rice(3), None);
+    }
+
+    #[test]
+    fn lsb_reads_across_bytes_and_ends() {
+        let mut bits = Lsb::new(&[0b1100_0101, 0b0000_1111]);
+        assert_eq!((bits.read(3), bits.read(7), bits.read(6), bits.read(1)), (Some(5), Some(0b1111000), Some(3), None));
+    }
+}

@@ -1,0 +1,511 @@
+//! FLAC, container and codec (RFC 9639).
+//!
+//! A frame is found by bisection over the bytes: frame headers carry their position and a checksum. What bisection
+//! finds is only believed when the whole frame's checksum holds and the frames follow each other without a gap; if
+//! not, the frames are walked from the first one on.
+
+use super::bits::{crc16, crc8, Msb};
+use super::{corrupt, Error, Info};
+
+/// Frame headers that are tried, from the end, before a recording is given up.
+const LAST_FRAMES: usize = 8;
+
+/// Frames and their scratch memory.
+#[derive(Default)]
+pub(super) struct Flac {
+    channels: [Vec<i32>; 8],
+    /// The difference of two 32-bit channels has 33 bits.
+    wide: Vec<i64>,
+}
+
+struct Stream<'a> {
+    /// From the first frame to the end of the file.
+    frames: &'a [u8],
+    max_block: u32,
+    rate: u32,
+    channels: u8,
+    bits: u32,
+    /// Samples in the whole stream; 0 when the encoder did not know.
+    total: u64,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Stereo {
+    Independent,
+    LeftSide,
+    SideRight,
+    MidSide,
+}
+
+#[derive(Clone, Copy)]
+struct Header {
+    /// Bytes of the header itself.
+    size: usize,
+    /// First sample.
+    position: u64,
+    /// Samples in this frame.
+    block: u32,
+    stereo: Stereo,
+}
+
+fn parse(bytes: &[u8]) -> Result<Stream<'_>, Error> {
+    let mut stream = None;
+    let mut at = 4;
+    loop {
+        let Some(&[kind, a, b, c]) = bytes.get(at..).and_then(|rest| rest.first_chunk::<4>()) else {
+            return corrupt("FLAC", "the metadata are cut off");
+        };
+        let size = u32::from_be_bytes([0, a, b, c]) as usize;
+        at += 4;
+        if kind & 0x7f == 0 {
+            let Some(block) = bytes.get(at..at + 34) else {
+                return corrupt("FLAC", "the stream information is cut off");
+            };
+            let word = u64::from_be_bytes(block[10..18].try_into().expect("8 bytes"));
+            stream = Some(Stream {
+                frames: &[],
+                max_block: u32::from(u16::from_be_bytes([block[2], block[3]])),
+                rate: (word >> 44) as u32,
+                channels: (word >> 41 & 7) as u8 + 1,
+                bits: (word >> 36 & 31) as u32 + 1,
+                total: word & ((1 << 36) - 1),
+            });
+        }
+        at += size;
+        if kind & 0x80 != 0 {
+            break;
+        }
+    }
+    let Some(mut stream) = stream else {
+        return corrupt("FLAC", "there is no stream information");
+    };
+    stream.frames = bytes.get(at..).unwrap_or(&[]);
+    if stream.max_block < 16 || stream.rate == 0 {
+        return corrupt("FLAC", "the stream information is not valid");
+    }
+    Ok(stream)
+}
+
+impl Stream<'_> {
+    /// The frame header at `at`, if that is what is there.
+    fn header(&self, at: usize) -> Option<Header> {
+        let b = self.frames.get(at..)?;
+        let &[0xff, sync, sizes, form, first, ..] = b else { return None };
+        if sync & 0xfe != 0xf8 || form & 1 != 0 {
+            return None;
+        }
+        // A number coded like UTF-8, of up to 36 bits.
+        let more = match first.leading_ones() {
+            0 => 0,
+            n @ 2..=7 => n as usize - 1,
+            _ => return None,
+        };
+        let mut number = u64::from(first) & (0x7f >> more.min(7)) >> usize::from(more > 0);
+        for byte in b.get(5..5 + more)? {
+            if byte & 0xc0 != 0x80 {
+                return None;
+            }
+            number = number << 6 | u64::from(byte & 0x3f);
+        }
+        let mut size = 5 + more;
+        let block = match sizes >> 4 {
+            0 => return None,
+            1 => 192,
+            code @ 2..=5 => 144 << code,
+            6 => {
+                size += 1;
+                u32::from(*b.get(size - 1)?) + 1
+            }
+            7 => {
+                size += 2;
+                u32::from(u16::from_be_bytes([*b.get(size - 2)?, *b.get(size - 1)?])) + 1
+            }
+            code => 1 << code,
+        };
+        let rate = match sizes & 15 {
+            0 => self.rate,
+            code @ 1..=11 => {
+                [88200, 176400, 192000, 8000, 16000, 22050, 24000, 32000, 44100, 48000, 96000][code as usize - 1]
+            }
+            12 => {
+                size += 1;
+                u32::from(*b.get(size - 1)?) * 1000
+            }
+            code @ 13..=14 => {
+                size += 2;
+                let rate = u32::from(u16::from_be_bytes([*b.get(size - 2)?, *b.get(size - 1)?]));
+                if code == 13 {
+                    rate
+                } else {
+                    rate * 10
+                }
+            }
+            _ => return None,
+        };
+        let (stereo, channels) = match form >> 4 {
+            n @ 0..=7 => (Stereo::Independent, n + 1),
+            8 => (Stereo::LeftSide, 2),
+            9 => (Stereo::SideRight, 2),
+            10 => (Stereo::MidSide, 2),
+            _ => return None,
+        };
+        let bits = match form >> 1 & 7 {
+            0 => self.bits,
+            code @ (1 | 2 | 4 | 5 | 6 | 7) => [8, 12, 0, 16, 20, 24, 32][code as usize - 1],
+            _ => return None,
+        };
+        let same = (rate, channels, bits) == (self.rate, self.channels, self.bits) && block <= self.max_block;
+        if !same || crc8(b.get(..size)?) != *b.get(size)? {
+            return None;
+        }
+        let position = if sync & 1 == 1 { number } else { number * u64::from(self.max_block) };
+        Some(Header { size: size + 1, position, block, stereo })
+    }
+
+    /// The first frame header in [from, to).
+    fn next(&self, mut from: usize, to: usize) -> Option<(usize, Header)> {
+        while from < to {
+            from += self.frames[from..to].iter().position(|&b| b == 0xff)?;
+            if let Some(header) = self.header(from) {
+                return Some((from, header));
+            }
+            from += 1;
+        }
+        None
+    }
+
+    /// The last frame header before `to`.
+    fn previous(&self, mut to: usize) -> Option<(usize, Header)> {
+        loop {
+            to = self.frames[..to].iter().rposition(|&b| b == 0xff)?;
+            if let Some(header) = self.header(to) {
+                return Some((to, header));
+            }
+        }
+    }
+
+    /// Where the frame that holds sample `want` seems to begin.
+    fn seek(&self, want: u64) -> usize {
+        // The frame at `low` begins at or before `want`; every frame in [high, ..) begins after it.
+        let (mut low, mut high) = (0, self.frames.len());
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            match self.next(middle, high) {
+                Some((at, header)) if header.position <= want => low = at,
+                _ => high = middle,
+            }
+        }
+        low
+    }
+}
+
+impl Flac {
+    pub fn info(&mut self, bytes: &[u8]) -> Result<Info, Error> {
+        let stream = parse(bytes)?;
+        // The last frame says where a recording really ends: it may be cut off, or its length not stated.
+        let mut before = stream.frames.len();
+        for _ in 0..LAST_FRAMES {
+            let Some((at, header)) = stream.previous(before) else {
+                return Err(Error::NoAudio { format: "FLAC" });
+            };
+            let frames = header.position + u64::from(header.block);
+            if frames == stream.total || self.frame(&stream, at).is_ok() {
+                return Ok(Info { rate: stream.rate, channels: u16::from(stream.channels), frames });
+            }
+            before = at;
+        }
+        corrupt("FLAC", "no frame near the end can be decoded")
+    }
+
+    pub fn read(&mut self, bytes: &[u8], start: u64, out: &mut [f32]) -> Result<(), Error> {
+        let stream = parse(bytes)?;
+        let at = stream.seek(start);
+        match self.run(&stream, at, start, out) {
+            Err(_) if at > 0 => self.run(&stream, 0, start, out),
+            result => result,
+        }
+    }
+
+    /// Decodes from the frame at `at` on until `out` is full.
+    fn run(&mut self, stream: &Stream, mut at: usize, start: u64, out: &mut [f32]) -> Result<(), Error> {
+        let Some(first) = stream.header(at) else {
+            return corrupt("FLAC", "a frame does not begin where it should");
+        };
+        let gain = 0.5f64.powi(stream.bits as i32 - 1) / f64::from(stream.channels);
+        let mut position = if at == 0 { 0 } else { first.position };
+        if position > start {
+            return corrupt("FLAC", "a frame is missing");
+        }
+        let mut done = 0;
+        while done < out.len() {
+            let Some(header) = stream.header(at) else {
+                return corrupt("FLAC", "a frame does not begin where it should");
+            };
+            if header.position != position {
+                return corrupt("FLAC", "a frame is missing");
+            }
+            at += self.frame(stream, at)?;
+            let end = position + u64::from(header.block);
+            if end > start {
+                let from = (start + done as u64 - position) as usize;
+                let n = (header.block as usize - from).min(out.len() - done);
+                self.mix(stream, header.stereo, from, gain, &mut out[done..done + n]);
+                done += n;
+            }
+            position = end;
+        }
+        Ok(())
+    }
+
+    /// Sum of the channels of the current frame from sample `from` on. It needs no decorrelation: with
+    /// side = left - right and mid = (left + right) >> 1, whose lost bit is side's last.
+    fn mix(&self, stream: &Stream, stereo: Stereo, from: usize, gain: f64, out: &mut [f32]) {
+        let a = self.channels[0][from..].iter().map(|&x| i64::from(x));
+        let side_is_wide = stream.bits == 32 && stereo != Stereo::Independent;
+        let side = |channel: usize, i: usize| {
+            if side_is_wide {
+                self.wide[from + i]
+            } else {
+                i64::from(self.channels[channel][from + i])
+            }
+        };
+        match stereo {
+            Stereo::Independent => {
+                if stream.channels == 1 {
+                    for (y, &x) in out.iter_mut().zip(&self.channels[0][from..]) {
+                        *y = (f64::from(x) * gain) as f32;
+                    }
+                } else {
+                    let channels = &self.channels[..usize::from(stream.channels)];
+                    for (i, y) in out.iter_mut().enumerate() {
+                        let sum: i64 = channels.iter().map(|c| i64::from(c[from + i])).sum();
+                        *y = (sum as f64 * gain) as f32;
+                    }
+                }
+            }
+            Stereo::LeftSide => {
+                for (i, (y, left)) in out.iter_mut().zip(a).enumerate() {
+                    *y = ((2 * left - side(1, i)) as f64 * gain) as f32;
+                }
+            }
+            Stereo::SideRight => {
+                for (i, y) in out.iter_mut().enumerate() {
+                    *y = ((2 * i64::from(self.channels[1][from + i]) + side(0, i)) as f64 * gain) as f32;
+                }
+            }
+            Stereo::MidSide => {
+                for (i, (y, mid)) in out.iter_mut().zip(a).enumerate() {
+                    *y = ((2 * mid + (side(1, i) & 1)) as f64 * gain) as f32;
+                }
+            }
+        }
+    }
+
+    /// Decodes the frame at `at` into the scratch channels and says how many bytes it has.
+    fn frame(&mut self, stream: &Stream, at: usize) -> Result<usize, Error> {
+        let Some(header) = stream.header(at) else {
+            return corrupt("FLAC", "a frame does not begin where it should");
+        };
+        let frame = &stream.frames[at..];
+        let n = header.block as usize;
+        let mut bits = Msb::new(&frame[header.size..]);
+        for channel in 0..usize::from(stream.channels) {
+            let side = match header.stereo {
+                Stereo::Independent => false,
+                Stereo::SideRight => channel == 0,
+                Stereo::LeftSide | Stereo::MidSide => channel == 1,
+            };
+            let done = if side && stream.bits == 32 {
+                self.wide.resize(n.max(self.wide.len()), 0);
+                subframe(&mut bits, 33, &mut self.wide[..n])
+            } else {
+                let samples = &mut self.channels[channel];
+                samples.resize(n.max(samples.len()), 0);
+                subframe(&mut bits, stream.bits + u32::from(side), &mut samples[..n])
+            };
+            if done.is_none() || bits.overrun() {
+                return corrupt("FLAC", "a frame cannot be decoded or is cut off");
+            }
+        }
+        let size = header.size + bits.bytes();
+        match frame.get(size..size + 2) {
+            Some(check) if crc16(&frame[..size]).to_be_bytes() == check => Ok(size + 2),
+            _ => corrupt("FLAC", "a frame's checksum does not match"),
+        }
+    }
+}
+
+/// The integers that samples are decoded in; arithmetic wraps, since only damaged frames overflow.
+trait Int: Copy + Default {
+    fn wrap(x: i64) -> Self;
+    fn wide(self) -> i64;
+    fn shl(self, n: u32) -> Self;
+    /// x\[i\] += sum of weights\[j\] x\[i - 1 - j\] >> shift for i >= the number of weights, when no sum overflows i32.
+    fn predict_narrow(_x: &mut [Self], _weights: &[i32], _shift: u32) -> bool {
+        false
+    }
+}
+
+impl Int for i64 {
+    fn wrap(x: i64) -> Self {
+        x
+    }
+    fn wide(self) -> i64 {
+        self
+    }
+    fn shl(self, n: u32) -> Self {
+        self << n
+    }
+}
+
+impl Int for i32 {
+    #[inline(always)]
+    fn wrap(x: i64) -> Self {
+        x as i32
+    }
+    #[inline(always)]
+    fn wide(self) -> i64 {
+        i64::from(self)
+    }
+    fn shl(self, n: u32) -> Self {
+        self << n
+    }
+    fn predict_narrow(x: &mut [Self], weights: &[i32], shift: u32) -> bool {
+        /// The number of weights as a constant: the sum is unrolled and kept in registers.
+        fn predict<const N: usize>(x: &mut [i32], weights: &[i32], shift: u32) {
+            let mut reversed = [0i32; N];
+            for (r, w) in reversed.iter_mut().zip(weights.iter().rev()) {
+                *r = *w;
+            }
+            for i in N..x.len() {
+                let before: &[i32; N] = x[i - N..i].try_into().expect("N samples");
+                let mut sum = 0i32;
+                for j in 0..N {
+                    sum = sum.wrapping_add(reversed[j].wrapping_mul(before[j]));
+                }
+                x[i] = x[i].wrapping_add(sum >> shift);
+            }
+        }
+        match weights.len() {
+            1 => predict::<1>(x, weights, shift),
+            2 => predict::<2>(x, weights, shift),
+            3 => predict::<3>(x, weights, shift),
+            4 => predict::<4>(x, weights, shift),
+            5 => predict::<5>(x, weights, shift),
+            6 => predict::<6>(x, weights, shift),
+            7 => predict::<7>(x, weights, shift),
+            8 => predict::<8>(x, weights, shift),
+            9 => predict::<9>(x, weights, shift),
+            10 => predict::<10>(x, weights, shift),
+            11 => predict::<11>(x, weights, shift),
+            12 => predict::<12>(x, weights, shift),
+            _ => return false,
+        }
+        true
+    }
+}
+
+/// One channel of one frame; None when it cannot be decoded.
+fn subframe<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
+    if bits.read(1) != 0 {
+        return None;
+    }
+    let kind = bits.read(6);
+    let wasted = if bits.read(1) == 1 { bits.unary()?.checked_add(1)? } else { 0 };
+    let depth = depth.checked_sub(wasted).filter(|&depth| depth > 0)?;
+    match kind {
+        0 => out.fill(T::wrap(bits.signed(depth))),
+        1 => {
+            for x in out.iter_mut() {
+                *x = T::wrap(bits.signed(depth));
+            }
+        }
+        8..=12 => {
+            let order = kind as usize - 8;
+            let weights: &[i32] = [&[][..], &[1], &[2, -1], &[3, -3, 1], &[4, -6, 4, -1]][order];
+            warm_up(bits, depth, order, out)?;
+            residual(bits, order, out)?;
+            predict(out, weights, 0, depth);
+        }
+        32.. => {
+            let order = kind as usize - 31;
+            warm_up(bits, depth, order, out)?;
+            let precision = bits.read(4) + 1;
+            let shift = bits.signed(5);
+            if precision == 16 || shift < 0 {
+                return None;
+            }
+            let mut weights = [0i32; 32];
+            for w in &mut weights[..order] {
+                *w = bits.signed(precision) as i32;
+            }
+            residual(bits, order, out)?;
+            predict(out, &weights[..order], shift as u32, depth);
+        }
+        _ => return None,
+    }
+    if wasted > 0 {
+        for x in out.iter_mut() {
+            *x = x.shl(wasted);
+        }
+    }
+    Some(())
+}
+
+fn warm_up<T: Int>(bits: &mut Msb, depth: u32, order: usize, out: &mut [T]) -> Option<()> {
+    for x in out.get_mut(..order)? {
+        *x = T::wrap(bits.signed(depth));
+    }
+    Some(())
+}
+
+/// Rice-coded residuals of the samples from `order` on.
+fn residual<T: Int>(bits: &mut Msb, order: usize, out: &mut [T]) -> Option<()> {
+    let width = match bits.read(2) {
+        0 => 4,
+        1 => 5,
+        _ => return None,
+    };
+    let partitions = 1usize << bits.read(4);
+    if out.len() % partitions != 0 {
+        return None;
+    }
+    let size = out.len() / partitions;
+    let mut first = order;
+    for partition in 0..partitions {
+        let part = out.get_mut(first..(partition + 1) * size)?;
+        let k = bits.read(width);
+        if k == (1 << width) - 1 {
+            let depth = bits.read(5);
+            for x in part {
+                *x = T::wrap(bits.signed(depth));
+            }
+        } else {
+            for x in part {
+                *x = T::wrap(i64::from(bits.rice(k)?));
+            }
+        }
+        // Past the end every code is long, but a part of zeros would be read on and on.
+        if bits.overrun() {
+            return None;
+        }
+        first = (partition + 1) * size;
+    }
+    Some(())
+}
+
+/// Adds the prediction from the samples before, which have `depth` bits, to each residual.
+fn predict<T: Int>(x: &mut [T], weights: &[i32], shift: u32, depth: u32) {
+    let order = weights.len();
+    let largest = weights.iter().map(|w| u64::from(w.unsigned_abs())).sum::<u64>() << (depth - 1);
+    if order == 0 || largest <= i32::MAX as u64 && T::predict_narrow(x, weights, shift) {
+        return;
+    }
+    for i in order..x.len() {
+        let sum = weights
+            .iter()
+            .zip(x[i - order..i].iter().rev())
+            .fold(0i64, |sum, (&w, &x)| sum.wrapping_add(i64::from(w).wrapping_mul(x.wide())));
+        x[i] = T::wrap(x[i].wide().wrapping_add(sum >> shift));
+    }
+}
