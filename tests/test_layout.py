@@ -1,0 +1,105 @@
+"""The mesh, and the rules from logical axes to mesh axes."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxtrain.layout import LayoutError, make_layout, make_mesh
+
+
+def layout(data=2, fsdp=2, model=2, **rules):
+    return make_layout(make_mesh(data, fsdp, model), rules)
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"), [((-1, 1, 1), (8, 1, 1)), ((2, -1, 2), (2, 2, 2)), ((1, 4, -1), (1, 4, 2)), ((8, 1, 1), (8, 1, 1))]
+)
+def test_one_mesh_axis_may_be_the_rest(asked, given):
+    assert tuple(make_mesh(*asked).shape.values()) == given
+
+
+def test_a_mesh_over_some_devices():
+    devices = jax.devices()[2:4]
+    assert list(make_mesh(1, -1, 1, devices=devices).devices.flat) == devices
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 1), (2, 2, 1), (-1, 3, 1), (16, 1, 1), (-1, -1, 1), (-1, 0, 1)])
+def test_a_mesh_that_does_not_fit_names_its_sizes(sizes):
+    with pytest.raises(LayoutError, match=f"'data': {sizes[0]}.*8 devices"):
+        make_mesh(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "expected"),
+    [
+        (("embed", "mlp"), (4, 8), ("fsdp", "model")),
+        (("layer", "embed", None, "heads", "head_dim"), (3, 4, 3, 2, 5), (None, "fsdp", None, "model")),
+        (("batch", None), (4, 7), (("data", "fsdp"),)),
+        (("seq",), (7,), ()),
+        ((), (), ()),
+    ],
+)
+def test_logical_axes_become_mesh_axes(axes, shape, expected):
+    assert layout().spec(axes, shape) == PartitionSpec(*expected)
+
+
+def test_equal_layouts_have_equal_shardings():
+    assert layout().sharding(("embed", None), (4, 3)) == layout().sharding(("embed",), (4,))
+
+
+def test_a_mesh_axis_of_size_one_splits_nothing():
+    assert layout(8, 1, 1).spec(("embed", "mlp"), (3, 5)) == PartitionSpec()
+    assert layout(8, 1, 1).spec(("batch",), (8,)) == PartitionSpec("data")
+
+
+def test_what_does_not_divide_is_named():
+    with pytest.raises(LayoutError) as error:
+        layout(1, 4, 2).spec(("embed", "mlp"), (6, 8), path="encoder/w_up")
+    for part in ("encoder/w_up", "'embed'", "6", "'fsdp'", "4", "config.mesh.rules", "'fsdp?'"):
+        assert part in str(error.value)
+
+
+def test_a_question_mark_lets_a_dimension_stay_whole():
+    rules = layout(1, 2, 4)
+    assert rules.spec(("embed", "vocab"), (4, 10)) == PartitionSpec("fsdp")  # the default rule of vocab is "model?"
+    assert rules.spec(("embed", "vocab"), (4, 12)) == PartitionSpec("fsdp", "model")
+
+
+def test_the_remedy_that_the_message_names_works():
+    assert layout(1, 4, 2, embed="fsdp?").spec(("embed", "mlp"), (6, 8)) == PartitionSpec(None, "model")
+
+
+def test_a_mesh_axis_can_split_one_dimension_only():
+    with pytest.raises(LayoutError, match="w: axes 'heads' and 'mlp' both want mesh axis 'model'"):
+        layout().spec(("heads", "mlp"), (2, 2), path="w")
+
+
+def test_a_dimension_that_stays_whole_wants_no_mesh_axis():
+    assert layout(2, 2, 2).spec(("vocab", "mlp"), (3, 2)) == PartitionSpec(None, "model")
+
+
+def test_an_unknown_axis_lists_the_known_ones():
+    with pytest.raises(LayoutError, match="w: axis 'embde' has no rule; there are .*'embed'"):
+        layout().spec(("embde",), (4,), path="w")
+
+
+def test_axes_and_dimensions_must_be_as_many():
+    with pytest.raises(LayoutError, match="w: 1 axes .* 2 dimensions"):
+        layout().spec(("embed",), (4, 4), path="w")
+
+
+def test_config_overrides_and_adds_rules():
+    rules = layout(embed="", frames="data,model")
+    assert rules.spec(("embed",), (3,)) == PartitionSpec()
+    assert rules.spec(("frames",), (4,)) == PartitionSpec(("data", "model"))
+
+
+def test_a_rule_that_names_no_mesh_axis_is_an_error():
+    with pytest.raises(LayoutError, match=r"rules\['embed'\] = 'fdsp' names \['fdsp'\]; the mesh axes are"):
+        layout(embed="fdsp")
+
+
+def test_shard_pins_an_array_inside_jit():
+    place = layout()
+    y = jax.jit(lambda x: place.shard(x * 2, "batch", "mlp"))(jax.numpy.ones((8, 4)))
+    assert y.sharding.is_equivalent_to(place.sharding(("batch", "mlp"), (8, 4)), 2)
