@@ -10,10 +10,10 @@
 //! the last drop brings the memory back to the pool. A consumer that holds many batches makes the pool allocate more
 //! rather than wait for ever; what comes back beyond `keep` is freed.
 
-use std::alloc::{alloc_zeroed, dealloc};
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+
+use memmap2::{MmapMut, MmapOptions};
 
 /// What XLA's CPU client asks of a buffer that it is to use in place.
 pub const ALIGN: usize = 64;
@@ -36,26 +36,17 @@ impl Layout {
                 size = size.checked_add(n.checked_mul(*bytes)?)?.checked_next_multiple_of(ALIGN)?;
             }
         }
-        std::alloc::Layout::from_size_align(size.max(ALIGN), ALIGN).ok()?;
+        isize::try_from(size).ok()?;
         Some(Self { row_bytes, rows, offsets, size: size.max(ALIGN) })
-    }
-
-    fn memory(&self) -> std::alloc::Layout {
-        std::alloc::Layout::from_size_align(self.size, ALIGN).expect("checked in new")
     }
 }
 
 pub struct Pool {
     layout: Layout,
     keep: usize,
-    free: Mutex<Vec<Buffer>>,
+    free: Mutex<Vec<MmapMut>>,
     alive: AtomicUsize,
 }
-
-struct Buffer(NonNull<u8>);
-
-// Safety: a buffer is plain memory with one owner.
-unsafe impl Send for Buffer {}
 
 impl Pool {
     /// At most `keep` slabs wait in the pool; more may be out.
@@ -66,16 +57,16 @@ impl Pool {
     /// A slab with undefined (but initialised) content. None when there is no memory.
     pub fn take(self: &Arc<Self>) -> Option<Slab> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let buffer = match free {
+        let mut buffer = match free {
             Some(buffer) => buffer,
             None => {
-                // Safety: the size is at least ALIGN. Zeroed, so that no slice ever shows uninitialised memory.
-                let buffer = Buffer(NonNull::new(unsafe { alloc_zeroed(self.layout.memory()) })?);
+                // Anonymous pages: aligned, zero without being written, and given back when freed.
+                let buffer = MmapOptions::new().len(self.layout.size).map_anon().ok()?;
                 self.alive.fetch_add(1, Ordering::Relaxed);
                 buffer
             }
         };
-        Some(Slab { pool: self.clone(), buffer: Some(buffer) })
+        Some(Slab { pool: self.clone(), start: buffer.as_mut_ptr(), buffer: Some(buffer) })
     }
 
     /// Slabs that exist: waiting, being filled, or with a consumer.
@@ -86,28 +77,17 @@ impl Pool {
     pub fn slab_bytes(&self) -> usize {
         self.layout.size
     }
-
-    fn free(&self, buffer: Buffer) {
-        // Safety: allocated in `take` with the same layout, and owned here.
-        unsafe { dealloc(buffer.0.as_ptr(), self.layout.memory()) }
-        self.alive.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl Drop for Pool {
-    fn drop(&mut self) {
-        for buffer in std::mem::take(self.free.get_mut().unwrap_or_else(PoisonError::into_inner)) {
-            self.free(buffer);
-        }
-    }
 }
 
 pub struct Slab {
     pool: Arc<Pool>,
-    buffer: Option<Buffer>, // None only while it is dropped
+    start: *mut u8,
+    buffer: Option<MmapMut>, // None only while it is dropped
 }
 
-// Safety: shared access is by `array` and `row`, whose callers keep rows that are written apart from all others.
+// Safety: `start` points into the slab's own buffer. Shared access is by `array` and `row`, whose callers keep rows that
+// are written apart from all others.
+unsafe impl Send for Slab {}
 unsafe impl Sync for Slab {}
 
 impl Slab {
@@ -115,9 +95,8 @@ impl Slab {
     pub fn array(&self, range: usize, field: usize) -> (*mut u8, usize) {
         let layout = &self.pool.layout;
         let offset = layout.offsets[range * layout.row_bytes.len() + field];
-        let start = self.buffer.as_ref().map_or(std::ptr::null_mut(), |b| b.0.as_ptr());
         // Safety: offsets lie inside the buffer.
-        (unsafe { start.add(offset) }, layout.rows[range] * layout.row_bytes[field])
+        (unsafe { self.start.add(offset) }, layout.rows[range] * layout.row_bytes[field])
     }
 
     /// One row of a field, as `row_bytes / size_of::<T>()` values.
@@ -142,8 +121,7 @@ impl Drop for Slab {
         if free.len() < self.pool.keep {
             free.push(buffer);
         } else {
-            drop(free);
-            self.pool.free(buffer);
+            self.pool.alive.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }
