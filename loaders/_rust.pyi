@@ -1,58 +1,110 @@
 """The compiled extension (rust/). All arrays are numpy; every wait releases the GIL and answers Ctrl-C."""
 
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-def build_profile() -> str:
-    """"release" or "debug"."""
+ORDER_VERSION: int  # of the permutation and of the crops; equals loaders.order.VERSION
+STAGES: list[str]   # keys of diagnostics()["seconds"]
 
-def decode(data: bytes, start: int = 0, length: int | None = None) -> tuple[np.ndarray, int, int]:
+def build_profile() -> Literal["release", "debug"]:
+    """How the extension was compiled. "debug" is many times slower."""
+
+def decode(data: bytes, start: int = 0, length: int | None = None) -> tuple[NDArray[np.float32], int, int]:
     """Encoded audio -> (mono float32 [length], sample rate in Hz, frames in the whole recording).
 
-    WAV, FLAC, MP3 and OGG Vorbis, told apart by their content. Raises ValueError.
+    WAV, FLAC, MP3 and OGG Vorbis, told apart by their content. ``length`` None decodes from ``start`` to the end.
+    Raises ValueError: broken or unknown audio, or samples that the recording does not have.
     """
 
-def resample(wave: np.ndarray, source_rate: int, target_rate: int) -> np.ndarray:
-    """float32 [n] -> float32 [round(n * target_rate / source_rate)], without delay."""
+def resample(wave: NDArray[np.float32], source_rate: int, target_rate: int) -> NDArray[np.float32]:
+    """float32 [n] -> float32 [round(n * target_rate / source_rate)], without delay. Rates in Hz; ValueError for 0."""
 
-def fbank(wave: np.ndarray, *, normalise: bool = False) -> np.ndarray:
-    """float32 [n] at 32 kHz -> Kaldi log-mel float32 [frames, 128]; normalise=True -> [512, 128] as the model sees it."""
+def fbank(wave: NDArray[np.float32], *, normalise: bool = False) -> NDArray[np.float32]:
+    """float32 [n] at 32 kHz -> Kaldi log-mel, float32 [1 + (n - 800) // 320, 128], in ln(energy).
 
-def permutation(seed: int, epoch: int, n: int, i: np.ndarray) -> np.ndarray:
-    """int64 [k] places in the epoch -> int64 [k] recordings."""
+    normalise=True -> [512, 128] as the model sees it: the clip's mean removed, padded with the clip's minimum, and
+    (x + 7.2) / 8.86. Raises ValueError: fewer than 800 samples; more than 512 frames to normalise.
+    """
+
+def permutation(seed: int, epoch: int, n: int, i: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Places int64 [k] in [0, n) of an epoch -> recordings int64 [k]: a bijection. IndexError for a place outside."""
 
 class Index:
-    """A row index over Arrow IPC stream or file shards, made without reading audio."""
+    """A row index over Arrow IPC stream or file shards, made without reading audio. rust/src/source.rs has the format."""
 
-    def __init__(self, shards: Sequence[str], *, audio: str = "audio", label: str | None = None) -> None: ...
-    n_rows: int
-    class_names: list[str] | None  # of the ClassLabel in the schema's metadata
-    labels: np.ndarray             # int64 [n_rows], -1 where null; all -1 without a label column
-    fingerprint: str               # changes when the data or their order do
-    def encoded(self, row: int) -> bytes: ...
-    def path(self, row: int) -> str | None: ...
+    def __init__(self, shards: Sequence[str | os.PathLike[str]], *, audio: str = "audio", label: str | None = None) -> None:
+        """``audio``: a column of struct<bytes, path>. ``label``: a column of int64, or None for no labels.
+
+        Raises OSError for a shard that cannot be opened, and ValueError for one that is broken, compressed, without one of
+        the columns or with another type, with a label outside its class names, or with other classes than the first.
+        """
+
+    @property
+    def n_rows(self) -> int: ...
+    @property
+    def class_names(self) -> list[str] | None:
+        """Of the ClassLabel in the schema's metadata, where there is one."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """[n_rows], -1 where null, all -1 without a label column."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the data or their order do, and not when their folder moves."""
+
+    def encoded(self, row: int) -> bytes:
+        """The recording as it lies in the shard. Raises IndexError, and ValueError where it is null."""
+
+    def path(self, row: int) -> str | None:
+        """The name under which the recording was stored."""
+
+    def __len__(self) -> int: ...
 
 class Pipeline:
+    """Batches of spectrograms by ``threads`` workers, in an order that is a function of the position alone."""
+
     def __init__(
         self,
         index: Index,
         *,
-        rows: np.ndarray,                    # int64 [n]: the rows of the index that this split uses
-        batch: int,
-        ranges: Sequence[tuple[int, int]],
-        seed: int,
-        train: bool,
-        sample_rate: int = 32000,
-        clip_samples: int = 160000,
-        n_frames: int = 512,
+        rows: NDArray[np.int64],             # [n]: the rows of the index that this split uses
+        batch: int,                          # rows of the global batch
+        ranges: Sequence[tuple[int, int]],   # [start, stop) of the global batch that this process reads
+        seed: int,                           # in [0, 2^64)
+        train: bool,                         # permuted, endless, random crops; or in order, once, centre crops
+        sample_rate: int = 32_000,           # Hz
+        clip_samples: int = 160_000,         # at sample_rate
+        n_frames: int = 512,                 # of a row; at least those of a clip
         threads: int = 1,
         depth: int = 2,                      # finished batches that may wait
-        bad_budget: float = 0.01,
-    ) -> None: ...
-    def seek(self, position: int) -> None: ...
-    def next(self) -> tuple[int, dict[str, list[np.ndarray]]]:
-        """spectrogram float32 [r, n_frames, 128], label, index, epoch int32 [r], weight float32 [r] for each range."""
-    def diagnostics(self) -> dict[str, Any]: ...
-    def close(self) -> None: ...
+        bad_budget: float = 0.01,            # share of the recordings that may fail: max(1, budget * n), or 0 if it is 0
+    ) -> None:
+        """Starts threads, which wait for the first seek or next. Raises ValueError or IndexError for a senseless plan."""
+
+    def seek(self, position: int) -> None:
+        """Goes on with global batch number ``position``, also after the end of a test split."""
+
+    def next(self) -> tuple[int, dict[str, list[NDArray[Any]]]]:
+        """The position after this batch, and for each field one array for each range, r rows long.
+
+        spectrogram float32 [r, n_frames, 128]; label, index, epoch int32 [r]; weight float32 [r]. Arrays are read-only,
+        contiguous, aligned to 64 bytes, and own their memory.
+
+        Raises StopIteration after the end of a test split or close(), and RuntimeError, for good, when more recordings
+        fail than the budget allows. KeyboardInterrupt comes through within a tenth of a second.
+        """
+
+    def diagnostics(self) -> dict[str, Any]:
+        """queued, filling, depth: batches. threads. slabs, slab_bytes: buffers that exist, and the size of each.
+
+        rows: written so far. bad, bad_allowed: distinct recordings that failed, and that may. bad_list: (row of the index,
+        reason) of the first hundred. seconds: by stage, of all workers together; "wait" is the consumer's.
+        """
+
+    def close(self) -> None:
+        """Stops the workers. A wait in ``next`` in another thread ends with StopIteration."""

@@ -2,9 +2,13 @@
 
 A loader module (``config.loader`` names it, e.g. ``loaders.spectrogram``) offers
 
-    Config                                   frozen dataclass; becomes the ``data`` section of the config
+    Config                                   frozen dataclass; becomes the ``data`` section of the config. Its ``problems()``
+                                             yields (field, what is wrong and the remedy) without reading data
+    fields(config) -> {name: Field}          what a row of a batch holds
     facts(config) -> Facts                   what the data itself decides (class names, row counts), read without decoding
     make_loader(config, *, split, rows, seed) -> Loader        ``split`` is "train" or "test"
+
+All that can be wrong with the data is a `DataError`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +48,7 @@ class Loader(Protocol):
     Attributes:
       fields: name -> Field. Every batch holds exactly these. "weight" (float32, ()) is 1 for a row that counts and 0
         for one that does not: the padding of a ragged last batch, a recording that cannot be decoded in "test".
-      n_batches: batches in one pass over the split (ceiling), which is where a "test" loader stops.
+      n_batches: batches in one pass over the split (ceiling), which is where a "test" loader stops; 0 for an empty split.
     """
 
     fields: Mapping[str, Field]
@@ -54,7 +58,7 @@ class Loader(Protocol):
         """Goes on with global batch number ``position``."""
 
     def state(self, position: int) -> dict[str, Any]:
-        """What a checkpoint must hold to continue here: position, seed, and fingerprints of the data and its order."""
+        """What a checkpoint must hold to continue here, as JSON: position, seed, fingerprints of the data and its order."""
 
     def __next__(self) -> tuple[int, HostBatch]:
         """The position *after* this batch, and this process's rows of it."""

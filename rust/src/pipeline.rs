@@ -700,4 +700,38 @@ mod tests {
         assert_eq!(centre(&info(32_000, 160_000)), Crop { start: 0, len: 160_000, offset: 0, out: 160_000 });
         assert_eq!(centre(&info(32_000, 160_011)).start, 5);
     }
+
+    fn plan(train: bool) -> Plan {
+        Plan {
+            rows: (0..5).collect(),
+            batch: 2,
+            ranges: vec![(0, 2)],
+            seed: 0,
+            train,
+            sample_rate: 32_000,
+            clip_samples: 800,
+            n_frames: 1,
+            threads: 2,
+            depth: 1,
+            bad_budget: 1.0,
+        }
+    }
+
+    #[test]
+    fn a_panic_is_a_bad_recording_and_never_a_hang() {
+        let wait = Duration::from_secs(20);
+        let test = Pipeline::new(Arc::new(Index::broken(5)), plan(false)).unwrap();
+        for _ in 0..3 {
+            let Ok(Next::Batch(_, slab)) = test.next(wait) else { panic!("a batch is due") };
+            // Safety: the batch is whole, so its workers are done with it.
+            assert_eq!(unsafe { slab.row::<f32>(0, WEIGHT, 1) }, [0.0]);
+        }
+        assert!(matches!(test.next(wait), Ok(Next::End)));
+        let found = test.diagnostics();
+        assert_eq!(found.bad, 5);
+        assert!(found.bad_list.iter().all(|(_, what)| what.contains("panic: ")), "{:?}", found.bad_list);
+
+        let train = Pipeline::new(Arc::new(Index::broken(5)), plan(true)).unwrap();
+        assert!(train.next(wait).is_err_and(|e| e.to_string().contains("none of the 5 recordings")));
+    }
 }

@@ -82,6 +82,20 @@ impl Index {
         Ok(index)
     }
 
+    /// n recordings that lie outside their shard, which `open` would not allow: reading one panics.
+    #[cfg(test)]
+    pub(crate) fn broken(n: usize) -> Self {
+        let map = memmap2::MmapMut::map_anon(1).and_then(memmap2::MmapMut::make_read_only).unwrap();
+        Self {
+            shards: vec![Shard { path: "broken.arrow".into(), map, first_row: 0 }],
+            audio: vec![Span { start: 10, len: 10 }; n],
+            paths: vec![Span { start: 0, len: NULL }; n],
+            labels: vec![-1; n],
+            class_names: None,
+            fingerprint: String::new(),
+        }
+    }
+
     pub fn n_rows(&self) -> usize {
         self.audio.len()
     }
