@@ -18,6 +18,7 @@ import difflib
 import functools
 import glob
 import json
+import math
 import os
 import pathlib
 import re
@@ -77,6 +78,8 @@ class Config:
             yield "test_share", "is 1, which leaves nothing to train on"
         if self.sample_rate != RATE:
             yield "sample_rate", f"is {self.sample_rate}; the filter bank is defined at {RATE} Hz"
+        elif not math.isfinite(self.clip_seconds):
+            yield "clip_seconds", f"is {self.clip_seconds}; use a number of seconds, for example 5.0"
         elif not 1 <= (frames := n_clip_frames(self.clip_samples)) <= self.n_frames:
             longest = (WINDOW + (self.n_frames - 1) * HOP) / RATE
             yield (
@@ -225,13 +228,18 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Spectro
                 sample_rate=config.sample_rate,
                 clip_samples=config.clip_samples,
                 n_frames=config.n_frames,
-                threads=config.threads or len(os.sched_getaffinity(0)),
+                threads=config.threads or n_cores(),
                 depth=config.depth,
                 bad_budget=config.bad_budget,
             )
         except ValueError as error:
             raise DataError(str(error)) from error
     return Spectrograms(pipeline, fields=fields(config), n_batches=n_batches, state=state)
+
+
+def n_cores() -> int:
+    """Cores that this process may use; under SLURM or in a container often fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def n_clip_frames(n_samples: int) -> int:
@@ -251,12 +259,10 @@ def find_shards(path: str, split: str) -> list[pathlib.Path]:
     if folder.is_dir():
         if shards := _split_shards(folder, split):
             return shards
-        inside = sorted(p.name for p in folder.iterdir())[:5]
-        splits = sorted(set(_by_split(folder)) | {p.name for p in folder.iterdir() if p.is_dir() and _shards(p)})
-        what = (
-            f"of the split {split!r}; it has {', '.join(splits)}" if splits else f"; it holds {', '.join(inside) or 'nothing'}"
-        )
-        raise DataError(f"is {path!r}, a folder without Arrow shards {what}".replace(" ;", ";"))
+        inside = sorted(p.name for p in folder.iterdir())
+        if splits := sorted({*_by_split(folder), *(name for name in inside if _shards(folder / name))}):
+            raise DataError(f"is {path!r}, a folder without the split {split!r}; it has {', '.join(splits)}")
+        raise DataError(f"is {path!r}, a folder without Arrow shards; it holds {', '.join(inside[:5]) or 'nothing'}")
     if glob.has_magic(path):
         if found := sorted(p for p in map(pathlib.Path, glob.glob(str(folder), recursive=True)) if p.is_file()):
             return found
