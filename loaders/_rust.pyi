@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ORDER_VERSION: int  # of the permutation and of the crops; equals loaders.order.VERSION
-STAGES: list[str]   # keys of diagnostics()["seconds"]
+STAGES: list[str]  # keys of diagnostics()["seconds"]
 
 def build_profile() -> Literal["release", "debug"]:
     """How the extension was compiled. "debug" is many times slower."""
@@ -72,17 +72,17 @@ class Pipeline:
         self,
         index: Index,
         *,
-        rows: NDArray[np.int64],             # [n]: the rows of the index that this split uses
-        batch: int,                          # rows of the global batch
-        ranges: Sequence[tuple[int, int]],   # [start, stop) of the global batch that this process reads
-        seed: int,                           # in [0, 2^64)
-        train: bool,                         # permuted, endless, random crops; or in order, once, centre crops
-        sample_rate: int = 32_000,           # Hz
-        clip_samples: int = 160_000,         # at sample_rate
-        n_frames: int = 512,                 # of a row; at least those of a clip
+        rows: NDArray[np.int64],  # [n]: the rows of the index that this split uses
+        batch: int,  # rows of the global batch
+        ranges: Sequence[tuple[int, int]],  # [start, stop) of the global batch that this process reads
+        seed: int,  # in [0, 2^64)
+        train: bool,  # permuted, endless, random crops; or in order, once, centre crops
+        sample_rate: int = 32_000,  # Hz
+        clip_samples: int = 160_000,  # at sample_rate
+        n_frames: int = 512,  # of a row; at least those of a clip
         threads: int = 1,
-        depth: int = 2,                      # finished batches that may wait
-        bad_budget: float = 0.01,            # share of the recordings that may fail: max(1, budget * n), or 0 if it is 0
+        depth: int = 2,  # finished batches that may wait
+        bad_budget: float = 0.01,  # share of the recordings that may fail: max(1, budget * n), or 0 if it is 0
     ) -> None:
         """Starts threads, which wait for the first seek or next. Raises ValueError or IndexError for a senseless plan."""
 
