@@ -1,6 +1,6 @@
 """ESC-10: ten classes of environmental sound, 400 clips of 5 s, from scratch on a CPU.
 
-    python -m jaxtrain.main --config=configs/esc10.py:/path/to/esc10
+python -m jaxtrain.main --config=configs/esc10.py:/path/to/esc10
 """
 
 import os
@@ -10,18 +10,36 @@ from ml_collections import ConfigDict
 
 def get_config(path: str = "") -> ConfigDict:
     path = path or os.environ.get("JAXTRAIN_ESC10", "")
-    steps = 1500
+    steps = 1000
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.bird",
             loader="loaders.spectrogram",
             model=dict(
-                embed=192, depth=4, heads=3, patch=(16, 16), pool="patches", dtype="float32",
-                shift=250, time_masks=2, time_mask=60, mel_masks=2, mel_mask=16, gain=0.2, noise=0.05, label_smoothing=0.1,
+                embed=192,
+                depth=4,
+                heads=3,
+                patch=(32, 32),
+                pool="patches",
+                dtype="float32",
+                shift=250,
+                time_masks=2,
+                time_mask=60,
+                mel_masks=2,
+                mel_mask=16,
+                gain=0.2,
+                noise=0.05,
+                label_smoothing=0.1,
             ),
             data=dict(train=path, label="label"),
             train=dict(steps=steps, batch=32, eval_every=100, ema=0.995),
-            optim=dict(lr=1e-3, warmup=100, schedule="cosine", weight_decay=0.05, groups=(dict(match="^probe/", lr=1e-3, weight_decay=1e-7),)),
+            optim=dict(
+                lr=1e-3,
+                warmup=100,
+                schedule="cosine",
+                weight_decay=0.05,
+                groups=(dict(match="^probe/", lr=1e-3, weight_decay=1e-7),),
+            ),
             checkpoint=dict(every=500),
         )
     )

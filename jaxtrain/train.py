@@ -133,11 +133,12 @@ def run(config: config_lib.Config) -> dict[str, float]:
                 report(*pending)
             pending = (step, out)
             done = step == config.train.steps
-            due = config.train.eval_every and step % config.train.eval_every == 0
-            if done:
+            look = done or (config.train.eval_every and step % config.train.eval_every == 0)
+            if look:  # we wait now anyway
                 report(*pending)
+                pending = None
             checkpointer.save(step, state, loader.state(step), force=done)
-            if test.n_batches and (done or due):
+            if look and test.n_batches:
                 last = evaluate(step)
                 meter.begin(step, stream.waited)
     finally:

@@ -1,0 +1,309 @@
+"""The program as a user meets it: real processes, real recordings, real kills."""
+
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxtrain import config as config_lib
+from jaxtrain import feed, optim
+from jaxtrain import layout as layout_lib
+from jaxtrain import state as state_lib
+from jaxtrain import step as step_lib
+from jaxtrain.workloads import bird
+from loaders import demo, spectrogram
+from loaders.base import Rows
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# A loader that writes down which recordings it hands out, and that can end its process there and then.
+RECORDING_LOADER = """
+import json, os, signal, time
+from loaders.spectrogram import Config, facts, fields
+from loaders import spectrogram
+
+class Recording:
+    def __init__(self, loader, split, rows):
+        self._loader, self._split, self._rows = loader, split, rows
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+    def __next__(self):
+        position, batch = next(self._loader)
+        if self._split == "train":
+            kill_at, after = os.environ.get("KILL_AT"), os.environ.get("KILL_AFTER")
+            if kill_at and position >= int(kill_at):
+                while not os.path.isdir(after):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            with open(os.environ["IDS"], "a") as file:
+                for rows, index in zip(self._rows.ranges, batch["index"], strict=True):
+                    file.write(json.dumps([position, rows, index.tolist()]) + "\\n")
+        return position, batch
+
+def make_loader(config, *, split, rows, seed):
+    return Recording(spectrogram.make_loader(config, split=split, rows=rows, seed=seed), split, rows)
+"""
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config(path):
+    return ConfigDict(dict(
+        loader="recording_loader",
+        model=dict(embed=32, depth=2, heads=4, patch=(32, 32), dtype="float32", shift=50, time_masks=1, mel_masks=1),
+        data=dict(train=path, threads=2),
+        train=dict(steps=20, batch=8, eval_every=8, ema=0.9),
+        optim=dict(lr=1e-3, warmup=5),
+        checkpoint=dict(every=10),
+        metrics=dict(every=1),
+    ))
+"""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> pathlib.Path:
+    return demo.ensure(tmp_path_factory.mktemp("corpus"), n_train=24, n_test=13)
+
+
+@pytest.fixture
+def folder(tmp_path) -> pathlib.Path:
+    (tmp_path / "recording_loader.py").write_text(RECORDING_LOADER)
+    (tmp_path / "tiny.py").write_text(CONFIG)
+    return tmp_path
+
+
+def command(folder: pathlib.Path, source: str, *overrides: str, devices: int = 1, **environment: str) -> subprocess.Popen:
+    """python -m jaxtrain.main, as a user would start it, on ``devices`` host devices."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
+    cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
+    env = inherited | cache | {"IDS": str(folder / "ids.jsonl"), "PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu"}
+    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} | environment
+    arguments = [sys.executable, "-m", "jaxtrain.main", f"--config={source}", *overrides]
+    return subprocess.Popen(arguments, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(*args, code: int = 0, **kwargs) -> str:
+    process = command(*args, **kwargs)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+def records(workdir: pathlib.Path, split: str) -> dict[int, dict[str, float]]:
+    """metrics.jsonl without the rates, which are about this machine."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    rates = {"steps_per_second", "samples_per_second", "mfu", "data_wait_share", "eta_seconds"}
+    steps = [r["step"] for r in lines if r["split"] == split]
+    assert steps == sorted(set(steps)), "steps rise, and none is there twice"
+    return {r["step"]: {k: v for k, v in r.items() if k not in rates} for r in lines if r["split"] == split}
+
+
+def hashes(workdir: pathlib.Path, step: int) -> dict[str, str]:
+    """sha256 of every leaf of a checkpoint."""
+    tree = ocp.PyTreeCheckpointer().restore(workdir.absolute() / "checkpoints" / str(step) / "state")
+    return {
+        jax.tree_util.keystr(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
+
+
+def ids(folder: pathlib.Path, name: str = "ids.jsonl") -> dict[int, list[int]]:
+    """Recordings of every global batch, in row order; what was read again after a kill must be the same again."""
+    found: dict[int, dict[tuple, list[int]]] = {}
+    for line in (folder / name).read_text().splitlines():
+        position, rows, index = json.loads(line)
+        assert found.setdefault(position, {}).setdefault(tuple(rows), index) == index
+    return {p: [i for rows in sorted(parts) for i in parts[rows]] for p, parts in found.items()}
+
+
+def test_a_killed_run_resumed_in_a_fresh_process_equals_the_undisturbed_one_bit_for_bit(folder, corpus):
+    run(folder, f"tiny.py:{corpus}", "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))
+    after = str(folder / "killed" / "checkpoints" / "10")
+    killed = (folder, f"tiny.py:{corpus}", "--config.workdir=killed")
+    run(*killed, code=-signal.SIGKILL, KILL_AT="16", KILL_AFTER=after)
+    assert not (folder / "killed" / "checkpoints" / "20").exists()
+    output = run(*killed)
+    assert "going on from step 10" in output
+    assert hashes(folder / "killed", 20) == hashes(folder / "whole", 20)
+    assert len(hashes(folder / "whole", 20)) > 60
+    assert ids(folder)[20] == ids(folder, "whole.jsonl")[20]
+    assert {p: ids(folder)[p] for p in range(1, 21)} == {p: ids(folder, "whole.jsonl")[p] for p in range(1, 21)}
+    for split in ("train", "test"):
+        assert records(folder / "killed", split) == records(folder / "whole", split)
+    assert "already reached step 20" in run(*killed)
+
+
+def test_two_processes_equal_one(folder, corpus):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    overrides = ("--config.train.steps=4", "--config.train.eval_every=2", "--config.mesh.fsdp=2", "--config.train.accumulate=2")
+    run(folder, f"tiny.py:{corpus}", "--config.workdir=one", *overrides, devices=4, IDS=str(folder / "one.jsonl"))
+    both = [
+        command(
+            folder,
+            f"tiny.py:{corpus}",
+            "--config.workdir=two",
+            *overrides,
+            devices=2,
+            IDS=str(folder / f"two{i}.jsonl"),
+            JAXTRAIN_COORDINATOR=f"127.0.0.1:{port}",
+            JAXTRAIN_PROCESSES="2",
+            JAXTRAIN_PROCESS=str(i),
+        )
+        for i in range(2)
+    ]
+    outputs = [p.communicate(timeout=300)[0] for p in both]
+    assert [p.returncode for p in both] == [0, 0], "\n".join(outputs)
+    assert "test" in outputs[0] and "step" not in outputs[1], "only process 0 has the console"
+    assert all(len(rows) == 4 for i in range(2) for rows in ids(folder, f"two{i}.jsonl").values()), "each reads its half"
+    (folder / "two.jsonl").write_text("".join((folder / f"two{i}.jsonl").read_text() for i in range(2)))
+    one, two = ids(folder, "one.jsonl"), ids(folder, "two.jsonl")
+    assert {p: two[p] for p in range(1, 5)} == {p: one[p] for p in range(1, 5)}
+    for split in ("train", "test"):
+        found, expected = records(folder / "two", split), records(folder / "one", split)
+        assert found.keys() == expected.keys()
+        for step in expected:
+            numbers = [np.array([r[k] for k in sorted(r) if k != "split"]) for r in (found[step], expected[step])]
+            np.testing.assert_allclose(*numbers, rtol=1e-4)
+    assert hashes(folder / "two", 4).keys() == hashes(folder / "one", 4).keys()
+
+
+def test_what_a_run_leaves_in_its_workdir(folder, corpus):
+    output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=2", "--config.metrics.tensorboard=true")
+    workdir = folder / "runs" / "tiny"
+    saved = config_lib.from_dict(json.loads((workdir / "config.json").read_text()))
+    assert saved.model.n_classes == 12 and saved.train.steps == 2
+    assert list(records(workdir, "train")) == [1, 2] and list(records(workdir, "test")) == [2]
+    assert {p.name for p in (workdir / "pictures").iterdir()} >= {"input_0.png", "augmented_0.png"}
+    assert list((workdir / "tensorboard").iterdir())
+    assert (workdir / "checkpoints" / "2").is_dir()
+    line = next(line for line in output.splitlines() if line.startswith("step 2/2"))
+    for part in ("loss", "samples/s", "MFU", "waiting for data", "left"):
+        assert part in line
+
+
+def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):
+    """One file each; nothing else is touched. The workload classifies by the mean spectrum."""
+    (tmp_path / "spectrum.py").write_text(
+        textwrap.dedent(
+            """
+            from dataclasses import dataclass
+            import jax
+            import jax.numpy as jnp
+            from jaxtrain.specs import fan_in, zeros
+            from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
+
+            @dataclass(frozen=True)
+            class Config:
+                n_classes: int | None = None  # [classes] as many as the data have
+
+            def make_task(config, shard, batch):
+                c = config.model.n_classes
+                specs = {"w": Spec((128, c), ("embed", "vocab"), fan_in(128)), "b": Spec((c,), ("vocab",), zeros)}
+
+                def evaluate(variables, batch):
+                    x = batch["spectrogram"].mean(1) @ variables.params["w"] + variables.params["b"]
+                    log_p = jax.nn.log_softmax(x) * jax.nn.one_hot(batch["label"], c)
+                    return {"loss": Mean(-(log_p.sum(-1) * batch["weight"]).sum(), batch["weight"].sum())}
+
+                def loss(variables, batch, key):
+                    return LossOut(evaluate(variables, batch)["loss"], {})
+
+                axes = {"spectrogram": ("batch", None, None), "label": ("batch",), "weight": ("batch",)}
+                return Task(Variables(specs), loss, evaluate, axes, flops=6 * 128 * c * batch)
+            """
+        )
+    )
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            from ml_collections import ConfigDict
+
+            def get_config(path):
+                return ConfigDict(dict(
+                    workload="spectrum", data=dict(train=path), train=dict(steps=3, batch=8), metrics=dict(every=1)
+                ))
+            """
+        )
+    )
+    run(tmp_path, f"mine.py:{corpus}", devices=2)
+    losses = [r["loss"] for r in records(tmp_path / "runs" / "mine", "train").values()]
+    assert len(losses) == 3 and np.isfinite(losses).all()
+
+
+def test_mistakes_come_together_and_before_a_device_is_touched(folder, corpus):
+    output = run(
+        folder,
+        f"tiny.py:{corpus}",
+        "--config.trian.steps=3",
+        "--config.train.batch=7",
+        "--config.optim.lr=fast",
+        "--config.data.test=/no/such/place",
+        "--config.train.accumulate=2",
+        code=2,
+        JAX_PLATFORMS="none_such",  # a device would fail
+    )
+    for part in ("trian", "did you mean 'train'", "config.train.batch is 7", "optim.lr", "/no/such/place"):
+        assert part in output, output
+    assert "Traceback" not in output
+
+
+def test_control_c_ends_a_run_and_the_same_command_goes_on(folder, corpus):
+    process = command(folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0")
+    metrics = folder / "runs" / "tiny" / "checkpoints" / "20"
+    deadline = time.monotonic() + 200
+    while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in output, output
+    step = max(int(p.name) for p in (folder / "runs" / "tiny" / "checkpoints").iterdir() if p.name.isdigit())
+    output = run(folder, f"tiny.py:{corpus}", f"--config.train.steps={step + 1}", "--config.train.eval_every=0")
+    assert f"going on from step {step}" in output
+
+
+def test_another_model_or_other_data_are_refused_with_a_remedy(folder, corpus):
+    run(folder, f"tiny.py:{corpus}", "--config.train.steps=1")
+    output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=2", "--config.model.embed=64", code=2)
+    assert "embed: 32 saved, 64 now" in output and "config.workdir" in output
+    output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=2", "--config.data.exclude=(3,)", code=2)
+    assert "order" in output and "config.workdir" in output
+
+
+def test_evaluation_is_exact_on_a_ragged_last_batch(corpus):
+    """13 test recordings: batches of 8 with padding, on 8 devices, equal one batch of 13 on one."""
+    data = spectrogram.Config(train=str(corpus), threads=2)
+    model = bird.Config(n_classes=12, embed=32, depth=1, heads=4, patch=(32, 32), dtype="float32")
+    found = []
+    for batch, devices in ((8, 8), (13, 1)):
+        config = config_lib.Config(model=model, data=data, train=config_lib.Train(batch=batch))
+        layout = layout_lib.make_layout(layout_lib.make_mesh(-1, 1, 1, devices=jax.devices()[:devices]), {})
+        task = bird.make_task(config, layout.shard, batch)
+        tx = optim.make_optimizer(config.optim, task.specs.params, steps=1)
+        plan = state_lib.make_plan(task, tx, layout, spectrogram.fields(data), batch=batch, ema=False)
+        rows = feed.rows_for(plan.batch)
+        assert isinstance(rows, Rows) and len(rows.ranges) == devices
+        loader = spectrogram.make_loader(data, split="test", rows=rows, seed=0)
+        state = state_lib.init_state(task, tx, plan, jax.random.key(0))
+        step = step_lib.make_eval_step(task, layout)
+        loader.seek(0)
+        sums = [
+            jax.device_get(step(state.variables, feed.put(next(loader)[1], plan.batch, rows))) for _ in range(loader.n_batches)
+        ]
+        loader.close()
+        found.append({k: (sum(float(s[k].total) for s in sums), sum(float(s[k].weight) for s in sums)) for k in sums[0]})
+    assert all(weight == 13 for _, weight in found[0].values())
+    for name in found[0]:
+        np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-5)
