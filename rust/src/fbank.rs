@@ -377,7 +377,7 @@ unsafe fn power<V: Lanes>(re: *mut f32, im: *const f32, t: &Tables) {
 fn ln(x: f32) -> f32 {
     const SQRT_HALF: u32 = std::f32::consts::FRAC_1_SQRT_2.to_bits();
     // ln 2 in two parts, the first with few enough bits that e times it is exact.
-    const LN_2_HIGH: f32 = 0.693_359_375;
+    const LN_2_HIGH: f32 = 355.0 / 512.0;
     const LN_2_LOW: f32 = (std::f64::consts::LN_2 - LN_2_HIGH as f64) as f32;
     let bits = x.to_bits().wrapping_sub(SQRT_HALF);
     let e = (bits as i32 >> 23) as f32;

@@ -182,3 +182,158 @@ fn id3v2(bytes: &[u8]) -> Option<usize> {
     let footer = if header[5] & 0x10 != 0 { 10 } else { 0 };
     Some(10 + size + footer)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn recordings() -> Vec<(&'static str, Vec<u8>)> {
+        let data = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/decode");
+        let read = |name| (name, std::fs::read(data.join(name)).expect("the tests' recordings"));
+        vec![
+            read("vorbis_32k_mono.ogg"),
+            read("mp3_44k_stereo.mp3"),
+            read("flac_48k_stereo.flac"),
+            (
+                "wav",
+                wav(1, 2, 16, &(0..40000u32).map(|i| (i.wrapping_mul(2654435761) >> 24) as u8).collect::<Vec<_>>()),
+            ),
+        ]
+    }
+
+    fn wav(tag: u16, channels: u16, bits: u16, data: &[u8]) -> Vec<u8> {
+        let block = channels * bits / 8;
+        let mut bytes = b"RIFF\0\0\0\0WAVEfmt \x10\0\0\0".to_vec();
+        bytes.extend([tag.to_le_bytes(), channels.to_le_bytes()].concat());
+        bytes.extend([22050u32.to_le_bytes(), (22050 * u32::from(block)).to_le_bytes()].concat());
+        bytes.extend([block.to_le_bytes(), bits.to_le_bytes()].concat());
+        bytes.extend(b"data");
+        bytes.extend((data.len() as u32).to_le_bytes());
+        bytes.extend(data);
+        bytes
+    }
+
+    fn whole(bytes: &[u8]) -> Result<(Info, Vec<f32>), Error> {
+        let mut decoder = Decoder::new();
+        let info = decoder.info(bytes)?;
+        let mut out = vec![0.0; info.frames as usize];
+        decoder.read(bytes, &info, 0, &mut out)?;
+        Ok((info, out))
+    }
+
+    fn random(state: &mut u64, below: u64) -> u64 {
+        *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (*state >> 33) % below
+    }
+
+    #[test]
+    fn a_crop_is_a_slice() {
+        let mut decoder = Decoder::new();
+        let mut state = 1;
+        for (name, bytes) in recordings() {
+            let (info, all) = whole(&bytes).unwrap();
+            let n = info.frames;
+            let mut crops = vec![(0, 1), (n - 1, 1), (0, n), (n - 1000, 1000), (1, 4000)];
+            crops.extend((0..200).map(|_| {
+                let start = random(&mut state, n);
+                (start, 1 + random(&mut state, (n - start).min(20000)))
+            }));
+            for (start, length) in crops {
+                let mut out = vec![f32::NAN; length as usize];
+                decoder.read(&bytes, &info, start, &mut out).unwrap();
+                let slice = &all[start as usize..(start + length) as usize];
+                let worst = out.iter().zip(slice).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                let allowed = if name.ends_with("ogg") || name.ends_with("mp3") { 1e-5 } else { 0.0 };
+                assert!(worst <= allowed, "{name} [{start}, {start} + {length}): {worst}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_cut_off_leaves_what_is_there() {
+        for (name, bytes) in recordings() {
+            let (info, all) = whole(&bytes).unwrap();
+            for share in [3, 5, 9] {
+                let (cut, some) = whole(&bytes[..bytes.len() * share / 10]).unwrap();
+                assert_eq!((cut.rate, cut.channels), (info.rate, info.channels), "{name}");
+                let expected = info.frames * share as u64 / 10;
+                assert!(cut.frames.abs_diff(expected) < info.frames / 5, "{name}: {} of {}", cut.frames, info.frames);
+                // An MP3's first frame states what was trimmed at the end; all else is as it was.
+                let worst = some.iter().zip(&all).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(worst <= 1e-5, "{name} cut at {share}0 %: {worst}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_bytes_make_it_panic_or_lie_about_length() {
+        let mut state = 7;
+        let mut decoder = Decoder::new();
+        let mut attempt = |bytes: &[u8], state: &mut u64| {
+            let Ok(info) = decoder.info(bytes) else { return };
+            let length = info.frames.min(20000);
+            let start = random(state, info.frames - length + 1);
+            let mut out = vec![f32::NAN; length as usize];
+            if decoder.read(bytes, &info, start, &mut out).is_ok() {
+                assert!(out.iter().all(|x| x.is_finite()));
+            }
+        };
+        for (_, bytes) in recordings() {
+            for _ in 0..150 {
+                let mut broken = bytes.clone();
+                for _ in 0..1 + random(&mut state, 8) {
+                    // Headers are hit as often as audio.
+                    let reach = if random(&mut state, 2) == 0 { 5000 } else { broken.len() as u64 };
+                    let at = random(&mut state, reach.min(broken.len() as u64)) as usize;
+                    match random(&mut state, 3) {
+                        0 => broken[at] ^= 1 << random(&mut state, 8),
+                        1 => broken[at] = 0xff,
+                        _ => {
+                            let end = at + 1 + random(&mut state, 300) as usize;
+                            broken.drain(at..end.min(broken.len() - 1).max(at));
+                        }
+                    }
+                }
+                attempt(&broken, &mut state);
+            }
+            for n in (0..200).chain((200..bytes.len().min(20000)).step_by(97)) {
+                attempt(&bytes[..n], &mut state);
+            }
+        }
+    }
+
+    #[test]
+    fn wav_holds_what_was_put_in() {
+        let values = |bytes: &[u8]| whole(bytes).unwrap().1;
+        assert_eq!(values(&wav(1, 1, 8, &[0, 128, 192])), [-1.0, 0.0, 0.5]);
+        assert_eq!(values(&wav(1, 1, 16, &[0, 0x80, 0, 0x40])), [-1.0, 0.5]);
+        assert_eq!(values(&wav(1, 1, 24, &[0, 0, 0x80, 0, 0, 0x40])), [-1.0, 0.5]);
+        assert_eq!(values(&wav(1, 2, 32, &[0, 0, 0, 0x80, 0, 0, 0, 0x40])), [-0.25]);
+        let floats: Vec<u8> = [0.25f32, 0.75, -3.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+        assert_eq!(values(&wav(3, 3, 32, &floats)), [-2.0 / 3.0]);
+        let doubles: Vec<u8> = [0.1f64].iter().flat_map(|x| x.to_le_bytes()).collect();
+        assert_eq!(values(&wav(3, 1, 64, &doubles)), [0.1]);
+    }
+
+    #[test]
+    fn errors_say_what_is_wrong() {
+        let nan: Vec<u8> = [1.0f32, f32::NAN].iter().flat_map(|x| x.to_le_bytes()).collect();
+        let cases: [(&[u8], &str); 7] = [
+            (b"", "empty (0 bytes)"),
+            (b"<html>not found</html>", "not a WAV, FLAC, MP3 or OGG Vorbis recording"),
+            (&wav(3, 1, 32, &nan), "non-finite samples"),
+            (&wav(1, 1, 16, &[]), "holds no audio"),
+            (&wav(7, 1, 8, &[0]), "G.711"),
+            (&wav(1, 0, 16, &[0, 0]), "contradicts itself"),
+            (b"fLaC\0\0\0\x22", "cut off"),
+        ];
+        for (bytes, message) in cases {
+            let error = whole(bytes).unwrap_err().to_string();
+            assert!(error.contains(message), "{error}");
+        }
+        let bytes = wav(1, 1, 16, &[0; 8]);
+        let info = Decoder::new().info(&bytes).unwrap();
+        let error = Decoder::new().read(&bytes, &info, 3, &mut [0.0; 2]).unwrap_err();
+        assert_eq!(error, Error::Range { start: 3, length: 2, frames: 4 });
+    }
+}

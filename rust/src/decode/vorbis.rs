@@ -24,6 +24,9 @@ const MAX_KEPT: usize = 4;
 /// Most weights that the codebooks of one stream may unpack to (a real encoder needs a hundredth).
 const MAX_WEIGHTS: u64 = 1 << 22;
 
+/// Bytes of the identification header.
+const IDENTIFICATION: usize = 30;
+
 /// Decoders by their headers, the last used one at the end.
 #[derive(Default)]
 pub(super) struct Vorbis {
@@ -97,13 +100,18 @@ impl Vorbis {
         for kind in [1, 3, 5] {
             match packets.next()? {
                 Some(packet) if packet.data.first() == Some(&kind) && packet.data.get(1..7) == Some(b"vorbis") => {
-                    // The comments say nothing about the audio.
-                    if kind != 3 {
-                        self.headers.extend_from_slice(packet.data);
+                    match kind {
+                        1 => self.headers.extend(packet.data.iter().take(IDENTIFICATION)),
+                        // The comments say nothing about the audio.
+                        3 => {}
+                        _ => self.headers.extend_from_slice(packet.data),
                     }
                 }
                 _ => return corrupt("OGG Vorbis", "the headers are cut off or out of order"),
             }
+        }
+        if self.headers.get(IDENTIFICATION) != Some(&5) {
+            return corrupt("OGG Vorbis", "the identification header is cut off");
         }
         let audio = packets.at();
         match self.kept.iter().position(|kept| kept.headers == self.headers) {
@@ -272,11 +280,18 @@ fn seek(bytes: &[u8], stream: &Stream, mut want: i64) -> Option<Page> {
 }
 
 fn prepare(headers: &[u8]) -> Result<Prepared, Error> {
-    let Some(setup) = Setup::parse(headers) else {
+    let mut couplings = Vec::new();
+    let Some(setup) = Setup::parse(headers, &mut couplings) else {
         return corrupt("OGG Vorbis", "the headers are not valid");
     };
+    // symphonia 0.6.1 undoes the channel couplings from the first to the last, while each must be undone before those
+    // that it was applied after (specification 4.3.5). With more than one of them, as in 5.1, it gets them reversed.
+    let mut reversed: Box<[u8]> = headers.into();
+    for coupling in &couplings {
+        coupling.reverse(headers, &mut reversed);
+    }
     let mut parameters = AudioCodecParameters::new();
-    parameters.for_codec(CODEC_ID_VORBIS).with_extra_data(headers.into());
+    parameters.for_codec(CODEC_ID_VORBIS).with_extra_data(reversed);
     let options = AudioDecoderOptions::default().gapless(false);
     let make = || VorbisDecoder::try_new(&parameters, &options);
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(make)) {
@@ -290,11 +305,34 @@ fn ilog(x: u32) -> u32 {
     32 - x.leading_zeros()
 }
 
+/// The coupling steps of one mapping, in the setup header after its first 7 bytes.
+struct Coupling {
+    /// First bit.
+    at: usize,
+    steps: usize,
+    /// Bits of one step.
+    width: usize,
+}
+
+impl Coupling {
+    fn reverse(&self, from: &[u8], to: &mut [u8]) {
+        let first = (IDENTIFICATION + 7) * 8 + self.at;
+        for step in 0..self.steps {
+            for bit in 0..self.width {
+                let source = first + step * self.width + bit;
+                let target = first + (self.steps - 1 - step) * self.width + bit;
+                let value = from[source / 8] >> (source % 8) & 1;
+                to[target / 8] = to[target / 8] & !(1 << (target % 8)) | value << (target % 8);
+            }
+        }
+    }
+}
+
 impl Setup {
     /// Reads the identification and the setup header (Vorbis I specification, 4.2.2 and 4.2.4) up to the modes,
     /// without building any table. None when they are not valid, or would unpack to more than `MAX_WEIGHTS`.
-    fn parse(headers: &[u8]) -> Option<Self> {
-        let (ident, setup) = headers.split_at_checked(30)?;
+    fn parse(headers: &[u8], couplings: &mut Vec<Coupling>) -> Option<Self> {
+        let (ident, setup) = headers.split_at_checked(IDENTIFICATION)?;
         let channels = ident[11];
         let rate = u32::from_le_bytes(ident[12..16].try_into().ok()?);
         let (short, long) = (ident[28] & 15, ident[28] >> 4);
@@ -319,7 +357,7 @@ impl Setup {
             residue(&mut bits)?;
         }
         for _ in 0..=bits.read(6)? {
-            mapping(&mut bits, u32::from(channels))?;
+            couplings.extend(mapping(&mut bits, u32::from(channels))?);
         }
         let mut modes = Vec::new();
         for _ in 0..=bits.read(6)? {
@@ -455,14 +493,16 @@ fn residue(bits: &mut Lsb) -> Option<()> {
     bits.skip(8 * books)
 }
 
-fn mapping(bits: &mut Lsb, channels: u32) -> Option<()> {
+fn mapping(bits: &mut Lsb, channels: u32) -> Option<Option<Coupling>> {
     if bits.read(16)? != 0 {
         return None;
     }
     let submaps = if bits.flag()? { bits.read(4)? + 1 } else { 1 };
+    let mut coupling = None;
     if bits.flag()? {
-        let steps = u64::from(bits.read(8)?) + 1;
-        bits.skip(steps * 2 * u64::from(ilog(channels - 1)))?;
+        let (steps, width) = (bits.read(8)? as usize + 1, 2 * ilog(channels - 1) as usize);
+        coupling = Some(Coupling { at: bits.position(), steps, width });
+        bits.skip((steps * width) as u64)?;
     }
     if bits.read(2)? != 0 {
         return None;
@@ -470,5 +510,6 @@ fn mapping(bits: &mut Lsb, channels: u32) -> Option<()> {
     if submaps > 1 {
         bits.skip(4 * u64::from(channels))?;
     }
-    bits.skip(24 * u64::from(submaps))
+    bits.skip(24 * u64::from(submaps))?;
+    Some(coupling)
 }

@@ -1,0 +1,223 @@
+"""The Rust decoders against libsndfile (python-soundfile), for whole recordings and for crops of them."""
+
+import io
+import pathlib
+import struct
+
+import corpus
+import numpy as np
+import pyarrow as pa
+import pytest
+import soundfile
+
+from loaders import _rust
+
+HERE = pathlib.Path(__file__).parents[1] / "data" / "decode"
+LOSSY = 1e-5  # how far a crop of MP3 or Vorbis may be from the slice of the whole; WAV and FLAC are exact
+
+
+def song(rate: int, n: int, channels: int) -> np.ndarray:
+    """float32 [n, channels]: sweeps with pauses over noise, each channel its own."""
+    t = np.arange(n) / rate
+    rng = np.random.default_rng(rate + channels)
+    shape = np.maximum(np.sin(2 * np.pi * 1.7 * t + np.arange(channels)[:, None]), 0)
+    tones = np.sin(2 * np.pi * (rate / 20 + rate / 20 * np.sin(5 * t)) * t)
+    return (0.4 * shape * tones + 0.02 * rng.standard_normal((channels, n))).T.astype(np.float32)
+
+
+def reference(data: bytes) -> tuple[np.ndarray, int]:
+    wave, rate = soundfile.read(io.BytesIO(data), dtype="float64", always_2d=True)
+    return wave.mean(axis=1), rate
+
+
+def check(data: bytes, crop_tolerance: float, tolerance: float = 1e-4, crops: int = 20) -> None:
+    """Whole: content, length and alignment are libsndfile's. Crops: slices of the whole."""
+    expected, expected_rate = reference(data)
+    whole, rate, frames = _rust.decode(data)
+    assert (rate, frames, len(whole)) == (expected_rate, len(expected), len(expected))
+    assert np.abs(whole - expected).max() <= tolerance
+    rng = np.random.default_rng(len(data))
+    starts = [0, frames - 1, *rng.integers(0, frames, crops)]
+    for start in map(int, starts):
+        length = int(rng.integers(1, frames - start + 1))
+        crop, *facts = _rust.decode(data, start, length)
+        assert facts == [rate, frames]
+        assert np.abs(crop - whole[start : start + length]).max() <= crop_tolerance
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("rate", [8000, 16000, 22050, 24000, 32000, 44100, 48000])
+@pytest.mark.parametrize("kind", ["OGG", "MP3", "FLAC", "WAV"])
+def test_a_recording_equals_libsndfiles(kind, rate, channels):
+    data = corpus.encode(song(rate, 3 * rate + 17, channels), rate, kind)
+    check(data, LOSSY if kind in ("OGG", "MP3") else 0)
+
+
+@pytest.mark.parametrize(
+    "kind, subtype, rate, channels",
+    [
+        ("WAV", "PCM_U8", 22050, 2),
+        ("WAV", "PCM_24", 96000, 1),
+        ("WAV", "PCM_32", 192000, 2),
+        ("WAV", "FLOAT", 44100, 6),
+        ("WAV", "DOUBLE", 44100, 1),
+        ("WAVEX", "PCM_16", 48000, 6),
+        ("RF64", "PCM_16", 32000, 1),
+        ("FLAC", "PCM_S8", 8000, 1),
+        ("FLAC", "PCM_24", 96000, 2),
+        ("FLAC", "PCM_24", 192000, 1),
+        ("FLAC", "PCM_16", 44100, 6),
+        ("OGG", "VORBIS", 48000, 6),
+        ("OGG", "VORBIS", 192000, 1),
+    ],
+)
+def test_every_sample_format_and_channel_count(kind, subtype, rate, channels):
+    data = corpus.encode(song(rate, rate + 11, channels), rate, kind, subtype)
+    check(data, LOSSY if kind == "OGG" else 0, crops=6)
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 576, 1105, 1152, 1153, 5000])
+@pytest.mark.parametrize("kind", ["OGG", "MP3", "FLAC", "WAV"])
+def test_short_recordings(kind, n):
+    check(corpus.encode(song(32000, n, 1), 32000, kind), LOSSY if kind in ("OGG", "MP3") else 0)
+
+
+@pytest.mark.parametrize("mode", ["CONSTANT", "AVERAGE", "VARIABLE"])
+@pytest.mark.parametrize("level", [0.0, 0.9])
+def test_mp3_bit_rates(mode, level):
+    file = io.BytesIO()
+    wave = song(44100, 100_000, 2)
+    soundfile.write(file, wave, 44100, format="MP3", bitrate_mode=mode, compression_level=level)
+    check(file.getvalue(), LOSSY)
+
+
+@pytest.mark.parametrize("name", ["vorbis_32k_mono.ogg", "mp3_44k_stereo.mp3", "flac_48k_stereo.flac"])
+def test_the_kept_recordings(name):
+    check((HERE / name).read_bytes(), 0 if name.endswith("flac") else LOSSY)
+
+
+def test_esc10_equals_libsndfile():
+    shards = sorted(corpus.ESC10.glob("*/*.arrow"))
+    if not shards:
+        pytest.skip("ESC-10 is only beside a checkout that has ../shared")
+    for shard in shards:
+        with pa.memory_map(str(shard)) as source:
+            for batch in pa.ipc.open_stream(source):
+                for row in batch.column("audio").to_pylist()[::8]:
+                    check(row["bytes"], LOSSY, crops=4)
+
+
+def test_tags_before_and_after_the_audio_are_passed_over():
+    for kind in ("MP3", "FLAC"):
+        data = corpus.encode(song(32000, 20000, 1), 32000, kind)
+        expected, *facts = _rust.decode(data)
+        id3v2 = b"ID3\x04\0\0" + bytes([0, 0, 2, 1]) + bytes(257)
+        id3v1 = b"TAG" + bytes(range(125))
+        got, *tagged = _rust.decode(id3v2 + data + id3v1)
+        assert tagged == facts
+        np.testing.assert_array_equal(got, expected)
+
+
+def frames_of(mp3: bytes) -> list[int]:
+    """Offsets of the frames of an MPEG 1 layer III file."""
+    bit_rates = [0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320]
+    at, found = 0, []
+    while at + 4 <= len(mp3):
+        (word,) = struct.unpack(">I", mp3[at : at + 4])
+        assert word >> 21 == 0x7FF
+        found.append(at)
+        at += 144 * bit_rates[word >> 12 & 15] * 1000 // [44100, 48000, 32000][word >> 10 & 3] + (word >> 9 & 1)
+    return found
+
+
+def test_an_mp3_without_a_xing_frame_is_counted_frame_by_frame():
+    data = corpus.encode(song(44100, 100_000, 2), 44100, "MP3")
+    tagged, *_ = _rust.decode(data)
+    frames = frames_of(data)
+    bare = data[frames[1] :]
+    whole, rate, n = _rust.decode(bare)
+    assert (rate, n) == (44100, (len(frames) - 1) * 1152)
+    # libsndfile only estimates this length; what it decodes is the same.
+    expected, _ = reference(bare)
+    np.testing.assert_allclose(whole[: len(expected)], expected, atol=1e-4)
+    # LAME's delay of 576 samples and the decoder's own 529.
+    np.testing.assert_allclose(whole[1105 : 1105 + len(tagged)], tagged, atol=1e-6)
+    for start in (0, 1, 40_000, n - 5000):
+        np.testing.assert_allclose(_rust.decode(bare, start, 5000)[0], whole[start : start + 5000], atol=LOSSY)
+
+
+@pytest.mark.parametrize("kind", ["OGG", "MP3", "FLAC", "WAV"])
+@pytest.mark.parametrize("share", [0.3, 0.77])
+def test_a_truncated_recording_ends_early(kind, share):
+    data = corpus.encode(song(44100, 200_000, 2), 44100, kind)
+    whole, *_ = _rust.decode(data)
+    cut = data[: int(len(data) * share)]
+    got, rate, frames = _rust.decode(cut)
+    assert rate == 44100 and frames == len(got)
+    assert abs(frames - share * len(whole)) < 0.15 * len(whole)
+    np.testing.assert_allclose(got, whole[:frames], atol=LOSSY)
+    start = frames // 2
+    np.testing.assert_allclose(_rust.decode(cut, start)[0], got[start:], atol=LOSSY)
+
+
+def test_of_a_chained_stream_the_first_link_counts():
+    first = corpus.encode(song(32000, 50_000, 1), 32000, "OGG")
+    second = corpus.encode(song(32000, 20_000, 1)[::-1], 32000, "OGG")
+    check(first + second, LOSSY)
+
+
+def test_vorbis_cut_out_of_a_longer_stream_begins_at_its_first_sample():
+    # Pages 0 and 1 hold the headers; without some pages after them, positions do not begin at 0.
+    data = (HERE / "vorbis_32k_mono.ogg").read_bytes()
+    pages = [i for i in range(len(data)) if data.startswith(b"OggS\0", i)]
+    check(data[: pages[2]] + data[pages[5] :], LOSSY)
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (b"", "empty"),
+        (b"RIFF\x04\0\0\0WAVE", "no data chunk"),
+        (b"OggS" + bytes(100), "cut off"),
+        (b"fLaC" + bytes(3), "cut off"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(1000), "not a WAV, FLAC, MP3 or OGG Vorbis"),
+        (corpus.encode(np.zeros(0, np.float32), 8000), "no audio"),
+        (corpus.encode(np.array([0, np.nan, 0], np.float32), 8000, "WAV", "FLOAT"), "non-finite"),
+        (corpus.encode(np.zeros(100, np.float32), 8000, "WAV", "ULAW"), "G.711"),
+    ],
+)
+def test_what_cannot_be_decoded_says_why(data, message):
+    with pytest.raises(ValueError, match=message):
+        _rust.decode(data)
+
+
+def test_opus_is_named():
+    try:
+        data = corpus.encode(song(48000, 48000, 1), 48000, "OGG", "OPUS")
+    except soundfile.LibsndfileError:
+        pytest.skip("this libsndfile does not write Opus")
+    with pytest.raises(ValueError, match="Opus"):
+        _rust.decode(data)
+
+
+def test_damage_inside_the_crop_is_an_error_and_outside_is_not():
+    for kind in ("OGG", "FLAC"):
+        data = bytearray(corpus.encode(song(32000, 160_000, 1), 32000, kind))
+        whole, *_ = _rust.decode(bytes(data))
+        data[len(data) // 2] ^= 0x10
+        broken = bytes(data)
+        with pytest.raises(ValueError, match="checksum|decoded|begin"):
+            _rust.decode(broken)
+        for start in (0, 140_000):
+            np.testing.assert_allclose(_rust.decode(broken, start, 10_000)[0], whole[start : start + 10_000], atol=LOSSY)
+
+
+def test_a_lying_length_costs_no_memory():
+    flac = bytearray(corpus.encode(np.zeros(5000, np.float32), 32000, "FLAC"))
+    flac[21] |= 0x0F  # STREAMINFO's 36-bit sample count: now 64 billion
+    flac[22:26] = b"\xff\xff\xff\xff"
+    assert _rust.decode(bytes(flac))[2] == 5000
+    wav = bytearray(corpus.encode(np.zeros(5000, np.float32), 32000, "WAV", "PCM_16"))
+    at = wav.index(b"data") + 4
+    wav[at : at + 4] = struct.pack("<I", 0xFFFFFFF0)
+    assert _rust.decode(bytes(wav))[2] == 5000
