@@ -25,7 +25,7 @@ def get_config(path: str = "") -> ConfigDict:
             loader="loaders.spectrogram",
             model=dict(embed=384, depth=12, heads=6, patch=(16, 16), dtype="bfloat16"),  # ViT-S
             data=dict(train=path, label="ebird_code", test_share=0.05),
-            train=dict(steps=10_000, batch=2048, eval_every=1_000),
+            train=dict(steps=10_000, batch=2048, accumulate=2, eval_every=1_000),
             optim=dict(lr=1e-3, schedule="wsd", warmup=5_000, weight_decay=0.05, groups=probe()),
             checkpoint=dict(every=500, keep=5),
         )
