@@ -70,9 +70,9 @@ def train_step(
     metrics = {
         "loss": out.loss,
         **out.metrics,
-        "grad_norm": _one(optax.global_norm(grads)),
-        "update_norm": _one(optax.global_norm(updates)),
-        "param_norm": _one(optax.global_norm(params)),
+        "grad_norm": _one(optax.tree.norm(grads)),
+        "update_norm": _one(optax.tree.norm(updates)),
+        "param_norm": _one(optax.tree.norm(params)),
     }
     return TrainState(state.step + 1, Variables(params, variables.frozen, carry), opt_state, average), metrics
 
@@ -109,8 +109,7 @@ def gradients(
             sums, carry = _accumulate(one, task.specs.carry, carry, batch, accumulate, cast)
         if grouped:
             sums = jax.lax.psum(sums, DATA)
-            # What is not a row's own must leave every group alike: a mean, which changes nothing that already is.
-            carry = jax.tree.map(lambda x, p: x if DATA in p else jax.lax.pmean(x, DATA), carry, carry_parts)
+            carry = jax.tree.map(lambda x, p: x if DATA in p else _alike(x), carry, carry_parts)
         return *sums, carry
 
     if grouped:
@@ -185,6 +184,14 @@ def with_rows(batch: Batch, layout: Layout) -> Batch:
 
 def _carry_partition(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(DATA if axis == "batch" else None for axis in spec.axes))
+
+
+def _alike(x: Array) -> Array:
+    """What is not a row's own must leave every group alike: a mean, which changes nothing that already is.
+
+    A count has no mean of its own type, and is the same everywhere already.
+    """
+    return jax.lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax(x, DATA)
 
 
 def _varying(x: Array) -> Array:

@@ -1,0 +1,311 @@
+"""One optimizer step: the same on every mesh and with accumulation, and gradients are reduced once."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxtrain import config as config_lib
+from jaxtrain import state as state_lib
+from jaxtrain import step as step_lib
+from jaxtrain.layout import LayoutError, make_layout, make_mesh
+from jaxtrain.optim import make_optimizer
+from jaxtrain.specs import fan_in, zeros
+from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
+from jaxtrain.workloads import bird
+from loaders.base import Field
+
+BATCH = 32
+MESHES = {"alone": (1, 1, 1), "mixed": (2, 2, 2), "data": (8, 1, 1), "fsdp": (1, 8, 1), "model": (1, 1, 8)}
+MODEL = bird.Config(
+    n_classes=8, n_frames=64, n_mels=32, embed=32, depth=2, heads=8, dtype="float32", label_smoothing=0.1,
+    shift=8, time_masks=2, time_mask=8, mel_masks=1, mel_mask=4, gain=0.1, noise=0.05,
+)  # fmt: skip
+FIELDS = {
+    "spectrogram": Field((64, 32), np.float32),
+    **{name: Field((), np.int32) for name in ("label", "index", "epoch")},
+    "weight": Field((), np.float32),
+}
+# An eps above rounding noise: the gradient of the keys' bias is zero, and Adam would make its noise as large as any other.
+OPTIM = config_lib.Optim(lr=0.01, schedule="constant", clip=0.5, eps=1e-4)
+
+
+def make_batch(seed):
+    rng = np.random.default_rng(seed)
+    return {
+        "spectrogram": rng.normal(size=(BATCH, 64, 32)).astype("f4"),
+        "label": rng.integers(0, 8, BATCH, dtype="i4"),
+        "index": np.arange(BATCH, dtype="i4"),
+        "epoch": np.full(BATCH, seed, "i4"),
+        # Uneven in every way of splitting: by data group, by row modulo 4, and some rows not at all.
+        "weight": (rng.random(BATCH) * (np.arange(BATCH) % 4 != 1) * (np.arange(BATCH) > 10)).astype("f4"),
+    }
+
+
+class Run:
+    """A task on a mesh, its step compiled."""
+
+    def __init__(self, mesh, accumulate=1, *, ema=0.0, task=None, fields=FIELDS):
+        sizes = MESHES[mesh]
+        self.layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), {})
+        self.task = task or bird.make_task(config_lib.Config(model=MODEL), self.layout.shard, BATCH)
+        self.tx = make_optimizer(OPTIM, self.task.specs.params, steps=10)
+        self.plan = state_lib.make_plan(self.task, self.tx, self.layout, fields, batch=BATCH, ema=ema > 0)
+        step = step_lib.make_train_step(self.task, self.tx, self.layout, self.plan, accumulate=accumulate, ema=ema, seed=0)
+        self.step = step.lower(self.plan.state, self.plan.batch).compile()
+
+    def init(self):
+        return state_lib.init_state(self.task, self.tx, self.plan, jax.random.key(0))
+
+    def put(self, batch):
+        return {name: jax.device_put(batch[name], x.sharding) for name, x in self.plan.batch.items()}
+
+
+def host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+@pytest.fixture(scope="module")
+def make_run():
+    return functools.cache(Run)
+
+
+@pytest.fixture(scope="module")
+def alone(make_run):
+    """State and metrics after one and two steps on one device."""
+    return two_steps(make_run("alone"))
+
+
+def two_steps(run):
+    state, found = run.init(), []
+    for seed in range(2):
+        state, metrics = run.step(state, run.put(make_batch(seed)))
+        found.append((host(state), host(metrics)))
+    return found
+
+
+def assert_close(expected, found, *, atol):
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(expected)]
+    for path, x, y in zip(paths, jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(y, x, rtol=2e-4, atol=atol * max(1e-3, np.abs(x).max()), err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulate"),
+    [("mixed", 1), ("data", 1), ("fsdp", 1), ("model", 1), ("alone", 4), ("mixed", 4), ("data", 4)],
+)
+def test_a_step_is_the_same_on_every_mesh_and_in_parts(make_run, alone, mesh, accumulate):
+    """Loss, gradients (through Adam's first moment, which is 0.1 g clipped after one step), and what two steps make."""
+    found = two_steps(make_run(mesh, accumulate))
+    for (state, metrics), (expected, expected_metrics) in zip(found, alone, strict=True):
+        assert_close(expected_metrics, metrics, atol=1e-5)
+        assert_close(moments(expected), moments(state), atol=1e-4)
+        assert_close(expected.variables.params, state.variables.params, atol=1e-4)
+
+
+def moments(state):
+    return next(s.mu for s in state.opt_state if isinstance(s, optax.ScaleByAdamState))
+
+
+def test_gradients_are_those_of_the_plain_mean(make_run, alone):
+    """Against jax.grad of the weighted mean, without any of step.py."""
+    run, batch = make_run("alone"), make_batch(0)
+
+    def loss(params):
+        out = run.task.loss(Variables(params), batch, None)
+        return out.loss.total / out.loss.weight
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(run.init().variables.params)
+    state, metrics = alone[0]
+    norm = float(optax.tree.norm(grads))
+    assert float(metrics["loss"].total / metrics["loss"].weight) == pytest.approx(float(value), rel=1e-5)
+    assert float(metrics["grad_norm"].total) == pytest.approx(norm, rel=1e-5)
+    assert norm > OPTIM.clip
+    assert_close(jax.tree.map(lambda g: 0.1 * g * OPTIM.clip / norm, host(grads)), moments(state), atol=1e-5)
+
+
+def collectives(hlo):
+    """(inside a while body, spans the groups of devices) of every collective that moves values between devices."""
+    computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S))
+    inside, todo = set(), re.findall(r"body=%?([\w.\-]+)", hlo)
+    while todo:
+        name = todo.pop()
+        if name in computations and name not in inside:
+            inside.add(name)
+            todo += re.findall(r"(?:calls|to_apply|body|branch_computations)=\{?%?([\w.\-]+)", computations[name])
+    for name, text in computations.items():
+        for line in text.splitlines():
+            if re.search(
+                r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(-start)?\(", line
+            ):
+                yield name in inside, groups(line), line.strip()
+
+
+def groups(line):
+    """Lists of device numbers that exchange values."""
+    if explicit := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", line):
+        return [[int(i) for i in group.split(",") if i] for group in re.findall(r"\{(.*?)\}", explicit[1])]
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape, dims, order = ([int(i) for i in part.split(",")] if part else None for part in iota.groups())
+        return np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", line):
+        return [[int(i) for i in pair.split(",")] for pair in re.findall(r"\{(.*?)\}", pairs[1])]
+    return [list(range(8))]  # no groups: all devices
+
+
+def spans(group, mesh, axis):
+    """Whether devices of one group differ in their place on a mesh axis."""
+    places = np.unravel_index(group, MESHES[mesh])[("data", "fsdp", "model").index(axis)]
+    return len(set(places.tolist())) > 1
+
+
+def test_the_reader_of_groups():
+    assert groups("x = all-reduce(y), replica_groups={{0,4},{1,5}}, foo") == [[0, 4], [1, 5]]
+    assert groups("replica_groups=[4,2]<=[2,4]T(1,0), x") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups("collective-permute(x), source_target_pairs={{0,1},{1,0}}, y") == [[0, 1], [1, 0]]
+    assert spans([0, 4], "mixed", "data") and not spans([0, 1, 2, 3], "mixed", "data") and spans([0, 1], "data", "data")
+
+
+@pytest.mark.parametrize("mesh", ["mixed", "data"])
+def test_accumulation_reduces_over_data_once(make_run, mesh):
+    run = make_run(mesh, 4)
+    found = [(loop, any(spans(g, mesh, "data") for g in gs), line) for loop, gs, line in collectives(run.step.as_text())]
+    assert not [line for loop, over_data, line in found if loop and over_data]
+    after = [line for loop, over_data, line in found if not loop and over_data and " all-reduce" in line]
+    # Each parameter is summed over data in one reduction of its gradient, however XLA bundles them.
+    shapes = [shape for line in after for shape in re.findall(r"f32\[([\d,]*)\]", line.split(" all-reduce")[0])]
+    reduced = sum(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
+    sizes = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(run.plan.state.variables.params))
+    assert sizes <= reduced <= 1.02 * sizes, (sizes, reduced)
+
+
+def test_a_batch_that_accumulation_does_not_divide_is_named():
+    with pytest.raises(LayoutError, match="train.batch=32 puts 4 rows on each of 8 parts .* train.accumulate=3 .* of 24"):
+        Run("data", 3)
+
+
+def test_the_state_is_donated(make_run):
+    run = make_run("mixed")
+    state = run.init()
+    run.step(state, run.put(make_batch(0)))
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+# A least workload with a carry: one part belongs to the rows, another to all; and a random draw for each row.
+TOY_FIELDS = {"x": Field((4,), np.float32), "weight": Field((), np.float32)}
+
+
+def toy_task(draw=False):
+    def loss(variables, batch, key):
+        y = (batch["x"] @ variables.params["w"]) + variables.carry["latent"].sum(-1)
+        if draw:
+            keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(batch["row"])
+            y = y * jax.vmap(jax.random.normal)(keys)
+        each = (y - 1) ** 2
+        carry = {
+            "latent": variables.carry["latent"] * 0.5 + batch["x"],
+            "teacher": variables.carry["teacher"],
+            "count": variables.carry["count"],
+        }
+        total = Mean((each * batch["weight"]).sum(), batch["weight"].sum())
+        rows = Mean(jnp.float32(batch["x"].shape[0]), jnp.float32(1))  # the same on every device: no row's value
+        return LossOut(total, {"rows": rows}, carry)
+
+    def advance(params, carry, step):
+        teacher = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, carry["teacher"], params["w"])
+        return {**carry, "teacher": teacher, "count": carry["count"] + step + 1}
+
+    return Task(
+        specs=Variables(
+            params={"w": Spec((4,), ("embed",), fan_in(4))},
+            carry={
+                "latent": Spec((BATCH, 4), ("batch", None), zeros),
+                "teacher": Spec((4,), ("embed",), zeros),
+                "count": Spec((), (), zeros, "int32"),
+            },
+        ),
+        loss=loss,
+        evaluate=lambda variables, batch: {},
+        axes={"x": ("batch", None), "weight": ("batch",)},
+        flops=0,
+        advance=advance,
+    )
+
+
+def run_toy(mesh, accumulate, *, draw=False, ema=0.0):
+    run = Run(mesh, accumulate, task=toy_task(draw), fields=TOY_FIELDS, ema=ema)
+    rng = np.random.default_rng(0)
+    state, states = run.init(), []
+    for _ in range(3):
+        batch = {"x": rng.normal(size=(BATCH, 4)).astype("f4"), "weight": (rng.random(BATCH) > 0.4).astype("f4")}
+        state, metrics = run.step(state, run.put(batch))
+        states.append(host(state))
+    return states, host(metrics), state, run
+
+
+@pytest.fixture(scope="module")
+def toy_alone():
+    return {draw: run_toy("alone", 1, draw=draw)[0] for draw in (False, True)}
+
+
+@pytest.mark.parametrize(("mesh", "accumulate"), [("alone", 4), ("mixed", 1), ("mixed", 4), ("data", 1), ("data", 2)])
+@pytest.mark.parametrize("draw", [False, True])
+def test_a_carry_is_the_same_on_every_mesh_and_in_parts(toy_alone, mesh, accumulate, draw):
+    """A row's random draw too: it depends on the row's place, not on the device that holds it."""
+    states, _, state, run = run_toy(mesh, accumulate, draw=draw)
+    for expected, found in zip(toy_alone[draw], states, strict=True):
+        assert_close(expected, found, atol=1e-5)
+    planned = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), run.plan.state)
+    assert planned == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
+
+
+def test_a_rows_carry_stays_in_its_place(toy_alone):
+    rng = np.random.default_rng(0)
+    latent = np.zeros((BATCH, 4))
+    for state in toy_alone[False]:
+        latent = 0.5 * latent + rng.normal(size=(BATCH, 4)).astype("f4")
+        rng.random(BATCH)
+        np.testing.assert_allclose(state.variables.carry["latent"], latent, rtol=1e-5, atol=1e-6)
+
+
+def test_advance_sees_the_new_parameters_and_the_step(toy_alone):
+    teacher = np.zeros(4)
+    for i, state in enumerate(toy_alone[False]):
+        teacher = 0.9 * teacher + 0.1 * state.variables.params["w"]
+        np.testing.assert_allclose(state.variables.carry["teacher"], teacher, rtol=1e-5)
+        assert state.step == i + 1
+        assert state.variables.carry["count"] == sum(range(1, i + 2))
+
+
+@pytest.mark.parametrize(("mesh", "accumulate"), [("alone", 1), ("alone", 4), ("data", 1), ("mixed", 4)])
+def test_a_metric_without_rows_counts_once_for_each_part(mesh, accumulate):
+    _, metrics, _, _ = run_toy(mesh, accumulate)
+    assert metrics["rows"].total == BATCH
+
+
+def test_the_average_follows_its_formula():
+    """Starts at the initialisation, then decay average + (1 - decay) parameters; training does not see it."""
+    states, _, _, run = run_toy("mixed", 1, ema=0.75)
+    average = host(run.init().variables.params["w"])
+    for state in states:
+        average = 0.75 * average + 0.25 * state.variables.params["w"]
+        np.testing.assert_allclose(state.ema["w"], average, rtol=1e-6)
+
+
+def test_without_an_average_none_is_kept(toy_alone):
+    assert toy_alone[False][0].ema == ()
+
+
+@pytest.mark.parametrize("mesh", ["mixed", "data"])
+def test_an_evaluation_is_the_same_on_every_mesh(make_run, mesh):
+    found = []
+    for run in (make_run("alone"), make_run(mesh)):
+        evaluate = step_lib.make_eval_step(run.task, run.layout)
+        found.append(host(evaluate(run.init().variables, run.put(make_batch(0)))))
+    assert_close(*found, atol=1e-5)
+    assert found[1]["accuracy"].weight == pytest.approx(make_batch(0)["weight"].sum(), rel=1e-6)
