@@ -57,7 +57,9 @@ class Run:
         self.tx = make_optimizer(OPTIM, self.task.specs.params, steps=10)
         self.plan = state_lib.make_plan(self.task, self.tx, self.layout, fields, batch=BATCH, ema=ema > 0)
         step = step_lib.make_train_step(self.task, self.tx, self.layout, self.plan, accumulate=accumulate, ema=ema, seed=0)
-        self.step = step.lower(self.plan.state, self.plan.batch).compile()
+        # Machine code that is soon there rather than fast; what XLA does to the program before is the same.
+        options = {"xla_backend_optimization_level": 0}
+        self.step = step.lower(self.plan.state, self.plan.batch).compile(compiler_options=options)
 
     def init(self):
         return state_lib.init_state(self.task, self.tx, self.plan, jax.random.key(0))

@@ -1,0 +1,97 @@
+"""The plan of a run's state, and the state that fits it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxtrain import specs, state
+from jaxtrain.config import Group, Optim
+from jaxtrain.layout import LayoutError, make_layout, make_mesh
+from jaxtrain.optim import make_optimizer
+from jaxtrain.types import LossOut, Spec, Task, Variables
+from loaders.base import Field
+
+TASK = Task(
+    specs=Variables(
+        params={
+            "body": {"w": Spec((8, 6), ("embed", "mlp"), specs.fan_in(8)), "scale": Spec((8,), ("embed",), specs.ones)},
+            "head": {"w": Spec((8, 5), ("embed", "vocab"), specs.fan_in(8), "bfloat16")},
+        },
+        frozen={"base": Spec((4, 8), (None, "embed"), specs.ones, "bfloat16")},
+        carry={"latent": Spec((16, 8), ("batch", "embed"), specs.zeros), "count": Spec((), (), specs.zeros, "int32")},
+    ),
+    loss=lambda variables, batch, key: LossOut(None, {}),
+    evaluate=lambda variables, batch: {},
+    axes={"x": ("batch", None), "label": ("batch",)},
+    flops=0,
+)
+FIELDS = {"x": Field((3,), np.dtype("f4")), "label": Field((), np.dtype("i4")), "unused": Field((9,), np.dtype("f4"))}
+TX = make_optimizer(Optim(groups=(Group("^head/", freeze=True),)), TASK.specs.params, steps=10)
+
+
+def make(sizes, *, ema=True, fields=FIELDS, **rules):
+    layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), {"batch": "data", **rules})
+    return state.make_plan(TASK, TX, layout, fields, batch=16, ema=ema)
+
+
+@pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (1, 8, 1), (4, 1, 2)])
+def test_the_real_state_is_the_planned_one(sizes, ema):
+    plan = make(sizes, ema=ema)
+    real = state.init_state(TASK, TX, plan, jax.random.key(0))
+    assert jax.tree.structure(real) == jax.tree.structure(plan.state)
+    for path, x in jax.tree.leaves_with_path(jax.tree.map(lambda p, r: (p, r), plan.state, real), is_leaf=is_pair):
+        planned, found = x
+        assert (planned.shape, planned.dtype, planned.sharding) == (found.shape, found.dtype, found.sharding), path
+
+
+def is_pair(x):
+    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], jax.ShapeDtypeStruct)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (1, 8, 1)])
+def test_bytes_per_device_are_those_that_a_device_holds(sizes):
+    plan = make(sizes)
+    real = state.init_state(TASK, TX, plan, jax.random.key(0))
+    for device in (jax.devices()[0], jax.devices()[np.prod(sizes) - 1]):
+        held = sum(s.data.nbytes for x in jax.tree.leaves(real) for s in x.addressable_shards if s.device == device)
+        assert state.bytes_per_device(plan.state) == state.bytes_per_device(real) == held
+
+
+def test_moments_live_where_their_parameter_does():
+    plan = make((2, 2, 2))
+    adam = next(s for s in plan.state.opt_state if isinstance(s, optax.ScaleByAdamState))
+    for moments in (adam.mu, adam.nu, plan.state.ema):
+        where = jax.tree.map(lambda m, p: (m.shape, m.sharding) == (p.shape, p.sharding), moments, plan.state.variables.params)
+        assert all(jax.tree.leaves(where))
+    assert not adam.mu["body"]["w"].sharding.is_fully_replicated
+    assert adam.count.sharding.is_fully_replicated and adam.count.dtype == jnp.int32
+
+
+def test_a_new_state_is_at_step_zero_with_the_average_at_its_parameters():
+    real = state.init_state(TASK, TX, make((2, 2, 2)), jax.random.key(0))
+    assert real.step == 0 and real.step.dtype == jnp.int32
+    jax.tree.map(np.testing.assert_array_equal, real.ema, real.variables.params)
+    real.variables.params["body"]["w"].delete()
+    assert np.isfinite(real.ema["body"]["w"]).all()  # memory of its own: a donated state must not hold a buffer twice
+
+
+def test_the_batch_has_what_the_task_reads_and_no_more():
+    batch = make((2, 2, 2)).batch
+    assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {"x": ((16, 3), "f4"), "label": ((16,), "i4")}
+    assert batch["x"].sharding.shard_shape((16, 3)) == (8, 3)
+
+
+def test_a_field_that_the_loader_does_not_give_is_named():
+    with pytest.raises(ValueError, match=r"\['label'\].*gives \['unused', 'x'\]"):
+        make((1, 1, 1), fields={k: v for k, v in FIELDS.items() if k != "label"})
+
+
+def test_what_does_not_fit_the_mesh_is_named():
+    with pytest.raises(LayoutError, match="body/w: dimension 'mlp' of size 6"):
+        make((1, 1, 4))
+    with pytest.raises(LayoutError, match=r"batch\['x'\]: dimension 'batch' of size 16"):
+        layout = make_layout(make_mesh(3, 1, 1, devices=jax.devices()[:3]), {})
+        state.make_plan(TASK._replace(specs=TASK.specs._replace(carry={})), TX, layout, FIELDS, batch=16, ema=False)
