@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 def get_config(path: str = "") -> ConfigDict:
     path = path or os.environ.get("JAXTRAIN_ESC10", "")
-    steps = 1000
+    steps = 800
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.bird",

@@ -90,9 +90,9 @@ class Checkpointer:
                 continue
             self._check_model(step)
             self._check_data(step, found["data"], data)
-            state = plan.state.replace(**found["state"])
-            variables = plan.state.variables._replace(params=found["state"]["params"], carry=found["state"]["carry"])
-            return state.replace(variables=variables), step
+            saved = found["state"]
+            variables = plan.state.variables._replace(params=saved["params"], carry=saved["carry"])
+            return TrainState(saved["step"], variables, saved["opt_state"], saved["ema"]), step
         if steps:
             raise CheckpointError(
                 f"none of the checkpoints {steps} in {self._path} can be read; move that folder away to start afresh, "
