@@ -195,15 +195,19 @@ unsafe fn group_avx2(s: &mut Scratch, t: &Tables, wave: &[f32], rows: &mut [f32]
 /// The machine must have the instruction set of `V`.
 #[inline(always)]
 unsafe fn group<V: Lanes>(s: &mut Scratch, t: &Tables, wave: &[f32], rows: &mut [f32]) {
+    let n = rows.len() / N_MELS;
     for (f, frame) in s.frames.iter_mut().enumerate() {
-        match (f < rows.len() / N_MELS).then(|| &wave[f * HOP..f * HOP + WINDOW]) {
-            Some(samples) => unsafe { window::<V>(samples, &t.window, frame) },
-            None => frame.fill(0.0),
+        if f < n {
+            unsafe { window::<V>(&wave[f * HOP..f * HOP + WINDOW], &t.window, frame) };
+        } else {
+            frame.fill(0.0);
         }
     }
     for j in 0..WINDOW / 2 {
-        s.re[j] = std::array::from_fn(|f| s.frames[f][2 * j]);
-        s.im[j] = std::array::from_fn(|f| s.frames[f][2 * j + 1]);
+        for f in 0..GROUP {
+            s.re[j][f] = s.frames[f][2 * j];
+            s.im[j][f] = s.frames[f][2 * j + 1];
+        }
     }
     s.re[WINDOW / 2..].fill([0.0; GROUP]);
     s.im[WINDOW / 2..].fill([0.0; GROUP]);
@@ -277,16 +281,17 @@ unsafe fn transform<V: Lanes>(re: *mut f32, im: *mut f32, t: &Tables) {
         for span in [512, 64] {
             let stride = span / 8;
             for j in 0..stride {
-                let twiddles: [(f32, f32); 8] = std::array::from_fn(|q| {
+                let mut twiddles = [(0.0, 0.0); 8];
+                for (q, twiddle) in twiddles.iter_mut().enumerate() {
                     let k = j * q * (HALF / span);
-                    (t.re[k], t.im[k])
-                });
+                    *twiddle = (t.re[k], t.im[k]);
+                }
                 for block in (0..HALF).step_by(span) {
                     let x = butterfly::<V>(re, im, block + j, stride);
-                    for (q, &(c, d)) in twiddles.iter().enumerate() {
+                    for q in 0..8 {
                         let (mut a, mut b) = x[q];
                         if q > 0 {
-                            let (c, d) = (V::splat(c), V::splat(d));
+                            let (c, d) = (V::splat(twiddles[q].0), V::splat(twiddles[q].1));
                             (a, b) = (b.neg_mul_add(d, a.mul(c)), a.mul_add(d, b.mul(c)));
                         }
                         a.store(re.add((block + j + q * stride) * GROUP));
@@ -308,21 +313,26 @@ unsafe fn transform<V: Lanes>(re: *mut f32, im: *mut f32, t: &Tables) {
 #[inline(always)]
 unsafe fn butterfly<V: Lanes>(re: *const f32, im: *const f32, first: usize, stride: usize) -> [(V, V); 8] {
     unsafe {
-        let at = |m: usize| (first + m * stride) * GROUP;
-        let x: [(V, V); 8] = std::array::from_fn(|m| (V::load(re.add(at(m))), V::load(im.add(at(m)))));
-        let sum = |m: usize| (x[m].0.add(x[m + 4].0), x[m].1.add(x[m + 4].1));
-        let diff = |m: usize| (x[m].0.sub(x[m + 4].0), x[m].1.sub(x[m + 4].1));
+        let mut x = [(V::splat(0.0), V::splat(0.0)); 8];
+        for (m, x) in x.iter_mut().enumerate() {
+            let at = (first + m * stride) * GROUP;
+            *x = (V::load(re.add(at)), V::load(im.add(at)));
+        }
+        let mut sums = [x[0]; 4];
+        let mut differences = [x[0]; 4];
+        for m in 0..4 {
+            sums[m] = (x[m].0.add(x[m + 4].0), x[m].1.add(x[m + 4].1));
+            differences[m] = (x[m].0.sub(x[m + 4].0), x[m].1.sub(x[m + 4].1));
+        }
         let r = V::splat(std::f32::consts::FRAC_1_SQRT_2);
         // Times exp(-i tau m / 8).
-        let (a1, b1) = diff(1);
-        let (a2, b2) = diff(2);
-        let (a3, b3) = diff(3);
+        let [o0, (a1, b1), (a2, b2), (a3, b3)] = differences;
         let minus = V::splat(0.0);
         let o1 = (a1.add(b1).mul(r), b1.sub(a1).mul(r));
         let o2 = (b2, minus.sub(a2));
         let o3 = (b3.sub(a3).mul(r), minus.sub(a3.add(b3)).mul(r));
-        let [x0, x2, x4, x6] = four(sum(0), sum(1), sum(2), sum(3));
-        let [x1, x3, x5, x7] = four(diff(0), o1, o2, o3);
+        let [x0, x2, x4, x6] = four(sums[0], sums[1], sums[2], sums[3]);
+        let [x1, x3, x5, x7] = four(o0, o1, o2, o3);
         [x0, x1, x2, x3, x4, x5, x6, x7]
     }
 }

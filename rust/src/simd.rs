@@ -4,6 +4,9 @@
 //! `#[target_feature]` function for each instruction set; [`avx2`] says at run time which one to call. The
 //! wheel therefore runs on every x86-64 and arm64 machine. Results may differ in the last bits between
 //! machines (a fused multiply-add rounds once), never between runs or thread counts on one.
+//!
+//! Inside a kernel there are no closures (and so no `array::from_fn`): a closure does not inherit the instruction set
+//! of the function around it, and each of its intrinsics would become a call.
 
 /// `N` float32 values that are computed on together.
 ///
@@ -30,6 +33,17 @@ pub(crate) trait Lanes: Copy {
 #[derive(Clone, Copy)]
 pub(crate) struct Portable([f32; 8]);
 
+// A loop, since a closure may be compiled as a function of its own, for the baseline.
+macro_rules! lanes {
+    ($i:ident => $value:expr) => {{
+        let mut lanes = [0.0; 8];
+        for $i in 0..8 {
+            lanes[$i] = $value;
+        }
+        Self(lanes)
+    }};
+}
+
 impl Lanes for Portable {
     const N: usize = 8;
 
@@ -52,27 +66,27 @@ impl Lanes for Portable {
 
     #[inline(always)]
     unsafe fn add(self, b: Self) -> Self {
-        Self(std::array::from_fn(|i| self.0[i] + b.0[i]))
+        lanes!(i => self.0[i] + b.0[i])
     }
 
     #[inline(always)]
     unsafe fn sub(self, b: Self) -> Self {
-        Self(std::array::from_fn(|i| self.0[i] - b.0[i]))
+        lanes!(i => self.0[i] - b.0[i])
     }
 
     #[inline(always)]
     unsafe fn mul(self, b: Self) -> Self {
-        Self(std::array::from_fn(|i| self.0[i] * b.0[i]))
+        lanes!(i => self.0[i] * b.0[i])
     }
 
     #[inline(always)]
     unsafe fn mul_add(self, b: Self, c: Self) -> Self {
-        Self(std::array::from_fn(|i| self.0[i] * b.0[i] + c.0[i]))
+        lanes!(i => self.0[i] * b.0[i] + c.0[i])
     }
 
     #[inline(always)]
     unsafe fn neg_mul_add(self, b: Self, c: Self) -> Self {
-        Self(std::array::from_fn(|i| c.0[i] - self.0[i] * b.0[i]))
+        lanes!(i => c.0[i] - self.0[i] * b.0[i])
     }
 
     #[inline(always)]
