@@ -12,7 +12,7 @@ FLOORS = (
     {"state", "step", "feed", "checkpoint"},
     {"workloads"},
     {"layout", "specs", "optim", "metrics", "distributed", "nn"},
-    {"types", "config"},
+    {"types", "config", "checksums"},
 )
 # Neighbours on one floor, and why.
 ALLOWED = {
