@@ -12,7 +12,7 @@ FLOORS = (
     {"state", "step", "feed", "checkpoint"},
     {"workloads"},
     {"layout", "specs", "optim", "metrics", "distributed", "nn"},
-    {"types", "config", "checksums"},
+    {"types", "config", "checksums", "stored"},
 )
 # Neighbours on one floor, and why.
 ALLOWED = {

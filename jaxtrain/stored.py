@@ -1,0 +1,278 @@
+"""Arrays on disk, read without the program, the mesh or the devices that wrote them, and no more of them than is asked for.
+
+Two formats give the same thing, path -> `Stored`:
+
+- a step directory of `jaxtrain.checkpoint` (any Orbax directory of arrays): ``params/encoder/w_patch``, ``opt_state/0/count``;
+- a folder of safetensors: eight bytes, the length n of the header, little-endian; n bytes of JSON, name -> dtype, shape,
+  data_offsets; then the arrays, row-major, little-endian. ``model.safetensors.index.json`` says which file holds which name.
+  Names turn into paths by their dots. `EXPORT`, beside them, is written by tools/orbax_to_safetensors.py and gives the paths
+  themselves: {"paths": {name: path}, …}.
+
+A path that ends in ``[i]`` is entry i of an array that is stacked along a first axis; `stack` puts such entries together.
+"""
+
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+
+EXPORT = "jaxtrain.json"
+INDEX = "model.safetensors.index.json"
+Index = tuple[slice, ...]  # one slice per dimension; () = everything
+
+# safetensors' names of types, those that numpy with ml_dtypes has.
+DTYPES = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+
+
+class StoredError(ValueError):
+    """Something that is not there, or that is none of the formats."""
+
+
+class Stored(NamedTuple):
+    """An array on disk."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[Index], np.ndarray]
+    keys: tuple[str | int, ...]  # its place in the tree; a number is a place in a list
+    chunk: tuple[int, ...]  # what is read and decoded together
+    sharding: str = ""  # as saved, for people
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def pieces(self, limit: int = 64 << 20) -> Iterator[Index]:
+        """The array in pieces along its first axis, each of about ``limit`` bytes, but whole chunks."""
+        if self.n_bytes <= limit or not self.shape:
+            yield ()
+            return
+        rows = max(1, limit * self.shape[0] // self.n_bytes)
+        rows = -(-rows // self.chunk[0]) * self.chunk[0]
+        for start in range(0, self.shape[0], rows):
+            yield (slice(start, min(start + rows, self.shape[0])), *(slice(0, n) for n in self.shape[1:]))
+
+
+def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
+    """The step directory that ``run`` means: itself, or the newest (or ``step``) of a workdir or its ``checkpoints``.
+
+    Raises StoredError, with the steps there are.
+    """
+    run = epath.Path(run).expanduser()
+    if step is None and _item(run) is not None:
+        return run
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+    if not steps or (step is not None and step not in steps):
+        raise StoredError(f"{folder} holds {f'no step {step}; there are {steps}' if steps else 'no step directory'}")
+    return folder / str(steps[-1] if step is None else step)
+
+
+def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
+    """Every array of a step directory, in tree order. Only the tree is read now. Raises StoredError."""
+    folder = _item(epath.Path(step_dir))
+    if folder is None:
+        raise StoredError(f"{step_dir} is no step directory: it holds no _METADATA of arrays")
+    try:
+        # The handler, not a Checkpointer, which looks for (and misses) what only a whole step directory has.
+        metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
+    except Exception as error:
+        raise StoredError(f"the tree of arrays in {folder} cannot be read: {error}") from error
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 16 << 20}})
+    indexed = (folder / "manifest.ocdbt").exists()
+    return {
+        "/".join(map(str, keys)): Stored(
+            shape=tuple(leaf.shape),
+            dtype=np.dtype(leaf.dtype),
+            read=_reader(folder, leaf.name, zarr3=bool(metadata.use_zarr3), indexed=indexed, context=context),
+            keys=keys,
+            chunk=tuple(leaf.storage.chunk_shape) if leaf.storage and leaf.storage.chunk_shape else tuple(leaf.shape),
+            sharding=_describe(leaf.sharding),
+        )
+        for keys, leaf in _leaves(metadata.tree)
+        if hasattr(leaf, "shape")  # empty subtrees have none
+    }
+
+
+def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
+    """``data`` or ``meta`` of a step directory; None when it is not there. Raises StoredError when it is damaged."""
+    path = epath.Path(step_dir) / item / "metadata"
+    try:
+        return json.loads(path.read_text()) if path.exists() else None
+    except ValueError as error:
+        raise StoredError(f"{path} cannot be read: {error}") from error
+
+
+def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
+    """Every array of a folder of safetensors (or of one such file). Only the headers are read now.
+
+    Raises:
+      StoredError: no such file; a header that contradicts itself or the index; a type that numpy does not have.
+    """
+    folder = epath.Path(folder).expanduser()
+    if folder.is_file():
+        return {path: s for file in [folder] for path, s in _open_file(file, {}).items()}
+    paths = json.loads((folder / EXPORT).read_text())["paths"] if (folder / EXPORT).exists() else {}
+    if (folder / INDEX).exists():
+        where = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = [folder / name for name in sorted(set(where.values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if missing := [str(f) for f in files if not f.exists()]:
+        raise StoredError(f"{folder / INDEX} names {', '.join(missing)}, which is missing")
+    if not files:
+        raise StoredError(f"{folder} holds no *.safetensors")
+    return stack({path: s for file in files for path, s in _open_file(file, paths).items()})
+
+
+def is_safetensors(path: str | os.PathLike) -> bool:
+    path = epath.Path(path).expanduser()
+    return path.name.endswith(".safetensors") or (path.is_dir() and any(path.glob("*.safetensors")))
+
+
+def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Entries ``x[0]`` … ``x[n-1]`` as one array ``x`` [n, …]. Raises StoredError for a gap, or entries that differ."""
+    found: dict[str, Stored] = {}
+    parts: dict[str, dict[int, Stored]] = {}
+    for path, one in stored.items():
+        entry = re.fullmatch(r"(.*)\[(\d+)\]", path)
+        if entry:
+            parts.setdefault(entry[1], {})[int(entry[2])] = one
+        else:
+            found[path] = one
+    for path, entries in parts.items():
+        kinds = {(s.shape, s.dtype) for s in entries.values()}
+        if sorted(entries) != list(range(len(entries))) or len(kinds) != 1 or path in found:
+            raise StoredError(
+                f"{path}[…] cannot be stacked: entries {sorted(entries)} of {sorted(map(str, kinds))}"
+                f"{', beside an array of that name' if path in found else ''}"
+            )
+        ((shape, dtype),) = kinds
+        read = functools.partial(_read_stack, [entries[i] for i in range(len(entries))])
+        found[path] = Stored((len(entries), *shape), dtype, read, tuple(path.split("/")), (1, *shape))
+    return found
+
+
+def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
+    """A tree of dictionaries and lists from (keys, leaf)."""
+    leaves = list(leaves)
+    if len(leaves) == 1 and not leaves[0][0]:
+        return leaves[0][1]
+    groups: dict[str | int, list] = {}
+    for keys, leaf in leaves:
+        groups.setdefault(keys[0], []).append((keys[1:], leaf))
+    tree = {key: nest(group) for key, group in groups.items()}
+    return list(tree.values()) if tree and all(isinstance(key, int) for key in tree) else tree
+
+
+def _item(folder: epath.Path) -> epath.Path | None:
+    """Where in a step directory the arrays are: ``state`` is this program's, ``default`` other people's habit."""
+    return next((p for p in (folder / "state", folder / "default", folder) if (p / "_METADATA").exists()), None)
+
+
+def _leaves(tree: Any, keys: tuple = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves(value, (*keys, key))
+    elif isinstance(tree, list | tuple):
+        for i, value in enumerate(tree):
+            yield from _leaves(value, (*keys, i))
+    else:
+        yield keys, tree
+
+
+def _reader(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[Index], np.ndarray]:
+    """Reads slices of one array of an Orbax item. ``indexed``: all arrays are in one OCDBT store, else each in a folder."""
+    text = os.fspath(folder)
+    base = f"{text}/" if "://" in text else {"driver": "file", "path": f"{os.path.abspath(text)}/"}
+    if indexed:
+        kvstore: Any = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    else:
+        kvstore = f"{text}/{name}/" if "://" in text else {"driver": "file", "path": f"{os.path.abspath(text)}/{name}/"}
+    spec = {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}
+
+    @functools.cache
+    def array() -> ts.TensorStore:
+        return ts.open(spec, open=True, read=True, context=context).result()
+
+    return lambda index: np.asarray((array()[index] if index else array()).read().result())
+
+
+def _describe(sharding: Any) -> str:
+    """``(·, fsdp, model) on data 1 × fsdp 2 × model 2``."""
+    spec = getattr(sharding, "partition_spec", None)
+    if spec is None:
+        return "" if sharding is None else type(sharding).__name__.removesuffix("Metadata")
+    parts = ["·" if part is None else part if isinstance(part, str) else "+".join(part) for part in spec]
+    mesh = " × ".join(f"{name} {size}" for name, size in zip(sharding.axis_names, sharding.shape, strict=True))
+    return f"({', '.join(parts)}) on {mesh}" if parts else f"whole on {mesh}"
+
+
+def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
+    size = path.stat().length
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise StoredError(f"{path}: a header of {length} bytes does not fit into a file of {size}")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise StoredError(f"{path}: the header is no JSON: {error}") from error
+    found = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            raise StoredError(f"{path}: {name} is {entry['dtype']}; there are: {', '.join(DTYPES)}")
+        shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+        start, stop = entry["data_offsets"]
+        if stop - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= stop <= size - 8 - length:
+            raise StoredError(
+                f"{path}: {name} {shape} {entry['dtype']} is not what bytes {start} to {stop} of the file can hold"
+            )
+        where = paths.get(name) or name.replace(".", "/")
+        read = functools.partial(_read_file, path, 8 + length + start, shape, dtype)
+        # Row by row, so that a large table is read in pieces.
+        found[where] = Stored(shape, dtype, read, tuple(where.split("/")), (1, *shape[1:]) if shape else ())
+    return found
+
+
+def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.dtype, index: Index) -> np.ndarray:
+    """Reads the rows that the first slice asks for, and cuts the rest off in memory."""
+    first, last, _ = index[0].indices(shape[0]) if index else (0, shape[0] if shape else 1, 1)
+    row = math.prod(shape[1:]) * dtype.itemsize
+    with path.open("rb") as file:
+        file.seek(offset + first * row)
+        content = file.read((last - first) * row)
+    rows = np.ndarray((last - first, *shape[1:]) if shape else (), dtype, buffer=content)
+    return rows[(slice(None), *index[1:])] if index else rows
+
+
+def _read_stack(entries: list[Stored], index: Index) -> np.ndarray:
+    rows = range(*index[0].indices(len(entries))) if index else range(len(entries))
+    return np.stack([entries[i].read(index[1:]) for i in rows])

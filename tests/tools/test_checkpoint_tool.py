@@ -1,0 +1,204 @@
+"""The checkpoint tool as its user calls it: what it prints, and its exit code."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import runs
+
+from jaxtrain import checksums, stored
+from tools import checkpoint as tool
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> pathlib.Path:
+    """A run with steps 10 and 20; between them only the parameters and the step change."""
+    folder = tmp_path_factory.mktemp("run")
+    first = runs.state(0, 10)
+    runs.save(folder, 10, first)
+    second = first | {"step": jnp.int32(20), "params": jax.tree.map(lambda x: x * jnp.asarray(2, x.dtype), first["params"])}
+    runs.save(folder, 20, second)
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def call(capsys, *args: object) -> tuple[int, str]:
+    code = tool.main([str(a) for a in args])
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+def test_inspect_on_one_device_without_model_code(saved):
+    """In a process of its own, with one device and nothing of the trainer imported."""
+    program = (
+        "import sys, jax; from tools import checkpoint; code = checkpoint.main(sys.argv[1:])\n"
+        "assert len(jax.devices()) == 1\n"
+        "assert not [m for m in sys.modules if m.startswith(('jaxtrain.workloads', 'jaxtrain.train', 'jaxtrain.state'))]\n"
+        "sys.exit(code)"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    out = subprocess.run([sys.executable, "-c", program, "inspect", saved], env=env, capture_output=True, text=True, check=True)
+    lines = {line.split()[0]: line for line in out.stdout.splitlines() if line.strip()}
+    assert "step 20" in out.stdout.splitlines()
+    assert json.loads(lines["data"].removeprefix("data ")) == {"position": 20, "seed": 7}
+    assert jax.__version__ in lines["versions"] and "abc123" in lines["parameter"]
+    row = lines["params/encoder/blocks/w_qkv"]
+    for part in ("[3, 128, 64]", "float32", "98.3 kB", "(·, fsdp, model) on data 2 × fsdp 2 × model 2"):
+        assert part in row, row
+    assert "bfloat16" in lines["params/head/w"]
+    assert lines["opt_state"].split()[1] == "13" and lines["ema"].split()[1] == "6"
+
+
+def test_inspect_for_programs(saved, capsys):
+    code, out = call(capsys, "inspect", saved / "checkpoints" / "10", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["step"] == 10 and found["data"]["position"] == 10
+    assert found["arrays"]["params/head/w"] == {
+        "shape": [128, 5],
+        "dtype": "bfloat16",
+        "sharding": "whole on data 2 × fsdp 2 × model 2",
+        "bytes": 1280,
+    }
+    n = 64 * 128 + 3 * 128 * 64 + 3 * 64 + 128 + 128 * 5 + 5
+    assert found["groups"]["params"]["numbers"] == found["groups"]["ema"]["numbers"] == n
+    assert found["groups"]["opt_state"] == {
+        "arrays": 13,
+        "numbers": 2 * n + 1,
+        "bytes": 2 * found["groups"]["ema"]["bytes"] + 4,
+    }
+
+
+def test_every_array_reads_back_bit_for_bit_whole_and_in_pieces(saved):
+    expected = runs.numbers(runs.state(0, 10))
+    arrays = stored.open_step(saved / "checkpoints" / "10")
+    assert arrays.keys() == expected.keys()
+    for path, one in arrays.items():
+        assert one.dtype == expected[path].dtype
+        assert one.read(()).tobytes() == expected[path].tobytes(), path
+        pieces = [one.read(index) for index in one.pieces(limit=1000)]
+        assert b"".join(p.tobytes() for p in pieces) == expected[path].tobytes(), path
+    one = arrays["params/encoder/w_patch"]
+    assert one.chunk[0] < 64 and len(list(one.pieces(limit=1000))) == 64 // one.chunk[0], "no chunk is decoded twice"
+
+
+def test_verify_of_a_good_step(saved, capsys):
+    code, out = call(capsys, "verify", saved)
+    assert code == 0 and "as it was written" in out and "26 arrays" in out and "no problems" in out
+
+
+def test_verify_without_a_manifest_reads_and_says_so(run, capsys):
+    (run / "checkpoints" / "20" / checksums.NAME).unlink()
+    code, out = call(capsys, "verify", run)
+    assert code == 0 and "no manifest.json" in out and "reading alone" in out and "26 arrays" in out
+
+
+def test_verify_names_a_flipped_byte_in_each_file(run, capsys):
+    step = run / "checkpoints" / "20"
+    names = [str(p.relative_to(step)) for p in step.rglob("*") if p.is_file()]
+    assert sum("/d/" in name for name in names) >= 2
+    for name in names:
+        content = (step / name).read_bytes()
+        damaged = bytearray(content)
+        damaged[len(content) // 2] ^= 0x10
+        (step / name).write_bytes(damaged)
+        code, out = call(capsys, "verify", step)
+        assert code == 1 and any(line.startswith(f"{name}:") for line in out.splitlines()), (name, out)
+        (step / name).write_bytes(content)
+    assert call(capsys, "verify", step)[0] == 0
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["cut short", "deleted"])
+def test_verify_by_reading_alone_finds_what_cannot_be_read(run, capsys, keep):
+    step = run / "checkpoints" / "20"
+    (step / checksums.NAME).unlink()
+    largest = max((p for p in step.rglob("*") if "/d/" in str(p)), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:1000]) if keep else largest.unlink()
+    code, out = call(capsys, "verify", step)
+    assert code == 1 and "cannot be read" in out and "problem" in out
+
+
+def test_verify_counts_what_is_not_finite(tmp_path, capsys):
+    state = {"step": jnp.int32(1), "params": {"w": jnp.array([1, jnp.nan, jnp.inf, -jnp.inf], jnp.bfloat16), "b": jnp.zeros(2)}}
+    runs.save(tmp_path, 1, state)
+    code, out = call(capsys, "verify", tmp_path)
+    assert code == 1 and "params/w: 1 NaN and 2 infinite of 4 numbers" in out and "params/b" not in out
+
+
+def test_diff_tells_what_changed_and_how_much(saved, capsys):
+    code, out = call(capsys, "diff", saved / "checkpoints" / "10", saved / "checkpoints" / "20")
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    w = runs.numbers(runs.params(0))["encoder/w_patch"].astype(np.float64)
+    _, kind, norm_a, norm_b, norm_d, largest, cosine = rows["params/encoder/w_patch"]
+    assert (code, kind) == (1, "changed")
+    np.testing.assert_allclose(float(norm_a), np.linalg.norm(w), rtol=1e-4)
+    np.testing.assert_allclose([float(norm_b), float(norm_d)], [2 * np.linalg.norm(w), np.linalg.norm(w)], rtol=1e-4)
+    np.testing.assert_allclose([float(largest), float(cosine)], [np.abs(w).max(), 1], rtol=1e-4)
+    assert not [path for path in rows if path.startswith(("ema", "opt_state"))], "what is equal is not listed"
+    assert "data.position: 10 → 20" in out
+    assert call(capsys, "diff", saved / "checkpoints" / "10", saved / "checkpoints" / "10")[0] == 0
+
+
+def test_diff_tells_missing_new_reshaped_retyped_and_nan(tmp_path, capsys):
+    x = jnp.arange(6.0)
+    runs.save(tmp_path / "a", 1, {"gone": x, "shape": x, "dtype": x, "nan": x, "sign": jnp.array([0.0])})
+    nan = x.at[2].set(jnp.nan)
+    b = {"new": x, "shape": x.reshape(2, 3), "dtype": x.astype(jnp.bfloat16), "nan": nan, "sign": jnp.array([-0.0])}
+    runs.save(tmp_path / "b", 1, b)
+    code, out = call(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert code == 1
+    assert "missing" in rows["gone"] and "new" in rows["new"] and "[6] → [2, 3]" in rows["shape"]
+    assert "float32 → bfloat16" in rows["dtype"] and rows["nan"].endswith("0 → 1")
+    assert "changed" in rows["sign"], "bits, not values"
+
+
+def test_export_keeps_the_weights_and_says_so(run, tmp_path, capsys):
+    code, out = call(capsys, "export", run, "--out", tmp_path / "weights")
+    assert code == 0 and "weights only" in out
+    step = tmp_path / "weights" / "checkpoints" / "20"
+    before, after = stored.open_step(run / "checkpoints" / "20"), stored.open_step(step)
+    assert after.keys() == {p for p in before if not p.startswith("opt_state")}
+    for path, one in after.items():
+        assert one.dtype == before[path].dtype and one.read(()).tobytes() == before[path].read(()).tobytes()
+    meta = stored.read_json(step, "meta")
+    assert meta.pop("weights_only") is True and meta == stored.read_json(run / "checkpoints" / "20", "meta")
+    assert checksums.verify(step) == []
+    assert [p.name for p in (tmp_path / "weights" / "checkpoints").iterdir()] == ["20"], "nothing is left behind"
+    code, out = call(capsys, "export", run, "--out", tmp_path / "weights")
+    assert code == 2 and "exists already" in out
+    assert "weights only" in call(capsys, "inspect", tmp_path / "weights")[1]
+
+
+def test_what_is_no_checkpoint_is_told_with_what_there_is(saved, tmp_path, capsys):
+    code, out = call(capsys, "inspect", tmp_path)
+    assert code == 2 and "no step directory" in out
+    code, out = call(capsys, "inspect", saved, "--step", "15")
+    assert code == 2 and "no step 15; there are [10, 20]" in out
+    code, out = call(capsys, "inspect", saved, "--step", "10")
+    assert code == 0 and "step 10" in out
+
+
+def test_other_peoples_orbax_directories_are_read_too(tmp_path):
+    """One folder per array, as Orbax wrote before it had one store for all; and its own item name, `default`."""
+    x = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "list": [np.int32(1), np.float16(2)]}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)).save(tmp_path / "old", ocp.args.PyTreeSave(x))
+    with ocp.CheckpointManager(tmp_path / "new") as manager:
+        manager.save(5, args=ocp.args.StandardSave(x))
+    for folder in (tmp_path / "old", stored.find_step(tmp_path / "new")):
+        arrays = stored.open_step(folder)
+        assert {p: s.read(()).tolist() for p, s in arrays.items()} == {"w": x["w"].tolist(), "list/0": 1, "list/1": 2}
+        assert stored.nest((s.keys, p) for p, s in arrays.items()) == {"list": ["list/0", "list/1"], "w": "w"}

@@ -1,0 +1,272 @@
+"""Looks into checkpoints on any CPU, without the model's code and without the mesh that wrote them.
+
+    python -m tools.checkpoint inspect STEP_DIR            the tree: shapes, dtypes, shardings, bytes; step, data, versions
+    python -m tools.checkpoint verify  STEP_DIR            checksums, then every array read, and its numbers finite
+    python -m tools.checkpoint diff    STEP_DIR STEP_DIR   what changed: norms, largest change, cosine, NaNs, missing, new
+    python -m tools.checkpoint export  STEP_DIR --out RUN  the weights without the optimizer, as RUN/checkpoints/<step>
+
+STEP_DIR is a step directory, or a run's workdir: then --step, or its newest step. Exit code: 0 when all is well (diff: when
+nothing differs), 1 when not, 2 when there is nothing to look at.
+
+An exported step holds params, the average, the carry and the step; its meta says ``"weights_only": true``. A run can be
+warm-started from it, not resumed.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxtrain import checksums, stored
+from jaxtrain.stored import Stored
+
+WEIGHTS = ("step", "params", "ema", "carry")  # of a state, what an export keeps
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tools.checkpoint", description="Looks into checkpoints, on a CPU, without model code."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text, folders in (
+        ("inspect", "print the tree", ["STEP_DIR"]),
+        ("verify", "check every file and every array", ["STEP_DIR"]),
+        ("diff", "print what changed from the first to the second", ["STEP_DIR", "STEP_DIR"]),
+        ("export", "copy the weights", ["STEP_DIR"]),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("folders", metavar="STEP_DIR", nargs=len(folders), help="a step directory, or a run's workdir")
+        command.add_argument("--step", type=int, help="of a workdir; default: the newest")
+        if name == "export":
+            command.add_argument("--out", required=True, help="a workdir to be; RUN/checkpoints/<step> must not exist")
+        if name == "inspect":
+            command.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse_args(argv)
+    try:
+        steps = [stored.find_step(folder, args.step) for folder in args.folders]
+        if args.command == "inspect":
+            return inspect(steps[0], as_json=args.json)
+        if args.command == "export":
+            return export(steps[0], args.out)
+        return verify(steps[0]) if args.command == "verify" else diff(*steps)
+    except stored.StoredError as error:
+        print(f"tools.checkpoint: {error}", file=sys.stderr)
+        return 2
+
+
+def inspect(step_dir: epath.Path, *, as_json: bool = False) -> int:
+    """Prints what a step directory holds."""
+    arrays = stored.open_step(step_dir)
+    data, meta = stored.read_json(step_dir, "data"), stored.read_json(step_dir, "meta") or {}
+    step = int(arrays["step"].read(())) if "step" in arrays else None
+    groups: dict[str, list[Stored]] = {}
+    for path, one in arrays.items():
+        groups.setdefault(path.split("/")[0], []).append(one)
+    totals = {
+        name: {"arrays": len(g), "numbers": sum(math.prod(s.shape) for s in g), "bytes": sum(s.n_bytes for s in g)}
+        for name, g in groups.items()
+    }
+    if as_json:
+        tree = {
+            path: {"shape": s.shape, "dtype": s.dtype.name, "sharding": s.sharding, "bytes": s.n_bytes}
+            for path, s in arrays.items()
+        }
+        print(json.dumps({"step": step, "arrays": tree, "groups": totals, "data": data, "meta": meta}, indent=1))
+        return 0
+    print(step_dir)
+    print(f"step {step}{', weights only' if meta.get('weights_only') else ''}")
+    print(f"data {json.dumps(data)}")
+    print(f"versions {', '.join(f'{k} {v}' for k, v in meta.get('versions', {}).items()) or 'not recorded'}")
+    print(f"parameter table {meta.get('parameters', 'not recorded')}")
+    print(f"manifest {'yes' if (step_dir / checksums.NAME).exists() else 'no'}\n")
+    rows = [(path, str(list(s.shape)), s.dtype.name, _bytes(s.n_bytes), s.sharding) for path, s in arrays.items()]
+    _print_table(("array", "shape", "dtype", "size", "sharding as saved"), rows)
+    print()
+    all_of_it = {key: sum(t[key] for t in totals.values()) for key in ("arrays", "numbers", "bytes")}
+    rows = [(n, str(t["arrays"]), f"{t['numbers']:,}", _bytes(t["bytes"])) for n, t in {**totals, "all": all_of_it}.items()]
+    _print_table(("group", "arrays", "numbers", "size"), rows)
+    return 0
+
+
+def verify(step_dir: epath.Path) -> int:
+    """Prints every problem of a step directory; the files first, then the arrays."""
+    problems = []
+    try:
+        problems += checksums.verify(step_dir)
+        if not problems:
+            print(f"checksums: every file of {step_dir} is as it was written")
+    except checksums.NoManifest:
+        print(
+            f"checksums: {step_dir} has no {checksums.NAME} (a kill came right after its commit, or another program wrote it)"
+        )
+        print("           so it is verified by reading alone, which sees fewer kinds of damage")
+    numbers = 0
+    try:
+        arrays = stored.open_step(step_dir)
+    except stored.StoredError as error:
+        arrays = {}
+        problems.append(str(error))
+    for path, one in arrays.items():
+        nans = infinities = 0
+        try:
+            for index in one.pieces():
+                piece = one.read(index)
+                numbers += piece.size
+                if np.issubdtype(piece.dtype, np.inexact) or piece.dtype.kind == "V":  # bfloat16 and its kin are V to numpy
+                    n = int(np.isnan(piece).sum())
+                    nans, infinities = nans + n, infinities + piece.size - n - int(np.isfinite(piece).sum())
+        except Exception as error:  # noqa: BLE001  whatever a damaged file raises
+            problems.append(f"{path}: cannot be read: {(str(error).splitlines() or [type(error).__name__])[0][:300]}")
+        if nans or infinities:
+            problems.append(f"{path}: {nans} NaN and {infinities} infinite of {math.prod(one.shape)} numbers")
+    for item in ("data", "meta"):
+        try:
+            stored.read_json(step_dir, item)
+        except stored.StoredError as error:
+            problems.append(str(error))
+    for problem in problems:
+        print(problem)
+    print(f"{len(arrays)} arrays, {numbers:,} numbers read; {len(problems) or 'no'} problem{'s' * (len(problems) != 1)}")
+    return 1 if problems else 0
+
+
+def diff(a: epath.Path, b: epath.Path) -> int:
+    """Prints, array by array, what changed from ``a`` to ``b``."""
+    before, after = stored.open_step(a), stored.open_step(b)
+    print(f"a {a}\nb {b}\n")
+    rows, same = [], 0
+    for path in [*before, *(path for path in after if path not in before)]:
+        x, y = before.get(path), after.get(path)
+        if x is None or y is None:
+            there = y or x
+            rows.append(
+                (path, "new" if x is None else "missing", f"{list(there.shape)} {there.dtype.name}", "", "", "", "", "")
+            )
+        elif x.shape != y.shape:
+            rows.append((path, "reshaped", f"{list(x.shape)} → {list(y.shape)}", "", "", "", "", ""))
+        else:
+            d = Difference(x, y)
+            if d.equal and x.dtype == y.dtype:
+                same += 1
+                continue
+            kind = "changed" if x.dtype == y.dtype else f"{x.dtype.name} → {y.dtype.name}"
+            nans = f"{d.nans_a} → {d.nans_b}" if d.nans_a or d.nans_b else ""
+            rows.append((path, kind, *(f"{v:.5g}" for v in (d.norm_a, d.norm_b, d.norm_d, d.largest, d.cosine)), nans))
+    if rows:
+        _print_table(("array", "", "‖a‖", "‖b‖", "‖b−a‖", "max|b−a|", "cosine", "NaN"), rows)
+    for item in ("data", "meta"):
+        x, y = stored.read_json(a, item) or {}, stored.read_json(b, item) or {}
+        for key, old, new in _changes(x, y):
+            print(f"{item}.{key}: {old} → {new}")
+            rows.append((item,))
+    print(f"{len(rows)} differ, {same} arrays are equal")
+    return 1 if rows else 0
+
+
+class Difference:
+    """Sums over two arrays of one shape, in float64, a piece at a time. A NaN equals nothing and is left out of the sums."""
+
+    def __init__(self, a: Stored, b: Stored):
+        self.nans_a = self.nans_b = 0
+        self.largest, self.equal = 0.0, True
+        aa = bb = ab = dd = 0.0
+        for index in a.pieces(16 << 20):
+            raw_x, raw_y = a.read(index), b.read(index)
+            self.equal &= raw_x.tobytes() == raw_y.tobytes()
+            x, y = np.atleast_1d(raw_x.astype(np.float64)), np.atleast_1d(raw_y.astype(np.float64))
+            self.nans_a += int(np.isnan(x).sum())
+            self.nans_b += int(np.isnan(y).sum())
+            both = np.isfinite(x) & np.isfinite(y)
+            x, y = x[both], y[both]
+            aa, bb, ab = aa + float(x @ x), bb + float(y @ y), ab + float(x @ y)
+            dd += float((y - x) @ (y - x))
+            self.largest = max(self.largest, float(np.abs(y - x).max(initial=0.0)))
+        self.norm_a, self.norm_b, self.norm_d = math.sqrt(aa), math.sqrt(bb), math.sqrt(dd)
+        self.cosine = ab / math.sqrt(aa * bb) if aa and bb else math.nan
+
+
+def export(step_dir: epath.Path, out: str) -> int:
+    """Copies the weights of a step into a workdir of their own."""
+    arrays = {path: s for path, s in stored.open_step(step_dir).items() if path.split("/")[0] in WEIGHTS}
+    if "step" not in arrays:
+        raise stored.StoredError(f"{step_dir} holds no 'step'; it is not this program's, and what its weights are is not known")
+    meta = stored.read_json(step_dir, "meta") or {}
+    step = int(arrays["step"].read(()))
+    path = save_weights(out, step, arrays, data=stored.read_json(step_dir, "data") or {}, meta=meta)
+    print(f"{path}: {len(arrays)} arrays, {_bytes(sum(s.n_bytes for s in arrays.values()))}; weights only, to warm-start from")
+    return 0
+
+
+def save_weights(
+    out: str, step: int, arrays: Mapping[str, Stored], *, data: Mapping[str, Any], meta: Mapping[str, Any]
+) -> pathlib.Path:
+    """Writes ``arrays`` as out/checkpoints/<step>, marked as weights only, with its manifest. Returns that folder.
+
+    Host memory is one piece of an array: they wait in files beside the result, which the kernel may drop from memory.
+
+    Raises StoredError when that step is there already.
+    """
+    folder = pathlib.Path(out).expanduser().absolute() / "checkpoints"
+    if (folder / str(step)).exists():
+        raise stored.StoredError(f"{folder / str(step)} exists already; choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as closing:
+        scratch = pathlib.Path(closing.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=folder)))
+        leaves = [(s.keys, _on_disk(s, scratch / str(i))) for i, s in enumerate(arrays.values())]
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+        manager = closing.enter_context(ocp.CheckpointManager(folder, options=options))
+        manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(stored.nest(leaves)),
+                data=ocp.args.JsonSave(dict(data)),
+                meta=ocp.args.JsonSave({**meta, "weights_only": True}),
+            ),
+        )
+    checksums.write(folder / str(step))
+    return folder / str(step)
+
+
+def _on_disk(one: Stored, path: pathlib.Path) -> np.ndarray:
+    if not one.n_bytes:
+        return np.zeros(one.shape, one.dtype)
+    array = np.memmap(path, one.dtype, "w+", shape=one.shape or (1,)).reshape(one.shape)
+    for index in one.pieces():
+        array[index] = one.read(index)
+    return np.asarray(array)
+
+
+def _changes(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted path, old, new) for every value of two JSON trees that differs."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted({*a, *b}):
+            yield from _changes(a.get(key), b.get(key), f"{path}.{key}".strip("."))
+    elif a != b:
+        yield path, a, b
+
+
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    aligned: Callable[[Sequence[str]], str] = lambda row: "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True))  # noqa: E731
+    for row in [header, *rows]:
+        print(aligned(row).rstrip())
+
+
+def _bytes(n: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
