@@ -124,6 +124,14 @@ def make_specs(c: Config) -> PyTree:
     }
 
 
+def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
+    """Dots for slashes; every layer of the encoder under its own name. ``config`` is this section as it was saved."""
+    encoder, blocks, name = path.partition("/blocks/")
+    if not blocks:
+        return path.replace("/", ".")
+    return [f"{encoder}.blocks.{i}.{name}" for i in range(config["depth"])]
+
+
 def encode(c: Config, params: PyTree, x_bfw: Array, shard: Shard) -> tuple[Array, Array]:
     """Spectrograms [B, F, W] -> (CLS [B, n_cls, D], patches [B, N, D]) in float32, after the last layer norm."""
     dtype = jnp.dtype(c.dtype)

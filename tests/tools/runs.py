@@ -1,7 +1,11 @@
-"""Small runs on disk, in the format of `jaxtrain.checkpoint`, for the tests of the tools."""
+"""Small runs on disk, in the format of `jaxtrain.checkpoint`, for the tests of the tools.
+
+python tests/tools/runs.py WORKDIR PORT PROCESSES PROCESS        one of several processes that save one step together
+"""
 
 import json
 import pathlib
+import sys
 from typing import Any
 
 import jax
@@ -36,12 +40,14 @@ def params(seed: int) -> Any:
 
 def state(seed: int, step: int) -> dict[str, Any]:
     p = params(seed)
+    whole = jax.NamedSharding(jax.tree.leaves(p)[0].sharding.mesh, jax.P())
+    count = jax.make_array_from_callback((), whole, lambda index: np.array(step, np.int32))
     moments = lambda scale: jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), p)  # noqa: E731
     return {
-        "step": jnp.int32(step),
+        "step": count,
         "params": p,
         "carry": (),
-        "opt_state": ({"count": jnp.int32(step), "mu": moments(0.1), "nu": moments(0.01)}, ()),
+        "opt_state": ({"count": count, "mu": moments(0.1), "nu": moments(0.01)}, ()),
         "ema": params(seed + 1000),
     }
 
@@ -75,3 +81,8 @@ def save(
 def numbers(tree: Any) -> dict[str, np.ndarray]:
     """path -> numpy."""
     return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in jax.tree.leaves_with_path(tree)}
+
+
+if __name__ == "__main__":
+    jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", int(sys.argv[3]), int(sys.argv[4]))
+    save(pathlib.Path(sys.argv[1]), 10, state(0, 10))

@@ -1,0 +1,245 @@
+"""Checkpoints to safetensors and back: every bit, every name, little memory, from whatever wrote them."""
+
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import runs
+import safetensors
+import safetensors.numpy
+
+from jaxtrain import specs, stored
+from jaxtrain.workloads import bird
+from tools import orbax_to_safetensors as tool
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+NAMES = """
+def export_names(config, path):
+    if path.startswith("encoder/blocks/"):
+        return [f"layer.{i}.{path.split('/')[-1]}" for i in range(config["depth"])]
+    return path.replace("/", "_")
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("run")
+    runs.save(folder, 10, runs.state(0, 10), run=runs.config(depth=3))
+    return folder
+
+
+def call(*args: object) -> int:
+    return tool.main([str(a) for a in args])
+
+
+def read(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """As Hugging Face reads a folder: the index, then each file, by the format's own library."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found = {}
+    for file in sorted(set(index["weight_map"].values())):
+        found |= safetensors.numpy.load_file(folder / file)
+    assert {name: (folder / file).name for name, file in index["weight_map"].items()}.keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
+    return found
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def content(folder: pathlib.Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+def test_the_formats_own_library_reads_every_bit_bfloat16_included(saved, tmp_path):
+    assert call(saved, "--out", tmp_path / "out") == 0
+    expected = {path.replace("/", "."): x for path, x in runs.numbers(runs.params(0)).items()}
+    found = read(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(same(found[name], expected[name]) for name in expected)
+    assert {x.dtype.name for x in found.values()} == {"float32", "bfloat16"}
+    with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "flax"}
+
+
+def test_the_average_and_another_dtype(saved, tmp_path):
+    assert call(saved, "--ema", "--dtype", "bf16", "--out", tmp_path / "out") == 0
+    for name, x in read(tmp_path / "out").items():
+        assert same(x, runs.numbers(runs.params(1000))[name.replace(".", "/")].astype(ml_dtypes.bfloat16)), name
+
+
+def test_two_exports_are_equal_byte_for_byte_and_sha256sum_agrees(saved, tmp_path):
+    for out in ("a", "b"):
+        assert call(saved, "--shard-size", "60kB", "--out", tmp_path / out) == 0
+    assert content(tmp_path / "a") == content(tmp_path / "b")
+    checked = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=tmp_path / "a", capture_output=True, text=True)
+    assert checked.returncode == 0 and checked.stdout.count(": OK") == len(content(tmp_path / "a")) - 1
+
+
+def test_files_are_no_larger_than_asked_and_split_between_layers(saved, tmp_path, monkeypatch):
+    (tmp_path / "named_workload.py").write_text(NAMES)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = shutil.copytree(saved, tmp_path / "run")
+    (run / "checkpoints" / "10" / "manifest.json").unlink()
+    meta = run / "checkpoints" / "10" / "meta" / "metadata"
+    meta.write_text(meta.read_text().replace("none_such", "named_workload"))
+    assert call(run, "--shard-size", "60kB", "--out", tmp_path / "out") == 0
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert [p.name for p in files] == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert len(files) >= 3 and max(p.stat().st_size for p in files) <= 60_000
+    found, expected = read(tmp_path / "out"), runs.numbers(runs.params(0))
+    assert found.keys() == {"encoder_w_patch", "encoder_scale", "head_w", "head_b"} | {
+        f"layer.{i}.{name}" for i in range(3) for name in ("w_qkv", "b_qkv")
+    }
+    for i in range(3):
+        assert same(found[f"layer.{i}.w_qkv"], expected["encoder/blocks/w_qkv"][i])
+    layers = {json.loads((tmp_path / "out" / stored.INDEX).read_text())["weight_map"][f"layer.{i}.w_qkv"] for i in range(3)}
+    assert len(layers) > 1, "one stack went into several files"
+
+    # And back: the stack is a stack again.
+    assert call("--reverse", tmp_path / "out", "--out", tmp_path / "back") == 0
+    back = stored.open_step(tmp_path / "back" / "checkpoints" / "10")
+    assert same(back["params/encoder/blocks/w_qkv"].read(()), expected["encoder/blocks/w_qkv"])
+
+
+def test_a_round_trip_is_bit_exact(saved, tmp_path):
+    assert call(saved, "--shard-size", "60kB", "--out", tmp_path / "out") == 0
+    assert call("--reverse", tmp_path / "out", "--out", tmp_path / "back") == 0
+    before = stored.open_step(saved / "checkpoints" / "10")
+    after = stored.open_step(stored.find_step(tmp_path / "back"))
+    assert after.keys() == {p for p in before if p.startswith("params/")} | {"step"}
+    assert all(same(after[p].read(()), before[p].read(())) for p in after)
+    meta = stored.read_json(tmp_path / "back" / "checkpoints" / "10", "meta")
+    assert meta["weights_only"] and meta["config"]["model"] == {"depth": 3} and meta["parameters"] == "abc123"
+    assert call(tmp_path / "back", "--shard-size", "60kB", "--out", tmp_path / "again") == 0
+    weights = {name for name in content(tmp_path / "out") if name.endswith(".safetensors")}
+    assert {n: content(tmp_path / "again")[n] for n in weights} == {n: content(tmp_path / "out")[n] for n in weights}
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_checkpoint_of_several_processes_is_read_by_one_without_their_mesh(tmp_path, processes):
+    """Real processes on loopback write; one process with one device reads."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    flags = f"--xla_force_host_platform_device_count={8 // processes}"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    program = [sys.executable, runs.__file__, str(tmp_path / "run"), str(port), str(processes)]
+    writers = [
+        subprocess.Popen([*program, str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for i in range(processes)
+    ]
+    outputs = [p.communicate(timeout=300)[0] for p in writers]
+    assert not any(p.returncode for p in writers), "\n".join(outputs)
+    state = tmp_path / "run" / "checkpoints" / "10" / "state"
+    wrote = {p.parent.parent.name for p in state.glob("ocdbt.process_*/d/*")}
+    assert wrote == {f"ocdbt.process_{i}" for i in range(processes)}, "each wrote a part"
+    env |= {"XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "tools.orbax_to_safetensors", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    subprocess.run(command, env=env, cwd=ROOT, check=True, timeout=300)
+    expected = {path.replace("/", "."): x for path, x in runs.numbers(runs.params(0)).items()}
+    found = read(tmp_path / "out")
+    assert found.keys() == expected.keys() and all(same(found[name], expected[name]) for name in expected)
+
+
+def test_the_model_card_and_the_config(saved, tmp_path):
+    records = saved / "metrics.jsonl"
+    assert call(saved, "--out", tmp_path / "out") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "step 10" in card and '"depth": 3' in card and f"jax {jax.__version__}" in card
+    assert "| test | loss | 1.0 |" in card and "0.9" not in card, f"the last of {records.read_text()}"
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == runs.config(depth=3)
+
+
+def test_a_damaged_source_is_refused_both_ways(saved, tmp_path, capsys):
+    run = pathlib.Path(shutil.copytree(saved, tmp_path / "run"))
+    data = max(run.rglob("d/*"), key=lambda p: p.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    assert call(run, "--out", tmp_path / "out") == 2
+    assert data.name in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert call(saved, "--out", tmp_path / "out") == 0
+    model = tmp_path / "out" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"?")
+    assert call("--reverse", tmp_path / "out", "--out", tmp_path / "back") == 2
+    assert "model.safetensors differs" in capsys.readouterr().err and not (tmp_path / "back").exists()
+
+
+def test_what_cannot_be_done_is_told(saved, tmp_path, capsys):
+    runs.save(tmp_path / "plain", 1, {"step": jnp.int32(1), "params": {"w": jnp.zeros(2)}, "ema": ()})
+    assert call(tmp_path / "plain", "--ema", "--out", tmp_path / "out") == 2
+    assert "kept no average" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    assert call(saved, "--out", tmp_path / "out") == 2
+    assert "not empty" in capsys.readouterr().err and (tmp_path / "out" / "mine").exists()
+    with pytest.raises(SystemExit):
+        call(saved, "--shard-size", "some", "--out", tmp_path / "out")
+    with pytest.raises(SystemExit):
+        call("--out", tmp_path / "out")
+
+
+def test_the_birds_names_are_one_for_each_layer():
+    c = bird.Config(n_classes=3, embed=32, depth=2, heads=4)
+    table = bird.make_specs(c)
+    names = [bird.export_names({"depth": 2}, path) for path in specs.paths(table)]
+    flat = [n for name in names for n in ([name] if isinstance(name, str) else name)]
+    assert len(flat) == len(set(flat)) and {"encoder.blocks.1.w_qkv", "encoder.w_patch", "probe.b"} <= set(flat)
+    assert all(len(n) == 2 for n in names if isinstance(n, list))
+
+
+def test_safetensors_of_others_are_read_by_their_dots(tmp_path):
+    arrays = {"a.w": np.arange(6, dtype=np.float16).reshape(2, 3), "b": np.array([True, False]), "c": np.array(3, np.int64)}
+    arrays["d.e"] = np.zeros((0, 4), np.float32)
+    safetensors.numpy.save_file(arrays, tmp_path / "other.safetensors")
+    for place in (tmp_path, tmp_path / "other.safetensors"):
+        assert stored.is_safetensors(place)
+        found = stored.open_safetensors(place)
+        assert {p.replace("/", ".") for p in found} == arrays.keys()
+        assert all(same(one.read(()), arrays[p.replace("/", ".")]) for p, one in found.items())
+    assert stored.open_safetensors(tmp_path)["a/w"].read((slice(1, 2), slice(0, 2))).tolist() == [[3, 4]]
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "offsets"])
+def test_a_damaged_safetensors_file_is_named(tmp_path, damage):
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"w": np.zeros((8, 8), np.float32)}, path)
+    raw = path.read_bytes()
+    path.write_bytes({"cut": raw[:-8], "header": b"\xff" * 8 + raw[8:], "offsets": raw.replace(b"[8,8]", b"[8,9]")}[damage])
+    with pytest.raises(stored.StoredError, match="model.safetensors"):
+        stored.open_safetensors(tmp_path)
+
+
+@pytest.mark.slow
+def test_memory_is_one_array_not_the_model(tmp_path):
+    """1.2 GB in 12 arrays, exported and brought back, each in a process of its own: some 100 MB above an empty one."""
+    rng = np.random.default_rng(0)
+    params = {f"w{i}": rng.standard_normal((2500, 10_000), np.float32) for i in range(12)}
+    with ocp.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
+        manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave({"step": np.int32(1), "params": params})))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+
+    def peak(*args: object) -> float:
+        """[MB]"""
+        program = (
+            "import sys, resource; from tools import orbax_to_safetensors as t; c = t.main(sys.argv[1:]) if sys.argv[1:] else 0"
+        )
+        program += "; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, file=sys.stderr); sys.exit(c)"
+        done = subprocess.run([sys.executable, "-c", program, *map(str, args)], env=env, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 0, done.stderr
+        return float(done.stderr.split()[-1])
+
+    empty = peak()
+    assert peak(tmp_path / "run", "--shard-size", "300MB", "--out", tmp_path / "out") - empty < 450
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 6
+    found = safetensors.numpy.load_file(tmp_path / "out" / "model-00001-of-00006.safetensors")
+    assert all(same(x, params[name]) for name, x in found.items())

@@ -1,0 +1,373 @@
+"""A checkpoint as safetensors for Hugging Face, and back.
+
+    python -m tools.orbax_to_safetensors RUN [--step N] [--ema] [--dtype bf16] [--shard-size 5GB] --out DIR
+    python -m tools.orbax_to_safetensors --reverse DIR --out RUN
+
+    DIR/
+      model.safetensors, or model-00001-of-0000N.safetensors …   at most --shard-size each (a larger array has one to itself)
+      model.safetensors.index.json      which file holds which name
+      config.json                       the run's config, as it was resolved
+      README.md                         model card: what was trained, its last metrics, its config
+      jaxtrain.json                     which name is which parameter; the step; where --reverse finds the way back
+      SHA256SUMS                        of all of these: sha256sum --check SHA256SUMS
+
+One process on a CPU is enough, whatever the mesh that wrote the checkpoint. Arrays are streamed: host memory is one array at
+most, because safetensors' header follows from shapes alone and is written first. Two exports of one step are equal byte for
+byte. DIR appears whole or not at all.
+
+Names are the parameters' paths with dots, unless the workload module offers
+
+    export_names(config, path) -> str | list[str]
+
+where ``config`` is the model section of the saved config (a dictionary: a checkpoint outlives changes of the dataclass) and
+``path`` is ``encoder/blocks/w_qkv``. A list names the entries of the array's first axis: a stack of layers becomes one
+array for each.
+
+--reverse makes a workdir with one step of weights, marked as such, to warm-start from. With jaxtrain.json there, bit for bit
+what was exported; without, names become paths by their dots.
+"""
+
+import argparse
+import collections
+import hashlib
+import importlib
+import json
+import math
+import pathlib
+import re
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from jaxtrain import checksums, stored
+from jaxtrain.stored import Stored, StoredError
+from tools import checkpoint
+
+SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
+CODES = {dtype: code for code, dtype in stored.DTYPES.items()}
+SUMS = "SHA256SUMS"
+
+
+class Entry(NamedTuple):
+    """One array of the export: a whole parameter, or an entry of its first axis."""
+
+    name: str
+    path: str  # of the parameter; path[i] for entry i
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tools.orbax_to_safetensors", description="A checkpoint as safetensors, and back.")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a workdir or a step directory")
+    parser.add_argument("--reverse", metavar="DIR", help="make a checkpoint of this folder of safetensors instead")
+    parser.add_argument("--out", required=True, help="the folder to make")
+    parser.add_argument("--step", type=int, help="default: the newest")
+    parser.add_argument("--ema", action="store_true", help="the average of the parameters, which evaluation uses")
+    parser.add_argument("--dtype", choices=SHORT, help="round floating-point arrays to this; default: as they are")
+    parser.add_argument("--shard-size", type=_size, default="5GB", help="largest file; default: 5GB")
+    args = parser.parse_args(argv)
+    if (args.run is None) == (args.reverse is None):
+        parser.error("give either RUN or --reverse DIR")
+    began = time.perf_counter()
+    try:
+        if args.reverse:
+            line = reverse(args.reverse, args.out)
+        else:
+            dtype = SHORT[args.dtype] if args.dtype else None
+            line = export(args.run, args.out, step=args.step, ema=args.ema, dtype=dtype, shard_size=args.shard_size)
+    except StoredError as error:
+        print(f"tools.orbax_to_safetensors: {error}", file=sys.stderr)
+        return 2
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    print(f"{line}; {time.perf_counter() - began:.1f} s, at most {peak / 1e6:.0f} MB of host memory")
+    return 0
+
+
+def export(
+    run: str,
+    out: str,
+    *,
+    step: int | None = None,
+    ema: bool = False,
+    dtype: np.dtype | None = None,
+    shard_size: int = 5 * 10**9,
+) -> str:
+    """Writes the folder ``out``. Returns a line about it.
+
+    Raises StoredError: no such step, no average, a damaged step, names that are given twice, an ``out`` that exists.
+    """
+    step_dir = stored.find_step(run, step)
+    _check_source(step_dir)
+    everything = stored.open_step(step_dir)
+    group = "ema" if ema else "params"
+    arrays = {path.removeprefix(f"{group}/"): one for path, one in everything.items() if path.startswith(f"{group}/")}
+    if not arrays:
+        raise StoredError(f"{step_dir} holds no {group!r}{': the run kept no average (train.ema is 0)' if ema else ''}")
+    meta = stored.read_json(step_dir, "meta") or {}
+    config = meta.pop("config", {})
+    step = int(everything["step"].read(())) if "step" in everything else None
+
+    # 1. What is called what, and lies where, follows from shapes alone.
+    entries: dict[str, list[Entry]] = {}
+    for path, one in arrays.items():
+        floating = np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V"
+        entries[path] = list(_entries(path, one.shape, dtype if dtype and floating else one.dtype, config))
+    # Wide types first: then every array begins at a multiple of its width, for readers that map the file.
+    order = sorted(arrays, key=lambda path: -entries[path][0].dtype.itemsize)
+    flat = [entry for path in order for entry in entries[path]]
+    if twice := sorted(name for name, n in collections.Counter(e.name for e in flat).items() if n > 1):
+        raise StoredError(f"the names {', '.join(twice)} are given twice; export_names of {config.get('workload')} gives them")
+    shards = _split(flat, shard_size)
+    files = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
+
+    # 2. Everything goes into a folder of another name, which is renamed when it is whole.
+    target = pathlib.Path(out).expanduser().absolute()
+    if target.exists() and any(target.iterdir()):
+        raise StoredError(f"{target} is not empty; choose another --out")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    partial.mkdir(parents=True)
+    sums = _write_shards(partial, files, shards, _content(order, arrays, entries))
+
+    # 3. What makes files a model.
+    total = sum(entry.n_bytes for entry in flat)
+    where = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
+    export = {"step": step, "group": group, "meta": meta, "paths": {entry.name: entry.path for entry in flat}}
+    texts = {
+        stored.INDEX: _json({"metadata": {"total_size": total}, "weight_map": where}),
+        "config.json": _json(config),
+        stored.EXPORT: _json(export),
+        "README.md": _card(step, group, flat, config, meta, _last_metrics(step_dir, step)),
+    }
+    for name, text in texts.items():
+        (partial / name).write_text(text)
+        sums[name] = hashlib.sha256(text.encode()).hexdigest()
+    (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+    if target.exists():
+        target.rmdir()
+    partial.rename(target)
+    return f"{target}: {group} of step {step}, {len(flat)} arrays, {total / 1e6:.1f} MB in {len(files)} file(s)"
+
+
+def reverse(folder: str, out: str) -> str:
+    """Makes ``out`` a workdir with one step: the weights of a folder of safetensors. Returns a line about it.
+
+    Raises StoredError: a damaged folder, or a step that is there already.
+    """
+    source = pathlib.Path(folder).expanduser()
+    _check_sums(source)
+    arrays = stored.open_safetensors(source)
+    read = lambda name: json.loads((source / name).read_text()) if (source / name).exists() else {}  # noqa: E731
+    origin = read(stored.EXPORT)
+    step = origin.get("step") or 0  # a folder from elsewhere does not count steps
+    params = {f"params/{path}": one._replace(keys=("params", *one.keys)) for path, one in arrays.items()}
+    count = Stored((), np.dtype("int32"), lambda index: np.array(step, np.int32), ("step",), ())
+    meta = {**origin.get("meta", {}), "config": read("config.json")}
+    path = checkpoint.save_weights(out, step, {"step": count, **params}, data={}, meta=meta)
+    return f"{path}: {len(params)} arrays, weights only, to warm-start from"
+
+
+def _check_source(step_dir: epath.Path) -> None:
+    try:
+        problems = checksums.verify(step_dir)
+    except checksums.NoManifest as error:
+        print(f"{error}: it is exported as it is read, unverified")
+        return
+    if problems:
+        raise StoredError(f"{step_dir} is damaged: {'; '.join(problems)}")
+
+
+def _check_sums(folder: pathlib.Path) -> None:
+    """Compares with SHA256SUMS. Raises StoredError with the files that differ."""
+    if not (folder / SUMS).exists():
+        print(f"{folder} has no {SUMS}: it is read as it is, unverified")
+        return
+    expected = dict(reversed(line.split("  ", 1)) for line in (folder / SUMS).read_text().splitlines())
+    bad = []
+    for name, digest in expected.items():
+        try:
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    bad.append(f"{name} differs")
+        except OSError as error:
+            bad.append(f"{name} cannot be read ({error.strerror})")
+    if bad:
+        raise StoredError(f"{folder} is not what was exported: {'; '.join(bad)}")
+
+
+def _entries(path: str, shape: tuple[int, ...], dtype: np.dtype, config: Mapping[str, Any]) -> Iterator[Entry]:
+    names = _names(config.get("workload", ""))(config.get("model") or {}, path)
+    if isinstance(names, str):
+        yield Entry(names, path, shape, dtype)
+        return
+    if not shape or len(names) != shape[0]:
+        raise StoredError(f"{config['workload']}.export_names gives {len(names)} names for the first axis of {path} {shape}")
+    for i, name in enumerate(names):
+        yield Entry(name, f"{path}[{i}]", shape[1:], dtype)
+
+
+def _names(workload: str) -> Any:
+    try:
+        return importlib.import_module(workload).export_names
+    except (ImportError, ValueError, AttributeError):  # on a machine without the model's code, or a workload without names
+        return lambda config, path: path.replace("/", ".")
+
+
+def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+    """In order, as many to a file as fit, header included."""
+    shards: list[list[Entry]] = [[]]
+    used = 0
+    for entry in entries:
+        size = entry.n_bytes + 200 + len(entry.name)  # [bytes] of data, and at most so many of the header
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += size
+    return shards
+
+
+def _content(
+    order: Sequence[str], arrays: Mapping[str, Stored], entries: Mapping[str, Sequence[Entry]]
+) -> Iterator[memoryview]:
+    """The bytes of all arrays, in order. The layers of a stack follow each other in it already."""
+    for path in order:
+        one, dtype = arrays[path], entries[path][0].dtype
+        for index in one.pieces():
+            piece = np.ascontiguousarray(one.read(index)).astype(dtype, copy=False)
+            yield memoryview(piece.reshape(-1).view(np.uint8))
+
+
+def _write_shards(
+    folder: pathlib.Path, files: Sequence[str], shards: Sequence[Sequence[Entry]], content: Iterator[memoryview]
+) -> dict[str, str]:
+    """Cuts one stream of bytes into files. Returns their sha256."""
+    sums, rest = {}, memoryview(b"")
+    for name, shard in zip(files, shards, strict=True):
+        digest = hashlib.sha256()
+        with (folder / name).open("wb") as file:
+            head = _header(shard)
+            file.write(head)
+            digest.update(head)
+            missing = sum(entry.n_bytes for entry in shard)
+            while missing:
+                if not rest:
+                    rest = next(content)
+                part, rest = rest[:missing], rest[missing:]
+                file.write(part)
+                digest.update(part)
+                missing -= len(part)
+        sums[name] = digest.hexdigest()
+    return sums
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "flax"}}  # Hugging Face's word for arrays of JAX
+    offset = 0
+    for entry in entries:
+        if entry.dtype not in CODES:
+            raise StoredError(f"{entry.path} is {entry.dtype.name}, which safetensors does not have; use --dtype")
+        header[entry.name] = {
+            "dtype": CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.n_bytes],
+        }
+        offset += entry.n_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format's own padding: data begin at a multiple of eight
+    return len(text).to_bytes(8, "little") + text
+
+
+def _last_metrics(step_dir: epath.Path, step: int | None) -> dict[str, dict[str, Any]]:
+    """split -> the last record of metrics.jsonl up to ``step``."""
+    path = step_dir.parent.parent / "metrics.jsonl"
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() and step is not None else []:
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut short by a kill
+            continue
+        if record.get("step", math.inf) <= step:
+            found[record["split"]] = record
+    return found
+
+
+def _card(
+    step: int | None,
+    group: str,
+    entries: Sequence[Entry],
+    config: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    metrics: Mapping[str, Mapping[str, Any]],
+) -> str:
+    kinds = sorted({e.dtype.name for e in entries})
+    numbers = sum(math.prod(e.shape) for e in entries)
+    what = "the average of the parameters" if group == "ema" else "the parameters"
+    rows = [
+        f"| {split} | {name} | {value} |"
+        for split, record in sorted(metrics.items())
+        for name, value in sorted(record.items())
+        if name != "split"
+    ]
+    versions = ", ".join(f"{k} {v}" for k, v in sorted(meta.get("versions", {}).items()))
+    return "\n".join(
+        [
+            "---",
+            "library_name: jaxtrain",
+            "tags: [jax]",
+            "---",
+            "",
+            f"# {config.get('workload', 'model').split('.')[-1]}, step {step}",
+            "",
+            f"{numbers:,} numbers in {len(entries)} arrays ({', '.join(kinds)}): {what} at step {step}.",
+            f"Trained with {versions or 'versions that were not recorded'}.",
+            "",
+            "## Last metrics",
+            "",
+            *(["| split | metric | value |", "|---|---|---|", *rows] if rows else ["None were found beside the checkpoint."]),
+            "",
+            "## Config",
+            "",
+            "```json",
+            json.dumps(config, indent=2, sort_keys=True),
+            "```",
+            "",
+            "## Files",
+            "",
+            "`sha256sum --check SHA256SUMS` checks them. To warm-start a run from them, set `config.warm_start.source` to",
+            "this folder; `python -m tools.orbax_to_safetensors --reverse` makes a checkpoint of it.",
+            "",
+        ]
+    )
+
+
+def _json(tree: Any) -> str:
+    return json.dumps(tree, indent=2, sort_keys=True) + "\n"
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]?)B?", text.strip())
+    size = int(float(found[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[found[2]]) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, for example 5GB or 500MB")
+    return size
+
+
+if __name__ == "__main__":
+    sys.exit(main())
