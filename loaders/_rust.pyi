@@ -33,11 +33,29 @@ def fbank(wave: NDArray[np.float32], *, normalise: bool = False) -> NDArray[np.f
 def permutation(seed: int, epoch: int, n: int, i: NDArray[np.int64]) -> NDArray[np.int64]:
     """Places int64 [k] in [0, n) of an epoch -> recordings int64 [k]: a bijection. IndexError for a place outside."""
 
-class Index:
-    """A row index over Arrow IPC stream or file shards, made without reading audio. rust/src/source.rs has the format."""
+def block_order(seed: int, epoch: int, stops: NDArray[np.int64], window: int, i: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Places int64 [k] of an epoch -> recordings int64 [k] in the block order; see `loaders.order.block_order`.
 
-    def __init__(self, shards: Sequence[str | os.PathLike[str]], *, audio: str = "audio", label: str | None = None) -> None:
+    ``stops`` [blocks]: after the last recording of each block. IndexError for a place outside, ValueError for stops that
+    decrease or a window of 0.
+    """
+
+class Index:
+    """A row index over Arrow IPC and Parquet shards, made without reading audio. rust/src/source.rs has the formats."""
+
+    def __init__(
+        self,
+        shards: Sequence[str | os.PathLike[str]],
+        *,
+        audio: str = "audio",
+        label: str | None = None,
+        root: str | os.PathLike[str] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+    ) -> None:
         """``audio``: a column of struct<bytes, path>. ``label``: a column of int64, or None for no labels.
+
+        ``root``: the folder of recordings whose bytes are null and whose path is not; None = the shard's own. ``cache``: a
+        folder where the index is kept until a shard's name, size or time changes; None = nowhere.
 
         Raises OSError for a shard that cannot be opened, and ValueError for one that is broken, compressed, without one of
         the columns or with another type, with a label outside its class names, or with other classes than the first.
@@ -57,11 +75,21 @@ class Index:
     def fingerprint(self) -> str:
         """Changes when the data or their order do, and not when their folder moves."""
 
+    @property
+    def first_rows(self) -> NDArray[np.int64]:
+        """[n_shards]: the first row of each."""
+
     def encoded(self, row: int) -> bytes:
-        """The recording as it lies in the shard. Raises IndexError, and ValueError where it is null."""
+        """The recording as it lies in the shard, or in the file that its path names where it is null there.
+
+        Raises IndexError, and ValueError where there is neither.
+        """
 
     def path(self, row: int) -> str | None:
         """The name under which the recording was stored."""
+
+    def paths(self) -> list[str | None]:
+        """`path` of all rows."""
 
     def __len__(self) -> int: ...
 
@@ -80,6 +108,9 @@ class Pipeline:
         sample_rate: int = 32_000,  # Hz
         clip_samples: int = 160_000,  # at sample_rate
         n_frames: int = 512,  # of a row; at least those of a clip
+        views: int = 1,  # crops of one recording in a row
+        bf16: bool = False,  # rows of bfloat16, given as uint16
+        block: tuple[int, int] | None = None,  # the block order: rows of a block, blocks of a window
         threads: int = 1,
         depth: int = 2,  # finished batches that may wait
         bad_budget: float = 0.01,  # share of the recordings that may fail: max(1, budget * n), or 0 if it is 0
@@ -92,8 +123,8 @@ class Pipeline:
     def next(self) -> tuple[int, dict[str, list[NDArray[Any]]]]:
         """The position after this batch, and for each field one array for each range, r rows long.
 
-        spectrogram float32 [r, n_frames, 128]; label, index, epoch int32 [r]; weight float32 [r]. Arrays are read-only,
-        contiguous, aligned to 64 bytes, and own their memory.
+        spectrogram float32 (uint16 when bf16) [r, n_frames, 128], or [r, views, n_frames, 128] when views > 1; label, index,
+        epoch int32 [r]; weight float32 [r]. Arrays are read-only, contiguous, aligned to 64 bytes, and own their memory.
 
         Raises StopIteration after the end of a test split or close(), and RuntimeError, for good, when more recordings
         fail than the budget allows. KeyboardInterrupt comes through within a tenth of a second.
@@ -103,7 +134,10 @@ class Pipeline:
         """queued, filling, depth: batches. threads. slabs, slab_bytes: buffers that exist, and the size of each.
 
         rows: written so far. bad, bad_allowed: distinct recordings that failed, and that may. bad_list: (row of the index,
-        reason) of the first hundred. seconds: by stage, of all workers together; "wait" is the consumer's.
+        reason) of the first hundred. seconds: by stage, of all workers together; "wait" is the consumer's. slowest: the
+        workers' stage with the most of them, None before any work. bytes_recordings: of the recordings that were opened;
+        bytes_used: the share of them that the crops needed; bytes_ahead: asked of the system in advance (block order).
+        faults: page faults of the workers that waited for the disk or the network (0 where the system does not count).
         """
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ VERSION = 1  # changes whenever the same (seed, epoch, place) would give another
 
 ROUNDS = 8
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of splitmix64
-ORDER, CROP, SPLIT = 1, 2, 3  # what a hash is for: two uses of the same numbers draw independently
+ORDER, CROP, SPLIT, BLOCK, WINDOW = 1, 2, 3, 4, 5  # what a hash is for: two uses of the same numbers draw independently
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -37,7 +37,10 @@ def hash_of(*parts: int | np.ndarray) -> np.ndarray:
 
 def permutation(seed: int, epoch: int, n: int, i: np.ndarray) -> np.ndarray:
     """int64 [k] places in [0, n) of an epoch -> int64 [k] recordings in [0, n): a bijection for each (seed, epoch)."""
-    key = hash_of(ORDER, seed, epoch)
+    return _permute(hash_of(ORDER, seed, epoch), n, i)
+
+
+def _permute(key: np.ndarray, n: int, i: np.ndarray) -> np.ndarray:
     keys = mix(key + GOLDEN * np.arange(1, ROUNDS + 1, dtype=np.uint64))
     a = np.uint64(math.isqrt(n - 1) + 1)
     b = np.uint64(-(-n // int(a)))
@@ -53,6 +56,37 @@ def permutation(seed: int, epoch: int, n: int, i: np.ndarray) -> np.ndarray:
         place[walking] = l * b + r
         walking = place >= np.uint64(n)
     return place.astype(np.int64)
+
+
+def block_stops(rows: np.ndarray, first_rows: np.ndarray, size: int) -> np.ndarray:
+    """int64 [blocks]: after the last of each run of at most ``size`` of ``rows`` that lie in one shard.
+
+    ``rows`` increase; ``first_rows`` are the first of each shard.
+    """
+    ends = [*np.searchsorted(rows, first_rows[1:]), len(rows)]
+    stops: list[int] = []
+    for end in ends:
+        while (begin := stops[-1] if stops else 0) < end:
+            stops.append(min(begin + size, int(end)))
+    return np.array(stops, np.int64)
+
+
+def block_order(seed: int, epoch: int, stops: np.ndarray, window: int, i: np.ndarray) -> np.ndarray:
+    """int64 [k] places of an epoch -> int64 [k] recordings, a bijection of [0, stops[-1]).
+
+    The blocks are permuted; the places of each ``window`` blocks that follow each other then are permuted among themselves.
+    """
+    sizes = np.diff(stops, prepend=0)
+    blocks = _permute(hash_of(BLOCK, seed, epoch), len(stops), np.arange(len(stops)))
+    starts = np.concatenate([[0], np.cumsum(sizes[blocks])])  # of each block in the permuted order
+    number = (np.searchsorted(starts, i, side="right") - 1) // window
+    place = np.empty(len(i), np.int64)
+    for w in np.unique(number):
+        start, stop = starts[w * window], starts[min((w + 1) * window, len(stops))]
+        inside = number == w
+        place[inside] = start + _permute(hash_of(WINDOW, seed, epoch, int(w)), int(stop - start), i[inside] - start)
+    k = np.searchsorted(starts, place, side="right") - 1
+    return (stops - sizes)[blocks[k]] + place - starts[k]
 
 
 def _below(x: np.ndarray, m: np.uint64) -> np.ndarray:

@@ -1,8 +1,13 @@
-"""Log-mel spectrograms of recordings in Arrow shards: the Python face of the Rust pipeline.
+"""Log-mel spectrograms of recordings in Arrow or Parquet shards: the Python face of the Rust pipeline.
 
 One row of a batch is one crop of one recording: float32 [n_frames, 128], Kaldi log-mel, padded with its minimum and
 normalised as (x + 7.2) / 8.86. Training draws a random crop in a permuted order without end; testing takes the centre crop
 of every recording once. Which row holds what is a function of (seed, position, row) alone: see `loaders.order`.
+
+With ``views`` > 1 a row is [views, n_frames, 128]: that many crops of one recording, each drawn for itself, or in testing
+spread evenly. Views that overlap are decoded once, so that in MP3 and Vorbis a view can differ in the last bits from the
+same crop decoded alone. With ``dtype="bfloat16"`` the rows are rounded to nearest even, and half as many bytes cross to
+the device.
 
 A path is one of
 
@@ -10,6 +15,7 @@ A path is one of
     such a folder of several splits                    its train/; and its test/, unless ``test`` names another
     a folder of ``*.arrow``, as in the datasets cache  by name; with several splits (``name-train-00000-of-00007.arrow``),
                                                        those of "train", and of "test"
+    a folder of ``*.parquet``, as the Hub stores them  the same, also where they lie in its data/
     a glob, or one file                                by name
     "demo"                                             the built-in corpus, made at its first use
 """
@@ -26,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from loaders import order
@@ -41,20 +48,30 @@ except ImportError as error:
 N_MELS = 128
 RATE = 32_000  # [Hz] that the filter bank is defined at
 WINDOW, HOP = 800, 320  # [samples] of a frame
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+ORDERS = ("global", "block")
+CACHED_SHARDS = 16  # fewer are indexed in less time than is worth a file
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is read, and how fast. Only the first nine fields change a number."""
+    """What is read, and how fast. Fields from ``bad_budget`` on change no number."""
 
-    train: str = "demo"  # [path] folder or glob of Arrow shards, or "demo": synthetic birds, made at the first use
+    train: str = "demo"  # [path] folder or glob of shards, or "demo": synthetic birds, made at the first use
     test: str = ""  # [path] folder or glob to test on; empty = test/ beside train's train/, else a share of train
     test_share: float = 0.05  # [share] of the recordings kept for testing where no path holds any, chosen by row number
     label: str = "ebird_code"  # [column] of class labels (int64 ClassLabel); empty = no labels
+    audio_root: str = ""  # [path] of recordings that lie beside the shards, not in them; empty = each shard's folder
     exclude: tuple[int, ...] = ()  # [rows] of train's recordings that are never read
+    exclude_paths: tuple[str, ...] = ()  # [names] of train's recordings, as in audio.path, never read; "@file": one a line
     sample_rate: int = 32_000  # [Hz] of the waveform before the filter bank; recordings are resampled to it
     clip_seconds: float = 5.0  # [s] of a recording in a row; shorter recordings are padded with silence
     n_frames: int = 512  # [frames] of a row, 10 ms each; a clip's frames are padded with their minimum
+    views: int = 1  # [crops] of one recording in a row
+    dtype: str = "float32"  # [name] of a row's values: "float32" or "bfloat16"
+    order: str = "global"  # [name] of training: "global" permutes all rows; "block" runs of them, for network file systems
+    block_rows: int = 32  # [rows] that lie side by side in a block of order="block", at most
+    block_window: int = 64  # [blocks] whose rows are permuted among themselves, and that are read ahead
     bad_budget: float = 0.01  # [share] of the recordings that may be unreadable before the run stops
     threads: int = 0  # [threads] that decode; 0 = one for each core this process may use
     depth: int = 2  # [batches] finished ones that may wait
@@ -87,7 +104,18 @@ class Config:
                 f"is {self.clip_seconds}, which makes {frames} frames; n_frames={self.n_frames} holds "
                 f"{WINDOW / RATE:g} s to {longest:g} s",
             )
-        for field, low in (("threads", 0), ("depth", 1)):
+        for field, names in (("dtype", DTYPES), ("order", ORDERS)):
+            if getattr(self, field) not in names:
+                yield field, f"is {getattr(self, field)!r}; there are: {', '.join(names)}"
+        if self.audio_root and not pathlib.Path(self.audio_root).expanduser().is_dir():
+            yield (
+                "audio_root",
+                f"is {self.audio_root!r}, which is no folder{_nearest(pathlib.Path(self.audio_root).expanduser())}",
+            )
+        for name in self.exclude_paths:
+            if name.startswith("@") and not pathlib.Path(name[1:]).expanduser().is_file():
+                yield "exclude_paths", f"names the list {name[1:]!r}, which is no file{_nearest(pathlib.Path(name[1:]))}"
+        for field, low in (("threads", 0), ("depth", 1), ("views", 1), ("block_rows", 1), ("block_window", 1)):
             if getattr(self, field) < low:
                 yield field, f"is {getattr(self, field)}; it must be at least {low}"
         if bad := [row for row in self.exclude if row < 0]:
@@ -118,7 +146,7 @@ class Split(NamedTuple):
 class Spectrograms:
     """A `loaders.base.Loader`. Fields, r rows for each range:
 
-    spectrogram  float32 [r, n_frames, 128]
+    spectrogram  float32 or bfloat16 [r, n_frames, 128], or [r, views, n_frames, 128] of several views
     label        int32 [r]    the class; -1 where it is null
     index        int32 [r]    the recording's row in its split's index; -1 in the padding of a ragged last batch
     epoch        int32 [r]
@@ -141,9 +169,12 @@ class Spectrograms:
         if self._pipeline is None:
             raise StopIteration
         try:
-            return self._pipeline.next()
+            position, batch = self._pipeline.next()
         except RuntimeError as error:
             raise DataError(str(error)) from error
+        # The extension gives bfloat16 as uint16, for which numpy has a name.
+        dtype = self.fields["spectrogram"].dtype
+        return position, batch | {"spectrogram": [rows.view(dtype) for rows in batch["spectrogram"]]}
 
     def seek(self, position: int) -> None:
         if self._pipeline is not None:
@@ -163,8 +194,9 @@ class Spectrograms:
 def fields(config: Config) -> dict[str, Field]:
     """Field -> shape of one row, dtype."""
     scalar = Field((), np.dtype(np.int32))
+    views = () if config.views == 1 else (config.views,)
     return {
-        "spectrogram": Field((config.n_frames, N_MELS), np.dtype(np.float32)),
+        "spectrogram": Field((*views, config.n_frames, N_MELS), DTYPES[config.dtype]),
         "label": scalar,
         "index": scalar,
         "epoch": scalar,
@@ -215,6 +247,10 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Spectro
             "rows": f"{int(order.hash_of(len(chosen), _fold(chosen))[0]):016x}",  # covers exclude and test_share
         },
     }
+    block = None
+    if config.order == "block":
+        block = (config.block_rows, config.block_window)
+        state["order"] |= {"block": list(block)}  # other than these, and another recording is at a position
     pipeline = None
     if index is not None:
         try:
@@ -228,6 +264,9 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Spectro
                 sample_rate=config.sample_rate,
                 clip_samples=config.clip_samples,
                 n_frames=config.n_frames,
+                views=config.views,
+                bf16=config.dtype == "bfloat16",
+                block=block,
                 threads=config.threads or n_cores(),
                 depth=config.depth,
                 bad_budget=config.bad_budget,
@@ -248,7 +287,7 @@ def n_clip_frames(n_samples: int) -> int:
 
 
 def find_shards(path: str, split: str) -> list[pathlib.Path]:
-    """The Arrow shards of ``split`` ("train" or "test") at a path, in order. See the module's docstring.
+    """The shards of ``split`` ("train" or "test") at a path, in order. See the module's docstring.
 
     Raises:
       DataError: nothing is there; says what is there instead.
@@ -262,7 +301,7 @@ def find_shards(path: str, split: str) -> list[pathlib.Path]:
         inside = sorted(p.name for p in folder.iterdir())
         if splits := sorted({*_by_split(folder), *(name for name in inside if _shards(folder / name))}):
             raise DataError(f"is {path!r}, a folder without the split {split!r}; it has {', '.join(splits)}")
-        raise DataError(f"is {path!r}, a folder without Arrow shards; it holds {', '.join(inside[:5]) or 'nothing'}")
+        raise DataError(f"is {path!r}, a folder without Arrow or Parquet shards; it holds {', '.join(inside[:5]) or 'nothing'}")
     if glob.has_magic(path):
         if found := sorted(p for p in map(pathlib.Path, glob.glob(str(folder), recursive=True)) if p.is_file()):
             return found
@@ -289,7 +328,12 @@ def _split_shards(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
         return _shards(folder / split)
     if groups := _by_split(folder):
         return groups.get(split, [])
-    return _shards(folder)
+    return _shards(folder) or _in_data(folder, split)
+
+
+def _in_data(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
+    """A repository of the Hub keeps its shards in data/, named by their splits."""
+    return _by_split(folder / "data").get(split, []) if not _shards(folder) else []
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -301,11 +345,12 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"has a broken {state}: {error!r}; save the dataset again") from error
     # cache-….arrow are results of datasets' map and filter, beside the data that they came from
-    return sorted(p for p in folder.glob("*.arrow") if not p.name.startswith(("cache-", "tmp")))
+    shards = [p for p in folder.glob("*.arrow") if not p.name.startswith(("cache-", "tmp"))]
+    return sorted(shards or folder.glob("*.parquet"))
 
 
 def _by_split(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
-    """Shards of a datasets cache folder by split: name-SPLIT.arrow or name-SPLIT-00000-of-00007.arrow.
+    """Shards of a folder by split: name-SPLIT.arrow, name-SPLIT-00000-of-00007.arrow, SPLIT-00000-of-00007.parquet.
 
     Empty when no name speaks of "train" or "test": then the folder is not split, whatever else has a dash in its name.
     """
@@ -313,24 +358,29 @@ def _by_split(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     if (folder / "state.json").is_file():
         return groups
     for shard in _shards(folder):
-        match = re.fullmatch(r".+-([A-Za-z]\w*)(-\d{5}-of-\d{5})?\.arrow", shard.name)
+        match = re.fullmatch(r"(?:.+-)?([A-Za-z]\w*?)(-\d{5}-of-\d{5}(-[0-9a-f]{16})?)?\.(arrow|parquet)", shard.name)
         groups.setdefault(match[1] if match else "", []).append(shard)
     return groups if {"train", "test"} & set(groups) else {}
 
 
 def _splits(config: Config) -> dict[str, Split]:
     train_path, test_path = (_made(path) for path in (config.train, config.test))
-    train = _open(find_shards(train_path, "train"), config.label)
+    train = _open(find_shards(train_path, "train"), config)
     rows = np.arange(train.n_rows)
     if excluded := sorted(set(config.exclude)):
         if excluded[-1] >= train.n_rows:
             raise DataError(f"exclude names row {excluded[-1]}, but {train_path} has {train.n_rows} recordings")
         rows = np.setdiff1d(rows, excluded)
+    if names := _listed(config.exclude_paths):
+        paths = train.paths()
+        if missing := sorted(names.difference(paths)):
+            raise DataError(f"exclude_paths names {missing[0]!r}, which is no audio.path in {train_path}")
+        rows = np.array([row for row in rows if paths[row] not in names], np.int64)
 
     folder = pathlib.Path(train_path).expanduser()
     beside = _split_shards(folder, "test") if not test_path and folder.is_dir() and _has_splits(folder) else []
     if test_path or beside:
-        test = _open(find_shards(test_path, "test") if test_path else beside, config.label)
+        test = _open(find_shards(test_path, "test") if test_path else beside, config)
         if test.class_names != train.class_names:
             raise DataError(
                 f"{test_path or folder / 'test'} has other classes than {train_path}: {len(test.class_names or ())} and "
@@ -348,7 +398,7 @@ def _splits(config: Config) -> dict[str, Split]:
 
 
 def _has_splits(folder: pathlib.Path) -> bool:
-    return bool(_shards(folder / "test")) or "test" in _by_split(folder)
+    return bool(_shards(folder / "test")) or "test" in _by_split(folder) or _in_data(folder, "test")
 
 
 def _made(path: str) -> str:
@@ -359,18 +409,38 @@ def _made(path: str) -> str:
     return str(demo.ensure())
 
 
-def _open(shards: Sequence[pathlib.Path], label: str) -> "_rust.Index":
+def _listed(names: Sequence[str]) -> set[str]:
+    """Names, those of "@file" read from it."""
+    found: set[str] = set()
+    for name in names:
+        if name.startswith("@"):
+            try:
+                lines = pathlib.Path(name[1:]).expanduser().read_text().splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"exclude_paths: cannot read the list {name[1:]}: {error}") from error
+            found.update(line.strip() for line in lines if line.strip())
+        else:
+            found.add(name)
+    return found
+
+
+def _open(shards: Sequence[pathlib.Path], config: Config) -> "_rust.Index":
     try:
         stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in shards]
-        return _open_once(tuple(stats), label)
+        root = os.path.expanduser(config.audio_root) or None
+        return _open_once(tuple(stats), config.label, root)
     except (ValueError, OSError) as error:
         raise DataError(str(error)) from error
 
 
 @functools.lru_cache(maxsize=4)
-def _open_once(stats: tuple[tuple[str, int, int], ...], label: str) -> "_rust.Index":
+def _open_once(stats: tuple[tuple[str, int, int], ...], label: str, root: str | None) -> "_rust.Index":
     """Facts and two loaders read the same shards: they are indexed once, and again when a file changed."""
-    return _rust.Index([path for path, _, _ in stats], label=label or None)
+    cache = None
+    if len(stats) >= CACHED_SHARDS:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        cache = os.path.join(os.environ.get("JAXTRAIN_CACHE") or os.path.join(base, "jaxtrain"), "index")
+    return _rust.Index([path for path, _, _ in stats], label=label or None, root=root, cache=cache)
 
 
 def _fold(rows: np.ndarray) -> int:

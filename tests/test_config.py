@@ -436,3 +436,10 @@ def test_explain_touches_no_device_and_trains_nothing(here):
     done = command(here, "--explain")
     assert done.returncode == 0, done.stderr
     assert "config.train.steps" in done.stdout and not (here / "runs").exists()
+
+
+def test_xcl_is_xcm_without_five_recordings(tmp_path):
+    paths = {name: pathlib.Path(__file__).parents[1] / "configs" / f"{name}.py" for name in ("xcm", "xcl")}
+    xcm, xcl = (runpy.run_path(str(path))["get_config"](str(tmp_path)) for path in paths.values())
+    assert xcl.data.pop("exclude") == (495640, 495763, 497541, 498645, 501254)
+    assert xcl == xcm

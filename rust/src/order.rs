@@ -8,6 +8,8 @@
 //! is (l, r) = (place / b, place mod b), and the rounds are l += F(r) mod a and r += F(l) mod b by turns. a·b exceeds n by
 //! less than a, so walking the cycle until it lands below n takes one extra turn in about sqrt(n).
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 /// Changes whenever the same (seed, epoch, place) would give another recording or another crop. Checkpoints hold it.
 pub const VERSION: u32 = 1;
 
@@ -17,6 +19,8 @@ const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15; // 2^64 / golden ratio, the increment
 /// What a hash is for. Two uses of the same numbers draw independently.
 const ORDER: u64 = 1;
 const CROP: u64 = 2;
+const BLOCK: u64 = 4;
+const WINDOW: u64 = 5;
 
 /// The output function of splitmix64 (Steele, Lea and Flood, 2014): a bijection of u64 with full avalanche.
 pub fn mix(mut x: u64) -> u64 {
@@ -41,8 +45,11 @@ pub struct Permutation {
 impl Permutation {
     /// `n` is at least 1 and below 2^62.
     pub fn new(seed: u64, epoch: u64, n: u64) -> Self {
+        Self::keyed(hash(&[ORDER, seed, epoch]), n)
+    }
+
+    fn keyed(key: u64, n: u64) -> Self {
         debug_assert!((1..1 << 62).contains(&n));
-        let key = hash(&[ORDER, seed, epoch]);
         let a = (n - 1).isqrt() + 1;
         Self {
             n,
@@ -72,6 +79,133 @@ impl Permutation {
     }
 }
 
+/// Which recording is at each place of an epoch.
+pub enum Order {
+    Global { seed: u64, n: u64 },
+    Block(Blocks),
+}
+
+impl Order {
+    pub fn n(&self) -> u64 {
+        match self {
+            Self::Global { n, .. } => *n,
+            Self::Block(blocks) => blocks.n(),
+        }
+    }
+
+    /// One epoch of it: of the blocks a list with an entry for each, made in milliseconds.
+    pub fn epoch(&self, epoch: u64) -> Epoch<'_> {
+        match self {
+            Self::Global { seed, n } => Epoch::Global(Permutation::new(*seed, epoch, *n)),
+            Self::Block(blocks) => Epoch::Block(blocks, blocks.starts(epoch)),
+        }
+    }
+}
+
+pub enum Epoch<'a> {
+    Global(Permutation),
+    Block(&'a Blocks, Arc<Starts>),
+}
+
+impl Epoch<'_> {
+    /// The recording at place `i` < n.
+    pub fn at(&self, i: u64) -> u64 {
+        match self {
+            Self::Global(permutation) => permutation.at(i),
+            Self::Block(blocks, starts) => blocks.at(starts, i),
+        }
+    }
+}
+
+/// The block order: runs of recordings that lie side by side are permuted as wholes, and the recordings of each `window`
+/// runs that follow each other then are permuted among themselves. So whoever reads ahead reads runs, one window at a time.
+pub struct Blocks {
+    seed: u64,
+    window: u64,                   // blocks
+    stops: Vec<u64>,               // after the last recording of each block
+    last: Mutex<Vec<Arc<Starts>>>, // of the epochs asked for last: nothing but what can be made again
+}
+
+/// Where each block of an epoch begins, in the permuted order, and the end of all.
+pub struct Starts {
+    epoch: u64,
+    blocks: Permutation,
+    starts: Vec<u64>,
+}
+
+impl Blocks {
+    /// `stops`: after the last recording of each block, in order, the first block beginning at 0. Empty blocks are left out.
+    pub fn new(seed: u64, window: u64, mut stops: Vec<u64>) -> Self {
+        stops.dedup();
+        if stops.first() == Some(&0) {
+            stops.remove(0);
+        }
+        Self { seed, window: window.max(1), stops, last: Mutex::default() }
+    }
+
+    /// Blocks of at most `size` of the recordings `rows` (increasing), none of which reaches over a shard's end.
+    pub fn of(seed: u64, window: u64, size: u64, rows: &[u32], first_rows: impl Iterator<Item = usize>) -> Self {
+        let mut stops = Vec::new();
+        let mut begin = 0;
+        let ends = first_rows.skip(1).map(|first| rows.partition_point(|&row| (row as usize) < first));
+        for end in ends.chain([rows.len()]) {
+            while begin < end {
+                begin = end.min(begin + size.max(1) as usize);
+                stops.push(begin as u64);
+            }
+        }
+        Self::new(seed, window, stops)
+    }
+
+    pub fn n(&self) -> u64 {
+        self.stops.last().copied().unwrap_or(0)
+    }
+
+    fn starts(&self, epoch: u64) -> Arc<Starts> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = last.iter().find(|starts| starts.epoch == epoch) {
+            return found.clone();
+        }
+        let blocks = Permutation::keyed(hash(&[BLOCK, self.seed, epoch]), (self.stops.len() as u64).max(1));
+        let mut starts = vec![0];
+        for k in 0..self.stops.len() as u64 {
+            let (begin, end) = self.block(blocks.at(k));
+            starts.push(starts[k as usize] + end - begin);
+        }
+        let made = Arc::new(Starts { epoch, blocks, starts });
+        // Workers stand at the end of one epoch and the beginning of the next.
+        if last.len() > 2 {
+            last.remove(0);
+        }
+        last.push(made.clone());
+        made
+    }
+
+    fn block(&self, k: u64) -> (u64, u64) {
+        let k = k as usize;
+        (if k == 0 { 0 } else { self.stops[k - 1] }, self.stops[k])
+    }
+
+    /// Places [start, stop) of an epoch that hold the same recordings as place `i`, permuted: the window.
+    pub fn window(&self, epoch: u64, i: u64) -> (u64, u64) {
+        self.span(&self.starts(epoch), i).1
+    }
+
+    fn span(&self, at: &Starts, i: u64) -> (u64, (u64, u64)) {
+        let number = (at.starts.partition_point(|&start| start <= i) as u64 - 1) / self.window;
+        let end = ((number + 1) * self.window).min(self.stops.len() as u64);
+        (number, (at.starts[(number * self.window) as usize], at.starts[end as usize]))
+    }
+
+    fn at(&self, at: &Starts, i: u64) -> u64 {
+        let (number, (start, stop)) = self.span(at, i);
+        let inside = Permutation::keyed(hash(&[WINDOW, self.seed, at.epoch, number]), stop - start);
+        let place = start + inside.at(i - start);
+        let k = at.starts.partition_point(|&start| start <= place) - 1;
+        self.block(at.blocks.at(k as u64)).0 + place - at.starts[k]
+    }
+}
+
 /// A number in [0, m) from a hash of x; m < 2^32.
 fn below(x: u64, m: u64) -> u64 {
     ((mix(x) >> 32) * m) >> 32
@@ -95,6 +229,23 @@ mod tests {
                 let j = order.at(i) as usize;
                 assert!(!seen[j], "n = {n}: {j} comes twice");
                 seen[j] = true;
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_are_permuted_and_stay_in_their_window() {
+        let rows: Vec<u32> = (0..1000).filter(|row| row % 7 != 3).collect();
+        for (size, window) in [(1, 1), (16, 4), (16, 1), (1000, 3), (5, 1000)] {
+            let blocks = Blocks::of(9, window, size, &rows, [0, 0, 130, 131, 600, 1000, 1000].into_iter());
+            let order = Order::Block(blocks);
+            let n = order.n();
+            assert_eq!(n, rows.len() as u64);
+            for epoch in [0, 5] {
+                let at = order.epoch(epoch);
+                let mut found: Vec<u64> = (0..n).map(|i| at.at(i)).collect();
+                found.sort_unstable();
+                assert!(found.iter().copied().eq(0..n), "size {size}, window {window}");
             }
         }
     }

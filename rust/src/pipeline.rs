@@ -26,13 +26,13 @@ use std::time::{Duration, Instant};
 use crate::decode::{Decoder, Info};
 use crate::error::Error;
 use crate::fbank::{Fbank, N_MELS};
-use crate::order::{crop_start, Permutation};
+use crate::order::{crop_start, Blocks, Order};
 use crate::resample::Resamplers;
 use crate::slab::{Layout, Pool, Slab};
-use crate::source::Index;
+use crate::source::{Index, Reader};
 
 /// Fields of a batch, by their number in the slab.
-pub const SPECTROGRAM: usize = 0; // f32 (n_frames, N_MELS)
+pub const SPECTROGRAM: usize = 0; // f32 or bf16 (views, n_frames, N_MELS)
 pub const LABEL: usize = 1; // i32: the class, -1 where it is null
 pub const INDEX: usize = 2; // i32: the recording's row in the index, -1 in the padding of a ragged last batch
 pub const EPOCH: usize = 3; // i32
@@ -53,13 +53,23 @@ pub struct Plan {
     pub batch: usize,                // rows of the global batch
     pub ranges: Vec<(usize, usize)>, // [start, stop) of the global batch that this process reads
     pub seed: u64,
-    pub train: bool,         // permuted, endless, random crops; or in order, once, centre crops
-    pub sample_rate: u32,    // Hz of the waveform before the filter bank
-    pub clip_samples: usize, // at sample_rate
-    pub n_frames: usize,     // of a row's spectrogram
+    pub train: bool,          // permuted, endless, random crops; or in order, once, centre crops
+    pub sample_rate: u32,     // Hz of the waveform before the filter bank
+    pub clip_samples: usize,  // at sample_rate
+    pub n_frames: usize,      // of a row's spectrogram
+    pub views: usize,         // crops of one recording in a row
+    pub bf16: bool,           // rows of bfloat16, rounded to nearest even, instead of float32
+    pub block: Option<Block>, // training in the block order instead of a global permutation
     pub threads: usize,
     pub depth: usize,    // finished batches that may wait
     pub bad_budget: f64, // share of `rows` that may fail
+}
+
+/// See `order::Blocks`.
+#[derive(Clone, Copy)]
+pub struct Block {
+    pub rows: u64,   // at most, of a block
+    pub window: u64, // blocks whose rows are permuted among themselves
 }
 
 impl Plan {
@@ -81,6 +91,17 @@ impl Plan {
         if self.threads == 0 || self.depth == 0 {
             return fail(format!("threads = {} and depth = {} must be at least 1", self.threads, self.depth));
         }
+        if self.views == 0 {
+            return fail("views = 0 must be at least 1".into());
+        }
+        if let Some(Block { rows, window }) = self.block {
+            if rows == 0 || window == 0 {
+                return fail(format!("blocks of {rows} rows and windows of {window} blocks must be at least 1"));
+            }
+            if self.rows.windows(2).any(|pair| pair[0] >= pair[1]) {
+                return fail("rows must increase, for the block order reads them side by side".into());
+            }
+        }
         if !(0.0..=1.0).contains(&self.bad_budget) {
             return fail(format!("bad_budget = {} must lie in [0, 1]", self.bad_budget));
         }
@@ -95,6 +116,11 @@ impl Plan {
             ));
         }
         Ok(())
+    }
+
+    /// Values of one row's spectrogram; None when they cannot be counted.
+    fn row_values(&self) -> Option<usize> {
+        self.views.checked_mul(self.n_frames)?.checked_mul(N_MELS)
     }
 
     /// Batches in one pass.
@@ -134,18 +160,29 @@ pub struct Diagnostics {
     pub bad: u64,         // distinct recordings
     pub bad_allowed: u64, // more than this is an error
     pub bad_list: Vec<(u32, String)>,
-    pub seconds: [f64; STAGES.len()], // by stage
+    pub seconds: [f64; STAGES.len()],  // by stage
+    pub slowest: Option<&'static str>, // of the workers' stages, by seconds
+    pub bytes_recordings: u64,         // of the recordings that were opened: what reading them whole would read
+    pub bytes_used: u64,               // the share of them that lies in the crops
+    pub bytes_ahead: u64,              // asked of the system before they were needed (block order)
+    pub faults: u64,                   // of the workers, that waited for the disk or the network; 0 where not counted
 }
 
 /// Stages of `Diagnostics::seconds`: of all workers together, except "wait", the consumer's wait for a batch. "read" is
-/// finding the recording and reading its headers, "idle" waiting for a consumer that is slower than the workers.
-pub const STAGES: [&str; 6] = ["read", "decode", "resample", "fbank", "idle", "wait"];
+/// finding the recording (unpacking its page, opening its file), "seek" its headers and length, "idle" waiting for a
+/// consumer that is slower than the workers. Mapped bytes are read where they are first touched: in "seek" and "decode".
+pub const STAGES: [&str; 7] = ["read", "seek", "decode", "resample", "fbank", "idle", "wait"];
 const READ: usize = 0;
-const DECODE: usize = 1;
-const RESAMPLE: usize = 2;
-const FBANK: usize = 3;
-const IDLE: usize = 4;
-const WAIT: usize = 5;
+const SEEK: usize = 1;
+const DECODE: usize = 2;
+const RESAMPLE: usize = 3;
+const FBANK: usize = 4;
+const IDLE: usize = 5;
+const WAIT: usize = 6;
+
+/// Bytes of one window of the block order that are asked for ahead; the rest is read when it is needed.
+const AHEAD: u64 = 4 << 30;
+const AHEAD_POLL: Duration = Duration::from_millis(50);
 
 pub struct Pipeline {
     shared: Arc<Shared>,
@@ -154,6 +191,7 @@ pub struct Pipeline {
 
 struct Shared {
     plan: Plan,
+    order: Order,
     index: Arc<Index>,
     pool: Arc<Pool>,
     max_slots: usize,
@@ -163,6 +201,10 @@ struct Shared {
     bad: Mutex<Bad>,
     rows: AtomicU64,
     nanos: [AtomicU64; STAGES.len()],
+    bytes_recordings: AtomicU64,
+    bytes_used: AtomicU64,
+    bytes_ahead: AtomicU64,
+    faults: AtomicU64,
 }
 
 struct State {
@@ -193,8 +235,11 @@ struct Scratch {
     decoder: Decoder,
     resamplers: Resamplers,
     fbank: Fbank,
+    reader: Reader,
+    crops: Vec<Crop>,
     samples: Vec<f32>, // at the recording's rate
     wave: Vec<f32>,    // at the plan's rate
+    wide: Vec<f32>,    // a row before it is rounded to bf16
 }
 
 /// Why a row was not written.
@@ -213,11 +258,18 @@ impl Pipeline {
         hush_workers();
         let rows: Vec<usize> = plan.ranges.iter().map(|(start, stop)| stop - start).collect();
         let n_rows: usize = rows.iter().sum();
-        let layout = Layout::new(vec![plan.n_frames * N_MELS * 4, 4, 4, 4, 4], rows);
+        let bytes = plan.row_values().and_then(|n| n.checked_mul(if plan.bf16 { 2 } else { 4 }));
+        let layout = bytes.and_then(|bytes| Layout::new(vec![bytes, 4, 4, 4, 4], rows));
         let layout = layout.ok_or_else(|| Error::Plan("a batch does not fit in the address space".into()))?;
         // One batch more than may wait is being filled; small batches need more to keep every worker busy.
         let max_slots = plan.depth.max((2 * plan.threads).div_ceil(n_rows)) + 1;
         let n_threads = plan.threads;
+        let order = match plan.block {
+            Some(Block { rows, window }) => {
+                Order::Block(Blocks::of(plan.seed, window, rows, &plan.rows, index.first_rows()))
+            }
+            None => Order::Global { seed: plan.seed, n: plan.rows.len() as u64 },
+        };
         let shared = Arc::new(Shared {
             pool: Pool::new(layout, max_slots + 1),
             max_slots,
@@ -235,6 +287,11 @@ impl Pipeline {
             bad: Mutex::new(Bad { seen: vec![0; index.n_rows().div_ceil(64)], total: 0, list: Vec::new() }),
             rows: AtomicU64::new(0),
             nanos: Default::default(),
+            bytes_recordings: AtomicU64::new(0),
+            bytes_used: AtomicU64::new(0),
+            bytes_ahead: AtomicU64::new(0),
+            faults: AtomicU64::new(0),
+            order,
             index,
             plan,
         });
@@ -242,6 +299,11 @@ impl Pipeline {
         for k in 0..n_threads {
             let shared = pipeline.shared.clone();
             let thread = std::thread::Builder::new().name(format!("loader-{k}")).spawn(move || shared.work());
+            lock(&pipeline.threads).push(thread.map_err(Error::Thread)?);
+        }
+        if pipeline.shared.plan.train && matches!(pipeline.shared.order, Order::Block(_)) {
+            let shared = pipeline.shared.clone();
+            let thread = std::thread::Builder::new().name("loader-ahead".into()).spawn(move || shared.read_ahead());
             lock(&pipeline.threads).push(thread.map_err(Error::Thread)?);
         }
         Ok(pipeline)
@@ -284,6 +346,9 @@ impl Pipeline {
             let whole = state.slots.iter().filter(|slot| slot.left.load(Ordering::Relaxed) == 0).count();
             (whole, state.slots.len() - whole)
         };
+        let seconds: [f64; STAGES.len()] =
+            std::array::from_fn(|stage| shared.nanos[stage].load(Ordering::Relaxed) as f64 * 1e-9);
+        let slowest = (READ..=FBANK).filter(|&s| seconds[s] > 0.0).max_by(|&a, &b| seconds[a].total_cmp(&seconds[b]));
         let bad = lock(&shared.bad);
         Diagnostics {
             queued,
@@ -296,7 +361,12 @@ impl Pipeline {
             bad: bad.total,
             bad_allowed: shared.plan.allowed(),
             bad_list: bad.list.clone(),
-            seconds: std::array::from_fn(|stage| shared.nanos[stage].load(Ordering::Relaxed) as f64 * 1e-9),
+            seconds,
+            slowest: slowest.map(|stage| STAGES[stage]),
+            bytes_recordings: shared.bytes_recordings.load(Ordering::Relaxed),
+            bytes_used: shared.bytes_used.load(Ordering::Relaxed),
+            bytes_ahead: shared.bytes_ahead.load(Ordering::Relaxed),
+            faults: shared.faults.load(Ordering::Relaxed),
         }
     }
 
@@ -363,11 +433,14 @@ impl Shared {
     fn work(&self) {
         WORKER.set(true);
         let mut scratch = Scratch::new();
+        let mut faults = thread_faults();
         while let Some((slot, row)) = self.claim() {
             // Decoding catches its own panics; this one only makes sure that a mistake elsewhere is no hang.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.fill(&mut scratch, &slot, row))) {
                 self.fail(format!("a worker panicked: {}", message(panic.as_ref())));
             }
+            let before = std::mem::replace(&mut faults, thread_faults());
+            self.faults.fetch_add(faults.saturating_sub(before), Ordering::Relaxed);
             if slot.left.fetch_sub(1, Ordering::AcqRel) == 1 {
                 let _state = lock(&self.state); // or the consumer could look just before and sleep just after
                 self.done.notify_all();
@@ -447,7 +520,13 @@ impl Shared {
             range += 1;
         }
         // Safety: this worker alone was given this row, and the consumer sees it only after `left` is 0.
-        let out: &mut [f32] = unsafe { slot.slab.row(range, SPECTROGRAM, row) };
+        let mut wide = std::mem::take(&mut scratch.wide);
+        let out: &mut [f32] = if plan.bf16 {
+            wide.resize(plan.views * plan.n_frames * N_MELS, 0.0);
+            &mut wide
+        } else {
+            unsafe { slot.slab.row(range, SPECTROGRAM, row) }
+        };
         let put = |field, value: i32| unsafe { slot.slab.row(range, field, row)[0] = value };
 
         let n = plan.rows.len() as u64;
@@ -456,7 +535,7 @@ impl Shared {
         let mut found = None;
         let mut index = None;
         if plan.train {
-            let order = Permutation::new(plan.seed, epoch, n);
+            let order = self.order.epoch(epoch);
             for attempt in 0..n {
                 let row = plan.rows[order.at((place + attempt) % n) as usize];
                 match self.load(scratch, slot, row, epoch, out) {
@@ -484,6 +563,14 @@ impl Shared {
         if found.is_none() {
             out.fill(0.0);
         }
+        if plan.bf16 {
+            let begin = Instant::now();
+            // Safety: as above.
+            let narrow: &mut [u16] = unsafe { slot.slab.row(range, SPECTROGRAM, row) };
+            narrow.iter_mut().zip(&*out).for_each(|(y, x)| *y = bf16(*x));
+            self.count(FBANK, begin);
+        }
+        scratch.wide = wide;
         let epoch = if plan.train { epoch } else { 0 };
         put(LABEL, index.map_or(0, |row| self.index.labels()[row as usize]));
         put(INDEX, index.map_or(-1, |row| i32::try_from(row).unwrap_or(i32::MAX)));
@@ -516,11 +603,14 @@ impl Shared {
         let plan = &self.plan;
         let bad = |what: String| Miss::Bad(self.reason(row, what));
         let go_on = || if slot.cancelled.load(Ordering::Relaxed) { Err(Miss::Cancelled) } else { Ok(()) };
-        let Scratch { decoder, resamplers, fbank, samples, wave } = scratch;
+        let Scratch { decoder, resamplers, fbank, reader, crops, samples, wave, .. } = scratch;
         go_on()?;
 
         let begin = Instant::now();
-        let bytes = self.index.encoded(row).map_err(|e| Miss::Bad(e.to_string()))?;
+        let bytes = self.index.encoded(row, reader).map_err(|e| Miss::Bad(e.to_string()))?;
+        self.count(READ, begin);
+
+        let begin = Instant::now();
         let info = decoder.info(bytes).map_err(|e| bad(e.to_string()))?;
         if info.frames == 0 || info.channels == 0 {
             return Err(bad("holds no samples".into()));
@@ -528,43 +618,129 @@ impl Shared {
         if !RATES.contains(&info.rate) {
             return Err(bad(format!("a sample rate of {} Hz is not in {RATES:?}", info.rate)));
         }
-        let random = plan.train.then_some(move |n_starts| crop_start(plan.seed, epoch, row as u64, 0, n_starts));
-        let crop = Crop::new(&info, plan.sample_rate, plan.clip_samples, random);
-        self.count(READ, begin);
+        let views = plan.views as u64;
+        let pick = |view: u64, surplus: u64| match plan.train {
+            true => crop_start(plan.seed, epoch, row as u64, view, surplus + 1),
+            false => (u128::from(surplus) * u128::from(2 * view + 1) / u128::from(2 * views)) as u64,
+        };
+        let crop = |view| Crop::new(&info, plan.sample_rate, plan.clip_samples, !plan.train, |n| pick(view, n));
+        crops.clear();
+        crops.extend((0..views).map(crop));
+        self.count(SEEK, begin);
 
         let begin = Instant::now();
         let same_rate = info.rate == plan.sample_rate;
         let context = if same_rate { 0 } else { resamplers.get(info.rate, plan.sample_rate).context() as u64 };
-        let first = crop.start.saturating_sub(context);
-        let last = (crop.start + crop.len + context).min(info.frames);
-        wave.clear();
-        wave.resize(plan.clip_samples, 0.0);
-        let clip = &mut wave[crop.offset..][..crop.out];
-        if same_rate {
-            decoder.read(bytes, &info, first, clip).map_err(|e| bad(e.to_string()))?;
-        } else {
-            samples.resize((last - first) as usize, 0.0);
-            decoder.read(bytes, &info, first, samples).map_err(|e| bad(e.to_string()))?;
+        // What the filter needs of the recording: the crop and as much on both sides as it looks.
+        let span =
+            |crop: &Crop| (crop.start.saturating_sub(context), (crop.start + crop.len + context).min(info.frames));
+        let low = crops.iter().map(|crop| span(crop).0).min().unwrap_or(0);
+        let high = crops.iter().map(|crop| span(crop).1).max().unwrap_or(0);
+        let each: u64 = crops.iter().map(|crop| span(crop).1 - span(crop).0).sum();
+        // Views that overlap are decoded once, with what lies between them.
+        let once = plan.views > 1 && high - low <= each;
+        let used = u128::from(each.min(high - low)) * bytes.len() as u128 / u128::from(info.frames);
+        self.bytes_recordings.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.bytes_used.fetch_add(used as u64, Ordering::Relaxed);
+        if once {
+            samples.resize((high - low) as usize, 0.0);
+            decoder.read(bytes, &info, low, samples).map_err(|e| bad(e.to_string()))?;
         }
         self.count(DECODE, begin);
-        go_on()?;
+        wave.resize(plan.clip_samples, 0.0);
+        for (crop, out) in crops.iter().zip(out.chunks_exact_mut(plan.n_frames * N_MELS)) {
+            go_on()?;
 
-        let begin = Instant::now();
-        if !same_rate {
-            let lead = (crop.start - first) as usize;
-            resamplers.get(info.rate, plan.sample_rate).process(samples, lead, clip);
-        }
-        // The filter bank's logarithm would turn a NaN into silence.
-        if !clip.iter().fold(true, |fine, x| fine & (x.abs() <= PEAK)) {
-            return Err(bad("holds samples that are not numbers, or far too large".into()));
-        }
-        self.count(RESAMPLE, begin);
-        go_on()?;
+            let begin = Instant::now();
+            let (first, last) = span(crop);
+            wave[..crop.offset].fill(0.0);
+            wave[crop.offset + crop.out..].fill(0.0);
+            let clip = &mut wave[crop.offset..][..crop.out];
+            if !once && same_rate {
+                decoder.read(bytes, &info, first, clip).map_err(|e| bad(e.to_string()))?;
+            } else if !once {
+                samples.resize((last - first) as usize, 0.0);
+                decoder.read(bytes, &info, first, samples).map_err(|e| bad(e.to_string()))?;
+            }
+            self.count(DECODE, begin);
+            go_on()?;
 
-        let begin = Instant::now();
-        fbank.normalised(wave, plan.n_frames, out);
-        self.count(FBANK, begin);
+            let begin = Instant::now();
+            let part = if once { &samples[(first - low) as usize..(last - low) as usize] } else { samples.as_slice() };
+            if !same_rate {
+                let lead = (crop.start - first) as usize;
+                resamplers.get(info.rate, plan.sample_rate).process(part, lead, clip);
+            } else if once {
+                clip.copy_from_slice(part);
+            }
+            // The filter bank's logarithm would turn a NaN into silence.
+            if !clip.iter().fold(true, |fine, x| fine & (x.abs() <= PEAK)) {
+                return Err(bad("holds samples that are not numbers, or far too large".into()));
+            }
+            self.count(RESAMPLE, begin);
+            go_on()?;
+
+            let begin = Instant::now();
+            fbank.normalised(wave, plan.n_frames, out);
+            self.count(FBANK, begin);
+        }
         Ok(())
+    }
+
+    /// Asks the system for the bytes of this window of the block order and of the next, in the order in which they lie in
+    /// the shards, while the workers are at this one. Never more than two windows ahead, nor `AHEAD` bytes in each.
+    fn read_ahead(&self) {
+        let Order::Block(blocks) = &self.order else { return };
+        let (n, batch) = (blocks.n(), self.plan.batch as u64);
+        let (mut from, mut to) = (0u64, 0u64); // samples that were asked for
+        let mut rows = Vec::new();
+        loop {
+            let now = {
+                let state = lock(&self.state);
+                if state.closed {
+                    return;
+                }
+                let open = if state.active && state.failure.is_none() { state.open.checked_mul(batch) } else { None };
+                match open {
+                    // After a seek the workers stand outside what was asked for.
+                    Some(open) if !(from..=to).contains(&open) => {
+                        (from, to) = (open, open);
+                        open
+                    }
+                    Some(open) => open,
+                    None => {
+                        drop(self.work.wait_timeout(state, AHEAD_POLL));
+                        continue;
+                    }
+                }
+            };
+            let end = |sample: u64| sample - sample % n + blocks.window(sample / n, sample % n).1;
+            let next = end(end(now));
+            if to >= next {
+                drop(self.work.wait_timeout(lock(&self.state), AHEAD_POLL));
+                continue;
+            }
+            let stop = end(to);
+            let order = self.order.epoch(to / n);
+            rows.clear();
+            for sample in to..stop {
+                // Other processes ask for theirs.
+                if self.plan.ranges.iter().any(|&(a, b)| (a as u64..b as u64).contains(&(sample % batch))) {
+                    rows.push(self.plan.rows[order.at(sample % n) as usize]);
+                }
+            }
+            rows.sort_unstable();
+            let mut left = AHEAD;
+            for row in &rows {
+                let bytes = self.index.advise(*row as usize, left);
+                left -= bytes;
+                self.bytes_ahead.fetch_add(bytes, Ordering::Relaxed);
+                if lock(&self.state).closed {
+                    return;
+                }
+            }
+            to = stop;
+        }
     }
 
     fn bad(&self, row: u32, what: String) {
@@ -606,8 +782,11 @@ impl Scratch {
             decoder: Decoder::new(),
             resamplers: Resamplers::new(),
             fbank: Fbank::new(),
+            reader: Reader::new(),
+            crops: Vec::new(),
             samples: Vec::new(),
             wave: Vec::new(),
+            wide: Vec::new(),
         }
     }
 }
@@ -622,19 +801,36 @@ struct Crop {
 }
 
 impl Crop {
-    /// `random` picks one of the possible starts; None takes the centre and pads both sides of a short recording.
-    fn new(info: &Info, target: u32, clip: usize, random: Option<impl FnOnce(u64) -> u64>) -> Self {
+    /// `pick` chooses the start, from 0 to the surplus that it is given. A short recording is padded at its end, or on both
+    /// sides when it is `centred`.
+    fn new(info: &Info, target: u32, clip: usize, centred: bool, pick: impl FnOnce(u64) -> u64) -> Self {
         let (rate, to) = (u128::from(info.rate), u128::from(target));
         let want = (clip as u128 * rate).div_ceil(to) as u64; // never too few for the last output sample
         if info.frames >= want {
-            let surplus = info.frames - want;
-            let start = random.map_or(surplus / 2, |random| random(surplus + 1));
-            return Self { start, len: want, offset: 0, out: clip };
+            return Self { start: pick(info.frames - want), len: want, offset: 0, out: clip };
         }
         let out = ((u128::from(info.frames) * to + rate / 2) / rate).min(clip as u128) as usize;
-        let offset = if random.is_some() { 0 } else { (clip - out) / 2 };
-        Self { start: 0, len: info.frames, offset, out }
+        Self { start: 0, len: info.frames, offset: if centred { (clip - out) / 2 } else { 0 }, out }
     }
+}
+
+/// The nearest bfloat16, and of two the even one. Not for NaN, which no row holds.
+fn bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) as u16
+}
+
+/// Page faults of this thread that waited for a disk or a network.
+fn thread_faults() -> u64 {
+    #[cfg(target_os = "linux")]
+    {
+        // Safety: the kernel fills the struct, of which every bit pattern is valid.
+        let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+        if unsafe { libc::getrusage(libc::RUSAGE_THREAD, &mut usage) } == 0 {
+            return usage.ru_majflt as u64;
+        }
+    }
+    0
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -672,7 +868,7 @@ mod tests {
     }
 
     fn centre(info: &Info) -> Crop {
-        Crop::new(info, 32_000, 160_000, None::<fn(u64) -> u64>)
+        Crop::new(info, 32_000, 160_000, true, |surplus| surplus / 2)
     }
 
     #[test]
@@ -680,7 +876,7 @@ mod tests {
         for rate in [8_000, 22_050, 32_000, 44_100, 48_000, 192_000] {
             let frames = u64::from(rate) * 7 + 3;
             for pick in [0, u64::MAX] {
-                let crop = Crop::new(&info(rate, frames), 32_000, 160_000, Some(|n: u64| pick.min(n - 1)));
+                let crop = Crop::new(&info(rate, frames), 32_000, 160_000, false, |surplus| pick.min(surplus));
                 assert_eq!((crop.offset, crop.out), (0, 160_000));
                 assert!(crop.start + crop.len <= frames);
                 assert!(crop.len * 32_000 >= 160_000 * u64::from(rate));
@@ -695,10 +891,18 @@ mod tests {
     fn short_recordings_are_padded() {
         let short = info(16_000, 16_000);
         assert_eq!(centre(&short), Crop { start: 0, len: 16_000, offset: 64_000, out: 32_000 });
-        let train = Crop::new(&short, 32_000, 160_000, Some(|_| unreachable!()));
+        let train = Crop::new(&short, 32_000, 160_000, false, |_| unreachable!());
         assert_eq!(train, Crop { start: 0, len: 16_000, offset: 0, out: 32_000 });
         assert_eq!(centre(&info(32_000, 160_000)), Crop { start: 0, len: 160_000, offset: 0, out: 160_000 });
         assert_eq!(centre(&info(32_000, 160_011)).start, 5);
+    }
+
+    #[test]
+    fn bf16_rounds_to_nearest_even() {
+        for (x, y) in [(1.0, 0x3F80), (-1.0, 0xBF80), (1.0 + 1.0 / 256.0, 0x3F80), (1.0 + 3.0 / 256.0, 0x3F82)] {
+            assert_eq!(bf16(x), y, "{x}");
+        }
+        assert_eq!(bf16(1.0 + 1.0 / 256.0 + 1e-6), 0x3F81);
     }
 
     fn plan(train: bool) -> Plan {
@@ -711,6 +915,9 @@ mod tests {
             sample_rate: 32_000,
             clip_samples: 800,
             n_frames: 1,
+            views: 1,
+            bf16: false,
+            block: None,
             threads: 2,
             depth: 1,
             bad_budget: 1.0,

@@ -13,8 +13,8 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 use crate::decode::Decoder;
 use crate::error::Error;
 use crate::fbank::{Fbank, N_MELS};
-use crate::order::Permutation;
-use crate::pipeline::{self, Next, Plan, EPOCH, INDEX, LABEL, SPECTROGRAM, STAGES, WEIGHT};
+use crate::order::{Blocks, Order, Permutation};
+use crate::pipeline::{self, Block, Next, Plan, EPOCH, INDEX, LABEL, SPECTROGRAM, STAGES, WEIGHT};
 use crate::resample::Resampler;
 use crate::slab::Slab;
 use crate::source;
@@ -31,6 +31,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(resample, module)?)?;
     module.add_function(wrap_pyfunction!(fbank, module)?)?;
     module.add_function(wrap_pyfunction!(permutation, module)?)?;
+    module.add_function(wrap_pyfunction!(block_order, module)?)?;
     module.add("ORDER_VERSION", crate::order::VERSION)?;
     module.add("STAGES", STAGES)?;
     module.add_class::<Index>()?;
@@ -142,8 +143,37 @@ fn permutation<'py>(
         return Err(PyValueError::new_err(format!("n = {n} must lie in [1, 2^62)")));
     }
     let order = Permutation::new(seed, epoch, n);
+    places(py, n, i, |i| order.at(i))
+}
+
+#[pyfunction]
+fn block_order<'py>(
+    py: Python<'py>,
+    seed: u64,
+    epoch: u64,
+    stops: PyReadonlyArray1<'py, i64>,
+    window: u64,
+    i: PyReadonlyArray1<'py, i64>,
+) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    let stops = stops.as_slice()?;
+    let increasing = stops.windows(2).all(|pair| pair[0] <= pair[1]);
+    if !increasing || stops.first().is_none_or(|&first| first < 0) || window == 0 {
+        return Err(PyValueError::new_err("stops must increase from 0, and window must be at least 1"));
+    }
+    let blocks = Blocks::new(seed, window, stops.iter().map(|&stop| stop as u64).collect());
+    let order = Order::Block(blocks);
+    let at = order.epoch(epoch);
+    places(py, order.n(), i, |i| at.at(i))
+}
+
+fn places<'py>(
+    py: Python<'py>,
+    n: u64,
+    i: PyReadonlyArray1<'py, i64>,
+    at: impl Fn(u64) -> u64,
+) -> PyResult<Bound<'py, PyArray1<i64>>> {
     let place = |&i: &i64| match u64::try_from(i) {
-        Ok(i) if i < n => Ok(order.at(i) as i64),
+        Ok(i) if i < n => Ok(at(i) as i64),
         _ => Err(PyIndexError::new_err(format!("place {i} is not in [0, {n})"))),
     };
     let recordings: PyResult<Vec<i64>> = i.as_slice()?.iter().map(place).collect();
@@ -162,9 +192,17 @@ impl Index {
 #[pymethods]
 impl Index {
     #[new]
-    #[pyo3(signature = (shards, *, audio = "audio", label = None))]
-    fn new(py: Python<'_>, shards: Vec<PathBuf>, audio: &str, label: Option<&str>) -> PyResult<Self> {
-        Ok(Self(Arc::new(py.detach(|| source::Index::open(&shards, audio, label))?)))
+    #[pyo3(signature = (shards, *, audio = "audio", label = None, root = None, cache = None))]
+    fn new(
+        py: Python<'_>,
+        shards: Vec<PathBuf>,
+        audio: &str,
+        label: Option<&str>,
+        root: Option<PathBuf>,
+        cache: Option<PathBuf>,
+    ) -> PyResult<Self> {
+        let options = source::Options { audio, label, root: root.as_deref(), cache: cache.as_deref() };
+        Ok(Self(Arc::new(py.detach(|| source::Index::open(&shards, options))?)))
     }
 
     #[getter]
@@ -188,12 +226,27 @@ impl Index {
         self.0.fingerprint()
     }
 
-    fn encoded<'py>(&self, py: Python<'py>, row: i64) -> PyResult<Bound<'py, PyBytes>> {
-        Ok(PyBytes::new(py, self.0.encoded(self.row(row)?)?))
+    #[getter]
+    fn first_rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        let rows: Vec<i64> = self.0.first_rows().map(|row| row as i64).collect();
+        rows.into_pyarray(py)
     }
 
-    fn path(&self, row: i64) -> PyResult<Option<&str>> {
-        Ok(self.0.path(self.row(row)?)?)
+    fn encoded<'py>(&self, py: Python<'py>, row: i64) -> PyResult<Bound<'py, PyBytes>> {
+        let mut reader = source::Reader::new();
+        Ok(PyBytes::new(py, self.0.encoded(self.row(row)?, &mut reader)?))
+    }
+
+    fn path(&self, row: i64) -> PyResult<Option<String>> {
+        Ok(self.0.path(self.row(row)?, &mut source::Reader::new())?)
+    }
+
+    fn paths(&self, py: Python<'_>) -> PyResult<Vec<Option<String>>> {
+        let all = || {
+            let mut reader = source::Reader::new();
+            (0..self.0.n_rows()).map(|row| self.0.path(row, &mut reader)).collect::<Result<_, _>>()
+        };
+        Ok(py.detach(all)?)
     }
 
     fn __len__(&self) -> usize {
@@ -234,7 +287,8 @@ struct Pipeline(pipeline::Pipeline);
 impl Pipeline {
     #[new]
     #[pyo3(signature = (index, *, rows, batch, ranges, seed, train, sample_rate = 32_000, clip_samples = 160_000,
-                        n_frames = N_FRAMES, threads = 1, depth = 2, bad_budget = 0.01))]
+                        n_frames = N_FRAMES, views = 1, bf16 = false, block = None, threads = 1, depth = 2,
+                        bad_budget = 0.01))]
     #[allow(clippy::too_many_arguments)] // keywords in Python; one struct from here on
     fn new(
         index: &Index,
@@ -246,6 +300,9 @@ impl Pipeline {
         sample_rate: u32,
         clip_samples: usize,
         n_frames: usize,
+        views: usize,
+        bf16: bool,
+        block: Option<(u64, u64)>,
         threads: usize,
         depth: usize,
         bad_budget: f64,
@@ -253,8 +310,22 @@ impl Pipeline {
         let n = index.0.n_rows();
         let narrow = |&row: &i64| u32::try_from(row).map_err(|_| Error::RowRange { row, n });
         let rows = rows.as_array().iter().map(narrow).collect::<Result<_, _>>()?;
-        let plan =
-            Plan { rows, batch, ranges, seed, train, sample_rate, clip_samples, n_frames, threads, depth, bad_budget };
+        let plan = Plan {
+            rows,
+            batch,
+            ranges,
+            seed,
+            train,
+            sample_rate,
+            clip_samples,
+            n_frames,
+            views,
+            bf16,
+            block: block.map(|(rows, window)| Block { rows, window }),
+            threads,
+            depth,
+            bad_budget,
+        };
         Ok(Self(pipeline::Pipeline::new(index.0.clone(), plan)?))
     }
 
@@ -291,6 +362,11 @@ impl Pipeline {
         out.set_item("bad_allowed", found.bad_allowed)?;
         out.set_item("bad_list", found.bad_list)?;
         out.set_item("seconds", seconds)?;
+        out.set_item("slowest", found.slowest)?;
+        out.set_item("bytes_recordings", found.bytes_recordings)?;
+        out.set_item("bytes_used", found.bytes_used)?;
+        out.set_item("bytes_ahead", found.bytes_ahead)?;
+        out.set_item("faults", found.faults)?;
         Ok(out)
     }
 
@@ -305,8 +381,12 @@ impl Pipeline {
         let owner = Bound::new(py, SlabOwner(slab))?;
         let ranges = 0..plan.ranges.len();
         let scalars = |field| PyList::new(py, ranges.clone().map(|r| SlabOwner::array::<i32>(&owner, r, field, ())));
-        let frames = [plan.n_frames, N_MELS];
-        let spectrograms = ranges.clone().map(|r| SlabOwner::array::<f32>(&owner, r, SPECTROGRAM, frames));
+        let shape = [plan.views, plan.n_frames, N_MELS];
+        let shape = if plan.views == 1 { &shape[1..] } else { &shape[..] };
+        let spectrograms = ranges.clone().map(|r| match plan.bf16 {
+            true => SlabOwner::array::<u16>(&owner, r, SPECTROGRAM, shape),
+            false => SlabOwner::array::<f32>(&owner, r, SPECTROGRAM, shape),
+        });
         let weights = ranges.clone().map(|r| SlabOwner::array::<f32>(&owner, r, WEIGHT, ()));
         let out = PyDict::new(py);
         out.set_item("spectrogram", PyList::new(py, spectrograms)?)?;

@@ -1,40 +1,49 @@
-//! A row index over many Arrow shards, made without reading audio.
+//! A row index over many shards, made without reading audio, and the bytes of one recording on demand.
 //!
-//! # What is read
-//!
-//! Shards are Arrow IPC *streams* (what Hugging Face `datasets` writes) or IPC *files*, told apart by the file's magic
-//! `ARROW1`. Both are sequences of encapsulated messages:
-//!
-//! ```text
-//! stream:  [FF FF FF FF][i32 size][flatbuffer Message, padded to `size`][body: Message.bodyLength bytes] ...
-//!          end: [FF FF FF FF][00 00 00 00], or the end of the file. Before format version 0.15 the FF FF FF FF is absent.
-//! file:    ARROW1 00 00, the same messages, [flatbuffer Footer][i32 size of the footer] ARROW1
-//!          Footer.recordBatches lists (offset, metaDataLength, bodyLength) of each record batch.
-//! ```
-//!
-//! The first message is the Schema. A RecordBatch message lists, for every column in depth-first order of the schema, its
-//! field nodes (length, null count) and its buffers (offset and length inside the body). From these the index takes three
-//! buffers of the `audio` struct (validity, offsets of `bytes`, offsets of `path`) and the label column. The data buffer,
-//! which is all but a thousandth of the file, is only addressed.
+//! Shards are Arrow IPC streams (what Hugging Face `datasets` writes), Arrow IPC files, or Parquet (what the Hub stores),
+//! told apart by their first bytes: `arrow` and `parquet` have the formats. In each, `audio` is a struct of bytes (binary
+//! or large_binary) and path; where bytes are null the recording is the file at path, relative to a root.
 //!
 //! Class names are `info.features.<label>.names` in the JSON under the schema's metadata key `huggingface`.
 //!
 //! # What is kept
 //!
-//! Per row 28 bytes (two spans and a label); per shard its path and its mapping. A mapping needs no file descriptor.
-//! A shard must not change while it is mapped: one that is cut short then kills the process with SIGBUS.
+//! Per row of an Arrow shard 28 bytes (two spans and a label), of a Parquet shard 4, and 12 more for each page's rows once
+//! one of them is read; per shard its path and its mapping. A mapping needs no file descriptor, so any number of shards is
+//! open at once. A shard must not change while it is mapped: one that is cut short then kills the process with SIGBUS.
+//! Each thread keeps in its `Reader` one recording that lies in a file of its own, as a mapping too, and unpacked pages of
+//! compressed Parquet: 64 MiB of them, or the page in use and its dictionary where they are larger.
+//!
+//! # The cache of an index
+//!
+//! With a folder for it, an index is written there and taken from there while names, sizes and times of the shards stay
+//! what they were:
+//!
+//! ```text
+//! "jaxtrain index 2\n" [key: 16 bytes] [body] [hash of all before: 8 bytes], integers little-endian; the name is the hash
+//! of the shards' paths and the columns; the key, of names, sizes and times
+//! ```
+//!
+//! A file that does not match in any of these is made again. It is written beside its place and renamed, so a reader sees
+//! all of it or nothing; and one that cannot be written costs only the time that it would have saved.
+
+mod arrow;
+mod parquet;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
 
-use arrow_ipc as ipc;
 use memmap2::Mmap;
 
 use crate::error::Error;
 use crate::order;
+use parquet::Body;
 
 /// Where a value lies in its shard. A null is `len == NULL`.
 #[derive(Clone, Copy)]
+#[repr(C, packed(4))] // 12 bytes, not 16
 struct Span {
     start: u64,
     len: u32,
@@ -42,43 +51,122 @@ struct Span {
 
 const NULL: u32 = u32::MAX;
 
+/// Linux reads no more than a device's own read-ahead for one request, 128 KiB by default, and drops the rest.
+const ADVICE: usize = 128 << 10;
+
+impl Span {
+    const NULL: Self = Self { start: 0, len: NULL };
+
+    fn of(self, bytes: &[u8]) -> &[u8] {
+        // Inside: checked when the index or the page was made.
+        &bytes[self.start as usize..][..self.len as usize]
+    }
+}
+
 struct Shard {
     path: PathBuf,
     map: Mmap,
     first_row: usize,
+    table: Table,
+}
+
+/// Where the values of a shard's rows lie.
+enum Table {
+    Arrow { audio: Vec<Span>, paths: Vec<Span> },
+    Parquet(parquet::Pair),
+}
+
+/// What a shard's metadata say.
+struct Found {
+    class_names: Option<Vec<String>>,
+    labels: Vec<i32>,
+    table: Table,
+}
+
+/// What to index.
+#[derive(Clone, Copy, Default)]
+pub struct Options<'a> {
+    pub audio: &'a str,          // the column of recordings
+    pub label: Option<&'a str>,  // the column of class labels
+    pub root: Option<&'a Path>,  // of `path` where bytes are null; None = the folder of the shard
+    pub cache: Option<&'a Path>, // a folder to keep the index in
 }
 
 pub struct Index {
     shards: Vec<Shard>,
-    audio: Vec<Span>,
-    paths: Vec<Span>,
     labels: Vec<i32>,
     class_names: Option<Vec<String>>,
     fingerprint: String,
+    root: Option<PathBuf>,
+}
+
+/// What one thread keeps between recordings.
+#[derive(Default)]
+pub struct Reader {
+    pages: parquet::Pages,
+    page: Option<Arc<Vec<u8>>>, // of the recording that was read last
+    file: Option<Mmap>,
+}
+
+impl Reader {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Bytes of unpacked pages.
+    pub fn bytes(&self) -> usize {
+        self.pages.bytes()
+    }
 }
 
 impl Index {
-    /// Reads the metadata of every shard, in the order given. `label` is the column of class labels, if any is wanted.
+    /// Reads the metadata of every shard, in the order given, or the cache of what they were.
     ///
     /// # Errors
     /// A shard that cannot be opened or is not whole, a column that is missing or of another type, compressed record
     /// batches, labels outside the class names, or class names that differ between shards.
-    pub fn open(shards: &[PathBuf], audio: &str, label: Option<&str>) -> Result<Self, Error> {
-        let mut index = Self {
-            shards: Vec::with_capacity(shards.len()),
-            audio: Vec::new(),
-            paths: Vec::new(),
-            labels: Vec::new(),
-            class_names: None,
-            fingerprint: String::new(),
-        };
-        for path in shards {
-            index.add(path, audio, label)?;
-        }
+    pub fn open(shards: &[PathBuf], options: Options) -> Result<Self, Error> {
         if shards.is_empty() {
             return Err(Error::NoShards);
         }
-        index.fingerprint = index.digest(label);
+        let mut maps = Vec::with_capacity(shards.len());
+        let mut key = Hash::new();
+        for path in shards {
+            let open = |source| Error::Open { path: path.clone(), source };
+            let file = File::open(path).map_err(open)?;
+            let stat = file.metadata().map_err(open)?;
+            if stat.len() == 0 {
+                return Err(shard_error(path, 0, "is empty"));
+            }
+            let time = stat.modified().ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
+            key.text(&path.to_string_lossy());
+            [stat.len(), time.as_secs(), time.subsec_nanos().into()].into_iter().for_each(|word| key.feed(word));
+            // Safety: the map is only read. That nobody cuts the file short meanwhile is asked for in the module's docs.
+            maps.push(unsafe { Mmap::map(&file) }.map_err(open)?);
+        }
+        let place = options.cache.map(|folder| folder.join(cache_name(shards, options)));
+        let mut index = match &place {
+            None => Self::read(shards, maps, options)?,
+            Some(place) => match std::fs::read(place).ok().and_then(|b| cache::load(&b, key.0, shards, &mut maps)) {
+                Some(index) => index,
+                None => {
+                    let index = Self::read(shards, maps, options)?;
+                    let _ = cache::save(&index, key.0, place); // it only saves time
+                    index
+                }
+            },
+        };
+        index.root = options.root.map(Path::to_path_buf);
+        Ok(index)
+    }
+
+    fn read(shards: &[PathBuf], maps: Vec<Mmap>, options: Options) -> Result<Self, Error> {
+        let mut index =
+            Self { shards: Vec::new(), labels: Vec::new(), class_names: None, fingerprint: String::new(), root: None };
+        for (path, map) in shards.iter().zip(maps) {
+            index.add(path, map, options)?;
+        }
+        index.fingerprint = index.digest(options.label);
         Ok(index)
     }
 
@@ -86,18 +174,43 @@ impl Index {
     #[cfg(test)]
     pub(crate) fn broken(n: usize) -> Self {
         let map = memmap2::MmapMut::map_anon(1).and_then(memmap2::MmapMut::make_read_only).unwrap();
+        let table = Table::Arrow { audio: vec![Span { start: 10, len: 10 }; n], paths: vec![Span::NULL; n] };
         Self {
-            shards: vec![Shard { path: "broken.arrow".into(), map, first_row: 0 }],
-            audio: vec![Span { start: 10, len: 10 }; n],
-            paths: vec![Span { start: 0, len: NULL }; n],
+            shards: vec![Shard { path: "broken.arrow".into(), map, first_row: 0, table }],
             labels: vec![-1; n],
             class_names: None,
             fingerprint: String::new(),
+            root: None,
         }
     }
 
+    /// Reads one shard from memory, and every row of it: what fuzzers feed. Nothing but an error may come of any bytes.
+    ///
+    /// # Errors
+    /// As `open`, and of the first row that cannot be read.
+    pub fn probe(bytes: &[u8], label: Option<&str>) -> Result<usize, Error> {
+        let path = Path::new("probe");
+        if bytes.is_empty() {
+            return Err(shard_error(path, 0, "is empty"));
+        }
+        let open = |source| Error::Open { path: path.to_path_buf(), source };
+        let mut map = memmap2::MmapMut::map_anon(bytes.len()).map_err(open)?;
+        map.copy_from_slice(bytes);
+        let map = map.make_read_only().map_err(open)?;
+        // A root that holds nothing: bytes may not choose a file.
+        let mut index =
+            Self::read(&[path.to_path_buf()], vec![map], Options { audio: "audio", label, ..Options::default() })?;
+        index.root = Some("/nonexistent".into());
+        let mut reader = Reader::new();
+        for row in 0..index.n_rows() {
+            index.encoded(row, &mut reader)?;
+            index.path(row, &mut reader)?;
+        }
+        Ok(index.n_rows())
+    }
+
     pub fn n_rows(&self) -> usize {
-        self.audio.len()
+        self.labels.len()
     }
 
     /// Class of each row; -1 where it is null, and everywhere when no label column was asked for.
@@ -116,131 +229,235 @@ impl Index {
         &self.fingerprint
     }
 
-    /// The encoded recording of a row, as it lies in the file: nothing is read before the caller touches it.
-    pub fn encoded(&self, row: usize) -> Result<&[u8], Error> {
-        let span = *self.audio.get(row).ok_or(Error::RowRange { row: row as i64, n: self.n_rows() })?;
-        if span.len == NULL {
-            let path = self.path(row)?.map_or("no path either".into(), |p| format!("only the path {p:?}"));
-            return Err(self.bad_row(row, format!("holds no audio bytes, {path}. Embed the audio in the shards")));
+    /// The first row of each shard.
+    pub fn first_rows(&self) -> impl Iterator<Item = usize> + '_ {
+        self.shards.iter().map(|shard| shard.first_row)
+    }
+
+    /// The encoded recording of a row. In Arrow, in uncompressed Parquet and in a file of its own it is used as it lies
+    /// there: nothing is read before the caller touches it.
+    pub fn encoded<'a>(&'a self, row: usize, reader: &'a mut Reader) -> Result<&'a [u8], Error> {
+        let (number, shard) = self.shard(row)?;
+        let local = row - shard.first_row;
+        match &shard.table {
+            Table::Arrow { audio, .. } if audio[local].len != NULL => return Ok(audio[local].of(&shard.map)),
+            Table::Arrow { .. } => {}
+            Table::Parquet(pair) => {
+                let value = pair.bytes.value(&shard.map, number, local, &mut reader.pages);
+                match value.map_err(|what| self.bad_row(row, format!("its page {what}")))? {
+                    parquet::Value::Null => {}
+                    parquet::Value::InFile(span) => return Ok(span.of(&shard.map)),
+                    parquet::Value::Owned(page, span) => return Ok(span.of(reader.page.insert(page))),
+                }
+            }
         }
-        Ok(self.slice(row, span))
+        let Some(path) = self.path(row, reader)? else {
+            return Err(self.bad_row(row, "holds no audio bytes, no path either".into()));
+        };
+        let folder = self.root.as_deref().or(shard.path.parent()).unwrap_or(Path::new(""));
+        let place = folder.join(&path);
+        let map = map_file(&place).map_err(|e| {
+            let what = format!("holds no audio bytes, only the path {path:?}, and {}: {e}", place.display());
+            self.bad_row(row, format!("{what}. Embed the audio in the shards, or set audio_root to the files' folder"))
+        })?;
+        Ok(match map {
+            Some(map) => reader.file.insert(map),
+            None => &[],
+        })
     }
 
     /// The name under which the recording was stored, if there is one.
-    pub fn path(&self, row: usize) -> Result<Option<&str>, Error> {
-        let span = *self.paths.get(row).ok_or(Error::RowRange { row: row as i64, n: self.n_rows() })?;
-        if span.len == NULL {
-            return Ok(None);
-        }
-        let text = std::str::from_utf8(self.slice(row, span));
+    pub fn path(&self, row: usize, reader: &mut Reader) -> Result<Option<String>, Error> {
+        let (number, shard) = self.shard(row)?;
+        let local = row - shard.first_row;
+        let text = match &shard.table {
+            Table::Arrow { paths, .. } if paths[local].len == NULL => return Ok(None),
+            Table::Arrow { paths, .. } => std::str::from_utf8(paths[local].of(&shard.map)).map(str::to_owned),
+            Table::Parquet(pair) => {
+                let Some(column) = &pair.path else { return Ok(None) };
+                let value = column.value(&shard.map, number, local, &mut reader.pages);
+                match value.map_err(|what| self.bad_row(row, format!("the page of its path {what}")))? {
+                    parquet::Value::Null => return Ok(None),
+                    parquet::Value::InFile(span) => std::str::from_utf8(span.of(&shard.map)).map(str::to_owned),
+                    parquet::Value::Owned(page, span) => std::str::from_utf8(span.of(&page)).map(str::to_owned),
+                }
+            }
+        };
         text.map(Some).map_err(|_| self.bad_row(row, "its path is not UTF-8".into()))
+    }
+
+    /// Asks the system to have a recording's bytes in memory soon, at most `limit` of them. Returns how many: 0 for one in
+    /// a file of its own.
+    pub fn advise(&self, row: usize, limit: u64) -> u64 {
+        let Ok((_, shard)) = self.shard(row) else { return 0 };
+        let (start, len) = match &shard.table {
+            Table::Arrow { audio, .. } => match audio[row - shard.first_row] {
+                Span { len: NULL, .. } => return 0,
+                Span { start, len } => (start, len),
+            },
+            Table::Parquet(pair) => match pair.bytes.page(row - shard.first_row) {
+                Some(body) => (body.at, body.packed),
+                None => return 0,
+            },
+        };
+        let len = u64::from(len).min(limit).min((shard.map.len() as u64).saturating_sub(start));
+        #[cfg(unix)]
+        for begin in (start..start + len).step_by(ADVICE) {
+            let size = ADVICE.min((start + len - begin) as usize);
+            // Advice: without it the bytes are read when they are touched.
+            let _ = shard.map.advise_range(memmap2::Advice::WillNeed, begin as usize, size);
+        }
+        len
     }
 
     /// An error about one recording, with the shard and the row's place in it.
     pub fn bad_row(&self, row: usize, what: String) -> Error {
-        let shard = self.shard(row);
-        Error::Recording { path: shard.path.clone(), row, row_in_shard: row - shard.first_row, what }
-    }
-
-    fn shard(&self, row: usize) -> &Shard {
-        &self.shards[self.shards.partition_point(|s| s.first_row <= row) - 1]
-    }
-
-    fn slice(&self, row: usize, span: Span) -> &[u8] {
-        // Inside the map: `spans` checked it when the index was made.
-        &self.shard(row).map[span.start as usize..][..span.len as usize]
-    }
-
-    fn add(&mut self, path: &Path, audio: &str, label: Option<&str>) -> Result<(), Error> {
-        let open = |source| Error::Open { path: path.to_path_buf(), source };
-        let file = File::open(path).map_err(open)?;
-        if file.metadata().map_err(open)?.len() == 0 {
-            return Err(shard_error(path, 0, "is empty"));
+        match self.shard(row) {
+            Ok((_, shard)) => {
+                Error::Recording { path: shard.path.clone(), row, row_in_shard: row - shard.first_row, what }
+            }
+            Err(error) => error,
         }
-        // Safety: the map is only read. That nobody cuts the file short meanwhile is asked for in the module's docs.
-        let map = unsafe { Mmap::map(&file) }.map_err(open)?;
-        let mut reader = Reader::new(path, &map)?;
-        let columns = Columns::find(path, &reader.schema, audio, label)?;
-        let names = columns.class_names.clone();
+    }
+
+    /// The number of the shard that holds a row, and the shard.
+    fn shard(&self, row: usize) -> Result<(usize, &Shard), Error> {
+        if row >= self.n_rows() {
+            return Err(Error::RowRange { row: row as i64, n: self.n_rows() });
+        }
+        let number = self.shards.partition_point(|s| s.first_row <= row) - 1;
+        Ok((number, &self.shards[number]))
+    }
+
+    fn add(&mut self, path: &Path, map: Mmap, options: Options) -> Result<(), Error> {
+        let Options { audio, label, .. } = options;
+        let found = if map.starts_with(b"PAR1") {
+            parquet::read(&map, audio, label).map_err(|broken| {
+                let (path, label) = (path.to_path_buf(), label.unwrap_or_default().to_owned());
+                match broken {
+                    parquet::Broken::Invalid(at, what) => Error::Shard { path, at, what },
+                    parquet::Broken::NoColumn(name, have) => Error::NoColumn { path, name, have },
+                    parquet::Broken::NotAudio(found) => Error::NotAudio { path, name: audio.into(), found },
+                    parquet::Broken::StringLabel => Error::StringLabel { path, name: label },
+                    parquet::Broken::NotLabel(found) => Error::NotLabel { path, name: label, found },
+                }
+            })?
+        } else {
+            arrow::read(path, &map, audio, label)?
+        };
         if let Some(first) = self.shards.first() {
-            if names != self.class_names {
+            if found.class_names != self.class_names {
                 return Err(Error::ClassNames {
                     path: path.to_path_buf(),
                     first: first.path.clone(),
                     name: label.unwrap_or_default().to_owned(),
-                    what: difference(self.class_names.as_deref(), names.as_deref()),
+                    what: difference(self.class_names.as_deref(), found.class_names.as_deref()),
                 });
             }
         } else {
-            self.class_names = names;
+            self.class_names = found.class_names;
         }
-
         let first_row = self.n_rows();
-        while let Some((at, body, batch)) = reader.next_batch()? {
-            let fail = |what: String| Error::Shard { path: path.to_path_buf(), at, what };
-            let batch = Batch::new(&map, body, batch.get().map_err(fail)?).map_err(|broken| match broken {
-                Broken::Compressed(codec) => {
-                    Error::Compressed { path: path.to_path_buf(), batch: reader.n_batches - 1, codec }
-                }
-                Broken::Invalid(what) => fail(what),
-            })?;
-            let validity = batch.validity(columns.audio).map_err(fail)?;
-            batch.spans(columns.bytes, validity, &mut self.audio).map_err(fail)?;
-            match columns.path {
-                Some(column) => batch.spans(column, validity, &mut self.paths).map_err(fail)?,
-                None => self.paths.resize(self.audio.len(), Span { start: 0, len: NULL }),
-            }
-            let before = self.labels.len();
-            match columns.label {
-                Some(column) => batch.labels(column, &mut self.labels).map_err(fail)?,
-                None => self.labels.resize(self.audio.len(), -1),
-            }
-            if self.labels.len() != self.audio.len() || self.paths.len() != self.audio.len() {
-                return Err(fail("holds columns of different lengths".into()));
-            }
-            let n = self.class_names.as_ref().map_or(i32::MAX as usize, Vec::len);
-            if let Some(k) = self.labels[before..].iter().position(|&l| l >= 0 && l as usize >= n) {
-                return Err(Error::LabelRange {
-                    path: path.to_path_buf(),
-                    row: before + k,
-                    row_in_shard: before + k - first_row,
-                    label: self.labels[before + k].into(),
-                    n,
-                });
-            }
+        let n = self.class_names.as_ref().map_or(i32::MAX as usize, Vec::len);
+        if let Some(k) = found.labels.iter().position(|&l| l >= 0 && l as usize >= n) {
+            return Err(Error::LabelRange {
+                path: path.to_path_buf(),
+                row: first_row + k,
+                row_in_shard: k,
+                label: found.labels[k].into(),
+                n,
+            });
         }
-        self.shards.push(Shard { path: path.to_path_buf(), map, first_row });
+        self.labels.extend(found.labels);
+        self.shards.push(Shard { path: path.to_path_buf(), map, first_row, table: found.table });
         Ok(())
     }
 
     fn digest(&self, label: Option<&str>) -> String {
-        let mut lanes = [1u64, 2];
-        let mut feed = |word: u64| lanes = lanes.map(|h| order::mix(h.rotate_left(5) ^ word).wrapping_add(h));
-        let mut text = |s: &str| {
-            feed(s.len() as u64);
-            for chunk in s.as_bytes().chunks(8) {
-                let mut word = [0; 8];
-                word[..chunk.len()].copy_from_slice(chunk);
-                feed(u64::from_le_bytes(word));
-            }
-        };
-        text(label.unwrap_or_default());
+        let mut hash = Hash::new();
+        hash.text(label.unwrap_or_default());
         for name in self.class_names.iter().flatten() {
-            text(name);
+            hash.text(name);
         }
         for shard in &self.shards {
-            text(&shard.path.file_name().unwrap_or_default().to_string_lossy());
+            hash.text(&shard.path.file_name().unwrap_or_default().to_string_lossy());
         }
         for shard in &self.shards {
-            feed(shard.map.len() as u64);
-            feed(shard.first_row as u64);
+            hash.feed(shard.map.len() as u64);
+            hash.feed(shard.first_row as u64);
         }
-        for (span, label) in self.audio.iter().zip(&self.labels) {
-            feed(u64::from(span.len));
-            feed(*label as u64);
+        for (number, shard) in self.shards.iter().enumerate() {
+            let end = self.shards.get(number + 1).map_or(self.n_rows(), |next| next.first_row);
+            let labels = &self.labels[shard.first_row..end];
+            match &shard.table {
+                Table::Arrow { audio, .. } => {
+                    for (span, label) in audio.iter().zip(labels) {
+                        hash.feed(u64::from(span.len));
+                        hash.feed(*label as u64);
+                    }
+                }
+                Table::Parquet(pair) => {
+                    labels.iter().for_each(|label| hash.feed(*label as u64));
+                    for page in &pair.bytes.pages {
+                        let Body { at, packed, n, .. } = page.body;
+                        [at, packed.into(), n.into()].into_iter().for_each(|word| hash.feed(word));
+                    }
+                }
+            }
         }
-        format!("{:016x}{:016x}", lanes[0], lanes[1])
+        format!("{:016x}{:016x}", hash.0[0], hash.0[1])
     }
+}
+
+/// None for an empty file, which cannot be mapped.
+fn map_file(path: &Path) -> std::io::Result<Option<Mmap>> {
+    // Before it is opened: opening a pipe waits for its writer.
+    let stat = std::fs::metadata(path)?;
+    if !stat.is_file() {
+        return Err(std::io::Error::other("is no file"));
+    }
+    if stat.len() == 0 {
+        return Ok(None);
+    }
+    // Safety: the map is only read. That nobody cuts the file short meanwhile is asked for in the module's docs.
+    unsafe { Mmap::map(&File::open(path)?) }.map(Some)
+}
+
+/// Two lanes of 64 bits over words.
+struct Hash([u64; 2]);
+
+impl Hash {
+    fn new() -> Self {
+        Self([1, 2])
+    }
+
+    fn feed(&mut self, word: u64) {
+        self.0 = self.0.map(|h| order::mix(h.rotate_left(5) ^ word).wrapping_add(h));
+    }
+
+    fn text(&mut self, s: &str) {
+        self.bytes(s.as_bytes());
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.feed(bytes.len() as u64);
+        for chunk in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.feed(u64::from_le_bytes(word));
+        }
+    }
+}
+
+fn cache_name(shards: &[PathBuf], options: Options) -> String {
+    let mut hash = Hash::new();
+    hash.text(options.audio);
+    hash.feed(options.label.is_some().into());
+    hash.text(options.label.unwrap_or_default());
+    for path in shards {
+        hash.text(&std::path::absolute(path).unwrap_or(path.clone()).to_string_lossy());
+    }
+    format!("{:016x}{:016x}.index", hash.0[0], hash.0[1])
 }
 
 fn shard_error(path: &Path, at: u64, what: impl Into<String>) -> Error {
@@ -259,267 +476,9 @@ fn difference(first: Option<&[String]>, here: Option<&[String]>) -> String {
     }
 }
 
-/// Walks the messages of one shard.
-struct Reader<'a> {
-    path: &'a Path,
-    map: &'a [u8],
-    schema: Flat,
-    blocks: Blocks,
-    n_batches: usize,
-}
-
-enum Blocks {
-    /// The next message begins here.
-    Stream(usize),
-    /// The footer's list, to be taken from the end.
-    File(Vec<(u64, u64)>),
-}
-
-/// A flatbuffer message, copied so that it is aligned as its reader wants, whatever the file's layout.
-struct Flat {
-    words: Vec<u64>,
-    len: usize,
-}
-
-impl Flat {
-    fn new(bytes: &[u8]) -> Self {
-        let words = bytes.chunks(8).map(|chunk| {
-            let mut word = [0; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
-            u64::from_ne_bytes(word)
-        });
-        Self { words: words.collect(), len: bytes.len() }
-    }
-
-    fn bytes(&self) -> &[u8] {
-        // Safety: `words` holds at least `len` initialised bytes, and u8 has no alignment to keep.
-        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.len) }
-    }
-
-    fn get(&self) -> Result<ipc::Message<'_>, String> {
-        ipc::root_as_message(self.bytes()).map_err(|e| format!("holds no Arrow message: {e}"))
-    }
-}
-
-impl<'a> Reader<'a> {
-    fn new(path: &'a Path, map: &'a [u8]) -> Result<Self, Error> {
-        let is_file = map.starts_with(b"ARROW1\0\0");
-        let mut reader = Self { path, map, schema: Flat::new(&[]), blocks: Blocks::Stream(0), n_batches: 0 };
-        let (schema, end) = reader
-            .message(if is_file { 8 } else { 0 })
-            .map_err(|e| match e {
-                Error::Shard { at: 0, .. } => reader.fail(0, "is not an Arrow IPC stream or file"),
-                e => e,
-            })?
-            .ok_or_else(|| reader.fail(0, "ends before its schema"))?;
-        reader.schema = schema;
-        reader.blocks = if is_file { Blocks::File(reader.footer()?) } else { Blocks::Stream(end) };
-        Ok(reader)
-    }
-
-    fn fail(&self, at: usize, what: impl Into<String>) -> Error {
-        shard_error(self.path, at as u64, what)
-    }
-
-    /// The message at byte `at`, and where its body begins. None at the end of the stream.
-    fn message(&self, at: usize) -> Result<Option<(Flat, usize)>, Error> {
-        let word = |at: usize| self.map.get(at..at + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-        if at == self.map.len() {
-            return Ok(None);
-        }
-        let cut = || self.fail(at, "is cut short inside a message");
-        let (size, start) = match word(at).ok_or_else(cut)? {
-            0xFFFF_FFFF => (word(at + 4).ok_or_else(cut)?, at + 8),
-            size => (size, at + 4),
-        };
-        if size == 0 {
-            return Ok(None);
-        }
-        let bytes = start.checked_add(size as usize).and_then(|end| self.map.get(start..end)).ok_or_else(cut)?;
-        let flat = Flat::new(bytes);
-        let message = flat.get().map_err(|what| self.fail(at, what))?;
-        let body = usize::try_from(message.bodyLength()).map_err(|_| self.fail(at, "has a negative body length"))?;
-        let end = start + size as usize;
-        if end.checked_add(body).is_none_or(|end| end > self.map.len()) {
-            return Err(self.fail(
-                at,
-                format!("is cut short: a body of {body} bytes is announced, {} are left", self.map.len() - end),
-            ));
-        }
-        Ok(Some((flat, end)))
-    }
-
-    fn footer(&self) -> Result<Vec<(u64, u64)>, Error> {
-        let n = self.map.len();
-        let cut = || self.fail(n, "is cut short: an Arrow IPC file ends with a footer, this one does not");
-        if n < 18 || &self.map[n - 6..] != b"ARROW1" {
-            return Err(cut());
-        }
-        let size = u32::from_le_bytes([self.map[n - 10], self.map[n - 9], self.map[n - 8], self.map[n - 7]]) as usize;
-        let start = (n - 10).checked_sub(size).ok_or_else(cut)?;
-        let flat = Flat::new(&self.map[start..n - 10]);
-        let footer = ipc::root_as_footer(flat.bytes());
-        let footer = footer.map_err(|e| self.fail(start, format!("has a broken footer: {e}")))?;
-        let blocks = footer.recordBatches().into_iter().flatten();
-        let mut list: Vec<_> = blocks.map(|b| (b.offset() as u64, b.metaDataLength() as u64)).collect();
-        list.reverse();
-        Ok(list)
-    }
-
-    /// (its place in the file, where its body begins, the message) of the next record batch.
-    fn next_batch(&mut self) -> Result<Option<(u64, usize, Flat)>, Error> {
-        loop {
-            let at = match &mut self.blocks {
-                Blocks::Stream(at) => *at,
-                Blocks::File(list) => match list.pop() {
-                    Some((at, _)) => usize::try_from(at).unwrap_or(usize::MAX),
-                    None => return Ok(None),
-                },
-            };
-            if at > self.map.len() {
-                return Err(self.fail(at, "has a footer that points outside the file"));
-            }
-            let Some((flat, body)) = self.message(at)? else {
-                return match self.blocks {
-                    Blocks::Stream(_) => Ok(None),
-                    Blocks::File(_) => Err(self.fail(at, "has a footer that points to no message")),
-                };
-            };
-            let message = flat.get().map_err(|what| self.fail(at, what))?;
-            let kind = message.header_type();
-            if let Blocks::Stream(next) = &mut self.blocks {
-                // Writers pad bodies to 8 bytes and count the padding in bodyLength.
-                *next = body + message.bodyLength() as usize;
-            }
-            if kind == ipc::MessageHeader::RecordBatch {
-                self.n_batches += 1;
-                return Ok(Some((at as u64, body, flat)));
-            }
-        }
-    }
-}
-
-/// Where a column's nodes and buffers begin in a record batch's lists.
-#[derive(Clone, Copy)]
-struct Place {
-    node: usize,
-    buffer: usize,
-    views: usize, // columns of view type before it, each with a number of buffers that differs from batch to batch
-    large: bool,
-}
-
-/// The columns that the index reads.
-struct Columns {
-    audio: Place,
-    bytes: Place,
-    path: Option<Place>,
-    label: Option<Place>,
-    class_names: Option<Vec<String>>,
-}
-
-impl Columns {
-    fn find(path: &Path, schema: &Flat, audio: &str, label: Option<&str>) -> Result<Self, Error> {
-        let fail = |what: String| shard_error(path, 0, what);
-        let message = schema.get().map_err(fail)?;
-        let schema = message.header_as_schema().ok_or_else(|| fail("does not begin with a schema".into()))?;
-        if !schema.endianness().equals_to_target_endianness() {
-            return Err(fail("was written on a machine of the other byte order".into()));
-        }
-        let mut cursor = Cursor { node: 0, buffer: 0, views: 0, v4: message.version() < ipc::MetadataVersion::V5 };
-        let (mut audio_found, mut label_place, mut names) = (None, None, Vec::new());
-        for field in schema.fields().into_iter().flatten() {
-            let name = field.name().unwrap_or_default();
-            names.push(format!("{name} ({})", describe(field)));
-            let place = cursor.here();
-            if name == audio {
-                audio_found = Some(Self::audio(path, field, cursor)?);
-            } else if Some(name) == label {
-                Self::check_label(path, field)?;
-                label_place = Some(place);
-            }
-            cursor.skip(field);
-        }
-        let missing =
-            |name: &str| Error::NoColumn { path: path.to_path_buf(), name: name.into(), have: names.join(", ") };
-        let (audio_place, bytes, audio_path) = audio_found.ok_or_else(|| missing(audio))?;
-        if let (Some(name), None) = (label, label_place) {
-            return Err(missing(name));
-        }
-        let class_names = match label {
-            Some(label) => class_names(schema, label).map_err(fail)?,
-            None => None,
-        };
-        Ok(Self { audio: audio_place, bytes, path: audio_path, label: label_place, class_names })
-    }
-
-    fn audio(path: &Path, field: ipc::Field, mut cursor: Cursor) -> Result<(Place, Place, Option<Place>), Error> {
-        let wrong = || Error::NotAudio {
-            path: path.to_path_buf(),
-            name: field.name().unwrap_or_default().into(),
-            found: describe(field),
-        };
-        if field.type_type() != ipc::Type::Struct_ || field.dictionary().is_some() {
-            return Err(wrong());
-        }
-        let here = cursor.here();
-        let (mut bytes, mut name) = (None, None);
-        cursor.node += 1;
-        cursor.buffer += 1;
-        for child in field.children().into_iter().flatten() {
-            let (kind, place) = (child.type_type(), cursor.here());
-            let (plain, large) = (child.dictionary().is_none(), |large| Some(Place { large, ..place }));
-            match (child.name().unwrap_or_default(), kind) {
-                ("bytes", ipc::Type::Binary) if plain => bytes = large(false),
-                ("bytes", ipc::Type::LargeBinary) if plain => bytes = large(true),
-                ("path", ipc::Type::Utf8) if plain => name = large(false),
-                ("path", ipc::Type::LargeUtf8) if plain => name = large(true),
-                _ => {}
-            }
-            cursor.skip(child);
-        }
-        Ok((here, bytes.ok_or_else(wrong)?, name))
-    }
-
-    fn check_label(path: &Path, field: ipc::Field) -> Result<(), Error> {
-        let (path, name) = (path.to_path_buf(), field.name().unwrap_or_default().to_owned());
-        let int64 = field.type_as_int().is_some_and(|int| int.bitWidth() == 64 && int.is_signed());
-        match field.type_type() {
-            ipc::Type::Utf8 | ipc::Type::LargeUtf8 | ipc::Type::Utf8View => Err(Error::StringLabel { path, name }),
-            ipc::Type::Int if int64 && field.dictionary().is_none() => Ok(()),
-            _ => Err(Error::NotLabel { path, name, found: describe(field) }),
-        }
-    }
-}
-
-/// A column's type, for people.
-fn describe(field: ipc::Field) -> String {
-    let kind = match field.type_type() {
-        ipc::Type::Int => match field.type_as_int() {
-            Some(int) => format!("{}int{}", if int.is_signed() { "" } else { "u" }, int.bitWidth()),
-            None => "int".into(),
-        },
-        ipc::Type::Utf8 => "string".into(),
-        ipc::Type::LargeUtf8 => "large_string".into(),
-        ipc::Type::Struct_ => {
-            let children = field.children().into_iter().flatten();
-            let inner: Vec<_> =
-                children.map(|c| format!("{}: {}", c.name().unwrap_or_default(), describe(c))).collect();
-            format!("struct<{}>", inner.join(", "))
-        }
-        other => other.variant_name().unwrap_or("an unknown type").to_lowercase(),
-    };
-    if field.dictionary().is_some() {
-        format!("dictionary of {kind}")
-    } else {
-        kind
-    }
-}
-
-fn class_names(schema: ipc::Schema, label: &str) -> Result<Option<Vec<String>>, String> {
-    let pairs = schema.custom_metadata().into_iter().flatten();
-    let Some(text) = pairs.filter(|kv| kv.key() == Some("huggingface")).find_map(|kv| kv.value()) else {
-        return Ok(None);
-    };
+/// The names of a label's classes in the JSON of the key `huggingface`.
+fn class_names(text: Option<&str>, label: &str) -> Result<Option<Vec<String>>, String> {
+    let Some(text) = text else { return Ok(None) };
     let json: serde_json::Value = serde_json::from_str(text)
         .map_err(|e| format!("has broken JSON under its metadata key \"huggingface\": {e}"))?;
     let names = json.pointer("/info/features").and_then(|f| f.get(label)).and_then(|f| f.get("names"));
@@ -527,164 +486,186 @@ fn class_names(schema: ipc::Schema, label: &str) -> Result<Option<Vec<String>>, 
     Ok(names.flatten())
 }
 
-/// Counts nodes and buffers along the schema, by the Arrow columnar format's table of layouts.
-#[derive(Clone, Copy)]
-struct Cursor {
-    node: usize,
-    buffer: usize,
-    views: usize,
-    v4: bool, // unions had a validity buffer until metadata version V5
-}
+/// The file of an index.
+mod cache {
+    use super::*;
+    use parquet::{Column, Page, Pair};
 
-impl Cursor {
-    fn here(&self) -> Place {
-        Place { node: self.node, buffer: self.buffer, views: self.views, large: false }
-    }
+    const MAGIC: &[u8] = b"jaxtrain index 2\n";
 
-    fn skip(&mut self, field: ipc::Field) {
-        use ipc::Type;
-        self.node += 1;
-        if field.dictionary().is_some() {
-            self.buffer += 2; // its indices; the values lie in dictionary batches
-            return;
-        }
-        self.buffer += match field.type_type() {
-            Type::Null | Type::RunEndEncoded => 0,
-            Type::Struct_ | Type::FixedSizeList => 1,
-            Type::Utf8 | Type::Binary | Type::LargeUtf8 | Type::LargeBinary | Type::ListView | Type::LargeListView => 3,
-            Type::Union => {
-                let dense = field.type_as_union().is_some_and(|u| u.mode() == ipc::UnionMode::Dense);
-                1 + usize::from(dense) + usize::from(self.v4)
+    pub(super) fn save(index: &Index, key: [u64; 2], place: &Path) -> std::io::Result<()> {
+        let mut out = Out(MAGIC.to_vec());
+        key.into_iter().for_each(|word| out.word(word));
+        out.bytes(index.fingerprint.as_bytes());
+        out.word(index.class_names.is_some().into());
+        let names = index.class_names.as_deref().unwrap_or_default();
+        out.word(names.len() as u64);
+        names.iter().for_each(|name| out.bytes(name.as_bytes()));
+        out.word(index.labels.len() as u64);
+        index.labels.iter().for_each(|label| out.0.extend(label.to_le_bytes()));
+        for shard in &index.shards {
+            out.word(shard.first_row as u64);
+            match &shard.table {
+                Table::Arrow { audio, paths } => {
+                    out.word(0);
+                    out.word(audio.len() as u64);
+                    audio.iter().chain(paths).for_each(|span| out.span(*span));
+                }
+                Table::Parquet(pair) => {
+                    out.word(1 + u64::from(pair.path.is_some()));
+                    [Some(&pair.bytes), pair.path.as_ref()].into_iter().flatten().for_each(|column| out.column(column));
+                }
             }
-            Type::Utf8View | Type::BinaryView => {
-                self.views += 1;
-                2
-            }
-            _ => 2,
-        };
-        field.children().into_iter().flatten().for_each(|child| self.skip(child));
-    }
-}
-
-/// Buffers of one record batch, checked against the file before anything is read through them.
-struct Batch<'a> {
-    map: &'a [u8],
-    body: usize,
-    header: ipc::RecordBatch<'a>,
-}
-
-enum Broken {
-    Compressed(String),
-    Invalid(String),
-}
-
-/// A validity bitmap; empty means that nothing is null.
-#[derive(Clone, Copy)]
-struct Validity<'a>(&'a [u8]);
-
-impl Validity<'_> {
-    fn is_null(self, i: usize) -> bool {
-        !self.0.is_empty() && self.0[i / 8] & (1 << (i % 8)) == 0
-    }
-}
-
-impl<'a> Batch<'a> {
-    fn new(map: &'a [u8], body: usize, message: ipc::Message<'a>) -> Result<Self, Broken> {
-        let header = message.header_as_record_batch();
-        let header = header.ok_or_else(|| Broken::Invalid("holds a broken record batch".into()))?;
-        if let Some(compression) = header.compression() {
-            let codec = compression.codec().variant_name().unwrap_or("an unknown codec").to_lowercase();
-            return Err(Broken::Compressed(codec.replace("_frame", "")));
         }
-        let body = &map[..body + message.bodyLength() as usize]; // `Reader::message` checked it
-        Ok(Self { map: body, body: body.len() - message.bodyLength() as usize, header })
+        let mut sum = Hash::new();
+        sum.bytes(&out.0);
+        out.word(sum.0[0]);
+        if let Some(folder) = place.parent() {
+            std::fs::create_dir_all(folder)?;
+        }
+        let beside = place.with_extension(format!("{}.tmp", std::process::id()));
+        let written = std::fs::write(&beside, &out.0).and_then(|()| std::fs::rename(&beside, place));
+        if written.is_err() {
+            let _ = std::fs::remove_file(&beside);
+        }
+        written
     }
 
-    /// The column's length, which must be the batch's.
-    fn len(&self, place: Place) -> Result<usize, String> {
-        let nodes = self.header.nodes().filter(|nodes| place.node < nodes.len());
-        let n = nodes.ok_or("lists fewer columns than its schema")?.get(place.node).length();
-        if n != self.header.length() {
-            return Err(format!("has {} rows but a column of {n}", self.header.length()));
+    /// None when anything in it is not as it should be. Takes the maps only when all is.
+    pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut Vec<Mmap>) -> Option<Index> {
+        let (body, sum) = bytes.split_last_chunk::<8>()?;
+        let mut hash = Hash::new();
+        hash.bytes(body);
+        let mut input = In(body.strip_prefix(MAGIC)?);
+        if hash.0[0] != u64::from_le_bytes(*sum) || [input.word()?, input.word()?] != key {
+            return None;
         }
-        usize::try_from(n).map_err(|_| format!("has {n} rows"))
-    }
-
-    /// (its first byte in the file, its bytes) of the column's buffer number `k`, at least `want` long.
-    fn buffer(&self, place: Place, k: usize, want: Option<usize>) -> Result<(usize, &'a [u8]), String> {
-        let extra = self.header.variadicBufferCounts().into_iter().flatten().take(place.views);
-        let extra = extra.fold(0, |sum: usize, n| sum.saturating_add(usize::try_from(n).unwrap_or(0)));
-        let k = extra.saturating_add(place.buffer + k);
-        let buffers = self.header.buffers().filter(|buffers| k < buffers.len());
-        let buffer = buffers.ok_or("lists fewer buffers than its schema")?.get(k);
-        let outside = || format!("has a buffer outside its body: {} bytes at {}", buffer.length(), buffer.offset());
-        let start = usize::try_from(buffer.offset()).map_err(|_| outside())?;
-        let len = usize::try_from(buffer.length()).map_err(|_| outside())?;
-        let start = start.checked_add(self.body).ok_or_else(outside)?;
-        let end = start.checked_add(len).filter(|&end| end <= self.map.len()).ok_or_else(outside)?;
-        match want {
-            Some(want) if len < want => Err(format!("has a buffer of {len} bytes where {want} are needed")),
-            _ => Ok((start, &self.map[start..end])),
-        }
-    }
-
-    fn validity(&self, place: Place) -> Result<Validity<'a>, String> {
-        let n = self.len(place)?;
-        let (_, bits) = self.buffer(place, 0, None)?;
-        if bits.is_empty() {
-            return Ok(Validity(bits));
-        }
-        let (_, bits) = self.buffer(place, 0, Some(n.div_ceil(8)))?;
-        Ok(Validity(bits))
-    }
-
-    /// Appends the places of a binary or string column's values. Rows that are null in `parent` are null.
-    fn spans(&self, place: Place, parent: Validity, out: &mut Vec<Span>) -> Result<(), String> {
-        let n = self.len(place)?;
-        if n == 0 {
-            return Ok(());
-        }
-        let validity = self.validity(place)?;
-        let width = if place.large { 8 } else { 4 };
-        let bytes = (n + 1).checked_mul(width).ok_or("has too many rows")?;
-        let (_, offsets) = self.buffer(place, 1, Some(bytes))?;
-        let (data, values) = self.buffer(place, 2, None)?;
-        let offset = |i: usize| match offsets[i * width..][..width] {
-            [a, b, c, d] => i64::from(i32::from_le_bytes([a, b, c, d])),
-            [a, b, c, d, e, f, g, h] => i64::from_le_bytes([a, b, c, d, e, f, g, h]),
-            _ => -1,
-        };
-        out.reserve(n);
-        for i in 0..n {
-            let (start, end) = (offset(i), offset(i + 1));
-            if start < 0 || end < start || end as u64 > values.len() as u64 {
-                return Err(format!("has offsets {start} to {end} in a buffer of {} bytes", values.len()));
-            }
-            let len = match u32::try_from(end - start) {
-                _ if parent.is_null(i) || validity.is_null(i) => NULL,
-                Ok(len) if len != NULL => len,
-                _ => return Err(format!("holds a value of {} bytes; 4 GiB is the limit", end - start)),
+        let fingerprint = input.text()?;
+        let named = input.word()? != 0;
+        let names: Option<Vec<_>> = (0..input.word()?).map(|_| input.text()).collect();
+        let n_rows = input.len(4)?;
+        let labels = input.take(4 * n_rows)?.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+        let labels: Vec<i32> = labels.collect();
+        let mut tables = Vec::new();
+        for map in maps.iter() {
+            let first_row = usize::try_from(input.word()?).ok()?;
+            let table = match input.word()? {
+                0 => {
+                    let n = input.len(24)?;
+                    let mut spans = |n| (0..n).map(|_| input.span(map.len())).collect::<Option<Vec<_>>>();
+                    Table::Arrow { audio: spans(n)?, paths: spans(n)? }
+                }
+                kind @ (1 | 2) => Table::Parquet(Pair {
+                    bytes: input.column()?,
+                    path: if kind == 2 { Some(input.column()?) } else { None },
+                }),
+                _ => return None,
             };
-            out.push(Span { start: (data as u64) + start as u64, len });
+            tables.push((first_row, table));
         }
-        Ok(())
+        for (k, (first, table)) in tables.iter().enumerate() {
+            let end = tables.get(k + 1).map_or(n_rows, |next| next.0);
+            let n = end.checked_sub(*first)?;
+            if (k == 0 && *first != 0) || matches!(table, Table::Arrow { audio, .. } if audio.len() != n) {
+                return None;
+            }
+        }
+        let shards = shards.iter().zip(maps.drain(..)).zip(tables);
+        let shards =
+            shards.map(|((path, map), (first_row, table))| Shard { path: path.clone(), map, first_row, table });
+        Some(Index {
+            shards: shards.collect(),
+            labels,
+            class_names: if named { Some(names?) } else { None },
+            fingerprint,
+            root: None,
+        })
     }
 
-    /// Appends an int64 column. Nulls and negative values become -1.
-    fn labels(&self, place: Place, out: &mut Vec<i32>) -> Result<(), String> {
-        let n = self.len(place)?;
-        if n == 0 {
-            return Ok(());
+    struct Out(Vec<u8>);
+
+    impl Out {
+        fn word(&mut self, word: u64) {
+            self.0.extend(word.to_le_bytes());
         }
-        let validity = self.validity(place)?;
-        let (_, values) = self.buffer(place, 1, Some(n.checked_mul(8).ok_or("has too many rows")?))?;
-        out.extend(values.chunks_exact(8).take(n).enumerate().map(|(i, b)| {
-            let value = i64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]);
-            match value {
-                _ if validity.is_null(i) || value < 0 => -1,
-                _ => i32::try_from(value).unwrap_or(i32::MAX), // beyond any class list: reported as out of range
+
+        fn bytes(&mut self, bytes: &[u8]) {
+            self.word(bytes.len() as u64);
+            self.0.extend(bytes);
+        }
+
+        fn span(&mut self, span: Span) {
+            self.0.extend({ span.start }.to_le_bytes());
+            self.0.extend({ span.len }.to_le_bytes());
+        }
+
+        fn column(&mut self, column: &Column) {
+            self.word(column.levels.into());
+            for pages in [&column.pages, &column.dictionaries] {
+                self.word(pages.len() as u64);
+                for page in pages {
+                    let Body { at, packed, unpacked, n, levels, codec, encoding } = page.body;
+                    self.word(at);
+                    for small in [packed, unpacked, n, levels, codec.into(), encoding.into()] {
+                        self.0.extend(small.to_le_bytes());
+                    }
+                    self.0.extend(page.first_row.to_le_bytes());
+                    self.0.extend(page.dictionary.to_le_bytes());
+                }
             }
-        }));
-        Ok(())
+        }
+    }
+
+    struct In<'a>(&'a [u8]);
+
+    impl<'a> In<'a> {
+        fn take(&mut self, n: usize) -> Option<&'a [u8]> {
+            let (found, rest) = self.0.split_at_checked(n)?;
+            self.0 = rest;
+            Some(found)
+        }
+
+        fn word(&mut self) -> Option<u64> {
+            Some(u64::from_le_bytes(self.take(8)?.try_into().ok()?))
+        }
+
+        fn small(&mut self) -> Option<u32> {
+            Some(u32::from_le_bytes(self.take(4)?.try_into().ok()?))
+        }
+
+        /// A count of items of `size` bytes, all of which are there.
+        fn len(&mut self, size: usize) -> Option<usize> {
+            let n = usize::try_from(self.word()?).ok()?;
+            (n.checked_mul(size)? <= self.0.len()).then_some(n)
+        }
+
+        fn text(&mut self) -> Option<String> {
+            let n = self.len(1)?;
+            String::from_utf8(self.take(n)?.to_vec()).ok()
+        }
+
+        fn span(&mut self, size: usize) -> Option<Span> {
+            let span = Span { start: self.word()?, len: self.small()? };
+            let fits = span.start.checked_add({ span.len }.into()).is_some_and(|end| end <= size as u64);
+            (span.len == NULL || fits).then_some(span)
+        }
+
+        fn column(&mut self) -> Option<Column> {
+            let levels = u8::try_from(self.word()?).ok()?;
+            let mut pages = || {
+                let n = self.len(40)?;
+                (0..n)
+                    .map(|_| {
+                        let at = self.word()?;
+                        let [packed, unpacked, n, levels] =
+                            [self.small()?, self.small()?, self.small()?, self.small()?];
+                        let [codec, encoding] = [self.small()? as u8, self.small()? as u8];
+                        let body = Body { at, packed, unpacked, n, levels, codec, encoding };
+                        Some(Page::new(body, self.small()?, self.small()?))
+                    })
+                    .collect::<Option<Vec<_>>>()
+            };
+            Some(Column { levels, pages: pages()?, dictionaries: pages()? })
+        }
     }
 }

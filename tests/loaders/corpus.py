@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import soundfile
 
 ESC10 = pathlib.Path(__file__).parents[2] / ".." / "shared" / "data" / "esc10"
@@ -61,3 +62,10 @@ def save_to_disk(folder: pathlib.Path, shards: Sequence[pa.Table]) -> pathlib.Pa
         write(folder / name, rows)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in files]}))
     return folder
+
+
+def write_parquet(path: pathlib.Path, rows: pa.Table, **options) -> pathlib.Path:
+    """One Parquet shard; ``options`` are those of ``pyarrow.parquet.write_table``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(rows, path, **options)
+    return path

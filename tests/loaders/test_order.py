@@ -51,6 +51,46 @@ def test_every_order_of_few_recordings_occurs_equally_often():
     assert ((counts - 200) ** 2 / 200).sum() < 23 + 5 * np.sqrt(2 * 23)
 
 
+SHARDS = np.array([0, 0, 130, 131, 600, 1000])
+
+
+@pytest.mark.parametrize(("size", "window"), [(1, 1), (16, 4), (16, 1), (5000, 3), (5, 1000), (32, 64)])
+def test_the_block_order_is_a_bijection_that_the_reference_knows(size, window):
+    rows = np.setdiff1d(np.arange(1100), np.arange(3, 1100, 7))
+    stops = order.block_stops(rows, SHARDS, size)
+    i = np.arange(len(rows))
+    for seed, epoch in ((0, 0), (0, 1), (2**64 - 1, 2**40)):
+        found = _rust.block_order(seed, epoch, stops, window, i)
+        np.testing.assert_array_equal(found, order.block_order(seed, epoch, stops, window, i))
+        np.testing.assert_array_equal(np.sort(found), i)
+        places = np.array([len(rows) - 1, 0, 77])
+        np.testing.assert_array_equal(_rust.block_order(seed, epoch, stops, window, places), found[places])
+
+
+def test_blocks_lie_in_one_shard_and_side_by_side():
+    rows = np.setdiff1d(np.arange(1100), np.arange(3, 1100, 7))
+    stops = order.block_stops(rows, SHARDS, 32)
+    for begin, end in zip([0, *stops[:-1]], stops, strict=True):
+        assert 0 < end - begin <= 32
+        assert len(set(np.searchsorted(SHARDS, rows[begin:end], side="right"))) == 1
+
+
+def test_a_window_of_the_block_order_holds_whole_blocks():
+    """So the bytes to read ahead are runs: of 40 blocks of 25 rows, each 8 come together, and in another order each epoch."""
+    stops = np.arange(25, 1001, 25)
+    first, second = (_rust.block_order(7, epoch, stops, 8, np.arange(1000)) for epoch in (0, 1))
+    windows = [set(window // 25) for window in first.reshape(5, 200)]
+    assert [len(blocks) for blocks in windows] == [8] * 5
+    assert windows != [set(window // 25) for window in second.reshape(5, 200)]
+    assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.2  # rows of a block do not follow each other
+
+
+def test_the_block_order_is_pinned():
+    """Checkpoints rely on it: when these numbers change, VERSION must change in order.py and in order.rs."""
+    found = _rust.block_order(42, 3, np.array([3, 6, 8, 12]), 2, np.arange(12))
+    assert found.tolist() == [10, 3, 8, 11, 4, 5, 9, 6, 0, 1, 7, 2]
+
+
 def test_places_outside_are_errors():
     for i in (-1, 10):
         with pytest.raises(IndexError, match=f"place {i} "):

@@ -159,6 +159,87 @@ def test_rows_hold_the_crop_that_the_reference_names(mixed):
                 np.testing.assert_allclose(spectrogram, expected, atol=2e-4, err_msg=f"{train} {row}")
 
 
+def test_views_are_crops_of_one_recording(mixed):
+    """Each is what the reference draws for it; one decode of overlapping views or one for each give the same rows."""
+    for train in (True, False):
+        found = take(make(mixed, train=train, batch=37, views=3), 1)
+        assert found["spectrogram"].shape == (1, 37, 3, N_FRAMES, 128)
+        for views, row in zip(found["spectrogram"][0], found["index"][0], strict=True):
+            _, rate, n = _rust.decode(mixed.encoded(int(row)))
+            surplus = n - -(-CLIP * rate // 32_000)
+            if surplus < 0:
+                assert (views == views[0]).all()
+                continue
+            for view, spectrogram in enumerate(views):
+                if train:
+                    start = order.crop_start(1, 0, int(row), surplus + 1, view)
+                else:
+                    start = surplus * (2 * view + 1) // 6
+                wave = _rust.decode(mixed.encoded(int(row)), start, n - surplus)[0]
+                wave = _rust.resample(wave, rate, 32_000)[:CLIP]
+                expected = (_rust.fbank(wave - wave.mean()) + 7.2) / 8.86
+                inner = slice(None) if rate == 32_000 else slice(2, -2)
+                assert np.median(np.abs(spectrogram[inner] - expected[inner])) < 1e-2, (train, row, view)
+
+
+def test_one_view_is_the_first_of_many(mixed):
+    one, many = (take(make(mixed, batch=37, views=views), 2) for views in (1, 5))
+    lossless = np.array([FORMATS[i % len(FORMATS)][0] in ("WAV", "FLAC") for i in range(37)])[one["index"]]
+    np.testing.assert_allclose(many["spectrogram"][:, :, 0][lossless], one["spectrogram"][lossless], atol=1e-5)
+    np.testing.assert_allclose(many["spectrogram"][:, :, 0], one["spectrogram"], atol=5e-2)
+    np.testing.assert_array_equal(many["index"], one["index"])
+
+
+def test_threads_and_processes_change_no_byte_of_views_and_bf16(mixed):
+    options = {"views": 4, "bf16": True, "block": (4, 3)}
+    first, other = (take(make(mixed, threads=threads, **options), 6) for threads in (1, 8))
+    equal(first, other)
+    parts = [make(mixed, ranges=ranges, threads=2, **options) for ranges in ([(0, 2), (4, 5)], [(2, 4)], [(5, 8)])]
+    found = [pipeline.next()[1] for _ in range(6) for pipeline in parts]
+    for step in range(6):
+        a, b, c = found[3 * step : 3 * step + 3]
+        equal({k: np.concatenate([a[k][0], b[k][0], a[k][1], c[k][0]]) for k in first}, {k: v[step] for k, v in first.items()})
+
+
+def test_bf16_is_the_nearest(mixed):
+    import ml_dtypes
+
+    wide, narrow = (take(make(mixed, train=train, batch=8, bf16=bf16), 5) for train, bf16 in ((False, False), (False, True)))
+    assert narrow["spectrogram"].dtype == np.uint16
+    expected = wide["spectrogram"].astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(narrow["spectrogram"], expected.view(np.uint16))
+    np.testing.assert_array_equal(narrow["weight"], wide["weight"])
+
+
+def test_batches_follow_the_block_order(mixed):
+    stops = order.block_stops(np.arange(37), mixed.first_rows, 4)
+    expected = np.concatenate([order.block_order(1, epoch, stops, 3, np.arange(37)) for epoch in range(3)])
+    pipeline = make(mixed, block=(4, 3), threads=2)
+    found = take(pipeline, 13)
+    np.testing.assert_array_equal(found["index"].ravel(), expected[: 13 * 8])
+    pipeline.seek(5)
+    np.testing.assert_array_equal(pipeline.next()[1]["index"][0], expected[40:48])
+    pipeline.seek(10**9)
+    assert pipeline.next()[0] == 10**9 + 1
+    assert take(make(mixed, block=(4, 3), train=False), 1)["index"].tolist() == [list(range(8))]
+
+
+def test_the_block_order_reads_ahead_and_not_too_far(mixed):
+    """The rows of this window and of the next are asked for, those of other processes and of later windows are not."""
+    sizes = np.array([len(mixed.encoded(row)) for row in range(37)])
+    stops = order.block_stops(np.arange(37), mixed.first_rows, 4)
+    places = order.block_order(1, 0, stops, 2, np.arange(37))
+    lengths = np.diff(stops, prepend=0)[order._permute(order.hash_of(order.BLOCK, 1, 0), len(stops), np.arange(len(stops)))]
+    for ranges in ([(0, 4)], [(1, 3)]):
+        pipeline = make(mixed, batch=4, ranges=ranges, block=(4, 2), depth=1, threads=1, bad_budget=1.0)
+        pipeline.next()
+        time.sleep(0.5)  # the queue is full: the workers stand at the third batch or the fourth, after at most 12 of 37 places
+        mine = np.isin(np.arange(37) % 4, np.arange(*ranges[0]))
+        bounds = [int(sizes[places[: lengths[:n].sum()]][mine[: lengths[:n].sum()]].sum()) for n in (2, 4, 6, 8)]
+        assert pipeline.diagnostics()["bytes_ahead"] in bounds
+        pipeline.close()
+
+
 def test_crops_differ_between_epochs(tmp_path):
     index = open_index(tmp_path, [corpus.wav(0, 10.0)], shards=1)
     spectrograms = take(make(index, batch=1), 6)["spectrogram"]
@@ -255,6 +336,9 @@ def test_plans_that_make_no_sense(mixed):
         ({"ranges": [(0, 9)]}, r"range \[0, 9\) is not a part of a batch of 8"),
         ({"ranges": [(3, 3)]}, r"range \[3, 3\)"),
         ({"threads": 0}, "threads = 0"),
+        ({"views": 0}, "views = 0"),
+        ({"block": (0, 3)}, "blocks of 0 rows"),
+        ({"block": (3, 3), "rows": [3, 1]}, "rows must increase"),
         ({"bad_budget": 1.5}, "bad_budget = 1.5"),
         ({"clip_samples": 799}, "has 0 frames"),
         ({"n_frames": 15}, "has 16 frames, but a row holds 1 to 15"),
@@ -363,7 +447,23 @@ def test_diagnostics_name_the_stages(mixed):
     take(pipeline, 6)
     seconds = pipeline.diagnostics()["seconds"]
     assert list(seconds) == _rust.STAGES
-    assert all(seconds[stage] > 0 for stage in ("read", "decode", "resample", "fbank"))
+    stages = ("read", "seek", "decode", "resample", "fbank")
+    assert all(seconds[stage] > 0 for stage in stages)
+    assert pipeline.diagnostics()["slowest"] == max(stages, key=lambda stage: seconds[stage])
+    assert make(mixed).diagnostics()["slowest"] is None
+
+
+def test_diagnostics_count_bytes_touched_and_bytes_needed(tmp_path):
+    """Of ten recordings of 10 s a crop of 0.175 s needs a sixtieth; of a crop's own length, all."""
+    for seconds, share in ((10.0, CLIP / 320_000), (CLIP / 32_000, 1.0)):
+        encoded = [corpus.wav(i, seconds) for i in range(10)]
+        index = open_index(tmp_path / str(seconds), encoded)
+        pipeline = make(index, batch=10, train=False)
+        take(pipeline, 1)
+        found = pipeline.diagnostics()
+        assert found["bytes_recordings"] == sum(map(len, encoded))
+        assert abs(found["bytes_used"] / found["bytes_recordings"] - share) < 1e-3
+        assert found["faults"] >= 0
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,20 @@ def test_fields_are_what_a_batch_holds(folder):
         found.close()
 
 
+@pytest.mark.parametrize("options", [{"views": 3}, {"dtype": "bfloat16"}, {"views": 2, "dtype": "bfloat16", "order": "block"}])
+def test_fields_of_views_and_bfloat16(folder, options):
+    import jax
+
+    found = loader(config(folder, **options))
+    rows = next(found)[1]["spectrogram"][0]
+    field = spectrogram.fields(config(folder, **options))["spectrogram"]
+    assert rows.shape == (8, *field.shape) and rows.dtype == field.dtype
+    on_device = jax.device_put(rows)
+    assert on_device.dtype == options.get("dtype", "float32")
+    assert on_device.unsafe_buffer_pointer() == rows.ctypes.data
+    np.testing.assert_array_equal(on_device, rows)
+
+
 def test_a_test_split_is_read_once_and_again_after_seek(folder):
     found = loader(config(folder), "test")
     assert found.n_batches == 2
@@ -88,6 +102,33 @@ def test_training_never_reads_what_is_excluded(folder):
     assert found.n_batches == 5
     seen = {int(row) for _ in range(10) for row in next(found)[1]["index"][0]}
     assert seen == set(range(1, 39))
+
+
+def test_recordings_are_excluded_by_their_path(folder, tmp_path):
+    (tmp_path / "list").write_text("3.wav\n\n 7.wav \n")
+    found = config(folder, exclude_paths=("0.wav", f"@{tmp_path / 'list'}"), exclude=(1,))
+    assert spectrogram.facts(found)["n_train"] == 40 - 7  # both shards name theirs 0.wav to 19.wav
+    seen = {int(row) for _ in range(10) for row in next(loader(found))[1]["index"][0]}
+    assert not seen & {0, 1, 3, 7, 20, 23, 27}
+    with pytest.raises(DataError, match="exclude_paths names '99.wav', which is no audio.path in"):
+        spectrogram.facts(config(folder, exclude_paths=("99.wav",)))
+    assert "which is no file; did you mean" in problems(exclude_paths=(f"@{tmp_path}/lits",))["exclude_paths"]
+
+
+def test_recordings_beside_the_shards(tmp_path):
+    for i in range(6):
+        (tmp_path / f"{i}.wav").write_bytes(corpus.wav(i, 0.25))
+    shard = corpus.write_parquet(tmp_path / "shards" / "s.parquet", corpus.table([None] * 6, [0] * 6))
+    found = loader(config(shard, audio_root=str(tmp_path), test_share=0.0, bad_budget=0.0), batch=6)
+    assert next(found)[1]["weight"][0].all()
+    assert "which is no folder; did you mean" in problems(audio_root=str(tmp_path / "shard"))["audio_root"]
+
+
+def test_many_shards_are_indexed_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    corpus.save_to_disk(tmp_path / "birds", [small(2)] * spectrogram.CACHED_SHARDS)
+    assert spectrogram.facts(config(tmp_path / "birds", test_share=0.0))["n_train"] == 2 * spectrogram.CACHED_SHARDS
+    assert len(list((tmp_path / "cache" / "index").iterdir())) == 1
 
 
 def test_a_share_is_held_out_where_no_path_holds_a_test_split(folder):
@@ -120,6 +161,8 @@ def test_state_names_all_that_decides_the_order(folder):
         return found
 
     first = state()
+    block = state(order="block")
+    assert block != first and state(order="block", block_rows=8) != block != state(order="block", block_window=2)
     assert state(threads=1, depth=5, bad_budget=0.5) == first
     assert state(batch=4) != first and state(seed=1) != first and state(exclude=(1,)) != first
     assert state(exclude=(1,)) != state(exclude=(2,))
@@ -159,6 +202,15 @@ def test_paths(tmp_path, kind):
     assert (facts["n_train"], facts["n_test"]) == (sum(sizes), sum(test))
 
 
+@pytest.mark.parametrize("inside", ["", "data/"])
+def test_a_folder_of_the_hub(tmp_path, inside):
+    for name, n in (("train-00001-of-00002", 20), ("train-00000-of-00002-0123456789abcdef", 21), ("test-00000-of-00001", 3)):
+        corpus.write_parquet(tmp_path / f"{inside}{name}.parquet", small(n))
+    facts = spectrogram.facts(config(tmp_path))
+    assert (facts["n_train"], facts["n_test"]) == (41, 3)
+    assert next(loader(config(tmp_path)))[1]["spectrogram"][0].shape == (8, 18, 128)
+
+
 def test_a_home_folder_is_expanded(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     assert problems(train="~/birds") == {}
@@ -171,7 +223,7 @@ def test_missing_paths_name_the_remedy(folder):
     assert f"{parent} exists, and holds birds" in problems(train=str(parent / "zzzz"))["train"]
     assert f"matches no file; {folder} exists" in problems(test=str(folder / "*.parquet"))["test"]
     (parent / "empty").mkdir()
-    assert "without Arrow shards; it holds nothing" in problems(train=str(parent / "empty"))["train"]
+    assert "without Arrow or Parquet shards; it holds nothing" in problems(train=str(parent / "empty"))["train"]
     assert "without the split 'test'; it has train" in problems(test=str(only_train(parent)))["test"]
     (folder / "train" / "state.json").write_text("{}")
     assert "broken" in problems(train=str(folder))["train"]
@@ -184,8 +236,10 @@ def only_train(parent):
 
 
 def test_numbers_that_make_no_sense_are_reported_together():
-    found = problems(test_share=1.0, bad_budget=-0.1, threads=-1, depth=0, exclude=(4, -1), clip_seconds=6.0)
-    assert set(found) == {"test_share", "bad_budget", "threads", "depth", "exclude", "clip_seconds"}
+    found = problems(
+        test_share=1.0, bad_budget=-0.1, threads=-1, depth=0, exclude=(4, -1), clip_seconds=6.0, views=0, dtype="half"
+    )
+    assert set(found) == {"test_share", "bad_budget", "threads", "depth", "exclude", "clip_seconds", "views", "dtype"}
     assert "makes 598 frames; n_frames=512 holds 0.025 s to 5.135 s" in found["clip_seconds"]
     assert "32000 Hz" in problems(sample_rate=44_100)["sample_rate"]
     assert "clip_seconds" in problems(clip_seconds=float("nan")) and "clip_seconds" in problems(clip_seconds=0.0)
