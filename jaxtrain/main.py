@@ -18,6 +18,9 @@ def main() -> int:
     except train.USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except train.Preempted as end:
+        print(end, file=sys.stderr)
+        return resolved.preemption.exit_code
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130

@@ -167,17 +167,32 @@ class ConsoleHandler(logging.Handler):
         self._console.message(prefix + self.format(record))
 
 
-def start_console(*, main: bool) -> Console:
-    """Routes logging (ours from INFO, everybody's from WARNING) through a console, which only the main process has."""
+def start_console(*, main: bool, folder: str = "") -> Console:
+    """Routes logging (ours from INFO, everybody's from WARNING) through a console, which only the main process has.
+
+    With ``folder``, every process also logs into ``folder``/process-N.log, with the time.
+    """
     console = Console() if main else Console(open(os.devnull, "w"))
     root = logging.getLogger()
-    # Ours takes the place of an older one, and of the plain handler that some library has set up by then.
-    for old in [h for h in root.handlers if isinstance(h, ConsoleHandler) or type(h) is logging.StreamHandler]:
+    # Ours take the place of older ones, and of the plain handler that some library has set up by then.
+    for old in [h for h in root.handlers if isinstance(h, ConsoleHandler | LogFile) or type(h) is logging.StreamHandler]:
         root.removeHandler(old)
+        old.close()
     root.addHandler(ConsoleHandler(console))
+    if folder:
+        root.addHandler(LogFile(folder))
     logging.getLogger("jaxtrain").setLevel(logging.INFO)
     logging.captureWarnings(True)
     return console
+
+
+class LogFile(logging.FileHandler):
+    """``folder``/process-N.log of this process."""
+
+    def __init__(self, folder: str):
+        os.makedirs(folder, exist_ok=True)
+        super().__init__(os.path.join(folder, f"process-{jax.process_index()}.log"))
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
 
 class Meter:
@@ -247,6 +262,14 @@ def write_pictures(folder: str | os.PathLike, pictures: Mapping[str, np.ndarray]
             paths.append(folder / f"{name}_{i}.png")
             Image.fromarray(pixels).save(paths[-1])
     return paths
+
+
+def is_written(workdir: str, step: int, split: str) -> bool:
+    """Whether metrics.jsonl holds this record."""
+    path = pathlib.Path(workdir) / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines if _step_of(line) == step]
+    return any(r["split"] == split for r in records)
 
 
 def _step_of(line: str) -> int | None:

@@ -15,14 +15,22 @@ from jaxtrain.layout import Layout
 from jaxtrain.types import Array, Key, PyTree, Task, Variables
 
 
+class Norms(NamedTuple):
+    """What the guard remembers of the gradient norms of good steps."""
+
+    average: Array  # float32
+    steps: Array  # int32
+
+
 @flax.struct.dataclass
 class TrainState:
     """Everything that a step reads and writes. ``ema`` is () without an average."""
 
-    step: Array  # int32: steps done, which is also the position of the next batch
+    step: Array  # int32: batches read, which is also the position of the next one
     variables: Variables
     opt_state: PyTree
     ema: PyTree
+    norms: Norms
 
 
 class Plan(NamedTuple):
@@ -54,6 +62,10 @@ def make_plan(
         variables=variables,
         opt_state=_abstract_opt_state(tx, variables.params, layout),
         ema=variables.params if ema else (),
+        norms=Norms(
+            jax.ShapeDtypeStruct((), jnp.float32, sharding=layout.replicated()),
+            jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated()),
+        ),
     )
     rows = {
         name: jax.ShapeDtypeStruct(
@@ -84,7 +96,8 @@ def init_state(task: Task, tx: optax.GradientTransformation, plan: Plan, key: Ke
     def init(key: Key) -> TrainState:
         variables = specs.materialise(task.specs, key)
         ema = jax.tree.map(jnp.copy, variables.params) if plan.state.ema else ()
-        return TrainState(jnp.zeros((), jnp.int32), variables, tx.init(variables.params), ema)
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, variables, tx.init(variables.params), ema, Norms(jnp.zeros(()), zero))
 
     return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, plan.state))(key)
 

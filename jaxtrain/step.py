@@ -5,18 +5,25 @@ reduction over "data" would sit inside the scan, once per microbatch. Here the s
 "data" alone, so that each group of devices keeps partial sums and they are reduced once, after it. For that the
 parameters are first cast to varying over "data": else the transpose of their broadcast puts the reduction back inside.
 The axes "fsdp" and "model" stay automatic.
+
+A step may come to nothing, alike on all processes, because what it decides from is one number on all of them: when its
+gradient norm is not finite or a spike (`config.Guard`), the parameters, moments, averages and carry stay as they were and
+only the position moves on; when any process asks to stop, not even that, so that what is saved then is a whole step. No host
+waits for either: the state is selected on the device.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain import specs
+from jaxtrain.config import Guard
 from jaxtrain.layout import Layout, LayoutError
-from jaxtrain.state import Plan, TrainState
+from jaxtrain.state import Norms, Plan, TrainState
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
 
 DATA = "data"
@@ -24,8 +31,16 @@ Metrics = dict[str, Mean]
 
 
 def make_train_step(
-    task: Task, tx: optax.GradientTransformation, layout: Layout, plan: Plan, *, accumulate: int, ema: float, seed: int
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    task: Task,
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    plan: Plan,
+    *,
+    accumulate: int,
+    ema: float,
+    guard: Guard,
+    seed: int,
+) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
     """Jits `train_step` for a plan: the state is donated, the new one lives where the old one did.
 
     Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
@@ -39,8 +54,8 @@ def make_train_step(
                 f"train.accumulate={accumulate} does not divide; make the batch a multiple of {parts * accumulate}"
             )
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return train_step(task, tx, layout, state, batch, accumulate=accumulate, ema=ema, seed=seed)
+    def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
+        return train_step(task, tx, layout, state, batch, stop, accumulate=accumulate, ema=ema, guard=guard, seed=seed)
 
     shardings = jax.tree.map(lambda x: x.sharding, plan.state)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated()))
@@ -52,12 +67,18 @@ def train_step(
     layout: Layout,
     state: TrainState,
     batch: Batch,
+    stop: Array,
     *,
     accumulate: int,
     ema: float,
+    guard: Guard,
     seed: int,
 ) -> tuple[TrainState, Metrics]:
-    """State and metrics after one global batch. Every metric is of this step: none mixes old and new parameters."""
+    """State and metrics after one global batch. Every metric is of this step: none mixes old and new parameters.
+
+    Args:
+      stop: int32 [devices], what each device's process asks for (`abstract_stop`); anything but zeros makes the step a no-op.
+    """
     variables = state.variables
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     with jax.named_scope("loss_and_grad"):
@@ -66,15 +87,45 @@ def train_step(
         updates, opt_state = tx.update(grads, state.opt_state, variables.params)
         params = optax.apply_updates(variables.params, updates)
         carry = task.advance(params, out.carry, state.step)
-    average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
+        average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
+    with jax.named_scope("guard"):
+        norm, stopped = optax.tree.norm(grads), stop.sum() > 0
+        good, norms = judge(guard, state.norms, norm, out.loss.total)
+        new = (Variables(params, variables.frozen, carry), opt_state, average, norms)
+        old = (variables, state.opt_state, state.ema, state.norms)
+        kept = jax.tree.map(lambda n, o: jnp.where(good & ~stopped, n, o), new, old)
     metrics = {
         "loss": out.loss,
         **out.metrics,
-        "grad_norm": _one(optax.tree.norm(grads)),
+        "grad_norm": _one(norm),
         "update_norm": _one(optax.tree.norm(updates)),
         "param_norm": _one(optax.tree.norm(params)),
+        "skipped": _one((~good).astype(jnp.float32)),
+        "stopped": _one(stopped.astype(jnp.float32)),
     }
-    return TrainState(state.step + 1, Variables(params, variables.frozen, carry), opt_state, average), metrics
+    return TrainState(state.step + ~stopped, *kept), metrics
+
+
+def judge(guard: Guard, norms: Norms, norm: Array, loss: Array) -> tuple[Array, Norms]:
+    """Whether a step may count, by its gradient norm, and the running average with this norm in it."""
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss)  # a finite loss can have a gradient that is not
+    spike = norm > guard.spike * norms.average if guard.spike else jnp.zeros((), bool)
+    good = finite & ~(spike & (norms.steps >= guard.settle))
+    decay = jnp.minimum(guard.decay, norms.steps / (norms.steps + 1.0))  # a plain mean until the decay takes over
+    average = decay * norms.average + (1 - decay) * norm
+    return good, Norms(jnp.where(good, average, norms.average), norms.steps + good)
+
+
+def abstract_stop(layout: Layout) -> jax.ShapeDtypeStruct:
+    """The argument ``stop`` of a step: one int32 on each device."""
+    sharding = NamedSharding(layout.mesh, PartitionSpec(layout.mesh.axis_names))
+    return jax.ShapeDtypeStruct((layout.mesh.size,), jnp.int32, sharding=sharding)
+
+
+def put_stop(layout: Layout, stop: bool) -> Array:
+    """What this process asks for, on its devices."""
+    x = abstract_stop(layout)
+    return jax.make_array_from_callback(x.shape, x.sharding, lambda _: np.full(1, stop, np.int32))
 
 
 def gradients(

@@ -1,8 +1,8 @@
 """The whole program, top to bottom: assemble, then the loop."""
 
+import contextlib
 import importlib
 import logging
-import math
 import os
 import time
 
@@ -14,18 +14,17 @@ from jaxtrain import distributed, feed, metrics, optim, specs
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
+from jaxtrain.types import Batch
 from loaders.base import DataError
 
 log = logging.getLogger("jaxtrain")
 
 # What a user can mend: the message says how, and no traceback is wanted.
-USER_ERRORS = (
-    config_lib.ConfigError,
-    layout_lib.LayoutError,
-    optim.OptimError,
-    checkpoint_lib.CheckpointError,
-    DataError,
-)
+USER_ERRORS = (config_lib.ConfigError, layout_lib.LayoutError, optim.OptimError, checkpoint_lib.CheckpointError, DataError)
+
+
+class Preempted(Exception):
+    """A signal asked the run to end; it is saved, and the same command goes on."""
 
 
 def run(config: config_lib.Config) -> dict[str, float]:
@@ -35,12 +34,27 @@ def run(config: config_lib.Config) -> dict[str, float]:
 
     Raises:
       USER_ERRORS: a mistake with its remedy.
-      FloatingPointError: the loss is not finite.
+      Preempted: one of config.preemption.signals came, to this process or another.
+      FloatingPointError: config.guard.patience steps in a row were not finite, or spikes.
     """
-    # 1. Processes meet; process 0 has the console.
+    with contextlib.ExitStack() as closing:
+        return _run(config, closing)
+
+
+def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, float]:
+    # 1. Processes meet; process 0 has the console, and each its log.
+    stop = closing.enter_context(contextlib.closing(distributed.StopSignals(config.preemption.signals)))
     distributed.initialize(distributed.cluster(os.environ), config.distributed)
-    console = metrics.start_console(main=distributed.is_main())
-    os.makedirs(config.workdir, exist_ok=True)
+    stop.install()  # jax.distributed takes SIGTERM for itself
+    console = metrics.start_console(main=distributed.is_main(), folder=os.path.join(config.workdir, "logs"))
+    closing.callback(console.finish)
+    watchdog = distributed.Watchdog(
+        os.path.join(config.workdir, "logs"),
+        process=jax.process_index(),
+        processes=jax.process_count(),
+        timeout=config.distributed.step_timeout,
+    )
+    closing.callback(watchdog.close)
 
     # 2. Devices, and the rules by which arrays live on them.
     mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
@@ -66,86 +80,138 @@ def run(config: config_lib.Config) -> dict[str, float]:
     # 5. The loaders, which start to work at seek.
     loader = source.make_loader(config.data, split="train", rows=rows, seed=config.seed)
     test = source.make_loader(config.data, split="test", rows=rows, seed=config.seed)
+    closing.callback(test.close)
 
     # 6. The state: the newest checkpoint of this workdir, else the initialisation.
-    checkpointer = checkpoint_lib.Checkpointer(config.workdir, config, task)
+    checkpointer = checkpoint_lib.Checkpointer(config, task)
+    closing.callback(checkpointer.close)
     restored = checkpointer.restore(plan, loader.state(0))
     if restored:
-        state, step = restored
-        log.info("going on from step %d of %s", step, config.workdir)
+        state, step, offset, found = restored
+        log.info("going on from step %d: %s", step, found)
     else:
-        state, step = state_lib.init_state(task, tx, plan, jax.random.key(config.seed)), 0
+        state, step, offset = state_lib.init_state(task, tx, plan, jax.random.key(config.seed)), 0, 0
     if distributed.is_main():
         config_lib.save(config, config.workdir)
     writers = metrics.make_writers(config, step) if distributed.is_main() else []
+    for writer in writers:
+        closing.callback(writer.close)
     if step >= config.train.steps:
         log.info("the run has already reached step %d; raise config.train.steps to go on", step)
 
     # 7. The steps, compiled while the loader's first batches are on their way.
-    loader.seek(step)
-    stream = feed.Feed(loader, plan.batch, rows)
+    loader.seek(step - offset)
+    stream = closing.enter_context(contextlib.closing(feed.Feed(loader, plan.batch, rows)))
     began = time.perf_counter()
     train_step = step_lib.make_train_step(
-        task, tx, layout, plan, accumulate=config.train.accumulate, ema=config.train.ema, seed=config.seed
+        task,
+        tx,
+        layout,
+        plan,
+        accumulate=config.train.accumulate,
+        ema=config.train.ema,
+        guard=config.guard,
+        seed=config.seed,
     )
-    train_step = train_step.lower(plan.state, plan.batch).compile()
-    eval_step = step_lib.make_eval_step(task, layout)
+    train_step = train_step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile()
+    eval_step = step_lib.make_eval_step(task, layout).lower(plan.state.variables, plan.batch).compile()
+    stops = [step_lib.put_stop(layout, asked) for asked in (False, True)]
     peak, peak_source = metrics.peak_flops()
     log.info("compiled in %.1f s; MFU is of %.2f TFLOP/s (%s)", time.perf_counter() - began, peak / 1e12, peak_source)
     meter = metrics.Meter(steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=peak)
+    skipped_in_a_row = 0
 
     def evaluate(step: int) -> dict[str, float]:
         """Sums over the whole test split, on all devices; reported once."""
         variables = state.variables._replace(params=state.ema) if config.train.ema else state.variables
         test.seek(0)
-        sums = [eval_step(variables, feed.put(next(test)[1], plan.batch, rows)) for _ in range(test.n_batches)]
+        sums = []
+        for i in range(test.n_batches):
+            watchdog.beat(f"batch {i + 1} of the evaluation after step {step}")
+            sums.append(eval_step(variables, feed.put(next(test)[1], plan.batch, rows)))
         record = metrics.mean(sums)
         for writer in writers:
             writer.write(step, "test", record)
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items()))
         return record
 
-    def report(step: int, out: step_lib.Metrics) -> None:
+    def report(step: int, out: step_lib.Metrics, batch: Batch) -> bool:
+        """Waits for a step and writes its record. True when it came to nothing because a process asked to stop."""
+        nonlocal skipped_in_a_row
         record = metrics.mean([out])
-        if not math.isfinite(record["loss"]):
-            raise FloatingPointError(
-                f"the loss of step {step} is {record['loss']}; {config.workdir} keeps the checkpoint before it"
+        watchdog.beat(f"step {step + 1}")
+        if record.pop("stopped"):
+            return True
+        if record["skipped"]:
+            skipped_in_a_row += 1
+            rows_read = feed.local_values(batch["index"]) if "index" in batch else "not named by the loader"
+            log.warning(
+                "step %d skipped: loss %g, gradient norm %g; recordings %s",
+                step,
+                record["loss"],
+                record["grad_norm"],
+                rows_read,
             )
-        if step % config.metrics.every == 0 or step == config.train.steps:
+            if skipped_in_a_row >= config.guard.patience:
+                raise FloatingPointError(
+                    f"{skipped_in_a_row} steps in a row up to {step} were skipped (loss {record['loss']}, gradient norm "
+                    f"{record['grad_norm']}); lower config.optim.lr, or look at those recordings. The last checkpoint in "
+                    f"{config.workdir} is from before"
+                )
+        else:
+            skipped_in_a_row = 0
+        if step % config.metrics.every == 0 or step == config.train.steps or record["skipped"]:
             rates = meter.rates(step, stream.waited)
             for writer in writers:
                 writer.write(step, "train", record | rates)
             console.progress(metrics.progress_line(step, config.train.steps, record["loss"], rates))
+        return False
 
-    # 8. The loop. Metrics are read one step late, so that the device always has its next step before we wait.
-    pending, last = None, {}
-    try:
-        meter.begin(step, stream.waited)
-        while step < config.train.steps:
-            step, batch = next(stream)
-            if step == 1:
-                pictures = jax.jit(task.pictures, out_shardings=layout.replicated())(batch)  # every process takes part
-                if distributed.is_main():
-                    metrics.write_pictures(os.path.join(config.workdir, "pictures"), pictures)
-            with jax.transfer_guard("disallow"):
-                state, out = train_step(state, batch)
-            if pending:
-                report(*pending)
-            pending = (step, out)
-            done = step == config.train.steps
-            look = done or (config.train.eval_every and step % config.train.eval_every == 0)
-            if look:  # we wait now anyway
-                report(*pending)
-                pending = None
-            checkpointer.save(step, state, loader.state(step), force=done)
-            if look and test.n_batches:
-                last = evaluate(step)
-                meter.begin(step, stream.waited)
-    finally:
-        console.finish()
-        stream.close()
-        test.close()
-        checkpointer.close()
-        for writer in writers:
-            writer.close()
-    return last
+    # 8. The loop. A step is reported one late, so that the device always has its next one before we wait; where we wait
+    #    anyway, for a checkpoint or an evaluation, at once.
+    batch, pending, last = feed.blank(plan.batch), None, {}
+    meter.begin(step, stream.waited)
+    if restored and test.n_batches and _looks(config, step):
+        if not distributed.agree(metrics.is_written(config.workdir, step, "test")):
+            last = evaluate(step)  # a kill came between the checkpoint and its evaluation
+            checkpointer.score(step, last)
+    while step < config.train.steps:
+        if item := stream.next(unless=lambda: stop.asked):
+            position, batch = item
+            step = position + offset
+        if item and step == 1:
+            pictures = jax.jit(task.pictures, out_shardings=layout.replicated())(batch)  # every process takes part
+            if distributed.is_main():
+                metrics.write_pictures(os.path.join(config.workdir, "pictures"), pictures)
+        with jax.transfer_guard("disallow"):
+            state, out = train_step(state, batch, stops[bool(stop.asked)])
+        if pending and report(*pending):
+            break
+        pending = (step, out, batch)
+        saves, looks = checkpointer.is_due(step), _looks(config, step)
+        if saves or looks:
+            if report(*pending):
+                break
+            pending = None
+        if saves:
+            seconds = checkpointer.save(step, state, loader.state(step - offset), offset=offset)
+            for writer in writers:
+                writer.write(step, "save", {"seconds": seconds})
+            watchdog.beat(f"step {step + 1}")
+        if looks and test.n_batches:
+            last = evaluate(step)
+            checkpointer.score(step, last)
+        if looks or saves:
+            meter.begin(step, stream.waited)
+    else:
+        return last
+
+    # 9. Some process asked to stop: no step since has changed the state.
+    step = int(state.step)
+    checkpointer.save(step, state, loader.state(step - offset), offset=offset)
+    raise Preempted(f"ended by {stop.asked or 'another process'} after step {step}, saved in {config.workdir}")
+
+
+def _looks(config: config_lib.Config, step: int) -> bool:
+    every = config.train.eval_every
+    return step == config.train.steps or bool(every and step % every == 0)

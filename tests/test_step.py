@@ -56,10 +56,17 @@ class Run:
         self.task = task or bird.make_task(config_lib.Config(model=MODEL), self.layout.shard, BATCH)
         self.tx = make_optimizer(OPTIM, self.task.specs.params, steps=10)
         self.plan = state_lib.make_plan(self.task, self.tx, self.layout, fields, batch=BATCH, ema=ema > 0)
-        step = step_lib.make_train_step(self.task, self.tx, self.layout, self.plan, accumulate=accumulate, ema=ema, seed=0)
+        guard = config_lib.Guard()
+        step = step_lib.make_train_step(
+            self.task, self.tx, self.layout, self.plan, accumulate=accumulate, ema=ema, guard=guard, seed=0
+        )
         # Machine code that is soon there rather than fast; what XLA does to the program before is the same.
         options = {"xla_backend_optimization_level": 0}
-        self.step = step.lower(self.plan.state, self.plan.batch).compile(compiler_options=options)
+        stop = step_lib.abstract_stop(self.layout)
+        self.compiled = step.lower(self.plan.state, self.plan.batch, stop).compile(compiler_options=options)
+
+    def step(self, state, batch, *, stop=False):
+        return self.compiled(state, batch, step_lib.put_stop(self.layout, stop))
 
     def init(self):
         return state_lib.init_state(self.task, self.tx, self.plan, jax.random.key(0))
@@ -176,7 +183,7 @@ def test_the_reader_of_groups():
 @pytest.mark.parametrize("mesh", ["mixed", "data"])
 def test_accumulation_reduces_over_data_once(make_run, mesh):
     run = make_run(mesh, 4)
-    found = [(loop, any(spans(g, mesh, "data") for g in gs), line) for loop, gs, line in collectives(run.step.as_text())]
+    found = [(loop, any(spans(g, mesh, "data") for g in gs), line) for loop, gs, line in collectives(run.compiled.as_text())]
     assert not [line for loop, over_data, line in found if loop and over_data]
     after = [line for loop, over_data, line in found if not loop and over_data and " all-reduce" in line]
     # Each parameter is summed over data in one reduction of its gradient, however XLA bundles them.
