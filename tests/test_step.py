@@ -156,15 +156,31 @@ def collectives(hlo):
 
 
 def groups(line):
-    """Lists of device numbers that exchange values."""
-    if explicit := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", line):
-        return [[int(i) for i in group.split(",") if i] for group in re.findall(r"\{(.*?)\}", explicit[1])]
+    """Lists of device numbers that exchange values: in each of the notations that XLA prints."""
+    if explicit := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", line):
+        return [[int(i) for i in group.split(",")] for group in re.findall(r"\{(.*?)\}", explicit[1])]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, dims, order = ([int(i) for i in part.split(",")] if part else None for part in iota.groups())
-        return np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
-    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", line):
-        return [[int(i) for i in pair.split(",")] for pair in re.findall(r"\{(.*?)\}", pairs[1])]
-    return [list(range(8))]  # no groups: all devices
+        return devices(*iota.group(2, 3)).reshape(numbers(iota[1])).tolist()
+    if mesh := re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}:]*)\}", line
+    ):
+        names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", mesh[1]), strict=True)
+        sizes = [int(n) for n in sizes]
+        along = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[4])]
+        places = devices(mesh[2] or str(math.prod(sizes)), mesh[3]).reshape(sizes)
+        return np.moveaxis(places, along, range(-len(along), 0)).reshape(-1, math.prod(sizes[i] for i in along)).tolist()
+    if "replica_groups={}" in line:
+        return [list(range(8))]
+    raise ValueError(f"an unknown notation of groups: {line}")
+
+
+def numbers(text):
+    return [int(n) for n in text.split(",")]
+
+
+def devices(dims, order):
+    places = np.arange(math.prod(numbers(dims))).reshape(numbers(dims))
+    return places.transpose(numbers(order)) if order else places
 
 
 def spans(group, mesh, axis):
@@ -173,10 +189,24 @@ def spans(group, mesh, axis):
     return len(set(places.tolist())) > 1
 
 
-def test_the_reader_of_groups():
-    assert groups("x = all-reduce(y), replica_groups={{0,4},{1,5}}, foo") == [[0, 4], [1, 5]]
-    assert groups("replica_groups=[4,2]<=[2,4]T(1,0), x") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert groups("collective-permute(x), source_target_pairs={{0,1},{1,0}}, y") == [[0, 1], [1, 0]]
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("all-reduce(y), replica_groups={{0,4},{1,5}}, foo", [[0, 4], [1, 5]]),
+        ("collective-permute(x), source_target_pairs={{0,1},{1,0}}, y", [[0, 1], [1, 0]]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("replica_groups=[2,4]<=[8], x", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=mesh['data'=2,'fsdp'=2,'model'=2] {'data'}, x", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("replica_groups=mesh['data'=2,'fsdp'=2,'model'=2] {'data','fsdp'}, x", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}, x", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ("replica_groups={}, x", [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ],
+)
+def test_the_reader_of_groups(text, expected):
+    assert groups(text) == expected
+
+
+def test_the_reader_of_axes():
     assert spans([0, 4], "mixed", "data") and not spans([0, 1, 2, 3], "mixed", "data") and spans([0, 1], "data", "data")
 
 
