@@ -29,6 +29,7 @@ from typing import Any
 OPTIMIZERS = ("adamw",)
 SCHEDULES = ("constant", "cosine", "wsd")
 DECAY_SHAPES = ("linear", "cosine", "sqrt")
+RESHAPE = re.compile(r"crop|pad|grid (\d+)x(\d+) to (\d+)x(\d+)")  # what jaxtrain.warm_start knows
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,36 @@ class Mesh:
             for name in rule.removesuffix("?").split(","):
                 if name and name not in sizes:
                     yield f"rules.{axis}", f"is {rule!r}; {_choices(name, sizes)}"
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Parameters to start from, when there is nothing to go on from; the rules are `jaxtrain.warm_start`'s."""
+
+    source: str = ""  # [path] of a run, of one of its steps, or of a folder of safetensors; empty = initialise all
+    step: int | None = None  # [step] of a run; None = its newest
+    ema: bool = False  # [bool] take the run's average of the parameters
+    renames: tuple[tuple[str, str], ...] = ()  # [(regex, replacement)] applied in order to the source's paths
+    skip: tuple[str, ...] = ()  # [regex] parameters that stay as they are initialised
+    unused: tuple[str, ...] = ()  # [regex] arrays of the source, renamed, that are not wanted
+    reshape: dict[str, str] = field(default_factory=dict)  # [regex: how] crop, pad, or for example "grid 32x8 to 16x8"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        patterns = [(f"renames[{i}]", pattern) for i, (pattern, _) in enumerate(self.renames)]
+        patterns += [(f"{name}[{i}]", p) for name in ("skip", "unused") for i, p in enumerate(getattr(self, name))]
+        patterns += [(f"reshape.{pattern}", pattern) for pattern in self.reshape]
+        for where, pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield where, f"is {pattern!r}, which is no regular expression: {error}"
+        for pattern, how in self.reshape.items():
+            if not RESHAPE.fullmatch(how):
+                yield f"reshape.{pattern}", f"is {how!r}; there are: crop, pad, and for example 'grid 32x8 to 16x8'"
+        if not self.source and (patterns or self.ema or self.step is not None):
+            yield "source", "is empty, but there are rules for it; name a run or a folder of safetensors"
+        if self.source and "://" not in self.source and not pathlib.Path(self.source).expanduser().exists():
+            yield "source", f"is {self.source!r}, which does not exist"
 
 
 @dataclass(frozen=True)
@@ -244,6 +275,7 @@ class Config:
     train: Train = field(default_factory=Train)  # [section]
     optim: Optim = field(default_factory=Optim)  # [section]
     mesh: Mesh = field(default_factory=Mesh)  # [section]
+    warm_start: WarmStart = field(default_factory=WarmStart)  # [section]
     checkpoint: Checkpoint = field(default_factory=Checkpoint)  # [section]
     resume: Resume = field(default_factory=Resume)  # [section]
     metrics: Metrics = field(default_factory=Metrics)  # [section]

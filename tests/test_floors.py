@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = (
     {"main"},
     {"train"},
-    {"state", "step", "feed", "checkpoint"},
+    {"state", "step", "feed", "checkpoint", "warm_start"},
     {"workloads"},
     {"layout", "specs", "optim", "metrics", "distributed", "nn"},
     {"types", "config", "checksums", "stored"},

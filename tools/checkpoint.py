@@ -211,7 +211,7 @@ def save_weights(
 ) -> pathlib.Path:
     """Writes ``arrays`` as out/checkpoints/<step>, marked as weights only, with its manifest. Returns that folder.
 
-    Host memory is one piece of an array: they wait in files beside the result, which the kernel may drop from memory.
+    Host memory is about two arrays, at least 2 GB: all others wait in files beside the result, which are mapped.
 
     Raises StoredError when that step is there already.
     """
@@ -223,7 +223,15 @@ def save_weights(
         scratch = pathlib.Path(closing.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=folder)))
         leaves = [(s.keys, _on_disk(s, scratch / str(i))) for i, s in enumerate(arrays.values())]
         options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-        manager = closing.enter_context(ocp.CheckpointManager(folder, options=options))
+        # Orbax encodes as many arrays at once as fit into this: else all of them.
+        limit = max(1, *(-(-s.n_bytes // 10**9) for s in arrays.values()))
+        json_handler = ocp.JsonCheckpointHandler
+        handlers = {
+            "state": ocp.StandardCheckpointHandler(save_concurrent_gb=limit),
+            "data": json_handler(),
+            "meta": json_handler(),
+        }
+        manager = closing.enter_context(ocp.CheckpointManager(folder, options=options, item_handlers=handlers))
         manager.save(
             step,
             args=ocp.args.Composite(
@@ -239,10 +247,10 @@ def save_weights(
 def _on_disk(one: Stored, path: pathlib.Path) -> np.ndarray:
     if not one.n_bytes:
         return np.zeros(one.shape, one.dtype)
-    array = np.memmap(path, one.dtype, "w+", shape=one.shape or (1,)).reshape(one.shape)
-    for index in one.pieces():
-        array[index] = one.read(index)
-    return np.asarray(array)
+    with path.open("wb") as file:
+        for index in one.pieces():
+            file.write(np.ascontiguousarray(one.read(index)).reshape(-1).view(np.uint8))
+    return np.asarray(np.memmap(path, one.dtype, "r")).reshape(one.shape)
 
 
 def _changes(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -1,0 +1,272 @@
+"""Parameters of another run as the start of this one, by declared rules; nothing is left out that was not declared.
+
+The source is a step of a run (`jaxtrain.checkpoint`) or a folder of safetensors; only parameters are taken from it. The
+optimizer starts afresh, the average of the parameters as a copy of them, the carry as it is initialised. In this order:
+
+1. ``renames`` turn each path of the source into one of the table. A path that ends in ``[i]`` is layer i of a stack, so that
+   ``("layers/(\\d+)/w", "blocks/w[\\1]")`` stacks what others keep apart.
+2. Parameters that ``skip`` matches stay as they are initialised; every other one must be in the source.
+3. Arrays of the source that are not wanted must be matched by ``unused``.
+4. Shapes must be equal, unless a rule of ``reshape`` says how they become so:
+   ``crop``                  the first entries along each axis that is longer in the source
+   ``pad``                   the source's entries first; the rest stays as it is initialised
+   ``grid 32x8 to 16x8``     the first axis is a grid, row by row, resampled linearly with antialiasing (`jax.image.resize`)
+5. Floating-point numbers are rounded to the table's dtype; the report says where. Other changes of dtype are errors.
+"""
+
+import difflib
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain import checksums, specs, stored
+from jaxtrain.config import RESHAPE, WarmStart
+from jaxtrain.stored import Stored
+from jaxtrain.types import Array, PyTree
+
+log = logging.getLogger("jaxtrain")
+
+
+class WarmStartError(ValueError):
+    """Everything that does not fit between a source and a table, at once."""
+
+    def __init__(self, source: str, problems: Iterable[str]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join([f"config.warm_start: {source} does not fit:", *(f"  {text}" for text in self.problems)]))
+
+
+class Match(NamedTuple):
+    """One parameter that is loaded."""
+
+    stored: Stored
+    how: str = ""  # of reshape; "" = as it is
+
+
+class Matches(NamedTuple):
+    """What becomes of every parameter of the table and every array of the source."""
+
+    loaded: dict[str, Match]
+    skipped: tuple[str, ...]  # in the source, and declared to stay as initialised
+    fresh: tuple[str, ...]  # not in the source, and declared to stay as initialised
+    unused: tuple[str, ...]  # of the source, declared
+    notes: tuple[str, ...]  # reshaped and rounded parameters
+
+    def report(self) -> str:
+        """For the log: how many of each, and which."""
+        lines = [f"{len(self.loaded)} parameters loaded: {_listed(self.loaded)}"]
+        for names, text in (
+            (self.skipped, "skipped, although in the source"),
+            (self.fresh, "freshly initialised"),
+            (self.unused, "of the source unused"),
+        ):
+            lines.append(f"{len(names)} {text}{': ' if names else ''}{_listed(names)}")
+        return "\n".join([*lines, *self.notes])
+
+
+def open_source(config: WarmStart) -> dict[str, Stored]:
+    """Parameters of the source by the paths that they have there. Raises WarmStartError."""
+    try:
+        if stored.is_safetensors(config.source):
+            return stored.open_safetensors(config.source)
+        step_dir = stored.find_step(config.source, config.step)
+        group = "ema/" if config.ema else "params/"
+        found = {p.removeprefix(group): s for p, s in stored.open_step(step_dir).items() if p.startswith(group)}
+    except stored.StoredError as error:
+        raise WarmStartError(config.source, [str(error)]) from error
+    if not found:
+        raise WarmStartError(config.source, [f"{step_dir} holds no {group[:-1]!r}"])
+    return found
+
+
+def damage(config: WarmStart) -> list[str]:
+    """What the checksums of the source say; reads it once. One process is enough."""
+    if stored.is_safetensors(config.source):
+        return []
+    try:
+        return checksums.verify(stored.find_step(config.source, config.step))
+    except checksums.NoManifest as error:
+        log.warning("%s: warm start takes it as it is read, unverified", error)
+        return []
+
+
+def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str, Stored], config: WarmStart) -> Matches:
+    """Finds for each parameter of ``table``, path -> (shape, dtype), its array of ``source``. Reads no array.
+
+    Raises:
+      WarmStartError: with every parameter that is in neither the source nor ``skip``, every array of the source that is in
+        neither the table nor ``unused``, every shape and dtype that differ without a rule, every rule that matches nothing.
+    """
+    problems: list[str] = []
+    tried = _Patterns()
+    source = _renamed(source, config.renames, tried, problems)
+    loaded, skipped, fresh, notes = {}, [], [], []
+    for path, (shape, dtype) in table.items():
+        if tried.any("skip", config.skip, path):
+            (skipped if path in source else fresh).append(path)
+            continue
+        if path not in source:
+            near = difflib.get_close_matches(path, source, n=1, cutoff=0.6)
+            hint = f" (is it {near[0]!r}?)" if near else ""
+            problems.append(
+                f"{path} {list(shape)} is not in the source{hint}: rename it, or declare it in config.warm_start.skip"
+            )
+            continue
+        one = source[path]
+        how = next((how for pattern, how in config.reshape.items() if tried.any("reshape", [pattern], path)), "")
+        if one.shape == tuple(shape):
+            how = ""
+        elif problem := _misfit(one.shape, tuple(shape), how):
+            problems.append(f"{path}: {problem}")
+            continue
+        else:
+            notes.append(f"{path} {list(one.shape)} → {list(shape)}: {how}")
+        if one.dtype != (wanted := jnp.dtype(dtype)):
+            if not (jnp.issubdtype(one.dtype, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
+                problems.append(f"{path}: is {one.dtype.name} in the source and {wanted.name} here")
+                continue
+            notes.append(f"{path}: {one.dtype.name} → {wanted.name}")
+        loaded[path] = Match(one, how)
+    unused = []
+    for path in source:
+        if path in table:
+            continue
+        unused.append(path)
+        if not tried.any("unused", config.unused, path):
+            shape = list(source[path].shape)
+            problems.append(
+                f"{path} {shape} of the source has no place here: rename it, or declare it in config.warm_start.unused"
+            )
+    problems += tried.without_effect(config)
+    if problems:
+        raise WarmStartError(config.source, problems)
+    return Matches(loaded, tuple(skipped), tuple(fresh), tuple(unused), tuple(notes))
+
+
+def load(matches: Matches, params: PyTree) -> dict[str, Array]:
+    """The arrays, each device reading its own part, no part twice on a process.
+
+    Args:
+      params: abstract arrays with shardings (`jaxtrain.state.Plan`), at least those that are loaded.
+    """
+    targets = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
+    found = {}
+    for path, (one, how) in matches.loaded.items():
+        target = targets[path]
+        read = _reader(one, how, target.shape, np.dtype(target.dtype))
+        found[path] = jax.make_array_from_callback(
+            target.shape, target.sharding, lambda index, read=read: read(tuple((s.start, s.stop) for s in index))
+        )
+    return found
+
+
+def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> PyTree:
+    """``params`` as they are initialised, with what is loaded in its place. To be traced."""
+
+    def choose(path: tuple, fresh: Array) -> Array:
+        name = specs.path_name(path)
+        if name not in loaded:
+            return fresh
+        inside = jnp.ones(fresh.shape, bool)
+        for axis, size in enumerate(matches.loaded[name].stored.shape if matches.loaded[name].how == "pad" else ()):
+            inside &= jax.lax.broadcasted_iota(jnp.int32, fresh.shape, axis) < size
+        return jnp.where(inside, loaded[name], fresh) if matches.loaded[name].how == "pad" else loaded[name]
+
+    return jax.tree.map_with_path(choose, params)
+
+
+class _Patterns:
+    """Regular expressions, and which of them ever matched."""
+
+    def __init__(self):
+        self._matched: set[tuple[str, str]] = set()
+
+    def any(self, field: str, patterns: Iterable[str], path: str) -> bool:
+        found = [pattern for pattern in patterns if re.search(pattern, path)]
+        self._matched |= {(field, pattern) for pattern in found}
+        return bool(found)
+
+    def without_effect(self, config: WarmStart) -> list[str]:
+        declared = {
+            "renames": [pattern for pattern, _ in config.renames],
+            "skip": config.skip,
+            "unused": config.unused,
+            "reshape": config.reshape,
+        }
+        return [
+            f"config.warm_start.{field}: {pattern!r} matches nothing"
+            for field, patterns in declared.items()
+            for pattern in patterns
+            if (field, pattern) not in self._matched
+        ]
+
+
+def _renamed(
+    source: Mapping[str, Stored], renames: Iterable[tuple[str, str]], tried: _Patterns, problems: list[str]
+) -> dict[str, Stored]:
+    found: dict[str, Stored] = {}
+    origin: dict[str, str] = {}
+    for path, one in source.items():
+        name = path
+        for pattern, replacement in renames:
+            if tried.any("renames", [pattern], name):
+                name = re.sub(pattern, replacement, name)
+        if name in found:
+            problems.append(f"{origin[name]} and {path} of the source are both renamed to {name}")
+        found[name], origin[name] = one, path
+    try:
+        return stored.stack(found)
+    except stored.StoredError as error:
+        problems.append(str(error))
+        return found
+
+
+def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
+    """Why ``how`` does not make ``source`` into ``target``; empty when it does."""
+    shapes = f"is {list(source)} in the source and {list(target)} here"
+    if not how:
+        return f"{shapes}: declare how it becomes so in config.warm_start.reshape, or declare it in config.warm_start.skip"
+    if how.startswith("grid"):
+        a, b, c, d = map(int, RESHAPE.fullmatch(how).groups())
+        if source and target and (a * b, c * d) == (source[0], target[0]) and source[1:] == target[1:]:
+            return ""
+        return f"{shapes}, which {how!r} does not lead to"
+    fits = len(source) == len(target) and all(s >= t if how == "crop" else s <= t for s, t in zip(source, target, strict=True))
+    return "" if fits else f"{shapes}, which {how!r} does not lead to"
+
+
+def _reader(
+    one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype
+) -> Callable[[tuple[tuple[int | None, int | None], ...]], np.ndarray]:
+    """(start, stop) per axis of the target -> its numbers. Kept, because replicas on other devices ask for them again."""
+
+    @functools.cache
+    def resampled() -> np.ndarray:
+        a, b, c, d = map(int, RESHAPE.fullmatch(how).groups())
+        grid = one.read(()).astype(np.float32).reshape(a, b, -1)
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return np.asarray(jax.image.resize(grid, (c, d, grid.shape[-1]), "linear")).reshape(shape)
+
+    @functools.cache
+    def read(bounds: tuple[tuple[int | None, int | None], ...]) -> np.ndarray:
+        index = tuple(slice(*slice(*b).indices(n)[:2]) for b, n in zip(bounds, shape, strict=True))
+        if how.startswith("grid"):
+            return resampled()[index].astype(dtype)
+        if how != "pad":
+            return one.read(index).astype(dtype)
+        part = np.zeros([s.stop - s.start for s in index], dtype)
+        inside = tuple(slice(min(s.start, n), min(s.stop, n)) for s, n in zip(index, one.shape, strict=True))
+        if all(s.stop > s.start for s in inside):
+            part[tuple(slice(0, s.stop - s.start) for s in inside)] = one.read(inside)
+        return part
+
+    return read
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
