@@ -83,7 +83,7 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
 
     Raises StoredError, with the steps there are.
     """
-    run = epath.Path(run).expanduser()
+    run = _absolute(run)
     if step is None and _item(run) is not None:
         return run
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
@@ -95,7 +95,7 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
 
 def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
     """Every array of a step directory, in tree order. Only the tree is read now. Raises StoredError."""
-    folder = _item(epath.Path(step_dir))
+    folder = _item(_absolute(step_dir))
     if folder is None:
         raise StoredError(f"{step_dir} is no step directory: it holds no _METADATA of arrays")
     try:
@@ -190,6 +190,12 @@ def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
     return list(tree.values()) if tree and all(isinstance(key, int) for key in tree) else tree
 
 
+def _absolute(path: epath.PathLike) -> epath.Path:
+    """Orbax and tensorstore know no working directory."""
+    text = os.path.expanduser(os.fspath(path))
+    return epath.Path(text if "://" in text else os.path.abspath(text))
+
+
 def _item(folder: epath.Path) -> epath.Path | None:
     """Where in a step directory the arrays are: ``state`` is this program's, ``default`` other people's habit."""
     return next((p for p in (folder / "state", folder / "default", folder) if (p / "_METADATA").exists()), None)
@@ -209,11 +215,11 @@ def _leaves(tree: Any, keys: tuple = ()) -> Iterator[tuple[tuple[str | int, ...]
 def _reader(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[Index], np.ndarray]:
     """Reads slices of one array of an Orbax item. ``indexed``: all arrays are in one OCDBT store, else each in a folder."""
     text = os.fspath(folder)
-    base = f"{text}/" if "://" in text else {"driver": "file", "path": f"{os.path.abspath(text)}/"}
+    place = lambda path: path if "://" in path else {"driver": "file", "path": path}  # noqa: E731
     if indexed:
-        kvstore: Any = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        kvstore = {"driver": "ocdbt", "base": place(f"{text}/"), "path": f"{name}/"}
     else:
-        kvstore = f"{text}/{name}/" if "://" in text else {"driver": "file", "path": f"{os.path.abspath(text)}/{name}/"}
+        kvstore = place(f"{text}/{name}/")
     spec = {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}
 
     @functools.cache

@@ -11,9 +11,10 @@
       jaxtrain.json                     which name is which parameter; the step; where --reverse finds the way back
       SHA256SUMS                        of all of these: sha256sum --check SHA256SUMS
 
-One process on a CPU is enough, whatever the mesh that wrote the checkpoint. Arrays are streamed: host memory is one array at
-most, because safetensors' header follows from shapes alone and is written first. Two exports of one step are equal byte for
-byte. DIR appears whole or not at all.
+One process on a CPU is enough, whatever the mesh that wrote the checkpoint. Arrays are streamed, which is possible because
+safetensors' header follows from shapes alone and is written first. Host memory is what it takes to decode one chunk of one
+array: its bytes as they are stored, decoded, and handed out. Two exports of one step are equal byte for byte. DIR appears whole
+or not at all.
 
 Names are the parameters' paths with dots, unless the workload module offers
 
@@ -250,8 +251,8 @@ def _content(
     for path in order:
         one, dtype = arrays[path], entries[path][0].dtype
         for index in one.pieces():
-            piece = np.ascontiguousarray(one.read(index)).astype(dtype, copy=False)
-            yield memoryview(piece.reshape(-1).view(np.uint8))
+            # No name for the piece: it would live on while the next one is read.
+            yield memoryview(np.ascontiguousarray(one.read(index)).astype(dtype, copy=False).reshape(-1).view(np.uint8))
 
 
 def _write_shards(
@@ -269,10 +270,11 @@ def _write_shards(
             while missing:
                 if not rest:
                     rest = next(content)
-                part, rest = rest[:missing], rest[missing:]
-                file.write(part)
-                digest.update(part)
-                missing -= len(part)
+                n = min(missing, len(rest))
+                file.write(rest[:n])
+                digest.update(rest[:n])
+                missing -= n
+                rest = rest[n:] if n < len(rest) else memoryview(b"")  # an empty view would keep its array
         sums[name] = digest.hexdigest()
     return sums
 

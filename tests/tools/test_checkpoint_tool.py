@@ -192,6 +192,11 @@ def test_what_is_no_checkpoint_is_told_with_what_there_is(saved, tmp_path, capsy
     assert code == 0 and "step 10" in out
 
 
+def test_a_relative_path_is_one_from_here(saved, capsys, monkeypatch):
+    monkeypatch.chdir(saved.parent)
+    assert call(capsys, "inspect", saved.name)[0] == call(capsys, "verify", f"{saved.name}/checkpoints/10")[0] == 0
+
+
 def test_other_peoples_orbax_directories_are_read_too(tmp_path):
     """One folder per array, as Orbax wrote before it had one store for all; and its own item name, `default`."""
     x = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "list": [np.int32(1), np.float16(2)]}
