@@ -9,6 +9,11 @@ spread evenly. Views that overlap are decoded once, so that in MP3 and Vorbis a 
 same crop decoded alone. With ``dtype="bfloat16"`` the rows are rounded to nearest even, and half as many bytes cross to
 the device.
 
+What is known of the shards without reading audio (places, labels, class names) is kept for corpora of 16 shards or more in
+$JAXTRAIN_CACHE/index (or ~/.cache/jaxtrain/index) until a shard's name, size or time changes. Of 528,422 rows in 690 shards
+on a local disk (python -m tools.index_scale): 7.3 s without it where no file is in memory, 0.14 s where all are, 0.2 s from
+its 14 MB in either case, and 19 MB resident. A seek takes 0.03 ms in the global order and 12 ms in the block order.
+
 A path is one of
 
     a folder that ``datasets.save_to_disk`` wrote      its shards, in the order that state.json gives
@@ -70,8 +75,8 @@ class Config:
     views: int = 1  # [crops] of one recording in a row
     dtype: str = "float32"  # [name] of a row's values: "float32" or "bfloat16"
     order: str = "global"  # [name] of training: "global" permutes all rows; "block" runs of them, for network file systems
-    block_rows: int = 32  # [rows] that lie side by side in a block of order="block", at most
-    block_window: int = 64  # [blocks] whose rows are permuted among themselves, and that are read ahead
+    block_rows: int = 8  # [rows] that lie side by side in a block of order="block", at most
+    block_window: int = 256  # [blocks] whose rows are permuted among themselves, and that are read ahead
     bad_budget: float = 0.01  # [share] of the recordings that may be unreadable before the run stops
     threads: int = 0  # [threads] that decode; 0 = one for each core this process may use
     depth: int = 2  # [batches] finished ones that may wait

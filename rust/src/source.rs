@@ -441,9 +441,14 @@ impl Hash {
 
     fn bytes(&mut self, bytes: &[u8]) {
         self.feed(bytes.len() as u64);
-        for chunk in bytes.chunks(8) {
+        let mut words = bytes.chunks_exact(8);
+        for word in &mut words {
+            self.feed(u64::from_le_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]));
+        }
+        let rest = words.remainder();
+        if !rest.is_empty() {
             let mut word = [0; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
+            word[..rest.len()].copy_from_slice(rest);
             self.feed(u64::from_le_bytes(word));
         }
     }

@@ -162,7 +162,7 @@ def test_state_names_all_that_decides_the_order(folder):
 
     first = state()
     block = state(order="block")
-    assert block != first and state(order="block", block_rows=8) != block != state(order="block", block_window=2)
+    assert block != first and state(order="block", block_rows=4) != block != state(order="block", block_window=2)
     assert state(threads=1, depth=5, bad_budget=0.5) == first
     assert state(batch=4) != first and state(seed=1) != first and state(exclude=(1,)) != first
     assert state(exclude=(1,)) != state(exclude=(2,))
