@@ -202,11 +202,15 @@ impl Index {
             Self::read(&[path.to_path_buf()], vec![map], Options { audio: "audio", label, ..Options::default() })?;
         index.root = Some("/nonexistent".into());
         let mut reader = Reader::new();
+        let mut first = Ok(index.n_rows());
         for row in 0..index.n_rows() {
-            index.encoded(row, &mut reader)?;
-            index.path(row, &mut reader)?;
+            let found = index.encoded(row, &mut reader).map(drop);
+            let found = found.and_then(|()| index.path(row, &mut reader).map(drop));
+            if let (Err(error), true) = (found, first.is_ok()) {
+                first = Err(error);
+            }
         }
-        Ok(index.n_rows())
+        first
     }
 
     pub fn n_rows(&self) -> usize {

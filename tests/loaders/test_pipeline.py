@@ -583,3 +583,41 @@ def test_memory_does_not_grow(tmp_path):
     assert process.wait() == 0
     assert grown < 2 << 20
     assert slabs <= 1
+
+
+@pytest.mark.slow
+def test_an_hour_of_batches_takes_no_more_memory_than_a_minute(tmp_path):
+    """6,000 batches (an hour at 0.6 s a step) of Arrow and compressed Parquet, views, bf16, block order, a bad recording."""
+    encoded = [corpus.wav(i, 0.3, rate) for i, rate in enumerate([22_050, 32_000, 48_000, 44_100] * 5)]
+    encoded[7] = broken(1)
+    table = corpus.table(encoded, [0] * len(encoded))
+    shards = [
+        corpus.write(tmp_path / "0.arrow", table),
+        corpus.write_parquet(tmp_path / "1.parquet", table, compression="snappy", row_group_size=6),
+    ]
+    process = run(
+        f"""
+        import sys, numpy as np
+        from loaders import _rust
+
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+        index = _rust.Index(sys.argv[1:], label="label")
+        pipeline = _rust.Pipeline(index, rows=np.arange(index.n_rows), batch=16, ranges=[(0, 16)], seed=0, train=True,
+                                  threads=2, clip_samples={CLIP}, n_frames={N_FRAMES}, views=2, bf16=True, block=(4, 3),
+                                  bad_budget=0.1)
+        found = []
+        for batch in range(6000):
+            pipeline.next()
+            if batch % 500 == 499:
+                found.append(resident())
+        print(*found)
+        print(pipeline.diagnostics()["bad"])
+        """,
+        *shards,
+    )
+    found = [int(n) for n in process.stdout.readline().split()]
+    assert process.stdout.readline() == "2\n" and process.wait() == 0
+    assert len(found) == 12
+    assert max(found[1:]) - found[0] < 2 << 20, found

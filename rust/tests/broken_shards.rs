@@ -1,0 +1,90 @@
+//! The fuzz targets' loop with a fixed seed, on any toolchain: damaged shards, read whole. Nothing may panic, take more
+//! memory than a small multiple of what the formats allow, or take long. FUZZ_ROUNDS sets the damages of each shard.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use _rust::source::Index;
+
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// Safety: the system's allocator does all the work.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        PEAK.fetch_max(NOW.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
+        System.alloc(layout)
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Relaxed);
+        System.dealloc(at, layout)
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// A compressed page may claim 16 MiB and 64 times its size; a row of it is read beside its dictionary.
+const MEMORY: usize = 128 << 20;
+const TIME: Duration = Duration::from_secs(5);
+
+fn random(state: &mut u64, below: usize) -> usize {
+    *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+    (*state >> 33) as usize % below
+}
+
+fn damage(whole: &[u8], state: &mut u64) -> Vec<u8> {
+    let mut bytes = whole.to_vec();
+    for _ in 0..1 + random(state, 4) {
+        let at = random(state, bytes.len());
+        match random(state, 6) {
+            0 => bytes[at] ^= 1 << random(state, 8),
+            1 => bytes[at] = [0, 1, 0x7F, 0x80, 0xFF][random(state, 5)],
+            2 => bytes.truncate(at + 1),
+            3 => drop(bytes.drain(at..(at + 1 + random(state, 40)).min(bytes.len() - 1).max(at))),
+            4 => {
+                let from = random(state, bytes.len());
+                let n = (1 + random(state, 16)).min(bytes.len() - at.max(from));
+                bytes.copy_within(from..from + n, at);
+            }
+            _ => {
+                let n = 4.min(bytes.len() - at);
+                let word = [u32::MAX, i32::MAX as u32, 1 << 31, 0][random(state, 4)].to_le_bytes();
+                bytes[at..at + n].copy_from_slice(&word[..n]);
+            }
+        }
+    }
+    bytes
+}
+
+#[test]
+fn no_bytes_make_a_shard_panic_hang_or_fill_the_memory() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/shards");
+    let rounds: usize = std::env::var("FUZZ_ROUNDS").map_or(5_000, |n| n.parse().expect("FUZZ_ROUNDS is a number"));
+    let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|e| e == "arrow" || e == "parquet"));
+    paths.sort();
+    assert_eq!(paths.len(), 14);
+    let mut state = 1;
+    for path in paths {
+        let whole = std::fs::read(&path).unwrap();
+        let sound = Index::probe(&whole, Some("label"));
+        // Its row without bytes is the only thing wrong with it.
+        assert!(sound.is_err_and(|e| e.to_string().contains("row 3 (row 3 of this shard): holds no audio bytes, only")));
+        let mut wrong = 0;
+        for round in 0..rounds {
+            let bytes = damage(&whole, &mut state);
+            let (begin, before) = (Instant::now(), NOW.load(Relaxed));
+            PEAK.store(before, Relaxed);
+            wrong += usize::from(Index::probe(&bytes, Some("label")).is_err());
+            let (peak, time) = (PEAK.load(Relaxed) - before, begin.elapsed());
+            assert!(peak < MEMORY && time < TIME, "{}, round {round}: {peak} bytes, {time:?}", path.display());
+        }
+        assert!(wrong > rounds / 2, "{}: {wrong} of {rounds} damages were noticed", path.display());
+    }
+}
