@@ -173,9 +173,7 @@ class Checkpoint:
     every: int = 500  # [steps] between saves; the last step is always saved
     keep: int = 3  # [checkpoints] newest ones that stay on disk
     keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
-    best: str = (
-        ""  # [metric] of the evaluation whose largest value's checkpoint stays, smallest with "-" before it; empty = none
-    )
+    best: str = ""  # [metric] whose best step stays for good: the largest value, or with "-" before it the smallest
 
     def problems(self) -> Iterator[tuple[str, str]]:
         for name, low in (("every", 1), ("keep", 1), ("keep_every", 0)):
@@ -242,7 +240,7 @@ class Guard:
 class Preemption:
     """Signals at which a run saves and ends, to be started again. A second one ends it at once."""
 
-    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR2")  # [names]
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR2")  # [names] of the signals that ask for it
     exit_code: int = 75  # [code] with which the process then ends, for the scheduler to requeue it
 
     def problems(self) -> Iterator[tuple[str, str]]:
