@@ -176,3 +176,18 @@ pub(crate) fn avx2() -> bool {
         false
     }
 }
+
+/// Whether this machine has instructions for counting zeros and for shifting by a register (BMI, LZCNT).
+#[inline]
+pub(crate) fn bit_counts() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        std::arch::is_x86_feature_detected!("bmi1")
+            && std::arch::is_x86_feature_detected!("bmi2")
+            && std::arch::is_x86_feature_detected!("lzcnt")
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        false
+    }
+}

@@ -1,49 +1,50 @@
 //! Bit readers and checksums.
 
-/// Most significant bit first (FLAC). Past the end it reads zeros; `overrun` tells.
+/// Most significant bit first (FLAC, MP3). Past the end it reads zeros; `overrun` tells.
+#[derive(Clone, Copy)]
 pub(super) struct Msb<'a> {
     data: &'a [u8],
-    /// Next byte to load; runs on past the end.
-    next: usize,
-    /// The next bits, from the top; those below `count` are not yet valid.
-    cache: u64,
-    count: u32,
+    /// The next bit; runs on past the end.
+    bit: usize,
 }
 
 impl<'a> Msb<'a> {
+    /// Bits of a [`window`](Self::window) that are always valid.
+    pub const WINDOW: u32 = 57;
+
     pub fn new(data: &'a [u8]) -> Self {
-        Self { data, next: 0, cache: 0, count: 0 }
+        Self { data, bit: 0 }
     }
 
-    /// Makes at least 56 bits valid.
+    /// The next bits from the top down. What is left of its 64 bits after `WINDOW` of them means nothing.
     #[inline(always)]
-    pub fn refill(&mut self) {
-        if let Some(word) = self.data.get(self.next..self.next + 8) {
-            let word = u64::from_be_bytes(word.try_into().expect("8 bytes"));
-            self.cache |= word >> self.count;
-            self.next += ((63 - self.count) >> 3) as usize;
-            self.count |= 56;
-        } else {
-            while self.count <= 56 {
-                let byte = self.data.get(self.next).copied().unwrap_or(0);
-                self.cache |= u64::from(byte) << (56 - self.count);
-                self.next += 1;
-                self.count += 8;
-            }
+    pub fn window(&self) -> u64 {
+        let at = self.bit >> 3;
+        let word = match self.data.get(at..).and_then(<[u8]>::first_chunk) {
+            Some(word) => u64::from_be_bytes(*word),
+            None => self.last_bytes(at),
+        };
+        word << (self.bit & 7)
+    }
+
+    #[cold]
+    fn last_bytes(&self, at: usize) -> u64 {
+        let mut word = [0; 8];
+        if let Some(rest) = self.data.get(at..) {
+            word[..rest.len()].copy_from_slice(rest);
         }
+        u64::from_be_bytes(word)
     }
 
     #[inline(always)]
     pub fn skip(&mut self, n: u32) {
-        self.cache <<= n;
-        self.count -= n;
+        self.bit += n as usize;
     }
 
     /// The next `n` <= 32 bits.
     #[inline(always)]
     pub fn read(&mut self, n: u32) -> u32 {
-        self.refill();
-        let value = ((self.cache >> 1) >> (63 - n)) as u32;
+        let value = ((self.window() >> 1) >> (63 - n)) as u32;
         self.skip(n);
         value
     }
@@ -54,8 +55,7 @@ impl<'a> Msb<'a> {
         if n == 0 {
             return 0;
         }
-        self.refill();
-        let value = self.cache as i64 >> (64 - n);
+        let value = self.window() as i64 >> (64 - n);
         self.skip(n);
         value
     }
@@ -63,52 +63,48 @@ impl<'a> Msb<'a> {
     /// Zeros before the next one bit, which is consumed; None past the end.
     #[inline(always)]
     pub fn unary(&mut self) -> Option<u32> {
-        self.refill();
         let mut zeros = 0u32;
         loop {
-            let here = self.cache.leading_zeros();
-            if here < self.count {
-                self.skip(here);
-                self.skip(1);
+            let here = self.window().leading_zeros();
+            if here < Self::WINDOW {
+                self.skip(here + 1);
                 return Some(zeros + here);
             }
-            zeros += self.count;
-            self.cache = 0;
-            self.count = 0;
+            zeros += Self::WINDOW;
+            self.skip(Self::WINDOW);
             if self.overrun() {
                 return None;
             }
-            self.refill();
         }
     }
 
     /// A Rice code with parameter `k`, as a signed number; None past the end.
     #[inline(always)]
     pub fn rice(&mut self, k: u32) -> Option<i32> {
-        self.refill();
-        let zeros = self.cache.leading_zeros();
-        let folded = if zeros + 1 + k <= 56 {
-            self.cache = (self.cache << zeros) << 1;
-            let low = ((self.cache >> 1) >> (63 - k)) as u32;
-            self.cache <<= k;
-            self.count -= zeros + 1 + k;
-            zeros << k | low
-        } else {
-            let zeros = self.unary()?;
-            (u64::from(zeros) << k) as u32 | self.read(k)
-        };
-        Some((folded >> 1) as i32 ^ -((folded & 1) as i32))
+        let zeros = self.unary()?;
+        Some(unfold((u64::from(zeros) << k) as u32 | self.read(k)))
+    }
+
+    /// Bits read so far.
+    pub fn position(&self) -> usize {
+        self.bit
     }
 
     /// Bytes consumed so far, a begun one included.
     pub fn bytes(&self) -> usize {
-        self.next - (self.count / 8) as usize
+        self.bit.div_ceil(8)
     }
 
     /// Whether bits past the end were used.
     pub fn overrun(&self) -> bool {
         self.bytes() > self.data.len()
     }
+}
+
+/// 0, 1, 2, 3, 4 .. to 0, -1, 1, -2, 2 ..
+#[inline(always)]
+pub(super) fn unfold(folded: u32) -> i32 {
+    (folded >> 1) as i32 ^ -((folded & 1) as i32)
 }
 
 /// Least significant bit first (Vorbis). None past the end.

@@ -4,8 +4,9 @@
 //! finds is only believed when the whole frame's checksum holds and the frames follow each other without a gap; if
 //! not, the frames are walked from the first one on.
 
-use super::bits::{crc16, crc8, Msb};
+use super::bits::{crc16, crc8, unfold, Msb};
 use super::{corrupt, Error, Info};
+use crate::simd;
 
 /// Frame headers that are tried, from the end, before a recording is given up.
 const LAST_FRAMES: usize = 8;
@@ -257,45 +258,57 @@ impl Flac {
         Ok(())
     }
 
-    /// Sum of the channels of the current frame from sample `from` on. It needs no decorrelation: with
+    /// Mean of the channels of the current frame from sample `from` on. It needs no decorrelation: with
     /// side = left - right and mid = (left + right) >> 1, whose lost bit is side's last.
     fn mix(&self, stream: &Stream, stereo: Stereo, from: usize, gain: f64, out: &mut [f32]) {
-        let a = self.channels[0][from..].iter().map(|&x| i64::from(x));
+        let channels = &self.channels[..usize::from(stream.channels)];
+        let of = |channel: usize| &self.channels[channel][from..];
+        // Sums of at most 24 bits are float32 values, and a power of two rounds nothing: as good as float64.
+        let exact = stream.bits <= 23;
         let side_is_wide = stream.bits == 32 && stereo != Stereo::Independent;
-        let side = |channel: usize, i: usize| {
-            if side_is_wide {
-                self.wide[from + i]
-            } else {
-                i64::from(self.channels[channel][from + i])
+        match (stereo, channels.len()) {
+            (Stereo::Independent, 1) if exact => {
+                for (y, x) in out.iter_mut().zip(of(0)) {
+                    *y = *x as f32 * gain as f32;
+                }
             }
-        };
-        match stereo {
-            Stereo::Independent => {
-                if stream.channels == 1 {
-                    for (y, &x) in out.iter_mut().zip(&self.channels[0][from..]) {
-                        *y = (f64::from(x) * gain) as f32;
+            (Stereo::Independent, 1) => {
+                for (y, &x) in out.iter_mut().zip(of(0)) {
+                    *y = (f64::from(x) * gain) as f32;
+                }
+            }
+            (_, 2) if exact => {
+                let pairs = out.iter_mut().zip(of(0)).zip(of(1));
+                // Only damaged frames hold more bits than they say.
+                match stereo {
+                    Stereo::Independent => pairs.for_each(|((y, a), b)| *y = a.wrapping_add(*b) as f32 * gain as f32),
+                    Stereo::LeftSide => {
+                        pairs.for_each(|((y, a), b)| *y = a.wrapping_mul(2).wrapping_sub(*b) as f32 * gain as f32);
                     }
-                } else {
-                    let channels = &self.channels[..usize::from(stream.channels)];
-                    for (i, y) in out.iter_mut().enumerate() {
-                        let sum: i64 = channels.iter().map(|c| i64::from(c[from + i])).sum();
-                        *y = (sum as f64 * gain) as f32;
+                    Stereo::SideRight => {
+                        pairs.for_each(|((y, a), b)| *y = b.wrapping_mul(2).wrapping_add(*a) as f32 * gain as f32);
+                    }
+                    Stereo::MidSide => {
+                        pairs.for_each(|((y, a), b)| *y = a.wrapping_mul(2).wrapping_add(b & 1) as f32 * gain as f32);
                     }
                 }
             }
-            Stereo::LeftSide => {
-                for (i, (y, left)) in out.iter_mut().zip(a).enumerate() {
-                    *y = ((2 * left - side(1, i)) as f64 * gain) as f32;
-                }
-            }
-            Stereo::SideRight => {
+            _ => {
+                let side = |channel: usize, i: usize| {
+                    if side_is_wide {
+                        self.wide[from + i]
+                    } else {
+                        i64::from(of(channel)[i])
+                    }
+                };
                 for (i, y) in out.iter_mut().enumerate() {
-                    *y = ((2 * i64::from(self.channels[1][from + i]) + side(0, i)) as f64 * gain) as f32;
-                }
-            }
-            Stereo::MidSide => {
-                for (i, (y, mid)) in out.iter_mut().zip(a).enumerate() {
-                    *y = ((2 * mid + (side(1, i) & 1)) as f64 * gain) as f32;
+                    let sum = match stereo {
+                        Stereo::Independent => channels.iter().map(|c| i64::from(c[from + i])).sum(),
+                        Stereo::LeftSide => 2 * i64::from(of(0)[i]) - side(1, i),
+                        Stereo::SideRight => 2 * i64::from(of(1)[i]) + side(0, i),
+                        Stereo::MidSide => 2 * i64::from(of(0)[i]) + (side(1, i) & 1),
+                    };
+                    *y = (sum as f64 * gain) as f32;
                 }
             }
         }
@@ -340,21 +353,26 @@ trait Int: Copy + Default {
     fn wrap(x: i64) -> Self;
     fn wide(self) -> i64;
     fn shl(self, n: u32) -> Self;
-    /// x\[i\] += sum of weights\[j\] x\[i - 1 - j\] >> shift for i >= the number of weights, when no sum overflows i32.
-    fn predict_narrow(_x: &mut [Self], _weights: &[i32], _shift: u32) -> bool {
-        false
-    }
+    /// The samples after the first `weights.len()` ones, which have `depth` bits: each is its residual + (sum of
+    /// weights\[j\] x\[i - 1 - j\]) >> shift.
+    fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, depth: u32, out: &mut [Self]) -> Option<()>;
 }
 
 impl Int for i64 {
+    #[inline(always)]
     fn wrap(x: i64) -> Self {
         x
     }
+    #[inline(always)]
     fn wide(self) -> i64 {
         self
     }
     fn shl(self, n: u32) -> Self {
         self << n
+    }
+    // Only the side channel of 32-bit stereo: not worth loops of its own.
+    fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, _depth: u32, out: &mut [Self]) -> Option<()> {
+        residual(bits, out, &Any { weights, shift })
     }
 }
 
@@ -370,43 +388,45 @@ impl Int for i32 {
     fn shl(self, n: u32) -> Self {
         self << n
     }
-    fn predict_narrow(x: &mut [Self], weights: &[i32], shift: u32) -> bool {
-        /// The number of weights as a constant: the sum is unrolled and kept in registers.
-        fn predict<const N: usize>(x: &mut [i32], weights: &[i32], shift: u32) {
-            let mut reversed = [0i32; N];
-            for (r, w) in reversed.iter_mut().zip(weights.iter().rev()) {
-                *r = *w;
-            }
-            for i in N..x.len() {
-                let before: &[i32; N] = x[i - N..i].try_into().expect("N samples");
-                let mut sum = 0i32;
-                for j in 0..N {
-                    sum = sum.wrapping_add(reversed[j].wrapping_mul(before[j]));
+    #[inline(always)]
+    fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, depth: u32, out: &mut [Self]) -> Option<()> {
+        let largest = weights.iter().map(|w| u64::from(w.unsigned_abs())).sum::<u64>() << (depth - 1);
+        // Whether no sum overflows i32.
+        let narrow = largest <= i32::MAX as u64;
+        // The number of weights as a constant: sums are unrolled and kept in registers.
+        macro_rules! of_order {
+            ($($n:literal)*) => {
+                match weights.len() {
+                    $($n if narrow => residual(bits, out, &Linear::<$n, true>::new(weights, shift)),
+                    $n => residual(bits, out, &Linear::<$n, false>::new(weights, shift)),)*
+                    _ => residual(bits, out, &Any { weights, shift }),
                 }
-                x[i] = x[i].wrapping_add(sum >> shift);
-            }
+            };
         }
-        match weights.len() {
-            1 => predict::<1>(x, weights, shift),
-            2 => predict::<2>(x, weights, shift),
-            3 => predict::<3>(x, weights, shift),
-            4 => predict::<4>(x, weights, shift),
-            5 => predict::<5>(x, weights, shift),
-            6 => predict::<6>(x, weights, shift),
-            7 => predict::<7>(x, weights, shift),
-            8 => predict::<8>(x, weights, shift),
-            9 => predict::<9>(x, weights, shift),
-            10 => predict::<10>(x, weights, shift),
-            11 => predict::<11>(x, weights, shift),
-            12 => predict::<12>(x, weights, shift),
-            _ => return false,
-        }
-        true
+        of_order!(0 1 2 3 4 5 6 7 8 9 10 11 12)
     }
 }
 
 /// One channel of one frame; None when it cannot be decoded.
 fn subframe<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
+    #[cfg(target_arch = "x86_64")]
+    if simd::bit_counts() {
+        // SAFETY: the instruction set was just asked for.
+        return unsafe { subframe_bmi(bits, depth, out) };
+    }
+    let _ = simd::bit_counts;
+    subframe_any(bits, depth, out)
+}
+
+/// Codes are lengths of zeros and variable shifts, which have instructions of their own there.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "bmi1,bmi2,lzcnt")]
+unsafe fn subframe_bmi<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
+    subframe_any(bits, depth, out)
+}
+
+#[inline(always)]
+fn subframe_any<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
     if bits.read(1) != 0 {
         return None;
     }
@@ -424,8 +444,7 @@ fn subframe<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
             let order = kind as usize - 8;
             let weights: &[i32] = [&[][..], &[1], &[2, -1], &[3, -3, 1], &[4, -6, 4, -1]][order];
             warm_up(bits, depth, order, out)?;
-            residual(bits, order, out)?;
-            predict(out, weights, 0, depth);
+            T::predicted(bits, weights, 0, depth, out)?;
         }
         32.. => {
             let order = kind as usize - 31;
@@ -439,8 +458,7 @@ fn subframe<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
             for w in &mut weights[..order] {
                 *w = bits.signed(precision) as i32;
             }
-            residual(bits, order, out)?;
-            predict(out, &weights[..order], shift as u32, depth);
+            T::predicted(bits, &weights[..order], shift as u32, depth, out)?;
         }
         _ => return None,
     }
@@ -452,6 +470,7 @@ fn subframe<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
     Some(())
 }
 
+#[inline(always)]
 fn warm_up<T: Int>(bits: &mut Msb, depth: u32, order: usize, out: &mut [T]) -> Option<()> {
     for x in out.get_mut(..order)? {
         *x = T::wrap(bits.signed(depth));
@@ -459,8 +478,78 @@ fn warm_up<T: Int>(bits: &mut Msb, depth: u32, order: usize, out: &mut [T]) -> O
     Some(())
 }
 
-/// Rice-coded residuals of the samples from `order` on.
-fn residual<T: Int>(bits: &mut Msb, order: usize, out: &mut [T]) -> Option<()> {
+trait Predictor<T> {
+    fn order(&self) -> usize;
+    /// Samples \[at, at + residuals.len()), of which all before are known.
+    fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize);
+}
+
+struct Linear<const N: usize, const NARROW: bool> {
+    weights: [i32; N],
+    shift: u32,
+}
+
+impl<const N: usize, const NARROW: bool> Linear<N, NARROW> {
+    #[inline(always)]
+    fn new(weights: &[i32], shift: u32) -> Self {
+        Self { weights: weights.try_into().expect("N weights"), shift }
+    }
+}
+
+impl<T: Int, const N: usize, const NARROW: bool> Predictor<T> for Linear<N, NARROW> {
+    #[inline(always)]
+    fn order(&self) -> usize {
+        N
+    }
+
+    #[inline(always)]
+    fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize) {
+        let x = &mut x[at - N..at + M];
+        for m in 0..M {
+            // The newest sample last: all else is added up while that one is still on its way.
+            let mut narrow = 0i32;
+            let mut wide = 0i64;
+            for j in (0..N).rev() {
+                let (w, x) = (self.weights[j], x[m + N - 1 - j].wide());
+                if NARROW {
+                    narrow = narrow.wrapping_add(w.wrapping_mul(x as i32));
+                } else {
+                    wide = wide.wrapping_add(i64::from(w).wrapping_mul(x));
+                }
+            }
+            let sum = if NARROW { i64::from(narrow >> self.shift) } else { wide >> self.shift };
+            x[m + N] = T::wrap(sum.wrapping_add(i64::from(residuals[m])));
+        }
+    }
+}
+
+struct Any<'a> {
+    weights: &'a [i32],
+    shift: u32,
+}
+
+impl<T: Int> Predictor<T> for Any<'_> {
+    fn order(&self) -> usize {
+        self.weights.len()
+    }
+
+    fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize) {
+        for (i, &residual) in (at..).zip(residuals) {
+            let before = x[i - self.weights.len()..i].iter().rev();
+            let sum = self
+                .weights
+                .iter()
+                .zip(before)
+                .fold(0i64, |sum, (&w, &x)| sum.wrapping_add(i64::from(w).wrapping_mul(x.wide())));
+            x[i] = T::wrap((sum >> self.shift).wrapping_add(i64::from(residual)));
+        }
+    }
+}
+
+/// Rice-coded residuals of the samples that a predictor does not begin with, and those samples. Both in one loop: the
+/// search for the next code and the sums of the prediction each wait on themselves, and run beside each other.
+#[inline(always)]
+fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>) -> Option<()> {
     let width = match bits.read(2) {
         0 => 4,
         1 => 5,
@@ -471,41 +560,70 @@ fn residual<T: Int>(bits: &mut Msb, order: usize, out: &mut [T]) -> Option<()> {
         return None;
     }
     let size = out.len() / partitions;
-    let mut first = order;
+    let mut first = predictor.order();
     for partition in 0..partitions {
-        let part = out.get_mut(first..(partition + 1) * size)?;
+        let end = (partition + 1) * size;
+        if first > end {
+            return None;
+        }
         let k = bits.read(width);
         if k == (1 << width) - 1 {
             let depth = bits.read(5);
-            for x in part {
-                *x = T::wrap(bits.signed(depth));
+            for i in first..end {
+                predictor.restore(&[bits.signed(depth) as i32], out, i);
             }
         } else {
-            for x in part {
-                *x = T::wrap(i64::from(bits.rice(k)?));
+            let mut at = first;
+            // As many codes from one window as fit into it in most cases.
+            if k < 11 {
+                while at + 4 <= end {
+                    at += some::<T, 4>(bits, k, out, at, predictor)?;
+                }
+            }
+            while at + 2 <= end {
+                at += some::<T, 2>(bits, k, out, at, predictor)?;
+            }
+            if at < end {
+                predictor.restore(&[bits.rice(k)?], out, at);
             }
         }
         // Past the end every code is long, but a part of zeros would be read on and on.
         if bits.overrun() {
             return None;
         }
-        first = (partition + 1) * size;
+        first = end;
     }
     Some(())
 }
 
-/// Adds the prediction from the samples before, which have `depth` bits, to each residual.
-fn predict<T: Int>(x: &mut [T], weights: &[i32], shift: u32, depth: u32) {
-    let order = weights.len();
-    let largest = weights.iter().map(|w| u64::from(w.unsigned_abs())).sum::<u64>() << (depth - 1);
-    if order == 0 || largest <= i32::MAX as u64 && T::predict_narrow(x, weights, shift) {
-        return;
+/// Samples from `at` on, `M` if their codes are in one window, else one; says how many.
+#[inline(always)]
+fn some<T: Int, const M: usize>(
+    bits: &mut Msb,
+    k: u32,
+    out: &mut [T],
+    at: usize,
+    predictor: &impl Predictor<T>,
+) -> Option<usize> {
+    let mut window = bits.window();
+    let mut residuals = [0; M];
+    let mut used = 0;
+    for residual in &mut residuals {
+        // Where the code does not fit, these mean nothing and are not used.
+        let zeros = window.leading_zeros();
+        let n = zeros + 1 + k;
+        // The code's last k + 1 bits: a one, which stands for 2^k, and the remainder.
+        let low = window.wrapping_shr(n.wrapping_neg()) as u32;
+        *residual = unfold(low.wrapping_add(zeros.wrapping_sub(1).wrapping_shl(k)));
+        window = window.wrapping_shl(n);
+        used += n;
     }
-    for i in order..x.len() {
-        let sum = weights
-            .iter()
-            .zip(x[i - order..i].iter().rev())
-            .fold(0i64, |sum, (&w, &x)| sum.wrapping_add(i64::from(w).wrapping_mul(x.wide())));
-        x[i] = T::wrap(x[i].wide().wrapping_add(sum >> shift));
+    if used <= Msb::WINDOW {
+        bits.skip(used);
+        predictor.restore(&residuals, out, at);
+        Some(M)
+    } else {
+        predictor.restore(&[bits.rice(k)?], out, at);
+        Some(1)
     }
 }
