@@ -16,6 +16,10 @@ impl<'a> Msb<'a> {
         Self { data, bit: 0 }
     }
 
+    pub fn at(data: &'a [u8], bit: usize) -> Self {
+        Self { data, bit }
+    }
+
     /// The next bits from the top down. What is left of its 64 bits after `WINDOW` of them means nothing.
     #[inline(always)]
     pub fn window(&self) -> u64 {

@@ -479,7 +479,8 @@ fn warm_up<T: Int>(bits: &mut Msb, depth: u32, order: usize, out: &mut [T]) -> O
 }
 
 trait Predictor<T> {
-    fn order(&self) -> usize;
+    /// The weights of the samples before, the newest first, and the shift.
+    fn weights(&self) -> (&[i32], u32);
     /// Samples \[at, at + residuals.len()), of which all before are known.
     fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize);
 }
@@ -498,8 +499,8 @@ impl<const N: usize, const NARROW: bool> Linear<N, NARROW> {
 
 impl<T: Int, const N: usize, const NARROW: bool> Predictor<T> for Linear<N, NARROW> {
     #[inline(always)]
-    fn order(&self) -> usize {
-        N
+    fn weights(&self) -> (&[i32], u32) {
+        (&self.weights, self.shift)
     }
 
     #[inline(always)]
@@ -529,21 +530,25 @@ struct Any<'a> {
 }
 
 impl<T: Int> Predictor<T> for Any<'_> {
-    fn order(&self) -> usize {
-        self.weights.len()
+    fn weights(&self) -> (&[i32], u32) {
+        (self.weights, self.shift)
     }
 
+    #[inline(always)]
     fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize) {
         for (i, &residual) in (at..).zip(residuals) {
-            let before = x[i - self.weights.len()..i].iter().rev();
-            let sum = self
-                .weights
-                .iter()
-                .zip(before)
-                .fold(0i64, |sum, (&w, &x)| sum.wrapping_add(i64::from(w).wrapping_mul(x.wide())));
-            x[i] = T::wrap((sum >> self.shift).wrapping_add(i64::from(residual)));
+            restore_one(self.weights, self.shift, residual, x, i);
         }
     }
+}
+
+/// Out of the way of the loops for a known order, for the few samples that they leave over.
+#[inline(never)]
+fn restore_one<T: Int>(weights: &[i32], shift: u32, residual: i32, x: &mut [T], at: usize) {
+    let before = x[at - weights.len()..at].iter().rev();
+    let sum =
+        weights.iter().zip(before).fold(0i64, |sum, (&w, &x)| sum.wrapping_add(i64::from(w).wrapping_mul(x.wide())));
+    x[at] = T::wrap((sum >> shift).wrapping_add(i64::from(residual)));
 }
 
 /// Rice-coded residuals of the samples that a predictor does not begin with, and those samples. Both in one loop: the
@@ -560,7 +565,8 @@ fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>
         return None;
     }
     let size = out.len() / partitions;
-    let mut first = predictor.order();
+    let (weights, shift) = predictor.weights();
+    let mut first = weights.len();
     for partition in 0..partitions {
         let end = (partition + 1) * size;
         if first > end {
@@ -570,7 +576,7 @@ fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>
         if k == (1 << width) - 1 {
             let depth = bits.read(5);
             for i in first..end {
-                predictor.restore(&[bits.signed(depth) as i32], out, i);
+                restore_one(weights, shift, bits.signed(depth) as i32, out, i);
             }
         } else {
             let mut at = first;
@@ -584,7 +590,7 @@ fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>
                 at += some::<T, 2>(bits, k, out, at, predictor)?;
             }
             if at < end {
-                predictor.restore(&[bits.rice(k)?], out, at);
+                restore_one(weights, shift, bits.rice(k)?, out, at);
             }
         }
         // Past the end every code is long, but a part of zeros would be read on and on.
@@ -623,7 +629,8 @@ fn some<T: Int, const M: usize>(
         predictor.restore(&residuals, out, at);
         Some(M)
     } else {
-        predictor.restore(&[bits.rice(k)?], out, at);
+        let (weights, shift) = predictor.weights();
+        restore_one(weights, shift, bits.rice(k)?, out, at);
         Some(1)
     }
 }

@@ -1,8 +1,7 @@
 //! Encoded bytes + \[start, length) -> mono float32: only the packets that the crop needs are read and decoded.
 //!
 //! WAV, FLAC, MP3 and OGG Vorbis, told apart by their content. Every format has its own index into the bytes (the
-//! containers are read here, so that a seek is exact to the sample); the transforms of MP3 and Vorbis are symphonia's.
-//! For each, a crop equals the same slice of the whole recording: exactly for WAV and FLAC, and within 1e-5 for MP3
+//! containers are read here, so that a seek is exact to the sample); Vorbis packets are symphonia's. For each, a crop equals the same slice of the whole recording: exactly for WAV and FLAC, and within 1e-5 for MP3
 //! and Vorbis, whose decoders are warmed up on what comes before the crop.
 //!
 //! Broken recordings. A truncated recording ends with its last whole packet. Of a chained OGG stream only the first
@@ -13,6 +12,8 @@
 
 mod bits;
 mod flac;
+mod layer3;
+mod layer3_tables;
 mod mp3;
 mod ogg;
 mod vorbis;

@@ -1,26 +1,20 @@
-//! MPEG audio layer III: the frames are found here, symphonia decodes them.
+//! MPEG audio layer III: where the frames are; `layer3` decodes them.
 //!
 //! A frame's spectrum may begin in the bytes of frames before it (the bit reservoir, up to 511 bytes), and its samples
-//! overlap with the two frames before it. A crop therefore begins to decode that much earlier and throws it away.
+//! overlap with the two granules before it. A crop therefore begins to decode that much earlier and throws it away.
 //!
 //! Gapless: a LAME tag in the first (Xing or Info) frame states the encoder's delay and padding. As in libmpg123, the
 //! recording is then samples \[delay + 529, frames * samples per frame - padding + 529), where 529 is the decoder's own
 //! delay; without the tag nothing is trimmed.
 
-use symphonia::core::audio::GenericAudioBufferRef;
-use symphonia::core::codecs::audio::well_known::CODEC_ID_MP3;
-use symphonia::core::codecs::audio::{AudioCodecParameters, AudioDecoder, AudioDecoderOptions};
-use symphonia::core::packet::PacketRef;
-use symphonia::core::units::{Duration, Timestamp};
-use symphonia::default::codecs::MpaDecoder;
-
+use super::layer3::Layer3;
 use super::{corrupt, Error, Info};
 
 /// Samples by which a decoder is late.
 const DECODER_DELAY: u64 = 529;
 /// Farthest that a frame reaches back into earlier bytes.
-const RESERVOIR: usize = 511;
-/// Frames before the crop whose spectra must be right, for the overlap of the transform and of the filter bank.
+pub(super) const RESERVOIR: usize = 511;
+/// Granules before the crop whose spectra must be right, for the overlap of the transform and of the filter bank.
 const OVERLAP: usize = 2;
 /// Bytes of anything else that may stand before the first frame.
 const MAX_JUNK: usize = 1 << 16;
@@ -29,8 +23,10 @@ const MAX_JUNK: usize = 1 << 16;
 pub(super) struct Header {
     rate: u32,
     /// MPEG 1, rather than 2 or 2.5.
-    mpeg1: bool,
-    channels: u8,
+    pub mpeg1: bool,
+    pub channels: u8,
+    /// Bits of middle/side (2) and of intensity (1) stereo.
+    joint: u8,
     crc: bool,
     /// Bytes of the whole frame.
     size: usize,
@@ -58,8 +54,12 @@ impl Header {
         };
         let samples = if mpeg1 { 1152 } else { 576 };
         let size = samples / 8 * kilobits * 1000 / rate + (word >> 9 & 1);
-        let channels = if word >> 6 & 3 == 3 { 1 } else { 2 };
-        Some(Self { rate, mpeg1, channels, crc: word >> 16 & 1 == 0, size: size as usize })
+        let (channels, joint) = match word >> 6 & 3 {
+            1 => (2, (word >> 4 & 3) as u8),
+            3 => (1, 0),
+            _ => (2, 0),
+        };
+        Some(Self { rate, mpeg1, channels, joint, crc: word >> 16 & 1 == 0, size: size as usize })
     }
 
     fn samples(self) -> usize {
@@ -70,15 +70,33 @@ impl Header {
         }
     }
 
-    /// Bytes of the header, its checksum and the side information.
-    fn before_data(self) -> usize {
-        let side = match (self.mpeg1, self.channels) {
+    /// Bytes of the side information.
+    pub fn side(self) -> usize {
+        match (self.mpeg1, self.channels) {
             (true, 1) => 17,
             (true, _) => 32,
             (false, 1) => 9,
             (false, _) => 17,
-        };
-        4 + if self.crc { 2 } else { 0 } + side
+        }
+    }
+
+    /// Bytes of the header, its checksum and the side information.
+    pub fn before_data(self) -> usize {
+        4 + if self.crc { 2 } else { 0 } + self.side()
+    }
+
+    pub fn middle_side(self) -> bool {
+        self.joint & 2 != 0
+    }
+
+    pub fn intensity(self) -> bool {
+        self.joint & 1 != 0
+    }
+
+    /// The index of the sample rate in the standards' tables.
+    pub fn table(self) -> usize {
+        const RATES: [u32; 9] = [44100, 48000, 32000, 22050, 24000, 16000, 11025, 12000, 8000];
+        RATES.iter().position(|rate| *rate == self.rate).expect("parse knows no others")
     }
 
     fn same_stream(self, other: Self) -> bool {
@@ -112,10 +130,16 @@ fn is_tag(bytes: &[u8]) -> bool {
 }
 
 /// The decoder and an index of the frames of the recording that was asked about last.
-#[derive(Default)]
 pub(super) struct Mp3 {
     index: Index,
-    decoder: Option<(u32, u8, MpaDecoder)>,
+    decoder: Layer3,
+    samples: [f32; 1152],
+}
+
+impl Default for Mp3 {
+    fn default() -> Self {
+        Self { index: Index::default(), decoder: Layer3::default(), samples: [0.0; 1152] }
+    }
 }
 
 #[derive(Default)]
@@ -249,23 +273,30 @@ impl Mp3 {
         if wanted >= frames || first + out.len() as u64 > self.index.end {
             return corrupt("MP3", "the frames end before the stated length");
         }
+        let granules = per_frame / 576;
+        let decoded = wanted.saturating_sub(OVERLAP.div_ceil(granules));
         // Far enough back to fill the reservoir of the first frame whose spectrum must be right.
-        let mut begin = wanted.saturating_sub(OVERLAP);
+        let mut begin = decoded;
         let mut reservoir = 0;
         while begin > 0 && reservoir < RESERVOIR {
             begin -= 1;
             reservoir += self.header(bytes, begin).map_or(0, |h| h.size.saturating_sub(h.before_data()));
         }
-        if let Some((_, _, decoder)) = &mut self.decoder {
-            decoder.reset();
-        }
+        self.decoder.reset();
         let mut done = 0;
         let mut skip = (first % per_frame as u64) as usize;
         for frame in begin..frames {
-            let n = (per_frame - skip).min(out.len() - done);
-            let into = if frame < wanted { &mut [][..] } else { &mut out[done..done + n] };
-            self.frame(bytes, frame, skip, into);
+            let at = self.index.frames[frame] as usize;
+            let Some(header) = self.header(bytes, frame) else { break };
+            let Some(data) = bytes.get(at..at + header.size) else { break };
+            if frame < decoded {
+                self.decoder.skip(data, header);
+                continue;
+            }
+            self.decoder.decode(data, header, &mut self.samples[..per_frame]);
             if frame >= wanted {
+                let n = (per_frame - skip).min(out.len() - done);
+                out[done..done + n].copy_from_slice(&self.samples[skip..skip + n]);
                 done += n;
                 skip = 0;
             }
@@ -278,32 +309,5 @@ impl Mp3 {
 
     fn header(&self, bytes: &[u8], frame: usize) -> Option<Header> {
         Header::parse(bytes.get(self.index.frames[frame] as usize..)?)
-    }
-
-    /// Decodes one frame; its samples from `skip` on, the mean of the channels, go into `out`. A frame that cannot be
-    /// decoded is silent.
-    fn frame(&mut self, bytes: &[u8], frame: usize, skip: usize, out: &mut [f32]) {
-        out.fill(0.0);
-        let Some(header) = self.header(bytes, frame) else { return };
-        let at = self.index.frames[frame] as usize;
-        let Some(data) = bytes.get(at..at + header.size) else { return };
-        // symphonia's decoder is for one rate and channel count.
-        if self.decoder.as_ref().is_none_or(|(rate, channels, _)| (*rate, *channels) != (header.rate, header.channels))
-        {
-            let mut parameters = AudioCodecParameters::new();
-            parameters.for_codec(CODEC_ID_MP3);
-            let options = AudioDecoderOptions::default().gapless(false);
-            self.decoder = MpaDecoder::try_new(&parameters, &options).ok().map(|d| (header.rate, header.channels, d));
-        }
-        let Some((_, _, decoder)) = &mut self.decoder else { return };
-        let packet = PacketRef::new(0, Timestamp::ZERO, Duration::from(header.samples() as u64), data);
-        // A panic would be symphonia's mistake over damaged bytes.
-        let decode = std::panic::AssertUnwindSafe(|| {
-            let Ok(GenericAudioBufferRef::F32(buffer)) = decoder.decode_ref(&packet) else { return };
-            super::mix(buffer, skip, out);
-        });
-        if std::panic::catch_unwind(decode).is_err() {
-            self.decoder = None;
-        }
     }
 }
