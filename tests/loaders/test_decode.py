@@ -91,6 +91,14 @@ def test_mp3_bit_rates(mode, level):
     check(file.getvalue(), LOSSY)
 
 
+def test_mp3_clicks_that_switch_the_blocks_of_one_channel():
+    rng = np.random.default_rng(1)
+    wave = 0.2 * song(44100, 150_000, 2)
+    for at in rng.integers(0, 149_000, 60):
+        wave[at : at + 40, rng.integers(0, 2)] += 0.7 * rng.standard_normal(40)
+    check(corpus.encode(wave, 44100, "MP3"), LOSSY)
+
+
 @pytest.mark.parametrize("name", ["vorbis_32k_mono.ogg", "mp3_44k_stereo.mp3", "flac_48k_stereo.flac"])
 def test_the_kept_recordings(name):
     check((HERE / name).read_bytes(), 0 if name.endswith("flac") else LOSSY)
@@ -221,3 +229,11 @@ def test_a_lying_length_costs_no_memory():
     at = wav.index(b"data") + 4
     wav[at : at + 4] = struct.pack("<I", 0xFFFFFFF0)
     assert _rust.decode(bytes(wav))[2] == 5000
+
+
+def test_a_flac_of_silence_costs_only_what_is_asked_for():
+    # A frame of a constant has a few bytes for 4096 samples: ten minutes at 96 kHz are 230 MB once decoded.
+    long = corpus.encode(np.zeros(600 * 96000, np.float32), 96000, "FLAC")
+    assert len(long) < 1e6
+    crop, _, frames = _rust.decode(long, 50_000_000, 1000)
+    assert frames == 57_600_000 and len(crop) == 1000 and not crop.any()

@@ -8,6 +8,9 @@
 //! subbands then run beside each other in SIMD lanes, as plain products with small matrices: at 18 lines that costs
 //! less than the shuffles of a fast algorithm, and one kernel serves all four window shapes.
 
+// Several arrays are indexed alike in the kernels.
+#![allow(clippy::needless_range_loop)]
+
 use std::f64::consts::PI;
 use std::sync::OnceLock;
 
@@ -102,7 +105,7 @@ fn tables() -> &'static Tables {
         // Even places first, then odd ones.
         let place = |q: usize| 2 * (q % 16) + q / 16;
         Box::new(Tables {
-            transform: std::array::from_fn(|kind| transform(kind)),
+            transform: std::array::from_fn(transform),
             matrix: std::array::from_fn(|odd| {
                 std::array::from_fn(|n| {
                     std::array::from_fn(|q| {
@@ -705,7 +708,7 @@ fn spectrum(
             }
             let set = u32::from(leaf >> (3 - i) & 1);
             let sign = ((window >> 63) as u32 & set) << 31;
-            lines[line + i] = f32::from_bits(of_band.to_bits() * set | sign);
+            lines[line + i] = f32::from_bits((of_band.to_bits() * set) | sign);
             window <<= set;
         }
         line += 4;
