@@ -287,7 +287,8 @@ impl Mp3 {
         let mut skip = (first % per_frame as u64) as usize;
         for frame in begin..frames {
             let at = self.index.frames[frame] as usize;
-            let Some(header) = self.header(bytes, frame) else { break };
+            // The index may be of other bytes that once stood here, should their fingerprint be the same.
+            let Some(header) = self.header(bytes, frame).filter(|header| header.samples() == per_frame) else { break };
             let Some(data) = bytes.get(at..at + header.size) else { break };
             if frame < decoded {
                 self.decoder.skip(data, header);
