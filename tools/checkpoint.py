@@ -211,8 +211,8 @@ def save_weights(
 ) -> pathlib.Path:
     """Writes ``arrays`` as out/checkpoints/<step>, marked as weights only, with its manifest. Returns that folder.
 
-    The arrays wait in files beside the result, which are mapped: twice the disk for a while, and host memory that the kernel may
-    take back, but for what Orbax encodes at once.
+    The arrays wait in files beside the result, which are mapped: twice the disk for a while, and host memory that the
+    kernel may take back, but for what Orbax encodes at once.
 
     Raises StoredError when that step is there already.
     """
