@@ -167,7 +167,8 @@ impl Blocks {
             return found.clone();
         }
         let blocks = Permutation::keyed(hash(&[BLOCK, self.seed, epoch]), (self.stops.len() as u64).max(1));
-        let mut starts = vec![0];
+        let mut starts = Vec::with_capacity(self.stops.len() + 1);
+        starts.push(0);
         for k in 0..self.stops.len() as u64 {
             let (begin, end) = self.block(blocks.at(k));
             starts.push(starts[k as usize] + end - begin);

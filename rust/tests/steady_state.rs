@@ -98,8 +98,8 @@ fn no_row_allocates_once_warm() {
         let before = CALLS.load(Relaxed);
         take(50);
         let calls = CALLS.load(Relaxed) - before;
-        // Of 50 batches: a slot and a slab each, those that were begun besides; an epoch of the block order is two lists.
-        let allowed = if block.is_some() { 50 * 10 } else { 50 * 4 };
+        // Of 50 batches: a slot and a slab each, those that were begun besides; an epoch of 40 rows in the block order, for the workers and for the reader ahead, is lists of its own.
+        let allowed = if block.is_some() { 50 * 20 } else { 50 * 4 };
         assert!(calls <= allowed, "{calls} allocations in 50 batches of 64 rows ({views} views, bf16: {bf16})");
         pipeline.close();
     }
