@@ -5,11 +5,13 @@
       data/    JSON: what the loader needs to go on (position, seed, fingerprints of the data and its order), and the
                offset between step and position when the data were changed on the way
       meta/    JSON: the resolved config, the digest of the parameter table, package versions
+      manifest.json   size and hash of every file (`checksums`), checked before anything is read
 
 Frozen base weights are not here: they are reloaded from their source. A save is asynchronous, one at a time; Orbax writes
 into a temporary directory and renames it, so that a step directory is whole or is not there.
 """
 
+import concurrent.futures
 import importlib.metadata
 import json
 import logging
@@ -22,8 +24,8 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from jaxtrain import checksums, distributed, specs
 from jaxtrain import config as config_lib
-from jaxtrain import distributed, specs
 from jaxtrain import state as state_lib
 from jaxtrain.state import Plan, TrainState
 from jaxtrain.types import Task
@@ -60,6 +62,9 @@ class Checkpointer:
         keep = [policies.LatestN(config.checkpoint.keep), self._scores]
         if config.checkpoint.keep_every:
             keep.append(policies.EveryNSteps(config.checkpoint.keep_every))
+        self._unsealed: pathlib.Path | None = None
+        self._sealing = concurrent.futures.ThreadPoolExecutor(1)
+        self._seals: list[concurrent.futures.Future] = []
         options = ocp.CheckpointManagerOptions(preservation_policy=policies.AnyPreservationPolicy(keep), create=True)
         self._manager = ocp.CheckpointManager(self._path, options=options)
 
@@ -74,8 +79,9 @@ class Checkpointer:
         Raises what the save before raised in the background.
         """
         began = time.perf_counter()
-        self._manager.wait_until_finished()
+        self._finish()
         if step not in self._manager.all_steps():
+            self._unsealed = self._path / str(step)
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -113,16 +119,48 @@ class Checkpointer:
                 raise CheckpointError(f"config.resume.path: {path} holds no checkpoint")
         return found
 
+    def poll(self) -> None:
+        """Lets the checksums of a step be written once it is whole. Costs nothing; call it every step."""
+        if self._unsealed and not self._manager.is_saving_in_progress():
+            if jax.process_index() == 0:
+                self._seals.append(self._sealing.submit(checksums.write, self._unsealed))
+            self._unsealed = None
+
     def close(self) -> None:
         """Waits for a save in flight. Raises what it raised."""
+        try:
+            self._finish()
+        finally:
+            self._sealing.shutdown()
+            self._manager.close()
+
+    def _finish(self) -> None:
         self._manager.wait_until_finished()
-        self._manager.close()
+        self.poll()
+        while self._seals:
+            self._seals.pop().result()
+
+    def _damage(self, path: pathlib.Path) -> str:
+        """What the checksums say against a step, "" if nothing. Process 0 reads them for all."""
+        if not self._config.checkpoint.verify or jax.process_index() != 0:
+            return ""
+        try:
+            return "; ".join(checksums.verify(path))
+        except checksums.NoManifest:
+            log.info("checkpoint %s has no checksums: the run was ended between its last two renames, or wrote none", path)
+            return ""
+        except (OSError, ValueError) as error:
+            return _first_line(error)
 
     def _newest(
         self, manager: ocp.CheckpointManager, path: pathlib.Path, plan: Plan, data: Mapping[str, Any]
     ) -> Restored | None:
         steps = sorted(manager.all_steps(), reverse=True)
         for step in distributed.agree_on(steps):
+            damage = self._damage(path / str(step))
+            if distributed.agree(bool(damage)):
+                log.warning("checkpoint %s is damaged and is left alone: %s", path / str(step), damage)
+                continue
             try:
                 self._check_model(manager, path / str(step), step)
                 found = manager.restore(

@@ -173,6 +173,7 @@ class Checkpoint:
     every: int = 500  # [steps] between saves; the last step is always saved
     keep: int = 3  # [checkpoints] newest ones that stay on disk
     keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
+    verify: bool = True  # [bool] compare every byte of a checkpoint with its checksums before going on from it
     best: str = ""  # [metric] whose best step stays for good: the largest value, or with "-" before it the smallest
 
     def problems(self) -> Iterator[tuple[str, str]]:

@@ -188,6 +188,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         if pending and report(*pending):
             break
         pending = (step, out, batch)
+        checkpointer.poll()
         saves, looks = checkpointer.is_due(step), _looks(config, step)
         if saves or looks:
             if report(*pending):

@@ -93,6 +93,12 @@ def command(folder: pathlib.Path, source: str, *overrides: str, devices: int = 1
     return subprocess.Popen(arguments, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 def run(*args, code: int = 0, **kwargs) -> str:
     process = command(*args, **kwargs)
     output, _ = process.communicate(timeout=300)
@@ -148,9 +154,7 @@ def test_a_killed_run_resumed_in_a_fresh_process_equals_the_undisturbed_one_bit_
 
 
 def test_two_processes_equal_one(folder, corpus):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     overrides = ("--config.train.steps=4", "--config.train.eval_every=2", "--config.mesh.fsdp=2", "--config.train.accumulate=2")
     run(folder, f"tiny.py:{corpus}", "--config.workdir=one", *overrides, devices=4, IDS=str(folder / "one.jsonl"))
     both = [
