@@ -1,7 +1,7 @@
 """The state of a run, before it exists (`Plan`) and after (`TrainState`)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -90,16 +90,31 @@ def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout
     )
 
 
-def init_state(task: Task, tx: optax.GradientTransformation, plan: Plan, key: Key) -> TrainState:
-    """The state at step 0, every device making only its own part."""
+def init_state(
+    task: Task,
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    key: Key,
+    *,
+    start: Callable[[PyTree, PyTree], PyTree] = lambda params, given: params,
+    given: PyTree = (),
+) -> TrainState:
+    """The state at step 0, every device making only its own part.
 
-    def init(key: Key) -> TrainState:
+    Args:
+      start: (initial parameters, given) -> parameters; traced. What it does not use is not initialised either.
+      given: arrays for ``start``; donated.
+    """
+
+    def init(key: Key, given: PyTree) -> TrainState:
         variables = specs.materialise(task.specs, key)
+        variables = variables._replace(params=start(variables.params, given))
         ema = jax.tree.map(jnp.copy, variables.params) if plan.state.ema else ()
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, variables, tx.init(variables.params), ema, Norms(jnp.zeros(()), zero))
 
-    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, plan.state))(key)
+    make = jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, plan.state), donate_argnums=1)
+    return make(key, given)
 
 
 def bytes_per_device(tree: PyTree) -> int:

@@ -1,26 +1,35 @@
 """The whole program, top to bottom: assemble, then the loop."""
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
 import time
 
 import jax
+import optax
 
 from jaxtrain import checkpoint as checkpoint_lib
 from jaxtrain import config as config_lib
-from jaxtrain import distributed, feed, metrics, optim, specs
+from jaxtrain import distributed, feed, metrics, optim, specs, warm_start
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
-from jaxtrain.types import Batch
+from jaxtrain.types import Batch, Task
 from loaders.base import DataError
 
 log = logging.getLogger("jaxtrain")
 
 # What a user can mend: the message says how, and no traceback is wanted.
-USER_ERRORS = (config_lib.ConfigError, layout_lib.LayoutError, optim.OptimError, checkpoint_lib.CheckpointError, DataError)
+USER_ERRORS = (
+    config_lib.ConfigError,
+    layout_lib.LayoutError,
+    optim.OptimError,
+    checkpoint_lib.CheckpointError,
+    warm_start.WarmStartError,
+    DataError,
+)
 
 
 class Preempted(Exception):
@@ -82,7 +91,8 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     test = source.make_loader(config.data, split="test", rows=rows, seed=config.seed)
     closing.callback(test.close)
 
-    # 6. The state: the newest checkpoint of this workdir, else the initialisation.
+    # 6. The state: the newest checkpoint of this workdir, else that of config.resume, else config.warm_start, else the
+    #    initialisation.
     checkpointer = checkpoint_lib.Checkpointer(config, task)
     closing.callback(checkpointer.close)
     restored = checkpointer.restore(plan, loader.state(0))
@@ -90,7 +100,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         state, step, offset, found = restored
         log.info("going on from step %d: %s", step, found)
     else:
-        state, step, offset = state_lib.init_state(task, tx, plan, jax.random.key(config.seed)), 0, 0
+        state, step, offset = _initial_state(config, task, tx, plan), 0, 0
     if distributed.is_main():
         config_lib.save(config, config.workdir)
     writers = metrics.make_writers(config, step) if distributed.is_main() else []
@@ -211,6 +221,24 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     step = int(state.step)
     checkpointer.save(step, state, loader.state(step - offset), offset=offset)
     raise Preempted(f"ended by {stop.asked or 'another process'} after step {step}, saved in {config.workdir}")
+
+
+def _initial_state(
+    config: config_lib.Config, task: Task, tx: optax.GradientTransformation, plan: state_lib.Plan
+) -> state_lib.TrainState:
+    """The state at step 0: initialised, and with config.warm_start the parameters of its source laid over."""
+    key = jax.random.key(config.seed)
+    if not config.warm_start.source:
+        return state_lib.init_state(task, tx, plan, key)
+    problems = warm_start.damage(config.warm_start) if distributed.is_main() else []
+    if distributed.agree(len(problems)):
+        raise warm_start.WarmStartError(config.warm_start.source, problems or ["process 0 found it damaged"])
+    table = dict(zip(specs.paths(plan.state.variables.params), jax.tree.leaves(plan.state.variables.params), strict=True))
+    source = warm_start.open_source(config.warm_start)
+    matches = warm_start.match({path: (x.shape, x.dtype) for path, x in table.items()}, source, config.warm_start)
+    log.info("warm start from %s: %s", config.warm_start.source, matches.report())
+    loaded = warm_start.load(matches, plan.state.variables.params)
+    return state_lib.init_state(task, tx, plan, key, start=functools.partial(warm_start.overlay, matches), given=loaded)
 
 
 def _looks(config: config_lib.Config, step: int) -> bool:

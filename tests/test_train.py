@@ -16,8 +16,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from jaxtrain import checksums, feed, optim, stored
 from jaxtrain import config as config_lib
-from jaxtrain import feed, optim
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
@@ -287,6 +287,65 @@ def test_another_model_or_other_data_are_refused_with_a_remedy(folder, corpus):
     assert "embed: 32 saved, 64 now" in output and "config.workdir" in output
     output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=2", "--config.data.exclude=(3,)", code=2)
     assert "order" in output and "config.workdir" in output
+
+
+def parameters(workdir: pathlib.Path, step: int, group: str = "params") -> dict[str, np.ndarray]:
+    arrays = stored.open_step(workdir / "checkpoints" / str(step))
+    return {path.removeprefix(f"{group}/"): s.read(()) for path, s in arrays.items() if path.startswith(f"{group}/")}
+
+
+def test_a_warm_start_on_two_processes_and_its_own_checkpoint_first_afterwards(folder, corpus):
+    run(folder, f"tiny.py:{corpus}", "--config.workdir=first", "--config.train.steps=2")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    overrides = (
+        "--config.workdir=second",
+        "--config.train.steps=1",
+        "--config.mesh.fsdp=2",
+        "--config.optim.lr=1e-30",  # a step that leaves every parameter where it began
+        "--config.warm_start.source=first",
+        "--config.warm_start.skip=('^probe/',)",
+    )
+    both = [
+        command(
+            folder,
+            f"tiny.py:{corpus}",
+            *overrides,
+            devices=2,
+            IDS=str(folder / f"ids{i}.jsonl"),
+            JAXTRAIN_COORDINATOR=f"127.0.0.1:{port}",
+            JAXTRAIN_PROCESSES="2",
+            JAXTRAIN_PROCESS=str(i),
+        )
+        for i in range(2)
+    ]
+    outputs = [p.communicate(timeout=300)[0] for p in both]
+    assert [p.returncode for p in both] == [0, 0], "\n".join(outputs)
+    assert "warm start from first" in outputs[0] and "4 skipped, although in the source: probe/b" in outputs[0]
+    first, second = parameters(folder / "first", 2), parameters(folder / "second", 1)
+    for group in (second, parameters(folder / "second", 1, "ema")):
+        for path, x in group.items():
+            if not path.startswith("probe/"):
+                np.testing.assert_allclose(x, first[path], rtol=1e-6, atol=1e-20)
+        np.testing.assert_allclose(group["probe/scale"], 1)
+        assert not np.allclose(group["probe/w"], first["probe/w"], atol=1e-4)
+    output = run(folder, f"tiny.py:{corpus}", *overrides, "--config.train.steps=2", devices=2)
+    assert "going on from step 1" in output and "warm start" not in output
+
+
+def test_a_warm_start_that_does_not_fit_or_is_damaged_stops_with_every_reason(folder, corpus):
+    run(folder, f"tiny.py:{corpus}", "--config.workdir=first", "--config.train.steps=1")
+    again = (folder, f"tiny.py:{corpus}", "--config.workdir=second", "--config.warm_start.source=first")
+    output = run(*again, "--config.model.depth=1", "--config.warm_start.skip=('^head/',)", code=2)
+    assert "encoder/blocks/w_up: is [2, 32, 128] in the source and [1, 32, 128] here" in output
+    assert "encoder/blocks/b_up" in output and "'^head/' matches nothing" in output and "Traceback" not in output
+    step = folder / "first" / "checkpoints" / "1"
+    checksums.write(step)
+    data = max(step.rglob("d/*"), key=lambda p: p.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    output = run(*again, code=2)
+    assert data.name in output and "Traceback" not in output
 
 
 def test_evaluation_is_exact_on_a_ragged_last_batch(corpus):
