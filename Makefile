@@ -14,7 +14,7 @@ train: $(STAMP)
 
 test: $(STAMP) lint
 	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo test --release --quiet --manifest-path rust/Cargo.toml
-	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 test-all: $(STAMP) lint
 	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo test --release --quiet --manifest-path rust/Cargo.toml

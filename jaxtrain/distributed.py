@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import signal
 import sys
 import threading
@@ -86,6 +87,17 @@ def use_compilation_cache() -> None:
         jax.config.update(
             "jax_compilation_cache_dir", os.path.join(os.environ.get("JAXTRAIN_CACHE") or f"{base}/jaxtrain", "xla")
         )
+
+
+def use_threads_for_host_devices() -> None:
+    """Gives XLA's CPU client a thread for each of several host devices. Call it before the first device is touched.
+
+    It runs independent collectives of one program at once on as many threads as there are cores (or NPROC says): with fewer
+    threads than devices they can wait for each other for ever (seen with jax 0.10.2: 8 devices on 2 cores).
+    """
+    found = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if found and int(found[1]) > 1:
+        os.environ.setdefault("NPROC", str(max(4 * int(found[1]), os.cpu_count() or 1)))
 
 
 def is_main() -> bool:

@@ -8,6 +8,7 @@ from jaxtrain import config, distributed, metrics, train
 def main() -> int:
     metrics.start_console(main=True)
     distributed.use_compilation_cache()
+    distributed.use_threads_for_host_devices()
     try:
         source, overrides, explain = config.parse_args(sys.argv[1:])
         resolved = config.load(source, overrides)
