@@ -18,7 +18,7 @@ How it is measured. One process for each peer, pinned to one core, its libraries
 processes, whose rates are added (ours and the DataLoader are one process on two cores). They take turns, one pass over the
 recordings each, for some rounds, so that a machine whose speed drifts is as slow for all; each rate is the median of its
 rounds, each ratio the median of the ratios within a round. Shards are in the page cache. A pass of ours begins with empty
-queues. Compare ratios, and only within one run.
+queues. Compare ratios, and only within one run; on a machine that has other work, with --clock=cpu.
 
 The corpus is loaders.demo's birds in longer recordings, one shard for each codec, made once and kept beside the demo's.
 """
@@ -388,7 +388,7 @@ def missing(name: str) -> list[str]:
 def child(name: str, shard: str, cores: str, part: str, answers: str) -> None:
     """A process that is one peer. Reads requests from stdin, one in each line, and answers on another descriptor.
 
-    {"epoch": 1}                    -> {"n": samples, "seconds": s}         a pass
+    {"epoch": 1}                    -> {"n": samples, "wall": s, "cpu": s}     a pass; "cpu" is of one thread
     {"epoch": 0, "n": 8, "to": F}   -> the same, and F holds the samples    for a comparison
     """
     if hasattr(os, "sched_setaffinity"):
@@ -402,10 +402,12 @@ def child(name: str, shard: str, cores: str, part: str, answers: str) -> None:
         for line in sys.stdin:
             request = json.loads(line)
             crops = samples(path, request["epoch"])[first : request.get("n") : step]
+            begin = time.process_time()
             out, seconds = loader.run(request["epoch"], len(crops)) if name == "ours" else loader.run(crops)
+            cpu = time.process_time() - begin
             if "to" in request:
                 np.save(request["to"], np.concatenate(out)[: len(crops)])
-            print(json.dumps({"n": len(crops), "seconds": seconds}), file=answer, flush=True)
+            print(json.dumps({"n": len(crops), "wall": seconds, "cpu": cpu / threads}), file=answer, flush=True)
 
 
 class Running:
@@ -440,12 +442,12 @@ class Running:
             raise RuntimeError(f"{self.name} ended early; what it said is above")
         return [json.loads(line) for line in lines]
 
-    def ask(self, **request: Any) -> float:
+    def ask(self, *, clock: str = "wall", **request: Any) -> float:
         """Samples/s, of all processes together."""
         for process, _ in self.processes:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
-        return sum(answer["n"] / answer["seconds"] for answer in self.answers())
+        return sum(answer["n"] / answer[clock] for answer in self.answers())
 
     def close(self) -> None:
         for process, answers in self.processes:
@@ -473,7 +475,7 @@ def difference(name: str, shard: pathlib.Path, n: int) -> float:
 
 
 def measure(
-    peers: Sequence[str], shard: pathlib.Path, *, threads: Sequence[int], rounds: int
+    peers: Sequence[str], shard: pathlib.Path, *, threads: Sequence[int], rounds: int, clock: str
 ) -> dict[str, dict[str, list[float]]]:
     """Number of threads -> peer -> samples/s of each round. All wait at the same time: who works has the machine alone."""
     running = [(n, Running(name, shard, cores()[:n])) for n in threads for name in peers]
@@ -484,7 +486,7 @@ def measure(
         for round_ in range(rounds):
             turn = round_ % len(running)
             for n, each in running[turn:] + running[:turn]:  # nobody is always last
-                rates[str(n)][each.name].append(each.ask(epoch=round_))
+                rates[str(n)][each.name].append(each.ask(epoch=round_, clock=clock))
         return rates
     finally:
         for _, each in running:
@@ -542,6 +544,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recordings", type=int, default=100, help="in a corpus, which is a pass (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=38.0, help="of a recording, on average (default: %(default)s)")
     parser.add_argument("--folder", type=pathlib.Path, help=f"of the corpora (default: {demo.default_cache_dir()})")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: seconds that a core worked for the peer, for a machine that has other work too (default: %(default)s)",
+    )
     parser.add_argument("--json", type=pathlib.Path, help="a file for every round's rate, and what was measured with")
     args = parser.parse_args(argv)
 
@@ -556,6 +564,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("at least 1 round, and 2 recordings for each thread")
 
     skipped = {name: missing(name) for name in chosen if missing(name)}
+    if args.clock == "cpu" and max(threads) > 1 and "torch" in chosen:
+        skipped["torch"] = ["the time of a DataLoader's workers is not its own; use --clock=wall, or --threads=1"]
     peers = [name for name in chosen if name not in skipped]
     results, differences = {}, {}
     for codec in codecs:
@@ -567,7 +577,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 skipped[name] = [str(error)]
                 peers.remove(name)
         print(f"{CODECS[codec][0]}: {args.rounds} rounds", file=sys.stderr)
-        results[codec] = measure(["ours", *peers], shard, threads=threads, rounds=args.rounds)
+        results[codec] = measure(["ours", *peers], shard, threads=threads, rounds=args.rounds, clock=args.clock)
     for of in results.values():
         for rates in of.values():
             for name in skipped:  # one that failed on a later codec
@@ -587,7 +597,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for module in sorted({"numpy", "soundfile"}.union(*(PEERS[name].needs for name in peers))):
             versions[module] = importlib.metadata.version(module.replace("_", "-"))
         facts = {"machine": platform.machine(), "system": platform.platform(), "python": platform.python_version()}
-        facts |= {"versions": versions, "recordings": args.recordings, "seconds": args.seconds}
+        facts |= {"versions": versions, "recordings": args.recordings, "seconds": args.seconds, "clock": args.clock}
         report = {"facts": facts, "rates": results, "differences": differences, "skipped": skipped}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
