@@ -24,6 +24,7 @@ The corpus is loaders.demo's birds in longer recordings, one shard for each code
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import io
@@ -385,15 +386,15 @@ def missing(name: str) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- processes
 
 
-def child(name: str, shard: str, cores: str, part: str, answers: str) -> None:
+def child(name: str, shard: str, pinned: str, answers: str) -> None:
     """A process that is one peer. Reads requests from stdin, one in each line, and answers on another descriptor.
 
-    {"epoch": 1}                    -> {"n": samples, "wall": s, "cpu": s}     a pass; "cpu" is of one thread
-    {"epoch": 0, "n": 8, "to": F}   -> the same, and F holds the samples    for a comparison
+    {"epoch": 1, "part": [0, 2]}                    -> {"n": samples, "wall": s, "cpu": s}    every second crop, from 0 on
+    {"epoch": 0, "part": [0, 1], "n": 8, "to": F}   -> the same; F holds the first 8 samples
     """
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, json.loads(cores))
-    threads, (first, step) = len(json.loads(cores)), json.loads(part)
+        os.sched_setaffinity(0, json.loads(pinned))
+    threads = len(json.loads(pinned))
     peer = OURS if name == "ours" else PEERS[name]
     path = pathlib.Path(shard)
     loader = peer.make(path, threads) if peer.one_process else Each(peer.make, path)
@@ -401,6 +402,7 @@ def child(name: str, shard: str, cores: str, part: str, answers: str) -> None:
         print("{}", file=answer, flush=True)
         for line in sys.stdin:
             request = json.loads(line)
+            first, step = request["part"]
             crops = samples(path, request["epoch"])[first : request.get("n") : step]
             begin = time.process_time()
             out, seconds = loader.run(request["epoch"], len(crops)) if name == "ours" else loader.run(crops)
@@ -410,50 +412,80 @@ def child(name: str, shard: str, cores: str, part: str, answers: str) -> None:
             print(json.dumps({"n": len(crops), "wall": seconds, "cpu": cpu / threads}), file=answer, flush=True)
 
 
-class Running:
-    """The processes of one peer."""
+class Process:
+    """The near end of a child."""
 
-    def __init__(self, name: str, shard: pathlib.Path, cores: Sequence[int]):
-        peer = OURS if name == "ours" else PEERS[name]
-        alone = peer.one_process or len(cores) == 1
+    def __init__(self, name: str, shard: pathlib.Path, pinned: Sequence[int]):
         single = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS", "NUMBA", "SOXR")}
-        env = os.environ | single | {"MKL_THREADING_LAYER": "SEQUENTIAL", "HF_HUB_OFFLINE": "1"} | dict(peer.env)
-        self.name, self.processes = name, []
-        for k in range(1 if alone else len(cores)):
-            answers, theirs = os.pipe()
-            part = [0, 1] if alone else [k, len(cores)]
-            arguments = [name, str(shard), json.dumps(list(cores) if alone else [cores[k]]), json.dumps(part), str(theirs)]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tools.bench_loader", "child", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs],
-                env=env,
-                text=True,
-                cwd=pathlib.Path(__file__).parents[1],
-            )
-            os.close(theirs)
-            self.processes.append((process, os.fdopen(answers)))
-        self.answers()
+        env = os.environ | single | {"MKL_THREADING_LAYER": "SEQUENTIAL", "HF_HUB_OFFLINE": "1"}
+        if name != "ours":
+            env |= PEERS[name].env
+        self.name = name
+        answers, theirs = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tools.bench_loader", "child", name, str(shard), json.dumps(list(pinned)), str(theirs)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs],
+            env=env,
+            text=True,
+            cwd=pathlib.Path(__file__).parents[1],
+        )
+        os.close(theirs)
+        self.answers = os.fdopen(answers)
 
-    def answers(self) -> list[dict[str, Any]]:
-        lines = [answers.readline() for _, answers in self.processes]
-        if not all(lines):
-            raise RuntimeError(f"{self.name} ended early; what it said is above")
-        return [json.loads(line) for line in lines]
+    def send(self, request: Mapping[str, Any]) -> None:
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # then there is no answer either
 
-    def ask(self, *, clock: str = "wall", **request: Any) -> float:
-        """Samples/s, of all processes together."""
-        for process, _ in self.processes:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-        return sum(answer["n"] / answer[clock] for answer in self.answers())
+    def answer(self) -> dict[str, Any]:
+        if not (line := self.answers.readline()):
+            raise PeerError(f"{self.name} ended early; what it said is above")
+        return json.loads(line)
 
     def close(self) -> None:
-        for process, answers in self.processes:
-            process.stdin.close()
-            process.wait()
-            answers.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
+        self.answers.close()
+
+
+class PeerError(RuntimeError):
+    """A peer that cannot be measured here."""
+
+
+class Running:
+    """The processes of one peer, for every number of threads that is to be measured."""
+
+    def __init__(self, name: str, shard: pathlib.Path, threads: Sequence[int]):
+        self.name = name
+        if name == "ours" or PEERS[name].one_process:
+            self.of = {n: [Process(name, shard, cores()[:n])] for n in threads}
+        else:  # fewer threads are some of these
+            each = [Process(name, shard, [core]) for core in cores()[: max(threads)]]
+            self.of = {n: each[:n] for n in threads}
+        self.all = list({id(process): process for some in self.of.values() for process in some}.values())
+        try:
+            for process in self.all:
+                process.answer()  # it has imported what it needs
+        except PeerError:
+            self.close()
+            raise
+
+    def rate(self, threads: int, *, clock: str = "wall", **request: Any) -> float:
+        """Samples/s, of all processes together."""
+        processes = self.of[threads]
+        for k, process in enumerate(processes):
+            process.send(request | {"part": [k, len(processes)]})
+        answers = [process.answer() for process in processes]
+        return sum(answer["n"] / answer[clock] for answer in answers)
+
+    def close(self) -> None:
+        for process in self.all:
+            process.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- measurement
@@ -466,10 +498,8 @@ def difference(name: str, shard: pathlib.Path, n: int) -> float:
     """
     out = []
     for each in ("ours", name):
-        with tempfile.TemporaryDirectory() as folder:
-            running = Running(each, shard, cores()[:1])
-            running.ask(epoch=0, n=n, to=f"{folder}/out.npy")
-            running.close()
+        with tempfile.TemporaryDirectory() as folder, contextlib.closing(Running(each, shard, [1])) as running:
+            running.rate(1, epoch=0, n=n, to=f"{folder}/out.npy")
             out.append(np.load(f"{folder}/out.npy")[..., :120])
     return float(np.abs(out[0] - out[1]).mean())
 
@@ -478,19 +508,17 @@ def measure(
     peers: Sequence[str], shard: pathlib.Path, *, threads: Sequence[int], rounds: int, clock: str
 ) -> dict[str, dict[str, list[float]]]:
     """Number of threads -> peer -> samples/s of each round. All wait at the same time: who works has the machine alone."""
-    running = [(n, Running(name, shard, cores()[:n])) for n in threads for name in peers]
-    rates = {str(n): {name: [] for name in peers} for n in threads}
-    try:
-        for _, each in running:
-            each.ask(epoch=0, n=BATCH)  # imports, plans and filters
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(contextlib.closing(Running(name, shard, threads))) for name in peers]
+        turns = [(each, n) for n in threads for each in running]
+        for each, n in turns:
+            each.rate(n, epoch=0, n=BATCH)  # plans and filters are made at their first use
+        rates = {str(n): {name: [] for name in peers} for n in threads}
         for round_ in range(rounds):
-            turn = round_ % len(running)
-            for n, each in running[turn:] + running[:turn]:  # nobody is always last
-                rates[str(n)][each.name].append(each.ask(epoch=round_, clock=clock))
-        return rates
-    finally:
-        for _, each in running:
-            each.close()
+            first = round_ % len(turns)
+            for each, n in turns[first:] + turns[:first]:  # nobody is always last
+                rates[str(n)][each.name].append(each.rate(n, epoch=round_, clock=clock))
+    return rates
 
 
 def cores() -> list[int]:
@@ -573,7 +601,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in list(peers):
             try:
                 differences.setdefault(name, {})[codec] = difference(name, shard, min(args.recordings, BATCH))
-            except RuntimeError as error:  # a library that is there and does not work, as torchcodec without FFmpeg
+            except PeerError as error:  # a library that is there and does not work, as torchcodec without FFmpeg
                 skipped[name] = [str(error)]
                 peers.remove(name)
         print(f"{CODECS[codec][0]}: {args.rounds} rounds", file=sys.stderr)
