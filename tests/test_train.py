@@ -16,8 +16,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxtrain import feed, optim, stored
 from jaxtrain import config as config_lib
+from jaxtrain import feed, optim, stored
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
