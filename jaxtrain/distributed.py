@@ -132,11 +132,14 @@ class StopSignals:
 
     Attributes:
       asked: the name of the signal, or "" so far.
+
+    Ctrl-C is remembered too, until `check`: a KeyboardInterrupt anywhere could come in the middle of a library's save.
     """
 
     def __init__(self, names: Sequence[str]):
         self.asked = ""
-        self._numbers = [getattr(signal, name) for name in names]
+        self._interrupted = False
+        self._numbers = [signal.SIGINT, *(getattr(signal, name) for name in names)]
         self._before: dict[int, Any] = {}
         self.install()
 
@@ -152,9 +155,18 @@ class StopSignals:
 
     def _handle(self, number: int, frame: Any) -> None:
         del frame
-        if self.asked:
+        if self.asked or self._interrupted:
             os._exit(128 + number)
-        self.asked = signal.Signals(number).name
+        if number == signal.SIGINT:
+            self._interrupted = True
+        else:
+            self.asked = signal.Signals(number).name
+
+    def check(self) -> bool:
+        """Whether a signal asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+        return bool(self.asked)
 
 
 class Watchdog:

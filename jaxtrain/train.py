@@ -138,6 +138,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         sums = []
         for i in range(test.n_batches):
             watchdog.beat(f"batch {i + 1} of the evaluation after step {step}")
+            stop.check()
             sums.append(eval_step(variables, feed.put(next(test)[1], plan.batch, rows)))
         record = metrics.mean(sums)
         for writer in writers:
@@ -186,15 +187,16 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
             last = evaluate(step)  # a kill came between the checkpoint and its evaluation
             checkpointer.score(step, last)
     while step < config.train.steps:
-        if item := stream.next(unless=lambda: stop.asked):
+        if item := stream.next(unless=stop.check):
             position, batch = item
             step = position + offset
         if item and step == 1:
             pictures = jax.jit(task.pictures, out_shardings=layout.replicated())(batch)  # every process takes part
             if distributed.is_main():
                 metrics.write_pictures(os.path.join(config.workdir, "pictures"), pictures)
+        asked = stop.check()
         with jax.transfer_guard("disallow"):
-            state, out = train_step(state, batch, stops[bool(stop.asked)])
+            state, out = train_step(state, batch, stops[asked])
         if pending and report(*pending):
             break
         pending = (step, out, batch)
