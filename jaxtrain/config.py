@@ -26,7 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-OPTIMIZERS = ("adamw",)
+OPTIMIZERS = ("adamw", "adam_atan2", "lion", "sign_sgd")
+CORRECTIONS = ("outside", "inside")
 SCHEDULES = ("constant", "cosine", "wsd")
 DECAY_SHAPES = ("linear", "cosine", "sqrt")
 RESHAPE = re.compile(r"crop|pad|grid (\d+)x(\d+) to (\d+)x(\d+)")  # what jaxtrain.warm_start knows
@@ -41,6 +42,7 @@ class Train:
     accumulate: int = 1  # [microbatches] parts that a step is computed in; gradients are reduced once
     ema: float = 0.0  # [1] decay of the average of the parameters that evaluation uses; 0 = no average
     eval_every: int = 1_000  # [steps] between evaluations; the last step is always evaluated; 0 = only there
+    eval_batches: int = 0  # [batches] of an evaluation during the run; 0 = all; the last one always takes all
 
     def problems(self) -> Iterator[tuple[str, str]]:
         for name in ("steps", "batch", "accumulate"):
@@ -50,6 +52,8 @@ class Train:
             yield "batch", f"is {self.batch}, which accumulate={self.accumulate} does not divide"
         if not 0 <= self.ema < 1:
             yield "ema", f"is {self.ema}; a decay lies in [0, 1), for example 0.999"
+        if self.eval_batches < 0:
+            yield "eval_batches", f"is {self.eval_batches}; use 0 for the whole test split"
         if self.eval_every < 0:
             yield "eval_every", f"is {self.eval_every}; use 0 for an evaluation at the end only"
 
@@ -61,14 +65,15 @@ class Group:
     match: str = ""  # [regex] searched in the parameter's path, for example "^probe/"; the first group that matches wins
     lr: float | None = None  # [1/step] peak learning rate; None = optim.lr
     weight_decay: float | None = None  # [1] None = optim.weight_decay
+    name: str | None = None  # [name] of the rule; None = optim.name
     freeze: bool = False  # [bool] leave these parameters as they were initialised
 
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW (Loshchilov & Hutter 2019) behind a clip of the global gradient norm."""
+    """A rule (`jaxtrain.optim.RULES` has the formulas) behind a clip of the global gradient norm."""
 
-    name: str = "adamw"  # [name] adamw
+    name: str = "adamw"  # [name] adamw, adam_atan2, lion, or sign_sgd (of a table: only the rows that a batch touches)
     lr: float = 1e-4  # [1/step] peak learning rate
     schedule: str = "cosine"  # [name] constant, cosine, or wsd (warm-up, stable, decay)
     warmup: int = 0  # [steps] linear rise from lr_init to lr
@@ -79,6 +84,9 @@ class Optim:
     b1: float = 0.9  # [1] decay of the first moment
     b2: float = 0.999  # [1] decay of the second moment
     eps: float = 1e-8  # [1] added to the root of the second moment
+    atan2_a: float = 1.0  # [1] adam_atan2: factor of the update; 1.27 makes atan2(1, 1) move by lr
+    atan2_b: float = 1.0  # [1] adam_atan2: factor of the root of the second moment
+    atan2_correction: str = "outside"  # [name] adam_atan2: where the first moment's bias is corrected, outside or inside atan2
     weight_decay: float = 0.05  # [1] decoupled, times the learning rate
     clip: float = 1.0  # [norm] largest global gradient norm; 0 = no clipping
     decayed: str = r"(^|/)w[^/]*$"  # [regex] parameters that weight decay applies to: the matrices
@@ -96,12 +104,22 @@ class Optim:
             for name in ("lr", "weight_decay"):
                 if (getattr(group, name) or 0) < 0:
                     yield f"groups[{i}].{name}", f"is {getattr(group, name)}; it must not be negative"
-        for name, allowed in (("name", OPTIMIZERS), ("schedule", SCHEDULES), ("decay_shape", DECAY_SHAPES)):
+            if group.name not in (None, *OPTIMIZERS):
+                yield f"groups[{i}].name", f"is {group.name!r}; {_choices(group.name, OPTIMIZERS)}"
+        for name, allowed in (
+            ("name", OPTIMIZERS),
+            ("schedule", SCHEDULES),
+            ("decay_shape", DECAY_SHAPES),
+            ("atan2_correction", CORRECTIONS),
+        ):
             if (value := getattr(self, name)) not in allowed:
                 yield name, f"is {value!r}; {_choices(value, allowed)}"
         for name in ("warmup", "decay", "weight_decay", "clip", "lr_init", "lr_floor"):
             if getattr(self, name) < 0:
                 yield name, f"is {getattr(self, name)}; it must not be negative"
+        for name in ("atan2_a", "atan2_b"):
+            if getattr(self, name) <= 0:
+                yield name, f"is {getattr(self, name)}; it must be positive"
         if self.lr <= 0:
             yield "lr", f"is {self.lr}; it must be positive"
         if self.decay and self.schedule != "wsd":

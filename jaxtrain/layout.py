@@ -26,6 +26,7 @@ RULES: dict[str, str] = {
     "seq": "",
     "head_dim": "",
     "patch": "",
+    "puzzle": "fsdp?",  # rows of an embedding table: as many as there are puzzles
 }
 
 

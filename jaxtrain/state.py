@@ -81,12 +81,20 @@ def make_plan(
 
 def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout) -> PyTree:
     """Moments live where their parameter does; counters are everywhere."""
+
+    def absent(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)  # another group's rule keeps no moments of this parameter
+
+    def place(moment: Any, param: jax.ShapeDtypeStruct) -> Any:
+        return moment if absent(moment) else jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=param.sharding)
+
     return optax.tree_map_params(
         tx,
-        lambda moment, param: jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=param.sharding),
+        place,
         jax.eval_shape(tx.init, params),
         params,
         transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.replicated()),
+        is_leaf=absent,
     )
 
 

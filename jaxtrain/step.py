@@ -12,7 +12,9 @@ only the position moves on; when any process asks to stop, not even that, so tha
 waits for either: the state is selected on the device.
 """
 
-from collections.abc import Callable
+import concurrent.futures
+import functools
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +42,11 @@ def make_train_step(
     ema: float,
     guard: Guard,
     seed: int,
+    stage: Hashable = None,
 ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
     """Jits `train_step` for a plan: the state is donated, the new one lives where the old one did.
+
+    ``stage`` is one of the task's stages, where it has any.
 
     Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
     """
@@ -54,11 +59,48 @@ def make_train_step(
                 f"train.accumulate={accumulate} does not divide; make the batch a multiple of {parts * accumulate}"
             )
 
+    if stage is not None:
+        task = task._replace(loss=functools.partial(task.loss, stage=stage))
+
     def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
         return train_step(task, tx, layout, state, batch, stop, accumulate=accumulate, ema=ema, guard=guard, seed=seed)
 
     shardings = jax.tree.map(lambda x: x.sharding, plan.state)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated()))
+
+
+class Programs:
+    """The compiled step of every stage that a run has ahead of it.
+
+    They are compiled by one thread, in the order in which they come: the first step waits for the first, and the others are
+    ready long before their stage begins, so that a change of stage does not stall the run.
+
+    Attributes:
+      starts: stage -> the first step of this run that is in it.
+      late: steps that had to wait for their program, the first aside.
+    """
+
+    def __init__(self, stage_of: Callable[[int], Hashable], compiled: Callable[[Hashable], Callable], *, start: int, stop: int):
+        """``compiled(stage)`` compiles one; steps ``start`` … ``stop`` - 1 are to come."""
+        self._stage_of = stage_of
+        self.starts: dict[Hashable, int] = {}
+        for step in range(start, stop):
+            self.starts.setdefault(stage_of(step), step)
+        self.late: list[int] = []
+        self._first = start
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._programs = {stage: self._pool.submit(compiled, stage) for stage in self.starts}
+
+    def at(self, step: int) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
+        """The program of step number ``step``, 0 being the first. Raises what its compilation raised."""
+        program = self._programs[self._stage_of(step)]
+        if not program.done() and step != self._first:
+            self.late.append(step)
+        return program.result()
+
+    def close(self) -> None:
+        """Gives up what is not being compiled yet."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def train_step(
@@ -84,7 +126,8 @@ def train_step(
     with jax.named_scope("loss_and_grad"):
         grads, out = gradients(task, layout, variables, with_rows(batch, layout), key, accumulate=accumulate)
     with jax.named_scope("update"):
-        updates, opt_state = tx.update(grads, state.opt_state, variables.params)
+        tx = optax.with_extra_args_support(tx)
+        updates, opt_state = tx.update(grads, state.opt_state, variables.params, touched=out.touched)
         params = optax.apply_updates(variables.params, updates)
         carry = task.advance(params, out.carry, state.step)
         average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
@@ -136,7 +179,7 @@ def gradients(
     grouped = layout.mesh.shape[DATA] > 1
     carry_parts = jax.tree.map(_carry_partition, task.specs.carry, is_leaf=specs.is_spec)
 
-    def local(params: PyTree, frozen: PyTree, carry: PyTree, batch: Batch, key: Key) -> tuple[PyTree, Mean, Metrics, PyTree]:
+    def local(params: PyTree, frozen: PyTree, carry: PyTree, batch: Batch, key: Key) -> tuple:
         """This data group's share: sums over its microbatches, then one reduction."""
         if grouped:
             params, frozen, key = jax.lax.pcast((params, frozen, key), (DATA,), to="varying")
@@ -154,7 +197,7 @@ def gradients(
 
         if accumulate == 1:
             grads, out = one(carry, batch)
-            sums, carry = (grads, out.loss, out.metrics), out.carry
+            sums, carry = (grads, out.loss, out.metrics, out.touched), out.carry
         else:
             cast = (lambda tree: jax.tree.map(_varying, tree)) if grouped else (lambda tree: tree)
             sums, carry = _accumulate(one, task.specs.carry, carry, batch, accumulate, cast)
@@ -169,12 +212,12 @@ def gradients(
             local,
             mesh=layout.mesh,
             in_specs=(whole, whole, carry_parts, PartitionSpec(DATA), whole),
-            out_specs=(whole, whole, whole, carry_parts),
+            out_specs=(whole, whole, whole, whole, carry_parts),
             axis_names={DATA},
         )
-    grads, loss, metrics, carry = local(variables.params, variables.frozen, variables.carry, batch, key)
+    grads, loss, metrics, touched, carry = local(variables.params, variables.frozen, variables.carry, batch, key)
     grads = jax.tree.map(lambda g: g / loss.weight, grads)
-    return grads, LossOut(loss, metrics, carry)
+    return grads, LossOut(loss, metrics, carry, touched)
 
 
 def _accumulate(
@@ -206,14 +249,14 @@ def _accumulate(
         (sums, shared), (rows, own) = state, xs
         grads, out = one(whole(own, shared), rows)
         own, shared = part(out.carry)
-        sums = jax.tree.map(jnp.add, sums, (grads, out.loss, out.metrics))
+        sums = jax.tree.map(jnp.add, sums, (grads, out.loss, out.metrics, out.touched))
         return cast((sums, shared)), own
 
     own, shared = part(carry)
     xs = jax.tree.map(split, (dict(batch), own))
     rows, own = jax.tree.map(lambda x: x[0], xs)
     grads, out = jax.eval_shape(one, whole(own, shared), rows)
-    zeros = cast(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, out.loss, out.metrics)))
+    zeros = cast(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, out.loss, out.metrics, out.touched)))
     (sums, shared), own = jax.lax.scan(body, (zeros, shared), xs)
     return sums, whole(jax.tree.map(join, own), shared)
 

@@ -4,8 +4,10 @@ import contextlib
 import functools
 import importlib
 import logging
+import math
 import os
 import time
+from collections.abc import Callable, Hashable
 
 import jax
 import optax
@@ -113,17 +115,28 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     loader.seek(step - offset)
     stream = closing.enter_context(contextlib.closing(feed.Feed(loader, plan.batch, rows)))
     began = time.perf_counter()
-    train_step = step_lib.make_train_step(
-        task,
-        tx,
-        layout,
-        plan,
-        accumulate=config.train.accumulate,
-        ema=config.train.ema,
-        guard=config.guard,
-        seed=config.seed,
+
+    def compiled(stage: Hashable) -> Callable:
+        train_step = step_lib.make_train_step(
+            task,
+            tx,
+            layout,
+            plan,
+            accumulate=config.train.accumulate,
+            ema=config.train.ema,
+            guard=config.guard,
+            seed=config.seed,
+            stage=stage,
+        )
+        return train_step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile()
+
+    programs = closing.enter_context(
+        contextlib.closing(step_lib.Programs(task.stage, compiled, start=step, stop=config.train.steps))
     )
-    train_step = train_step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile()
+    if len(programs.starts) > 1:
+        log.info("%d stages, compiled ahead; they begin at %s", len(programs.starts), programs.starts)
+    if programs.starts:
+        programs.at(step)
     eval_step = step_lib.make_eval_step(task, layout).lower(plan.state.variables, plan.batch).compile()
     stops = [step_lib.put_stop(layout, asked) for asked in (False, True)]
     peak, peak_source = metrics.peak_flops()
@@ -131,19 +144,29 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     meter = metrics.Meter(steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=peak)
     skipped_in_a_row = 0
 
+    progress = jax.jit(task.progress, out_shardings=layout.replicated())
+
     def evaluate(step: int) -> dict[str, float]:
-        """Sums over the whole test split, on all devices; reported once."""
+        """Sums over the test split (at the end: the whole of it), on all devices; reported once."""
+        whole = step == config.train.steps or not config.train.eval_batches
+        n = test.n_batches if whole else min(config.train.eval_batches, test.n_batches)
         variables = state.variables._replace(params=state.ema) if config.train.ema else state.variables
         test.seek(0)
         sums = []
-        for i in range(test.n_batches):
+        for i in range(n):
             watchdog.beat(f"batch {i + 1} of the evaluation after step {step}")
             stop.check()
-            sums.append(eval_step(variables, feed.put(next(test)[1], plan.batch, rows)))
+            batch = feed.put(next(test)[1], plan.batch, rows)
+            sums.append(eval_step(variables, batch))
+            if i == 0:
+                pictures = progress(variables, batch)  # every process takes part
+        if distributed.is_main():
+            named = {f"step{step:06}_{name}": images for name, images in pictures.items()}
+            metrics.write_pictures(os.path.join(config.workdir, "pictures"), named)
         record = metrics.mean(sums)
         for writer in writers:
             writer.write(step, "test", record)
-        log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items()))
+        log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
         return record
 
     def report(step: int, out: step_lib.Metrics, batch: Batch) -> bool:
@@ -196,7 +219,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
                 metrics.write_pictures(os.path.join(config.workdir, "pictures"), pictures)
         asked = stop.check()
         with jax.transfer_guard("disallow"):
-            state, out = train_step(state, batch, stops[asked])
+            state, out = programs.at(step - 1 if item else step)(state, batch, stops[asked])
         if pending and report(*pending):
             break
         pending = (step, out, batch)

@@ -1,6 +1,6 @@
 """The few shapes that every room of the program agrees on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,7 @@ class LossOut(NamedTuple):
     loss: Mean
     metrics: dict[str, Mean]
     carry: PyTree = ()
+    touched: Mapping[str, Array] = {}  # path of a table -> int32 [rows]: how often the loss read each row
 
 
 def _keep_carry(params: PyTree, carry: PyTree, step: Array) -> PyTree:
@@ -51,6 +52,16 @@ def _keep_carry(params: PyTree, carry: PyTree, step: Array) -> PyTree:
 
 def _no_pictures(batch: Batch) -> dict[str, Array]:
     del batch
+    return {}
+
+
+def _one_stage(step: int) -> Hashable:
+    del step
+    return None
+
+
+def _no_progress(variables: Variables, batch: Batch) -> dict[str, Array]:
+    del variables, batch
     return {}
 
 
@@ -65,12 +76,17 @@ class Task(NamedTuple):
     `loss` and `evaluate` see some rows of the global batch, not all: a microbatch, one device group's share. What they
     return are sums over those rows (law 5). ``batch["row"]`` (int32) is each row's place in the global batch; random draws
     for a row fold it in, so that the same numbers are drawn on every mesh.
+
+    A curriculum that changes what is computed is a `stage`: where it is not None, `loss` takes it as the static argument
+    ``stage``, and one program is compiled for each. What changes from step to step without another program is traced.
     """
 
     specs: Variables  # trees of Spec
     loss: Callable[[Variables, Batch, Key], LossOut]
     evaluate: Callable[[Variables, Batch], dict[str, Mean]]
     axes: dict[str, Axes]  # batch field -> logical axes, "batch" first
-    flops: int  # model FLOPs of one global step, forward and backward
+    flops: int  # model FLOPs of one global step, forward and backward; of the last stage
     advance: Callable[[PyTree, PyTree, Array], PyTree] = _keep_carry  # (new params, carry, step) -> carry
     pictures: Callable[[Batch], dict[str, Array]] = _no_pictures  # name -> [n, height, width] in 0..1, as the model sees it
+    stage: Callable[[int], Hashable] = _one_stage  # step -> static variant of the loss
+    progress: Callable[[Variables, Batch], dict[str, Array]] = _no_progress  # like pictures, of a test batch at an evaluation

@@ -40,6 +40,22 @@ def block_order(seed: int, epoch: int, stops: NDArray[np.int64], window: int, i:
     decrease or a window of 0.
     """
 
+def sudoku_solve(
+    boards: NDArray[np.uint8], *, limit: int = 2, threads: int = 1
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
+    """uint8 [n, 16 or 81], 0 for a blank -> solutions [n], up to ``limit``; guesses [n] of the search; a solution [n, cells].
+
+    A board without a solution gets zeros. 0 guesses: forced cells alone solve it. ValueError for boards of another size.
+    """
+
+def sudoku_generate(
+    n: int, *, side: int = 9, seed: int = 0, start: int = 0, blanks: tuple[int, int] = (0, 81), threads: int = 1
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
+    """Puzzles number start … start + n - 1 of a seed, each with one solution: boards and solutions [n, side²], guesses [n].
+
+    ``blanks``: fewest and most; the number is drawn between them, and is smaller where no more can be dug. ``side``: 4 or 9.
+    """
+
 class Index:
     """A row index over Arrow IPC and Parquet shards, made without reading audio. rust/src/source.rs has the formats."""
 

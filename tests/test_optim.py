@@ -1,4 +1,4 @@
-"""Schedules and AdamW against golden numbers; which parameters decay, are frozen, have their own rate."""
+"""Schedules and rules against golden numbers; which parameters decay, are frozen, have their own rate or rule."""
 
 import json
 import pathlib
@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from jaxtrain.config import Group, Optim
+from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.optim import OptimError, make_optimizer, make_schedule
 from jaxtrain.specs import zeros
 from jaxtrain.types import Spec
@@ -134,3 +135,67 @@ def test_coverage_errors_list_every_offender():
     for path, which in (("encoder/gamma", "neither"), ("kernel", "neither"), ("bias_w", "both")):
         assert any(f"'{path}' matches {which}" in line for line in lines)
     assert any("groups[0].match='^probe/' matches no parameter" in line and "kernel" in line for line in lines)
+
+
+RULES = dict(np.load(DATA / "optim" / "rules.npz"))
+ATAN2 = Optim(name="adam_atan2", lr=0.01, b2=0.95, weight_decay=1.0, schedule="constant", clip=0.0)
+EVERYTHING = {"decayed": ".", "undecayed": "^$"}  # as the golden trajectories ran
+
+
+@pytest.mark.parametrize(
+    ("rule", "optim"),
+    [
+        ("adam_atan2_package", ATAN2),
+        ("adam_atan2_paper", replace(ATAN2, atan2_correction="inside")),
+        ("adam_atan2_scaled", replace(ATAN2, atan2_correction="inside", atan2_a=1.27)),
+        ("lion", Optim(name="lion", lr=0.002, b2=0.99, weight_decay=0.3, schedule="constant", clip=0.0)),
+        ("sign_sgd", Optim(name="sign_sgd", lr=0.01, weight_decay=1.0, schedule="constant", clip=0.0)),
+    ],
+)
+def test_rules_equal_their_golden_trajectories(rule, optim):
+    init, grads, expected = ({p: RULES[f"{k}/{p}"] for p in ("w", "b", "stack")} for k in ("init", "grads", f"{rule}_float64"))
+    found = run(replace(optim, **EVERYTHING), init, grads)
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_groups_with_rules_of_their_own_move_as_if_alone_and_keep_only_their_moments():
+    init, grads = ({p: RULES[f"{k}/{p}"] for p in ("w", "b", "stack")} for k in ("init", "grads"))
+    groups = (Group("^w", lr=0.002, weight_decay=0.3, name="sign_sgd"), Group("^b", name="adamw"))
+    found = run(replace(ATAN2, groups=groups, **EVERYTHING), init, grads)
+    np.testing.assert_allclose(found["stack"], RULES["adam_atan2_package_float64/stack"], rtol=0, atol=2e-6)
+    alone = replace(ATAN2, lr=0.002, weight_decay=0.3, name="sign_sgd", **EVERYTHING)
+    np.testing.assert_array_equal(found["w"], run(alone, {"w": init["w"]}, {"w": grads["w"]})["w"])
+    alone = replace(ATAN2, name="adamw", **EVERYTHING)
+    np.testing.assert_array_equal(found["b"], run(alone, {"b": init["b"]}, {"b": grads["b"]})["b"])
+    state = make_optimizer(replace(ATAN2, groups=groups, **EVERYTHING), table(init), steps=1).init(init)
+    shapes = sorted(x.shape for x in jax.tree.leaves(state) if x.ndim)
+    assert shapes == sorted(2 * [init["b"].shape] + 2 * [init["stack"].shape])
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_sparse_table_moves_only_its_touched_rows(devices):
+    """Duplicates are summed; a sum of zero still decays; a row that no id names keeps its bits. Split over devices too."""
+    ids, grads, expected = (RULES[f"sparse/{name}"] for name in ("ids", "grads", "table_float64"))
+    layout = make_layout(make_mesh(1, devices, 1, devices=jax.devices()[:devices]), {})
+    rows = layout.sharding(("puzzle", None), expected[0].shape)
+    assert len(rows.device_set) == devices
+    optim = Optim(name="sign_sgd", lr=0.01, weight_decay=1.0, schedule="constant", clip=0.0)
+    params = jax.device_put({"w": RULES["sparse/table0"]}, rows)
+    tx = make_optimizer(optim, table(params), steps=100)
+
+    @jax.jit
+    def update(params, state, ids, grads):
+        dense = jax.grad(lambda p: (p["w"][ids] * grads).sum())(params)
+        touched = {"w": jnp.zeros(len(params["w"]), jnp.int32).at[ids].add(1)}
+        updates, state = tx.update(dense, state, params, touched=touched)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for i in range(10):
+        before = np.asarray(params["w"])
+        params, state = update(params, state, ids[i], grads[i])
+        assert params["w"].sharding.is_equivalent_to(rows, 2)
+        np.testing.assert_allclose(params["w"], expected[i], rtol=0, atol=1e-6)
+        untouched = np.setdiff1d(np.arange(len(before)), ids[i])
+        np.testing.assert_array_equal(np.asarray(params["w"])[untouched], before[untouched])

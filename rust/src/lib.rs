@@ -20,6 +20,7 @@ pub mod resample;
 mod simd;
 pub mod slab;
 pub mod source;
+pub mod sudoku;
 
 mod py;
 

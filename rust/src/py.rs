@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use numpy::ndarray::{ArrayView, IntoDimension};
-use numpy::{Element, IntoPyArray, PyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1};
+use numpy::{Element, IntoPyArray, PyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::exceptions::{PyIndexError, PyOSError, PyRuntimeError, PyStopIteration, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
@@ -18,6 +18,7 @@ use crate::pipeline::{self, Block, Next, Plan, EPOCH, INDEX, LABEL, SPECTROGRAM,
 use crate::resample::Resampler;
 use crate::slab::Slab;
 use crate::source;
+use crate::sudoku::{parallel, Rules};
 
 /// How long a wait may keep Ctrl-C waiting.
 const SIGNALS: Duration = Duration::from_millis(50);
@@ -32,6 +33,8 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(fbank, module)?)?;
     module.add_function(wrap_pyfunction!(permutation, module)?)?;
     module.add_function(wrap_pyfunction!(block_order, module)?)?;
+    module.add_function(wrap_pyfunction!(sudoku_solve, module)?)?;
+    module.add_function(wrap_pyfunction!(sudoku_generate, module)?)?;
     module.add("ORDER_VERSION", crate::order::VERSION)?;
     module.add("STAGES", STAGES)?;
     module.add_class::<Index>()?;
@@ -178,6 +181,54 @@ fn places<'py>(
     };
     let recordings: PyResult<Vec<i64>> = i.as_slice()?.iter().map(place).collect();
     Ok(recordings?.into_pyarray(py))
+}
+
+fn sudoku_rules(side: usize) -> PyResult<Rules> {
+    Rules::new(side).ok_or_else(|| PyValueError::new_err(format!("side {side} must be 4 or 9")))
+}
+
+type Boards<'py> = Bound<'py, PyArray2<u8>>;
+
+#[pyfunction]
+#[pyo3(signature = (boards, *, limit = 2, threads = 1))]
+fn sudoku_solve<'py>(
+    py: Python<'py>,
+    boards: PyReadonlyArray2<'py, u8>,
+    limit: u32,
+    threads: usize,
+) -> PyResult<(Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Boards<'py>)> {
+    let [n, cells] = [boards.as_array().nrows(), boards.as_array().ncols()];
+    let rules = sudoku_rules(cells.isqrt()).ok().filter(|rules| rules.n_cells() == cells);
+    let rules = rules.ok_or_else(|| PyValueError::new_err(format!("boards of {cells} cells; 16 or 81 are known")))?;
+    let boards = boards.as_slice()?;
+    let found = py.detach(|| parallel(n, threads, |i| rules.solve(&boards[i * cells..(i + 1) * cells], limit)));
+    let count: Vec<i64> = found.iter().map(|f| f.solutions.into()).collect();
+    let guesses: Vec<i64> = found.iter().map(|f| f.guesses.into()).collect();
+    let first: Vec<u8> = found.into_iter().flat_map(|f| f.first.unwrap_or_else(|| vec![0; cells])).collect();
+    Ok((count.into_pyarray(py), guesses.into_pyarray(py), first.into_pyarray(py).reshape([n, cells])?))
+}
+
+#[pyfunction]
+#[pyo3(signature = (n, *, side = 9, seed = 0, start = 0, blanks = (0, 81), threads = 1))]
+fn sudoku_generate(
+    py: Python<'_>,
+    n: usize,
+    side: usize,
+    seed: u64,
+    start: u64,
+    blanks: (usize, usize),
+    threads: usize,
+) -> PyResult<(Boards<'_>, Boards<'_>, Bound<'_, PyArray1<i64>>)> {
+    let rules = sudoku_rules(side)?;
+    let found = py.detach(|| parallel(n, threads, |i| rules.generate(seed, start + i as u64, blanks.0, blanks.1)));
+    let guesses: Vec<i64> = found.iter().map(|p| p.guesses.into()).collect();
+    let (mut boards, mut solutions) = (Vec::new(), Vec::new());
+    for puzzle in found {
+        boards.extend(puzzle.board);
+        solutions.extend(puzzle.solution);
+    }
+    let shape = [n, side * side];
+    Ok((boards.into_pyarray(py).reshape(shape)?, solutions.into_pyarray(py).reshape(shape)?, guesses.into_pyarray(py)))
 }
 
 #[pyclass(frozen)]

@@ -1,0 +1,437 @@
+"""Boards with one right answer: Sudoku of 9 × 9 and 4 × 4, mazes, and mixtures of them, read or generated.
+
+A source is a folder, or, without a path, a generator. Three formats are known, each with a split "train" and a split "test":
+
+  CSV    train.csv, test.csv: columns source, question, answer, rating; 81 or 16 characters a board, row by row, "." or 0 for
+         a blank. Of train, ``n_train`` rows are drawn by config.seed.
+  npy    train/, test/: all__inputs.npy and all__labels.npy (uint8 [n, cells], symbols as below), all__puzzle_identifiers.npy
+         (int [p]), all__puzzle_indices.npy (int [p + 1]: rows of a puzzle), all__group_indices.npy (int [g + 1]: puzzles of a
+         group). Training takes one row of each group in an epoch; it was augmented by who wrote it, and is not again.
+  none   generated: see `rust/src/sudoku.rs` and `make_maze`. A solution is in "train" or in "test" by its hash, so that no
+         test board has the solution of a training board.
+
+Symbols of Sudoku: 0 padding, 1 blank, d + 1 for the digit d. Of a maze: 0 padding, then "# SGo": wall, free, start, goal, path.
+
+Row r of a batch belongs to the source whose share of the batch covers r; sample s of a source (s = position × its rows in a
+batch + r) is place s mod n of its epoch s // n (`loaders.order`). Which augmentation it gets is a function of (seed, epoch,
+index). "test" goes once through all sources, in an order that is always the same and mixed, so that its first batches are a
+fair sample.
+"""
+
+import functools
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.csv
+
+from loaders import _rust, order
+from loaders.base import DataError, Facts, Field, HostBatch, Rows
+
+KINDS = {"sudoku": 9, "sudoku4": 4, "maze": 0}  # name -> side; a maze's is Source.side
+VERSION = 1  # changes whenever the same (seed, epoch, index) would give another board
+IGNORED = -100  # a label that does not count
+MAZE = "# SGo"
+PUZZLE, VIEW, HELD_OUT, DIGITS, BANDS, LINES, STACKS, COLUMNS, TURN = range(32, 41)  # what a hash is for
+TEST_SHARE = 0.2  # of the solutions that a generator finds
+# Difficulty classes begin at these guesses of the solver (or ratings of a CSV), and at these lengths of a maze's path.
+EDGES = {"sudoku": (1, 4, 16, 64), "sudoku4": (1, 4, 16, 64), "maze": (40, 80, 120, 160)}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Puzzles of one kind."""
+
+    kind: str = "sudoku"  # [name] sudoku (9 × 9), sudoku4 (4 × 4) or maze
+    path: str = ""  # [path] folder of CSV or npy files; empty = generated
+    share: float = 1.0  # [1] of a batch, relative to the other sources
+    n_train: int = 1000  # [puzzles] to train on, generated or drawn from a CSV; 0 = all of a CSV
+    n_test: int = 1000  # [puzzles] generated to test on
+    blanks: tuple[int, int] = (46, 64)  # [cells] fewest and most blanks of a generated Sudoku
+    views: int = 1000  # [views] augmentations of a training puzzle beside itself, one in an epoch; 0 = none
+    side: int = 30  # [cells] of a generated maze
+
+
+@dataclass(frozen=True)
+class Config:
+    sources: tuple[Source, ...] = (Source(),)  # [sources] what a batch is mixed from
+    seed: int = 0  # [seed] of what is generated, and of which rows of a CSV are drawn
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if not self.sources:
+            yield "sources", "is empty; name at least one, for example ({'kind': 'sudoku'},)"
+        for i, s in enumerate(self.sources):
+            where = f"sources[{i}]"
+            if s.kind not in KINDS:
+                yield f"{where}.kind", f"is {s.kind!r}; there are: {', '.join(KINDS)}"
+            if s.share <= 0:
+                yield f"{where}.share", f"is {s.share}; it must be positive"
+            for name, least in (("n_train", 0 if s.path else 1), ("n_test", 0), ("views", 0), ("side", 5)):
+                if getattr(s, name) < least:
+                    yield f"{where}.{name}", f"is {getattr(s, name)}; it must be at least {least}"
+            if not 0 <= s.blanks[0] <= s.blanks[1]:
+                yield f"{where}.blanks", f"is {s.blanks}; fewest and most are wanted, for example (46, 64)"
+            if s.path and not pathlib.Path(s.path).expanduser().is_dir():
+                yield f"{where}.path", f"is {s.path!r}, which is no folder; leave it empty to generate puzzles"
+
+
+class Puzzles(NamedTuple):
+    """One split of one source."""
+
+    inputs: np.ndarray  # uint8 [n, cells]
+    labels: np.ndarray  # uint8 [n, cells]; 0 does not count
+    puzzle: np.ndarray  # int32 [n] id in the puzzle embedding, within the source
+    rating: np.ndarray  # int64 [n] guesses, or a path's length
+    groups: np.ndarray  # int64 [g + 1] first row of each group; training takes one row of a group in an epoch
+
+
+class Boards:
+    """A `loaders.base.Loader`. Fields, r rows for each range:
+
+    inputs, labels      int32 [r, cells]; labels that do not count are -100
+    puzzle              int32 [r] row of the puzzle embedding
+    difficulty          int32 [r] class of the puzzle's rating (`EDGES`)
+    index, epoch        int32 [r] the puzzle in its source and split, -1 in padding
+    weight              float32 [r] 0 for padding
+    """
+
+    def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
+        self.fields = fields(config)
+        self._config, self._rows, self._seed, self._train = config, rows, seed, split == "train"
+        self._cells = self.fields["inputs"].shape[0]
+        self._puzzles = [_split(source, config.seed, split) for source in config.sources]
+        self._first_id = np.cumsum([0, *(_n_ids(source, config.seed) for source in config.sources)])
+        shares = np.cumsum([0.0, *(source.share for source in config.sources)])
+        self._bounds = np.round(shares / shares[-1] * rows.batch).astype(int)
+        if self._train and (empty := np.flatnonzero(np.diff(self._bounds) == 0)).size:
+            raise DataError(f"sources[{empty[0]}].share gives no row of a batch of {rows.batch}; raise it, or the batch")
+        self._starts = np.cumsum([0, *(len(p.inputs) for p in self._puzzles)])
+        self.n_batches = -(-int(self._starts[-1]) // rows.batch)
+        self._position, self._closed = 0, False
+
+    def __iter__(self) -> "Boards":
+        return self
+
+    def __next__(self) -> tuple[int, HostBatch]:
+        if self._closed or (not self._train and self._position >= self.n_batches):
+            raise StopIteration
+        make = self._train_rows if self._train else self._test_rows
+        parts = [make(np.arange(start, stop)) for start, stop in self._rows.ranges]
+        self._position += 1
+        return self._position, {name: [part[name] for part in parts] for name in self.fields}
+
+    def seek(self, position: int) -> None:
+        self._position = position
+
+    def state(self, position: int) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for puzzles in self._puzzles:
+            for array in puzzles:
+                digest.update(np.ascontiguousarray(array))
+        return {
+            "position": position,
+            "seed": self._seed,
+            "fingerprint": digest.hexdigest()[:16],
+            "order": {
+                "version": [order.VERSION, VERSION],
+                "batch": self._rows.batch,
+                "bounds": self._bounds.tolist(),
+                "views": [source.views for source in self._config.sources],
+            },
+        }
+
+    def diagnostics(self) -> dict[str, Any]:
+        return {"puzzles": [len(p.inputs) for p in self._puzzles]}
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _empty(self, n: int) -> dict[str, np.ndarray]:
+        batch = {name: np.zeros((n, *field.shape), field.dtype) for name, field in self.fields.items()}
+        batch["labels"][:] = IGNORED
+        batch["index"][:] = -1
+        return batch
+
+    def _train_rows(self, row: np.ndarray) -> dict[str, np.ndarray]:
+        batch = self._empty(len(row))
+        for k, (source, puzzles) in enumerate(zip(self._config.sources, self._puzzles, strict=True)):
+            at = np.flatnonzero((row >= self._bounds[k]) & (row < self._bounds[k + 1]))
+            if not at.size:
+                continue
+            n, seed = len(puzzles.groups) - 1, self._seed + (k << 32)  # sources draw independently
+            sample = self._position * int(np.diff(self._bounds)[k]) + row[at] - self._bounds[k]
+            epoch, place = np.divmod(sample, n)
+            group = np.empty_like(place)
+            for e in np.unique(epoch):
+                group[epoch == e] = order.permutation(seed, int(e), n, place[epoch == e])
+            first, size = puzzles.groups[group], np.diff(puzzles.groups)[group]
+            draw = order.hash_of(VIEW, seed, epoch, group)
+            index = first + ((draw >> np.uint64(32)) % size.astype(np.uint64)).astype(np.int64)
+            boards, answers = puzzles.inputs[index], puzzles.labels[index]
+            if source.views:
+                view = (draw & np.uint64(0xFFFFFFFF)) % np.uint64(source.views + 1)
+                boards, answers = augment(source.kind, seed, index, view, boards, answers)
+            self._fill(batch, at, k, index, epoch, boards, answers)
+        return batch
+
+    def _test_rows(self, row: np.ndarray) -> dict[str, np.ndarray]:
+        batch, n = self._empty(len(row)), int(self._starts[-1])
+        place = self._position * self._rows.batch + row
+        there = np.flatnonzero(place < n)
+        if there.size:
+            number = order.permutation(0, 0, n, place[there])
+            of = np.searchsorted(self._starts, number, side="right") - 1
+            for k in np.unique(of):
+                at, index = there[of == k], number[of == k] - self._starts[k]
+                puzzles = self._puzzles[k]
+                self._fill(batch, at, k, index, np.zeros_like(index), puzzles.inputs[index], puzzles.labels[index])
+        return batch
+
+    def _fill(
+        self, batch: dict, at: np.ndarray, k: int, index: np.ndarray, epoch: np.ndarray, boards: np.ndarray, answers: np.ndarray
+    ):
+        puzzles, cells = self._puzzles[k], boards.shape[1]
+        batch["inputs"][at, :cells] = boards
+        batch["labels"][at, :cells] = np.where(answers == 0, IGNORED, answers.astype(np.int32))
+        batch["puzzle"][at] = puzzles.puzzle[index] + self._first_id[k]
+        batch["difficulty"][at] = np.searchsorted(EDGES[self._config.sources[k].kind], puzzles.rating[index], side="right")
+        batch["index"][at], batch["epoch"][at], batch["weight"][at] = index, epoch, 1
+
+
+def fields(config: Config) -> dict[str, Field]:
+    """Field -> shape of one row, dtype. Smaller boards of a mixture are padded to the largest."""
+    cells = Field((max(_split(s, config.seed, "train").inputs.shape[1] for s in config.sources),), np.dtype(np.int32))
+    scalar = Field((), np.dtype(np.int32))
+    return {
+        "inputs": cells,
+        "labels": cells,
+        **{name: scalar for name in ("puzzle", "difficulty", "index", "epoch")},
+        "weight": Field((), np.dtype(np.float32)),
+    }
+
+
+def facts(config: Config) -> Facts:
+    """n_cells, vocab (symbols, padding included), n_puzzles (ids), n_difficulties, and n_train, n_test by source."""
+    splits = {split: [_split(s, config.seed, split) for s in config.sources] for split in ("train", "test")}
+    everything = [p for puzzles in splits.values() for p in puzzles]
+    symbols = [6 if s.kind == "maze" else KINDS[s.kind] + 2 for s in config.sources]
+    seen = [max(int(p.inputs.max(initial=0)), int(p.labels.max(initial=0))) + 1 for p in everything]
+    return {
+        "n_cells": fields(config)["inputs"].shape[0],
+        "vocab": max(symbols + seen),
+        "n_puzzles": sum(_n_ids(s, config.seed) for s in config.sources),
+        "n_difficulties": 1 + max(len(EDGES[s.kind]) for s in config.sources),
+        **{f"n_{split}": tuple(len(p.inputs) for p in puzzles) for split, puzzles in splits.items()},
+    }
+
+
+def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Boards:
+    """A loader of ``split``, "train" or "test". Raises DataError for what cannot be read or generated."""
+    for field, text in config.problems():
+        raise DataError(f"data.{field} {text}")
+    return Boards(config, split=split, rows=rows, seed=seed)
+
+
+def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Each [k, cells] array seen another way, the same for all of them: a function of (seed, index, view) alone.
+
+    Sudoku: the digits are renamed, bands and the rows in them, stacks and the columns in them are permuted, and half of the
+    boards are transposed. A maze: one of the eight symmetries of the square. View 0 is the puzzle itself.
+    """
+    if kind == "maze":
+        side = round(boards[0].shape[1] ** 0.5)
+        grid = np.arange(side * side).reshape(side, side)
+        turned = np.stack([np.rot90(g, q) for g in (grid, grid.T) for q in range(4)]).reshape(8, -1)
+        which = np.where(view == 0, 0, order.hash_of(TURN, seed, index, view) % np.uint64(8)).astype(int)
+        return tuple(np.take_along_axis(x, turned[which], axis=1) for x in boards)
+
+    side = KINDS[kind]
+    root, own = round(side**0.5), np.asarray(view) == 0
+
+    def shuffled(what: int, n: int, m: int = 1) -> np.ndarray:
+        """[k, m, n]: m permutations of n for each board."""
+        keys = order.hash_of(what, seed, index[:, None], view[:, None], np.arange(m * n)[None]).reshape(-1, m, n)
+        return np.where(own[:, None, None], np.arange(n), np.argsort(keys, axis=2))
+
+    def lines(bands: int, inside: int) -> np.ndarray:
+        """[k, side]: rows (or columns) that stay in their bands, and bands in any order."""
+        band, line = shuffled(bands, root)[:, 0], shuffled(inside, root, root)
+        return (band[:, :, None] * root + line).reshape(-1, side)
+
+    rows, columns = lines(BANDS, LINES), lines(STACKS, COLUMNS)
+    digits = np.concatenate([np.tile([0, 1], (len(index), 1)), shuffled(DIGITS, side)[:, 0] + 2], axis=1)
+    turn = (order.hash_of(TURN, seed, index, view) % np.uint64(2) == 1) & ~own
+    which = np.arange(len(index))[:, None, None]
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        grid = np.take_along_axis(digits, x.astype(np.int64), axis=1).reshape(-1, side, side)
+        grid = grid[which, rows[:, :, None], columns[:, None, :]]
+        return np.where(turn[:, None, None], grid.transpose(0, 2, 1), grid).reshape(x.shape).astype(x.dtype)
+
+    return tuple(apply(x) for x in boards)
+
+
+def _n_ids(source: Source, seed: int) -> int:
+    return 1 + max(int(_split(source, seed, split).puzzle.max(initial=0)) for split in ("train", "test"))
+
+
+@functools.lru_cache(maxsize=16)
+def _split(source: Source, seed: int, split: str) -> Puzzles:
+    folder = pathlib.Path(source.path).expanduser()
+    if not source.path:
+        return generate(source, seed)[split]
+    if (folder / f"{split}.csv").is_file():
+        return _read_csv(folder / f"{split}.csv", source, seed, draw=source.n_train if split == "train" else 0)
+    if (folder / split / "all__inputs.npy").is_file():
+        return _read_npy(folder / split)
+    inside = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else "not there"
+    raise DataError(f"{source.path} has neither {split}.csv nor {split}/all__inputs.npy; it holds {inside or 'nothing'}")
+
+
+def _singles(inputs: np.ndarray, labels: np.ndarray, rating: np.ndarray) -> Puzzles:
+    """Puzzles that are a group each, and share one id."""
+    n = len(inputs)
+    return Puzzles(inputs, labels, np.zeros(n, np.int32), rating.astype(np.int64), np.arange(n + 1))
+
+
+def _read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puzzles:
+    try:
+        text = pyarrow.csv.ConvertOptions(column_types={"question": "string", "answer": "string"})
+        table = pyarrow.csv.read_csv(path, convert_options=text)
+        questions, answers = (table[name].to_pylist() for name in ("question", "answer"))
+        rating = np.asarray(table["rating"]) if "rating" in table.column_names else np.zeros(len(questions))
+    except (KeyError, OSError, ValueError) as error:
+        raise DataError(f"{path}: {error}; the columns source, question, answer, rating are wanted") from error
+    chosen = np.arange(len(questions))
+    if draw and draw < len(chosen):
+        chosen = np.sort(order.permutation(seed, 0, len(chosen), np.arange(draw)))
+    side = KINDS[source.kind]
+    sides = []
+    for texts in (questions, answers):
+        picked = [texts[i] for i in chosen]
+        if (wrong := next((i for i, t in zip(chosen, picked, strict=True) if len(t or "") != side * side), None)) is not None:
+            raise DataError(f"{path}: row {wrong} has {len(texts[wrong] or '')} characters, and a board {side * side}")
+        codes = np.frombuffer("".join(picked).replace(".", "0").encode(), np.uint8).reshape(len(picked), side * side)
+        if ((codes < ord("0")) | (codes > ord("0") + side)).any():
+            raise DataError(f"{path}: characters other than . and 0 to {side}")
+        sides.append(codes - ord("0") + 1)
+    inputs, labels = sides
+    if (bad := np.flatnonzero(((inputs != 1) & (inputs != labels)).any(1) | (labels == 1).any(1))).size:
+        raise DataError(f"{path}: the answer of row {chosen[bad[0]]} has blanks, or is not one to its question")
+    return _singles(inputs, labels, rating[chosen])
+
+
+def _read_npy(folder: pathlib.Path) -> Puzzles:
+    names = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
+    try:
+        inputs, labels, ids, puzzles, groups = (np.load(folder / f"all__{name}.npy", mmap_mode="r") for name in names)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: {error}") from error
+    if len(inputs) != len(labels) or puzzles[-1] != len(inputs) or groups[-1] != len(ids) or len(puzzles) != len(ids) + 1:
+        raise DataError(f"{folder}: rows, puzzles and groups do not fit together")
+    puzzle = np.repeat(np.asarray(ids, np.int32), np.diff(puzzles))
+    return Puzzles(inputs, labels, puzzle, np.zeros(len(inputs), np.int64), np.asarray(puzzles, np.int64)[groups])
+
+
+def generate(source: Source, seed: int) -> dict[str, Puzzles]:
+    """Both splits of a generated source: different boards, and no solution in both."""
+    wanted = {"train": source.n_train, "test": source.n_test}
+    found: dict[str, list[tuple[np.ndarray, ...]]] = {"train": [], "test": []}
+    seen: set[bytes] = set()
+    start, idle, chunk = 0, 0, min(4096, 64 + source.n_train + source.n_test)
+    while any(len(found[split]) < wanted[split] for split in found):
+        if idle > 20:
+            have = ", ".join(f"{len(found[split])} of {n} for {split}" for split, n in wanted.items())
+            raise DataError(f"no more different {source.kind} puzzles with blanks={source.blanks}: {have}; ask for fewer")
+        boards, answers, rating = _chunk(source, seed, start, chunk)
+        weights = np.arange(1, answers.shape[1] + 1, dtype=np.uint64)
+        held = order.hash_of(HELD_OUT, (order.mix(weights) * answers).sum(1, dtype=np.uint64))
+        is_test = (held >> np.uint64(11)).astype(np.float64) < TEST_SHARE * 2.0**53
+        idle += 1
+        for board, answer, rate, test in zip(boards, answers, rating, is_test, strict=True):
+            split = "test" if test else "train"
+            if len(found[split]) < wanted[split] and (key := board.tobytes()) not in seen:
+                seen.add(key)
+                found[split].append((board, answer, rate))
+                idle = 0
+        start += chunk
+    cells = _chunk(source, seed, 0, 1)[0].shape[1]
+    return {
+        split: _singles(
+            np.array([b for b, _, _ in rows], np.uint8).reshape(-1, cells),
+            np.array([a for _, a, _ in rows], np.uint8).reshape(-1, cells),
+            np.array([r for _, _, r in rows], np.int64),
+        )
+        for split, rows in found.items()
+    }
+
+
+def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Puzzles start … start + n - 1 of a seed, as symbols: boards, answers, ratings."""
+    if source.kind == "maze":
+        mazes = [make_maze(source.side, seed, i) for i in range(start, start + n)]
+        boards, answers = (np.stack([m[i].reshape(-1) for m in mazes]) for i in range(2))
+        return boards, answers, (answers == 1 + MAZE.index("o")).sum(1)
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    side = KINDS[source.kind]
+    boards, answers, guesses = _rust.sudoku_generate(
+        n, side=side, seed=seed, start=start, blanks=source.blanks, threads=threads
+    )
+    return boards + np.uint8(1), answers + np.uint8(1), guesses
+
+
+def make_maze(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Maze number ``index`` of a seed and its way out, uint8 [side, side] each.
+
+    A random spanning tree over every second cell (depth first), so that two cells are joined by one way only. Start and
+    goal are the two ends of a longest way.
+    """
+    wall, free, begin, goal, path = (np.uint8(1 + i) for i in range(len(MAZE)))
+    rng = np.random.default_rng([PUZZLE, seed, index])
+    n = (side - 1) // 2
+    board = np.full((side, side), wall)
+    first = int(rng.integers(n * n))
+    turns = rng.permuted(np.tile(np.arange(4), (n * n, 1)), axis=1).tolist()
+    seen, stack = {first}, [first]
+    joined: dict[int, list[int]] = {cell: [] for cell in range(n * n)}
+    while stack:
+        cell = stack[-1]
+        if not turns[cell]:
+            stack.pop()
+            continue
+        y, x = divmod(cell, n)
+        dy, dx = ((0, 1), (1, 0), (0, -1), (-1, 0))[turns[cell].pop()]
+        if not (0 <= y + dy < n and 0 <= x + dx < n) or (there := (y + dy) * n + x + dx) in seen:
+            continue
+        seen.add(there)
+        joined[cell].append(there)
+        joined[there].append(cell)
+        stack.append(there)
+        board[1 + 2 * y + dy, 1 + 2 * x + dx] = free
+    board[1 : 2 * n : 2, 1 : 2 * n : 2] = free
+
+    def farthest(start: int) -> list[int]:
+        """The way from the cell farthest from ``start`` back to it."""
+        came, queue = {start: start}, [start]
+        for cell in queue:
+            for there in joined[cell]:
+                if there not in came:
+                    came[there] = cell
+                    queue.append(there)
+        way = [queue[-1]]
+        while way[-1] != start:
+            way.append(came[way[-1]])
+        return way
+
+    way = farthest(farthest(first)[0])
+    y, x = np.divmod(np.array(way), n)
+    answer = board.copy()
+    answer[1 + 2 * y, 1 + 2 * x] = path
+    answer[1 + y[1:] + y[:-1], 1 + x[1:] + x[:-1]] = path
+    for grid in (board, answer):
+        grid[1 + 2 * y[0], 1 + 2 * x[0]], grid[1 + 2 * y[-1], 1 + 2 * x[-1]] = begin, goal
+    return board, answer

@@ -1,0 +1,253 @@
+"""Boards: generated ones have one solution, every view stays valid, folders are read, and the order is a pure function."""
+
+import csv
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from loaders import _rust, sudoku
+from loaders.base import DataError, Rows
+from tools import make_sudoku
+
+SMALL = sudoku.Source(n_train=40, n_test=12, blanks=(20, 40))
+SOURCES = {
+    "sudoku": SMALL,
+    "sudoku4": sudoku.Source(kind="sudoku4", n_train=40, n_test=12, blanks=(3, 8)),
+    "maze": sudoku.Source(kind="maze", n_train=6, n_test=2, side=12),
+}
+
+
+def valid_sudoku(board, answer, side):
+    """By the rules: every digit once in each row, column and box, and the clues kept."""
+    root, digits = round(side**0.5), set(range(2, side + 2))
+    grid = answer.reshape(side, side)
+    boxes = grid.reshape(root, root, root, root).transpose(0, 2, 1, 3).reshape(side, side)
+    units = all(set(unit) == digits for units in (grid, grid.T, boxes) for unit in units.tolist())
+    return units and all(b in (1, a) for b, a in zip(board.tolist(), answer.tolist(), strict=True))
+
+
+def valid_maze(board, answer):
+    """The path runs from start to goal, over what is free, without a branch."""
+    side = round(len(board) ** 0.5)
+    board, answer = board.reshape(side, side), answer.reshape(side, side)
+    start, goal, path = (1 + sudoku.MAZE.index(symbol) for symbol in "SGo")
+    if not ((board == answer) | ((board == 2) & (answer == path))).all():
+        return False
+    here, seen = tuple(np.argwhere(answer == start)[0]), set()
+    while answer[here] != goal:
+        seen.add(here)
+        ways = [(here[0] + dy, here[1] + dx) for dy, dx in ((0, 1), (1, 0), (0, -1), (-1, 0))]
+        ways = [w for w in ways if w not in seen and answer[w] in (path, goal)]
+        if len(ways) != 1:
+            return False
+        here = ways[0]
+    return len(seen) == (answer == path).sum() + 1
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_view_of_every_puzzle_is_valid(kind):
+    """The property that augmentation must keep; for Sudoku also that the solution stays the only one."""
+    puzzles = sudoku.generate(SOURCES[kind], 3)["train"]
+    n, views = len(puzzles.inputs), 25
+    index, view = np.repeat(np.arange(n), views), np.tile(np.arange(views), n).astype(np.uint64)
+    boards, answers = sudoku.augment(kind, 5, index, view, puzzles.inputs[index], puzzles.labels[index])
+    for board, answer in zip(boards, answers, strict=True):
+        assert valid_maze(board, answer) if kind == "maze" else valid_sudoku(board, answer, sudoku.KINDS[kind])
+    np.testing.assert_array_equal(boards[::views], puzzles.inputs)
+    different = len({b.tobytes() for b in boards[:views]})
+    assert different > (3 if kind == "maze" else 20)
+    if kind != "maze":
+        count, _, first = _rust.sudoku_solve(boards - np.uint8(1))
+        assert (count == 1).all()
+        np.testing.assert_array_equal(first + 1, answers)
+
+
+def test_a_view_is_a_function_of_seed_index_and_number_alone():
+    puzzles = sudoku.generate(SMALL, 0)["train"]
+    index, view = np.arange(40), np.arange(40).astype(np.uint64)
+    (together,) = sudoku.augment("sudoku", 1, index, view, puzzles.inputs)
+    for i in (0, 7, 39):
+        (alone,) = sudoku.augment("sudoku", 1, index[i : i + 1], view[i : i + 1], puzzles.inputs[i : i + 1])
+        np.testing.assert_array_equal(alone[0], together[i])
+    (other,) = sudoku.augment("sudoku", 2, index, view, puzzles.inputs)
+    assert (other[1:] != together[1:]).any(axis=1).all()
+
+
+def test_all_parts_of_the_augmentation_happen():
+    """Of a board whose cells all differ in kind: rows leave their band, digits are renamed, some boards are transposed."""
+    k = 4000
+    cells = np.tile((np.arange(81) % 9 + 2).astype(np.uint8), (k, 1))
+    (digits,) = sudoku.augment("sudoku", 0, np.arange(k), np.ones(k, np.uint64), cells)
+    grids = digits.reshape(k, 9, 9)
+    by_columns = (grids == grids[:, :1]).all((1, 2))  # all rows alike: not transposed
+    assert 0.45 < by_columns.mean() < 0.55
+    firsts = grids[by_columns][:, 0]
+    assert all(0.08 < (firsts[:, 0] == d).mean() < 0.15 for d in range(2, 11))
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_splits_are_generated_apart(kind):
+    splits = sudoku.generate(SOURCES[kind], 3)
+    assert {name: len(p.inputs) for name, p in splits.items()} == {"train": SOURCES[kind].n_train, "test": SOURCES[kind].n_test}
+    answers = {name: {a.tobytes() for a in p.labels} for name, p in splits.items()}
+    assert not answers["train"] & answers["test"]
+    assert len({b.tobytes() for p in splits.values() for b in p.inputs}) == sum(len(p.inputs) for p in splits.values())
+
+
+def test_more_boards_than_there_are_is_an_error():
+    with pytest.raises(DataError, match="no more different sudoku4 puzzles"):
+        sudoku.generate(replace(SOURCES["sudoku4"], blanks=(0, 0), n_train=400), 0)
+
+
+def test_a_4_by_4_maze_and_9_by_9_by_the_numbers():
+    facts = {kind: sudoku.facts(sudoku.Config((source,))) for kind, source in SOURCES.items()}
+    found = {kind: (f["n_cells"], f["vocab"], f["n_puzzles"]) for kind, f in facts.items()}
+    assert found == {"sudoku": (81, 11, 1), "sudoku4": (16, 6, 1), "maze": (144, 6, 1)}
+
+
+# The loader
+
+
+def batches(config, n, *, split="train", batch=12, ranges=None, seed=0, start=0):
+    loader = sudoku.make_loader(config, split=split, rows=Rows(batch, ranges or ((0, batch),)), seed=seed)
+    loader.seek(start)
+    found = []
+    for _ in range(n):
+        _, fields = next(loader)
+        found.append({name: np.concatenate(parts) for name, parts in fields.items()})
+    return found
+
+
+def test_rows_do_not_depend_on_who_reads_them_nor_on_where_the_reading_began():
+    config = sudoku.Config((SMALL,))
+    whole = batches(config, 6)
+    for name in whole[0]:
+        parts = [batches(config, 6, ranges=((0, 3), (6, 9))), batches(config, 6, ranges=((3, 6), (9, 12)))]
+        for i in range(6):
+            a, b = (np.split(p[i][name], 2) for p in parts)
+            np.testing.assert_array_equal(np.concatenate([a[0], b[0], a[1], b[1]]), whole[i][name])
+        np.testing.assert_array_equal(batches(config, 1, start=4)[0][name], whole[4][name])
+
+
+def test_an_epoch_is_every_puzzle_once_each_time_seen_another_way():
+    config = sudoku.Config((replace(SMALL, n_train=36),))
+    found = batches(config, 6)
+    for epoch in range(2):
+        rows = [b["index"] for b in found[3 * epoch : 3 * epoch + 3]]
+        assert sorted(np.concatenate(rows)) == list(range(36))
+    boards = {}
+    for b in found:
+        for i, board in zip(b["index"], b["inputs"], strict=True):
+            boards.setdefault(int(i), set()).add(board.tobytes())
+    assert sum(len(views) == 2 for views in boards.values()) > 30
+    assert all(valid_sudoku(i, l, 9) for b in found for i, l in zip(b["inputs"], b["labels"], strict=True))
+
+
+def test_a_test_split_comes_once_and_its_padding_does_not_count():
+    config = sudoku.Config((SMALL,))
+    loader = sudoku.make_loader(config, split="test", rows=Rows(5, ((0, 5),)), seed=0)
+    found = list(loader)
+    assert [position for position, _ in found] == [1, 2, 3] and loader.n_batches == 3
+    index = np.concatenate([b["index"][0] for _, b in found])
+    weight = np.concatenate([b["weight"][0] for _, b in found])
+    assert sorted(index[weight == 1]) == list(range(12)) and index[weight == 1].tolist() != list(range(12))
+    assert (found[-1][1]["labels"][0][2:] == sudoku.IGNORED).all() and weight.sum() == 12
+
+
+def test_a_mixture_keeps_its_shares_pads_and_numbers_its_tasks():
+    sources = (replace(SMALL, share=2.0), SOURCES["sudoku4"], SOURCES["maze"])
+    config = sudoku.Config(sources)
+    facts = sudoku.facts(config)
+    assert (facts["n_cells"], facts["vocab"], facts["n_puzzles"]) == (144, 11, 3)
+    for b in batches(config, 5):
+        assert b["puzzle"].tolist() == [0] * 6 + [1] * 3 + [2] * 3
+        assert (b["labels"][:6, 81:] == sudoku.IGNORED).all() and (b["inputs"][6:9, 16:] == 0).all()
+        assert all(valid_sudoku(i[:16], l[:16], 4) for i, l in zip(b["inputs"][6:9], b["labels"][6:9], strict=True))
+        assert all(valid_maze(i, l) for i, l in zip(b["inputs"][9:], b["labels"][9:], strict=True))
+    tests = batches(config, 3, split="test")
+    assert np.bincount(np.concatenate([b["puzzle"][b["weight"] > 0] for b in tests])).tolist() == [12, 12, 2]
+    with pytest.raises(DataError, match=r"sources\[0\].share gives no row"):
+        sudoku.make_loader(config, split="train", rows=Rows(1, ((0, 1),)), seed=0)
+
+
+def test_what_a_checkpoint_checks():
+    def state(config, seed=0):
+        return sudoku.make_loader(config, split="train", rows=Rows(12, ((0, 12),)), seed=seed).state(7)
+
+    first = state(sudoku.Config((SMALL,)))
+    assert first["position"] == 7 and first == state(sudoku.Config((SMALL,)))
+    for other in (state(sudoku.Config((SMALL,)), 1), state(sudoku.Config((SMALL,), seed=1)),
+                  state(sudoku.Config((replace(SMALL, views=3),)))):  # fmt: skip
+        assert other != first
+
+
+# Folders, through the tool that writes them
+
+
+@pytest.mark.parametrize("kind", ["csv", "npy"])
+def test_what_the_tool_writes_is_what_is_read(tmp_path, kind):
+    arguments = ["--kind=sudoku", "--train=30", "--test=9", "--blanks", "20", "40", "--seed=3", f"--format={kind}"]
+    make_sudoku.main([str(tmp_path / "out"), *arguments])
+    made = sudoku.generate(sudoku.Source(n_train=30, n_test=9, blanks=(20, 40)), 3)
+    source = sudoku.Source(path=str(tmp_path / "out"), n_train=0)
+    for split in made:
+        read = sudoku._split(source, 0, split)
+        np.testing.assert_array_equal(read.inputs, made[split].inputs)
+        np.testing.assert_array_equal(read.labels, made[split].labels)
+        if kind == "csv":
+            np.testing.assert_array_equal(read.rating, made[split].rating)
+    assert sudoku.facts(sudoku.Config((source,)))["vocab"] == 11
+
+
+def write_csv(folder, rows):
+    for split in ("train", "test"):
+        with open(folder / f"{split}.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("source", "question", "answer", "rating"), *rows])
+
+
+def test_a_csv_is_drawn_from_and_its_mistakes_are_named(tmp_path):
+    answer = "1234341221434321"
+    rows = [(str(i), "." * i + answer[i:], answer, i) for i in range(10)]
+    write_csv(tmp_path, rows)
+    source = sudoku.Source(kind="sudoku4", path=str(tmp_path), n_train=4)
+    found = [sudoku._split(source, seed, "train") for seed in range(3)]
+    assert all(len(p.inputs) == 4 for p in found) and len({p.rating.tobytes() for p in found}) > 1
+    assert len(sudoku._split(source, 0, "test").inputs) == 10
+    assert [(p.inputs == 1).sum(1).tolist() == p.rating.tolist() for p in found] == [True] * 3
+    for broken, message in (
+        ([("0", "." * 15, answer, 0)], "row 0 has 15 characters"),
+        ([("0", "2" + answer[1:], answer, 0)], "row 0 .* not one to its question"),
+        ([("0", "7" + answer[1:], answer, 0)], "other than . and 0 to 4"),
+    ):
+        write_csv(tmp_path, broken)
+        sudoku._split.cache_clear()
+        with pytest.raises(DataError, match=message):
+            sudoku._split(source, 0, "train")
+
+
+def test_groups_of_a_folder_give_one_row_in_an_epoch(tmp_path):
+    """Two groups: puzzles 0 and 1 with three rows together, puzzle 2 with two. Ids choose the embedding."""
+    inputs = np.arange(5 * 16, dtype=np.uint8).reshape(5, 16) % 5 + 1
+    for split in ("train", "test"):
+        folder = tmp_path / split
+        folder.mkdir()
+        for name, array in {
+            "inputs": inputs, "labels": inputs, "puzzle_identifiers": np.array([4, 7, 1]),
+            "puzzle_indices": np.array([0, 1, 3, 5]), "group_indices": np.array([0, 2, 3]),
+        }.items():  # fmt: skip
+            np.save(folder / f"all__{name}.npy", array)
+    config = sudoku.Config((sudoku.Source(kind="sudoku4", path=str(tmp_path), views=0),))
+    assert sudoku.facts(config)["n_puzzles"] == 8
+    found = batches(config, 60, batch=2)
+    for b in found:
+        assert sorted(i // 3 for i in b["index"]) == [0, 1], "one of rows 0 to 2, one of rows 3 and 4"
+        assert [{0: 4, 1: 7, 2: 7, 3: 1, 4: 1}[i] for i in b["index"]] == b["puzzle"].tolist()
+    assert {int(i) for b in found for i in b["index"]} == set(range(5))
+
+
+def test_mistakes_of_the_config_are_named():
+    config = sudoku.Config((sudoku.Source(kind="chess", share=0, path="no such folder"), replace(SMALL, blanks=(9, 3))))
+    assert [where for where, _ in config.problems()] == [
+        "sources[0].kind", "sources[0].share", "sources[0].path", "sources[1].blanks",
+    ]  # fmt: skip
