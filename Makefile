@@ -7,10 +7,15 @@ export CARGO_TARGET_DIR ?= $(CACHE)/cargo-target
 
 SOURCES := rust/Cargo.toml rust/Cargo.lock $(shell find rust/src -name '*.rs')
 STAMP := $(VENV)/.installed
-.PHONY: train test test-all lint clean
+.PHONY: train trm-demo test test-all lint clean
 
 train: $(STAMP)
 	$(VENV)/bin/python -m jaxtrain.main --config=$(CONFIG) $(ARGS)
+
+# The recursive model from nothing on generated boards: 4 × 4, then 9 × 9 with few blanks; held-out boards at every evaluation.
+trm-demo: $(STAMP)
+	$(VENV)/bin/python -m jaxtrain.main --config=configs/trm_sudoku.py:4x4 $(ARGS)
+	$(VENV)/bin/python -m jaxtrain.main --config=configs/trm_sudoku.py:9x9 $(ARGS)
 
 test: $(STAMP) lint
 	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo test --release --quiet --manifest-path rust/Cargo.toml
