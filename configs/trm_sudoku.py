@@ -63,16 +63,16 @@ def four() -> dict:
 
 
 def nine() -> dict:
-    """9 × 9 boards with 4 to 12 blanks."""
+    """9 × 9 boards with 4 to 12 blanks; boards with more of them are in the training mixture, for more to learn from each."""
     return dict(
         workload="jaxtrain.workloads.trm",
         loader="loaders.sudoku",
         workdir="runs/trm-9x9",
         model=small(embed=64, cycles_low=2),
-        data=dict(sources=(dict(n_train=4_000, n_test=512, blanks=(4, 12), views=1000),)),
-        train=dict(steps=1_500, batch=64, ema=0.98, eval_every=250),
+        data=dict(sources=(dict(n_train=2_000, n_test=512, blanks=(4, 12)), dict(n_train=2_000, n_test=0, blanks=(20, 40)))),
+        train=dict(steps=800, batch=64, ema=0.98, eval_every=200),
         optim=recipe(lr=2e-3, warmup=20, weight_decay=0.1),
-        checkpoint=dict(every=500),
+        checkpoint=dict(every=200),
     )
 
 

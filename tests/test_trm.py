@@ -292,8 +292,19 @@ class Run:
         self.task = trm.make_task(run, self.layout.shard, WIDE)
         self.tx = make_optimizer(OPTIM, self.task.specs.params, steps=steps)
         self.plan = state_lib.make_plan(self.task, self.tx, self.layout, ALL_FIELDS, batch=WIDE, ema=True)
-        step = step_lib.make_train_step(self.task, self.tx, self.layout, self.plan, accumulate=accumulate, ema=0.9, seed=0)
-        self.step = step.lower(self.plan.state, self.plan.batch).compile({"xla_backend_optimization_level": 0})
+        step = step_lib.make_train_step(
+            self.task,
+            self.tx,
+            self.layout,
+            self.plan,
+            accumulate=accumulate,
+            ema=0.9,
+            guard=config_lib.Guard(),
+            seed=0,
+        )
+        step = step.lower(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
+        self.step = step.compile({"xla_backend_optimization_level": 0})
+        self.go_on = step_lib.put_stop(self.layout, False)
 
     def init(self):
         """Weights that let some rows halt, and a table that is not zero."""
@@ -322,7 +333,7 @@ def random_batch(seed):
 def five_steps(run):
     state, found = run.init(), []
     for seed in range(5):
-        state, metrics = run.step(state, run.put(random_batch(seed)))
+        state, metrics = run.step(state, run.put(random_batch(seed)), run.go_on)
         found.append(jax.tree.map(np.asarray, (state, metrics)))
     return found
 
@@ -388,7 +399,7 @@ def test_what_cannot_run_in_the_original_learns_here(loss, q_continue):
     run = Run((1, 1, 1), model=replace(TINY, loss=loss, q_continue=q_continue))
     state, losses = run.init(), []
     for _ in range(12):
-        state, metrics = run.step(state, run.put(random_batch(0)))
+        state, metrics = run.step(state, run.put(random_batch(0)), run.go_on)
         losses.append(float(metrics["lm_loss"].total))
     assert losses[-1] < 0.9 * losses[0]
     assert ("q_continue_loss" in metrics) == q_continue
