@@ -27,6 +27,9 @@ RULES: dict[str, str] = {
     "head_dim": "",
     "patch": "",
     "puzzle": "fsdp?",  # rows of an embedding table: as many as there are puzzles
+    "rows": "data",  # of a batch, where the devices of a group work on all of its rows together
+    "pixel": "fsdp",  # inputs of a matrix that reads a whole film window
+    "voxel": "model?",  # as many as a brain mask has
 }
 
 

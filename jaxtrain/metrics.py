@@ -37,14 +37,18 @@ PEAK_FLOPS = {
 }
 
 
-def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, float]:
-    """Adds sums over batches in float64 and divides, on the host. Waits for the device. No weight gives nan."""
+def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, Any]:
+    """Adds sums over batches in float64 and divides, on the host. Waits for the device. No weight gives nan.
+
+    A sum that is an array gives an array; every weight is a number.
+    """
     host = jax.device_get([dict(s) for s in sums])
     totals = {
-        name: (sum(float(s[name].total) for s in host), sum(float(s[name].weight) for s in host))
+        name: (sum(np.asarray(s[name].total, np.float64) for s in host), sum(float(s[name].weight) for s in host))
         for name in (host[0] if host else ())
     }
-    return {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
+    means = {name: total / weight if weight else total * math.nan for name, (total, weight) in totals.items()}
+    return {name: x if np.ndim(x) else float(x) for name, x in means.items()}
 
 
 class Writer(Protocol):

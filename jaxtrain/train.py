@@ -163,7 +163,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         if distributed.is_main():
             named = {f"step{step:06}_{name}": images for name, images in pictures.items()}
             metrics.write_pictures(os.path.join(config.workdir, "pictures"), named)
-        record = metrics.mean(sums)
+        record = task.finish(metrics.mean(sums))
         for writer in writers:
             writer.write(step, "test", record)
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))

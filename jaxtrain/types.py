@@ -60,6 +60,10 @@ def _one_stage(step: int) -> Hashable:
     return None
 
 
+def _as_it_is(record: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(record)
+
+
 def _no_progress(variables: Variables, batch: Batch) -> dict[str, Array]:
     del variables, batch
     return {}
@@ -90,3 +94,4 @@ class Task(NamedTuple):
     pictures: Callable[[Batch], dict[str, Array]] = _no_pictures  # name -> [n, height, width] in 0..1, as the model sees it
     stage: Callable[[int], Hashable] = _one_stage  # step -> static variant of the loss
     progress: Callable[[Variables, Batch], dict[str, Array]] = _no_progress  # like pictures, of a test batch at an evaluation
+    finish: Callable[[Mapping[str, Any]], dict[str, float]] = _as_it_is  # means over a test split, also arrays -> its record

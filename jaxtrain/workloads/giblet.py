@@ -1,0 +1,486 @@
+"""The Giblet autoencoder: a window of film in, through a bottleneck, the brain's response and the window again out.
+
+A row is one moment of one viewer: the frames, codec codes and text embeddings of the window before it, and the fMRI volume
+measured then. Three encoders of flattened vectors, a trunk to the bottleneck, a head to the voxels, a decoder with three heads.
+Every hidden layer is a matrix product, batch norm, ReLU, dropout (which commutes with a ReLU: its place does not matter).
+Integers become floats in one place, `entry`.
+
+The batch is small and the matrices are not: of 8.36 billion parameters the first matrix alone (1,641,600 × 4,096) has 6.7.
+So weights stay where they are and activations move. A matrix is split over its input rows ("pixel" or "embed", by fsdp) and
+each device multiplies its slice of the inputs of *all* rows of its group along "data"; what travels are sums [B, width]. No
+matrix is gathered, forward or backward.
+
+Batch norm takes its statistics over the global batch (`jaxtrain.nn.batch_norm` says what that is with train.accumulate), or,
+with ``groups``, of runs of the batch's rows, as the original's devices do.
+
+Shapes: B rows, I inputs of a layer, O outputs, F frames, V voxels, D any width, G groups.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config import Config as RunConfig
+from jaxtrain.nn.batch_norm import batch_norm, member, over_data
+from jaxtrain.specs import fold_in_path, ones, zeros
+from jaxtrain.types import Array, Axes, Batch, Initializer, Key, LossOut, Mean, PyTree, Shard, Spec, Task, Variables
+
+DTYPES = ("float32", "bfloat16")
+RECONSTRUCTIONS = ("frame", "window")
+AUDIO = ("codes", "features")
+FMRI_LOSSES = ("mse", "mae", "cosine")
+MODALITIES = ("video", "audio", "text")
+EPS = 1e-5  # of the norms
+MOMENTUM = 0.1  # of the running statistics
+STD_EPS = 1e-8  # added to a standard deviation that a loss is divided by
+LARGEST_CODE = 1023.0
+CHANNELS = 3  # of a frame
+
+
+@dataclass(frozen=True)
+class Config:
+    """The published widths by default."""
+
+    n_frames: int | None = None  # [frames] of a window; None = as the data have, like the next six
+    height: int | None = None  # [pixels] of a frame
+    width: int | None = None  # [pixels] of a frame
+    codebooks: int | None = None  # [codes] of audio at one time, or features
+    audio_frames: int | None = None  # [times] of audio in a window
+    n_text: int | None = None  # [values] of a window's text embeddings
+    n_voxels: int | None = None  # [voxels] predicted
+    audio: str | None = None  # [name] codes (integers up to 1023) or features (any numbers); None = as the data are
+    video_widths: tuple[int, int, int] = (4096, 2048, 1024)  # [values] of the video encoder's layers
+    audio_widths: tuple[int, int] = (512, 256)  # [values] of the audio encoder's layers
+    text_widths: tuple[int, int] = (512, 256)  # [values] of the text encoder's layers
+    trunk_widths: tuple[int, int] = (4096, 8000)  # [values] between the joined encoders and the bottleneck
+    bottleneck: int = 2048  # [values] that everything passes through
+    head_width: int = 16384  # [values] between the bottleneck and the voxels
+    decoder_widths: tuple[int, int, int, int] = (8000, 4096, 2048, 1536)  # [values] that the decoder's heads share
+    decode_video_widths: tuple[int, int] = (2048, 4096)  # [values] before the frame
+    decode_audio_widths: tuple[int, int] = (2048, 2048)  # [values] before the codes
+    decode_text_widths: tuple[int, int] = (1024, 1024)  # [values] before the embeddings
+    reconstruct: str = "frame"  # [name] what of the video the decoder makes: one frame, or the whole window
+    frame: int = 0  # [frames] which one, counted from the window's first; -1 = its last
+    dropout: float = 1.0  # [ratio] of the published rates, 0.2 and 0.3; 0 = none
+    groups: int = 1  # [groups] of rows that batch norm treats alone, in order; 8 with a batch of 16 = eight devices with 2 rows
+    fmri_loss: str = "mse"  # [name] mse, mae, or cosine (1 - cosine similarity of a row)
+    normalised: bool = False  # [bool] divide each mean error by the standard deviation of its targets in the batch
+    weight_video: float = 1.0  # [1] of its loss in the total
+    weight_audio: float = 1.0  # [1] of its loss in the total
+    weight_text: float = 1.0  # [1] of its loss in the total
+    weight_fmri: float = 1.0  # [1] of its loss in the total
+    dtype: str = "bfloat16"  # [name] of the matrix products' inputs; sums, norms and losses are float32
+    param_dtype: str = "float32"  # [name] of the parameters
+    remat: bool = False  # [bool] compute the forward pass again in the backward pass; running statistics still move once
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for name, value in vars(self).items():
+            sizes = (
+                value if name.endswith("widths") else (value,) if name in (*SIZES, "bottleneck", "head_width", "groups") else ()
+            )
+            if any(size is not None and size < 1 for size in sizes):
+                yield name, f"is {value}; it must be at least 1"
+            if name.startswith("weight_") and value < 0:
+                yield name, f"is {value}; it must not be negative"
+        for name, allowed in (
+            ("reconstruct", RECONSTRUCTIONS),
+            ("fmri_loss", FMRI_LOSSES),
+            ("dtype", DTYPES),
+            ("param_dtype", DTYPES),
+            ("audio", (*AUDIO, None)),
+        ):
+            if getattr(self, name) not in allowed:
+                yield name, f"is {getattr(self, name)!r}; there are: {', '.join(map(str, allowed))}"
+        if self.reconstruct == "window" and self.frame:
+            yield "frame", f"is {self.frame}, and reconstruct='window' makes all of them; leave it 0"
+        if not 0 <= self.dropout < 1 / 0.3:
+            yield "dropout", f"is {self.dropout}; the largest rate, 0.3 of it, must lie in [0, 1)"
+        if not any(getattr(self, f"weight_{name}") for name in (*MODALITIES, "fmri")):
+            yield "weight_fmri", "is 0 like all the other weights; nothing would be learned"
+
+    def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        for name in (*SIZES, "audio"):
+            value, needed = getattr(self, name), facts.get(name)
+            if value is None:
+                yield name, "is None, and the data do not say it; set it"
+            elif needed is not None and value != needed:
+                yield name, f"is {value}, and the data have {needed}; nothing is cut or padded to fit"
+        if self.n_frames is not None and not -self.n_frames <= self.frame < self.n_frames:
+            yield "frame", f"is {self.frame}, and a window has the frames 0 … {self.n_frames - 1} (or -{self.n_frames} … -1)"
+
+    @property
+    def frame_size(self) -> int:
+        return self.height * self.width * CHANNELS
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """Values of each modality in a row."""
+        return {
+            "video": self.n_frames * self.frame_size,
+            "audio": self.codebooks * self.audio_frames,
+            "text": self.n_text,
+        }
+
+    @property
+    def outputs(self) -> dict[str, int]:
+        """Values that the decoder makes."""
+        return {**self.inputs, **({"video": self.frame_size} if self.reconstruct == "frame" else {})}
+
+
+SIZES = ("n_frames", "height", "width", "codebooks", "audio_frames", "n_text", "n_voxels")
+
+
+class Layer(NamedTuple):
+    """y = x w + b; with a rate, also batch norm, ReLU and dropout."""
+
+    n_in: int
+    n_out: int
+    rate: float | None = None  # of the dropout; None = a linear layer
+    norm: bool = True  # the bottleneck has only this
+    relu: bool = True
+    axes: Axes = ("embed", "mlp")
+
+
+def layers(c: Config) -> dict[str, dict[str, list[Layer]]]:
+    """The whole net: part -> branch -> its layers, in order."""
+
+    def chain(n_in: int, widths: tuple[int, ...], rates: tuple[float, ...], first: Axes = ("embed", "mlp")) -> list[Layer]:
+        sizes = zip((n_in, *widths[:-1]), widths, rates, strict=True)
+        return [Layer(i, o, rate, axes=("embed", "mlp") if n else first) for n, (i, o, rate) in enumerate(sizes)]
+
+    size, out = c.inputs, c.outputs
+    joined = c.video_widths[-1] + c.audio_widths[-1] + c.text_widths[-1]
+    # The last matrix of a whole window is as large as the first; it is split over the same pixels.
+    pixels: Axes = ("mlp", "pixel") if c.reconstruct == "window" else ("embed", "mlp")
+
+    def head(name: str, widths: tuple[int, int], axes: Axes = ("embed", "mlp")) -> list[Layer]:
+        hidden = chain(c.decoder_widths[-1], widths, (0.3, 0.3))
+        return [*hidden, Layer(widths[-1], out[name], norm=False, relu=False, axes=axes)]
+
+    return {
+        "encoder": {
+            "video": chain(size["video"], c.video_widths, (0.3, 0.3, 0.2), ("pixel", "mlp")),
+            "audio": chain(size["audio"], c.audio_widths, (0.3, 0.2)),
+            "text": chain(size["text"], c.text_widths, (0.2, 0.2)),
+            "trunk": [
+                *chain(joined, (joined, *c.trunk_widths), (0.2, 0.3, 0.3)),
+                Layer(c.trunk_widths[-1], c.bottleneck, 0.0, relu=False),
+            ],
+            "fmri": [
+                Layer(c.bottleneck, c.head_width, 0.3),
+                Layer(c.head_width, c.n_voxels, norm=False, relu=False, axes=("embed", "voxel")),
+            ],
+        },
+        "decoder": {
+            "trunk": chain(c.bottleneck, c.decoder_widths, (0.3,) * 4),
+            "video": head("video", c.decode_video_widths, pixels),
+            "audio": head("audio", c.decode_audio_widths),
+            "text": head("text", c.decode_text_widths),
+        },
+    }
+
+
+def uniform(bound: float) -> Initializer:
+    """Uniform in ±``bound``; 1 / sqrt(inputs) is what torch.nn.Linear begins with, weights and biases."""
+
+    def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
+        return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+
+    return init
+
+
+def normal(stddev: float) -> Initializer:
+    def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
+        return (stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return init
+
+
+def make_specs(c: Config) -> PyTree:
+    """part / branch / number / w, b, and scale, bias of the norm."""
+
+    def one(part: str, layer: Layer) -> dict[str, Spec]:
+        matrix, bias = uniform(layer.n_in**-0.5), uniform(layer.n_in**-0.5)
+        if part == "decoder":  # He et al. 2015, by outputs
+            matrix, bias = normal((2 / layer.n_out) ** 0.5), zeros
+        wide: Axes = ("pixel",) if layer.axes[1] == "pixel" else (None,)
+        norm = {name: Spec((layer.n_out,), (None,), init, c.param_dtype) for name, init in (("scale", ones), ("bias", zeros))}
+        return {
+            "w": Spec((layer.n_in, layer.n_out), layer.axes, matrix, c.param_dtype),
+            "b": Spec((layer.n_out,), wide, bias, c.param_dtype),
+            **(norm if layer.norm else {}),
+        }
+
+    return {
+        part: {branch: {str(i): one(part, layer) for i, layer in enumerate(chain)} for branch, chain in branches.items()}
+        for part, branches in layers(c).items()
+    }
+
+
+def make_carry(c: Config) -> PyTree:
+    """The running statistics of every norm, float32."""
+
+    def one(layer: Layer) -> dict[str, Spec]:
+        return {"mean": Spec((layer.n_out,), (None,), zeros), "var": Spec((layer.n_out,), (None,), ones)}
+
+    return {
+        part: {
+            branch: {str(i): one(layer) for i, layer in enumerate(chain) if layer.norm} for branch, chain in branches.items()
+        }
+        for part, branches in layers(c).items()
+    }
+
+
+class Draws(NamedTuple):
+    """What training draws and measures with; an evaluation has none."""
+
+    key: Key
+    row_b: Array
+    member_bg: Array
+
+
+class Outputs(NamedTuple):
+    """float32, except where training keeps a narrower type."""
+
+    bottleneck: Array  # [B, bottleneck]
+    fmri: Array  # [B, V]
+    video: Array  # [B, frame or window], 0..1
+    audio: Array  # [B, codebooks × times], 0..1023 and in an evaluation whole numbers; or features
+    text: Array  # [B, text]
+
+
+def entry(x: Array) -> Array:
+    """The one place where what the loader gives becomes float32: bytes of frames to 0..1, integer codes as they are."""
+    return x.astype(jnp.float32) * (1 / 255) if x.dtype == jnp.uint8 else x.astype(jnp.float32)
+
+
+def forward(
+    c: Config, params: PyTree, running: PyTree, inputs: Mapping[str, Array], shard: Shard, draws: Draws | None = None
+) -> tuple[Outputs, PyTree]:
+    """Outputs, and the new running statistics.
+
+    Args:
+      inputs: "video", "audio", "text", [B, values] each, as the loader gives them.
+      draws: in training; None normalises with ``running``, drops nothing and rounds the codes.
+    """
+    dtype, table = jnp.dtype(c.dtype), layers(c)
+    new: PyTree = {part: {branch: {} for branch in branches} for part, branches in table.items()}
+
+    def run(part: str, branch: str, x_bi: Array) -> Array:
+        for i, layer in enumerate(table[part][branch]):
+            path = f"{part}/{branch}/{i}"
+            w = params[part][branch][str(i)]
+            with jax.named_scope(path):
+                # "rows" and not "batch": every device has its slice of the inputs of all its group's rows.
+                x_bi = shard(x_bi.astype(dtype), "rows", layer.axes[0])
+                y_bo = jnp.dot(x_bi, w["w"].astype(dtype), preferred_element_type=jnp.float32)
+                # Pinned whole over fsdp: its gradient too is then gathered before it meets x, not the matrix instead.
+                y_bo = shard(y_bo, "rows", layer.axes[1])
+                y_bo += jnp.broadcast_to(w["b"].astype(jnp.float32), y_bo.shape)
+                if layer.norm:
+                    y_bo, new[part][branch][str(i)] = batch_norm(
+                        y_bo,
+                        w["scale"],
+                        w["bias"],
+                        running[part][branch][str(i)],
+                        draws.member_bg if draws else None,
+                        momentum=MOMENTUM,
+                        eps=EPS,
+                    )
+                if layer.relu:
+                    y_bo = jax.nn.relu(y_bo)
+                if draws and layer.rate and c.dropout:
+                    y_bo = drop(y_bo, c.dropout * layer.rate, fold_in_path(draws.key, path), draws.row_b)
+            x_bi = y_bo
+        return x_bi
+
+    # Bytes travel to where the pixels' weights are; there they become floats.
+    video_bi = entry(shard(inputs["video"], "rows", "pixel"))
+    parts = [
+        run("encoder", name, x_bi) for name, x_bi in (("video", video_bi), *((k, entry(inputs[k])) for k in ("audio", "text")))
+    ]
+    joined = shard(jnp.concatenate([shard(x_bi, "rows", None) for x_bi in parts], axis=1), "rows", None)
+    bottleneck = run("encoder", "trunk", joined)
+    shared = run("decoder", "trunk", bottleneck)
+    audio = run("decoder", "audio", shared)
+    if c.audio == "codes":
+        audio = LARGEST_CODE * jax.nn.sigmoid(audio)
+        if not draws:
+            audio = jnp.clip(jnp.round(audio), 0, LARGEST_CODE)
+    out = Outputs(
+        bottleneck,
+        shard(run("encoder", "fmri", bottleneck), "batch", None),
+        jax.nn.sigmoid(run("decoder", "video", shared)),
+        audio,
+        run("decoder", "text", shared),
+    )
+    return out, new
+
+
+def drop(x_bd: Array, rate: float, key: Key, row_b: Array) -> Array:
+    """Dropout (Srivastava et al. 2014). What a row drops is a function of its place in the global batch alone."""
+    keep_bd = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1 - rate, x_bd.shape[1:]))(row_b)
+    return jnp.where(keep_bd, x_bd / (1 - rate), 0)
+
+
+def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
+    """What each output is compared with, float32."""
+    video_bi = batch["video"]
+    if c.reconstruct == "frame":
+        start = c.frame % c.n_frames * c.frame_size
+        video_bi = video_bi[:, start : start + c.frame_size]
+    else:
+        video_bi = shard(video_bi, "rows", "pixel")
+    return {"video": entry(video_bi), **{name: entry(batch[name]) for name in ("audio", "text", "fmri")}}
+
+
+def spread(x_bd: Array, weight_b: Array) -> Array:
+    """Unbiased standard deviation of all values of all rows of the global batch that count."""
+    w_b1 = weight_b[:, None]
+    n = jnp.maximum(over_data(weight_b.sum()) * x_bd.shape[1], 2)
+    mean = over_data((x_bd * w_b1).sum()) / n
+    return jnp.sqrt(over_data((jnp.square(x_bd - mean) * w_b1).sum()) / (n - 1))
+
+
+def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array) -> dict[str, Array]:
+    """Each loss of each row, [B]: "video", "audio", "text" (mean squares), "fmri"; and "total", weighted.
+
+    With ``normalised``, "video" … are divided by `spread` (a cosine is not), and "video_raw" … are there too.
+
+    Raises ValueError when an output and its target differ in shape.
+    """
+    found = {}
+    for name in (*MODALITIES, "fmri"):
+        y_bd, t_bd = getattr(out, name), target[name]
+        if y_bd.shape != t_bd.shape:
+            raise ValueError(f"{name}: the model makes {y_bd.shape} and the target is {t_bd.shape}; nothing is cut to fit")
+        kind = c.fmri_loss if name == "fmri" else "mse"
+        if kind == "mse":
+            found[name] = jnp.square(y_bd - t_bd).mean(1)
+        elif kind == "mae":
+            found[name] = jnp.abs(y_bd - t_bd).mean(1)
+        else:
+            lengths_b = jnp.sqrt(jnp.square(y_bd).sum(1) * jnp.square(t_bd).sum(1))
+            found[name] = 1 - (y_bd * t_bd).sum(1) / jnp.maximum(lengths_b, 1e-8)
+        if c.normalised and kind != "cosine":
+            found[f"{name}_raw"] = found[name]
+            found[name] = found[name] / (spread(t_bd, weight_b) + STD_EPS)
+    found["total"] = sum(getattr(c, f"weight_{name}") * found[name] for name in (*MODALITIES, "fmri"))
+    return found
+
+
+def pearson(x_bv: Array, y_bv: Array) -> Array:
+    """Correlation of each row across voxels, [B]; 0 where one of them is constant."""
+    x_bv, y_bv = (z - z.mean(1, keepdims=True) for z in (x_bv, y_bv))
+    lengths_b = jnp.sqrt(jnp.square(x_bv).sum(1) * jnp.square(y_bv).sum(1))
+    return (x_bv * y_bv).sum(1) / jnp.maximum(lengths_b, 1e-12)
+
+
+def r_squared(y_bv: Array, target_bv: Array) -> Array:
+    """1 - SS_residual / SS_total of each row across voxels, [B]."""
+    total_b = jnp.square(target_bv - target_bv.mean(1, keepdims=True)).sum(1)
+    return 1 - jnp.square(target_bv - y_bv).sum(1) / jnp.maximum(total_b, 1e-12)
+
+
+def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
+    c: Config = config.model
+    if batch % c.groups or batch // c.groups < 2:
+        raise ValueError(
+            f"model.groups={c.groups} does not divide train.batch={batch} into groups of 2 rows or more, which batch norm needs"
+        )
+
+    def loss(variables: Variables, batch_: Batch, key: Key) -> LossOut:
+        draws = Draws(key, batch_["row"], member(batch_["row"], c.groups, batch))
+
+        def run(params: PyTree, running: PyTree, inputs: Mapping[str, Array]) -> tuple[Outputs, PyTree]:
+            return forward(c, params, running, inputs, shard, draws)
+
+        inputs = {name: batch_[name] for name in MODALITIES}
+        out, running = (jax.checkpoint(run) if c.remat else run)(variables.params, variables.carry, inputs)
+        target, weight_b = targets(c, batch_, shard), batch_["weight"]
+        each = errors(c, out, target, weight_b)
+        each["fmri_r"] = pearson(jax.lax.stop_gradient(out.fmri), target["fmri"])
+        n = weight_b.sum()
+        metrics = {_loss_name(name): Mean((value_b * weight_b).sum(), n) for name, value_b in each.items()}
+        return LossOut(metrics.pop("total_loss"), metrics, running)
+
+    def evaluate(variables: Variables, batch_: Batch) -> dict[str, Mean]:
+        out, _ = forward(c, variables.params, variables.carry, batch_, shard)
+        target, weight_b = targets(c, batch_, shard), batch_["weight"]
+        each = errors(c, out, target, weight_b)
+        y_bv, t_bv = out.fmri, target["fmri"]
+        # The null: each prediction with the measurement half a batch away. A test split comes in a mixed order, so that these
+        # are no neighbours in time.
+        other_bv, other_b = (jnp.roll(z, len(weight_b) // 2, axis=0) for z in (t_bv, weight_b))
+        each |= {"fmri_r": pearson(y_bv, t_bv), "fmri_r2": r_squared(y_bv, t_bv)}
+        null_b = weight_b * other_b
+        found = {_loss_name(name): Mean((value_b * weight_b).sum(), weight_b.sum()) for name, value_b in each.items()}
+        found["fmri_r_null"] = Mean((pearson(y_bv, other_bv) * null_b).sum(), null_b.sum())
+        products = {"y": y_bv, "t": t_bv, "yy": y_bv * y_bv, "tt": t_bv * t_bv, "yt": y_bv * t_bv}
+        for name, x_bv in products.items():
+            found[f"voxel/{name}"] = Mean((x_bv * weight_b[:, None]).sum(0), weight_b.sum())
+        found["voxel/null"] = Mean((y_bv * other_bv * null_b[:, None]).sum(0), null_b.sum())
+        return found
+
+    def pictures(batch_: Batch) -> dict[str, Array]:
+        """The last frames of the first windows, in grey."""
+        frame = entry(batch_["video"][:8, -c.frame_size :]).reshape(-1, c.height, c.width, CHANNELS)
+        return {"frame": frame.mean(-1)[:, ::-1]}
+
+    def progress(variables: Variables, batch_: Batch) -> dict[str, Array]:
+        """Of the first rows: how many voxels measure (to the right) and are predicted (upwards) what, within ±3."""
+        first = {name: x[:4] for name, x in batch_.items()}
+        out, _ = forward(c, variables.params, variables.carry, first, shard)
+        return {"fmri": density(first["fmri"].astype(jnp.float32), out.fmri)}
+
+    matrices = sum(
+        layer.n_in * layer.n_out for branches in layers(c).values() for chain in branches.values() for layer in chain
+    )
+    return Task(
+        specs=Variables(make_specs(c), carry=make_carry(c)),
+        loss=loss,
+        evaluate=evaluate,
+        axes={
+            **{name: ("batch", None) for name in (*MODALITIES, "fmri")},
+            **{name: ("batch",) for name in ("index", "weight")},
+        },
+        flops=6 * matrices * batch,
+        pictures=pictures,
+        progress=progress,
+        finish=finish,
+    )
+
+
+def _loss_name(name: str) -> str:
+    return f"{name}_loss" if name in (*MODALITIES, "fmri", "total") else name
+
+
+def finish(record: Mapping[str, Any]) -> dict[str, float]:
+    """Adds what needs the whole split: r and R² of each voxel across moments, from its means, as averages over voxels.
+
+    "voxel_r_best" is what the best tenth of the voxels reaches, "voxel_r_null" the average with shuffled pairs.
+    """
+    voxel = {name.removeprefix("voxel/"): x for name, x in record.items() if name.startswith("voxel/")}
+    found = {name: x for name, x in record.items() if not name.startswith("voxel/")}
+    var_y, var_t = (np.maximum(voxel[z + z] - voxel[z] ** 2, 0) for z in "yt")
+    for name, product in (("voxel_r", "yt"), ("voxel_r_null", "null")):
+        r = (voxel[product] - voxel["y"] * voxel["t"]) / np.maximum(np.sqrt(var_y * var_t), 1e-12)
+        found[name] = float(r.mean())
+        if product == "yt":
+            found["voxel_r_best"] = float(np.quantile(r, 0.9))
+    residual = voxel["yy"] - 2 * voxel["yt"] + voxel["tt"]
+    found["voxel_r2"] = float((1 - residual / np.maximum(var_t, 1e-12)).mean())
+    return found
+
+
+def density(x_bv: Array, y_bv: Array, bins: int = 96, limit: float = 3.0) -> Array:
+    """[B, bins (y), bins (x)] in 0..1: the logarithm of the number of voxels in each cell, with the diagonal in grey."""
+    edges = jnp.arange(bins)[None, None]
+    place = lambda z: jnp.clip((z / limit + 1) * (bins / 2), 0, bins - 1).astype(jnp.int32)[..., None] == edges  # noqa: E731
+    count_byx = jnp.einsum("bvy,bvx->byx", place(y_bv).astype(jnp.float32), place(x_bv).astype(jnp.float32))
+    grey = jnp.log1p(count_byx) / jnp.log1p(jnp.maximum(count_byx.max((1, 2), keepdims=True), 1))
+    return jnp.maximum(grey, 0.3 * jnp.eye(bins)[None])

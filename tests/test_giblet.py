@@ -1,0 +1,345 @@
+"""The autoencoder against the original's numbers; its batch norm and its shards on meshes and in parts; its size."""
+
+import functools
+import json
+import pathlib
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import config as config_lib
+from jaxtrain import metrics as metrics_lib
+from jaxtrain import specs as specs_lib
+from jaxtrain import state as state_lib
+from jaxtrain import step as step_lib
+from jaxtrain.layout import make_layout, make_mesh
+from jaxtrain.optim import make_optimizer
+from jaxtrain.types import Variables
+from jaxtrain.workloads import giblet
+from loaders.base import Field
+
+DATA = pathlib.Path(__file__).parent / "data" / "giblet"
+GOLDEN = json.loads((DATA / "config.json").read_text())
+RESULTS, GRADS, WEIGHTS, INPUTS = (dict(np.load(DATA / f"{name}.npz")) for name in ("results", "grads", "weights", "inputs"))
+HEADS = {"first_frame": dict(reconstruct="frame", frame=0), "full_window": dict(reconstruct="window")}
+WHOLE = giblet.Config(
+    n_frames=38, height=90, width=160, codebooks=8, audio_frames=112, n_text=3072, n_voxels=77_347, audio="codes"
+)
+OUTPUTS = {"bottleneck": "bottleneck", "fmri": "predicted_fmri", "video": "video_recon", "text": "text_recon"}
+FIELDS = ("video", "audio", "text", "fmri")
+
+# Ours <- the original's, encoder and decoder; "." ends a name that its matrix and its norm continue differently.
+NAMES = {
+    **{f"encoder/{m}/{i}": (f"encoder.{m}_encoder.fc{i + 1}", f"encoder.{m}_encoder.bn{i + 1}")
+       for m, n in (("video", 3), ("audio", 2), ("text", 2)) for i in range(n)},
+    **{f"encoder/trunk/{i}": (f"encoder.{n}.0", f"encoder.{n}.1")
+       for i, n in enumerate(("feature_conv", "layer5", "layer6", "layer7_bottleneck"))},
+    "encoder/fmri/0": ("encoder.bottleneck_to_voxels.0", "encoder.bottleneck_to_voxels.1"),
+    "encoder/fmri/1": ("encoder.bottleneck_to_voxels.4", ""),
+    **{f"decoder/trunk/{i}": (f"decoder.layer{8 + i}.0", f"decoder.layer{8 + i}.1") for i in range(4)},
+    **{f"decoder/{m}/{i}": (f"decoder.layer12_{m}.{4 * i}", f"decoder.layer12_{m}.{4 * i + 1}")
+       for m in giblet.MODALITIES for i in range(2)},
+    "decoder/video/2": ("decoder.layer13_video.0", ""),
+    "decoder/audio/2": ("decoder.layer13_audio", ""),
+    "decoder/text/2": ("decoder.layer13_text", ""),
+}  # fmt: skip
+
+
+def same(x, *axes):
+    return x
+
+
+def tiny(head="first_frame", **changes):
+    g, d = GOLDEN, GOLDEN["dims"]
+    c = giblet.Config(
+        n_frames=g["frames"], height=g["h"], width=g["w"], codebooks=g["audio_codebooks"], audio_frames=g["audio_frames"],
+        n_text=g["text"], n_voxels=g["voxels"], audio="codes", video_widths=(d["v1"], d["v2"], d["vf"]),
+        audio_widths=(d["a1"], d["af"]), text_widths=(d["t1"], d["tf"]), trunk_widths=(d["l5"], d["l6"]),
+        bottleneck=d["bott"], head_width=d["vox_h"], decoder_widths=(d["d8"], d["d9"], d["d10"], d["d11"]),
+        decode_video_widths=(d["dv1"], d["dv2"]), decode_audio_widths=(d["da1"], d["da2"]),
+        decode_text_widths=(d["dt1"], d["dt2"]), dropout=0.0, dtype="float32", **HEADS[head],
+    )  # fmt: skip
+    return replace(c, **changes)
+
+
+def task_of(config, batch=GOLDEN["batch"]):
+    return giblet.make_task(config_lib.Config(model=config, train=config_lib.Train(batch=batch)), same, batch)
+
+
+def original(path):
+    """The original's name of one of our parameters or running statistics, and whether it is transposed."""
+    where, name = path.rsplit("/", 1)
+    matrix, norm = NAMES[where]
+    theirs = {"w": "weight", "b": "bias", "scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}[name]
+    return f"{matrix if name in 'wb' else norm}.{theirs}", name == "w"
+
+
+def from_original(table, arrays, head, prefix=""):
+    def one(path, spec):
+        name, turned = original(path)
+        if name.startswith("decoder.layer13_video"):
+            name = f"{head}:{name}"
+        x = np.asarray(arrays[prefix + name], "f4")
+        x = x.T if turned else x
+        assert x.shape == spec.shape, path
+        return jnp.asarray(x)
+
+    return specs_lib.map_specs(one, table)
+
+
+def golden_variables(task, head):
+    return Variables(*(from_original(table, WEIGHTS, head) if table else () for table in task.specs))
+
+
+def batch_of(name):
+    n = GOLDEN["batch"]
+    batch = {field: jnp.asarray(INPUTS[f"{name}.{field}"]) for field in FIELDS}
+    return {**batch, "row": jnp.arange(n, dtype=jnp.int32), "weight": jnp.ones(n), "index": jnp.arange(n)}
+
+
+def draws(batch, groups=1):
+    n = len(batch["row"])
+    return giblet.Draws(jax.random.key(0), batch["row"], giblet.member(batch["row"], groups, n))
+
+
+def close(found, expected, atol, *, what=""):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol * np.abs(expected).max(), err_msg=what)
+
+
+def value(metrics, name):
+    return float(metrics[name].total / metrics[name].weight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "encoder", "decoder"),
+    [({}, 8_095_583_203, 264_241_152), (dict(n_frames=10, n_voxels=83_138), 3_235_947_138, 264_241_152)],
+)
+def test_parameters_are_the_published_number(changes, encoder, decoder):
+    table = giblet.make_specs(replace(WHOLE, **changes))
+    assert (specs_lib.count(table["encoder"]), specs_lib.count(table["decoder"])) == (encoder, decoder)
+    if not changes:
+        assert specs_lib.count(table) == 8_359_824_355
+        assert table["encoder"]["video"]["0"]["w"].shape == (1_641_600, 4096)
+        parts = {"video": 6_734_500_864, "audio": 592_128, "text": 1_706_240, "fmri": 1_300_934_179}
+        assert {name: specs_lib.count(table["encoder"][name]) for name in parts} == parts
+    else:
+        assert specs_lib.count(table) == 3_500_188_290
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_evaluation_equals_the_originals(head):
+    c = tiny(head)
+    task = task_of(c)
+    variables, batch = golden_variables(task, head), batch_of("eval")
+    moved = from_original(task.specs.carry, RESULTS, "first_frame", "first_frame.after_train2.")
+    run = jax.jit(lambda v, b: giblet.forward(c, v.params, v.carry, b, same))
+    for when, carry in (("eval_after_train2", moved), ("eval", variables.carry)):
+        out, kept = run(variables._replace(carry=carry), batch)
+        for ours, theirs in OUTPUTS.items():
+            close(getattr(out, ours), RESULTS[f"{head}.{when}.{theirs}"], 1e-5, what=ours)
+        np.testing.assert_array_equal(out.audio.reshape(6, 8, 7), RESULTS[f"{head}.{when}.audio_recon"])
+        assert jax.tree.all(jax.tree.map(np.array_equal, kept, carry)), "an evaluation leaves the statistics alone"
+    found, prefix = jax.jit(task.evaluate)(variables, batch), f"{head}.eval"
+    for name in (*giblet.MODALITIES, "fmri", "total"):
+        np.testing.assert_allclose(value(found, f"{name}_loss"), RESULTS[f"{prefix}.loss.{name}_loss"], rtol=5e-5)
+    close(giblet.pearson(out.fmri, batch["fmri"]), RESULTS[f"{prefix}.fmri_correlation"], 2e-5)
+    close(giblet.r_squared(out.fmri, batch["fmri"]), RESULTS[f"{prefix}.fmri_r2"], 2e-5)
+    np.testing.assert_allclose(value(found, "fmri_r"), RESULTS[f"{prefix}.fmri_correlation"].mean(), atol=2e-5)
+    np.testing.assert_allclose(value(found, "fmri_r2"), RESULTS[f"{prefix}.fmri_r2"].mean(), atol=2e-5)
+    for kind, theirs in (("mae", "mae"), ("cosine", "correlation")):
+        each = giblet.errors(replace(c, fmri_loss=kind), out, giblet.targets(c, batch, same), batch["weight"])
+        np.testing.assert_allclose(each["fmri"].mean(), RESULTS[f"{prefix}.fmri_loss_{theirs}"], rtol=5e-5)
+
+
+@pytest.mark.parametrize(("head", "remat"), [("first_frame", False), ("first_frame", True), ("full_window", False)])
+def test_training_equals_the_originals_and_statistics_move_once(head, remat):
+    """With rematerialisation too, where the original's video norms moved twice."""
+    c = tiny(head, remat=remat)
+    task = task_of(c)
+    variables = golden_variables(task, head)
+
+    @jax.jit
+    def step(variables, batch):
+        def total(params):
+            out = task.loss(variables._replace(params=params), batch, jax.random.key(0))
+            return out.loss.total / out.loss.weight, out
+
+        outputs, _ = giblet.forward(c, variables.params, variables.carry, batch, same, draws(batch))
+        each = giblet.errors(replace(c, normalised=True), outputs, giblet.targets(c, batch, same), batch["weight"])
+        return *jax.grad(total, has_aux=True)(variables.params), outputs, jax.tree.map(jnp.mean, each)
+
+    for i in (1, 2):
+        grads, loss, out, normalised = step(variables, batch_of(f"train{i}"))
+        prefix = f"{head}.train{i}"
+        for ours, theirs in OUTPUTS.items():
+            close(getattr(out, ours), RESULTS[f"{prefix}.{theirs}"], 2e-4, what=ours)
+        close(out.audio, RESULTS[f"{prefix}.audio_recon"].reshape(6, -1), 2e-4)
+        np.testing.assert_allclose(loss.loss.total / loss.loss.weight, RESULTS[f"{prefix}.total_loss"], rtol=5e-5)
+        for name in (*giblet.MODALITIES, "fmri", "total"):
+            if name != "total":
+                np.testing.assert_allclose(value(loss.metrics, f"{name}_loss"), RESULTS[f"{prefix}.{name}_loss"], rtol=5e-5)
+                np.testing.assert_allclose(normalised[f"{name}_raw"], RESULTS[f"{prefix}.{name}_loss"], rtol=5e-5)
+            np.testing.assert_allclose(normalised[name], RESULTS[f"{prefix}.loss_over_std.{name}_loss"], rtol=5e-5)
+        np.testing.assert_allclose(value(loss.metrics, "fmri_r"), RESULTS[f"{prefix}.fmri_correlation"].mean(), atol=2e-5)
+        expected = from_original(task.specs.carry, RESULTS, "first_frame", f"first_frame.after_train{i}.")
+        for path, x, y in zip(specs_lib.paths(expected), *map(jax.tree.leaves, (loss.carry, expected)), strict=True):
+            close(x, y, 2e-5, what=path)
+        if i == 1:
+            assert check_grads(task, head, f"{prefix}.grad.", grads) >= (70 if head == "first_frame" else 8)
+        variables = variables._replace(carry=loss.carry)
+
+
+def check_grads(task, head, prefix, grads):
+    """How many of the golden gradients with this prefix, biases before a norm aside, ours equal."""
+    n = 0
+    for path, g in zip(specs_lib.paths(task.specs.params), jax.tree.leaves(grads), strict=True):
+        name, turned = original(path)
+        if prefix + name in GRADS:
+            expected = GRADS[prefix + name].T if turned else GRADS[prefix + name]
+            if np.abs(expected).max() < 1e-6:  # a bias before a norm: zero, but for rounding
+                np.testing.assert_allclose(g, 0, atol=1.0, err_msg=path)
+            else:
+                close(g, expected, 3e-3, what=path)
+                n += 1
+    return n
+
+
+def test_each_term_alone_has_the_originals_gradient():
+    """In the total the audio's hides the others, which are 1e5 times smaller."""
+    task = task_of(tiny())
+    variables, batch = golden_variables(task, "first_frame"), batch_of("train1")
+
+    def terms(params):
+        out = task.loss(variables._replace(params=params), batch, jax.random.key(0))
+        return {name: out.metrics[f"{name}_loss"].total / GOLDEN["batch"] for name in (*giblet.MODALITIES, "fmri")}
+
+    for name, grads in jax.jit(jax.jacrev(terms))(variables.params).items():
+        assert check_grads(task, "first_frame", f"first_frame.train1.grad_of.{name}_loss.", grads) >= 2
+
+
+def test_weights_of_the_losses_and_shapes_that_do_not_match():
+    out = giblet.Outputs(*(jnp.ones((2, n)) for n in (5, 4, 3, 2, 1)))
+    target = {"fmri": jnp.zeros((2, 4)), "video": jnp.zeros((2, 3)), "audio": 3 * jnp.ones((2, 2)), "text": jnp.ones((2, 1))}
+    c = replace(SMALL, normalised=False, weight_video=2.0, weight_audio=0.5, weight_text=9.0, weight_fmri=7.0)
+    each = giblet.errors(c, out, target, jnp.ones(2))
+    np.testing.assert_allclose(each["total"], 2 * 1 + 0.5 * 4 + 9 * 0 + 7 * 1)
+    with pytest.raises(ValueError, match=r"video: the model makes \(2, 3\) and the target is \(2, 6\); nothing is cut"):
+        giblet.errors(c, out, {**target, "video": jnp.zeros((2, 6))}, jnp.ones(2))
+
+
+# On meshes and in parts, through the real step.
+
+SMALL = giblet.Config(
+    n_frames=4, height=4, width=8, codebooks=2, audio_frames=8, n_text=24, n_voxels=41, audio="codes",
+    video_widths=(32, 24, 16), audio_widths=(16, 8), text_widths=(16, 8), trunk_widths=(40, 32), bottleneck=16, head_width=32,
+    decoder_widths=(32, 24, 24, 16), decode_video_widths=(16, 32), decode_audio_widths=(16, 16), decode_text_widths=(16, 16),
+    dtype="float32", normalised=True,
+)  # fmt: skip
+ROWS = 16
+
+
+def row_fields(c):
+    shapes = {"video": ((c.inputs["video"],), "u1"), "audio": ((c.inputs["audio"],), "i2"), "text": ((c.n_text,), "f4"),
+              "fmri": ((c.n_voxels,), "f4"), "index": ((), "i4"), "weight": ((), "f4")}  # fmt: skip
+    return {name: Field(shape, np.dtype(dtype)) for name, (shape, dtype) in shapes.items()}
+
+
+def random_batch(c, seed):
+    rng = np.random.default_rng(seed)
+    return {
+        "video": rng.integers(0, 256, (ROWS, c.inputs["video"]), dtype="u1"),
+        "audio": rng.integers(0, 1024, (ROWS, c.inputs["audio"]), dtype="i2"),
+        "text": rng.standard_normal((ROWS, c.n_text), "f4"),
+        "fmri": rng.standard_normal((ROWS, c.n_voxels), "f4"),
+        "index": np.arange(ROWS, dtype="i4"),
+        "weight": np.ones(ROWS, "f4"),
+    }
+
+
+class Run:
+    def __init__(self, mesh, accumulate=1, *, model=SMALL):
+        devices = jax.devices()[: int(np.prod(mesh))]
+        self.layout = make_layout(make_mesh(*mesh, devices=devices), {})
+        run = config_lib.Config(model=model, train=config_lib.Train(batch=ROWS))
+        self.task = giblet.make_task(run, self.layout.shard, ROWS)
+        self.tx = make_optimizer(config_lib.Optim(lr=1e-3, eps=1e-3), self.task.specs.params, steps=10)
+        self.plan = state_lib.make_plan(self.task, self.tx, self.layout, row_fields(model), batch=ROWS, ema=False)
+        step = step_lib.make_train_step(
+            self.task, self.tx, self.layout, self.plan, accumulate=accumulate, ema=0.0, guard=config_lib.Guard(), seed=0
+        )
+        step = step.lower(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
+        self.step = step.compile({"xla_backend_optimization_level": 0})
+        self.go_on = step_lib.put_stop(self.layout, False)
+
+    def three_steps(self):
+        state, found = state_lib.init_state(self.task, self.tx, self.plan, jax.random.key(0)), []
+        for seed in range(3):
+            batch = random_batch(self.task_config, seed)
+            batch = {name: jax.device_put(batch[name], x.sharding) for name, x in self.plan.batch.items()}
+            state, out = self.step(state, batch, self.go_on)
+            found.append(jax.tree.map(np.asarray, (state.variables, {k: m for k, m in out.items() if k != "stopped"})))
+        evaluate = step_lib.make_eval_step(self.task, self.layout)
+        return found, metrics_lib.mean([evaluate(state.variables, batch)])
+
+
+@functools.cache
+def trained(mesh, accumulate=1, model=SMALL):
+    run = Run(mesh, accumulate, model=model)
+    run.task_config = model
+    return run.three_steps()
+
+
+def check_alike(found, expected):
+    (steps, record), (steps_expected, record_expected) = found, expected
+    for x, y in zip(steps, steps_expected, strict=True):
+        for path, a, b in zip(specs_lib.paths(y), jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=max(1e-4, 1e-3 * np.abs(b).max()), err_msg=path)
+    for name, value_ in record_expected.items():
+        np.testing.assert_allclose(record[name], value_, rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), pytest.param((1, 8, 1), marks=SLOW), pytest.param((8, 1, 1), marks=SLOW)])
+def test_steps_are_the_same_on_every_mesh(mesh):
+    """Dropout, batch statistics, normalised losses, running statistics and an evaluation's per-voxel moments."""
+    check_alike(trained(mesh), trained((1, 1, 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_with_accumulation_statistics_are_of_the_same_rows_on_every_mesh(mesh):
+    parts, whole = trained(mesh, 2), trained((1, 1, 1))
+    check_alike(parts, trained((1, 1, 1), 2))
+    mean = parts[0][0][0].carry["encoder"]["video"]["0"]["mean"]
+    assert not np.allclose(mean, whole[0][0][0].carry["encoder"]["video"]["0"]["mean"], rtol=1e-3), "the step is another one"
+
+
+def test_statistics_of_groups_are_those_of_as_many_devices():
+    """Two groups, on any mesh, are what two devices compute alone, with the mean of their running values."""
+    c = replace(SMALL, dropout=0.0)
+    table = giblet.make_task(config_lib.Config(model=c), same, ROWS).specs
+    params, carry = (specs_lib.materialise(t, jax.random.key(0)) for t in (table.params, table.carry))
+    batch = {name: jnp.asarray(x) for name, x in random_batch(c, 0).items()} | {"row": jnp.arange(ROWS, dtype=jnp.int32)}
+    step = jax.jit(lambda b, d: giblet.forward(c, params, carry, b, same, d))
+    both, running = step(batch, draws(batch, groups=2))
+    halves = [{name: x[i * 8 : i * 8 + 8] for name, x in batch.items()} for i in range(2)]
+    alone = [step(half, draws({"row": jnp.arange(8)})) for half in halves]
+    for i, (out, _) in enumerate(alone):
+        for x, y in zip(both, out, strict=True):
+            np.testing.assert_allclose(x[i * 8 : i * 8 + 8], y, rtol=1e-4, atol=1e-4)
+    expected = jax.tree.map(lambda *x: sum(x) / 2, *(carry for _, carry in alone))
+    for x, y in zip(jax.tree.leaves(running), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_groups_are_the_same_on_every_mesh():
+    """Also where a device of "data" has less than a group."""
+    c = replace(SMALL, groups=2)
+    for mesh in ((2, 2, 2), (4, 2, 1)):
+        check_alike(trained(mesh, model=c), trained((1, 1, 1), model=c))
