@@ -30,7 +30,7 @@ OPTIMIZERS = ("adamw", "adam_atan2", "lion", "sign_sgd")
 CORRECTIONS = ("outside", "inside")
 SCHEDULES = ("constant", "cosine", "wsd")
 DECAY_SHAPES = ("linear", "cosine", "sqrt")
-RESHAPE = re.compile(r"crop|pad|grid (\d+)x(\d+) to (\d+)x(\d+)")  # what jaxtrain.warm_start knows
+RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")  # what jaxtrain.warm_start knows
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ class Optim:
     weight_decay: float = 0.05  # [1] decoupled, times the learning rate
     clip: float = 1.0  # [norm] largest global gradient norm; 0 = no clipping
     decayed: str = r"(^|/)w[^/]*$"  # [regex] parameters that weight decay applies to: the matrices
-    undecayed: str = r"(^|/)(b|scale|bias|pos|cls)[^/]*$"  # [regex] and those that it spares; each must match one of the two
+    undecayed: str = (
+        r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"  # [regex] and those that it spares; each must match one of the two
+    )
     groups: tuple[Group, ...] = ()  # [groups] exceptions, tried in order
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -164,7 +166,7 @@ class WarmStart:
     renames: tuple[tuple[str, str], ...] = ()  # [(regex, replacement)] applied in order to the source's paths
     skip: tuple[str, ...] = ()  # [regex] parameters that stay as they are initialised
     unused: tuple[str, ...] = ()  # [regex] arrays of the source, renamed, that are not wanted
-    reshape: dict[str, str] = field(default_factory=dict)  # [regex: how] crop, pad, or for example "grid 32x8 to 16x8"
+    reshape: dict[str, str] = field(default_factory=dict)  # [regex: how] crop, pad, fold, or for example "grid 32x8 to 16x8"
 
     def problems(self) -> Iterator[tuple[str, str]]:
         patterns = [(f"renames[{i}]", pattern) for i, (pattern, _) in enumerate(self.renames)]
@@ -177,7 +179,7 @@ class WarmStart:
                 yield where, f"is {pattern!r}, which is no regular expression: {error}"
         for pattern, how in self.reshape.items():
             if not RESHAPE.fullmatch(how):
-                yield f"reshape.{pattern}", f"is {how!r}; there are: crop, pad, and for example 'grid 32x8 to 16x8'"
+                yield f"reshape.{pattern}", f"is {how!r}; there are: crop, pad, fold, and for example 'grid 32x8 to 16x8'"
         if not self.source and (patterns or self.ema or self.step is not None):
             yield "source", "is empty, but there are rules for it; name a run or a folder of safetensors"
         if self.source and "://" not in self.source and not pathlib.Path(self.source).expanduser().exists():
@@ -304,7 +306,8 @@ class Config:
         """Mistakes that only show between sections."""
         if self.seed < 0 or self.seed >= 2**32:
             yield "seed", f"is {self.seed}; it must lie in [0, 2**32)"
-        known = [n for n in (self.mesh.data, self.mesh.fsdp) if n > 0]
+        split = self.mesh.rules.get("batch", "data,fsdp").rstrip("?").split(",")
+        known = [n for n in (getattr(self.mesh, name, 0) for name in split) if n > 0]
         devices, parts = functools.reduce(int.__mul__, known, 1), max(self.train.accumulate, 1)
         if self.train.batch > 0 and not self.train.batch % parts and self.train.batch % (devices * parts):
             low = self.train.batch // (devices * parts) * devices * parts
@@ -542,6 +545,14 @@ def explain(config: Config) -> str:
 @functools.cache
 def gloss(cls: type) -> dict[str, tuple[str, str]]:
     """Field -> (unit, meaning), from the comment that ends the field's line: ``name: type = default  # [unit] meaning``."""
+    found = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            found |= _own_gloss(base)
+    return found
+
+
+def _own_gloss(cls: type) -> dict[str, tuple[str, str]]:
     source = inspect.getsource(cls)
     comments = {
         token.start[0]: token.string.lstrip("# ")

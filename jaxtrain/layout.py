@@ -5,8 +5,8 @@ A trailing ``?`` allows a dimension that does not divide to stay whole; without 
 parameter, never a silent replica.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ RULES: dict[str, str] = {
     "batch": "data,fsdp",
     "embed": "fsdp",
     "heads": "model",
+    "kv_heads": "model?",  # often fewer than there are devices
     "mlp": "model",
     "vocab": "model?",  # a number of classes is what the data say: often prime
     "layer": "",
@@ -102,21 +103,110 @@ class Layout(NamedTuple):
     def sharding(self, axes: Axes, shape: Sequence[int], *, path: str = "array") -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape, path=path))
 
-    def shard(self, x: Array, *axes: str | None) -> Array:
-        """Pins ``x`` to the layout inside a jitted function; axes that are manual there (see step.py) are left out."""
-        context = jax.sharding.get_abstract_mesh()
-        manual = set() if context.empty else set(context.manual_axes)
-        local = {name: size for name, size in self.mesh.shape.items() if name in manual}
-        shape = [s * int(np.prod([local.get(n, 1) for n in self._names(a)])) for s, a in zip(x.shape, axes, strict=True)]
-        parts = [_without(part, manual) for part in self.spec(axes, shape)]
-        mesh = context if manual else self.mesh
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*parts)))
+    @property
+    def shard(self) -> "Sharder":
+        return Sharder(self)
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def _names(self, axis: str | None) -> tuple[str, ...]:
-        return tuple(n for n in self.rules.get(axis, "").rstrip("?").split(",") if n)
+    def names(self, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes of more than one device that a logical axis is split over, if its size divides."""
+        if axis is None:
+            return ()
+        return tuple(n for n in self.rules[axis].rstrip("?").split(",") if n and self.mesh.shape[n] > 1)
+
+
+class Sharder(NamedTuple):
+    """What a workload sees of a layout, inside a jitted function. Axes that are manual there (see step.py) are left out."""
+
+    layout: Layout
+
+    def __call__(self, x: Array, *axes: str | None) -> Array:
+        """Pins ``x`` to the layout."""
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), self.spec(x.shape, axes)))
+
+    @property
+    def platform(self) -> str:
+        """Of the devices that the program is for, which need not be here: "cpu", "gpu", "tpu"."""
+        platform = self.layout.mesh.devices.flat[0].platform
+        return "gpu" if platform in ("cuda", "rocm") else platform
+
+    def spec(self, shape: Sequence[int], axes: Axes) -> PartitionSpec:
+        """The partition of an array as it is seen here."""
+        manual = self._manual()
+        local = {name: self.layout.mesh.shape[name] for name in manual}
+        whole = [s * int(np.prod([local.get(n, 1) for n in self.layout.names(a)])) for s, a in zip(shape, axes, strict=True)]
+        return PartitionSpec(*(_without(part, manual) for part in self.layout.spec(axes, whole)))
+
+    def names(self, axis: str | None, size: int) -> tuple[str, ...]:
+        """The mesh axes that a dimension is split over, of those that are not manual."""
+        (part,) = [*self.spec((size,), (axis,)), None][:1]
+        return (part,) if isinstance(part, str) else part or ()
+
+    def size(self, axis: str, size: int) -> int:
+        """Into how many parts a dimension of that size is split, manual axes aside."""
+        return int(np.prod([self.layout.mesh.shape[n] for n in self.names(axis, size)]))
+
+    def local(self, f: Callable, args: Sequence[Any], axes: Sequence[Axes], out: Any, *, checked: bool = True) -> Any:
+        """f(*args) on every device's own part of the arguments; without more than one device, f as it is.
+
+        For what XLA cannot split by itself (gathers, kernels) or splits badly. Not differentiable: what one shard_map inside
+        another keeps for its backward pass gets a wrong sharding (jax 0.10), so a caller defines the derivative
+        (`jax.custom_vjp`) by calls of this, or says `differentiable`.
+
+        Args:
+          axes: logical axes of every argument.
+          out: a tree with, for every result, its PartitionSpec (`spec` makes them).
+          checked: whether JAX tracks what is alike on which devices. Pallas kernels need False.
+        """
+        return self._map(f, args, [self.spec(x.shape, a) for x, a in zip(args, axes, strict=True)], out, checked)
+
+    def differentiable(
+        self,
+        f: Callable,
+        args: Sequence[Array],
+        axes: Sequence[Axes],
+        out: PartitionSpec,
+        *,
+        constants: Sequence[Array] = (),
+        constant_axes: Sequence[Axes] = (),
+        checked: bool = True,
+    ) -> Any:
+        """`local`, of f(*args, *constants), with a derivative by ``args``: the backward pass computes ``f`` again, in parts."""
+        n, everything = len(args), (*axes, *constant_axes)
+
+        def forward(*args: Array) -> Array:
+            return self.local(f, args, everything, out, checked=checked)
+
+        def backward(args: tuple, cotangent: Array) -> tuple:
+            def pull(cotangent: Array, *args: Array) -> tuple:
+                return jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])[1](cotangent)
+
+            ins = [self.spec(x.shape, a) for x, a in zip(args, everything, strict=True)]
+            grads = self._map(pull, (cotangent, *args), [out, *ins], tuple(ins[:n]), checked)
+            return (*grads, *(np.zeros(x.shape, jax.dtypes.float0) for x in args[n:]))
+
+        call = jax.custom_vjp(forward)
+        call.defvjp(lambda *args: (forward(*args), args), backward)
+        return call(*args, *constants)
+
+    def _map(self, f: Callable, args: Sequence[Any], ins: Sequence[PartitionSpec], outs: Any, checked: bool) -> Any:
+        # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK).
+        free = {name for name, size in self.layout.mesh.shape.items() if size > 1} - self._manual()
+        if not free:
+            return f(*args)
+        mapped = jax.shard_map(f, mesh=self._mesh(), in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=checked)
+        # In a loop over layers, JAX computes what depends on no layer (masks) before the loop, and would cut `f` in two; what
+        # goes from one part to the other is what it cannot place. Nothing is kept of what is under a checkpoint.
+        return jax.checkpoint(mapped, prevent_cse=False)(*args)
+
+    def _mesh(self) -> Any:
+        return jax.sharding.get_abstract_mesh() if self._manual() else self.layout.mesh
+
+    def _manual(self) -> set[str]:
+        context = jax.sharding.get_abstract_mesh()
+        return set() if context.empty else set(context.manual_axes)
 
 
 def make_layout(mesh: jax.sharding.Mesh, rules: Mapping[str, str]) -> Layout:

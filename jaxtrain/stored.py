@@ -6,7 +6,7 @@ Two formats give the same thing, path -> `Stored`:
 - a folder of safetensors: eight bytes, the length n of the header, little-endian; n bytes of JSON, name -> dtype, shape,
   data_offsets; then the arrays, row-major, little-endian. ``model.safetensors.index.json`` says which file holds which name.
   Names turn into paths by their dots. `EXPORT`, beside them, is written by tools/orbax_to_safetensors.py and gives the paths
-  themselves: {"paths": {name: path}, …}.
+  themselves: {"paths": {name: path}, "shapes": {path: shape of those that were reshaped}, …}.
 
 A path that ends in ``[i]`` is entry i of an array that is stacked along a first axis; `stack` puts such entries together.
 """
@@ -137,7 +137,8 @@ def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
     folder = epath.Path(folder).expanduser()
     if folder.is_file():
         return {path: s for file in [folder] for path, s in _open_file(file, {}).items()}
-    paths = json.loads((folder / EXPORT).read_text())["paths"] if (folder / EXPORT).exists() else {}
+    export = json.loads((folder / EXPORT).read_text()) if (folder / EXPORT).exists() else {}
+    paths, shapes = export.get("paths", {}), export.get("shapes", {})
     if (folder / INDEX).exists():
         where = json.loads((folder / INDEX).read_text())["weight_map"]
         files = [folder / name for name in sorted(set(where.values()))]
@@ -147,7 +148,8 @@ def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
         raise StoredError(f"{folder / INDEX} names {', '.join(missing)}, which is missing")
     if not files:
         raise StoredError(f"{folder} holds no *.safetensors")
-    return stack({path: s for file in files for path, s in _open_file(file, paths).items()})
+    found = stack({path: s for file in files for path, s in _open_file(file, paths).items()})
+    return {path: fold(one, tuple(shapes[path])) if path in shapes else one for path, one in found.items()}
 
 
 def is_safetensors(path: str | os.PathLike) -> bool:
@@ -176,6 +178,52 @@ def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
         read = functools.partial(_read_stack, [entries[i] for i in range(len(entries))])
         found[path] = Stored((len(entries), *shape), dtype, read, tuple(path.split("/")), (1, *shape))
     return found
+
+
+def fold(one: Stored, shape: tuple[int, ...]) -> Stored:
+    """The same numbers in the same order as an array of another shape. Raises StoredError if they are not as many.
+
+    Of dimensions that are split, the first is read in part; of those that are joined, all is read and cut in memory.
+    """
+    if math.prod(one.shape) != math.prod(shape):
+        raise StoredError(f"{list(one.shape)} and {list(shape)} do not hold equally many numbers")
+    groups = list(_equal_groups(one.shape, shape))
+
+    def read(index: Index) -> np.ndarray:
+        index = index or tuple(slice(0, n) for n in shape)
+        outer: list[slice] = []  # of the source
+        inner: list[slice] = []  # of what is read
+        seen: list[int] = []  # its shape, in the target's dimensions
+        for (a, b), (c, d) in groups:
+            first, *rest = [slice(*i.indices(n)[:2]) for i, n in zip(index[c:d], shape[c:d], strict=True)] or [slice(0, 1)]
+            if b - a == 1 and d > c:
+                step = math.prod(shape[c + 1 : d])
+                outer.append(slice(first.start * step, first.stop * step))
+                inner += [slice(None), *rest]
+                seen += [first.stop - first.start, *shape[c + 1 : d]]
+            else:
+                outer += [slice(0, n) for n in one.shape[a:b]]
+                inner += [first, *rest][: d - c]
+                seen += shape[c:d]
+        return one.read(tuple(outer)).reshape(seen)[tuple(inner)]
+
+    chunk = (one.chunk[0] if one.chunk and shape and shape[0] == one.shape[0] else 1, *shape[1:]) if shape else ()
+    return one._replace(shape=tuple(shape), read=read, chunk=chunk)
+
+
+def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Ranges of dimensions of two shapes that hold equally many numbers, as short as can be."""
+    i = j = 0
+    while i < len(a) or j < len(b):
+        start, m, n = (i, j), 1, 1
+        while True:
+            if i < len(a) and (m <= n or j == len(b)):
+                m, i = m * a[i], i + 1
+            elif j < len(b):
+                n, j = n * b[j], j + 1
+            if m == n and (i, j) != start and (i > start[0] and j > start[1] or (i, j) == (len(a), len(b))):
+                break
+        yield (start[0], i), (start[1], j)
 
 
 def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:

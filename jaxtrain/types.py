@@ -10,7 +10,7 @@ Array = jax.Array
 Key = jax.Array
 Axes = tuple[str | None, ...]  # logical axis names, one for each dimension
 Batch = Mapping[str, Array]  # field -> [batch, ...]
-Shard = Callable[..., Array]  # shard(x, "batch", "seq", "embed") pins x to the layout's sharding for these axes
+Shard = Callable[..., Array]  # shard(x, "batch", "seq", "embed") pins x to the layout's sharding; `jaxtrain.layout.Sharder`
 Initializer = Callable[[Key, tuple[int, ...], Any], Array]  # (key, shape, dtype) -> array
 
 

@@ -10,6 +10,7 @@ optimizer starts afresh, the average of the parameters as a copy of them, the ca
 4. Shapes must be equal, unless a rule of ``reshape`` says how they become so:
    ``crop``                  the first entries along each axis that is longer in the source
    ``pad``                   the source's entries first; the rest stays as it is initialised
+   ``fold``                  the same numbers in the same order: [heads × head dimension, D] as [heads, head dimension, D]
    ``grid 32x8 to 16x8``     the first axis is a grid, row by row, resampled linearly with antialiasing (`jax.image.resize`)
 5. Floating-point numbers are rounded to the table's dtype; the report says where. Other changes of dtype are errors.
 """
@@ -17,6 +18,7 @@ optimizer starts afresh, the average of the parameters as a copy of them, the ca
 import difflib
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -236,6 +238,8 @@ def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
         if source and target and (a * b, c * d) == (source[0], target[0]) and source[1:] == target[1:]:
             return ""
         return f"{shapes}, which {how!r} does not lead to"
+    if how == "fold":
+        return "" if math.prod(source) == math.prod(target) else f"{shapes}, which {how!r} does not lead to"
     fits = len(source) == len(target) and all(s >= t if how == "crop" else s <= t for s, t in zip(source, target, strict=True))
     return "" if fits else f"{shapes}, which {how!r} does not lead to"
 
@@ -244,6 +248,8 @@ def _reader(
     one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> Callable[[tuple[tuple[int | None, int | None], ...]], np.ndarray]:
     """(start, stop) per axis of the target -> its numbers. Kept, because replicas on other devices ask for them again."""
+    if how == "fold":
+        one = stored.fold(one, shape)
 
     @functools.cache
     def resampled() -> np.ndarray:

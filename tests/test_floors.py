@@ -19,6 +19,7 @@ ALLOWED = {
     ("step", "state"): "a step maps a TrainState to the next, under its Plan",
     ("checkpoint", "state"): "a checkpoint is restored into a Plan",
     ("specs", "layout"): "abstract arrays carry the layout's shardings",
+    ("nn", "specs"): "layers that workloads share come with their part of the table",
     ("optim", "specs"): "groups are chosen by the paths of the parameter table",
 }
 NO_ROOMS = {"utils", "helpers", "common", "base_trainer", "registry", "callbacks", "hooks"}

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
-from jaxtrain import checksums, config, layout, specs, warm_start
+from jaxtrain import checksums, config, layout, specs, stored, warm_start
 from jaxtrain.config import WarmStart
 from jaxtrain.specs import ones, truncated_normal
 from jaxtrain.stored import Stored
@@ -257,3 +257,29 @@ def test_mistakes_of_the_section_are_told_with_the_configs_others(tmp_path):
     found = tell(WarmStart(source=str(tmp_path), renames=(("(", ""),), unused=("[",), reshape={"x": "stretch"}))
     assert found.keys() == {"renames[0]", "unused[0]", "reshape.x"} and "crop, pad" in found["reshape.x"]
     assert config.gloss(WarmStart)["renames"][0] == "(regex, replacement)"
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ((3, 8, 5), (3, 2, 4, 5)),
+        ((3, 5, 8), (3, 5, 2, 4)),
+        ((3, 2, 4, 5), (3, 8, 5)),
+        ((3, 8), (3, 4, 2)),
+        ((6,), (6,)),
+        ((), (1,)),
+    ],
+)
+def test_a_folded_array_reads_like_numpys_reshape(source, target):
+    """Whatever part is asked for."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=source)
+    one = stored.Stored(source, x.dtype, lambda index: x[index], ("x",), (1, *source[1:]) if source else ())
+    folded = stored.fold(one, target)
+    np.testing.assert_array_equal(folded.read(()), x.reshape(target))
+    for _ in range(50):
+        starts = [int(rng.integers(0, n)) for n in target]
+        index = tuple(slice(a, int(rng.integers(a + 1, n + 1))) for a, n in zip(starts, target, strict=True))
+        np.testing.assert_array_equal(folded.read(index), x.reshape(target)[index])
+    with pytest.raises(stored.StoredError, match="equally many"):
+        stored.fold(one, (*target, 2))

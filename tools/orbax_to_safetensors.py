@@ -6,9 +6,9 @@
     DIR/
       model.safetensors, or model-00001-of-0000N.safetensors …   at most --shard-size each (a larger array has one to itself)
       model.safetensors.index.json      which file holds which name
-      config.json                       the run's config, as it was resolved
+      config.json                       the run's config, as it was resolved, or what the workload says
       README.md                         model card: what was trained, its last metrics, its config
-      jaxtrain.json                     which name is which parameter; the step; where --reverse finds the way back
+      jaxtrain.json                     which name is which parameter; the step; the run's config: the way back for --reverse
       SHA256SUMS                        of all of these: sha256sum --check SHA256SUMS
 
 One process on a CPU is enough, whatever the mesh that wrote the checkpoint. Arrays are streamed, which is possible because
@@ -22,7 +22,11 @@ Names are the parameters' paths with dots, unless the workload module offers
 
 where ``config`` is the model section of the saved config (a dictionary: a checkpoint outlives changes of the dataclass) and
 ``path`` is ``encoder/blocks/w_qkv``. A list names the entries of the array's first axis: a stack of layers becomes one
-array for each.
+array for each. It may also offer
+
+    export_shape(config, path, shape) -> shape            of one such array: the same numbers in the same order
+    export_files(config, dtype) -> {name: bytes}          further files; ``config`` is the whole run's, ``dtype`` the arrays'.
+                                                          A config.json among them takes the place of the run's
 
 --reverse makes a workdir with one step of weights, marked as such, to warm-start from. With jaxtrain.json there, bit for bit
 what was exported; without, names become paths by their dots.
@@ -144,21 +148,27 @@ def export(
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     partial.mkdir(parents=True)
-    sums = _write_shards(partial, files, shards, _content(order, arrays, entries))
+    kinds: collections.Counter[str] = collections.Counter()
+    for entry in flat:
+        kinds[entry.dtype.name] += entry.n_bytes
+    further = _offered(config, "export_files", lambda config, dtype: {})(config, kinds.most_common(1)[0][0])
+    # Where they are a model of its own, transformers takes arrays that are said to be PyTorch's.
+    sums = _write_shards(partial, files, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax")
 
     # 3. What makes files a model.
     total = sum(entry.n_bytes for entry in flat)
     where = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
-    export = {"step": step, "group": group, "meta": meta, "paths": {entry.name: entry.path for entry in flat}}
+    export = {"step": step, "group": group, "meta": meta, "config": config, "paths": {e.name: e.path for e in flat}}
+    export["shapes"] = {path: list(arrays[path].shape) for path in order if _is_folded(arrays[path], entries[path])}
     texts = {
         stored.INDEX: _json({"metadata": {"total_size": total}, "weight_map": where}),
         "config.json": _json(config),
         stored.EXPORT: _json(export),
         "README.md": _card(step, group, flat, config, meta, _last_metrics(step_dir, step)),
     }
-    for name, text in texts.items():
-        (partial / name).write_text(text)
-        sums[name] = hashlib.sha256(text.encode()).hexdigest()
+    for name, content in {**{name: text.encode() for name, text in texts.items()}, **further}.items():
+        (partial / name).write_bytes(content)
+        sums[name] = hashlib.sha256(content).hexdigest()
     (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
     if target.exists():
         target.rmdir()
@@ -179,7 +189,7 @@ def reverse(folder: str, out: str) -> str:
     step = origin.get("step") or 0  # a folder from elsewhere does not count steps
     params = {f"params/{path}": one._replace(keys=("params", *one.keys)) for path, one in arrays.items()}
     count = Stored((), np.dtype("int32"), lambda index: np.array(step, np.int32), ("step",), ())
-    meta = {**origin.get("meta", {}), "config": read("config.json")}
+    meta = {**origin.get("meta", {}), "config": origin.get("config") or read("config.json")}
     path = checkpoint.save_weights(out, step, {"step": count, **params}, data={}, meta=meta)
     return f"{path}: {len(params)} arrays, weights only, to warm-start from"
 
@@ -213,21 +223,28 @@ def _check_sums(folder: pathlib.Path) -> None:
 
 
 def _entries(path: str, shape: tuple[int, ...], dtype: np.dtype, config: Mapping[str, Any]) -> Iterator[Entry]:
-    names = _names(config.get("workload", ""))(config.get("model") or {}, path)
+    model = config.get("model") or {}
+    names = _offered(config, "export_names", lambda config, path: path.replace("/", "."))(model, path)
+    reshaped = _offered(config, "export_shape", lambda config, path, shape: shape)
     if isinstance(names, str):
-        yield Entry(names, path, shape, dtype)
+        yield Entry(names, path, reshaped(model, path, shape), dtype)
         return
     if not shape or len(names) != shape[0]:
         raise StoredError(f"{config['workload']}.export_names gives {len(names)} names for the first axis of {path} {shape}")
     for i, name in enumerate(names):
-        yield Entry(name, f"{path}[{i}]", shape[1:], dtype)
+        yield Entry(name, f"{path}[{i}]", reshaped(model, path, shape[1:]), dtype)
 
 
-def _names(workload: str) -> Any:
+def _is_folded(one: Stored, entries: Sequence[Entry]) -> bool:
+    return entries[0].shape != (one.shape[1:] if entries[0].path.endswith("]") else one.shape)
+
+
+def _offered(config: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A function of the run's workload."""
     try:
-        return importlib.import_module(workload).export_names
-    except (ImportError, ValueError, AttributeError):  # on a machine without the model's code, or a workload without names
-        return lambda config, path: path.replace("/", ".")
+        return getattr(importlib.import_module(config.get("workload", "")), name, default)
+    except (ImportError, ValueError):  # on a machine without the model's code
+        return default
 
 
 def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
@@ -256,14 +273,14 @@ def _content(
 
 
 def _write_shards(
-    folder: pathlib.Path, files: Sequence[str], shards: Sequence[Sequence[Entry]], content: Iterator[memoryview]
+    folder: pathlib.Path, files: Sequence[str], shards: Sequence[Sequence[Entry]], content: Iterator[memoryview], framework: str
 ) -> dict[str, str]:
     """Cuts one stream of bytes into files. Returns their sha256."""
     sums, rest = {}, memoryview(b"")
     for name, shard in zip(files, shards, strict=True):
         digest = hashlib.sha256()
         with (folder / name).open("wb") as file:
-            head = _header(shard)
+            head = _header(shard, framework)
             file.write(head)
             digest.update(head)
             missing = sum(entry.n_bytes for entry in shard)
@@ -279,8 +296,8 @@ def _write_shards(
     return sums
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "flax"}}  # Hugging Face's word for arrays of JAX
+def _header(entries: Sequence[Entry], framework: str) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": framework}}  # "flax" is Hugging Face's word for arrays of JAX
     offset = 0
     for entry in entries:
         if entry.dtype not in CODES:

@@ -1,0 +1,131 @@
+"""Cross-entropy over a large vocabulary whose logits are never whole.
+
+Tokens are taken a chunk at a time; each device has the logits of its part of the vocabulary (mesh axes of "vocab") for its own
+tokens, and what the parts must know of each other is the largest logit, the sum of exponentials and the label's logit. The
+derivatives are computed along with the loss, so that no logit is computed twice: with loss = sum_n w_n (lse_n - x_n[label_n] +
+z lse_n^2) and p = exp(x - lse),
+
+    d loss / d x_nv = w_n (p_nv (1 + 2 z lse_n) - [v = label_n])
+
+Shapes: B batch, T tokens of a row, N tokens, D embed, V vocabulary, C tokens of a chunk.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxtrain.types import Array, Shard
+
+
+class Sums(NamedTuple):
+    """Over all tokens, weighted. Only ``loss`` has a derivative."""
+
+    loss: Array  # cross-entropy and z-loss
+    cross_entropy: Array  # [nats]
+    z: Array  # of lse^2, without its coefficient
+    correct: Array  # tokens whose label has the largest logit, the first of them if they are several
+
+
+def cross_entropy(
+    x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array, shard: Shard, *, z_loss: float = 0.0, chunk: int = 1024
+) -> Sums:
+    """Sums of weight × (-log softmax(w x)[label] + z_loss lse^2), lse = log sum exp(w x) (de Brébisson & Vincent 2016).
+
+    Products are of ``x``'s dtype and summed in float32; ``w_vd`` is rounded to it, its gradient is not.
+
+    Args:
+      weight_bt: float32; 0 for tokens that do not count, whose labels may be anything.
+      chunk: [tokens] on each device whose logits are there at the same time.
+    """
+    return _total(shard, z_loss, chunk, x_btd, w_vd, label_bt, weight_bt)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _total(shard: Shard, z_loss: float, chunk: int, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array) -> Sums:
+    return _run(shard, z_loss, chunk, x_btd, w_vd, label_bt, weight_bt, grads=False)[0]
+
+
+def _forward(shard: Shard, z_loss: float, chunk: int, *args: Array) -> tuple[Sums, tuple]:
+    return _run(shard, z_loss, chunk, *args, grads=True)
+
+
+def _backward(shard: Shard, z_loss: float, chunk: int, grads: tuple[Array, Array], cotangent: Sums) -> tuple:
+    del shard, z_loss, chunk
+    dx_btd, dw_vd = grads
+    return (dx_btd * cotangent.loss).astype(dx_btd.dtype), dw_vd * cotangent.loss, None, None
+
+
+_total.defvjp(_forward, _backward)
+
+
+def _run(
+    shard: Shard, z_loss: float, chunk: int, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array, *, grads: bool
+) -> tuple[Sums, tuple]:
+    b, t, d = x_btd.shape
+    v = w_vd.shape[0]
+    vocab, rows = shard.names("vocab", v), (*shard.names("batch", b), *shard.names("seq", t))
+
+    def local(x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array) -> tuple[Sums, tuple]:
+        n, first = label_bt.size, _place(vocab) * w_vd.shape[0]
+        count = -(-n // min(chunk, n))
+        size = -(-n // count)
+        pad = [(0, count * size - n)]
+        x_ncd = jnp.pad(x_btd.reshape(n, d), [*pad, (0, 0)]).reshape(count, size, d)
+        label_nc, weight_nc = (jnp.pad(y.reshape(n), pad).reshape(count, size) for y in (label_bt, weight_bt))
+        # What each device adds up is its own until the end.
+        w_vd, x_ncd = _varying(w_vd, rows), _varying(x_ncd, vocab)
+
+        def one(state: tuple, xs: tuple) -> tuple[tuple, Array | None]:
+            sums, dw_vd = state
+            x_cd, label_c, weight_c = xs
+            label_c = label_c - first
+            w = w_vd.astype(x_cd.dtype)
+            x_cv = jnp.einsum("cd,vd->cv", x_cd, w, preferred_element_type=jnp.float32)
+            own_cv = jnp.arange(w.shape[0])[None] == label_c[:, None]
+            top_c = _over(jax.lax.pmax, jax.lax.stop_gradient(x_cv.max(-1)), vocab)
+            e_cv = jnp.exp(x_cv - top_c[:, None])
+            sum_c = _over(jax.lax.psum, e_cv.sum(-1), vocab)
+            label_x_c = _over(jax.lax.psum, jnp.where(own_cv, x_cv, 0).sum(-1), vocab)
+            lse_c = top_c + jnp.log(sum_c)
+            # The first of the largest, so that equal logits everywhere are not all right.
+            place_cv = jnp.where(x_cv == top_c[:, None], jnp.arange(w.shape[0])[None], v) + first
+            right_c = _over(jax.lax.pmin, place_cv.min(-1), vocab) == label_c + first
+            each = (lse_c - label_x_c + z_loss * lse_c**2, lse_c - label_x_c, lse_c**2, right_c)
+            sums = Sums(*(old + (weight_c * new).sum() for old, new in zip(sums, each, strict=True)))
+            if not grads:
+                return (sums, dw_vd), None
+            slope_c = weight_c * (1 + 2 * z_loss * lse_c)
+            dx_cv = (e_cv * (slope_c / sum_c)[:, None] - own_cv * weight_c[:, None]).astype(x_cd.dtype)
+            dw_vd = dw_vd + jnp.einsum("cv,cd->vd", dx_cv, x_cd, preferred_element_type=jnp.float32)
+            dx_cd = jnp.einsum("cv,vd->cd", dx_cv, w, preferred_element_type=jnp.float32)
+            return (sums, dw_vd), _over(jax.lax.psum, dx_cd, vocab).astype(x_cd.dtype)
+
+        zero = (weight_nc * 0).sum()  # made of the weights, to vary over the devices as they do
+        state = (Sums(zero, zero, zero, zero), jnp.zeros_like(w_vd, dtype=jnp.float32) + zero if grads else ())
+        (sums, dw_vd), dx_ncd = jax.lax.scan(one, state, (x_ncd, label_nc, weight_nc))
+        sums = Sums(*(_over(jax.lax.psum, x, rows) for x in sums))
+        if not grads:
+            return sums, ()
+        dx_btd = dx_ncd.reshape(count * size, d)[:n].reshape(x_btd.shape)
+        return sums, (dx_btd, _over(jax.lax.psum, dw_vd, rows))
+
+    axes = (("batch", "seq", None), ("vocab", None), ("batch", "seq"), ("batch", "seq"))
+    none = PartitionSpec()
+    out = (Sums(none, none, none, none), (shard.spec((b, t, d), axes[0]), shard.spec((v, d), axes[1])) if grads else ())
+    return shard.local(local, (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32)), axes, out)
+
+
+def _over(reduce, x: Array, names: tuple[str, ...]) -> Array:
+    return reduce(x, names) if names else x
+
+
+def _varying(x: Array, names: tuple[str, ...]) -> Array:
+    return jax.lax.pcast(x, names, to="varying") if names else x
+
+
+def _place(names: tuple[str, ...]) -> Array | int:
+    """Which part of a dimension split over these axes this device has."""
+    return jax.lax.axis_index(names) if names else 0

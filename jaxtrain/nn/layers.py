@@ -1,0 +1,87 @@
+"""Norms, rotary positions, and rows of a table that is split over devices."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.types import Array, Axes, Shard
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions; with a factor above 1 stretched over a longer context, as Llama 3 does it."""
+
+    theta: float = 1e4  # [1] longest wavelength over 2 pi, of the pair that turns slowest
+    factor: float = 1.0  # [1] by which wavelengths much longer than the original context are stretched; 1 = none
+    low: float = 1.0  # [1] original context over the wavelength from which on all of the factor applies
+    high: float = 4.0  # [1] original context over the wavelength up to which none of it does
+    original: int = 8192  # [tokens] context that the model was first trained with
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for name in ("theta", "factor", "low", "original"):
+            if getattr(self, name) <= 0:
+                yield f"rope.{name}", f"is {getattr(self, name)}; it must be positive"
+        if self.high <= self.low:
+            yield "rope.high", f"is {self.high}, not above rope.low={self.low}"
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """x / sqrt(mean(x^2) + eps) scale over the last axis, in float32 (Zhang & Sennrich 2019)."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)
+    return (y * jnp.broadcast_to(scale, y.shape)).astype(x.dtype)
+
+
+def layer_norm(x: Array, scale: Array, bias: Array | None, eps: float) -> Array:
+    """(x - mean) / sqrt(var + eps) scale + bias over the last axis, in float32 (Ba et al. 2016)."""
+    y = x.astype(jnp.float32)
+    y = y - y.mean(-1, keepdims=True)
+    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps) * jnp.broadcast_to(scale, y.shape)
+    return (y if bias is None else y + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
+
+
+def rope_angles(rope: Rope, position_bt: Array, head_dim: int) -> tuple[Array, Array]:
+    """cos and sin [B, T, 1, K / 2] of the angles by which pairs turn, t theta^(-2 i / K) (Su et al. 2021).
+
+    With a factor, frequencies f are divided by it where original × f / 2 pi < low, stay as they are where it is > high, and are
+    interpolated between (Llama 3.1; Grattafiori et al. 2024).
+    """
+    f = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if rope.factor != 1:
+        turns = rope.original * f / (2 * math.pi)
+        keep = np.clip((turns - rope.low) / (rope.high - rope.low), 0, 1)
+        f = f * keep + f / rope.factor * (1 - keep)
+    angle_btk = position_bt[..., None].astype(jnp.float32) * jnp.asarray(f, jnp.float32)[None, None]
+    return jnp.cos(angle_btk)[:, :, None], jnp.sin(angle_btk)[:, :, None]
+
+
+def rotate(x_bthk: Array, cos_sin: tuple[Array, Array]) -> Array:
+    """Turns the pairs (i, i + K / 2)."""
+    a, b = jnp.split(x_bthk.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_sin
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
+
+
+def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab", "embed")) -> Array:
+    """Rows w[index], [B, T, D], each device looking into its part of the table; the parts are added up."""
+    v, d = w_vd.shape
+    b, t = index_bt.shape
+    names = shard.names(axes[0], v)
+
+    def local(w_vd: Array, index_bt: Array) -> Array:
+        if not names:
+            return jnp.take(w_vd, index_bt, axis=0)
+        n = w_vd.shape[0]
+        own_bt = index_bt - jax.lax.axis_index(names) * n
+        inside = (own_bt >= 0) & (own_bt < n)
+        rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0)
+        return jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), names)
+
+    return shard.differentiable(
+        local, (w_vd,), ((axes[0], None),), shard.spec((b, t, d), ("batch", "seq", None)),
+        constants=(index_bt,), constant_axes=(("batch", "seq"),),
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""What the backward pass recomputes instead of keeping it, as one word of a config, for any stack of layers.
+
+    none         everything is kept
+    full         every layer is recomputed from its input
+    every N      only every N-th layer is (the last of each N), the others keep theirs
+    save A,B     every layer is, except for the activations of these names (`name`)
+
+A layer's names are its own; `problems` checks a word against them.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.types import Array, PyTree
+
+GLOSS = "none, full, 'every 2', or 'save attention,mlp'"
+
+
+def problems(word: str, names: Sequence[str], depth: int) -> Iterator[str]:
+    """What is wrong with a choice for ``depth`` layers whose activations have these names."""
+    kind, value = _parse(word)
+    if not kind:
+        yield f"is {word!r}; there are: {GLOSS}"
+    elif kind == "every" and not 1 <= int(value) <= max(depth, 1):
+        yield f"is {word!r}, and there are {depth} layers"
+    elif kind == "save":
+        for name in value.split(","):
+            if name not in names:
+                yield f"names {name!r}; the activations that can be kept are {', '.join(names)}"
+
+
+def name(x: Array, label: str) -> Array:
+    """Marks an activation that "save" may keep."""
+    return checkpoint_name(x, label)
+
+
+def scan(
+    layer: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], x: PyTree, stack: PyTree, word: str, *, unroll: int | bool = 1
+) -> tuple[PyTree, PyTree]:
+    """Carries ``x`` through layer(x, w) -> (x, y) for every entry w of the stack's first axis; returns (x, all y, stacked)."""
+    kind, value = _parse(word)
+    if kind == "full":
+        layer = jax.checkpoint(layer)
+    elif kind == "save":
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*value.split(",")))
+    if kind != "every":
+        return jax.lax.scan(layer, x, stack, unroll=unroll)
+
+    n, depth = int(value), jax.tree.leaves(stack)[0].shape[0]
+    whole = depth // n * n
+
+    def group(x: PyTree, ws: PyTree) -> tuple[PyTree, PyTree]:
+        ys = []
+        for i in range(n):
+            x, y = (jax.checkpoint(layer) if i == n - 1 else layer)(x, jax.tree.map(lambda w, i=i: w[i], ws))
+            ys.append(y)
+        return x, jax.tree.map(lambda *y: jnp.stack(y), *ys)
+
+    grouped = jax.tree.map(lambda w: w[:whole].reshape(whole // n, n, *w.shape[1:]), stack)
+    x, ys = jax.lax.scan(group, x, grouped, unroll=unroll)
+    ys = jax.tree.map(lambda y: y.reshape(whole, *y.shape[2:]), ys)
+    if whole < depth:
+        x, rest = jax.lax.scan(layer, x, jax.tree.map(lambda w: w[whole:], stack), unroll=unroll)
+        ys = jax.tree.map(lambda y, r: jnp.concatenate([y, r]), ys, rest)
+    return x, ys
+
+
+def _parse(word: str) -> tuple[str, str]:
+    found = re.fullmatch(r"(none|full)|(every) (\d+)|(save) ([\w,]+)", word)
+    if not found:
+        return "", ""
+    return next((found[a], found[b] or "") for a, b in ((1, 0), (2, 3), (4, 5)) if found[a])

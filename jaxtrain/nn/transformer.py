@@ -1,0 +1,323 @@
+"""A decoder's parts, from a parameter table to the last hidden state, for any workload that has text in it.
+
+A layer is two residual parts, attention (`attend`) and a feed-forward net (`feed_forward`), each of which takes its own entries
+of one dictionary of weights; a workload may have several nets beside one attention. `Decoder` says how they are built: as in
+Llama (Grattafiori et al. 2024), Qwen2 (biases of q, k, v), Qwen3 (norms of q and k) or GPT-2 (layer norms, GELU, learned
+positions, biases). Matrices are kept as (out, in), byte for byte as Hugging Face has them.
+
+Shapes: B batch, T tokens, D embed, H heads, G key/value heads, K head dimension, M inner width, V vocabulary, L layers.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn import attention as attention_lib
+from jaxtrain.nn import remat
+from jaxtrain.nn.layers import Rope, layer_norm, lookup, rms_norm, rope_angles, rotate
+from jaxtrain.specs import ones, truncated_normal, zeros
+from jaxtrain.types import Array, PyTree, Shard, Spec
+
+NORMS = ("rms", "layer")
+ACTIVATIONS = ("swiglu", "gelu")
+POSITIONS = ("rope", "learned")
+DTYPES = ("float32", "bfloat16")
+KEPT = ("qkv", "attention", "mlp")  # names for remat="save …"
+Weights = Mapping[str, Array]
+Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]  # (q, k, v) -> (y [B, T, H, K], what the layer hands out)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How a decoder is built; a workload's Config extends it."""
+
+    embed: int = 768  # [values] width of a token
+    depth: int = 12  # [layers]
+    heads: int = 12  # [heads] of the queries
+    kv_heads: int = 0  # [heads] of keys and values, each for heads / kv_heads of the queries; 0 = heads
+    head_dim: int = 0  # [values] of a head; 0 = embed / heads
+    mlp: int = 2048  # [values] inner width of the feed-forward net
+    norm: str = "rms"  # [name] rms or layer
+    eps: float = 1e-5  # [1] added to the mean square in norms
+    activation: str = "swiglu"  # [name] swiglu (three matrices; Shazeer 2020) or gelu (two)
+    positions: str = "rope"  # [name] rope, or learned: one vector for each of the context's places
+    rope: Rope = field(default_factory=Rope)  # [section]
+    context: int | None = None  # [tokens] of a row; None = as the data have
+    window: int = 0  # [tokens] that a query looks back, itself included; 0 = all
+    qkv_bias: bool = False  # [bool] biases of q, k and v
+    bias: bool = False  # [bool] biases of everything else: output, feed-forward net, layer norms
+    qk_norm: bool = False  # [bool] RMS norm of every head's query and key, before the rotation
+    tied: bool = False  # [bool] the head is the embedding
+    init_std: float = 0.02  # [1] standard deviation of initial weights; of those that end in the residual, over sqrt(2 depth)
+    dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms, softmax and loss are float32
+    remat: str = "none"  # [name] what the backward pass recomputes: none, full, 'every 2', or all but 'save attention,mlp'
+    unroll: int = 1  # [layers] of the stack's loop that are compiled one after the other; depth = no loop
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for name in ("embed", "depth", "heads", "mlp", "unroll"):
+            if getattr(self, name) < 1:
+                yield name, f"is {getattr(self, name)}; it must be at least 1"
+        for name in ("kv_heads", "head_dim", "window"):
+            if getattr(self, name) < 0:
+                yield name, f"is {getattr(self, name)}; it must not be negative"
+        choices = {"norm": NORMS, "activation": ACTIVATIONS, "positions": POSITIONS, "dtype": DTYPES}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                yield name, f"is {getattr(self, name)!r}; there are: {', '.join(allowed)}"
+        if self.heads > 0 and not self.head_dim and self.embed % self.heads:
+            yield "heads", f"is {self.heads}, which does not divide embed={self.embed}; set head_dim"
+        if self.heads > 0 and self.kv_heads > 0 and self.heads % self.kv_heads:
+            yield "kv_heads", f"is {self.kv_heads}, which does not divide heads={self.heads}"
+        if self.positions == "rope" and self.heads > 0 and self.k % 2:
+            yield "head_dim", f"is {self.k}; rotary positions turn pairs, so it must be even"
+        if self.eps <= 0:
+            yield "eps", f"is {self.eps}; it must be positive"
+        if self.init_std <= 0:
+            yield "init_std", f"is {self.init_std}; it must be positive"
+        for text in remat.problems(self.remat, KEPT, self.depth):
+            yield "remat", text
+        yield from self.rope.problems()
+
+    @property
+    def g(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def k(self) -> int:
+        return self.head_dim or self.embed // self.heads
+
+
+def norm_specs(c: Decoder, name: str, layers: tuple[int, ...]) -> dict[str, Spec]:
+    """The norm ``name``; "" is the one after the last layer. ``layers`` is (L,) in a stack."""
+    shape, axes, suffix = (*layers, c.embed), (*("layer" for _ in layers), "embed"), f"_{name}" if name else ""
+    specs = {f"scale{suffix}": Spec(shape, axes, ones)}
+    if c.norm == "layer" and c.bias:
+        specs[f"bias{suffix}"] = Spec(shape, axes, zeros)
+    return specs
+
+
+def attention_specs(c: Decoder) -> dict[str, Spec]:
+    l, d, h, g, k = c.depth, c.embed, c.heads, c.g, c.k
+    init, last = truncated_normal(c.init_std), truncated_normal(c.init_std / math.sqrt(2 * l))
+    specs = {
+        **norm_specs(c, "attention", (l,)),
+        "w_q": Spec((l, h, k, d), ("layer", "heads", "head_dim", "embed"), init),
+        "w_k": Spec((l, g, k, d), ("layer", "kv_heads", "head_dim", "embed"), init),
+        "w_v": Spec((l, g, k, d), ("layer", "kv_heads", "head_dim", "embed"), init),
+        "w_out": Spec((l, d, h, k), ("layer", "embed", "heads", "head_dim"), last),
+    }
+    if c.qkv_bias:
+        specs["b_q"] = Spec((l, h, k), ("layer", "heads", "head_dim"), zeros)
+        specs["b_k"] = specs["b_v"] = Spec((l, g, k), ("layer", "kv_heads", "head_dim"), zeros)
+    if c.qk_norm:
+        specs["scale_q"] = specs["scale_k"] = Spec((l, k), ("layer", "head_dim"), ones)
+    if c.bias:
+        specs["b_out"] = Spec((l, d), ("layer", "embed"), zeros)
+    return specs
+
+
+def feed_forward_specs(c: Decoder) -> dict[str, Spec]:
+    l, d, m = c.depth, c.embed, c.mlp
+    init, last = truncated_normal(c.init_std), truncated_normal(c.init_std / math.sqrt(2 * l))
+    specs = {
+        **norm_specs(c, "mlp", (l,)),
+        **({"w_gate": Spec((l, m, d), ("layer", "mlp", "embed"), init)} if c.activation == "swiglu" else {}),
+        "w_up": Spec((l, m, d), ("layer", "mlp", "embed"), init),
+        "w_down": Spec((l, d, m), ("layer", "embed", "mlp"), last),
+    }
+    if c.bias:
+        specs["b_up"] = Spec((l, m), ("layer", "mlp"), zeros)
+        specs["b_down"] = Spec((l, d), ("layer", "embed"), zeros)
+        if c.activation == "swiglu":
+            specs["b_gate"] = specs["b_up"]
+    return specs
+
+
+def decoder_specs(c: Decoder, vocab: int) -> dict[str, Any]:
+    """The whole table: embedding, stack, last norm, and a head unless it is tied."""
+    d, init = c.embed, truncated_normal(c.init_std)
+    return {
+        "embed": Spec((vocab, d), ("vocab", "embed"), init),
+        **({"pos": Spec((c.context, d), (None, "embed"), init)} if c.positions == "learned" else {}),
+        "blocks": {**attention_specs(c), **feed_forward_specs(c)},
+        **norm_specs(c, "", ()),
+        **({} if c.tied else {"w_head": Spec((vocab, d), ("vocab", "embed"), init)}),
+    }
+
+
+def head(c: Decoder, params: PyTree) -> Array:
+    """[V, D], which the last hidden states are compared with."""
+    return params["embed"] if c.tied else params["w_head"]
+
+
+def norm(c: Decoder, w: Weights, name: str, x: Array) -> Array:
+    suffix = f"_{name}" if name else ""
+    if c.norm == "rms":
+        return rms_norm(x, w[f"scale{suffix}"], c.eps)
+    return layer_norm(x, w[f"scale{suffix}"], w.get(f"bias{suffix}"), c.eps)
+
+
+def attend(
+    c: Decoder, w: Weights, x_btd: Array, shard: Shard, *, angles: tuple[Array, Array] | None, mix: Mix
+) -> tuple[Array, PyTree]:
+    """x + attention(norm(x)), and what ``mix`` hands out. ``mix`` does what lies between the projections: `mixer`, `cached`."""
+    dtype = x_btd.dtype
+    with jax.named_scope("attention"):
+        y_btd = norm(c, w, "attention", x_btd)
+        qkv = []
+        for name, heads in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")):
+            z_bthk = jnp.einsum("btd,hkd->bthk", y_btd, w[f"w_{name}"].astype(dtype))
+            if c.qkv_bias:
+                z_bthk += w[f"b_{name}"].astype(dtype)[None, None]
+            z_bthk = shard(z_bthk, "batch", "seq", heads, "head_dim")
+            if c.qk_norm and name != "v":
+                z_bthk = rms_norm(z_bthk, w[f"scale_{name}"], c.eps)
+            if angles is not None and name != "v":
+                z_bthk = rotate(z_bthk, angles)
+            qkv.append(remat.name(z_bthk, "qkv"))
+        y_bthk, kept = mix(*qkv)
+        y_bthk = remat.name(shard(y_bthk, "batch", "seq", "heads", "head_dim"), "attention")
+        y_btd = jnp.einsum("bthk,dhk->btd", y_bthk, w["w_out"].astype(dtype))
+        if c.bias:
+            y_btd += w["b_out"].astype(dtype)[None, None]
+        return shard(x_btd + y_btd, "batch", "seq", None), kept
+
+
+def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
+    """x + net(norm(x))."""
+    dtype = x_btd.dtype
+
+    def up(name: str) -> Array:
+        z_btm = jnp.einsum("btd,md->btm", y_btd, w[f"w_{name}"].astype(dtype))
+        if c.bias:
+            z_btm += w[f"b_{name}"].astype(dtype)[None, None]
+        return remat.name(shard(z_btm, "batch", "seq", "mlp"), "mlp")
+
+    with jax.named_scope("mlp"):
+        y_btd = norm(c, w, "mlp", x_btd)
+        if c.activation == "swiglu":
+            y_btm = jax.nn.silu(up("gate")) * up("up")
+        else:
+            y_btm = jax.nn.gelu(up("up"), approximate=False)
+        y_btd = jnp.einsum("btm,dm->btd", y_btm, w["w_down"].astype(dtype))
+        if c.bias:
+            y_btd += w["b_down"].astype(dtype)[None, None]
+        return shard(x_btd + y_btd, "batch", "seq", None)
+
+
+def layer(
+    c: Decoder, shard: Shard, angles: tuple[Array, Array] | None, mix: Mix, x_btd: Array, w: Weights
+) -> tuple[Array, PyTree]:
+    x_btd, kept = attend(c, w, x_btd, shard, angles=angles, mix=mix)
+    return feed_forward(c, w, x_btd, shard), kept
+
+
+def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shard: Shard) -> Array:
+    with jax.named_scope("embed"):
+        x_btd = lookup(params["embed"], tokens_bt, shard)
+        if c.positions == "learned":
+            x_btd += lookup(params["pos"], position_bt, shard, axes=(None, "embed"))
+        return shard(x_btd.astype(c.dtype), "batch", "seq", None)
+
+
+def decode(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, segments_bt: Array | None, shard: Shard) -> Array:
+    """Last hidden states [B, T, D], after the last norm; times `head` they are logits."""
+    x_btd = embed(c, params, tokens_bt, position_bt, shard)
+    body = functools.partial(layer, c, shard, angles(c, position_bt), mixer(c, segments_bt, shard))
+    x_btd, _ = remat.scan(body, x_btd, params["blocks"], c.remat, unroll=c.unroll)
+    return norm(c, params, "", x_btd)
+
+
+def angles(c: Decoder, position_bt: Array) -> tuple[Array, Array] | None:
+    return rope_angles(c.rope, position_bt, c.k) if c.positions == "rope" else None
+
+
+def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool = True) -> Mix:
+    """Attention within a row, on whatever the layout splits: rows, heads, or the sequence (`attention.Ring`)."""
+
+    def mix(q_bthk: Array, k_bsgk: Array, v_bsgk: Array) -> tuple[Array, None]:
+        b, t, h, _ = q_bthk.shape
+        parts, shared = shard.size("heads", h), k_bsgk.shape[2]
+        if (repeats := math.lcm(shared, parts) // shared) > 1:
+            # Fewer key heads than devices: as many copies as there are devices, each with those that its queries use.
+            k_bsgk, v_bsgk = (shard(jnp.repeat(x, repeats, axis=2), "batch", "seq", "kv_heads", None) for x in (k_bsgk, v_bsgk))
+        if names := shard.names("seq", t):
+            if len(names) > 1:
+                raise ValueError(f"config.mesh.rules: a sequence can be split over one mesh axis, and 'seq' has {names}")
+            segments = jnp.zeros((b, t), jnp.int32) if segments_bt is None else segments_bt
+            ring = attention_lib.Ring(names[0], shard.size("seq", t), 0, causal, c.window)
+            return _ring(shard, ring, q_bthk, k_bsgk, v_bsgk, segments), None
+        run = functools.partial(attention_lib.attention, causal=causal, window=c.window, platform=shard.platform)
+        if shard.platform != "tpu":  # XLA splits its own and cuDNN's
+            return run(q_bthk, k_bsgk, v_bsgk, segments_bt=segments_bt), None
+        axes = (("batch", None, "heads", None), *(("batch", None, "kv_heads", None),) * 2)
+        constants = () if segments_bt is None else (segments_bt,)
+        y_bthk = shard.differentiable(
+            lambda q, k, v, *s: run(q, k, v, segments_bt=s[0] if s else None), (q_bthk, k_bsgk, v_bsgk), axes,
+            shard.spec(q_bthk.shape, axes[0]), constants=constants, constant_axes=[("batch", None)] * len(constants),
+            checked=False,
+        )  # fmt: skip
+        return y_bthk, None
+
+    return mix
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _ring(shard: Shard, ring: attention_lib.Ring, q: Array, k: Array, v: Array, segments: Array) -> Array:
+    return _ring_forward(shard, ring, q, k, v, segments)[0]
+
+
+def _ring_forward(shard: Shard, ring: attention_lib.Ring, *args: Array) -> tuple[Array, tuple]:
+    axes, (query, _, _, log) = _ring_axes(shard, *args[:2])
+
+    def local(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:
+        return ring._replace(groups=k.shape[2]).forward(q, k, *rest)
+
+    y, log = shard.local(local, args, axes, (query, log))
+    return y, (*args, y, log)
+
+
+def _ring_backward(shard: Shard, ring: attention_lib.Ring, kept: tuple[Array, ...], dy: Array) -> tuple:
+    axes, (query, key, _, log) = _ring_axes(shard, *kept[:2])
+    log_axes = ("batch", "kv_heads", None, "seq")
+
+    def local(q: Array, k: Array, *rest: Array) -> tuple[Array, ...]:
+        return ring._replace(groups=k.shape[2]).backward(q, k, *rest)
+
+    grads = shard.local(local, (*kept, dy), (*axes, axes[0], log_axes, axes[0]), (query, key, key))
+    return (*grads, None)
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _ring_axes(shard: Shard, q: Array, k: Array) -> tuple[tuple, tuple]:
+    """Logical axes of q, k, v and segments; partitions of q, k, segments and the normaliser's logarithm."""
+    query, key, rows = ("batch", "seq", "heads", None), ("batch", "seq", "kv_heads", None), ("batch", "seq")
+    b, t, h, _ = q.shape
+    g = k.shape[2]
+    log = shard.spec((b, g, h // g, t), ("batch", "kv_heads", None, "seq"))
+    return (query, key, key, rows), (shard.spec(q.shape, query), shard.spec(k.shape, key), shard.spec((b, t), rows), log)
+
+
+def token_flops(c: Decoder, specs: PyTree) -> int:
+    """Floating-point operations of the matrix products with parameters for one token, forward: 2 for each of their numbers.
+
+    Looking up rows of the embedding is none; a tied embedding counts once, as the head.
+    """
+    flops = sum(2 * math.prod(s.shape) for name, s in specs["blocks"].items() if name.startswith("w_"))
+    return flops + 2 * math.prod(head(c, specs).shape)
+
+
+def attention_flops(c: Decoder, tokens: int, *, causal: bool) -> int:
+    """Of scores and weighted sums over one row of so many tokens, forward, with the places that are masked or without them."""
+    pairs = tokens * tokens
+    if causal:
+        seen = min(c.window or tokens, tokens)
+        pairs = seen * (seen + 1) // 2 + (tokens - seen) * seen
+    return c.depth * 2 * 2 * pairs * c.heads * c.k

@@ -1,0 +1,198 @@
+"""The language model against transformers' numbers, on meshes, and its way from Hugging Face and back."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import config as config_lib
+from jaxtrain import specs as specs_lib
+from jaxtrain import state as state_lib
+from jaxtrain import step as step_lib
+from jaxtrain import warm_start
+from jaxtrain.layout import make_layout, make_mesh
+from jaxtrain.optim import make_optimizer
+from jaxtrain.types import Variables
+from jaxtrain.workloads import language
+from loaders.base import Field
+
+DATA = pathlib.Path(__file__).parent / "data" / "lm"
+MODELS = ("llama3", "qwen2", "qwen3")
+
+
+def alone():
+    return make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {}).shard
+
+
+def load(folder, **changes):
+    """Config and parameters of a folder from Hugging Face, in float32."""
+    model, rules = language.from_hugging_face(folder)
+    problems = []
+    c = config_lib._build(language.Config, {**model, "context": 48, "dtype": "float32", **changes}, "model", problems)
+    rules = config_lib._build(config_lib.WarmStart, rules, "warm_start", problems)
+    assert not problems and not list(c.problems()) and not list(rules.problems())
+    table = language.make_specs(c)
+    layout = make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
+    abstract = specs_lib.abstract(table, layout)
+    flat = dict(zip(specs_lib.paths(abstract), jax.tree.leaves(abstract), strict=True))
+    matches = warm_start.match({p: (x.shape, x.dtype) for p, x in flat.items()}, warm_start.open_source(rules), rules)
+    loaded = warm_start.load(matches, abstract)
+    assert loaded.keys() == flat.keys()
+    return c, jax.tree.unflatten(jax.tree.structure(abstract), [loaded[p] for p in flat])
+
+
+def batch_of(ids, positions=None, segments=None, labels=None):
+    ids = np.asarray(ids)
+    positions = np.broadcast_to(np.arange(ids.shape[1], dtype="i4"), ids.shape) if positions is None else positions
+    segments = np.ones_like(ids) if segments is None else segments
+    if labels is None:
+        labels = np.concatenate([ids[:, 1:], np.full((len(ids), 1), -100, "i4")], axis=1)
+    fields = {
+        "tokens": ids,
+        "positions": positions,
+        "segments": segments,
+        "targets": labels,
+        "mask": (labels >= 0) * np.float32(1),
+    }
+    return {name: jnp.asarray(x) for name, x in fields.items()} | {"row": jnp.arange(len(ids))}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def golden(request):
+    c, params = load(DATA / request.param)
+    task = language.make_task(config_lib.Config(model=c), alone(), 2)
+    return request.param, c, params, task, np.load(DATA / f"{request.param}.npz")
+
+
+def test_logits_equal_transformers(golden):
+    _, c, params, _, g = golden
+    found = jax.jit(lambda p, b: language.logits(c, p, b, alone()))(params, batch_of(g["input_ids"]))
+    np.testing.assert_allclose(found, g["logits"], rtol=0, atol=1e-4)
+
+
+def test_loss_and_gradients_equal_transformers(golden):
+    name, c, params, task, g = golden
+
+    def loss(params):
+        out = task.loss(Variables(params), batch_of(g["input_ids"]), None)
+        return out.loss.total / out.loss.weight, out
+
+    (value, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    np.testing.assert_allclose(value, g["loss"], rtol=1e-6)
+    assert out.loss.weight == 2 * 47
+    found = exported(c, grads)
+    for key in g["grad_names"]:
+        expected = g[f"grad/{key}"]
+        np.testing.assert_allclose(found[str(key)], expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=key)
+
+
+def exported(c, params):
+    """Arrays under their exported names and shapes, by plain numpy."""
+    section, found = dataclasses.asdict(c), {}
+    for path, x in zip(specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True):
+        names = language.export_names(section, path)
+        for name, part in zip(*([names], [x]) if isinstance(names, str) else (names, x), strict=True):
+            found[name] = part.reshape(language.export_shape(section, path, part.shape))
+    return found
+
+
+def test_packed_documents_do_not_see_each_other(golden):
+    _, c, params, task, g = golden
+    batch = batch_of(g["packed_input_ids"], g["packed_positions"], g["packed_segment_ids"], g["packed_labels"])
+    found = np.asarray(jax.jit(lambda p, b: language.logits(c, p, b, alone()))(params, batch))[0]
+    first, second = g["packed_logits_doc0"], g["packed_logits_doc1"]
+    np.testing.assert_allclose(found[: len(first)], first, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found[len(first) : len(first) + len(second)], second, rtol=0, atol=1e-4)
+    record = jax.jit(task.evaluate)(Variables(params), batch)["cross_entropy"]
+    np.testing.assert_allclose(record.total / record.weight, g["packed_loss"], rtol=1e-5)
+
+
+def test_both_spellings_of_config_json_say_the_same():
+    for name in MODELS:
+        assert language.read_config(DATA / name / "config.json") == language.read_config(DATA / name / "config.classic.json")
+
+
+# Through the real step, on meshes and in parts.
+
+BATCH, CONTEXT = 16, 16
+TINY = language.Config(
+    vocab=64, context=CONTEXT, embed=32, depth=3, heads=8, kv_heads=2, head_dim=4, mlp=48, dtype="float32", z_loss=1e-3,
+    chunk=24, qk_norm=True, init_std=0.1,
+)  # fmt: skip
+FIELDS = {
+    n: Field((CONTEXT,), np.dtype("f4" if n == "mask" else "i4"))
+    for n in ("tokens", "targets", "positions", "segments", "mask")
+}
+OPTIM = config_lib.Optim(
+    lr=0.01, schedule="constant", eps=1e-3, decayed="(^|/)w[^/]*$", undecayed="(^|/)(b|scale|bias|pos|embed)[^/]*$"
+)
+SPLIT = {"batch": "data", "seq": "fsdp"}  # long rows: a sequence in parts
+
+
+class Run:
+    def __init__(self, mesh, accumulate=1, *, model=TINY, rules=None):
+        self.layout = make_layout(make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]), rules or {})
+        self.task = language.make_task(config_lib.Config(model=model), self.layout.shard, BATCH)
+        self.tx = make_optimizer(OPTIM, self.task.specs.params, steps=10)
+        self.plan = state_lib.make_plan(self.task, self.tx, self.layout, FIELDS, batch=BATCH, ema=False)
+        guard = config_lib.Guard()
+        step = step_lib.make_train_step(
+            self.task, self.tx, self.layout, self.plan, accumulate=accumulate, ema=0.0, guard=guard, seed=0
+        )
+        step = step.lower(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
+        self.step = step.compile({"xla_backend_optimization_level": 0})
+        self.go_on = step_lib.put_stop(self.layout, False)
+
+    def put(self, batch):
+        return {name: jax.device_put(batch[name], x.sharding) for name, x in self.plan.batch.items()}
+
+    def two_steps(self):
+        state, found = state_lib.init_state(self.task, self.tx, self.plan, jax.random.key(0)), []
+        for seed in range(2):
+            state, metrics = self.step(state, self.put(packed_batch(seed)), self.go_on)
+            found.append(jax.tree.map(np.asarray, (state.variables.params, state.opt_state, metrics)))
+        return found
+
+
+def packed_batch(seed, vocab=64):
+    """Rows of documents of any length, some with padding; the loss counts unevenly over rows."""
+    rng = np.random.default_rng(seed)
+    batch = {name: np.zeros((BATCH, CONTEXT), "i4") for name in FIELDS}
+    batch["tokens"], batch["targets"] = rng.integers(0, vocab, (2, BATCH, CONTEXT), dtype="i4")
+    for row in range(BATCH):
+        start, document = 0, 0
+        while start < CONTEXT - 3 * (row % 2):
+            length = min(int(rng.integers(1, CONTEXT)), CONTEXT - start)
+            document += 1
+            batch["segments"][row, start : start + length] = document
+            batch["positions"][row, start : start + length] = np.arange(length)
+            batch["mask"][row, start : start + length - 1] = row % 5 != 2
+            start += length
+    return batch | {"mask": batch["mask"].astype("f4")}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return Run((1, 1, 1)).two_steps()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulate", "rules"),
+    [
+        ((2, 2, 2), 1, {}),
+        ((2, 2, 2), 2, {}),
+        ((1, 1, 8), 1, {}),
+        ((1, 8, 1), 1, {}),
+        ((2, 2, 2), 1, SPLIT),
+        ((2, 4, 1), 2, SPLIT),
+        ((2, 1, 4), 1, {"seq": "model", "heads": "", "kv_heads": "", "mlp": "", "vocab": ""}),
+    ],
+)
+def test_a_step_is_the_same_on_every_mesh_and_in_parts(expected, mesh, accumulate, rules):
+    """Two of them, with parameters, moments, loss and every metric; the sequence whole, or in parts on a ring of devices."""
+    for before, after in zip(expected, Run(mesh, accumulate, rules=rules).two_steps(), strict=True):
+        for path, x, y in zip(specs_lib.paths(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+            np.testing.assert_allclose(y, x, rtol=1e-3, atol=2e-4 * max(1e-3, np.abs(x).max()), err_msg=path)

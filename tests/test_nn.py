@@ -1,0 +1,103 @@
+"""Layers that workloads share, each against numbers computed some other way."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.layout import make_layout, make_mesh
+from jaxtrain.nn import remat
+from jaxtrain.nn.cross_entropy import cross_entropy
+
+DATA = pathlib.Path(__file__).parent / "data"
+
+
+def shard_on(data, fsdp, model, **rules):
+    return make_layout(make_mesh(data, fsdp, model, devices=jax.devices()[: data * fsdp * model]), rules).shard
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("chunk", [3, 1024])
+def test_cross_entropy_and_z_loss_equal_float64(mesh, chunk):
+    """Logits are x times the identity, so that the golden gradient by logits is the one by x; labels outside count nothing."""
+    g = np.load(DATA / "ce" / "ce.npz")
+    logits, labels = np.tile(g["logits"], (4, 1, 1)).astype("f4"), np.tile(g["labels"], (4, 1))
+    pad = -logits.shape[1] % 8
+    logits, labels = np.pad(logits, ((0, 0), (0, pad), (0, 0))), np.pad(labels, ((0, 0), (0, pad)), constant_values=-100)
+    v, z = logits.shape[2], float(g["z_coef"])
+    shard, w = shard_on(*mesh), jnp.eye(v)
+
+    def loss(x, w):
+        sums = cross_entropy(x, w, jnp.asarray(labels), jnp.asarray(labels >= 0, jnp.float32), shard, z_loss=z, chunk=chunk)
+        return sums.loss / (4 * float(g["n_valid"])), sums
+
+    ((value, sums), (dx, dw)) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(jnp.asarray(logits), w)
+    np.testing.assert_allclose(value, g["softmax_plus_z_mean"], rtol=2e-6)
+    np.testing.assert_allclose(sums.cross_entropy / (4 * g["n_valid"]), g["softmax_mean"], rtol=2e-6)
+    np.testing.assert_allclose(sums.z * z / (4 * g["n_valid"]), g["z_loss_mean"], rtol=2e-6)
+    best = (np.nan_to_num(logits).argmax(-1) == labels) & (labels >= 0)
+    assert sums.correct == best.sum()
+    expected = np.tile(g["softmax_plus_z_mean_grad"], (4, 1, 1)) / 4
+    np.testing.assert_allclose(dx[:, : expected.shape[1]], expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    expected = np.einsum("btv,btd->vd", expected, logits[:, : expected.shape[1]].astype("f8"))
+    np.testing.assert_allclose(dw, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_cross_entropy_never_holds_all_logits():
+    """Bytes that XLA plans beside the arguments: gradients, and a chunk's logits instead of 2048 × 4096 of them."""
+    n, d, v = 2048, 8, 4096
+    shard = shard_on(1, 1, 1)
+
+    def temp(chunk):
+        def loss(x, w):
+            return cross_entropy(x, w, jnp.zeros((1, n), jnp.int32), jnp.ones((1, n)), shard, chunk=chunk).loss
+
+        shapes = jax.ShapeDtypeStruct((1, n, d), jnp.float32), jax.ShapeDtypeStruct((v, d), jnp.float32)
+        return jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    whole = n * v * 4
+    assert temp(n) >= whole
+    assert temp(64) < whole / 8
+
+
+@pytest.mark.parametrize("word", ["full", "every 1", "every 2", "every 3", "save b", "save a,b"])
+def test_what_is_recomputed_changes_no_number(word):
+    """Seven layers, so that 'every 2' and 'every 3' have a rest."""
+    stack = jax.random.normal(jax.random.key(0), (7, 4, 4)) / 2
+    x = jax.random.normal(jax.random.key(1), (3, 4))
+
+    def layer(x, w):
+        y = remat.name(jnp.tanh(x @ w), "a")
+        return x + remat.name(jnp.sin(y), "b"), y.sum()
+
+    def loss(stack, word):
+        y, sums = remat.scan(layer, x, stack, word)
+        return (y**2).sum() + sums @ jnp.arange(7.0)
+
+    expected, found = (jax.jit(jax.value_and_grad(loss), static_argnums=1)(stack, w) for w in ("none", word))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), expected, found)
+
+
+def test_recomputing_keeps_less():
+    def kept(word):
+        def layer(x, w):
+            y = remat.name(jnp.tanh(x @ w), "a")
+            return x + jnp.sin(y @ w), None
+
+        def loss(stack):
+            return (remat.scan(layer, jnp.ones((256, 64)), stack, word)[0] ** 2).sum()
+
+        shape = jax.ShapeDtypeStruct((12, 64, 64), jnp.float32)
+        return jax.jit(jax.grad(loss)).lower(shape).compile().memory_analysis().temp_size_in_bytes
+
+    none, every, full = kept("none"), kept("every 2"), kept("full")
+    assert full < every < none and full < kept("save a") < none
+
+
+def test_a_wrong_choice_is_told():
+    names = ("qkv", "mlp")
+    assert not [*remat.problems("every 2", names, 3), *remat.problems("save qkv,mlp", names, 3)]
+    for word, text in (("some", "there are: none, full"), ("every 5", "there are 3 layers"), ("save x", "qkv, mlp")):
+        assert text in " ".join(remat.problems(word, names, 3))

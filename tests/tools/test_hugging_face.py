@@ -1,0 +1,164 @@
+"""Language models from Hugging Face's files and back: the same arrays, names, dtypes and logits."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+import runs
+import safetensors
+import safetensors.numpy
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import test_language as language_test  # noqa: E402
+
+from jaxtrain.workloads import language  # noqa: E402
+from tools import orbax_to_safetensors as tool  # noqa: E402
+
+DATA = language_test.DATA
+
+
+def numpy_logits(folder: pathlib.Path, ids: np.ndarray) -> np.ndarray:
+    """float64 logits [B, T, V] from nothing but config.json and the safetensors: a reader of its own, without this program."""
+    h = json.loads((folder / "config.json").read_text())
+    w = {}
+    for file in folder.glob("*.safetensors"):
+        w |= {name: x.astype("f8") for name, x in safetensors.numpy.load_file(file).items()}
+    n_heads, n_kv, k = h["num_attention_heads"], h["num_key_value_heads"], h["head_dim"]
+    b, t = ids.shape
+    frequency = h["rope_theta"] ** (-np.arange(0, k, 2) / k)
+    if r := h["rope_scaling"]:
+        for i, f in enumerate(frequency):
+            wavelength, original = 2 * np.pi / f, r["original_max_position_embeddings"]
+            if wavelength > original / r["low_freq_factor"]:
+                frequency[i] = f / r["factor"]
+            elif wavelength > original / r["high_freq_factor"]:
+                s = (original / wavelength - r["low_freq_factor"]) / (r["high_freq_factor"] - r["low_freq_factor"])
+                frequency[i] = (1 - s) * f / r["factor"] + s * f
+    angle = np.arange(t)[:, None] * np.concatenate([frequency, frequency])[None]
+
+    def rms(x, name):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + h["rms_norm_eps"]) * w.pop(name)
+
+    def heads(x, name, n):
+        y = x @ w.pop(f"{name}_proj.weight").T
+        if f"{name}_proj.bias" in w:
+            y = y + w.pop(f"{name}_proj.bias")
+        y = y.reshape(b, t, n, k).transpose(0, 2, 1, 3)
+        return rms(y, f"{name}_norm.weight") if f"{name}_norm.weight" in w else y
+
+    def turn(x):
+        return x * np.cos(angle) + np.concatenate([-x[..., k // 2 :], x[..., : k // 2]], -1) * np.sin(angle)
+
+    table = w.pop("model.embed_tokens.weight")
+    x = table[ids]
+    for i in range(h["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        y = rms(x, f"{at}input_layernorm.weight")
+        q, key, v = (heads(y, f"{at}self_attn.{z}", n) for z, n in (("q", n_heads), ("k", n_kv), ("v", n_kv)))
+        q, key, v = turn(q), turn(key).repeat(n_heads // n_kv, 1), v.repeat(n_heads // n_kv, 1)
+        scores = np.where(np.tri(t, dtype=bool), q @ key.swapaxes(2, 3) / np.sqrt(k), -np.inf)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        y = (p / p.sum(-1, keepdims=True) @ v).transpose(0, 2, 1, 3).reshape(b, t, n_heads * k)
+        x = x + y @ w.pop(f"{at}self_attn.o_proj.weight").T
+        y = rms(x, f"{at}post_attention_layernorm.weight")
+        gate = y @ w.pop(f"{at}mlp.gate_proj.weight").T
+        y = gate / (1 + np.exp(-gate)) * (y @ w.pop(f"{at}mlp.up_proj.weight").T)
+        x = x + y @ w.pop(f"{at}mlp.down_proj.weight").T
+    logits = rms(x, "model.norm.weight") @ (table if h["tie_word_embeddings"] else w.pop("lm_head.weight")).T
+    assert not w, f"arrays that no layer reads: {sorted(w)}"
+    return logits
+
+
+@pytest.fixture(scope="module", params=language_test.MODELS)
+def exported(request, tmp_path_factory):
+    """A run that began with the golden weights and ended there, exported."""
+    source, folder = DATA / request.param, tmp_path_factory.mktemp(request.param)
+    c, params = language_test.load(source)
+    (folder / "source").mkdir()
+    for file in source.iterdir():
+        (folder / "source" / file.name).write_bytes(file.read_bytes())
+    (folder / "source" / "tokenizer.json").write_text('{"model": {}}')
+    run = {
+        "workload": "jaxtrain.workloads.language", "model": dataclasses.asdict(c), "train": {"steps": 30}, "seed": 0,
+        "data": {}, "warm_start": {"source": str(folder / "source")},
+    }  # fmt: skip
+    state = runs.state(0, 10) | {"params": params, "opt_state": (), "ema": ()}
+    runs.save(folder, 10, state, run=run)
+    assert tool.main([str(folder), "--out", str(folder / "out")]) == 0
+    return request.param, c, params, folder
+
+
+def test_an_export_is_what_transformers_wrote(exported):
+    """Every name, dtype and bit; a config.json that says the same; the tokenizer beside it."""
+    name, c, _, folder = exported
+    with safetensors.safe_open(folder / "out" / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt"}, "what transformers' own loader insists on"
+    found = safetensors.numpy.load_file(folder / "out" / "model.safetensors")
+    expected = safetensors.numpy.load_file(DATA / name / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for key in expected:
+        assert (found[key].dtype, found[key].shape) == (expected[key].dtype, expected[key].shape), key
+        np.testing.assert_array_equal(found[key], expected[key], err_msg=key)
+    assert language.read_config(folder / "out") == language.read_config(DATA / name)
+    theirs = json.loads((DATA / name / "config.classic.json").read_text())
+    ours = json.loads((folder / "out" / "config.json").read_text())
+    assert {k: ours.get(k) for k in theirs if k != "transformers_version"} == {
+        k: v for k, v in theirs.items() if k != "transformers_version"
+    }
+    assert (folder / "out" / "tokenizer.json").read_text() == '{"model": {}}'
+
+
+def test_a_reader_that_knows_nothing_of_this_program_gets_the_same_logits(exported):
+    name, _, _, folder = exported
+    g = np.load(DATA / f"{name}.npz")
+    np.testing.assert_allclose(numpy_logits(folder / "out", g["input_ids"]), g["logits"], rtol=0, atol=1e-4)
+
+
+def test_the_way_back_is_exact(exported):
+    name, c, params, folder = exported
+    if not (folder / "back").exists():
+        assert tool.main(["--reverse", str(folder / "out"), "--out", str(folder / "back")]) == 0
+    assert tool.main([str(folder / "back"), "--out", str(folder / "again")]) == 0
+    for file in ("model.safetensors", "config.json"):
+        assert (folder / "again" / file).read_bytes() == (folder / "out" / file).read_bytes()
+
+
+def test_bfloat16_arrays_say_so_in_config_json(exported):
+    _, _, _, folder = exported
+    assert tool.main([str(folder), "--out", str(folder / "short"), "--dtype", "bf16"]) == 0
+    assert json.loads((folder / "short" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert {x.dtype.name for x in safetensors.numpy.load_file(folder / "short" / "model.safetensors").values()} == {"bfloat16"}
+
+
+def test_what_cannot_be_read_is_told(tmp_path):
+    h = json.loads((DATA / "llama3" / "config.json").read_text())
+    for change, text in (
+        ({"model_type": "mamba"}, "model_type is 'mamba'"),
+        ({"hidden_act": "relu", "attention_bias": True}, "hidden_act is 'relu'.*attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'; there are: default, llama3"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(h | change))
+        with pytest.raises(language.HuggingFaceError, match=text):
+            language.read_config(tmp_path)
+    with pytest.raises(language.HuggingFaceError, match="cannot be read"):
+        language.read_config(tmp_path / "nowhere")
+
+
+def test_published_sizes():
+    """Parameters of the models as their cards count them."""
+    expected = {
+        "gpt2": 124_439_808, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248, "qwen2.5-0.5b": 494_032_768,
+        "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "qwen2.5-7b": 7_615_616_512, "llama-3.1-70b": 70_553_706_496,
+        "llama-3.2-3b": 3_212_749_824, "qwen2.5-1.5b": 1_543_714_304, "qwen3-1.7b": 1_720_574_976,
+    }  # fmt: skip
+    from jaxtrain import config as config_lib
+    from jaxtrain import specs
+
+    for name, preset in language.PRESETS.items():
+        problems = []
+        c = config_lib._build(language.Config, {"context": 1024, **preset}, "model", problems)
+        assert not problems and not list(c.problems())
+        assert specs.count(language.make_specs(c)) == expected[name], name
