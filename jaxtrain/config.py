@@ -90,9 +90,7 @@ class Optim:
     weight_decay: float = 0.05  # [1] decoupled, times the learning rate
     clip: float = 1.0  # [norm] largest global gradient norm; 0 = no clipping
     decayed: str = r"(^|/)w[^/]*$"  # [regex] parameters that weight decay applies to: the matrices
-    undecayed: str = (
-        r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"  # [regex] and those that it spares; each must match one of the two
-    )
+    undecayed: str = r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"  # [regex] and those that it spares; each must match one of both
     groups: tuple[Group, ...] = ()  # [groups] exceptions, tried in order
 
     def problems(self) -> Iterator[tuple[str, str]]:

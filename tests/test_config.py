@@ -12,7 +12,8 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain.config import Config, ConfigError, Group
-from jaxtrain.workloads import bird
+from jaxtrain.nn.layers import Rope
+from jaxtrain.workloads import bird, language
 from loaders import spectrogram
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -376,7 +377,7 @@ def test_a_saved_config_can_be_read_again(here):
 def sections():
     """Every dataclass of a real run's config."""
     own = [f.default_factory for f in dataclasses.fields(Config) if f.default_factory is not dataclasses.MISSING]
-    return [Config, Group, bird.Config, spectrogram.Config, *own]
+    return [Config, Group, bird.Config, language.Config, Rope, spectrogram.Config, *own]
 
 
 @pytest.mark.parametrize("cls", sections(), ids=lambda c: f"{c.__module__}.{c.__name__}")
