@@ -37,7 +37,7 @@ class Decoder:
     """How a decoder is built; a workload's Config extends it."""
 
     embed: int = 768  # [values] width of a token
-    depth: int = 12  # [layers]
+    depth: int = 12  # [layers] of attention and a feed-forward net
     heads: int = 12  # [heads] of the queries
     kv_heads: int = 0  # [heads] of keys and values, each for heads / kv_heads of the queries; 0 = heads
     head_dim: int = 0  # [values] of a head; 0 = embed / heads

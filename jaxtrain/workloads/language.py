@@ -34,9 +34,7 @@ class Config(transformer.Decoder):
     """Tokens in, tokens out."""
 
     vocab: int | None = None  # [tokens] known to the model; None = as the data have
-    bytes_per_token: float | None = (
-        None  # [bytes] of text behind a token, for bits per byte; None = as the data say, if they do
-    )
+    bytes_per_token: float | None = None  # [bytes] of text behind a token, for bits per byte; None = as the data have
     z_loss: float = 0.0  # [1] times the square of the softmax's log normaliser, added to the loss; 0 = none
     chunk: int = 1024  # [tokens] of each device whose logits are there at the same time
 
