@@ -12,7 +12,6 @@ into a temporary directory and renames it, so that a step directory is whole or 
 """
 
 import concurrent.futures
-import importlib.metadata
 import json
 import logging
 import pathlib
@@ -31,7 +30,6 @@ from jaxtrain.state import Plan, TrainState
 from jaxtrain.types import Task
 
 log = logging.getLogger("jaxtrain")
-VERSIONED = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class CheckpointError(RuntimeError):
@@ -55,7 +53,7 @@ class Checkpointer:
         self._meta = {
             "config": json.loads(config_lib.to_json(config)),
             "parameters": specs.digest(task.specs),
-            "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
+            "versions": distributed.versions(),
         }
         self._path = pathlib.Path(config.workdir).absolute() / "checkpoints"
         self._scores = _Scores(self._path.parent / "best.json", config.checkpoint)

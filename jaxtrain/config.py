@@ -275,8 +275,14 @@ class Distributed:
     """Bounds for processes that wait for each other."""
 
     init_timeout: int = 300  # [s] until all processes must have met
+    start_timeout: int = 3600  # [s] for each part of the start (restore, compilation), after which the job is ended; 0 = never
     heartbeat_timeout: int = 120  # [s] after which a silent process is taken for dead
     step_timeout: int = 1800  # [s] without a step, a batch of an evaluation or a save, after which the job is ended; 0 = never
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for name, low in (("init_timeout", 1), ("heartbeat_timeout", 1), ("start_timeout", 0), ("step_timeout", 0)):
+            if getattr(self, name) < low:
+                yield name, f"is {getattr(self, name)}; it must be at least {low}"
 
 
 @dataclass(frozen=True)

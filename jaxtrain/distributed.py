@@ -2,82 +2,127 @@
 
 import contextlib
 import faulthandler
+import hashlib
+import importlib.metadata
 import json
 import logging
 import os
 import pathlib
 import re
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain.config import ConfigError, Distributed
+from jaxtrain import cluster, gce, rendezvous
+from jaxtrain.cluster import Cluster
+from jaxtrain.config import Config, to_json
+from jaxtrain.rendezvous import RendezvousError
 
 log = logging.getLogger("jaxtrain")
 
-VARIABLES = ("JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS")
+# What must be the same package everywhere, and what a checkpoint says it was written with.
+VERSIONED = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-class Cluster(NamedTuple):
-    """The processes of a run. ``coordinator`` is "" when there is only one."""
-
-    coordinator: str  # host:port of process 0
-    processes: int
-    process: int
+def find() -> Cluster:
+    """The cluster that this machine's environment speaks of. Raises ClusterError."""
+    gpus = len([name for name in _entries("/dev") if re.fullmatch(r"nvidia\d+", name)])
+    return cluster.find(os.environ, gpus=gpus, metadata=gce.tpu_metadata(os.environ))
 
 
-def cluster(environment: Mapping[str, str]) -> Cluster:
-    """Reads JAXTRAIN_COORDINATOR (host:port), JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS; none of them: one process.
+def initialize(found: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False) -> None:
+    """Joins the processes: a roll call in which all must come and be alike, then JAX, with every value explicit.
 
-    Raises ConfigError when only some are set, or when they make no sense together.
+    Raises:
+      RendezvousError: somebody is late, or differs (in the config, a package, the devices); the port is taken. By number.
+      Stopped: ``leave()`` held while others were waited for.
     """
-    values = {name: environment.get(name, "") for name in VARIABLES}
-    if not any(values.values()):
-        return Cluster("", 1, 0)
-    problems = [
-        ("distributed", f"needs the variable {name}, since {_listed(values)} is set") for name, v in values.items() if not v
-    ]
-    numbers = {}
-    for name in VARIABLES[1:]:
-        if values[name] and not values[name].isdecimal():
-            problems.append(("distributed", f"{name}={values[name]!r} is no number"))
-        numbers[name] = int(values[name]) if values[name].isdecimal() else 0
-    host, _, port = values[VARIABLES[0]].rpartition(":")
-    if values[VARIABLES[0]] and not (host and port.isdecimal()):
-        problems.append(("distributed", f"{VARIABLES[0]}={values[VARIABLES[0]]!r} is no host:port, for example 10.0.0.1:27508"))
-    found = Cluster(values[VARIABLES[0]], numbers[VARIABLES[1]], numbers[VARIABLES[2]])
-    if not problems and not 0 <= found.process < found.processes:
-        problems.append(("distributed", f"process {found.process} of {found.processes} does not exist; they count from 0"))
-    if problems:
-        raise ConfigError(problems)
-    return found
-
-
-def initialize(found: Cluster, config: Distributed) -> None:
-    """Joins the processes, with every value explicit. Raises RuntimeError, naming the rank and the coordinator."""
+    if found.note:
+        log.warning("%s", found.note)
     if found.processes == 1:
         return
-    log.info("process %d of %d, coordinator %s", found.process, found.processes, found.coordinator)
+    log.info(
+        "process %d of %d (%s, on %s), coordinator %s",
+        found.process,
+        found.processes,
+        found.launcher,
+        socket.gethostname(),
+        found.coordinator,
+    )
+    bounds = config.distributed
+    rendezvous.meet(
+        found.coordinator,
+        process=found.process,
+        processes=found.processes,
+        job=found.job or f"the run in {os.path.abspath(config.workdir)}",
+        facts={
+            "config": json.loads(to_json(config)),
+            "versions": versions(),
+            "launcher": found.launcher,
+            "gpus": len(found.local_devices),
+        },
+        timeout=bounds.init_timeout,
+        leave=leave,
+    )
     try:
         jax.distributed.initialize(
             coordinator_address=found.coordinator,
             num_processes=found.processes,
             process_id=found.process,
-            initialization_timeout=config.init_timeout,
-            heartbeat_timeout_seconds=config.heartbeat_timeout,
+            local_device_ids=list(found.local_devices),
+            cluster_detection_method="deactivate",  # all is said; JAX's guess would take the local rank for an ordinal
+            initialization_timeout=bounds.init_timeout,
+            heartbeat_timeout_seconds=bounds.heartbeat_timeout,
         )
     except Exception as error:
-        raise RuntimeError(
-            f"process {found.process} of {found.processes} could not join the run at {found.coordinator} within "
-            f"{config.init_timeout} s: {error}"
+        raise RendezvousError(
+            f"process {found.process} of {found.processes} could not join the run at {found.coordinator}: {error}"
         ) from error
+    if problem := uneven(Counter(device.process_index for device in jax.devices()), found.processes):
+        raise RendezvousError(problem)
+
+
+def uneven(devices: Mapping[int, int], processes: int) -> str:
+    """Which processes have another number of devices than most; "" when all have the same."""
+    counts = [devices.get(process, 0) for process in range(processes)]
+    usual = Counter(counts).most_common(1)[0][0]
+    odd = [f"process {p} has {n}" for p, n in enumerate(counts) if n != usual]
+    return f"the processes have different numbers of devices: {', '.join(odd)}, the others {usual}" if odd else ""
+
+
+def compare(texts: Mapping[str, str]) -> None:
+    """Compares named texts over all processes, by their hashes. Raises RendezvousError: which process differs in which.
+
+    Lines with callbacks to the host are left out, since they hold addresses.
+    """
+    if jax.process_count() == 1:
+        return
+    plain = [re.sub(r".*callback.*", "", text) for text in texts.values()]
+    own = np.stack([np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8) for text in plain])
+    every = np.asarray(multihost_utils.process_allgather(own))  # [processes, texts, 32]
+    told = [
+        {"process": p, "facts": {f"{name}'s hash": bytes(row).hex()[:12] for name, row in zip(texts, rows, strict=True)}}
+        for p, rows in enumerate(every)
+    ]
+    if problem := rendezvous.differences(told):
+        raise RendezvousError(problem)
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in VERSIONED}
+
+
+def _entries(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []
 
 
 def use_compilation_cache() -> None:
@@ -111,10 +156,6 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def _listed(values: Mapping[str, str]) -> str:
-    return ", ".join(name for name, value in values.items() if value)
-
-
 def agree(value: int) -> int:
     """What process 0 says, on all processes: one that looks at a file system may see it late."""
     if jax.process_count() == 1:
@@ -132,16 +173,21 @@ class StopSignals:
 
     Attributes:
       asked: the name of the signal, or "" so far.
+      notice: what else has asked for the same, a notice of maintenance for example, or "".
 
     Ctrl-C is remembered too, until `check`: a KeyboardInterrupt anywhere could come in the middle of a library's save.
     """
 
     def __init__(self, names: Sequence[str]):
-        self.asked = ""
+        self.asked = self.notice = ""
         self._interrupted = False
         self._numbers = [signal.SIGINT, *(getattr(signal, name) for name in names)]
         self._before: dict[int, Any] = {}
         self.install()
+
+    @property
+    def reason(self) -> str:
+        return self.asked or self.notice or "another process"
 
     def install(self) -> None:
         """Takes the signals, also back from a library that took them since."""
@@ -162,29 +208,33 @@ class StopSignals:
         else:
             self.asked = signal.Signals(number).name
 
+    def ask(self, why: str) -> None:
+        """Asks for the same from elsewhere. The signal that usually follows is the first one then."""
+        self.notice = self.notice or why
+
     def check(self) -> bool:
-        """Whether a signal asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
+        """Whether a signal, or a notice, asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
         if self._interrupted:
             raise KeyboardInterrupt
-        return bool(self.asked)
+        return bool(self.asked or self.notice)
 
 
 class Watchdog:
     """Ends a process whose run makes no progress, after naming the process that holds the others up.
 
     Every process tells in ``folder``/alive-N.json how far it is. One whose count of `beat`s has not moved for ``timeout``
-    seconds compares: who is behind all others, or does not even tell that it is alive, is the one. All stacks of this process
-    go to ``folder``/stacks-N.txt and stderr, and it exits with `EXIT_CODE`.
+    seconds (``start_timeout`` before the first one) compares: who is behind all others, or does not even tell that it is
+    alive, is the one. All stacks of this process go to ``folder``/stacks-N.txt and stderr, and it exits with `EXIT_CODE`.
     """
 
     EXIT_CODE = 70
 
-    def __init__(self, folder: str, *, process: int, processes: int, timeout: float):
+    def __init__(self, folder: str, *, process: int, processes: int, timeout: float, start_timeout: float):
         self._folder = pathlib.Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._process, self._processes, self._timeout = process, processes, timeout
+        self._process, self._processes = process, processes
+        self._timeout, self._limit = timeout, start_timeout
         self._count, self._doing, self._since = 0, "starting", time.monotonic()
-        self._armed = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         if timeout:
@@ -192,8 +242,12 @@ class Watchdog:
             self._thread.start()
 
     def beat(self, doing: str) -> None:
-        """Progress was made, and ``doing`` comes next. Counting begins with the first call: what compiles may take its time."""
-        self._count, self._doing, self._since, self._armed = self._count + 1, doing, time.monotonic(), True
+        """Progress was made, and ``doing`` comes next."""
+        self._count, self._doing, self._since, self._limit = self._count + 1, doing, time.monotonic(), self._timeout
+
+    def starting(self, doing: str) -> None:
+        """Like `beat`, before the first step: what restores and compiles may take ``start_timeout`` seconds."""
+        self._count, self._doing, self._since = self._count + 1, doing, time.monotonic()
 
     def close(self) -> None:
         self._closed.set()
@@ -205,7 +259,7 @@ class Watchdog:
         pause = min(self._timeout / 10, 5.0)
         while not self._closed.wait(pause):
             self._tell()
-            if self._armed and time.monotonic() - self._since > self._timeout:
+            if self._limit and time.monotonic() - self._since > self._limit:
                 self._end(pause)
 
     def _tell(self) -> None:
@@ -223,7 +277,7 @@ class Watchdog:
             with contextlib.suppress(OSError, ValueError):
                 told[process] = json.loads((self._folder / f"alive-{process}.json").read_text())
         culprit = blame(told, self._processes, time.time(), 3 * pause)
-        text = f"no progress for {self._timeout:g} s; {culprit}; ending process {self._process}"
+        text = f"no progress for {self._limit:g} s; {culprit}; ending process {self._process}"
         log.error(text)
         print(text, file=sys.stderr, flush=True)
         with open(self._folder / f"stacks-{self._process}.txt", "w") as file:

@@ -6,7 +6,7 @@ from jaxtrain import config, distributed, metrics, train
 
 
 def main() -> int:
-    metrics.start_console(main=True)
+    metrics.start_console()
     distributed.use_compilation_cache()
     distributed.use_threads_for_host_devices()
     try:

@@ -171,12 +171,12 @@ class ConsoleHandler(logging.Handler):
         self._console.message(prefix + self.format(record))
 
 
-def start_console(*, main: bool, folder: str = "") -> Console:
-    """Routes logging (ours from INFO, everybody's from WARNING) through a console, which only the main process has.
+def start_console(*, process: int = 0, folder: str = "") -> Console:
+    """Routes logging (ours from INFO, everybody's from WARNING) through a console, which only process 0 has.
 
     With ``folder``, every process also logs into ``folder``/process-N.log, with the time.
     """
-    console = Console() if main else Console(open(os.devnull, "w"))
+    console = Console() if process == 0 else Console(open(os.devnull, "w"))
     root = logging.getLogger()
     # Ours take the place of older ones, and of the plain handler that some library has set up by then.
     for old in [h for h in root.handlers if isinstance(h, ConsoleHandler | LogFile) or type(h) is logging.StreamHandler]:
@@ -184,18 +184,18 @@ def start_console(*, main: bool, folder: str = "") -> Console:
         old.close()
     root.addHandler(ConsoleHandler(console))
     if folder:
-        root.addHandler(LogFile(folder))
+        root.addHandler(LogFile(folder, process))
     logging.getLogger("jaxtrain").setLevel(logging.INFO)
     logging.captureWarnings(True)
     return console
 
 
 class LogFile(logging.FileHandler):
-    """``folder``/process-N.log of this process."""
+    """``folder``/process-N.log."""
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, process: int):
         os.makedirs(folder, exist_ok=True)
-        super().__init__(os.path.join(folder, f"process-{jax.process_index()}.log"))
+        super().__init__(os.path.join(folder, f"process-{process}.log"))
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
 

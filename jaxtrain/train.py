@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import json
 import logging
 import math
 import os
@@ -13,8 +14,8 @@ import jax
 import optax
 
 from jaxtrain import checkpoint as checkpoint_lib
+from jaxtrain import cluster, distributed, feed, gce, metrics, optim, rendezvous, specs, warm_start
 from jaxtrain import config as config_lib
-from jaxtrain import distributed, feed, metrics, optim, specs, warm_start
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
@@ -26,6 +27,8 @@ log = logging.getLogger("jaxtrain")
 # What a user can mend: the message says how, and no traceback is wanted.
 USER_ERRORS = (
     config_lib.ConfigError,
+    cluster.ClusterError,
+    rendezvous.RendezvousError,
     layout_lib.LayoutError,
     optim.OptimError,
     checkpoint_lib.CheckpointError,
@@ -55,15 +58,22 @@ def run(config: config_lib.Config) -> dict[str, float]:
 def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, float]:
     # 1. Processes meet; process 0 has the console, and each its log.
     stop = closing.enter_context(contextlib.closing(distributed.StopSignals(config.preemption.signals)))
-    distributed.initialize(distributed.cluster(os.environ), config.distributed)
-    stop.install()  # jax.distributed takes SIGTERM for itself
-    console = metrics.start_console(main=distributed.is_main(), folder=os.path.join(config.workdir, "logs"))
+    closing.callback(gce.Notices(gce.server(os.environ), stop.ask).close)
+    found = distributed.find()
+    logs = os.path.join(config.workdir, "logs")
+    console = metrics.start_console(process=found.process, folder=logs)
     closing.callback(console.finish)
+    try:
+        distributed.initialize(found, config, leave=stop.check)
+    except rendezvous.Stopped as error:
+        raise Preempted(f"ended by {stop.reason}: {error}") from error
+    stop.install()  # jax.distributed takes SIGTERM for itself
     watchdog = distributed.Watchdog(
-        os.path.join(config.workdir, "logs"),
-        process=jax.process_index(),
-        processes=jax.process_count(),
+        logs,
+        process=found.process,
+        processes=found.processes,
         timeout=config.distributed.step_timeout,
+        start_timeout=config.distributed.start_timeout,
     )
     closing.callback(watchdog.close)
 
@@ -95,6 +105,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
 
     # 6. The state: the newest checkpoint of this workdir, else that of config.resume, else config.warm_start, else the
     #    initialisation.
+    watchdog.starting("its checkpoint")
     checkpointer = checkpoint_lib.Checkpointer(config, task)
     closing.callback(checkpointer.close)
     restored = checkpointer.restore(plan, loader.state(0))
@@ -111,12 +122,14 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     if step >= config.train.steps:
         log.info("the run has already reached step %d; raise config.train.steps to go on", step)
 
-    # 7. The steps, compiled while the loader's first batches are on their way.
+    # 7. The steps, compiled while the loader's first batches are on their way; first all processes must mean the same step.
+    watchdog.starting("its compilation")
     loader.seek(step - offset)
     stream = closing.enter_context(contextlib.closing(feed.Feed(loader, plan.batch, rows)))
     began = time.perf_counter()
 
-    def compiled(stage: Hashable) -> Callable:
+    @functools.cache
+    def lowered(stage: Hashable) -> jax.stages.Lowered:
         train_step = step_lib.make_train_step(
             task,
             tx,
@@ -128,8 +141,16 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
             seed=config.seed,
             stage=stage,
         )
-        return train_step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile()
+        return train_step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout))
 
+    def compiled(stage: Hashable) -> Callable:
+        return lowered(stage).compile()
+
+    evaluation = step_lib.make_eval_step(task, layout).lower(plan.state.variables, plan.batch)
+    alike = {"data": json.dumps(loader.state(0)), "evaluation": evaluation.as_text()}
+    if step < config.train.steps:
+        alike["step"] = lowered(task.stage(step)).as_text()
+    distributed.compare(alike)
     programs = closing.enter_context(
         contextlib.closing(step_lib.Programs(task.stage, compiled, start=step, stop=config.train.steps))
     )
@@ -137,7 +158,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         log.info("%d stages, compiled ahead; they begin at %s", len(programs.starts), programs.starts)
     if programs.starts:
         programs.at(step)
-    eval_step = step_lib.make_eval_step(task, layout).lower(plan.state.variables, plan.batch).compile()
+    eval_step = evaluation.compile()
     stops = [step_lib.put_stop(layout, asked) for asked in (False, True)]
     peak, peak_source = metrics.peak_flops()
     log.info("compiled in %.1f s; MFU is of %.2f TFLOP/s (%s)", time.perf_counter() - began, peak / 1e12, peak_source)
@@ -204,6 +225,8 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     # 8. The loop. A step is reported one late, so that the device always has its next one before we wait; where we wait
     #    anyway, for a checkpoint or an evaluation, at once.
     batch, pending, last = feed.blank(plan.batch), None, {}
+    distributed.barrier("compiled")
+    watchdog.beat(f"step {step + 1}")
     meter.begin(step, stream.waited)
     if restored and test.n_batches and _looks(config, step):
         if not distributed.agree(metrics.is_written(config.workdir, step, "test")):
@@ -245,7 +268,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     # 9. Some process asked to stop: no step since has changed the state.
     step = int(state.step)
     checkpointer.save(step, state, loader.state(step - offset), offset=offset)
-    raise Preempted(f"ended by {stop.asked or 'another process'} after step {step}, saved in {config.workdir}")
+    raise Preempted(f"ended by {stop.reason} after step {step}, saved in {config.workdir}")
 
 
 def _initial_state(

@@ -12,7 +12,7 @@ FLOORS = (
     {"state", "step", "feed", "checkpoint", "warm_start"},
     {"workloads"},
     {"layout", "specs", "optim", "metrics", "distributed", "nn"},
-    {"types", "config", "checksums", "stored"},
+    {"types", "config", "checksums", "stored", "cluster", "rendezvous", "gce"},
 )
 # Neighbours on one floor, and why.
 ALLOWED = {

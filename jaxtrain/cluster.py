@@ -1,0 +1,188 @@
+"""From an environment to the processes of a run: a pure function, whoever started them.
+
+The first of these that the environment speaks of:
+
+1. JAXTRAIN_COORDINATOR (host:port of process 0), JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS.
+2. Open MPI: OMPI_COMM_WORLD_*. On several hosts JAXTRAIN_COORDINATOR must come along (mpirun -x), unless Open MPI says itself
+   where it was started.
+3. A task of a SLURM job step: SLURM_STEP_*. Process 0 is on the step's first node. The port is our own, from the job, the
+   step and the count of restarts, below the ports that systems give out by themselves (JAX's is the job id modulo 4096).
+4. A TPU pod: TPU_WORKER_* and MEGASCALE_* (GKE), or the same from the metadata of a TPU VM (`jaxtrain.gce`).
+5. None of them: one process.
+"""
+
+import re
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+VARIABLES = ("JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS")
+TPU_PORT = 8482  # the one that JAX documents for pods, and that their firewalls leave open
+PORTS = range(20_000, 32_000)  # below Linux' ephemeral ports, so that no connection of somebody's has one by chance
+
+
+class ClusterError(ValueError):
+    """An environment from which the processes of a run cannot be told; every reason at once."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(["the environment does not say which processes there are:", *(f"  {p}" for p in problems)]))
+
+
+class Cluster(NamedTuple):
+    """The processes of a run."""
+
+    processes: int = 1
+    process: int = 0
+    coordinator: str = ""  # host:port of process 0; "" when there is only one
+    local_devices: tuple[int, ...] = ()  # which of the GPUs that this process sees are its own; () = all of them
+    launcher: str = "one process"  # who started them
+    job: str = ""  # the launcher's name for this start of the run, the same in all its processes
+    note: str = ""  # what of the environment was left alone, and why
+
+
+def find(environment: Mapping[str, str], *, gpus: int = 0, metadata: Mapping[str, str] | None = None) -> Cluster:
+    """The cluster that ``environment`` speaks of.
+
+    Args:
+      gpus: how many NVIDIA GPUs the machine has; CUDA_VISIBLE_DEVICES may hide some.
+      metadata: of a TPU VM: agent-worker-number, worker-network-endpoints, tpu-env.
+
+    Raises:
+      ClusterError: the environment contradicts itself, or a process would see the wrong GPUs.
+    """
+    given = {name: environment[name] for name in VARIABLES if environment.get(name)}
+    found = _open_mpi(environment, gpus) or _slurm(environment, gpus) or _tpu(environment, metadata or {})
+    if found and found.processes > 1 and set(given) == {VARIABLES[0]}:
+        return found._replace(coordinator=_address(given[VARIABLES[0]]))
+    if given:
+        return _explicit(given)
+    if found and found.processes > 1 and not found.coordinator:
+        raise ClusterError([f"{found.launcher} does not say where process 0 is; mpirun -x JAXTRAIN_COORDINATOR=host:port does"])
+    return found or Cluster()
+
+
+def _explicit(given: Mapping[str, str]) -> Cluster:
+    problems = [f"{name} is not set, although {', '.join(given)} is" for name in VARIABLES if name not in given]
+    numbers = {}
+    for name in VARIABLES[1:]:
+        if name in given and not given[name].isdecimal():
+            problems.append(f"{name}={given[name]!r} is no number")
+        numbers[name] = int(given[name]) if given.get(name, "").isdecimal() else 0
+    try:
+        address = _address(given[VARIABLES[0]]) if VARIABLES[0] in given else ""
+    except ClusterError as error:
+        problems += error.problems
+    processes, process = numbers.values()
+    if not problems and not 0 <= process < processes:
+        problems.append(f"process {process} of {processes} does not exist; they count from 0")
+    if problems:
+        raise ClusterError(problems)
+    return Cluster(processes, process, address if processes > 1 else "", launcher=", ".join(VARIABLES))
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ClusterError([f"{VARIABLES[0]}={text!r} is no host:port, for example 10.0.0.1:27508"])
+    return text
+
+
+def _open_mpi(environment: Mapping[str, str], gpus: int) -> Cluster | None:
+    names = {key: f"OMPI_COMM_WORLD_{key}" for key in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")}
+    if not all(environment.get(name, "").isdecimal() for name in names.values()):
+        return None
+    size, rank, local_size, local_rank = (int(environment[name]) for name in names.values())
+    uri = environment.get("OMPI_MCA_orte_hnp_uri", "")  # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
+    job = environment.get("PMIX_NAMESPACE") or uri.partition(";")[0] or environment.get("OMPI_MCA_ess_base_jobid", "")
+    launched_at = re.search(r"tcp://([^,:]+)|tcp6://(\[[^\],]+)", uri)
+    host = ""
+    if local_size == size:
+        host = "127.0.0.1"
+    elif launched_at:
+        host = launched_at[1] or f"{launched_at[2]}]"
+    own = _own_gpus(environment, gpus, 0, local_size, local_rank, f"process {rank} of {size}")
+    coordinator = f"{host}:{_port(job)}" if host and size > 1 else ""
+    return Cluster(size, rank, coordinator, own, "Open MPI", job)
+
+
+def _slurm(environment: Mapping[str, str], gpus: int) -> Cluster | None:
+    if not environment.get("SLURM_JOB_ID"):
+        return None
+    wanted = ("STEP_ID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "PROCID", "LOCALID", "NODEID")
+    values = {name: environment.get(f"SLURM_{name}", "") for name in wanted}
+    if missing := [f"SLURM_{name}" for name, value in values.items() if not value]:
+        note = f"this is no task of a step of SLURM job {environment['SLURM_JOB_ID']} ({', '.join(missing)} not set), so it "
+        return Cluster(note=note + "is a run of one process; srun starts tasks")
+    tasks, process = int(values["STEP_NUM_TASKS"]), int(values["PROCID"])
+    job = f"{environment['SLURM_JOB_ID']}.{values['STEP_ID']}.{environment.get('SLURM_RESTART_COUNT', '0')}"
+    local = _tasks_per_node(values["STEP_TASKS_PER_NODE"])[int(values["NODEID"])]
+    host = first_host(values["STEP_NODELIST"])
+    name = f"process {process} of {tasks} (on {environment.get('SLURMD_NODENAME', 'its node')})"
+    own = _own_gpus(environment, gpus, int(environment.get("SLURM_GPUS_ON_NODE") or 0), local, int(values["LOCALID"]), name)
+    return Cluster(tasks, process, f"{host}:{_port(job)}" if tasks > 1 else "", own, "SLURM", job)
+
+
+def first_host(nodes: str) -> str:
+    """The first of a SLURM node list: node[003-007,12],gpu1 → node003."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    if not first:
+        raise ClusterError([f"the SLURM node list {nodes!r} is empty"])
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """2(x3),1 → [2, 2, 2, 1]"""
+    return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+
+
+def _port(job: str) -> int:
+    return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
+
+
+def _tpu(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster | None:
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms and "tpu" not in platforms:
+        return None
+    # Lines of tpu-env are NAME: 'value'.
+    told = dict(re.findall(r"^(\w+): *'?([^'\n]*)'?$", metadata.get("tpu-env", ""), re.MULTILINE)) | dict(environment)
+    hosts = told.get("TPU_PROCESS_ADDRESSES") or told.get("TPU_WORKER_HOSTNAMES") or ""
+    worker = told.get("TPU_WORKER_ID", "")
+    if metadata.get("worker-network-endpoints"):  # host,host or name:id:address,name:id:address
+        hosts, worker = metadata["worker-network-endpoints"], metadata.get("agent-worker-number", "")
+    if not hosts or not worker.isdecimal():
+        return None
+    workers = [_tpu_host(host) for host in hosts.split(",")]
+    slices, own = int(told.get("MEGASCALE_NUM_SLICES") or 1), int(told.get("MEGASCALE_SLICE_ID") or 0)
+    first = _tpu_host(told["MEGASCALE_COORDINATOR_ADDRESS"]) if told.get("MEGASCALE_COORDINATOR_ADDRESS") else workers[0]
+    process, processes = own * len(workers) + int(worker), slices * len(workers)
+    if process >= processes:
+        raise ClusterError([f"TPU worker {worker} of slice {own} does not exist: {slices} × {len(workers)} are listed"])
+    return Cluster(processes, process, f"{first}:{TPU_PORT}" if processes > 1 else "", launcher="TPU pod")
+
+
+def _tpu_host(text: str) -> str:
+    parts = text.strip().split(":")
+    return parts[2] if len(parts) == 3 else parts[0]
+
+
+def _own_gpus(environment: Mapping[str, str], gpus: int, allocated: int, tasks: int, task: int, name: str) -> tuple[int, ...]:
+    """Which of the GPUs that a process sees are its own. ``task`` is one of ``tasks`` on a node with ``allocated`` GPUs (0 =
+    not known). A local rank is no ordinal: a process that was given its GPUs alone sees them from 0 on.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
+    bound = gpus < tasks or 0 < gpus < allocated or bool(environment.get("SLURM_GPUS_PER_TASK"))
+    if not bound:
+        if gpus % tasks:
+            raise ClusterError([f"{name} sees {gpus} GPUs, which the {tasks} tasks of its node cannot share evenly"])
+        return tuple(range(task * gpus // tasks, (task + 1) * gpus // tasks)) if tasks > 1 else ()
+    if allocated > gpus * tasks:
+        raise ClusterError(
+            [
+                f"{name} sees {gpus} of the {allocated} GPUs of its node, and the node has {tasks} task(s): the rest would "
+                "idle. GPUs are bound per task; use --gpus-per-node without --gpus-per-task and --gpu-bind, or a task per GPU"
+            ]
+        )
+    return tuple(range(gpus)) if tasks > 1 else ()

@@ -1,0 +1,72 @@
+"""What Google's metadata server tells a machine: the pod that a TPU VM belongs to, and that it will soon be taken away.
+
+GCE_METADATA_HOST (or GCE_METADATA_IP) names another server than the usual one; NO_GCE_CHECK=true asks none. Elsewhere than on
+Google's machines none is asked.
+"""
+
+import importlib.util
+import pathlib
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+
+POD = ("agent-worker-number", "worker-network-endpoints", "tpu-env")  # attributes of a TPU VM
+# What tells of an end, and the answers that do: a VM with TPUs or GPUs is not moved while it runs, but stopped.
+NOTICES = {"maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE",), "preempted": ("TRUE",)}
+
+
+def server(environment: Mapping[str, str]) -> str:
+    """The metadata server's host, "" when this is no machine of Google's."""
+    if environment.get("NO_GCE_CHECK", "").lower() in ("1", "true"):
+        return ""
+    named = environment.get("GCE_METADATA_HOST") or environment.get("GCE_METADATA_IP")
+    product = pathlib.Path("/sys/class/dmi/id/product_name")
+    if named or not product.exists():
+        return named or ""
+    return "169.254.169.254" if product.read_text().startswith("Google") else ""
+
+
+def read(host: str, name: str, *, timeout: float = 5.0) -> str | None:
+    """instance/``name``; None when the server has no such thing or does not answer."""
+    url = f"http://{host}/computeMetadata/v1/instance/{name}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a proxy
+    try:
+        with opener.open(request, timeout=timeout) as answer:
+            return answer.read().decode()
+    except (OSError, ValueError):
+        return None
+
+
+def tpu_metadata(environment: Mapping[str, str]) -> dict[str, str]:
+    """The attributes `POD` of a TPU VM; empty on a machine without TPUs, or without the package libtpu."""
+    chips = [p for p in pathlib.Path("/dev").glob("*") if re.fullmatch(r"accel\d+", p.name)]
+    chips += pathlib.Path("/dev/vfio").glob("[0-9]*")
+    host = server(environment)
+    if not host or not chips or "TPU_SKIP_MDS_QUERY" in environment or importlib.util.find_spec("libtpu") is None:
+        return {}
+    return {name: text for name in POD if (text := read(host, f"attributes/{name}"))}
+
+
+class Notices:
+    """Asks every ``pause`` seconds whether this machine will be taken away, and calls ``tell`` once with what was said."""
+
+    def __init__(self, host: str, tell: Callable[[str], None], *, pause: float = 5.0):
+        self._host, self._tell, self._pause = host, tell, pause
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
+        if host:
+            self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            for name, ends in NOTICES.items():
+                if (said := read(self._host, name)) in ends:
+                    self._tell(f"{name}={said}")
+                    return
+            self._closed.wait(self._pause)

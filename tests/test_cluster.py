@@ -1,0 +1,185 @@
+"""From an environment to the processes of a run."""
+
+import pytest
+
+from jaxtrain.cluster import PORTS, Cluster, ClusterError, find, first_host
+
+C, N, I = "JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (1, 0, "")),
+        ({"HOME": "/root", C: "", N: "", I: ""}, (1, 0, "")),
+        ({C: "10.0.0.1:27508", N: "4", I: "0"}, (4, 0, "10.0.0.1:27508")),
+        ({C: "node-7:1", N: "4", I: "3"}, (4, 3, "node-7:1")),
+        ({C: "[::1]:27508", N: "2", I: "1"}, (2, 1, "[::1]:27508")),
+        ({C: "localhost:27508", N: "1", I: "0"}, (1, 0, "")),
+    ],
+)
+def test_an_explicit_environment(environment, expected):
+    found = find(environment)
+    assert (found.processes, found.process, found.coordinator) == expected and not found.local_devices
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({C: "h:1"}, [N, I]),
+        ({N: "2"}, [C, I]),
+        ({I: "0"}, [C, N]),
+        ({C: "h:1", I: "0"}, [N]),
+        ({C: "h:1", N: "2", I: "2"}, ["process 2 of 2"]),
+        ({C: "h:1", N: "0", I: "0"}, ["process 0 of 0"]),
+        ({C: "h:1", N: "two", I: "-1"}, [f"{N}='two'", f"{I}='-1'"]),
+        ({C: "h", N: "2", I: "0"}, [f"{C}='h' is no host:port"]),
+        ({C: ":80", N: "2", I: "0"}, ["no host:port"]),
+        ({C: "h:70000", N: "2", I: "0"}, ["no host:port"]),
+        ({C: "h:", N: "x"}, [I, "no host:port", f"{N}='x'"]),
+    ],
+)
+def test_an_explicit_environment_that_makes_no_sense_is_told_whole(environment, told):
+    with pytest.raises(ClusterError) as error:
+        find(environment)
+    assert len(error.value.problems) == len(told)
+    for part in told:
+        assert part in str(error.value)
+
+
+def slurm(
+    process: int = 0, *, tasks: int = 4, per_node: str = "1(x4)", nodes: str = "node[007-010]", **more: str
+) -> dict[str, str]:
+    """What srun gives a task; the values of a real step of SLURM 22.05, for other numbers."""
+    local = int(per_node.partition("(")[0])
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_JOB_NODELIST": f"login1,{nodes}",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+        "SLURM_PROCID": str(process),
+        "SLURM_LOCALID": str(process % local),
+        "SLURM_NODEID": str(process // local),
+        "SLURMD_NODENAME": "node008",
+        **more,
+    }
+
+
+def test_a_slurm_step_has_its_first_node_as_coordinator_and_a_port_of_its_own():
+    found = [find(slurm(i)) for i in range(4)]
+    assert [(c.processes, c.process, c.launcher) for c in found] == [(4, i, "SLURM") for i in range(4)]
+    assert len({c.coordinator for c in found}) == 1
+    host, port = found[0].coordinator.split(":")
+    assert host == "node007" and int(port) in PORTS
+    others = [
+        find(slurm(**{k: v})) for k, v in (("SLURM_STEP_ID", "1"), ("SLURM_RESTART_COUNT", "1"), ("SLURM_JOB_ID", "8807"))
+    ]
+    assert len({c.coordinator for c in [found[0], *others]}) == 4, "steps, restarts, and jobs 4096 apart do not meet"
+    assert len({c.job for c in [found[0], *others]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("node7,other[1-3]", "node7"),
+        ("node[001-003,7]", "node001"),
+        ("node[12,001]", "node12"),
+        ("r[1-2]n[03-04],x", "r1n03"),
+        ("gpu-a[2-4].cluster.org,b", "gpu-a2.cluster.org"),
+    ],
+)
+def test_first_host(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_a_part_of_slurms_variables_is_one_process_with_a_reason():
+    whole = slurm(3)
+    step = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
+    shell = {k: v for k, v in whole.items() if k not in (*step, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")}  # salloc
+    batch = {k: v for k, v in whole.items() if k not in step}  # the batch script, outside srun
+    for environment in (shell, batch, {"SLURM_JOB_ID": "4711"}):  # the last one as pam_slurm_adopt leaves it
+        found = find(environment)
+        assert (found.processes, found.coordinator) == (1, "")
+        assert "4711" in found.note and "SLURM_STEP_ID" in found.note and "srun" in found.note
+    assert find(slurm(tasks=1, per_node="1", nodes="n")) == Cluster(launcher="SLURM", job="4711.0.0")
+
+
+def test_a_coordinator_alone_overrides_what_slurm_says():
+    assert find(slurm(2, **{C: "10.0.0.9:1234"})).coordinator == "10.0.0.9:1234"
+    assert find(slurm(2, **{C: "h:1", N: "2", I: "1"}))[:3] == (2, 1, "h:1")
+
+
+FOUR = {"tasks": 8, "per_node": "4(x2)", "nodes": "a[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "own"),
+    [
+        (slurm(1), 0, ()),
+        (slurm(1), 8, ()),  # one task on a node: all
+        (slurm(1, CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_GPUS_ON_NODE="4"), 8, ()),
+        (slurm(6, **FOUR), 8, (4, 5)),  # four tasks that see eight: two each
+        (slurm(6, CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_GPUS_ON_NODE="4", **FOUR), 8, (2,)),
+        (slurm(6, CUDA_VISIBLE_DEVICES="2", SLURM_GPUS_ON_NODE="4", **FOUR), 8, (0,)),  # bound: ordinal 0, not local rank 2
+        (slurm(6, CUDA_VISIBLE_DEVICES="0,1", SLURM_GPUS_ON_NODE="8", **FOUR), 8, (0, 1)),
+        (slurm(6, CUDA_VISIBLE_DEVICES="GPU-5f,GPU-6a", SLURM_GPUS_PER_TASK="2", **FOUR), 8, (0, 1)),
+        (slurm(6, CUDA_VISIBLE_DEVICES="", **FOUR), 8, ()),
+    ],
+)
+def test_local_devices_come_from_what_is_visible(environment, gpus, own):
+    assert find(environment, gpus=gpus).local_devices == own
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (slurm(1, CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_ON_NODE="8"), "sees 1 of the 8 GPUs of its node"),
+        (slurm(1, CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_ON_NODE="8", **FOUR), "4 task(s): the rest would idle"),
+        (slurm(1, CUDA_VISIBLE_DEVICES="0,1,2,3,4,5", **FOUR), "sees 6 GPUs, which the 4 tasks"),
+    ],
+)
+def test_gpus_that_would_idle_are_an_error_that_names_the_process(environment, told):
+    with pytest.raises(ClusterError, match="process 1 of .* \\(on node008\\)") as error:
+        find(environment, gpus=8)
+    assert told in str(error.value)
+
+
+def mpi(rank: int, *, size: int, local: int, **more: str) -> dict[str, str]:
+    names = {"SIZE": size, "RANK": rank, "LOCAL_SIZE": local, "LOCAL_RANK": rank % local}
+    return {**{f"OMPI_COMM_WORLD_{k}": str(v) for k, v in names.items()}, "PMIX_NAMESPACE": "prterun-host-1@1", **more}
+
+
+def test_open_mpi():
+    here = find(mpi(1, size=2, local=2), gpus=4)
+    assert here[:2] == (2, 1) and here.coordinator.startswith("127.0.0.1:") and here.local_devices == (2, 3)
+    uri = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+    assert find(mpi(3, size=4, local=2, **uri)).coordinator.startswith("10.96.0.1:")
+    uri = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp6://[fe80::b9b,2620:10d::2]:43370"}
+    assert find(mpi(3, size=4, local=2, **uri)).coordinator.startswith("[fe80::b9b]:")
+    with pytest.raises(ClusterError, match="mpirun -x JAXTRAIN_COORDINATOR=host:port"):
+        find(mpi(3, size=4, local=2))
+    assert find(mpi(3, size=4, local=2, **{C: "h:5"}))[:3] == (4, 3, "h:5")
+    assert find(mpi(0, size=1, local=1))[:3] == (1, 0, "")
+    inside = slurm(0, tasks=2, per_node="1(x2)")  # mpirun's own helpers are tasks of a SLURM step; its ranks count
+    assert find({**inside, **mpi(3, size=4, local=2, **uri)})[:2] == (4, 3)
+
+
+def test_tpu_pods():
+    gke = {"TPU_WORKER_HOSTNAMES": "w-0.svc,w-1.svc", "TPU_WORKER_ID": "1"}
+    assert find(gke)[:3] == (2, 1, "w-0.svc:8482")
+    assert find({**gke, "JAX_PLATFORMS": "cpu"}) == Cluster()
+    slices = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "s-0.svc:8080"}
+    assert find({**gke, **slices})[:3] == (4, 3, "s-0.svc:8482")
+    assert find({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"})[:3] == (1, 0, "")
+    vm = {"worker-network-endpoints": "unknown:unknown:10.164.0.2,unknown:unknown:10.164.0.3", "agent-worker-number": "1"}
+    assert find({}, metadata=vm)[:3] == (2, 1, "10.164.0.2:8482")
+    vm = {"worker-network-endpoints": "10.0.0.2,10.0.0.3", "agent-worker-number": "0"}
+    several = "ACCELERATOR_TYPE: 'v4-16'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"
+    several += "MEGASCALE_COORDINATOR_ADDRESS: '10.0.0.9'\n"
+    assert find({}, metadata={**vm, "tpu-env": several})[:3] == (4, 2, "10.0.0.9:8482")
+    with pytest.raises(ClusterError, match="TPU worker 2 of slice 0"):
+        find({**gke, "TPU_WORKER_ID": "2"})
