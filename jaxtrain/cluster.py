@@ -78,7 +78,7 @@ def _explicit(given: Mapping[str, str]) -> Cluster:
         problems.append(f"process {process} of {processes} does not exist; they count from 0")
     if problems:
         raise ClusterError(problems)
-    return Cluster(processes, process, address if processes > 1 else "", launcher=", ".join(VARIABLES))
+    return Cluster(processes, process, address if processes > 1 else "", launcher="JAXTRAIN variables")
 
 
 def _address(text: str) -> str:
