@@ -24,7 +24,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 OPTIMIZERS = ("adamw", "adam_atan2", "lion", "sign_sgd")
 CORRECTIONS = ("outside", "inside")
@@ -585,23 +585,36 @@ def save(config: Config, folder: str | os.PathLike) -> None:
     temporary.replace(path)
 
 
-def parse_args(argv: Sequence[str]) -> tuple[str, list[tuple[str, str]], bool]:
-    """``--config=FILE[:ARG] --config.section.field=value … --explain`` -> (source, overrides, explain).
+class Arguments(NamedTuple):
+    """What the command line asks for."""
+
+    source: str  # FILE[:ARG] of --config
+    overrides: list[tuple[str, str]]  # (section.field, text)
+    explain: bool
+    plan: str | None  # the target, "" for this machine; None = no plan
+
+
+def parse_args(argv: Sequence[str]) -> Arguments:
+    """``--config=FILE[:ARG] --config.section.field=value … --explain --plan[=TARGET]``.
 
     Raises ConfigError for a missing --config and for every argument that is none of these.
     """
-    source, overrides, want_explain, problems = "", [], False, []
+    source, overrides, want_explain, plan, problems = "", [], False, None, []
     rest = iter(argv)
     for argument in rest:
         flag, equals, value = argument.partition("=")
         if flag == "--explain" and not equals:
             want_explain = True
             continue
+        if flag == "--plan":
+            plan = value
+            continue
         if flag != "--config" and not flag.startswith("--config."):
             problems.append(
                 (
                     "",
-                    f"argument {argument!r} is unknown; {_choices(flag, ('--config', '--explain', '--config.section.field'))}",
+                    f"argument {argument!r} is unknown; "
+                    f"{_choices(flag, ('--config', '--explain', '--plan', '--config.section.field'))}",
                 )
             )
             continue
@@ -623,7 +636,7 @@ def parse_args(argv: Sequence[str]) -> tuple[str, list[tuple[str, str]], bool]:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return source, overrides, want_explain
+    return Arguments(source, overrides, want_explain, plan)
 
 
 def _names(cls: type) -> list[str]:

@@ -25,6 +25,12 @@ def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
     return Rows(next(iter(batch.values())).shape[0], tuple(sorted(ranges)))
 
 
+def rows_of_one(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
+    """The first device's rows alone: to try a loader where the mesh is not."""
+    x = next(iter(batch.values()))
+    return Rows(x.shape[0], ((0, x.sharding.shard_shape(x.shape)[0]),))
+
+
 def put(host: Mapping[str, list[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> Batch:
     """Global arrays from this process's rows. Each device's rows are one contiguous array: nothing is copied on the host."""
     place = {r: i for i, r in enumerate(rows.ranges)}

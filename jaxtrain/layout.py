@@ -38,30 +38,61 @@ class LayoutError(ValueError):
     """Shapes, rules and mesh that do not fit together."""
 
 
-def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """A (data, fsdp, model) mesh over all devices; one size may be -1. Raises LayoutError if the sizes do not fit."""
-    devices = jax.devices() if devices is None else list(devices)
-    sizes = [data, fsdp, model]
+def mesh_sizes(sizes: Sequence[int], count: int, what: str) -> tuple[int, int, int]:
+    """Devices along (data, fsdp, model) for ``count`` of them; one size may be -1. Raises LayoutError if they do not fit."""
+    sizes = list(sizes)
+    asked = dict(zip(MESH_AXES, sizes, strict=True))
     if -1 in sizes:
         known = -int(np.prod(sizes))
-        if known < 1 or len(devices) % known:
-            raise LayoutError(
-                f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: {known} does not divide the {len(devices)} devices"
-            )
-        sizes[sizes.index(-1)] = len(devices) // known
-    if int(np.prod(sizes)) != len(devices):
+        if known < 1 or count % known:
+            raise LayoutError(f"mesh {asked}: {known} does not divide the {count} devices")
+        sizes[sizes.index(-1)] = count // known
+    if int(np.prod(sizes)) != count:
         raise LayoutError(
-            f"mesh {dict(zip(MESH_AXES, sizes, strict=True))} has {int(np.prod(sizes))} places, and there are "
-            f"{len(devices)} devices ({devices[0].device_kind}); set one axis to -1"
+            f"mesh {asked} has {int(np.prod(sizes))} places, and there are {count} devices ({what}); set one axis to -1"
+        )
+    return tuple(sizes)
+
+
+def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """A (data, fsdp, model) mesh over all devices; one size may be -1. Raises LayoutError if the sizes do not fit.
+
+    Within a slice (devices joined by their own links) neighbours in the mesh are neighbours in the machine. Between slices
+    there is only the data centre's network, which gradients cross once per step: they are along "data", each a whole number
+    of replicas.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = mesh_sizes((data, fsdp, model), len(devices), devices[0].device_kind)
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    replicas, short = divmod(sizes[0], len(slices))
+    if short:
+        raise LayoutError(
+            f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: the {len(slices)} slices do not divide data={sizes[0]}; fsdp and "
+            "model must stay within a slice"
         )
     # Explicit, because the default type of an axis changed between JAX releases.
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    parts = [
+        jax.make_mesh((replicas, *sizes[1:]), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=slices[i])
+        for i in sorted(slices)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    together = np.concatenate([part.devices for part in parts])
+    return jax.sharding.Mesh(together, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def abstract_mesh(data: int, fsdp: int, model: int, *, count: int, what: str) -> jax.sharding.AbstractMesh:
+    """The same without devices, to plan for ``count`` of them that need not exist."""
+    sizes = mesh_sizes((data, fsdp, model), count, what)
+    return jax.sharding.AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 class Layout(NamedTuple):
     """A mesh with rules. ``rules`` are complete: `make_layout` merges overrides into `RULES`."""
 
-    mesh: jax.sharding.Mesh
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     rules: Mapping[str, str]
 
     def spec(self, axes: Axes, shape: Sequence[int], *, path: str = "array") -> PartitionSpec:
@@ -209,7 +240,7 @@ class Sharder(NamedTuple):
         return set() if context.empty else set(context.manual_axes)
 
 
-def make_layout(mesh: jax.sharding.Mesh, rules: Mapping[str, str]) -> Layout:
+def make_layout(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Mapping[str, str]) -> Layout:
     """`RULES` with overrides. Raises LayoutError for a rule that names no mesh axis."""
     merged = {**RULES, **rules}
     for axis, rule in merged.items():

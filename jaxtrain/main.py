@@ -1,8 +1,8 @@
-"""python -m jaxtrain.main --config=configs/xcm.py[:/path/to/data] [--config.section.field=value …] [--explain]"""
+"""python -m jaxtrain.main --config=configs/xcm.py[:/path/to/data] [--config.section.field=value …] [--explain | --plan[=TARGET]]"""
 
 import sys
 
-from jaxtrain import config, distributed, metrics, train
+from jaxtrain import config, distributed, metrics, plan, train
 
 
 def main() -> int:
@@ -10,13 +10,17 @@ def main() -> int:
     distributed.use_compilation_cache()
     distributed.use_threads_for_host_devices()
     try:
-        source, overrides, explain = config.parse_args(sys.argv[1:])
-        resolved = config.load(source, overrides)
-        if explain:
+        arguments = config.parse_args(sys.argv[1:])
+        resolved = config.load(arguments.source, arguments.overrides)
+        if arguments.explain:
             print(config.explain(resolved))
+        elif arguments.plan is not None:
+            text, well = plan.report(resolved, arguments.plan)
+            print(text)
+            return 0 if well else 1
         else:
             train.run(resolved)
-    except train.USER_ERRORS as error:
+    except (plan.PlanError, *train.USER_ERRORS) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except train.Preempted as end:

@@ -21,20 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
+from jaxtrain import chips
 from jaxtrain.config import Config
 from jaxtrain.types import Mean
-
-# Dense bf16 FLOP/s of one device, from the vendors' datasheets (without sparsity).
-PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-}
 
 
 def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, Any]:
@@ -238,9 +227,8 @@ def peak_flops() -> tuple[float, str]:
     """
     devices = jax.devices()
     kind = devices[0].device_kind
-    known = max((name for name in PEAK_FLOPS if kind.startswith(name)), key=len, default=None)
-    if known:
-        return PEAK_FLOPS[known] * len(devices), f"{kind} datasheet, bf16"
+    if chip := chips.find(kind):
+        return chip.flops * len(devices), f"{kind} datasheet, bf16"
     n, best = 1024, math.inf
     local = jax.local_devices()
     x = jax.device_put(jnp.ones((n, n), jnp.float32), local[0])

@@ -93,8 +93,8 @@ def here(tmp_path, monkeypatch):
 
 
 def load(*arguments, source="configs/toy.py"):
-    found, overrides, _ = config_lib.parse_args([f"--config={source}", *arguments])
-    return config_lib.load(found, overrides)
+    found = config_lib.parse_args([f"--config={source}", *arguments])
+    return config_lib.load(found.source, found.overrides)
 
 
 def mistakes(*arguments, source="configs/toy.py"):

@@ -9,10 +9,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = (
     {"main"},
     {"train"},
+    {"plan"},
     {"state", "step", "feed", "checkpoint", "warm_start"},
     {"workloads"},
     {"layout", "specs", "optim", "metrics", "distributed", "nn"},
-    {"types", "config", "checksums", "stored", "cluster", "rendezvous", "gce"},
+    {"types", "config", "checksums", "stored", "cluster", "rendezvous", "gce", "chips", "hlo"},
 )
 # Neighbours on one floor, and why.
 ALLOWED = {

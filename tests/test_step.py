@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 import threading
 
 import jax
@@ -12,6 +11,7 @@ import optax
 import pytest
 
 from jaxtrain import config as config_lib
+from jaxtrain import hlo
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.layout import LayoutError, make_layout, make_mesh
@@ -139,87 +139,13 @@ def test_gradients_are_those_of_the_plain_mean(make_run, alone):
     assert_close(jax.tree.map(lambda g: 0.1 * g * OPTIM.clip / norm, host(grads)), moments(state), atol=1e-5)
 
 
-def collectives(hlo):
-    """(inside a while body, spans the groups of devices) of every collective that moves values between devices."""
-    computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S))
-    inside, todo = set(), re.findall(r"body=%?([\w.\-]+)", hlo)
-    while todo:
-        name = todo.pop()
-        if name in computations and name not in inside:
-            inside.add(name)
-            todo += re.findall(r"(?:calls|to_apply|body|branch_computations)=\{?%?([\w.\-]+)", computations[name])
-    for name, text in computations.items():
-        for line in text.splitlines():
-            if re.search(
-                r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(-start)?\(", line
-            ):
-                yield name in inside, groups(line), line.strip()
-
-
-def groups(line):
-    """Lists of device numbers that exchange values: in each of the notations that XLA prints."""
-    if explicit := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", line):
-        return [[int(i) for i in group.split(",")] for group in re.findall(r"\{(.*?)\}", explicit[1])]
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        return devices(*iota.group(2, 3)).reshape(numbers(iota[1])).tolist()
-    if mesh := re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}:]*)\}", line
-    ):
-        names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", mesh[1]), strict=True)
-        sizes = [int(n) for n in sizes]
-        along = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[4])]
-        places = devices(mesh[2] or str(math.prod(sizes)), mesh[3]).reshape(sizes)
-        return np.moveaxis(places, along, range(-len(along), 0)).reshape(-1, math.prod(sizes[i] for i in along)).tolist()
-    if "replica_groups={}" in line:
-        return [list(range(8))]
-    raise ValueError(f"an unknown notation of groups: {line}")
-
-
-def numbers(text):
-    return [int(n) for n in text.split(",")]
-
-
-def devices(dims, order):
-    places = np.arange(math.prod(numbers(dims))).reshape(numbers(dims))
-    return places.transpose(numbers(order)) if order else places
-
-
-def spans(group, mesh, axis):
-    """Whether devices of one group differ in their place on a mesh axis."""
-    places = np.unravel_index(group, MESHES[mesh])[("data", "fsdp", "model").index(axis)]
-    return len(set(places.tolist())) > 1
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("all-reduce(y), replica_groups={{0,4},{1,5}}, foo", [[0, 4], [1, 5]]),
-        ("collective-permute(x), source_target_pairs={{0,1},{1,0}}, y", [[0, 1], [1, 0]]),
-        ("replica_groups=[4,2]<=[2,4]T(1,0), x", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("replica_groups=[2,4]<=[8], x", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ("replica_groups=mesh['data'=2,'fsdp'=2,'model'=2] {'data'}, x", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("replica_groups=mesh['data'=2,'fsdp'=2,'model'=2] {'data','fsdp'}, x", [[0, 2, 4, 6], [1, 3, 5, 7]]),
-        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}, x", [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        ("replica_groups={}, x", [[0, 1, 2, 3, 4, 5, 6, 7]]),
-    ],
-)
-def test_the_reader_of_groups(text, expected):
-    assert groups(text) == expected
-
-
-def test_the_reader_of_axes():
-    assert spans([0, 4], "mixed", "data") and not spans([0, 1, 2, 3], "mixed", "data") and spans([0, 1], "data", "data")
-
-
 @pytest.mark.parametrize("mesh", ["mixed", "data"])
 def test_accumulation_reduces_over_data_once(make_run, mesh):
     run = make_run(mesh, 4)
-    found = [(loop, any(spans(g, mesh, "data") for g in gs), line) for loop, gs, line in collectives(run.compiled.as_text())]
-    assert not [line for loop, over_data, line in found if loop and over_data]
-    after = [line for loop, over_data, line in found if not loop and over_data and " all-reduce" in line]
+    found = [c for c in hlo.collectives(run.compiled.as_text()) if "data" in c.axes(run.layout.mesh.shape)]
+    assert not [c.line for c in found if c.in_loop]
     # Each parameter is summed over data in one reduction of its gradient, however XLA bundles them.
-    shapes = [shape for line in after for shape in re.findall(r"f32\[([\d,]*)\]", line.split(" all-reduce")[0])]
-    reduced = sum(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
+    reduced = sum(math.prod(shape) for c in found if c.kind == "all-reduce" for shape in c.shapes)
     sizes = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(run.plan.state.variables.params))
     assert sizes <= reduced <= 1.02 * sizes, (sizes, reduced)
 

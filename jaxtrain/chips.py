@@ -1,0 +1,43 @@
+"""What chips hold and do, by the vendors' datasheets: the one table that plans, MFU and refusals reckon with.
+
+Sources (as of 2025): NVIDIA's datasheets of A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, L40S and RTX A6000; Google Cloud's
+"TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" pages. FLOP/s are dense, without sparsity. NVLink is quoted for both directions
+together; the table has one, like Google's figure for the links between chips. Of a TPU's memory the runtime keeps some for
+itself: the table has what the compiler grants a program, from its own messages.
+"""
+
+from typing import NamedTuple
+
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+    name: str  # as in --plan=gpu:h100x8 or --plan=tpu:v4:2x2x4
+    kind: str  # what JAX's device_kind begins with
+    flops: float  # [FLOP/s] bfloat16 matrix products
+    memory: float  # [bytes] that a program may use
+    bandwidth: float  # [bytes/s] of the memory
+    links: float  # [bytes/s] sent to other chips of the node or slice, all links together, one direction
+
+
+CHIPS = (
+    Chip("a100", "NVIDIA A100", 312e12, 80e9, 2039e9, 300e9),
+    Chip("h100", "NVIDIA H100", 989e12, 80e9, 3350e9, 450e9),
+    Chip("h200", "NVIDIA H200", 989e12, 141e9, 4800e9, 450e9),
+    Chip("b200", "NVIDIA B200", 2250e12, 180e9, 7700e9, 900e9),
+    Chip("l40s", "NVIDIA L40S", 362e12, 48e9, 864e9, 32e9),
+    Chip("a6000", "NVIDIA RTX A6000", 154.8e12, 48e9, 768e9, 32e9),
+    Chip("v4", "TPU v4", 275e12, 30.75 * GIB, 1228e9, 300e9),
+    Chip("v5e", "TPU v5 lite", 197e12, 15.75 * GIB, 819e9, 200e9),
+    Chip("v5p", "TPU v5", 459e12, 95.74 * GIB, 2765e9, 600e9),
+    Chip("v6e", "TPU v6 lite", 918e12, 31.25 * GIB, 1640e9, 448e9),
+)
+
+
+def find(kind: str) -> Chip | None:
+    """The chip of a ``device_kind``, or None: the longest name that it begins with, since "TPU v5 lite" is no "TPU v5"."""
+    return max((chip for chip in CHIPS if kind.startswith(chip.kind)), key=lambda chip: len(chip.kind), default=None)
+
+
+def by_name(name: str) -> Chip | None:
+    return next((chip for chip in CHIPS if chip.name == name.lower()), None)

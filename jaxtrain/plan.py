@@ -1,0 +1,405 @@
+"""What a run will hold, move and cost, before any of it exists, on devices that need not be here.
+
+    python -m jaxtrain.main --config=… --plan                  # the devices of this machine
+    python -m jaxtrain.main --config=… --plan=tpu:v4:2x2x4     # a TPU slice; its step is compiled here, by libtpu
+    python -m jaxtrain.main --config=… --plan=tpu:v4:2x2x4*2   # two such slices
+    python -m jaxtrain.main --config=… --plan=gpu:h100x8       # so many GPUs of one node or more
+
+Nothing here makes an array. What a device holds between steps is exact: the sum over the abstract state, with the tiles that
+TPUs pad to. Compiling for a TPU needs the package libtpu (extra: topology) and no TPU.
+"""
+
+import importlib
+import importlib.util
+import logging
+import math
+import os
+import pathlib
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.interpreters import partial_eval
+
+from jaxtrain import chips, feed, hlo, optim, specs
+from jaxtrain import config as config_lib
+from jaxtrain import layout as layout_lib
+from jaxtrain import state as state_lib
+from jaxtrain import step as step_lib
+from jaxtrain.types import PyTree, Task
+
+log = logging.getLogger("jaxtrain")
+MFU = 0.4  # share of the peak that hours are projected with
+GPUS_PER_NODE = 8
+
+
+class PlanError(ValueError):
+    """A target that is unknown, or a run that does not fit. The message has the remedy."""
+
+
+class Target(NamedTuple):
+    """Devices to plan for."""
+
+    name: str  # as the user wrote it
+    chip: chips.Chip | None  # None: not in the table, as CPUs are not
+    count: int  # devices
+    here: bool  # they are this machine's
+    topology: str = ""  # of a TPU slice, for the compiler
+    slices: int = 1
+
+    @property
+    def tiled(self) -> bool:
+        return bool(self.chip and self.chip.kind.startswith("TPU"))
+
+    @property
+    def memory(self) -> float:
+        """Bytes that a program may use on one device."""
+        return self.chip.memory if self.chip else host_memory() / jax.local_device_count()
+
+
+def parse_target(text: str) -> Target:
+    """Raises PlanError for a target that is unknown, with those that are."""
+    if not text:
+        device = jax.devices()[0]
+        return Target(f"{jax.device_count()} × {device.device_kind}", chips.find(device.device_kind), jax.device_count(), True)
+    platform, _, rest = text.partition(":")
+    known = {p: [c.name for c in chips.CHIPS if c.kind.startswith(k)] for p, k in (("tpu", "TPU"), ("gpu", "NVIDIA"))}
+    if platform == "gpu" and (match := re.fullmatch(r"(\w+?)x(\d+)", rest)) and match[1] in known["gpu"] and int(match[2]):
+        return Target(text, chips.by_name(match[1]), int(match[2]), False)
+    if platform == "tpu" and (match := re.fullmatch(r"(\w+):(\d+(?:x\d+)+)(?:\*(\d+))?", rest)) and match[1] in known["tpu"]:
+        count, slices = math.prod(int(n) for n in match[2].split("x")), int(match[3] or 1)
+        return Target(text, chips.by_name(match[1]), count * slices, False, f"{match[1]}:{match[2]}", slices)
+    raise PlanError(
+        f"--plan={text} is unknown; say for example --plan=tpu:v4:2x2x4 ({', '.join(known['tpu'])}) or --plan=gpu:h100x8 "
+        f"({', '.join(known['gpu'])})"
+    )
+
+
+class Assembly(NamedTuple):
+    """A run put together on a mesh, before anything exists."""
+
+    config: config_lib.Config
+    layout: layout_lib.Layout
+    task: Task
+    tx: optax.GradientTransformationExtraArgs
+    plan: state_lib.Plan
+
+    def stages(self) -> dict[Hashable, int]:
+        """Stage -> its first step."""
+        starts: dict[Hashable, int] = {}
+        for step in range(self.config.train.steps):
+            starts.setdefault(self.task.stage(step), step)
+        return starts
+
+    def trace(self, stage: Hashable) -> jax.stages.Traced:
+        c = self.config
+        step = step_lib.make_train_step(
+            self.task, self.tx, self.layout, self.plan,
+            accumulate=c.train.accumulate, ema=c.train.ema, guard=c.guard, seed=c.seed, stage=stage,
+        )  # fmt: skip
+        return step.trace(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
+
+
+def assemble(config: config_lib.Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Assembly:
+    """Raises LayoutError and OptimError, as a run would."""
+    layout = layout_lib.make_layout(mesh, config.mesh.rules)
+    task = importlib.import_module(config.workload).make_task(config, layout.shard, config.train.batch)
+    tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
+    fields = importlib.import_module(config.loader).fields(config.data)
+    plan = state_lib.make_plan(task, tx, layout, fields, batch=config.train.batch, ema=config.train.ema > 0)
+    return Assembly(config, layout, task, tx, plan)
+
+
+def abstractly(config: config_lib.Config, target: Target) -> Assembly:
+    """The run on a mesh of devices that need not exist."""
+    m = config.mesh
+    return assemble(config, layout_lib.abstract_mesh(m.data, m.fsdp, m.model, count=target.count, what=target.name))
+
+
+def device_bytes(x: jax.ShapeDtypeStruct, *, tiled: bool) -> int:
+    """Bytes of one device's part of an array; ``tiled``: as a TPU lays it out.
+
+    A TPU pads the last two dimensions in memory to tiles of 8 × 128 words of 32 bits, fewer rows where there are fewer, and
+    chooses which two dimensions these are so that the padding is least; a vector is padded to 128 to 1024 words.
+    """
+    shape, size = x.sharding.shard_shape(x.shape), np.dtype(x.dtype).itemsize
+    return padded(shape, size) if tiled else math.prod(shape) * size
+
+
+def padded(shape: Sequence[int], size: int) -> int:
+    """Bytes of an array of values of ``size`` bytes in a TPU's memory."""
+    packed = max(1, 4 // size)  # values in a word
+    if 0 in shape:
+        return 0
+    if len(shape) < 2:
+        n = math.prod(shape)
+        return _up(n, min(max(_power(n), 128 * packed), 1024)) * size
+    ways = [
+        math.prod(shape) // (rows * columns) * _up(rows, min(max(_power(rows), packed), 8)) * _up(columns, 128)
+        for i, rows in enumerate(shape)
+        for j, columns in enumerate(shape)
+        if i != j
+    ]
+    return min(ways) * size
+
+
+def _up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def held(plan: state_lib.Plan, layout: layout_lib.Layout, *, tiled: bool) -> dict[str, int]:
+    """Bytes that one device holds between two steps, by what they are."""
+
+    def size(tree: PyTree) -> int:
+        return sum(device_bytes(x, tiled=tiled) for x in jax.tree.leaves(tree))
+
+    state = plan.state
+    return {
+        "parameters": size(state.variables.params),
+        "frozen": size(state.variables.frozen),
+        "optimizer": size(state.opt_state),
+        "average of the parameters": size(state.ema),
+        "carry": size(state.variables.carry),
+        "counters": size((state.step, state.norms, step_lib.abstract_stop(layout))),
+        "batch": size(plan.batch),
+    }
+
+
+def argument_bytes(assembly: Assembly, traced: jax.stages.Traced, *, tiled: bool) -> int:
+    """Bytes on one device of the step's arguments: without those that it does not read, which JAX leaves out of the program."""
+    leaves = jax.tree.leaves((assembly.plan.state, assembly.plan.batch, step_lib.abstract_stop(assembly.layout)))
+    jaxpr = traced.jaxpr.jaxpr
+    _, read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return sum(device_bytes(x, tiled=tiled) for x, is_read in zip(leaves, read, strict=True) if is_read)
+
+
+class Compiled(NamedTuple):
+    """What a compiler says of the step."""
+
+    arguments: int  # [bytes] on one device
+    temporaries: int
+    peak: int
+    collectives: dict[tuple[str, tuple[str, ...]], tuple[int, float]] | None  # hlo.summary; None: its text cannot be read
+    seconds: float  # that compiling took
+
+
+def tpu_devices(target: Target) -> list[Any]:
+    """The chips of a topology, which need not exist. Those of two cores each act as one device ("megacore"), as JAX runs them."""
+    from jax.experimental import topologies
+
+    # It would ask a metadata server which machine this is, and refuse to be loaded by two processes.
+    for name, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ):
+        os.environ.setdefault(name, value)
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if target.chip.name in ("v4", "v5p") else {}
+    if target.slices > 1:
+        options["num_slices"] = target.slices
+    try:
+        return list(topologies.get_topology_desc(target.topology, platform="tpu", **options).devices)
+    except Exception as error:
+        raise PlanError(f"--plan={target.name}: libtpu knows no such topology: {str(error).splitlines()[0]}") from error
+
+
+def compiled(assembly: Assembly, stage: Hashable, *, options: Mapping[str, Any] | None = None) -> Compiled:
+    """Compiles the step on the assembly's real mesh. Raises PlanError when the compiler finds that it does not fit."""
+    began = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            # What is compiled for devices elsewhere goes into the cache of programs, but cannot be read from it.
+            warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+            program = assembly.trace(stage).lower().compile(compiler_options=dict(options or {}))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise PlanError(f"the compiler says: {str(error).splitlines()[0]}") from error
+    memory = program.memory_analysis()
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    try:
+        found = hlo.summary(hlo.collectives(program.as_text()), dict(assembly.layout.mesh.shape))
+    except jax.errors.JaxRuntimeError:  # a libtpu newer than jaxlib can write what jaxlib does not know
+        found = None
+    return Compiled(arguments, temporaries, arguments + temporaries + fresh, found, time.perf_counter() - began)
+
+
+def host_memory() -> float:
+    """Bytes that this machine could still give to a process."""
+    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise PlanError("/proc/meminfo names no MemAvailable")
+
+
+def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
+    """The whole plan for a person, and whether all of it is well."""
+    target = parse_target(text)
+    assembly = abstractly(config, target)
+    lines, problems = [], []
+    mesh = dict(assembly.layout.mesh.shape)
+    count = specs.count(assembly.task.specs.params)
+    lines += [f"{count:,} parameters on {target.name}, mesh {_mesh(mesh)}, {config.train.batch} rows a step", ""]
+
+    lines += ["held by each device between steps"]
+    parts = held(assembly.plan, assembly.layout, tiled=target.tiled)
+    lines += [f"  {name:28}{_bytes(size):>12}" for name, size in parts.items() if size]
+    lines += [f"  {'together':28}{_bytes(sum(parts.values())):>12}   of {_bytes(target.memory)}", ""]
+    if sum(parts.values()) > target.memory:
+        problems.append(f"the state alone is {_bytes(sum(parts.values()) - target.memory)} more than a device has")
+
+    flops, chip = assembly.task.flops, target.chip
+    lines += ["a step computes", f"  {flops:.3e} FLOP of the model"]
+    if chip:
+        ideal = flops / (target.count * chip.flops)
+        hours = config.train.steps * ideal / MFU / 3600
+        lines += [
+            f"  {1e3 * ideal:.2f} ms at the peak of {target.count} × {chip.kind}, {chip.flops / 1e12:g} TFLOP/s each",
+            f"  {hours:.2f} h for {config.train.steps:,} steps at {MFU:.0%} of it",
+        ]
+    else:
+        lines += ["  no ideal time: the chip table has no such device; name one, for example --plan=gpu:h100x1"]
+    lines += [""]
+
+    if target.topology:
+        for stage, start in assembly.stages().items():
+            lines += _compiled_lines(config, target, stage, start, problems)
+
+    lines += ["where the parameters live", *_rules(assembly), ""]
+    for name, text, well in checks(config, assembly, target):
+        lines += [f"{name:14}{text}"]
+        if not well:
+            problems.append(text)
+    lines += ["", *(f"problem: {text}" for text in problems)] if problems else ["", "nothing speaks against this run"]
+    return "\n".join(lines), not problems
+
+
+def _compiled_lines(
+    config: config_lib.Config, target: Target, stage: Hashable, start: int, problems: list[str]
+) -> Iterator[str]:
+    title = "compiled for it" if stage is None else f"compiled for it, stage {stage} from step {start}"
+    if importlib.util.find_spec("libtpu") is None:
+        yield from (f"not {title}: that needs the package libtpu; pip install 'jaxtrain[topology]'", "")
+        return
+    mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices=tpu_devices(target))
+    try:
+        found = compiled(assemble(config, mesh), stage)
+    except PlanError as error:
+        problems.append(str(error))
+        yield from (f"not {title}: {error}", "")
+        return
+    yield f"{title}, in {found.seconds:.0f} s"
+    yield f"  {'arguments':28}{_bytes(found.arguments):>12}"
+    yield f"  {'while it runs':28}{_bytes(found.temporaries):>12}"
+    yield f"  {'together':28}{_bytes(found.peak):>12}   of {_bytes(target.memory)}"
+    if found.collectives is None:
+        yield "  what moves between devices cannot be read: this jaxlib does not know all that this libtpu writes"
+    for (kind, axes), (times, sent) in sorted((found.collectives or {}).items(), key=lambda item: -item[1][1]):
+        seconds = sent / target.chip.links
+        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {_bytes(sent):>12} sent, {1e3 * seconds:.2f} ms of the links"
+    yield ""
+
+
+def _rules(assembly: Assembly) -> Iterator[str]:
+    """One line for each parameter: its axes, what the rules made of them, and what stayed whole."""
+    variables, table, layout = assembly.plan.state.variables, assembly.task.specs, assembly.layout
+    rows = []
+    for part in ("params", "frozen", "carry"):
+        leaves = jax.tree.leaves(getattr(table, part), is_leaf=specs.is_spec)
+        arrays = jax.tree.leaves(getattr(variables, part))
+        for path, spec, x in zip(specs.paths(getattr(table, part)), leaves, arrays, strict=True):
+            placed = tuple(x.sharding.spec) + (None,) * (len(spec.shape) - len(x.sharding.spec))
+            split = [
+                f"{axis}→{place if isinstance(place, str) else '+'.join(place)}"
+                for axis, place in zip(spec.axes, placed, strict=True)
+                if place
+            ]
+            wished = [
+                f"{axis} ({size}) does not divide"
+                for axis, size, place in zip(spec.axes, spec.shape, placed, strict=True)
+                if axis and not place and _splits(layout, axis)
+            ]
+            how = ", ".join(split) or "whole"
+            shape = f"{np.dtype(x.dtype).name}[{','.join(map(str, spec.shape))}]"
+            name = path if part == "params" else f"{part}: {path}"
+            rows.append((name, shape, f"{how}; {', '.join(wished)}" if wished else how))
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+    for name, shape, how in rows:
+        yield f"  {name:{widths[0]}}  {shape:{widths[1]}}  {how}"
+
+
+def _splits(layout: layout_lib.Layout, axis: str) -> bool:
+    return any(layout.mesh.shape[name] > 1 for name in layout.rules[axis].rstrip("?").split(",") if name)
+
+
+def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Iterator[tuple[str, str, bool]]:
+    """(what, finding, whether it is well) of the data, the disk and the host's memory."""
+    yield _check_data(config, assembly)
+    state = assembly.plan.state
+    saved = sum(
+        x.size * np.dtype(x.dtype).itemsize
+        for x in jax.tree.leaves(state.replace(variables=state.variables._replace(frozen=())))
+    )
+    keep = config.checkpoint.keep + 1  # one more while it is written
+    keep += config.train.steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
+    keep += bool(config.checkpoint.best)
+    folder = pathlib.Path(config.workdir).absolute()
+    folder = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(folder).free
+    text = f"{keep} checkpoints of {_bytes(saved)} need {_bytes(keep * saved)}; {folder} has {_bytes(free)} free"
+    yield "disk", text, keep * saved <= free
+
+    local = jax.local_device_count() if target.here else min(target.count, GPUS_PER_NODE if not target.tiled else 4)
+    copy = min(local * state_lib.bytes_per_device(state), saved)  # a save goes on from a copy on the host
+    rows = 4 * local * sum(device_bytes(x, tiled=False) for x in assembly.plan.batch.values())  # the feed's, and the loader's
+    need = copy + rows
+    if target.here and jax.devices()[0].platform == "cpu":
+        yield "host memory", f"{_bytes(need)} for a save and batches on their way, besides what the devices hold", True
+        return
+    text = f"{_bytes(need)} for a save and batches on their way, on a host of {local} devices"
+    if target.here:
+        yield "host memory", f"{text}; {_bytes(host_memory())} are available", need <= host_memory()
+    else:
+        yield "host memory", text, True
+
+
+def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str, bool]:
+    """Reads one device's rows of a training and of a test batch."""
+    source, found = importlib.import_module(config.loader), []
+    for split in ("train", "test"):
+        began = time.perf_counter()
+        loader = source.make_loader(config.data, split=split, rows=feed.rows_of_one(assembly.plan.batch), seed=config.seed)
+        try:
+            if not loader.n_batches:
+                found.append(f"{split} is empty")
+                continue
+            loader.seek(0)
+            next(loader)
+        except ValueError as error:
+            return "data", f"{split}: {error}", False
+        finally:
+            loader.close()
+        found.append(f"{split} has {loader.n_batches:,} batches, the first of them read in {time.perf_counter() - began:.1f} s")
+    return "data", "; ".join(found), True
+
+
+def _mesh(mesh: Mapping[str, int]) -> str:
+    return " × ".join(f"{name} {size}" for name, size in mesh.items())
+
+
+def _bytes(n: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(n) >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n:.0f} B"

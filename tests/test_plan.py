@@ -1,0 +1,137 @@
+"""Plans against the compilers: on CPU devices, and on TPU slices that are nowhere near."""
+
+import importlib.util
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain import chips, plan
+from jaxtrain import config as config_lib
+from jaxtrain import layout as layout_lib
+
+ROOT = pathlib.Path(__file__).parent.parent
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the extra topology is not installed")
+BOARDS = "({'kind': 'sudoku4', 'n_train': 20, 'n_test': 5, 'blanks': (3, 6)},)"
+BIRD = (("model.embed", "64"), ("model.depth", "2"), ("model.heads", "2"), ("model.dtype", "bfloat16"))
+TRM = (("data.sources", BOARDS), ("train.batch", "32"))
+WORKLOADS = {"bird": ("configs/xcm.py", BIRD), "trm": ("configs/trm_sudoku.py:4x4", TRM)}
+
+
+def load(workload, tmp_path, monkeypatch, *overrides):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("JAXTRAIN_XCM", raising=False)
+    source, own = WORKLOADS[workload]
+    return config_lib.load(source, [*own, ("workdir", str(tmp_path)), *overrides])
+
+
+def on(mesh, devices):
+    sizes = dict(zip(("data", "fsdp", "model"), mesh, strict=True))
+    return layout_lib.make_mesh(**sizes, devices=devices[: np.prod(mesh)])
+
+
+def arguments_agree(config, mesh, *, tiled):
+    """The plan's bytes, and the compiler's."""
+    assembly = plan.assemble(config, mesh)
+    stage = assembly.task.stage(config.train.steps - 1)
+    options = {} if tiled else {"xla_backend_optimization_level": 0}  # of the machine code alone
+    found = plan.compiled(assembly, stage, options=options)
+    planned = plan.argument_bytes(assembly, assembly.trace(stage), tiled=tiled)
+    assert planned == found.arguments
+    return assembly, found
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_bytes_on_a_host_device_are_the_compilers(workload, mesh, tmp_path, monkeypatch):
+    config = load(workload, tmp_path, monkeypatch)
+    arguments_agree(config, on(mesh, jax.devices()), tiled=False)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("workload", "topology", "mesh"),
+    [
+        ("bird", "v4:2x2x1", (2, 2, 1)),
+        ("trm", "v6e:2x2", (1, 2, 2)),
+        pytest.param("bird", "v5e:2x4", (2, 2, 2), marks=pytest.mark.slow),
+        pytest.param("trm", "v4:2x2x1", (4, 1, 1), marks=pytest.mark.slow),
+        pytest.param("trm", "v5p:2x2x1", (1, 4, 1), marks=pytest.mark.slow),
+        pytest.param("bird", "v6e:2x2", (1, 1, 2), marks=pytest.mark.slow),
+        pytest.param("bird", "v4:2x2x1*2", (2, 4, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_on_a_tpu_are_its_compilers(workload, topology, mesh, tmp_path, monkeypatch):
+    config = load(workload, tmp_path, monkeypatch)
+    devices = plan.tpu_devices(plan.parse_target(f"tpu:{topology}"))
+    assembly, found = arguments_agree(config, on(mesh, devices), tiled=True)
+    if found.collectives is not None:  # which jaxlib can read depends on libtpu's version
+        spanned = {axis for _, axes in found.collectives for axis in axes}
+        assert spanned == {name for name, size in assembly.layout.mesh.shape.items() if size > 1}, "no device works alone"
+
+
+def test_a_target_that_is_unknown_names_those_that_are():
+    for text in ("k80", "gpu:k80x8", "gpu:h100", "tpu:v4", "tpu:v9:2x2", "tpu:h100:2x2", "gpu:h100x0"):
+        with pytest.raises(
+            plan.PlanError, match="is unknown; say for example --plan=tpu:v4:2x2x4 .*v6e.* --plan=gpu:h100x8 .*h200"
+        ):
+            plan.parse_target(text)
+
+
+def test_targets_know_their_devices():
+    assert plan.parse_target("tpu:v4:2x2x4").count == 16 and plan.parse_target("tpu:v4:2x2x4*2").count == 32
+    assert plan.parse_target("gpu:h100x8").memory == 80e9
+    assert plan.parse_target("").count == 8
+    assert chips.find("TPU v5 lite").name == "v5e" and chips.find("TPU v5").name == "v5p" and chips.find("cpu") is None
+
+
+@needs_libtpu
+def test_a_topology_that_there_is_not_is_an_error():
+    with pytest.raises(plan.PlanError, match="libtpu knows no such topology"):
+        plan.tpu_devices(plan.parse_target("tpu:v4:3x5x7"))
+
+
+def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
+    """35 applications of the net, seven of them forward and backward: 3.3e13 FLOP for 768 rows, by hand."""
+    monkeypatch.chdir(ROOT)
+    few = ("data.sources", "({'n_train': 20, 'n_test': 5, 'blanks': (20, 30)},)")
+    config = config_lib.load("configs/trm_sudoku.py", [few, ("workdir", str(tmp_path))])
+    text, well = plan.report(config, "gpu:h100x8")
+    mix, channels = 3 * 97 * 512 * 512, 3 * 512 * 1536 * 97
+    flops = 768 * (2 * 2 * 35 * (mix + channels) + 3 * (2 * 81 * 512 * 11 + 2 * 512 * 2))
+    assert well, text
+    assert f"{flops:.3e} FLOP" in text
+    assert f"{1e3 * flops / (8 * 989e12):.2f} ms at the peak" in text
+    assert f"{65104 * flops / (0.4 * 8 * 989e12) / 3600:.2f} h for 65,104 steps" in text
+    # Two moments and an average of 5,029,378 parameters in float32; 153.1 MB of slots for 768 rows, on eight devices.
+    for line in ("parameters                      20.12 MB", "optimizer                       40.23 MB", "19.14 MB"):
+        assert line in text
+    assert "data          train has 1 batches" in text
+
+
+def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, monkeypatch):
+    config = load(
+        "bird", tmp_path, monkeypatch, ("mesh.fsdp", "2"), ("mesh.model", "4"), ("model.heads", "4"), ("model.n_classes", "14")
+    )
+    text, _ = plan.report(config, "gpu:h100x8")
+    rows = {line.split()[0]: " ".join(line.split()[2:]) for line in text.splitlines() if " float32[" in line}
+    assert rows["encoder/blocks/w_up"] == "embed→fsdp, mlp→model"
+    assert rows["encoder/b_patch"] == "embed→fsdp"
+    assert rows["objective/w"] == "embed→fsdp; vocab (14) does not divide"
+
+
+def test_what_speaks_against_a_run_is_told(tmp_path, monkeypatch):
+    config = load("bird", tmp_path, monkeypatch, ("model.embed", "16384"), ("model.depth", "40"), ("checkpoint.keep", "100000"))
+    text, well = plan.report(config, "gpu:l40sx1")
+    assert not well
+    assert "problem: the state alone is " in text and "problem: 100001 checkpoints of" in text
+
+
+def test_a_plan_makes_no_array(tmp_path, monkeypatch):
+    """A model of 1.3e11 parameters is planned on this machine."""
+    config = load("bird", tmp_path, monkeypatch, ("model.embed", "16384"), ("model.depth", "40"), ("mesh.fsdp", "32"))
+    before = len(jax.live_arrays())
+    text, _ = plan.report(config, "gpu:h200x32")
+    assert int(text.split()[0].replace(",", "")) > 1e11
+    assert len(jax.live_arrays()) == before
