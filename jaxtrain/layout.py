@@ -69,8 +69,8 @@ def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device]
     replicas, short = divmod(sizes[0], len(slices))
     if short:
         raise LayoutError(
-            f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: the {len(slices)} slices do not divide data={sizes[0]}; fsdp and "
-            "model must stay within a slice"
+            f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: the {len(slices)} slices do not divide data={sizes[0]}; fsdp "
+            "and model must stay within a slice"
         )
     # Explicit, because the default type of an axis changed between JAX releases.
     parts = [

@@ -1,4 +1,4 @@
-"""python -m jaxtrain.main --config=configs/xcm.py[:/path/to/data] [--config.section.field=value …] [--explain | --plan[=TARGET]]"""
+"""python -m jaxtrain.main --config=configs/xcm.py[:/path/to/data] [--config.section.field=value …] [--explain | --plan[=…]]"""
 
 import sys
 

@@ -194,7 +194,7 @@ class Compiled(NamedTuple):
 
 
 def tpu_devices(target: Target) -> list[Any]:
-    """The chips of a topology, which need not exist. Those of two cores each act as one device ("megacore"), as JAX runs them."""
+    """The chips of a topology, which need not exist. Those of two cores act as one device ("megacore"), as JAX runs them."""
     from jax.experimental import topologies
 
     # It would ask a metadata server which machine this is, and refuse to be loaded by two processes.
