@@ -1,0 +1,154 @@
+"""Which source a sample comes from, and which of that source's samples it is: a pure function of the sample's number.
+
+Samples are numbered over the whole run: row r of global batch p is sample s = p × batch + r, so neither the batch nor the
+world size changes what sample s is. They are dealt in blocks of `BLOCK`. Every block holds each source's share of it, rounded
+to whole samples, in an order that a permutation of (seed, block) shuffles; so after every block the realised shares are the
+wanted ones within 1 / `BLOCK`, and every source hands out its samples 0, 1, 2, … in order, each once.
+
+When a source has no more samples in its pass, one of `POLICIES` holds:
+
+    repeat  it begins its next pass (and a permutation of its own)
+    stop    it gives no more, and the others share its part from that very sample on
+    error   DataError, with the source and the step
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from loaders import _rust, order
+from loaders.base import DataError
+
+BLOCK = 1 << 16
+POLICIES = ("repeat", "stop", "error")
+VERSION = 1  # changes whenever the same (seed, sample) would come from another source
+MIX = 48  # what a hash is for
+
+
+class Phase(NamedTuple):
+    """From sample ``start`` on, a block holds ``quota[k]`` samples of source k, which has given ``given[k]`` before."""
+
+    start: int
+    given: np.ndarray  # int64 [sources]
+    quota: np.ndarray  # int64 [sources], of sum BLOCK
+
+
+class Mixture:
+    """Deals samples to sources.
+
+    Attributes:
+      shares: float64 [sources] wanted, of sum 1.
+      ends: the first sample that no source has, under "stop"; None without an end.
+    """
+
+    def __init__(self, shares: Sequence[float], *, seed: int, policy: str = "repeat", sizes: Sequence[int] | None = None):
+        """``sizes``: samples in one pass of each source; needed unless the policy is "repeat".
+
+        Raises DataError for shares that are no probabilities.
+        """
+        shares = np.asarray(shares, np.float64)
+        if not shares.size or not np.isfinite(shares).all() or (shares <= 0).any():
+            raise DataError(f"the sources' shares are {shares.tolist()}; each must be a positive number")
+        self.shares = shares / shares.sum()
+        self._seed, self._policy = int(order.hash_of(MIX, seed)[0]), policy
+        self._sizes = None if policy == "repeat" else np.asarray(sizes, np.int64)
+        self._block: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._phases = [Phase(0, np.zeros(len(shares), np.int64), quotas(self.shares))]
+        self.ends: int | None = None
+        while policy == "stop" and self.ends is None:
+            self._end_phase()
+
+    def __call__(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [k] samples -> int64 [k] sources, int64 [k] numbers within the source.
+
+        Raises DataError past the end of a source under "error", and past the end of all under "stop".
+        """
+        sample = np.asarray(sample, np.int64)
+        if self.ends is not None and sample.size and sample.max() >= self.ends:
+            raise DataError(
+                f"all sources are exhausted after {self.ends} samples, and sample {sample.max()} is asked for; make the run "
+                "shorter, or let exhausted='repeat'"
+            )
+        source, number = np.zeros_like(sample), np.zeros_like(sample)
+        starts = [phase.start for phase in self._phases]
+        of = np.searchsorted(starts, sample, side="right") - 1
+        for p in np.unique(of):
+            at = np.flatnonzero(of == p)
+            source[at], number[at] = self._deal(int(p), sample[at] - starts[p])
+        if self._policy == "error" and (over := np.flatnonzero(number >= self._sizes[source])).size:
+            k = int(source[over[0]])
+            raise DataError(
+                f"source {k} has {self._sizes[k]} samples in a pass and is exhausted at sample {sample[over[0]]} of the run; "
+                "lower its share, make the run shorter, or let exhausted='repeat' or 'stop'"
+            )
+        return source, number
+
+    def passes(self, number: np.ndarray, source: np.ndarray) -> np.ndarray:
+        """Complete passes before a source's sample, where their sizes are known."""
+        return np.zeros_like(number) if self._sizes is None else number // self._sizes[source]
+
+    def _deal(self, p: int, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places counted from the start of phase ``p``."""
+        phase = self._phases[p]
+        if np.count_nonzero(phase.quota) == 1:
+            only = int(np.argmax(phase.quota))
+            return np.full_like(place, only), phase.given[only] + place
+        block, inside = np.divmod(place, BLOCK)
+        source, number = np.empty_like(place), np.empty_like(place)
+        for b in np.unique(block):
+            at = np.flatnonzero(block == b)
+            of, rank = self._shuffled(p, int(b))
+            source[at] = of[inside[at]]
+            number[at] = rank[inside[at]] + phase.given[source[at]] + b * phase.quota[source[at]]
+        return source, number
+
+    def _shuffled(self, p: int, b: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each place in a block: its source, and how many of that source come before it. The last block is kept."""
+        phase, key = self._phases[p], phase_key(p, b)
+        if self._block is None or self._block[0] != key:
+            of = np.searchsorted(np.cumsum(phase.quota), _rust.permutation(self._seed, key, BLOCK, np.arange(BLOCK)), "right")
+            rank = np.empty(BLOCK, np.int64)
+            for k in np.flatnonzero(phase.quota):
+                mine = of == k
+                rank[mine] = np.arange(np.count_nonzero(mine))
+            self._block = (key, of, rank)
+        return self._block[1:]
+
+    def _end_phase(self) -> None:
+        """Closes the last phase where its first source runs dry, and begins the next one."""
+        p, phase = len(self._phases) - 1, self._phases[-1]
+        active = np.flatnonzero(phase.quota)
+        left = self._sizes - phase.given
+        whole = int((left[active] // phase.quota[active]).min())
+        left = left - whole * phase.quota
+        if len(active) == 1:
+            length = whole * BLOCK + int(left[active[0]])
+            given = phase.given + np.where(phase.quota > 0, self._sizes - phase.given, 0)
+        else:
+            of, rank = self._shuffled(p, whole)
+            dry = [k for k in active if left[k] <= phase.quota[k]]
+            inside = min(int(np.flatnonzero((of == k) & (rank == left[k] - 1))[0]) + 1 if left[k] else 0 for k in dry)
+            length = whole * BLOCK + inside
+            given = phase.given + whole * phase.quota + np.bincount(of[:inside], minlength=len(self.shares))
+        alive = given < self._sizes
+        if not alive.any():
+            self.ends = phase.start + length
+            return
+        self._phases.append(Phase(phase.start + length, given, quotas(np.where(alive, self.shares, 0))))
+
+
+def phase_key(p: int, b: int) -> int:
+    return (p << 48) + b
+
+
+def quotas(shares: np.ndarray) -> np.ndarray:
+    """int64 of sum BLOCK, by largest remainders; a source with a share has at least one sample of a block."""
+    wanted = shares / shares.sum() * BLOCK
+    quota = np.maximum(np.floor(wanted).astype(np.int64), shares > 0)
+    while (missing := BLOCK - int(quota.sum())) != 0:
+        step = 1 if missing > 0 else -1
+        may = np.flatnonzero((shares > 0) & ((quota > 1) | (step > 0)))
+        first = np.argsort(step * (quota - wanted)[may], kind="stable")
+        quota[may[first[: abs(missing)]]] += step
+    return quota

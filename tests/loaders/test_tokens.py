@@ -1,0 +1,227 @@
+"""Packing loses and cuts nothing that fits; rows are a pure function of position; text is read as nanoGPT reads it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from loaders import tokens
+from loaders.base import DataError, Rows
+from tools import packing_report
+
+CONTEXT = 32
+
+
+def corpus(folder, n=300, seed=0, vocab=1000, shards=3, longest=80):
+    """Documents of random tokens; two of a length that has no prediction. Returns them."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, longest, n)
+    lengths[[3, 47]] = (0, 1)
+    documents = [rng.integers(0, vocab, k).astype(np.uint16) for k in lengths]
+    folder.mkdir(parents=True)
+    entries = []
+    for i, part in enumerate(np.array_split(np.arange(n), shards)):
+        mine = [documents[j] for j in part]
+        entries.append(tokens.write_shard(folder, f"{i:05}", mine, [3 * len(d) for d in mine], np.uint16))
+    tokens.write_about(folder, vocab=vocab, eos=None, tokenizer=None, shards=entries)
+    return documents
+
+
+def config_of(path, **kwargs):
+    return tokens.Config(
+        **{"sources": (tokens.Source(str(path)),), "context": CONTEXT, "window": 64, "test_share": 0.0, **kwargs}
+    )
+
+
+def read(config, *, batch=8, n=None, split="train", seed=0, start=0, ranges=None):
+    """Field -> the rows of n batches (without n: of a test pass), in order."""
+    loader = tokens.make_loader(config, split=split, rows=Rows(batch, ranges or ((0, batch),)), seed=seed)
+    loader.seek(start)
+    batches = [b for _, b in zip(range(loader.n_batches if n is None else n), loader, strict=False)]
+    return {name: np.concatenate([x for _, b in batches for x in b[name]]) for name in loader.fields}
+
+
+def pairs_of(rows):
+    """(position, token, target) of all that count, sorted."""
+    at = rows["mask"] > 0
+    return sorted(zip(rows["positions"][at].tolist(), rows["tokens"][at].tolist(), rows["targets"][at].tolist(), strict=True))
+
+
+def expected_pairs(documents):
+    return sorted((i % CONTEXT, int(d[i]), int(d[i + 1])) for d in documents for i in range(len(d) - 1))
+
+
+def test_an_epoch_holds_every_prediction_of_every_document_once(tmp_path):
+    documents = corpus(tmp_path / "x")
+    config = config_of(tmp_path / "x")
+    rows = read(config, n=200)
+    assert rows["epoch"].max() >= 2
+    for epoch in (0, 1):
+        of = {name: x[rows["epoch"] == epoch] for name, x in rows.items()}
+        assert pairs_of(of) == expected_pairs(documents)
+    first, second = (rows["index"][rows["epoch"] == e].tolist() for e in (0, 1))
+    assert first != second and len(first) != 0
+
+
+def test_rows_speak_for_themselves(tmp_path):
+    """Segments are documents side by side; a target is the next token of its own; no document that fits is cut."""
+    documents = corpus(tmp_path / "x")
+    rows = read(config_of(tmp_path / "x"), n=20)
+    texts = {d.tobytes() for d in documents}
+    whole = {n: 0 for n in ("fits", "cut")}
+    for t, y, p, s, m in zip(*(rows[n] for n in ("tokens", "targets", "positions", "segments", "mask")), strict=True):
+        assert (np.diff(s[s > 0]) >= 0).all() and (s[: (s > 0).sum()] > 0).all()
+        np.testing.assert_array_equal(m, s > 0)
+        assert not t[s == 0].any() and not y[s == 0].any() and not p[s == 0].any()
+        for segment in range(1, s.max() + 1):
+            at = np.flatnonzero(s == segment)
+            np.testing.assert_array_equal(p[at], np.arange(len(at)))
+            np.testing.assert_array_equal(t[at[1:]], y[at[:-1]])
+            document = np.append(t[at], y[at[-1]]).astype(np.uint16).tobytes()
+            whole["fits" if document in texts else "cut"] += 1
+            assert document in texts or any(document in text and len(text) > 2 * (CONTEXT + 1) for text in texts)
+    assert whole["fits"] > 40 and whole["cut"] > 40
+
+
+def test_best_fit_is_best_fit_decreasing():
+    """Against the rule said plainly, one length after the other."""
+    rng = np.random.default_rng(0)
+    for capacity in (1, 7, 50, 300):
+        for n in (0, 1, 40, 400):
+            lengths = rng.integers(1, capacity + 1, n)
+            found, n_bins = tokens.best_fit(lengths, capacity)
+            room: list[int] = []
+            for size in sorted(lengths.tolist(), reverse=True):
+                fits = [r for r in room if r >= size]
+                if fits:
+                    room.remove(min(fits))
+                room.append((min(fits) if fits else capacity) - size)
+            used = np.bincount(found, weights=lengths, minlength=n_bins)
+            assert sorted((capacity - used).tolist()) == sorted(room)
+
+
+@pytest.mark.parametrize("packing", tokens.PACKINGS)
+def test_position_says_it_all(tmp_path, packing):
+    """Any start, any batch size, any split over processes: row number s is the same."""
+    corpus(tmp_path / "a")
+    corpus(tmp_path / "b", seed=1, n=90)
+    sources = tuple(tokens.Source(str(tmp_path / name), share=share) for name, share in (("a", 2.0), ("b", 1.0)))
+    config = replace(config_of(tmp_path / "a", packing=packing), sources=sources)
+    whole = read(config, n=24)
+    others = (
+        (read(config, start=18, n=6), slice(18 * 8, None)),
+        (read(config, batch=24, n=8), slice(None)),
+        (read(config, start=5, n=1, ranges=((2, 4), (6, 8))), np.r_[42:44, 46:48]),
+    )
+    for part, at in others:
+        for name, x in part.items():
+            np.testing.assert_array_equal(x, whole[name][at], err_msg=name)
+    assert set(whole["source"]) == {0, 1}
+    other = read(config, n=24, seed=1)
+    assert (other["tokens"] != whole["tokens"]).any()
+
+
+def test_the_test_split_is_read_once_in_order(tmp_path):
+    documents = corpus(tmp_path / "x" / "test", n=50)
+    corpus(tmp_path / "x" / "train", n=100, seed=1)
+    rows = read(config_of(tmp_path / "x"), split="test", batch=7)
+    assert pairs_of(rows) == expected_pairs(documents)
+    used = rows["weight"].sum()
+    assert (rows["weight"] == (np.arange(len(rows["weight"])) < used)).all()
+    assert (rows["index"][rows["weight"] == 0] == -1).all() and not rows["mask"][rows["weight"] == 0].any()
+    stream = np.concatenate(documents)
+    rows = read(config_of(tmp_path / "x", packing="concat"), split="test", batch=7)
+    at = rows["mask"] > 0
+    np.testing.assert_array_equal(rows["tokens"][at], stream[:-1])
+    np.testing.assert_array_equal(rows["targets"][at], stream[1:])
+
+
+def test_without_a_test_folder_documents_are_held_out(tmp_path):
+    corpus(tmp_path / "x")
+    config = config_of(tmp_path / "x", test_share=0.2)
+    facts = tokens.facts(config)
+    (n_train,), (n_test,) = facts["n_train"], facts["n_test"]
+    assert n_train + n_test == 300 and 30 < n_test < 90
+    assert facts["vocab"] == 1000 and facts["context"] == CONTEXT and facts["bytes_per_token"] == 3.0
+
+
+TEXT = "to be, or not to be: that is the question. naïve, ünd 東京!\n" * 20
+
+
+def test_a_text_is_characters_and_its_end_is_for_testing(tmp_path):
+    (tmp_path / "x.txt").write_text(TEXT)
+    config = config_of(tmp_path / "x.txt", packing="random", test_share=0.1)
+    facts = tokens.facts(config)
+    n = int(len(TEXT) * 0.9)
+    assert facts["symbols"] == "".join(sorted(set(TEXT))) and facts["vocab"] == len(set(TEXT))
+    assert facts["bytes_per_token"] == pytest.approx(len(TEXT[n:].encode()) / len(TEXT[n:]))
+    rows = read(config, n=20)
+    for t, y in zip(rows["tokens"], rows["targets"], strict=True):
+        text = "".join(facts["symbols"][i] for i in [*t, y[-1]])
+        assert text in TEXT[:n] and text[1:] == "".join(facts["symbols"][i] for i in y)
+    assert len(set(map(bytes, rows["tokens"]))) > 30
+    rows = read(config, split="test")
+    at = rows["mask"] > 0
+    assert "".join(facts["symbols"][i] for i in rows["targets"][at]) == TEXT[n + 1 :]
+    byte_rows = read(replace(config, text="bytes"), split="test")
+    encoded = TEXT.encode()
+    assert bytes(byte_rows["targets"][byte_rows["mask"] > 0].tolist()) == encoded[int(len(encoded) * 0.9) + 1 :]
+
+
+def test_a_state_changes_with_what_changes_the_rows(tmp_path):
+    corpus(tmp_path / "a")
+    corpus(tmp_path / "b", seed=1)
+
+    def state(config, seed=0):
+        return tokens.make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=seed).state(5)
+
+    base = config_of(tmp_path / "a")
+    others = [replace(base, context=16), replace(base, window=32), replace(base, packing="concat"), config_of(tmp_path / "b")]
+    states = [state(base), state(base, seed=1), *map(state, others), state(replace(base, test_share=0.1))]
+    assert len({str(s) for s in states}) == len(states)
+    assert state(base) == states[0] and states[0]["position"] == 5
+
+
+def test_diagnostics_report_padding_shares_and_passes(tmp_path):
+    corpus(tmp_path / "a")
+    corpus(tmp_path / "b", seed=1, n=48)
+    sources = tuple(tokens.Source(str(tmp_path / name), share=share) for name, share in (("a", 3.0), ("b", 1.0)))
+    loader = tokens.make_loader(
+        replace(config_of(tmp_path / "a"), sources=sources), split="train", rows=Rows(64, ((0, 64),)), seed=0
+    )
+    masks = [next(loader)[1] for _ in range(20)]
+    found = loader.diagnostics()
+    np.testing.assert_allclose(found["share"], [0.75, 0.25], atol=0.05)
+    assert found["wanted_share"] == [0.75, 0.25] and found["too_short"] == [2, 2] and found["epoch"][1] > found["epoch"][0]
+    padding = 1 - sum(b["mask"][0].sum() for b in masks) / (20 * 64 * CONTEXT)
+    assert np.dot(found["padding"], found["share"]) == pytest.approx(padding) and padding < 0.05
+
+
+def test_mistakes_are_named(tmp_path):
+    def fails(config, match):
+        with pytest.raises(DataError, match=match):
+            tokens.make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=0)
+
+    (tmp_path / "empty").mkdir()
+    corpus(tmp_path / "a")
+    fails(config_of(tmp_path / "nowhere"), r"sources\[0\].path is .*nowhere.*does not exist")
+    fails(config_of(tmp_path / "empty"), "has no tokens.json; it holds nothing.*make_tokens")
+    fails(tokens.Config(), "sources is empty")
+    fails(config_of(tmp_path / "a", packing="first_fit"), "packing is 'first_fit'; there are: best_fit")
+    fails(config_of(tmp_path / "a", packing="concat", context=10**6), "too few for a context of 1000000")
+    fails(config_of(tmp_path / "a", packing="random", exhausted="stop"), "never exhaust")
+    corpus(tmp_path / "torn")
+    (tmp_path / "torn" / "00001.tokens").write_bytes(b"xx")
+    fails(config_of(tmp_path / "torn"), "00001.tokens has 2 bytes, and tokens.json speaks of")
+    corpus(tmp_path / "b", vocab=500)
+    corpus(tmp_path / "c")
+    sources = tuple(tokens.Source(str(tmp_path / name)) for name in "bc")
+    fails(replace(config_of(tmp_path / "b"), sources=sources), r"different vocabularies: \[500, 1000\]")
+
+
+def test_the_report_counts_padding_and_cut_documents():
+    lengths = np.array([5, 5, 9, 3, 30])  # 4 + 4, 8, 2 and 8 + 8 + 8 + 5 predictions
+    padding, cut, seen = packing_report.best_fit(lengths, 8, window=5)
+    assert (padding, cut) == (1 - 47 / 48, 0.0) and seen == (6 + 6 + 28 + 1 + 3 * 28 + 10) / 47
+    padding, cut, seen = packing_report.concat(lengths, 8)  # 0-5, 5-10 is cut, 10-19 is too long to fit, 19-22, 22-52
+    assert (padding, cut) == (0.0, 1 / 5) and seen == (10 + 3 + 1 + 15 + 3 + 3 + 1 + 3 * 28 + 6) / 52
