@@ -185,6 +185,29 @@ class WarmStart:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters instead of all parameters (jaxtrain.lora); each parameter must match one of the three patterns."""
+
+    rank: int = 0  # [1] of the adapters; 0 = train the parameters themselves
+    alpha: float = 16.0  # [1] times B A over the rank
+    adapt: str = r"(^|/)blocks/w_"  # [regex] matrices that get adapters
+    train: str = ""  # [regex] parameters that are trained as they are; empty = none
+    freeze: str = r"^(embed|pos|scale|bias|w_head)$|/(b|scale|bias)_[^/]*$"  # [regex] parameters that stay as they are
+    dtype: str = "float32"  # [name] that adapted and frozen parameters are kept in: float32 or bfloat16
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.rank < 0:
+            yield "rank", f"is {self.rank}; use a positive rank, or 0 for no adapters"
+        if self.dtype not in ("float32", "bfloat16"):
+            yield "dtype", f"is {self.dtype!r}; {_choices(self.dtype, ('float32', 'bfloat16'))}"
+        for name in ("adapt", "train", "freeze"):
+            try:
+                re.compile(getattr(self, name))
+            except re.error as error:
+                yield name, f"is {getattr(self, name)!r}, which is no regular expression: {error}"
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Asynchronous checkpoints in workdir/checkpoints."""
 
@@ -299,6 +322,7 @@ class Config:
     optim: Optim = field(default_factory=Optim)  # [section]
     mesh: Mesh = field(default_factory=Mesh)  # [section]
     warm_start: WarmStart = field(default_factory=WarmStart)  # [section]
+    lora: Lora = field(default_factory=Lora)  # [section]
     checkpoint: Checkpoint = field(default_factory=Checkpoint)  # [section]
     resume: Resume = field(default_factory=Resume)  # [section]
     metrics: Metrics = field(default_factory=Metrics)  # [section]
@@ -397,6 +421,15 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def section(cls: type, tree: Mapping[str, Any]) -> Any:
+    """One section, as a config.json has it, as its dataclass. Raises ConfigError."""
+    problems: list[tuple[str, str]] = []
+    found = _build(cls, tree, cls.__name__.lower(), problems)
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def _take_facts(config: Config, problems: list[tuple[str, str]]) -> Config:

@@ -159,7 +159,9 @@ class Sharder(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """Of the devices that the program is for, which need not be here: "cpu", "gpu", "tpu"."""
+        """Of the devices that the program is for, which need not be here: "cpu", "gpu", "tpu"; without any, "cpu"."""
+        if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):
+            return "cpu"
         platform = self.layout.mesh.devices.flat[0].platform
         return "gpu" if platform in ("cuda", "rocm") else platform
 
@@ -223,9 +225,11 @@ class Sharder(NamedTuple):
         return call(*args, *constants)
 
     def _map(self, f: Callable, args: Sequence[Any], ins: Sequence[PartitionSpec], outs: Any, checked: bool) -> Any:
-        # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK).
-        free = {name for name, size in self.layout.mesh.shape.items() if size > 1} - self._manual()
-        if not free:
+        sizes = {name: size for name, size in self.layout.mesh.shape.items() if name not in self._manual()}
+        # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK); but what
+        # JAX does not track it wants to be all manual.
+        free = {name for name, size in sizes.items() if size > 1 or not checked}
+        if all(size == 1 for size in sizes.values()):
             return f(*args)
         mapped = jax.shard_map(f, mesh=self._mesh(), in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=checked)
         # In a loop over layers, JAX computes what depends on no layer (masks) before the loop, and would cut `f` in two; what

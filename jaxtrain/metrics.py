@@ -256,6 +256,16 @@ def write_pictures(folder: str | os.PathLike, pictures: Mapping[str, np.ndarray]
     return paths
 
 
+def write_samples(workdir: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    """workdir/samples.jsonl: one JSON object per line, {"step": 500, …}. A step that is written again takes its own place."""
+    path = pathlib.Path(workdir) / "samples.jsonl"
+    kept = [line for line in (path.read_text().splitlines() if path.exists() else []) if (_step_of(line) or math.inf) < step]
+    lines = [*kept, *(json.dumps({"step": step, **sample}, ensure_ascii=False) for sample in samples)]
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text("".join(line + "\n" for line in lines))
+    temporary.replace(path)
+
+
 def is_written(workdir: str, step: int, split: str) -> bool:
     """Whether metrics.jsonl holds this record."""
     path = pathlib.Path(workdir) / "metrics.jsonl"

@@ -27,7 +27,7 @@ import numpy as np
 import optax
 from jax.interpreters import partial_eval
 
-from jaxtrain import chips, feed, hlo, optim, specs
+from jaxtrain import chips, feed, hlo, lora, optim, specs
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
@@ -110,6 +110,7 @@ def assemble(config: config_lib.Config, mesh: jax.sharding.Mesh | jax.sharding.A
     """Raises LayoutError and OptimError, as a run would."""
     layout = layout_lib.make_layout(mesh, config.mesh.rules)
     task = importlib.import_module(config.workload).make_task(config, layout.shard, config.train.batch)
+    task = lora.adapt(task, config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
     fields = importlib.import_module(config.loader).fields(config.data)
     plan = state_lib.make_plan(task, tx, layout, fields, batch=config.train.batch, ema=config.train.ema > 0)

@@ -110,18 +110,29 @@ def init_state(
     """The state at step 0, every device making only its own part.
 
     Args:
-      start: (initial parameters, given) -> parameters; traced. What it does not use is not initialised either.
+      start: (initial parameters, given) -> parameters, for the trained and for the frozen ones; traced. What it does not use is
+        not initialised either.
       given: arrays for ``start``; donated.
     """
 
     def init(key: Key, given: PyTree) -> TrainState:
         variables = specs.materialise(task.specs, key)
-        variables = variables._replace(params=start(variables.params, given))
+        variables = variables._replace(params=start(variables.params, given), frozen=start(variables.frozen, given))
         ema = jax.tree.map(jnp.copy, variables.params) if plan.state.ema else ()
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, variables, tx.init(variables.params), ema, Norms(jnp.zeros(()), zero))
 
     make = jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, plan.state), donate_argnums=1)
+    return make(key, given)
+
+
+def init_frozen(task: Task, plan: Plan, key: Key, *, start: Callable[[PyTree, PyTree], PyTree], given: PyTree) -> PyTree:
+    """The frozen part of what `init_state` makes, for a state that was restored without it."""
+
+    def init(key: Key, given: PyTree) -> PyTree:
+        return start(specs.materialise(Variables((), task.specs.frozen, ()), key).frozen, given)
+
+    make = jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, plan.state.variables.frozen), donate_argnums=1)
     return make(key, given)
 
 

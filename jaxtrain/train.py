@@ -14,12 +14,12 @@ import jax
 import optax
 
 from jaxtrain import checkpoint as checkpoint_lib
-from jaxtrain import cluster, distributed, feed, gce, metrics, optim, rendezvous, specs, warm_start
+from jaxtrain import cluster, distributed, feed, gce, lora, metrics, optim, rendezvous, specs, warm_start
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
-from jaxtrain.types import Batch, Task
+from jaxtrain.types import Batch, PyTree, Task
 from loaders.base import DataError
 
 log = logging.getLogger("jaxtrain")
@@ -31,6 +31,7 @@ USER_ERRORS = (
     rendezvous.RendezvousError,
     layout_lib.LayoutError,
     optim.OptimError,
+    lora.LoraError,
     checkpoint_lib.CheckpointError,
     warm_start.WarmStartError,
     DataError,
@@ -83,6 +84,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
 
     # 3. What is trained, and how.
     task = importlib.import_module(config.workload).make_task(config, layout.shard, config.train.batch)
+    task = lora.adapt(task, config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
 
     # 4. All that training will hold, before any of it exists.
@@ -111,6 +113,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     restored = checkpointer.restore(plan, loader.state(0))
     if restored:
         state, step, offset, found = restored
+        state = _with_frozen(config, task, plan, state)
         log.info("going on from step %d: %s", step, found)
     else:
         state, step, offset = _initial_state(config, task, tx, plan), 0, 0
@@ -166,6 +169,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     skipped_in_a_row = 0
 
     progress = jax.jit(task.progress, out_shardings=layout.replicated())
+    trials = [(trial, jax.jit(trial.run, out_shardings=layout.replicated())) for trial in task.trials]
 
     def evaluate(step: int) -> dict[str, float]:
         """Sums over the test split (at the end: the whole of it), on all devices; reported once."""
@@ -184,7 +188,14 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         if distributed.is_main():
             named = {f"step{step:06}_{name}": images for name, images in pictures.items()}
             metrics.write_pictures(os.path.join(config.workdir, "pictures"), named)
-        record = task.finish(metrics.mean(sums))
+        record, samples = task.finish(metrics.mean(sums)), []
+        for trial, attempt in trials:
+            watchdog.beat(f"a trial of the evaluation after step {step}")
+            numbers, lines = trial.judge(jax.device_get(attempt(variables)))
+            record |= numbers
+            samples += lines
+        if samples and distributed.is_main():
+            metrics.write_samples(config.workdir, step, samples)
         for writer in writers:
             writer.write(step, "test", record)
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
@@ -275,18 +286,39 @@ def _initial_state(
     config: config_lib.Config, task: Task, tx: optax.GradientTransformation, plan: state_lib.Plan
 ) -> state_lib.TrainState:
     """The state at step 0: initialised, and with config.warm_start the parameters of its source laid over."""
-    key = jax.random.key(config.seed)
+    start, given = _warm_start(config, {**_by_path(plan.state.variables.params), **_by_path(plan.state.variables.frozen)})
+    return state_lib.init_state(task, tx, plan, jax.random.key(config.seed), start=start, given=given)
+
+
+def _with_frozen(
+    config: config_lib.Config, task: Task, plan: state_lib.Plan, state: state_lib.TrainState
+) -> state_lib.TrainState:
+    """A restored state with its frozen parameters, which no checkpoint holds, as they were at step 0."""
+    if not jax.tree.leaves(plan.state.variables.frozen):
+        return state
+    start, given = _warm_start(config, {**_by_path(plan.state.variables.params), **_by_path(plan.state.variables.frozen)})
+    frozen = _by_path(plan.state.variables.frozen)
+    given = {path: x for path, x in given.items() if path in frozen}
+    made = state_lib.init_frozen(task, plan, jax.random.key(config.seed), start=start, given=given)
+    return state.replace(variables=state.variables._replace(frozen=made))
+
+
+def _warm_start(config: config_lib.Config, table: dict[str, jax.ShapeDtypeStruct]) -> tuple[Callable, dict[str, jax.Array]]:
+    """What lays the source's arrays over initial parameters: both arguments of `state.init_state`. No source has adapters."""
     if not config.warm_start.source:
-        return state_lib.init_state(task, tx, plan, key)
+        return (lambda params, given: params), {}
     problems = warm_start.damage(config.warm_start) if distributed.is_main() else []
     if distributed.agree(len(problems)):
         raise warm_start.WarmStartError(config.warm_start.source, problems or ["process 0 found it damaged"])
-    table = dict(zip(specs.paths(plan.state.variables.params), jax.tree.leaves(plan.state.variables.params), strict=True))
+    table = {path: x for path, x in table.items() if not lora.is_adapter(path)}
     source = warm_start.open_source(config.warm_start)
     matches = warm_start.match({path: (x.shape, x.dtype) for path, x in table.items()}, source, config.warm_start)
     log.info("warm start from %s: %s", config.warm_start.source, matches.report())
-    loaded = warm_start.load(matches, plan.state.variables.params)
-    return state_lib.init_state(task, tx, plan, key, start=functools.partial(warm_start.overlay, matches), given=loaded)
+    return functools.partial(warm_start.overlay, matches), warm_start.load(matches, table)
+
+
+def _by_path(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+    return dict(zip(specs.paths(tree), jax.tree.leaves(tree), strict=True))
 
 
 def _looks(config: config_lib.Config, step: int) -> bool:

@@ -69,6 +69,13 @@ def _no_progress(variables: Variables, batch: Batch) -> dict[str, Array]:
     return {}
 
 
+class Trial(NamedTuple):
+    """What a task does at an evaluation besides summing over the test split."""
+
+    run: Callable[[Variables], PyTree]  # on the devices of all processes; arrays
+    judge: Callable[[PyTree], tuple[dict[str, float], list[dict[str, Any]]]]  # on one host -> for the record, for samples.jsonl
+
+
 class Task(NamedTuple):
     """A workload as a value: a few pure functions over one table of parameters.
 
@@ -95,3 +102,4 @@ class Task(NamedTuple):
     stage: Callable[[int], Hashable] = _one_stage  # step -> static variant of the loss
     progress: Callable[[Variables, Batch], dict[str, Array]] = _no_progress  # like pictures, of a test batch at an evaluation
     finish: Callable[[Mapping[str, Any]], dict[str, float]] = _as_it_is  # means over a test split, also arrays -> its record
+    trials: tuple[Trial, ...] = ()

@@ -182,6 +182,11 @@ def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> Py
     return jax.tree.map_with_path(choose, params)
 
 
+def folded(match: Match, shape: tuple[int, ...]) -> Stored:
+    """A source's array in its shape here. Raises StoredError where that takes more than folding."""
+    return match.stored if match.stored.shape == tuple(shape) else stored.fold(match.stored, tuple(shape))
+
+
 class _Patterns:
     """Regular expressions, and which of them ever matched."""
 

@@ -12,7 +12,7 @@ FLOORS = (
     {"plan"},
     {"state", "step", "feed", "checkpoint", "warm_start"},
     {"workloads"},
-    {"layout", "specs", "optim", "metrics", "distributed", "nn"},
+    {"layout", "specs", "optim", "lora", "environments", "metrics", "distributed", "nn"},
     {"types", "config", "checksums", "stored", "cluster", "rendezvous", "gce", "chips", "hlo"},
 )
 # Neighbours on one floor, and why.
@@ -21,6 +21,7 @@ ALLOWED = {
     ("checkpoint", "state"): "a checkpoint is restored into a Plan",
     ("specs", "layout"): "abstract arrays carry the layout's shardings",
     ("nn", "specs"): "layers that workloads share come with their part of the table",
+    ("lora", "specs"): "adapters are chosen by the paths of the parameter table",
     ("optim", "specs"): "groups are chosen by the paths of the parameter table",
 }
 NO_ROOMS = {"utils", "helpers", "common", "base_trainer", "registry", "callbacks", "hooks"}

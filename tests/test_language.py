@@ -30,10 +30,9 @@ def alone():
 def load(folder, **changes):
     """Config and parameters of a folder from Hugging Face, in float32."""
     model, rules = language.from_hugging_face(folder)
-    problems = []
-    c = config_lib._build(language.Config, {**model, "context": 48, "dtype": "float32", **changes}, "model", problems)
-    rules = config_lib._build(config_lib.WarmStart, rules, "warm_start", problems)
-    assert not problems and not list(c.problems()) and not list(rules.problems())
+    c = config_lib.section(language.Config, {**model, "context": 48, "dtype": "float32", **changes})
+    rules = config_lib.section(config_lib.WarmStart, rules)
+    assert not list(c.problems()) and not list(rules.problems())
     table = language.make_specs(c)
     layout = make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
     abstract = specs_lib.abstract(table, layout)

@@ -16,6 +16,8 @@ safetensors' header follows from shapes alone and is written first. Host memory 
 array: its bytes as they are stored, decoded, and handed out. Two exports of one step are equal byte for byte. DIR appears whole
 or not at all.
 
+Of a run with adapters (config.lora) the merged weights are exported; tools/lora_to_peft.py has the adapters alone.
+
 Names are the parameters' paths with dots, unless the workload module offers
 
     export_names(config, path) -> str | list[str]
@@ -34,6 +36,7 @@ what was exported; without, names become paths by their dots.
 
 import argparse
 import collections
+import functools
 import hashlib
 import importlib
 import json
@@ -47,11 +50,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 from etils import epath
 
-from jaxtrain import checksums, stored
+from jaxtrain import checksums, lora, stored, warm_start
+from jaxtrain import config as config_lib
+from jaxtrain import specs as spec_lib
 from jaxtrain.stored import Stored, StoredError
 from tools import checkpoint
 
@@ -123,6 +129,8 @@ def export(
     meta = stored.read_json(step_dir, "meta") or {}
     config = meta.pop("config", {})
     step = int(everything["step"].read(())) if "step" in everything else None
+    if any(lora.is_adapter(path) for path in arrays):
+        arrays = _merged(arrays, config)
 
     # 1. What is called what, and lies where, follows from shapes alone.
     entries: dict[str, list[Entry]] = {}
@@ -174,6 +182,40 @@ def export(
         target.rmdir()
     partial.rename(target)
     return f"{target}: {group} of step {step}, {len(flat)} arrays, {total / 1e6:.1f} MB in {len(files)} file(s)"
+
+
+def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[str, Stored]:
+    """The weights of a run with adapters: what it trained, and what config.warm_start.source has, merged as it is read."""
+    rules = config_lib.section(config_lib.WarmStart, config["warm_start"])
+    if not rules.source:
+        raise StoredError(
+            "the run's frozen parameters were initialised, not read: there is no config.warm_start.source to merge with"
+        )
+    module = importlib.import_module(config["workload"])
+    table = module.make_specs(config_lib.section(module.Config, config["model"]))
+    specs = dict(zip(spec_lib.paths(table), jax.tree.leaves(table, is_leaf=spec_lib.is_spec), strict=True))
+    shapes = {path: (spec.shape, spec.dtype) for path, spec in specs.items()}
+    base = warm_start.match(shapes, warm_start.open_source(rules), rules).loaded
+    scale = config["lora"]["alpha"] / config["lora"]["rank"]
+    found = {}
+    for path, spec in specs.items():
+        one = arrays[path] if path in arrays else warm_start.folded(base[path], spec.shape)
+        if f"{path}/{lora.A}" in arrays:
+            factors = (arrays[f"{path}/{name}"] for name in (lora.A, lora.B))
+            one = one._replace(read=functools.partial(_merge, one, *factors, scale, *lora.sides(spec)))
+        found[path] = one
+    return found
+
+
+def _merge(one: Stored, a: Stored, b: Stored, scale: float, n_layers: int, n_first: int, index: stored.Index) -> np.ndarray:
+    """W + scale × B A of the layers that are asked for, in float64, rounded once."""
+    index = index or tuple(slice(0, n) for n in one.shape)
+    layers = index[:n_layers]
+    product = lora.product(
+        *(x.read((*layers, *(slice(0, n) for n in x.shape[n_layers:]))).astype("f8") for x in (a, b)), n_first
+    )
+    w = one.read((*layers, *(slice(0, n) for n in one.shape[n_layers:])))
+    return (w.astype("f8") + scale * product).astype(w.dtype)[(*(slice(None) for _ in layers), *index[n_layers:])]
 
 
 def reverse(folder: str, out: str) -> str:
@@ -280,7 +322,7 @@ def _write_shards(
     for name, shard in zip(files, shards, strict=True):
         digest = hashlib.sha256()
         with (folder / name).open("wb") as file:
-            head = _header(shard, framework)
+            head = header(shard, framework)
             file.write(head)
             digest.update(head)
             missing = sum(entry.n_bytes for entry in shard)
@@ -296,19 +338,19 @@ def _write_shards(
     return sums
 
 
-def _header(entries: Sequence[Entry], framework: str) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": framework}}  # "flax" is Hugging Face's word for arrays of JAX
+def header(entries: Sequence[Entry], framework: str) -> bytes:
+    content: dict[str, Any] = {"__metadata__": {"format": framework}}  # "flax" is Hugging Face's word for arrays of JAX
     offset = 0
     for entry in entries:
         if entry.dtype not in CODES:
             raise StoredError(f"{entry.path} is {entry.dtype.name}, which safetensors does not have; use --dtype")
-        header[entry.name] = {
+        content[entry.name] = {
             "dtype": CODES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [offset, offset + entry.n_bytes],
         }
         offset += entry.n_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format's own padding: data begin at a multiple of eight
     return len(text).to_bytes(8, "little") + text
 

@@ -81,18 +81,18 @@ def _run(
         def one(state: tuple, xs: tuple) -> tuple[tuple, Array | None]:
             sums, dw_vd = state
             x_cd, label_c, weight_c = xs
-            label_c = label_c - first
             w = w_vd.astype(x_cd.dtype)
             x_cv = jnp.einsum("cd,vd->cv", x_cd, w, preferred_element_type=jnp.float32)
-            own_cv = jnp.arange(w.shape[0])[None] == label_c[:, None]
+            place_v = first + jnp.arange(w.shape[0])
+            own_cv = place_v[None] == label_c[:, None]
             top_c = _over(jax.lax.pmax, jax.lax.stop_gradient(x_cv.max(-1)), vocab)
             e_cv = jnp.exp(x_cv - top_c[:, None])
             sum_c = _over(jax.lax.psum, e_cv.sum(-1), vocab)
             label_x_c = _over(jax.lax.psum, jnp.where(own_cv, x_cv, 0).sum(-1), vocab)
             lse_c = top_c + jnp.log(sum_c)
             # The first of the largest, so that equal logits everywhere are not all right.
-            place_cv = jnp.where(x_cv == top_c[:, None], jnp.arange(w.shape[0])[None], v) + first
-            right_c = _over(jax.lax.pmin, place_cv.min(-1), vocab) == label_c + first
+            best_c = jnp.where(x_cv == top_c[:, None], place_v[None], v).min(-1)
+            right_c = _over(jax.lax.pmin, best_c, vocab) == label_c
             each = (lse_c - label_x_c + z_loss * lse_c**2, lse_c - label_x_c, lse_c**2, right_c)
             sums = Sums(*(old + (weight_c * new).sum() for old, new in zip(sums, each, strict=True)))
             if not grads:

@@ -17,16 +17,40 @@ Shapes: B batch, S tokens, D embed, V vocabulary.
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxtrain import environments
 from jaxtrain.config import Config as RunConfig
-from jaxtrain.nn import transformer
+from jaxtrain.nn import sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
-from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
+from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Trial, Variables
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Continuations that are written at every evaluation, beside the metrics, in samples.jsonl."""
+
+    prompts: tuple[str, ...] = ()  # [texts] to be continued; empty = none
+    tokens: int = 64  # [tokens] of each continuation
+    temperature: float = 0.8  # [1] by which logits are divided; 0 = always the likeliest token
+    top_p: float = 0.95  # [probability] that the tokens that may be drawn add up to
+
+
+@dataclass(frozen=True)
+class Target:
+    """An environment to evaluate on (jaxtrain.environments); its numbers are named module/…"""
+
+    module: str = ""  # [module] that has load_environment
+    arguments: dict[str, str] = field(default_factory=dict)  # [name: value] of load_environment
+    prompts: int = 64  # [prompts] of its dataset, the first ones
+    tokens: int = 64  # [tokens] of a completion
+    temperature: float = 0.0  # [1] by which logits are divided; 0 = always the likeliest token
 
 
 @dataclass(frozen=True)
@@ -37,6 +61,11 @@ class Config(transformer.Decoder):
     bytes_per_token: float | None = None  # [bytes] of text behind a token, for bits per byte; None = as the data have
     z_loss: float = 0.0  # [1] times the square of the softmax's log normaliser, added to the loss; 0 = none
     chunk: int = 1024  # [tokens] of each device whose logits are there at the same time
+    n_test: tuple[int, ...] | None = None  # [documents] held out of each source; several are also told apart; None = the data's
+    samples: Samples = field(default_factory=Samples)  # [section]
+    targets: tuple[Target, ...] = ()  # [environments] to evaluate on
+    tokenizer: str | None = None  # [path] of a tokenizer.json, for prompts; None = as the data have
+    symbols: str | None = None  # [text] whose i-th character is token i; None = as the data have
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
@@ -44,6 +73,18 @@ class Config(transformer.Decoder):
             yield "chunk", f"is {self.chunk}; it must be at least 1"
         if self.z_loss < 0:
             yield "z_loss", f"is {self.z_loss}; it must not be negative"
+        if not 0 < self.samples.top_p <= 1:
+            yield "samples.top_p", f"is {self.samples.top_p}; it lies in (0, 1]"
+        for where, one in (("samples", self.samples), *((f"targets[{i}]", t) for i, t in enumerate(self.targets))):
+            if one.tokens < 1:
+                yield f"{where}.tokens", f"is {one.tokens}; it must be at least 1"
+            if one.temperature < 0:
+                yield f"{where}.temperature", f"is {one.temperature}; use 0 for the likeliest token"
+        for i, target in enumerate(self.targets):
+            try:
+                environments.load(target.module, target.arguments, target.prompts)
+            except environments.BadEnvironment as error:
+                yield f"targets[{i}].module", str(error)
 
     def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("vocab", "context"):
@@ -52,6 +93,16 @@ class Config(transformer.Decoder):
                 yield name, "is None, and the data do not say it; set it"
             elif needed is not None and value < needed:
                 yield name, f"is {value}, and the data need {needed}"
+        for where, n in (("samples", self.samples.tokens), *((f"targets[{i}]", t.tokens) for i, t in enumerate(self.targets))):
+            if self.context is not None and n >= self.context:
+                yield f"{where}.tokens", f"is {n}, and the model's context is {self.context}, prompt included"
+        try:
+            codec = make_codec(self)
+            for prompt in self.samples.prompts:
+                codec.encode(prompt)
+        except CodecError as error:
+            if self.samples.prompts or self.targets:
+                yield "samples.prompts", str(error)
 
 
 _LLAMA = dict(eps=1e-5, head_dim=128, vocab=128256)
@@ -104,9 +155,12 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
     c: Config = config.model
     specs = make_specs(c)
 
-    def measure(params: PyTree, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
-        x_bsd = transformer.decode(c, params, batch["tokens"], batch["positions"], batch["segments"], shard)
-        mask_bs = batch["mask"].astype(jnp.float32)
+    n_sources = len(c.n_test or ())
+
+    def hidden(params: PyTree, batch: Batch) -> Array:
+        return transformer.decode(c, params, batch["tokens"], batch["positions"], batch["segments"], shard)
+
+    def measure(params: PyTree, x_bsd: Array, batch: Batch, mask_bs: Array) -> tuple[Mean, dict[str, Mean]]:
         w_vd = transformer.head(c, params)
         sums = cross_entropy(x_bsd, w_vd, batch["targets"], mask_bs, shard, z_loss=c.z_loss, chunk=c.chunk)
         n = mask_bs.sum()
@@ -117,21 +171,131 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
 
     def loss(variables: Variables, batch: Batch, key: Key) -> LossOut:
         del key  # nothing is random
-        total, found = measure(variables.params, batch)
+        params = variables.params
+        total, found = measure(params, hidden(params, batch), batch, batch["mask"].astype(jnp.float32))
         found["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))  # that count, in a row
         return LossOut(total, found)
 
     def evaluate(variables: Variables, batch: Batch) -> dict[str, Mean]:
-        _, found = measure(variables.params, batch)
+        params, x_bsd = variables.params, hidden(variables.params, batch)
+        mask_bs = batch["mask"].astype(jnp.float32)
+        if n_sources < 2:
+            return measure(params, x_bsd, batch, mask_bs)[1]
+        each = [
+            measure(params, x_bsd, batch, jnp.where((batch["source"] == source)[:, None], mask_bs, 0))[1]
+            for source in range(n_sources)
+        ]
+        found = jax.tree.map(lambda *sums: sum(sums), *each)  # every row is of one source
+        return found | {f"cross_entropy_source_{i}": one["cross_entropy"] for i, one in enumerate(each)}
+
+    def finish(record: Mapping[str, Any]) -> dict[str, float]:
+        """exp(nats per token), and bits for each byte of the text behind the tokens."""
+        found = dict(record)
+        for name in [name for name in record if name.startswith("cross_entropy")]:
+            suffix = name.removeprefix("cross_entropy")
+            found[f"perplexity{suffix}"] = math.exp(min(record[name], 700.0))  # exp(700) is the last that a float holds
+        if c.bytes_per_token:
+            found["bits_per_byte"] = record["cross_entropy"] / math.log(2) / c.bytes_per_token
         return found
 
+    fields = {name: ("batch", "seq") for name in ("tokens", "targets", "positions", "segments", "mask")}
     return Task(
         specs=Variables(specs),
         loss=loss,
         evaluate=evaluate,
-        axes={name: ("batch", "seq") for name in ("tokens", "targets", "positions", "segments", "mask")},
+        axes={**fields, **({"source": ("batch",)} if n_sources > 1 else {})},
         flops=3 * batch * forward_flops(c, causal=True),
+        finish=finish,
+        trials=tuple(_trials(c, shard, config.seed)),
     )
+
+
+def _trials(c: Config, shard: Shard, seed: int) -> Iterator[Trial]:
+    if c.samples.prompts:
+        codec = make_codec(c)
+
+        def show(texts: Sequence[str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+            return {}, [{"prompt": p, "continuation": x} for p, x in zip(c.samples.prompts, texts, strict=True)]
+
+        yield _trial(c, shard, seed, codec, c.samples.prompts, c.samples, c.samples.top_p, show)
+    for target in c.targets:
+        codec, prompts = make_codec(c), environments.load(target.module, target.arguments, target.prompts)
+
+        def score(texts: Sequence[str], prompts=prompts, name=target.module) -> tuple[dict[str, float], list[dict[str, Any]]]:
+            means, rewards = prompts.score(texts)
+            triples = zip(prompts.rows, texts, rewards, strict=True)
+            lines = [{"target": name, "prompt": r["prompt"], "continuation": x, "reward": y} for r, x, y in triples]
+            return {f"{name}/{k}": v for k, v in means.items()}, lines[:8]
+
+        yield _trial(c, shard, seed, codec, [row["prompt"] for row in prompts.rows], target, 1.0, score)
+
+
+def _trial(
+    c: Config,
+    shard: Shard,
+    seed: int,
+    codec: "Codec",
+    prompts: Sequence[str],
+    how: Samples | Target,
+    top_p: float,
+    judge: Callable,
+) -> Trial:
+    """Continues prompts; of those that leave no room for it, the last tokens."""
+    ids = [codec.encode(prompt)[-(c.context - how.tokens) :] for prompt in prompts]
+    length_b = np.array([len(i) for i in ids], np.int32)
+    prompt_bp = np.zeros((len(ids), length_b.max()), np.int32)
+    for row, i in enumerate(ids):
+        prompt_bp[row, : len(i)] = i
+
+    def run(variables: Variables) -> Array:
+        return sampling.generate(
+            c, variables.params, jnp.asarray(prompt_bp), jnp.asarray(length_b), jax.random.key(seed), shard,
+            n_new=how.tokens, temperature=how.temperature, top_p=top_p, end=codec.end,
+        )  # fmt: skip
+
+    def texts(tokens_bn: Array) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        return judge([codec.decode([i for i in row if i != codec.end]) for row in np.asarray(tokens_bn).tolist()])
+
+    return Trial(run, texts)
+
+
+class CodecError(ValueError):
+    """A text that the vocabulary has no tokens for."""
+
+
+class Codec(NamedTuple):
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    end: int  # token that ends a document; -1 = none
+
+
+def make_codec(c: Config) -> Codec:
+    """Text to tokens and back: by a tokenizer.json, by a list of characters, or as bytes. Raises CodecError."""
+    if c.tokenizer:
+        import tokenizers  # not needed to train
+
+        tokenizer = tokenizers.Tokenizer.from_file(c.tokenizer)
+        known = [tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")]
+        end = next((i for i in known if i is not None), -1)
+        return Codec(lambda text: _some(tokenizer.encode(text, add_special_tokens=False).ids, text), tokenizer.decode, end)
+    if c.symbols:
+        place = {symbol: i for i, symbol in enumerate(c.symbols)}
+
+        def encode(text: str) -> list[int]:
+            if unknown := sorted(set(text) - set(place)):
+                raise CodecError(f"{text!r} has {unknown}, which no token of the data is")
+            return _some([place[x] for x in text], text)
+
+        return Codec(encode, lambda ids: "".join(c.symbols[i] for i in ids if i < len(c.symbols)), -1)
+    if c.vocab != 256:
+        raise CodecError("there is no way from text to tokens: the data name no tokenizer; set tokenizer to a tokenizer.json")
+    return Codec(lambda text: _some(list(text.encode()), text), lambda ids: bytes(ids).decode(errors="replace"), -1)
+
+
+def _some(ids: list[int], text: str) -> list[int]:
+    if not ids:
+        raise CodecError(f"{text!r} has no tokens, and a continuation must begin with one")
+    return ids
 
 
 def forward_flops(c: Config, *, causal: bool) -> int:
@@ -313,8 +477,3 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
     renames = [(rf"^model/layers/(\d+)/{slashes(_LAYER[name])}$", rf"blocks/{name}[\1]") for name in table["blocks"]]
     renames += [(f"^{slashes(_TOP[name])}$", name) for name in table if name != "blocks"]
     return model, dict(source=str(folder), renames=tuple(renames), reshape={r"^blocks/(w_(q|k|v|out)|b_.)$": "fold"})
-
-
-def perplexity(cross_entropy: float) -> float:
-    """exp of nats per token; infinite where a float cannot hold it."""
-    return math.exp(cross_entropy) if cross_entropy < 700 else math.inf

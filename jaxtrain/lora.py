@@ -1,0 +1,199 @@
+"""Low-rank adapters (Hu et al. 2022) as a transform of a task: its parameter table, and what its functions see.
+
+`config.lora` sorts every parameter by path into one of three: ``adapt``, ``train``, ``freeze``. Of an adapted matrix W the run
+keeps W as it is and trains A [rank, last…] and B [first…, rank]: W + alpha / rank × B A takes its place. Its two sides, first
+and last, are "embed" and the other dimensions, in the order that they have in the table (where neither end is "embed", the
+first dimension and the others); a stack has its layers before both. B is zero at first.
+
+The workload gets an `Adapted` where it had an array: merged where a layer casts it (``.astype``) or takes it out of its stack,
+so that a scanned stack is merged a layer at a time. Tables that a workload looks rows up in cannot be adapted. A and B are
+parameters ``…/w_a`` and ``…/w_b``; W and what is frozen are `Variables.frozen`, made or read from config.warm_start at every
+start and not saved again.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.struct
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+
+from jaxtrain import specs as specs_lib
+from jaxtrain.config import Lora
+from jaxtrain.types import Array, Batch, LossOut, Mean, PyTree, Spec, Task, Variables
+
+A, B = "w_a", "w_b"
+KINDS = ("adapt", "train", "freeze")
+
+
+class LoraError(ValueError):
+    """Patterns that do not sort the parameters, or something that is no matrix. The message lists them all."""
+
+
+@flax.struct.dataclass
+class Adapted:
+    """A matrix W + scale × B A, or a stack of them, that is not merged yet."""
+
+    w: Array  # [layers…, first…, last…]
+    a: Array  # [layers…, rank, last…]
+    b: Array  # [layers…, first…, rank]
+    scale: float = flax.struct.field(pytree_node=False)
+    n_first: int = flax.struct.field(pytree_node=False)  # dimensions of the first side
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.w.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.w.dtype
+
+    def astype(self, dtype: Any) -> Array:
+        """The matrix, merged in float32 where it is no wider."""
+        wide = jnp.promote_types(self.w.dtype, self.a.dtype)
+        return (self.w.astype(wide) + self.scale * product(self.a, self.b, self.n_first).astype(wide)).astype(dtype)
+
+    def __getitem__(self, layer: Any) -> Array:
+        one = jax.tree.map(lambda x: x[layer], self)
+        return one.astype(one.w.dtype)
+
+    def __jax_array__(self) -> Array:
+        return self.astype(self.w.dtype)
+
+
+def product(a: Array, b: Array, n_first: int) -> Array:
+    """B A, [layers…, first…, last…]."""
+    n_layers = b.ndim - n_first - 1
+    layers, rank = b.shape[:n_layers], b.shape[-1]
+    first, last = b.shape[n_layers:-1], a.shape[n_layers + 1 :]
+    c = b.reshape(*layers, math.prod(first), rank) @ a.reshape(*layers, rank, math.prod(last))
+    return c.reshape(*layers, *first, *last)
+
+
+def sides(spec: Spec) -> tuple[int, int]:
+    """Dimensions before the matrix, and of its first side."""
+    n_layers = next((i for i, axis in enumerate(spec.axes) if axis != "layer"), len(spec.axes))
+    own = spec.axes[n_layers:]
+    return n_layers, len(own) - 1 if own and own[-1] == "embed" and own[0] != "embed" else 1
+
+
+def sort(config: Lora, table: PyTree) -> dict[str, str]:
+    """path -> adapt, train or freeze.
+
+    Raises:
+      LoraError: a parameter that none or several of the patterns match, one to adapt that has no two sides, a pattern but
+        ``train`` that matches nothing.
+    """
+    found, problems = {}, []
+    flat = _flat(table)
+    patterns = {kind: getattr(config, kind) for kind in KINDS}
+    for path, spec in flat.items():
+        kinds = [kind for kind, pattern in patterns.items() if pattern and re.search(pattern, path)]
+        if len(kinds) != 1:
+            which = (
+                f"{' and '.join(f'lora.{k}={patterns[k]!r}' for k in kinds)}" if kinds else "none of lora.adapt, train, freeze"
+            )
+            problems.append(f"parameter {path!r} matches {which}; one and only one must say what becomes of it")
+            continue
+        found[path] = kinds[0]
+        if kinds[0] == "adapt" and len(spec.shape) - sides(spec)[0] < 2:
+            problems.append(
+                f"parameter {path!r} {list(spec.shape)} is no matrix: lora.adapt={config.adapt!r} must not match it"
+            )
+    if "adapt" not in found.values():
+        problems.append(f"lora.adapt={config.adapt!r} matches no parameter; there are {', '.join(flat)}")
+    if problems:
+        raise LoraError("\n".join(problems))
+    return found
+
+
+def adapt(task: Task, config: Lora) -> Task:
+    """``task`` with adapters for its parameters. Raises LoraError."""
+    if not config.rank:
+        return task
+    table, kinds = _flat(task.specs.params), sort(config, task.specs.params)
+    params, frozen = {}, {}
+    for path, kind in kinds.items():
+        spec = table[path]
+        if kind == "train":
+            params[path] = spec
+            continue
+        frozen[path] = spec._replace(dtype=config.dtype)
+        if kind == "adapt":
+            params |= {f"{path}/{name}": s for name, s in _factors(spec, config.rank).items()}
+
+    def whole(variables: Variables) -> Variables:
+        return combine(config, task.specs.params, variables)
+
+    def loss(variables: Variables, batch: Batch, key: jax.Array, **stage: Any) -> LossOut:
+        return task.loss(whole(variables), batch, key, **stage)
+
+    def evaluate(variables: Variables, batch: Batch) -> dict[str, Mean]:
+        return task.evaluate(whole(variables), batch)
+
+    def progress(variables: Variables, batch: Batch) -> dict[str, Array]:
+        return task.progress(whole(variables), batch)
+
+    def advance(params: PyTree, carry: PyTree, step: Array) -> PyTree:
+        del params
+        try:
+            return task.advance((), carry, step)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise LoraError(f"this task's carry follows its parameters, and adapters are not those: {error}") from error
+
+    trials = tuple(trial._replace(run=lambda variables, run=trial.run: run(whole(variables))) for trial in task.trials)
+    return task._replace(
+        trials=trials,
+        specs=Variables(_nested(params), _nested(frozen), task.specs.carry),
+        loss=loss,
+        evaluate=evaluate,
+        progress=progress,
+        advance=advance,
+    )
+
+
+def combine(config: Lora, table: PyTree, variables: Variables) -> Variables:
+    """The variables that a task of this table knows, `Adapted` where a matrix is."""
+    own, fixed, specs, found = _flat(variables.params), _flat(variables.frozen), _flat(table), {}
+    for path, kind in sort(config, table).items():
+        if kind != "adapt":
+            found[path] = own[path] if kind == "train" else fixed[path]
+            continue
+        a, b = (own[f"{path}/{name}"] for name in (A, B))
+        found[path] = Adapted(fixed[path], a, b, config.alpha / config.rank, sides(specs[path])[1])
+    return Variables(_nested(found), (), variables.carry)
+
+
+def _factors(spec: Spec, rank: int) -> dict[str, Spec]:
+    """A and B; A as peft initialises it, uniform of variance 1 / (3 × numbers of the last side)."""
+    n_layers, n_first = sides(spec)
+    cut = n_layers + n_first
+    n_last = math.prod(spec.shape[cut:])
+    layers = (spec.shape[:n_layers], spec.axes[:n_layers])
+    return {
+        A: Spec((*layers[0], rank, *spec.shape[cut:]), (*layers[1], None, *spec.axes[cut:]), _uniform(n_last)),
+        B: Spec((*spec.shape[:cut], rank), (*spec.axes[:cut], None), specs_lib.zeros),
+    }
+
+
+def _uniform(n: int) -> Callable[[jax.Array, tuple[int, ...], Any], Array]:
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return jax.random.uniform(key, shape, dtype, -1, 1) / math.sqrt(n)
+
+    return init
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a parameter is one that no source of weights has."""
+    return path.rpartition("/")[2] in (A, B)
+
+
+def _flat(tree: PyTree) -> dict[str, Any]:
+    return flax.traverse_util.flatten_dict(tree, sep="/")
+
+
+def _nested(flat: Mapping[str, Any]) -> PyTree:
+    return flax.traverse_util.unflatten_dict(dict(flat), sep="/")

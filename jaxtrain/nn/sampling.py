@@ -1,0 +1,114 @@
+"""Continuations of prompts: all rows at once, keys and values of what is written kept in a cache.
+
+Shapes: B prompts, P places of the longest prompt, N new tokens, S = P + N, V vocabulary, L layers, G key/value heads, K head
+dimension.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn import attention, transformer
+from jaxtrain.types import Array, Key, PyTree, Shard
+
+Cache = tuple[Array, Array]  # keys and values, [L, B, S, G, K]
+
+
+def generate(
+    c: transformer.Decoder,
+    params: PyTree,
+    prompt_bp: Array,
+    length_b: Array,
+    key: Key,
+    shard: Shard,
+    *,
+    n_new: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    end: int = -1,
+) -> Array:
+    """int32 [B, N]: what follows each prompt; after a token ``end``, ends.
+
+    A row draws by its own key, fold_in(key, row): what is written for a prompt does not depend on the others.
+
+    Args:
+      prompt_bp: int32; places from ``length_b`` on are not read.
+      temperature: logits are divided by it; 0 takes the largest.
+      top_p: draws from the fewest tokens whose probabilities add up to it (Holtzman et al. 2020).
+    """
+    keys_b = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(length_b)))
+    logits_bv, cache = prefill(c, params, prompt_bp, length_b, shard, n_new=n_new)
+
+    def one(state: tuple[Array, Cache, Array], i: Array) -> tuple[tuple[Array, Cache, Array], Array]:
+        logits_bv, cache, ended_b = state
+        draw = functools.partial(choose, temperature=temperature, top_p=top_p)
+        token_b = jax.vmap(lambda logits_v, key: draw(logits_v, jax.random.fold_in(key, i)))(logits_bv, keys_b)
+        token_b = jnp.where(ended_b, end, token_b)
+        logits_bv, cache = extend(c, params, token_b, length_b + i, cache, shard)
+        return (logits_bv, cache, ended_b | (token_b == end)), token_b
+
+    _, tokens_nb = jax.lax.scan(one, (logits_bv, cache, jnp.zeros(len(length_b), bool)), jnp.arange(n_new))
+    return tokens_nb.T
+
+
+def choose(logits_v: Array, key: Key, *, temperature: float, top_p: float) -> Array:
+    """One token, int32."""
+    if temperature == 0:
+        return logits_v.argmax().astype(jnp.int32)
+    logits_v = logits_v / temperature
+    if top_p < 1:
+        order_v = jnp.argsort(-logits_v)
+        p_v = jax.nn.softmax(logits_v[order_v])
+        before_v = jnp.cumsum(p_v) - p_v  # of the tokens that are likelier
+        logits_v = jnp.full_like(logits_v, -jnp.inf).at[order_v].set(jnp.where(before_v < top_p, logits_v[order_v], -jnp.inf))
+    return jax.random.categorical(key, logits_v).astype(jnp.int32)
+
+
+def prefill(
+    c: transformer.Decoder, params: PyTree, prompt_bp: Array, length_b: Array, shard: Shard, *, n_new: int
+) -> tuple[Array, Cache]:
+    """Logits [B, V] after each prompt, and the cache with room for what is new."""
+    b, p = prompt_bp.shape
+    place_bp = jnp.broadcast_to(jnp.arange(p)[None], (b, p))
+    run = transformer.mixer(c, None, shard)
+
+    def mix(q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
+        return run(q, k, v)[0], (k, v)
+
+    x_bpd = transformer.embed(c, params, prompt_bp, place_bp, shard)
+    body = functools.partial(transformer.layer, c, shard, transformer.angles(c, place_bp), mix)
+    x_bpd, cache = jax.lax.scan(body, x_bpd, params["blocks"])
+    last_bd = jnp.take_along_axis(x_bpd, (length_b - 1)[:, None, None], axis=1)[:, 0]
+    room = [(0, 0), (0, 0), (0, n_new), (0, 0), (0, 0)]
+    return _logits(c, params, last_bd), tuple(jnp.pad(x, room) for x in cache)
+
+
+def extend(
+    c: transformer.Decoder, params: PyTree, token_b: Array, place_b: Array, cache: Cache, shard: Shard
+) -> tuple[Array, Cache]:
+    """Logits [B, V] after one more token at ``place_b`` of each row, and the cache with it."""
+    s = cache[0].shape[2]
+    here_bs = jnp.arange(s)[None] == place_b[:, None]
+    back_bs = place_b[:, None] - jnp.arange(s)[None]
+    seen_bs = (back_bs >= 0) & (back_bs < (c.window or s))
+    x_btd = transformer.embed(c, params, token_b[:, None], place_b[:, None], shard)
+    angles = transformer.angles(c, place_b[:, None])
+
+    def layer(x_btd: Array, w_kv: tuple[PyTree, Array, Array]) -> tuple[Array, Cache]:
+        w, *old = w_kv
+
+        def mix(q_bthk: Array, k_btgk: Array, v_btgk: Array) -> tuple[Array, Cache]:
+            k, v = (jnp.where(here_bs[..., None, None], new, x) for new, x in zip((k_btgk, v_btgk), old, strict=True))
+            return attention.masked(q_bthk, k, v, seen_bs[:, None]), (k, v)
+
+        return transformer.layer(c, shard, angles, mix, x_btd, w)
+
+    x_btd, cache = jax.lax.scan(layer, x_btd, (params["blocks"], *cache))
+    return _logits(c, params, x_btd[:, 0]), cache
+
+
+def _logits(c: transformer.Decoder, params: PyTree, x_bd: Array) -> Array:
+    x_bd = transformer.norm(c, params, "", x_bd)
+    w_vd = transformer.head(c, params).astype(x_bd.dtype)
+    return jnp.einsum("bd,vd->bv", x_bd, w_vd, preferred_element_type=jnp.float32)

@@ -1,0 +1,204 @@
+"""Adapters against peft's numbers, for any workload's table, through the step and out again."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import test_language as language_test
+
+from jaxtrain import config as config_lib
+from jaxtrain import layout as layout_lib
+from jaxtrain import lora
+from jaxtrain import optim as optim_lib
+from jaxtrain import specs as specs_lib
+from jaxtrain import state as state_lib
+from jaxtrain import step as step_lib
+from jaxtrain.config import Lora
+from jaxtrain.types import Variables
+from jaxtrain.workloads import bird, language, trm
+from tools import lora_to_peft, orbax_to_safetensors
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "tools"))
+import runs  # noqa: E402
+
+DATA = pathlib.Path(__file__).parent / "data"
+RANK4 = Lora(rank=4, alpha=8.0)
+
+
+class Golden:
+    """The golden adapter on its base model."""
+
+    def __init__(self):
+        self.config, self.base = language_test.load(DATA / "lm" / "llama3")
+        self.g = np.load(DATA / "lora" / "lora.npz")
+        self.adapter = safetensors.numpy.load_file(DATA / "lora" / "adapter" / "adapter_model.safetensors")
+        self.plain = language.make_task(config_lib.Config(model=self.config), language_test.alone(), 2)
+        self.task = lora.adapt(self.plain, RANK4)
+        params = specs_lib.map_specs(self._read, self.task.specs.params)
+        frozen = {path: x for path, x in zip(specs_lib.paths(self.base), jax.tree.leaves(self.base), strict=True)}
+        frozen = specs_lib.map_specs(lambda path, spec: frozen[path], self.task.specs.frozen)
+        self.variables = Variables(params, frozen)
+        self.batch = language_test.batch_of(self.g["input_ids"])
+
+    def _names(self, path):
+        matrix, _, side = path.rpartition("/")
+        names = language.export_names(dataclasses.asdict(self.config), matrix)
+        return [f"base_model.model.{n.removesuffix('.weight')}.{lora_to_peft.SIDES[side]}.weight" for n in names]
+
+    def _read(self, path, spec):
+        return jnp.asarray(np.stack([self.adapter[name] for name in self._names(path)]).reshape(spec.shape))
+
+    def exported(self, params):
+        found = {}
+        for path, x in zip(specs_lib.paths(params), jax.tree.leaves(params), strict=True):
+            for name, part in zip(self._names(path), np.asarray(x), strict=True):
+                found[name] = part.reshape(self.adapter[name].shape)
+        return found
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return Golden()
+
+
+def test_logits_equal_peft_with_and_without_the_adapter(golden):
+    def logits(variables):
+        params = lora.combine(RANK4, golden.plain.specs.params, variables).params
+        return language.logits(golden.config, params, golden.batch, language_test.alone())
+
+    found = jax.jit(logits)(golden.variables)
+    for name in ("logits_adapter", "logits_merged"):
+        np.testing.assert_allclose(found, golden.g[name], rtol=0, atol=1e-4)
+    zero = jax.tree.map(jnp.zeros_like, golden.variables.params)
+    np.testing.assert_allclose(
+        jax.jit(logits)(golden.variables._replace(params=zero)), golden.g["logits_base"], rtol=0, atol=1e-4
+    )
+
+
+def test_loss_and_gradients_equal_peft(golden):
+    def loss(params):
+        out = golden.task.loss(golden.variables._replace(params=params), golden.batch, None)
+        return out.loss.total / out.loss.weight
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(golden.variables.params)
+    np.testing.assert_allclose(value, golden.g["loss_adapter"], rtol=1e-6)
+    found = golden.exported(grads)
+    assert found.keys() == golden.adapter.keys()
+    for name in golden.g["grad_names"]:
+        expected = golden.g[f"grad/{name}"]
+        np.testing.assert_allclose(found[str(name)], expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=name)
+
+
+def test_exports_are_pefts_adapter_and_merged_weights(golden, tmp_path):
+    run = {
+        "workload": "jaxtrain.workloads.language", "model": dataclasses.asdict(golden.config), "data": {},
+        "train": {"steps": 9},
+        "lora": dataclasses.asdict(RANK4),
+        "warm_start": dataclasses.asdict(
+            config_lib.section(config_lib.WarmStart, language.from_hugging_face(DATA / "lm" / "llama3")[1])
+        ),
+    }  # fmt: skip
+    runs.save(tmp_path, 10, runs.state(0, 10) | {"params": golden.variables.params, "opt_state": (), "ema": ()}, run=run)
+    assert lora_to_peft.main([str(tmp_path), "--out", str(tmp_path / "adapter")]) == 0
+    found = safetensors.numpy.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == golden.adapter.keys()
+    for name, x in golden.adapter.items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+        assert found[name].dtype == x.dtype
+    ours, theirs = (
+        json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path / "adapter", DATA / "lora" / "adapter")
+    )
+    ours["base_model_name_or_path"] = theirs["base_model_name_or_path"]
+    assert ours == {name: theirs[name] for name in ours}
+
+    assert orbax_to_safetensors.main([str(tmp_path), "--out", str(tmp_path / "merged")]) == 0
+    merged = safetensors.numpy.load_file(tmp_path / "merged" / "model.safetensors")
+    base = safetensors.numpy.load_file(DATA / "lm" / "llama3" / "model.safetensors")
+    assert {name: (x.shape, x.dtype) for name, x in merged.items()} == {name: (x.shape, x.dtype) for name, x in base.items()}
+    for name in golden.g["merged_names"]:
+        np.testing.assert_allclose(merged[str(name)], golden.g[f"merged/{name}"], rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+
+
+def test_every_parameter_must_be_sorted():
+    table = language.make_specs(language_test.TINY)
+    kinds = lora.sort(Lora(rank=1, adapt=r"w_[qv]$", train="^scale$", freeze=r"/(scale|w_[^qv])|embed|w_head"), table)
+    assert {path for path, kind in kinds.items() if kind == "adapt"} == {"blocks/w_q", "blocks/w_v"}
+    assert kinds["scale"] == "train" and kinds["embed"] == "freeze"
+    with pytest.raises(lora.LoraError) as error:
+        lora.sort(Lora(rank=1, adapt="blocks/", train="w_up", freeze="^embed$"), table)
+    for text in ("'w_head' matches none of", "'blocks/w_up' matches lora.adapt", "'blocks/scale_mlp' [3, 32] is no matrix"):
+        assert text in str(error.value)
+    with pytest.raises(lora.LoraError, match="matches no parameter"):
+        lora.sort(Lora(rank=1, adapt="nothing", freeze="."), table)
+
+
+@pytest.mark.parametrize("workload", ["bird", "trm"])
+def test_adapters_of_zero_leave_any_workload_as_it_is(workload):
+    """And the gradient by A is zero then, the one by B is not; a stack that is scanned, and one that is indexed."""
+    if workload == "bird":
+        c = bird.Config(n_classes=3, n_frames=32, n_mels=32, embed=16, depth=2, heads=2, dtype="float32")
+        module, spared = bird, r"^(objective|probe)/|encoder/(w_patch|b_|pos|cls|scale|bias|blocks/(b_|scale|bias))"
+        batch = {"spectrogram": jax.random.normal(jax.random.key(0), (4, 32, 32)), "label": jnp.array([0, 1, 2, 0])}
+        batch |= {"index": jnp.arange(4), "epoch": jnp.zeros(4, jnp.int32), "weight": jnp.ones(4)}
+    else:
+        c = trm.Config(
+            n_cells=4, vocab=4, n_puzzles=2, n_difficulties=1, embed=16, heads=2, inner_multiple=8, puzzle_embed=0,
+            puzzle_tokens=1, cycles_high=1, cycles_low=1, dtype="float32",
+        )  # fmt: skip
+        module, spared = trm, r"^(w_cells|w_symbols|w_q|b_q)$"
+        batch = {"inputs": jnp.ones((4, 4), jnp.int32), "labels": jnp.full((4, 4), 2), "puzzle": jnp.zeros(4, jnp.int32)}
+        batch |= {"difficulty": jnp.zeros(4, jnp.int32), "weight": jnp.ones(4), "row": jnp.arange(4)}
+    plain = module.make_task(config_lib.Config(model=c), lambda x, *axes: x, 4)
+    task = lora.adapt(plain, Lora(rank=2, adapt=r"^net/w_|blocks/w_", freeze=spared))
+    variables = specs_lib.materialise(task.specs, jax.random.key(0))
+    params = specs_lib.materialise(plain.specs, jax.random.key(1)).params
+    paths = specs_lib.paths(params)
+    assert set(specs_lib.paths(variables.frozen)) == set(paths)
+    values = dict(zip(paths, jax.tree.leaves(params), strict=True))
+    variables = variables._replace(frozen=specs_lib.map_specs(lambda path, spec: values[path], task.specs.frozen))
+
+    def loss(task, params, variables):
+        return task.loss(variables._replace(params=params), batch, jax.random.key(0)).loss.total
+
+    expected = loss(plain, params, Variables(params, (), variables.carry))
+    value, grads = jax.value_and_grad(lambda p: loss(task, p, variables))(variables.params)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for path, g in zip(specs_lib.paths(grads), jax.tree.leaves(grads), strict=True):
+        assert bool((g != 0).any()) == path.endswith("/w_b"), path
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2)])
+def test_a_step_moves_the_adapters_alone_and_alike_on_every_mesh(mesh):
+    """Frozen weights are no part of what is optimised or saved."""
+
+    def run(mesh):
+        layout = layout_lib.make_layout(layout_lib.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]), {})
+        config = config_lib.Config(model=language_test.TINY)
+        task = lora.adapt(language.make_task(config, layout.shard, language_test.BATCH), RANK4)
+        tx = optim_lib.make_optimizer(config_lib.Optim(lr=0.01, schedule="constant", eps=1e-3), task.specs.params, steps=2)
+        plan = state_lib.make_plan(task, tx, layout, language_test.FIELDS, batch=language_test.BATCH, ema=False)
+        step = step_lib.make_train_step(
+            task, tx, layout, plan, accumulate=2, ema=0.0, guard=config_lib.Guard(), seed=0
+        )  # fmt: skip
+        step = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile({"xla_backend_optimization_level": 0})
+        state = state_lib.init_state(task, tx, plan, jax.random.key(0))
+        before = jax.tree.map(np.asarray, state.variables)
+        batch = language_test.packed_batch(0)
+        rows = {name: jax.device_put(batch[name], x.sharding) for name, x in plan.batch.items()}
+        for _ in range(2):
+            state, out = step(state, rows, step_lib.put_stop(layout, False))
+        return before, jax.tree.map(np.asarray, (state.variables, out))
+
+    before, (alone, out) = run((1, 1, 1))
+    jax.tree.map(np.testing.assert_array_equal, before.frozen, alone.frozen)
+    moved = [(a != b).any() for a, b in zip(jax.tree.leaves(before.params), jax.tree.leaves(alone.params), strict=True)]
+    assert all(moved) and specs_lib.count(alone.params) < specs_lib.count(alone.frozen)
+    _, (spread, spread_out) = run(mesh)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-3, atol=2e-4), (alone, out), (spread, spread_out))
