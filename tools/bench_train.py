@@ -1,11 +1,14 @@
-"""The recursive model's training step against the same formulas in eager PyTorch, on the same cores.
+"""Training steps against the same formulas in eager PyTorch, on the same cores.
 
     python -m tools.bench_train [--embed=128] [--batch=32] [--rounds=10] [--dtype=float32] [--cells=81] [--low=6] [--high=3]
+    python -m tools.bench_train --model=language [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=12] [--rounds=50]
 
-Both do what a step of the published recipe does: the slots are refilled, high cycles of low + 1 applications of the net,
-the last of them differentiated, stable-max cross-entropy (in float64 there, as the original has it), the q-head's loss,
-halting, AdamATan2 and the average of the parameters. Steps alternate, ours and theirs, so that what else the machine does
-meets both; the medians are compared. PyTorch comes with the extra `bench`.
+The recursive model, or the small GPT-2 of configs/shakespeare_char.py: forward, backward, gradient clipping, AdamW.
+
+Of the recursive model both do what a step of the published recipe does: the slots are refilled, high cycles of low + 1
+applications of the net, the last of them differentiated, stable-max cross-entropy (in float64 there, as the original has it),
+the q-head's loss, halting, AdamATan2 and the average of the parameters. Steps alternate, ours and theirs, so that what else the
+machine does meets both; the medians are compared. PyTorch comes with the extra `bench`.
 """
 
 import argparse
@@ -23,7 +26,7 @@ from jaxtrain import layout as layout_lib
 from jaxtrain import optim
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
-from jaxtrain.workloads import trm
+from jaxtrain.workloads import language, trm
 from loaders.base import Field
 
 VOCAB = 11
@@ -165,42 +168,160 @@ def make_theirs(c: trm.Config, batch: dict[str, np.ndarray]) -> Callable[[], flo
     return one
 
 
-def main(argv: Sequence[str] | None = None) -> float:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (
-        ("embed", 128),
-        ("batch", 32),
-        ("rounds", 10),
-        ("cells", 81),
-        ("low", 6),
-        ("high", 3),
-        ("inner", 256),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", choices=trm.DTYPES, default="float32")
-    args = parser.parse_args(argv)
-    c = trm.Config(
-        n_cells=args.cells, vocab=VOCAB, n_puzzles=1, n_difficulties=1, embed=args.embed, heads=4, inner_multiple=args.inner,
-        puzzle_embed=0, cycles_high=args.high, cycles_low=args.low, dtype=args.dtype,
-    )  # fmt: skip
-    batch = make_batch(args.cells, args.batch)
-    makers = {"jaxtrain": make_ours, "PyTorch, eager": make_theirs}
-    steps = {name: make(c, batch) for name, make in makers.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    losses = {name: step() for name, step in steps.items()}  # the first step of each warms up
-    for _ in range(args.rounds):
-        for name, step in steps.items():
+def language_batch(c: language.Config, batch: int) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(0).integers(0, c.vocab, (batch, c.context + 1), dtype="i4")
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": np.tile(np.arange(c.context, dtype="i4"), (batch, 1)),
+        "segments": np.ones((batch, c.context), "i4"),
+        "mask": np.ones((batch, c.context), "f4"),
+    }
+
+
+def language_ours(c: language.Config, batch: dict[str, np.ndarray]) -> Callable[[], float]:
+    """One step, waited for; returns its loss."""
+    n = len(batch["tokens"])
+    layout = layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
+    o = config_lib.Optim(
+        lr=1e-3, b2=0.99, weight_decay=0.1, schedule="constant", decayed=r"(^|/)(w|embed|pos)[^/]*$", undecayed=r"(^|/)scale"
+    )
+    task = language.make_task(config_lib.Config(model=c), layout.shard, n)
+    tx = optim.make_optimizer(o, task.specs.params, steps=1000)
+    fields = {name: Field(x.shape[1:], x.dtype) for name, x in batch.items()}
+    plan = state_lib.make_plan(task, tx, layout, fields, batch=n, ema=False)
+    step = step_lib.make_train_step(task, tx, layout, plan, accumulate=1, ema=0.0, guard=config_lib.Guard(), seed=0)
+    step = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile()
+    go_on = step_lib.put_stop(layout, False)
+    state = state_lib.init_state(task, tx, plan, jax.random.key(0))
+
+    def one() -> float:
+        nonlocal state
+        rows = {name: jax.device_put(batch[name], x.sharding) for name, x in plan.batch.items()}
+        state, out = step(state, rows, go_on)
+        return float(out["loss"].total / out["loss"].weight)
+
+    return one
+
+
+def language_theirs(c: language.Config, batch: dict[str, np.ndarray]) -> Callable[[], float]:
+    """The same decoder from PyTorch's own layers and optimizer, its fused attention included."""
+    torch.manual_seed(0)
+    f, d = torch.nn.functional, c.embed
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm_1, self.norm_2 = (torch.nn.LayerNorm(d, bias=False) for _ in range(2))
+            self.qkv, self.out = torch.nn.Linear(d, 3 * d, bias=False), torch.nn.Linear(d, d, bias=False)
+            self.up, self.down = torch.nn.Linear(d, c.mlp, bias=False), torch.nn.Linear(c.mlp, d, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            b, t, _ = x.shape
+            qkv = self.qkv(self.norm_1(x)).split(d, dim=2)
+            q, k, v = (y.view(b, t, c.heads, d // c.heads).transpose(1, 2) for y in qkv)
+            y = f.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
+            return x + self.down(f.gelu(self.up(self.norm_2(x))))
+
+    class Decoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.pos = torch.nn.Embedding(c.vocab, d), torch.nn.Embedding(c.context, d)
+            self.blocks = torch.nn.Sequential(*(Block() for _ in range(c.depth)))
+            self.norm = torch.nn.LayerNorm(d, bias=False)
+            for name, p in self.named_parameters():
+                if p.ndim > 1:
+                    last = name.endswith(("out.weight", "down.weight"))
+                    torch.nn.init.normal_(p, std=c.init_std / math.sqrt(2 * c.depth if last else 1))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens) + self.pos(torch.arange(tokens.shape[1]))
+            return f.linear(self.norm(self.blocks(x)), self.embed.weight)
+
+    model = Decoder()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
+
+    def one() -> float:
+        tokens, targets = (torch.from_numpy(batch[name]).long() for name in ("tokens", "targets"))
+        loss = f.cross_entropy(model(tokens).view(-1, c.vocab), targets.view(-1))
+        adamw.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        return loss.item()
+
+    return one
+
+
+def compare(makers: dict[str, Callable[[], float]], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Steps in turn. Medians of the seconds and last losses, by name, ours first; prints the ratio and its spread."""
+    times: dict[str, list[float]] = {name: [] for name in makers}
+    losses = {name: step() for name, step in makers.items()}  # the first step of each warms up
+    for _ in range(rounds):
+        for name, step in makers.items():
             began = time.perf_counter()
             losses[name] = step()
             times[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(values) for name, values in times.items()}
+    ours, theirs = medians.values()
+    each = sorted(t / o for o, t in zip(*times.values(), strict=True))
+    print(f"ratio {theirs / ours:.2f} (of single rounds {each[0]:.2f} to {each[-1]:.2f}); {torch.get_num_threads()} threads")
+    return medians, losses
+
+
+def compare_language(args: argparse.Namespace) -> float:
+    c = language.Config(
+        vocab=65, context=args.context, embed=args.embed, depth=args.depth, heads=args.heads, mlp=4 * args.embed, norm="layer",
+        activation="gelu", positions="learned", tied=True, dtype="float32", unroll=args.depth,
+    )  # fmt: skip
+    batch = language_batch(c, args.batch)
+    steps = {"jaxtrain": language_ours(c, batch), "PyTorch, eager": language_theirs(c, batch)}
+    medians, losses = compare(steps, args.rounds)
+    for name, seconds in medians.items():
+        rate = args.batch * c.context / seconds
+        print(f"{name:15} {1e3 * seconds:8.1f} ms per step, {rate:9.0f} tokens/s; loss {losses[name]:.3f}")
+    ours, theirs = medians.values()
+    return theirs / ours
+
+
+def main(argv: Sequence[str] | None = None) -> float:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("trm", "language"), default="trm")
+    defaults = {
+        "embed": 128,
+        "rounds": 10,
+        "cells": 81,
+        "low": 6,
+        "high": 3,
+        "inner": 256,
+        "depth": 4,
+        "heads": 4,
+        "context": 64,
+    }
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--batch", type=int, help="rows; default: 32 puzzles, or 12 rows of text")
+    parser.add_argument("--dtype", choices=trm.DTYPES, default="float32", help="of trm")
+    args = parser.parse_args(argv)
+    args.batch = args.batch or (12 if args.model == "language" else 32)
+    if args.model == "language":
+        return compare_language(args)
+    c = trm.Config(
+        n_cells=args.cells, vocab=VOCAB, n_puzzles=1, n_difficulties=1, embed=args.embed, heads=args.heads,
+        inner_multiple=args.inner, puzzle_embed=0, cycles_high=args.high, cycles_low=args.low, dtype=args.dtype,
+    )  # fmt: skip
+    batch = make_batch(args.cells, args.batch)
+    makers = {"jaxtrain": make_ours, "PyTorch, eager": make_theirs}
+    medians, losses = compare({name: make(c, batch) for name, make in makers.items()}, args.rounds)
     for name, seconds in medians.items():
         rate = args.batch * trm.train_flops(c, c.cycles) / seconds / 1e9
         print(f"{name:15} {1e3 * seconds:8.1f} ms per step, {args.batch / seconds:7.1f} rows/s, {rate:6.1f} GFLOP/s; "
               f"loss {losses[name]:.3f}")  # fmt: skip
     ours, theirs = medians.values()
-    each = sorted(t / o for o, t in zip(*times.values(), strict=True))
-    print(f"ratio {theirs / ours:.2f} (of single rounds {each[0]:.2f} to {each[-1]:.2f}); {torch.get_num_threads()} threads")
     return theirs / ours
 
 
