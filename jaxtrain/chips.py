@@ -1,9 +1,10 @@
 """What chips hold and do, by the vendors' datasheets: the one table that plans, MFU and refusals reckon with.
 
-Sources (as of 2025): NVIDIA's datasheets of A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, L40S and RTX A6000; Google Cloud's
-"TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" pages. FLOP/s are dense, without sparsity. NVLink is quoted for both directions
-together; the table has one, like Google's figure for the links between chips. Of a TPU's memory the runtime keeps some for
-itself: the table has what the compiler grants a program, from its own messages.
+Sources (as of 2025): NVIDIA's datasheets of A100 80GB SXM, H100 (SXM and NVL; the PCIe card has its own), H200 SXM, HGX B200,
+L40S and RTX A6000; Google Cloud's "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" pages. FLOP/s are dense, without sparsity: half
+of what a datasheet quotes with it. NVLink is quoted for both directions together; the table has one, like Google's figure for
+the links between chips. Of a TPU's memory the runtime keeps some for itself: the table has what the compiler grants a program,
+from its own messages.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,9 @@ class Chip(NamedTuple):
 
 CHIPS = (
     Chip("a100", "NVIDIA A100", 312e12, 80e9, 2039e9, 300e9),
-    Chip("h100", "NVIDIA H100", 989e12, 80e9, 3350e9, 450e9),
+    Chip("h100", "NVIDIA H100", 989e12, 80e9, 3350e9, 450e9),  # "NVIDIA H100 80GB HBM3": SXM
+    Chip("h100pcie", "NVIDIA H100 PCIe", 756e12, 80e9, 2000e9, 300e9),
+    Chip("h100nvl", "NVIDIA H100 NVL", 835e12, 94e9, 3900e9, 300e9),
     Chip("h200", "NVIDIA H200", 989e12, 141e9, 4800e9, 450e9),
     Chip("b200", "NVIDIA B200", 2250e12, 180e9, 7700e9, 900e9),
     Chip("l40s", "NVIDIA L40S", 362e12, 48e9, 864e9, 32e9),

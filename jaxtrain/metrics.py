@@ -191,8 +191,8 @@ class LogFile(logging.FileHandler):
 class Meter:
     """Rates between two progress lines: samples/s, MFU, share of time spent waiting for data, time left."""
 
-    def __init__(self, *, steps: int, batch: int, flops: int, peak: float):
-        self._steps, self._batch, self._flops, self._peak = steps, batch, flops, peak
+    def __init__(self, *, steps: int, batch: int, flops: int, peak: float, full_flops: int = 0):
+        self._steps, self._batch, self._flops, self._full_flops, self._peak = steps, batch, flops, full_flops, peak
         self._start = self._last = (time.perf_counter(), 0, 0.0)
 
     def begin(self, step: int, waited: float) -> None:
@@ -208,6 +208,7 @@ class Meter:
             "steps_per_second": steps / seconds,
             "samples_per_second": steps * self._batch / seconds,
             "mfu": steps * self._flops / seconds / self._peak,
+            **({"mfu_full_attention": steps * self._full_flops / seconds / self._peak} if self._full_flops else {}),
             "data_wait_share": min((waited - waited_then) / seconds, 1.0),
             "eta_seconds": (self._steps - step) * seconds / steps if steps else math.nan,
         }

@@ -165,7 +165,9 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     stops = [step_lib.put_stop(layout, asked) for asked in (False, True)]
     peak, peak_source = metrics.peak_flops()
     log.info("compiled in %.1f s; MFU is of %.2f TFLOP/s (%s)", time.perf_counter() - began, peak / 1e12, peak_source)
-    meter = metrics.Meter(steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=peak)
+    meter = metrics.Meter(
+        steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=peak, full_flops=task.full_flops
+    )
     skipped_in_a_row = 0
 
     progress = jax.jit(task.progress, out_shardings=layout.replicated())

@@ -96,10 +96,11 @@ class Task(NamedTuple):
     loss: Callable[[Variables, Batch, Key], LossOut]
     evaluate: Callable[[Variables, Batch], dict[str, Mean]]
     axes: dict[str, Axes]  # batch field -> logical axes, "batch" first
-    flops: int  # model FLOPs of one global step, forward and backward; of the last stage
+    flops: int  # model FLOPs of one global step, forward and backward; of the last stage; masked places of attention left out
     advance: Callable[[PyTree, PyTree, Array], PyTree] = _keep_carry  # (new params, carry, step) -> carry
     pictures: Callable[[Batch], dict[str, Array]] = _no_pictures  # name -> [n, height, width] in 0..1, as the model sees it
     stage: Callable[[int], Hashable] = _one_stage  # step -> static variant of the loss
     progress: Callable[[Variables, Batch], dict[str, Array]] = _no_progress  # like pictures, of a test batch at an evaluation
     finish: Callable[[Mapping[str, Any]], dict[str, float]] = _as_it_is  # means over a test split, also arrays -> its record
     trials: tuple[Trial, ...] = ()
+    full_flops: int = 0  # the same with the places that a causal mask or a window leaves out; 0 = there are none

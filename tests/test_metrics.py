@@ -269,6 +269,10 @@ def test_rates_are_those_since_the_last_line(clock):
         "data_wait_share": 0.25,
         "eta_seconds": 16.0,
     }
+    both = metrics.Meter(steps=100, batch=8, flops=1000, full_flops=1600, peak=4000.0)
+    both.begin(10, 5.0)
+    clock.time += 2
+    assert {k: v for k, v in both.rates(20, 5.5).items() if "mfu" in k} == {"mfu": 1.25, "mfu_full_attention": 2.0}
     clock.time += 100  # an evaluation, which is nobody's speed
     meter.begin(20, 5.5)
     clock.time += 1
@@ -291,7 +295,16 @@ def test_peak_of_a_cpu_is_measured_once_for_all_its_devices():
 
 
 @pytest.mark.parametrize(
-    ("kind", "each"), [("NVIDIA H100 80GB HBM3", 989e12), ("TPU v5 lite", 197e12), ("TPU v5p", 459e12), ("TPU v5", 459e12)]
+    ("kind", "each"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5p", 459e12),
+        ("TPU v5", 459e12),
+    ],
 )
 def test_peak_of_a_known_chip_is_its_datasheets(monkeypatch, kind, each):
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind, platform="x")] * 4)

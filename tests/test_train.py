@@ -109,7 +109,7 @@ def run(*args, code: int = 0, **kwargs) -> str:
 def records(workdir: pathlib.Path, split: str) -> dict[int, dict[str, float]]:
     """metrics.jsonl without the rates, which are about this machine."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    rates = {"steps_per_second", "samples_per_second", "mfu", "data_wait_share", "eta_seconds"}
+    rates = {"steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "eta_seconds"}
     steps = [r["step"] for r in lines if r["split"] == split]
     assert steps == sorted(set(steps)), "steps rise, and none is there twice"
     return {r["step"]: {k: v for k, v in r.items() if k not in rates} for r in lines if r["split"] == split}

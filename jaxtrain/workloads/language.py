@@ -64,7 +64,7 @@ class Config(transformer.Decoder):
     n_test: tuple[int, ...] | None = None  # [documents] held out of each source; several are also told apart; None = the data's
     samples: Samples = field(default_factory=Samples)  # [section]
     targets: tuple[Target, ...] = ()  # [environments] to evaluate on
-    tokenizer: str | None = None  # [path] of a tokenizer.json, for prompts; None = as the data have
+    tokenizer: str | None = None  # [path] of a tokenizer.json, for prompts, or "bytes"; None = as the data have
     symbols: str | None = None  # [text] whose i-th character is token i; None = as the data have
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -205,6 +205,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         evaluate=evaluate,
         axes={**fields, **({"source": ("batch",)} if n_sources > 1 else {})},
         flops=3 * batch * forward_flops(c, causal=True),
+        full_flops=3 * batch * forward_flops(c, causal=False),
         finish=finish,
         trials=tuple(_trials(c, shard, config.seed)),
     )
@@ -271,7 +272,7 @@ class Codec(NamedTuple):
 
 def make_codec(c: Config) -> Codec:
     """Text to tokens and back: by a tokenizer.json, by a list of characters, or as bytes. Raises CodecError."""
-    if c.tokenizer:
+    if c.tokenizer and c.tokenizer != "bytes":
         import tokenizers  # not needed to train
 
         tokenizer = tokenizers.Tokenizer.from_file(c.tokenizer)
@@ -287,9 +288,15 @@ def make_codec(c: Config) -> Codec:
             return _some([place[x] for x in text], text)
 
         return Codec(encode, lambda ids: "".join(c.symbols[i] for i in ids if i < len(c.symbols)), -1)
-    if c.vocab != 256:
-        raise CodecError("there is no way from text to tokens: the data name no tokenizer; set tokenizer to a tokenizer.json")
-    return Codec(lambda text: _some(list(text.encode()), text), lambda ids: bytes(ids).decode(errors="replace"), -1)
+    if c.vocab != 256 and c.tokenizer != "bytes":
+        raise CodecError(
+            'there is no way from text to tokens: the data name none; set tokenizer to a tokenizer.json, or to "bytes"'
+        )
+
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    return Codec(lambda text: _some(list(text.encode()), text), decode, -1)
 
 
 def _some(ids: list[int], text: str) -> list[int]:
@@ -476,4 +483,4 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
     slashes = lambda name: name.replace(".", "/")  # noqa: E731
     renames = [(rf"^model/layers/(\d+)/{slashes(_LAYER[name])}$", rf"blocks/{name}[\1]") for name in table["blocks"]]
     renames += [(f"^{slashes(_TOP[name])}$", name) for name in table if name != "blocks"]
-    return model, dict(source=str(folder), renames=tuple(renames), reshape={r"^blocks/(w_(q|k|v|out)|b_.)$": "fold"})
+    return model, dict(source=str(folder), renames=tuple(renames), reshape={"^blocks/(w_q|w_k|w_v|w_out|b_)": "fold"})

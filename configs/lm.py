@@ -1,0 +1,48 @@
+"""A language model on packed documents: at a published size from nothing, or on from weights of Hugging Face.
+
+    python -m tools.make_tokens --help                                                           (text to token files, once)
+    python -m jaxtrain.main --config=configs/lm.py:qwen3-0.6b            "--config.data.sources=({'path': 'tokens'},)"
+    python -m jaxtrain.main --config=configs/lm.py:path/to/Qwen2.5-0.5B  "--config.data.sources=({'path': 'tokens'},)"
+
+The argument is a size of `jaxtrain.workloads.language.PRESETS`, which is initialised, or a folder with config.json, safetensors
+and tokenizer, whose weights the run begins with. What it reached is exported for transformers by
+
+    python -m tools.orbax_to_safetensors runs/lm --dtype bf16 --out Qwen2.5-0.5B-more
+
+With adapters instead of all weights (--config.lora.rank=16 --config.optim.lr=2e-4) that exports the merged weights, and
+tools/lora_to_peft.py the adapters. On several devices --config.mesh.fsdp splits parameters, --config.mesh.model heads, inner
+widths and vocabulary; rows too long for one device are split over the mesh axis fsdp by
+"--config.mesh.rules={'batch': 'data', 'seq': 'fsdp'}".
+"""
+
+from ml_collections import ConfigDict
+
+from jaxtrain.workloads import language
+
+
+def get_config(argument: str = "qwen3-0.6b") -> ConfigDict:
+    if argument in language.PRESETS:
+        model, warm_start, lr = language.PRESETS[argument], {}, 6e-4
+    else:
+        (model, warm_start), lr = language.from_hugging_face(argument), 3e-5
+    return ConfigDict(
+        dict(
+            workload="jaxtrain.workloads.language",
+            loader="loaders.tokens",
+            model=dict(model, context=2048, remat="full", z_loss=1e-5),
+            data=dict(context=2048),
+            train=dict(steps=10_000, batch=64, eval_every=1_000, eval_batches=50),
+            # Embeddings, norms and biases do not decay: config.optim.undecayed.
+            optim=dict(
+                lr=lr,
+                schedule="wsd",
+                warmup=100,
+                decay=2_000,
+                decay_shape="sqrt",
+                b2=0.95,
+                weight_decay=0.1,
+            ),
+            warm_start=warm_start,
+            checkpoint=dict(every=500),
+        )
+    )

@@ -1,0 +1,65 @@
+"""Sums of two numbers, character by character: a language model that is judged by what it writes, on a CPU in minutes.
+
+    python -m jaxtrain.main --config=configs/sums.py
+
+The text is made at the first start: lines like "37+85=122", of 90 % of all pairs up to 99. `load_environment` has the others as
+prompts, and scores what the model writes after "=".
+"""
+
+import pathlib
+import random
+
+from ml_collections import ConfigDict
+
+from jaxtrain.environments import Environment, Rubric
+
+TEXT = pathlib.Path("runs/sums.txt")
+
+
+def pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """All pairs, shuffled: for training, and held out."""
+    found = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(0).shuffle(found)
+    return found[:9_000], found[9_000:]
+
+
+def load_environment() -> Environment:
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs()[1]]
+    return Environment(rows, Rubric([right, digits], [1.0, 0.0]))
+
+
+def right(completion: str, answer: str) -> bool:
+    """The whole first line is the sum."""
+    return completion.partition("\n")[0] == answer
+
+
+def digits(completion: str) -> bool:
+    """It is a number, if not the right one: counted, not rewarded."""
+    return completion.partition("\n")[0].isdigit()
+
+
+def get_config() -> ConfigDict:
+    if not TEXT.exists():
+        TEXT.parent.mkdir(parents=True, exist_ok=True)
+        rng = random.Random(1)
+        TEXT.write_text("".join(f"{a}+{b}={a + b}\n" for a, b in rng.choices(pairs()[0], k=100_000)))
+    return ConfigDict(
+        dict(
+            workload="jaxtrain.workloads.language",
+            loader="loaders.tokens",
+            model=dict(
+                embed=128,
+                depth=3,
+                heads=4,
+                mlp=384,
+                dtype="float32",
+                unroll=3,
+                samples=dict(prompts=("12+34=", "9"), tokens=16),
+                targets=(dict(module="configs.sums", prompts=200, tokens=6),),
+            ),
+            data=dict(sources=(dict(path=str(TEXT)),), context=64, packing="random", test_share=0.02),
+            train=dict(steps=1_000, batch=32, eval_every=250),
+            optim=dict(lr=3e-3, warmup=50, lr_floor=0.05, b2=0.98, weight_decay=0.1),
+            checkpoint=dict(every=500),
+        )
+    )

@@ -1,0 +1,65 @@
+"""The language model as a user runs it: on from weights of Hugging Face, with adapters, stopped and resumed, and out again."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import test_train
+
+from tools import lora_to_peft, orbax_to_safetensors
+
+DATA = pathlib.Path(__file__).parent / "data" / "lm"
+CONFIG = f"""
+from ml_collections import ConfigDict
+from jaxtrain.workloads import language
+
+def get_config():
+    model, warm_start = language.from_hugging_face({str(DATA / "qwen2")!r})
+    return ConfigDict(dict(
+        workload="jaxtrain.workloads.language", loader="loaders.tokens",
+        model=dict(model, dtype="float32", tokenizer="bytes", samples=dict(prompts=("one ",), tokens=4)),
+        data=dict(sources=(dict(path="text.txt"),), context=32, text="bytes", packing="random"),
+        train=dict(steps=6, batch=8, eval_every=3),
+        optim=dict(lr=1e-2, schedule="constant"),
+        lora=dict(rank=2), warm_start=warm_start, checkpoint=dict(every=3), metrics=dict(every=1),
+    ))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 200)
+    (tmp_path / "lm.py").write_text(CONFIG)
+    return tmp_path
+
+
+def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
+    """The frozen weights, which no checkpoint holds, are read again; the end is the same bit for bit."""
+    whole = test_train.run(folder, "lm.py", "--config.workdir=whole")
+    assert "parameters loaded" in whole
+    test_train.run(folder, "lm.py", "--config.workdir=parts", "--config.train.steps=3")
+    assert "going on from step 3" in test_train.run(folder, "lm.py", "--config.workdir=parts")
+    saved = test_train.hashes(folder / "parts", 6)
+    assert saved == test_train.hashes(folder / "whole", 6)
+    assert not [path for path in saved if path.endswith(("['w_q']", "['embed']"))]
+    assert any(path.endswith("['w_q']['w_a']") for path in saved)
+    records = test_train.records(folder / "whole", "train")
+    assert records[6]["loss"] < records[1]["loss"] - 1
+    last = test_train.records(folder / "whole", "test")[6]
+    assert last["perplexity"] == pytest.approx(np.exp(last["cross_entropy"]), rel=1e-6) and last["bits_per_byte"] > 0
+    lines = [json.loads(line) for line in (folder / "whole" / "samples.jsonl").read_text().splitlines()]
+    assert [(x["step"], x["prompt"]) for x in lines] == [(3, "one "), (6, "one ")]
+
+    assert orbax_to_safetensors.main([str(folder / "whole"), "--out", str(folder / "merged")]) == 0
+    assert lora_to_peft.main([str(folder / "whole"), "--out", str(folder / "adapter")]) == 0
+    merged, base = (safetensors.numpy.load_file(f / "model.safetensors") for f in (folder / "merged", DATA / "qwen2"))
+    adapter = safetensors.numpy.load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    for name, w in base.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{key}.lora_A.weight" in adapter:
+            w = w + 16.0 / 2 * (adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"])
+            assert np.abs(merged[name] - base[name]).max() > 1e-3
+        np.testing.assert_allclose(merged[name], w, rtol=0, atol=1e-6, err_msg=name)
