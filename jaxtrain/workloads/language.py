@@ -273,9 +273,12 @@ class Codec(NamedTuple):
 def make_codec(c: Config) -> Codec:
     """Text to tokens and back: by a tokenizer.json, by a list of characters, or as bytes. Raises CodecError."""
     if c.tokenizer and c.tokenizer != "bytes":
-        import tokenizers  # not needed to train
+        try:
+            import tokenizers  # not needed to train
 
-        tokenizer = tokenizers.Tokenizer.from_file(c.tokenizer)
+            tokenizer = tokenizers.Tokenizer.from_file(c.tokenizer)
+        except Exception as error:  # tokenizers raises plain Exceptions
+            raise CodecError(f"{c.tokenizer} cannot be read as a tokenizer.json: {error}") from error
         known = [tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")]
         end = next((i for i in known if i is not None), -1)
         return Codec(lambda text: _some(tokenizer.encode(text, add_special_tokens=False).ids, text), tokenizer.decode, end)
