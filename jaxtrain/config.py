@@ -451,7 +451,57 @@ def _take_facts(config: Config, problems: list[tuple[str, str]]) -> Config:
     return dataclasses.replace(config, model=model)
 
 
+def sweeps(source: str, overrides: Iterable[tuple[str, str]] = ()) -> list[tuple[Config, list[tuple[str, str]]]]:
+    """Every point of a config's sweep, checked: (config, its overrides).
+
+    The file's function ``sweeps()`` yields dictionaries, dotted path -> value. A point without a workdir of its own gets
+    <workdir>/000 and so on.
+
+    Raises:
+      ConfigError: the mistakes of all points; there is no such function, or it yields nothing; a value is both given and
+        swept; two points have one workdir.
+    """
+    overrides = list(overrides)
+    _, module, _ = _module(source)
+    if not hasattr(module, "sweeps"):
+        raise ConfigError([("", f"file {source} defines no function sweeps(), which yields dictionaries of overrides")])
+    base = os.path.abspath(load(source, overrides).workdir)
+    points, problems = [], []
+    for i, point in enumerate(module.sweeps()):
+        if not isinstance(point, Mapping):
+            problems.append(("", f"sweep {i} is {point!r}; a dictionary is wanted, for example {{'optim.lr': 1e-3}}"))
+            continue
+        problems += [(path, f"is given, and sweep {i} sets it too") for path, _ in overrides if path in point]
+        point = {"workdir": os.path.join(base, f"{i:03}"), **point}
+        texts = [*overrides, *((path, value if isinstance(value, str) else repr(value)) for path, value in point.items())]
+        try:
+            points.append((load(source, texts), texts))
+        except ConfigError as error:
+            problems += [(path, f"{text} (sweep {i})") for path, text in error.problems]
+    workdirs = [os.path.abspath(config.workdir) for config, _ in points]
+    problems += [
+        ("workdir", f"is {w!r} in more than one sweep") for w in sorted({w for w in workdirs if workdirs.count(w) > 1})
+    ]
+    if not points and not problems:
+        problems.append(("", f"function sweeps of {source} yields nothing"))
+    if problems:
+        raise ConfigError(problems)
+    return points
+
+
 def _read_file(source: str) -> tuple[str, dict[str, Any]]:
+    file, module, argument = _module(source)
+    if not hasattr(module, "get_config"):
+        raise ConfigError([("", f"file {file} defines no function get_config(argument='')")])
+    takes_argument = bool(inspect.signature(module.get_config).parameters)
+    if argument and not takes_argument:
+        raise ConfigError([("", f"file {file} takes no argument, and {argument!r} is given")])
+    config = module.get_config(argument) if takes_argument else module.get_config()
+    return file.stem, config.to_dict() if hasattr(config, "to_dict") else dict(config)
+
+
+def _module(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
+    """A config's file, the module in it, and what follows the colon."""
     path, _, argument = source.partition(":")
     file = pathlib.Path(path)
     if not file.is_file():
@@ -462,13 +512,7 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
     spec = importlib.util.spec_from_file_location(f"jaxtrain_config_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise ConfigError([("", f"file {path} defines no function get_config(argument='')")])
-    takes_argument = bool(inspect.signature(module.get_config).parameters)
-    if argument and not takes_argument:
-        raise ConfigError([("", f"file {path} takes no argument, and {argument!r} is given")])
-    config = module.get_config(argument) if takes_argument else module.get_config()
-    return file.stem, config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    return file, module, argument
 
 
 def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> Any:

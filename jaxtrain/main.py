@@ -1,16 +1,17 @@
 """python -m jaxtrain.main --config=configs/xcm.py[:/path/to/data] [--config.section.field=value …] [--explain | --plan[=…]]"""
 
 import sys
+from collections.abc import Sequence
 
 from jaxtrain import config, distributed, metrics, plan, train
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     metrics.start_console()
     distributed.use_compilation_cache()
     distributed.use_threads_for_host_devices()
     try:
-        arguments = config.parse_args(sys.argv[1:])
+        arguments = config.parse_args(sys.argv[1:] if argv is None else argv)
         resolved = config.load(arguments.source, arguments.overrides)
         if arguments.explain:
             print(config.explain(resolved))

@@ -44,13 +44,14 @@ def unruly(folder):  # noqa: F811
     return folder
 
 
-def cluster(folder, source, *overrides, processes, **environment):  # noqa: F811
+def cluster(folder, source, *overrides, processes, devices=1, **environment):  # noqa: F811
     port = free_port()
     return [
         command(
             folder,
             source,
             *overrides,
+            devices=devices,
             IDS=str(folder / f"ids{i}.jsonl"),
             JAXTRAIN_COORDINATOR=f"127.0.0.1:{port}",
             JAXTRAIN_PROCESSES=str(processes),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -83,13 +84,15 @@ def folder(tmp_path) -> pathlib.Path:
     return tmp_path
 
 
-def command(folder: pathlib.Path, source: str, *overrides: str, devices: int = 1, **environment: str) -> subprocess.Popen:
-    """python -m jaxtrain.main, as a user would start it, on ``devices`` host devices."""
+def command(
+    folder: pathlib.Path, source: str, *overrides: str, devices: int = 1, inside: Sequence[str] = (), **environment: str
+) -> subprocess.Popen:
+    """python -m jaxtrain.main, as a user would start it, on ``devices`` host devices; ``inside`` another command."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
     cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
     env = inherited | cache | {"IDS": str(folder / "ids.jsonl"), "PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu"}
     env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} | environment
-    arguments = [sys.executable, "-m", "jaxtrain.main", f"--config={source}", *overrides]
+    arguments = [*inside, sys.executable, "-m", "jaxtrain.main", f"--config={source}", *overrides]
     return subprocess.Popen(arguments, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

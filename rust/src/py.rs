@@ -173,14 +173,16 @@ fn places<'py>(
     py: Python<'py>,
     n: u64,
     i: PyReadonlyArray1<'py, i64>,
-    at: impl Fn(u64) -> u64,
+    at: impl Fn(u64) -> u64 + Sync,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
     let place = |&i: &i64| match u64::try_from(i) {
         Ok(i) if i < n => Ok(at(i) as i64),
-        _ => Err(PyIndexError::new_err(format!("place {i} is not in [0, {n})"))),
+        _ => Err(i),
     };
-    let recordings: PyResult<Vec<i64>> = i.as_slice()?.iter().map(place).collect();
-    Ok(recordings?.into_pyarray(py))
+    let i = i.as_slice()?;
+    let recordings: Result<Vec<i64>, i64> = py.detach(|| i.iter().map(place).collect());
+    let recordings = recordings.map_err(|i| PyIndexError::new_err(format!("place {i} is not in [0, {n})")))?;
+    Ok(recordings.into_pyarray(py))
 }
 
 fn sudoku_rules(side: usize) -> PyResult<Rules> {
@@ -284,12 +286,13 @@ impl Index {
     }
 
     fn encoded<'py>(&self, py: Python<'py>, row: i64) -> PyResult<Bound<'py, PyBytes>> {
-        let mut reader = source::Reader::new();
-        Ok(PyBytes::new(py, self.0.encoded(self.row(row)?, &mut reader)?))
+        let (row, mut reader) = (self.row(row)?, source::Reader::new());
+        Ok(PyBytes::new(py, py.detach(|| self.0.encoded(row, &mut reader))?))
     }
 
-    fn path(&self, row: i64) -> PyResult<Option<String>> {
-        Ok(self.0.path(self.row(row)?, &mut source::Reader::new())?)
+    fn path(&self, py: Python<'_>, row: i64) -> PyResult<Option<String>> {
+        let row = self.row(row)?;
+        Ok(py.detach(|| self.0.path(row, &mut source::Reader::new()))?)
     }
 
     fn paths(&self, py: Python<'_>) -> PyResult<Vec<Option<String>>> {
@@ -380,8 +383,8 @@ impl Pipeline {
         Ok(Self(pipeline::Pipeline::new(index.0.clone(), plan)?))
     }
 
-    fn seek(&self, position: u64) -> PyResult<()> {
-        Ok(self.0.seek(position)?)
+    fn seek(&self, py: Python<'_>, position: u64) -> PyResult<()> {
+        Ok(py.detach(|| self.0.seek(position))?)
     }
 
     fn next<'py>(&self, py: Python<'py>) -> PyResult<(u64, Bound<'py, PyDict>)> {

@@ -1,0 +1,260 @@
+"""tools/launch_slurm.py: the scripts that it writes, and a run that a real SLURM signals, requeues and cuts short."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from test_reliability import cluster, step_of
+from test_train import CONFIG, RECORDING_LOADER, ROOT, corpus, hashes, records  # noqa: F401
+
+from jaxtrain import config as config_lib
+
+pytest.importorskip("submitit", reason="submitit is not installed (extra: slurm)")
+from tools import launch_slurm  # noqa: E402
+
+SWEEPS = """
+
+def sweeps():
+    for lr in (1e-3, 3e-4):
+        yield {"optim.lr": lr, "metrics.wandb_project": ""}
+    yield {"train.steps": 7, "model.patch": (16, 16), "workdir": "elsewhere"}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "recording_loader.py").write_text(RECORDING_LOADER)
+    (tmp_path / "tiny.py").write_text(CONFIG + SWEEPS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def launch(capsys, *arguments, code=0):
+    assert launch_slurm.main(arguments) == code
+    found = capsys.readouterr()
+    return found.err if code else found.out
+
+
+def options(script):
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    return dict(line.partition("=")[::2] for line in lines)
+
+
+def test_the_script_of_a_run(folder, corpus, capsys):  # noqa: F811
+    script = launch(
+        capsys,
+        "--config",
+        f"tiny.py:{corpus}",
+        "--nodes=2",
+        "--gpus-per-node=8",
+        "--mem-gb=500",
+        "--time=90",
+        "--partition=long",
+        "--sbatch=exclusive",
+        "--sbatch=reservation=mine",
+        "--env=NOTE=it's $HOME",
+        "--setup=module load cuda",
+        "--venv=/opt/my env",
+        "--config.optim.lr=1e-4",
+        "--dry-run",
+    )
+    found = options(script)
+    wanted = {"nodes": "2", "gpus-per-node": "8", "ntasks-per-node": "1", "cpus-per-task": "50", "mem": "500GB", "time": "90"}
+    wanted |= {
+        "partition": "long",
+        "reservation": "mine",
+        "exclusive": "",
+        "requeue": "",
+        "signal": "USR2@120",
+        "job-name": "tiny",
+    }
+    assert {k: found.get(k) for k in wanted} == wanted
+    lines = script.splitlines()
+    assert "module load cuda" in lines and "export SRUN_CPUS_PER_TASK=50" in lines
+    srun = next(line for line in lines if line.startswith("srun "))
+    assert "--kill-on-bad-exit=1" in srun and "'/opt/my env/bin/python' -u -m submitit" in srun
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    exports = "\n".join(line for line in lines if line.startswith("export"))
+    told = subprocess.run(["bash", "-c", exports + '\necho "$NOTE"; echo "$PYTHONPATH"'], capture_output=True, text=True).stdout
+    assert told.splitlines()[0] == "it's $HOME" and told.splitlines()[1].startswith(str(ROOT))
+    assert not (folder / "runs").exists(), "a dry run leaves nothing"
+
+
+def test_cpus_are_the_workers_or_a_tenth_of_the_memory(folder, corpus, capsys):  # noqa: F811
+    def cpus(*arguments):
+        return options(launch(capsys, f"--config=tiny.py:{corpus}", "--dry-run", *arguments))["cpus-per-task"]
+
+    assert cpus("--mem-gb=64") == "6" and cpus("--mem-gb=8") == "2" and cpus("--mem-gb=8", "--workers=12") == "12"
+    assert cpus("--mem-gb=640", "--tasks-per-node=8") == "8"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "parts"),
+    [
+        ("apptainer", ["apptainer exec --nv --bind", "image.sif python3 -u -m submitit"]),
+        ("pyxis", ["--container-image=image.sif", "--container-workdir=", "python3 -u -m submitit"]),
+    ],
+)
+def test_containers(folder, corpus, capsys, runtime, parts):  # noqa: F811
+    arguments = ("--gpus-per-node=1", "--container=image.sif", f"--container-runtime={runtime}", "--dry-run")
+    script = launch(capsys, f"--config=tiny.py:{corpus}", *arguments)
+    srun = next(line for line in script.splitlines() if line.startswith("srun "))
+    assert all(part in srun for part in [*parts, str(ROOT), str(folder)])
+
+
+def test_the_notice_and_the_code_are_those_of_the_config(folder, corpus, capsys):  # noqa: F811
+    overrides = ("--config.preemption.signals=('SIGTERM', 'SIGUSR1')", "--config.preemption.exit_code=99")
+    script = launch(capsys, f"--config=tiny.py:{corpus}", *overrides, "--notice=60", "--dry-run")
+    assert options(script)["signal"] == "USR1@60" and "case $code in 99|143|138)" in script
+
+
+def test_a_sweep_is_an_array_of_checked_points(folder, corpus, capsys):  # noqa: F811
+    script = launch(capsys, f"--config=tiny.py:{corpus}", "--sweep", "--parallel=2", "--dry-run")
+    assert options(script)["array"] == "0-2%2" and "%A_%a_%t_log.out" in script
+    points = [config for config, _ in config_lib.sweeps(f"tiny.py:{corpus}")]
+    assert [(c.optim.lr, c.train.steps, c.model.patch) for c in points] == [
+        (1e-3, 20, (32, 32)), (3e-4, 20, (32, 32)), (1e-3, 7, (16, 16))
+    ]  # fmt: skip
+    base = folder / "runs" / "tiny"
+    assert [c.workdir for c in points] == [str(base / "000"), str(base / "001"), "elsewhere"]
+
+
+def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder, corpus, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(launch_slurm.Executor, "_submit_command", None)  # would fail
+    points = ("{'optim.lr': 1e-3}", "{'optim.leraning_rate': 1}", "{'train.batch': 7.5}")
+    stale = CONFIG + "\ndef sweeps():\n" + "".join(f"    yield {point}\n" for point in points)
+    (folder / "stale.py").write_text(stale)
+    told = launch(capsys, f"--config=stale.py:{corpus}", "--sweep", code=2)
+    assert "config.optim.leraning_rate does not exist" in told and "(sweep 1)" in told
+    assert "config.train.batch is 7.5" in told and "(sweep 2)" in told
+    assert "is given, and sweep 0 sets it too" in launch(
+        capsys, f"--config=stale.py:{corpus}", "--sweep", "--config.optim.lr=1", code=2
+    )
+    for body, reason in (
+        ("", "defines no function sweeps()"),
+        ("\ndef sweeps():\n    return []\n", "yields nothing"),
+        ("\ndef sweeps():\n    yield 3\n", "a dictionary is wanted"),
+        ("\ndef sweeps():\n    yield {'workdir': 'a'}\n    yield {'workdir': './a'}\n", "in more than one sweep"),
+    ):
+        (folder / "other.py").write_text(CONFIG + body)
+        assert reason in launch(capsys, f"--config=other.py:{corpus}", "--sweep", code=2)
+    assert "--nodse" in launch(capsys, f"--config=tiny.py:{corpus}", "--nodse=2", code=2)
+    assert not (folder / "runs").exists()
+
+
+def slurm_of_one() -> str:
+    """Why the tests below cannot run; "" when they can. A cluster that is somebody's is left alone."""
+    if not shutil.which("sinfo"):
+        return "no SLURM here; tests/slurm_up.sh starts one on Debian, as root"
+    nodes = subprocess.run(["sinfo", "-h", "-o", "%N"], capture_output=True, text=True, timeout=30)
+    return (
+        ""
+        if nodes.stdout.split() == ["localhost"]
+        else f"the SLURM here is not one of one node: {nodes.stdout or nodes.stderr}"
+    )
+
+
+@pytest.fixture
+def slurm(folder, capsys):
+    if reason := slurm_of_one():
+        pytest.skip(reason)
+    # A step takes its time, so that there is time to do something to it.
+    read = "position, batch = next(self._loader)"
+    slow = RECORDING_LOADER.replace(read, f"{read}; time.sleep(float(os.environ['PAUSE']))")
+    (folder / "slow_loader.py").write_text(slow)
+    submitted = []
+
+    def submit(*arguments, pause):
+        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "NO_GCE_CHECK": "true"}
+        environment |= {"PYTHONPATH": f"{ROOT}:{folder}", "IDS": str(folder / "ids.jsonl"), "PAUSE": str(pause)}
+        if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+            environment["JAX_COMPILATION_CACHE_DIR"] = cache
+        variables = [f"--env={k}={v}" for k, v in environment.items()]
+        launch(capsys, "--tasks-per-node=2", "--mem-gb=2", "--workers=1", "--notice=20", *variables, *arguments)
+        submitted.append(json.loads((folder / "runs" / "tiny" / "slurm" / "jobs.jsonl").read_text().splitlines()[-1])["job"])
+        return submitted[-1]
+
+    yield submit
+    for job in submitted:
+        subprocess.run(["scancel", "--signal=KILL", "--full", job], capture_output=True)
+        subprocess.run(["scancel", job], capture_output=True)
+
+
+def log_of(folder, job):
+    path = folder / "runs" / "tiny" / "slurm" / f"{job}_0_log.out"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def until(condition, folder, job, *, seconds=240):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        state = launch_slurm.state_of(job)
+        assert time.monotonic() < deadline and state["JobState"] not in ("FAILED", "CANCELLED", "TIMEOUT"), log_of(folder, job)
+        time.sleep(0.3)
+
+
+def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_numbers(folder, corpus, capsys, slurm):  # noqa: F811
+    overrides = ("--config.train.steps=40", "--config.train.eval_every=0", "--config.checkpoint.every=1000")
+    source, workdir = f"tiny.py:{corpus}", folder / "runs" / "tiny"
+    job = slurm(f"--config={source}", *overrides, "--config.loader=slow_loader", "--time=10", pause=0.3)
+    until(lambda: step_of(workdir) >= 3, folder, job)
+    assert launch_slurm.state_of(job)["JobState"] == "RUNNING"
+    subprocess.run(["scancel", "--signal=USR2", job], check=True)
+    until(lambda: "going on from step" in log_of(folder, job), folder, job)
+    first = step_of(workdir)
+    until(lambda: step_of(workdir) > first + 2, folder, job)
+    subprocess.run(["scontrol", "requeue", job], check=True)
+    until(lambda: launch_slurm.state_of(job)["JobState"] == "COMPLETED", folder, job)
+    log = log_of(folder, job)
+    assert (
+        "ended by SIGUSR2 after step" in log and "ended by SIGTERM after step" in log and log.count("going on from step") == 2
+    )
+    whole = cluster(
+        folder, source, *overrides, "--config.workdir=whole", "--config.loader=recording_loader", processes=2, devices=2
+    )
+    outputs = [p.communicate(timeout=240)[0] for p in whole]
+    assert [p.returncode for p in whole] == [0, 0], outputs
+    assert hashes(workdir, 40) == hashes(folder / "whole", 40)
+    assert records(workdir, "train") == records(folder / "whole", "train")
+    status = launch(capsys, "--status=runs/tiny")
+    assert job in status and "COMPLETED" in status and "2 restarts" in status and "step 40/40" in status
+    assert "SIGUSR2" in launch(capsys, "--tail=runs/tiny")
+
+
+@pytest.mark.slow
+def test_a_job_that_reaches_its_time_limit_goes_on_and_a_cancelled_one_does_not(folder, corpus, capsys, slurm):  # noqa: F811
+    overrides = ("--config.train.steps=100", "--config.train.eval_every=0", "--config.checkpoint.every=1000")
+    source, workdir = f"tiny.py:{corpus}", folder / "runs" / "tiny"
+    job = slurm(f"--config={source}", *overrides, "--config.loader=slow_loader", "--time=1", pause=0.6)
+    until(lambda: launch_slurm.state_of(job)["JobState"] == "COMPLETED", folder, job, seconds=600)
+    assert log_of(folder, job).count("ended by SIGUSR2 after step") >= 1
+    whole = cluster(folder, source, *overrides, "--config.workdir=whole", processes=2, devices=2)
+    assert [p.wait(timeout=240) for p in whole] == [0, 0]
+    assert hashes(workdir, 100) == hashes(folder / "whole", 100)
+
+    job = slurm(f"--config={source}", *overrides, "--config.train.steps=1000", "--config.loader=slow_loader", pause=0.3)
+    until(lambda: step_of(workdir) >= 102, folder, job)
+    subprocess.run(["scancel", job], check=True)
+    deadline = time.monotonic() + 60
+    while launch_slurm.state_of(job)["JobState"] != "CANCELLED" and time.monotonic() < deadline:
+        time.sleep(0.5)
+    time.sleep(3)
+    assert launch_slurm.state_of(job)["JobState"] == "CANCELLED" and "ended by SIGTERM after step" in log_of(folder, job)
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_as_an_array(folder, corpus, capsys, slurm):  # noqa: F811
+    (folder / "tiny.py").write_text(CONFIG + "\ndef sweeps():\n    yield {'optim.lr': 1e-3}\n    yield {'optim.lr': 2e-3}\n")
+    job = slurm(f"--config=tiny.py:{corpus}", "--sweep", "--parallel=1", "--config.train.steps=2", pause=0)
+    until(lambda: launch_slurm.state_of(job)["JobState"] == "COMPLETED", folder, job, seconds=400)
+    assert {launch_slurm.state_of(j["job"])["JobState"] for j in launch_slurm._jobs("runs/tiny")} == {"COMPLETED"}
+    for i, lr in enumerate((1e-3, 2e-3)):
+        workdir = folder / "runs" / "tiny" / f"00{i}"
+        assert json.loads((workdir / "config.json").read_text())["optim"]["lr"] == lr
+        assert list(records(workdir, "train")) == [1, 2]
+    assert sys.executable in (folder / "runs" / "tiny" / "slurm" / f"{job.partition('_')[0]}_submission.sh").read_text()

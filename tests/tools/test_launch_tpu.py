@@ -1,0 +1,176 @@
+"""tools/launch_tpu.sh against a gcloud that writes down what it is asked, and answers as told."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+SCRIPT = ROOT / "tools" / "launch_tpu.sh"
+
+# Answers are files: <nth call of its kind>, or <kind>; the last line is the exit code, the others are printed.
+GCLOUD = f"""#!{sys.executable}
+import json, os, pathlib, sys
+here = pathlib.Path(os.environ["FAKE"])
+argv = sys.argv[1:]
+kind = "-".join(a for a in argv[2:4])
+command = next((a.removeprefix("--command=") for a in argv if a.startswith("--command=")), "")
+for word, name in (("nohup", "start"), ("tail -n", "stream"), ("cat jaxtrain/exit-code", "code"), ("pip install", "install")):
+    if word in command:
+        kind = name
+calls = here / "calls"
+n = sum(json.loads(l)["kind"] == kind for l in calls.read_text().splitlines()) if calls.exists() else 0
+with calls.open("a") as file:
+    file.write(json.dumps({{"kind": kind, "argv": argv}}) + "\\n")
+answer = next((p for p in (here / f"{{kind}}.{{n}}", here / kind) if p.exists()), None)
+*lines, code = answer.read_text().splitlines() if answer else ["0"]
+print("\\n".join(lines)) if lines else None
+sys.exit(int(code))
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gcloud").write_text(GCLOUD)
+    (tmp_path / "bin" / "gcloud").chmod(0o755)
+    answers = {"code": "0\n0", "tpu-vm-describe": "READY\n0", "stream": "step 1\n0"}
+
+    def run(*arguments, code=0, rest=("--config=configs/xcm.py",), **changed):
+        for name, text in {**answers, **changed}.items():
+            (tmp_path / name.replace("__", ".").replace("_", "-")).write_text(text)
+        environment = {
+            **os.environ,
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+            "FAKE": str(tmp_path),
+            "LAUNCH_TPU_PAUSE": "0",
+        }
+        where = ("--name=pod", "--zone=us-central2-b", "--type=v4-32", "--version=tpu-ubuntu2204-base")
+        done = subprocess.run(
+            [SCRIPT, *where, *arguments, "--", *rest], env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == code, done.stderr + done.stdout
+        calls = tmp_path / "calls"
+        found = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+        return done, [c["kind"] for c in found], [c["argv"] for c in found]
+
+    return run
+
+
+RUN = ["tpu-vm-create", "tpu-vm-scp", "install", "start", "stream", "code"]
+
+
+def test_a_run_from_creation_to_deletion(launch):
+    done, kinds, calls = launch("--project=p", "--setup=sudo mount /data")
+    assert kinds == [*RUN, "tpu-vm-delete"]
+    assert all("--zone=us-central2-b" in c and "--project=p" in c for c in calls)
+    creation = ["--accelerator-type=v4-32", "--version=tpu-ubuntu2204-base", "--zone=us-central2-b", "--project=p"]
+    assert calls[0] == ["compute", "tpus", "tpu-vm", "create", "pod", *creation]
+    assert "--worker=all" in calls[1] and "--worker=all" in calls[3] and "--worker=0" in calls[4]
+    assert "sudo mount /data" in next(a for a in calls[3] if a.startswith("--command"))
+    assert "step 1" in done.stdout
+
+
+def test_the_runs_arguments_reach_the_workers_as_they_are(launch, tmp_path):
+    """Through gcloud's one string and the worker's shell: quotes, blanks, dollars, globs."""
+    rest = (
+        "--config=configs/a b.py:/data/$x",
+        "--config.warm_start.skip=('^head/',)",
+        "--config.metrics.wandb_project=it's *\"",
+    )
+    _, kinds, calls = launch(rest=rest)
+    command = next(a for a in calls[kinds.index("start")] if a.startswith("--command=")).removeprefix("--command=")
+    python = tmp_path / "jaxtrain" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open('seen', 'w'))\nsys.exit(75)\n")
+    python.chmod(0o755)
+    subprocess.run(["bash", "-c", command + "\nwait"], cwd=tmp_path, check=True, timeout=20)
+    assert json.loads((tmp_path / "jaxtrain" / "seen").read_text()) == ["-m", "jaxtrain.main", *rest]
+    assert (tmp_path / "jaxtrain" / "exit-code").read_text() == "75\n"
+
+
+def test_a_queued_spot_pod_waits_and_is_made_again_after_a_preemption(launch):
+    done, kinds, calls = launch(
+        "--spot",
+        queued_resources_describe__0="WAITING_FOR_RESOURCES\n0",
+        queued_resources_describe="ACTIVE\n0",
+        code__0="75\n0",
+    )
+    queue = ["queued-resources-create", "queued-resources-describe", "queued-resources-describe"]
+    assert kinds == [*queue, *RUN[1:], "queued-resources-delete", *queue[:2], *RUN[1:], "queued-resources-delete"]
+    assert "--spot" in calls[0] and "--node-id=pod" in calls[0] and "--runtime-version=tpu-ubuntu2204-base" in calls[0]
+    assert "waits for its resources" in done.stderr and "preempted; pod 2 of 21" in done.stderr
+
+
+def test_a_pod_that_vanishes_counts_as_preempted(launch):
+    _, kinds, _ = launch(code__0="ssh: connect to host\n255", tpu_vm_describe__0="PREEMPTED\n0", stream__0="step 1\n255")
+    assert kinds == [*RUN, "tpu-vm-describe", "tpu-vm-delete", *RUN, "tpu-vm-delete"]
+
+
+def test_a_lost_connection_is_taken_up_where_it_broke(launch):
+    _, kinds, calls = launch(stream__0="step 1\nstep 2\n255", code__0="\n255")
+    assert kinds == [*RUN, "tpu-vm-describe", "stream", "code", "tpu-vm-delete"]
+    streams = [a for c, k in zip(calls, kinds, strict=True) if k == "stream" for a in c if a.startswith("--command")]
+    assert "tail -n +1 " in streams[0] and "tail -n +3 " in streams[1]
+
+
+def test_failures_end_with_a_reason_and_leave_no_pod(launch):
+    done, kinds, _ = launch(code=70, **{"code__0": "70\n0"})
+    assert "ended with code 70" in done.stderr and kinds[-1] == "tpu-vm-delete"
+
+
+@pytest.mark.parametrize("step", ["tpu-vm-create", "tpu-vm-scp", "install", "start"])
+def test_a_command_that_fails_ends_it_and_the_pod(launch, step):
+    _, kinds, _ = launch(code=7, **{step: "7"})
+    assert kinds == [*RUN[: RUN.index(step) + 1], "tpu-vm-delete"]
+
+
+def test_retries_end(launch):
+    done, kinds, _ = launch("--retries=1", code=75, **{"code__0": "75\n0", "code__1": "75\n0"})
+    assert kinds.count("tpu-vm-create") == 2 and "1 retries are used up" in done.stderr and kinds[-1] == "tpu-vm-delete"
+
+
+def test_a_queue_that_fails(launch):
+    done, kinds, _ = launch("--queued", code=1, **{"queued_resources_describe": "FAILED\n0"})
+    assert "is FAILED" in done.stderr and kinds[-1] == "queued-resources-delete"
+
+
+def test_keep(launch):
+    assert launch("--keep")[1] == RUN
+
+
+def test_a_dry_run_calls_nothing_and_prints_what_a_shell_can_read(launch):
+    done, kinds, _ = launch("--queued", "--dry-run", rest=("--config=it's.py",))
+    assert not kinds
+    lines = subprocess.run(["bash", "-n"], input=done.stdout, text=True, capture_output=True)
+    assert lines.returncode == 0 and done.stdout.count("gcloud compute tpus") == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--nmae=x"], "--nmae=x is unknown"),
+        (["--name=X_1"], "--name=X_1"),
+        (["--type="], "--type="),
+        (["--retries=a"], "--retries=a"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_called(launch, arguments, told):
+    done, kinds, _ = launch(*arguments, code=2)
+    assert told in done.stderr and not kinds
+
+
+def test_no_config(launch):
+    assert "no config" in launch(code=2, rest=())[0].stderr
+
+
+def test_the_scripts_are_clean():
+    shellcheck = shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}")
+    if not shellcheck:
+        pytest.skip("no shellcheck (extra: dev)")
+    done = subprocess.run([shellcheck, SCRIPT, ROOT / "tests" / "slurm_up.sh"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,178 @@
+#!/usr/bin/env bash
+# Trains on a Cloud TPU pod: creates it, copies this checkout, installs, runs on every worker, streams worker 0, starts again
+# after a preemption, and deletes the pod.
+#
+#   tools/launch_tpu.sh --name=xcm --zone=us-central2-b --type=v4-32 --version=tpu-ubuntu2204-base -- \
+#       --config=configs/xcm.py:/data/XCM --config.workdir=gs://bucket/xcm
+#
+#   --name=NAME          of the TPU VM and of its queued resource
+#   --zone=ZONE          --type=TYPE     --version=IMAGE    as gcloud wants them
+#   --project=PROJECT    (default: gcloud's own)
+#   --queued             waits in the queue for resources, instead of failing while there are none
+#   --spot               may be preempted; implies --queued
+#   --retries=N          pods that may follow one that was preempted (20)
+#   --setup=COMMAND      runs on every worker before the run, for example to mount the data
+#   --keep               leaves the pod there at the end
+#   --dry-run            prints the commands, runs none
+#
+# Everything after -- goes to python -m jaxtrain.main. Every worker is a process of one run, which finds the others by the
+# metadata of its VM. A run that was told of an end saves and exits with 75; whatever else ends it ends this, too.
+set -euo pipefail
+
+usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "$0"; }
+fail() { printf 'launch_tpu: %s\n' "$1" >&2; exit "${2:-2}"; }
+
+name="" zone="" type="" version="" project="" queued=false spot=false retries=20 setup=true keep=false dry=false
+while (($#)); do
+    case $1 in
+        --name=*) name=${1#*=} ;;
+        --zone=*) zone=${1#*=} ;;
+        --type=*) type=${1#*=} ;;
+        --version=*) version=${1#*=} ;;
+        --project=*) project=${1#*=} ;;
+        --retries=*) retries=${1#*=} ;;
+        --setup=*) setup=${1#*=} ;;
+        --queued) queued=true ;;
+        --spot) spot=true queued=true ;;
+        --keep) keep=true ;;
+        --dry-run) dry=true ;;
+        --help) usage; exit 0 ;;
+        --) shift; break ;;
+        *) fail "argument $1 is unknown; the run's own follow after --. See --help" ;;
+    esac
+    shift
+done
+for needed in name zone type version; do
+    [[ -n ${!needed} ]] || fail "--$needed= is missing; see --help"
+done
+[[ $name =~ ^[a-z][a-z0-9-]*$ ]] || fail "--name=$name: small letters, digits and hyphens, a letter first"
+[[ $retries =~ ^[0-9]+$ ]] || fail "--retries=$retries is no number"
+(($#)) || fail "no config; end with: -- --config=configs/xcm.py"
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+where=("--zone=$zone")
+[[ -z $project ]] || where+=("--project=$project")
+work=$(mktemp -d)
+pause=${LAUNCH_TPU_PAUSE:-20}  # [s] between two looks at a queue or at a pod
+
+# Runs a command, or prints it so that a shell would read it again.
+run() {
+    if $dry; then
+        printf '%q ' "$@"
+        printf '\n'
+    else
+        "$@"
+    fi
+}
+tpu() { run gcloud compute tpus tpu-vm "$@" "${where[@]}"; }
+queue() { run gcloud compute tpus queued-resources "$@" "${where[@]}"; }
+on_all() { tpu ssh "$name" --worker=all --command="$1"; }
+
+create() {
+    local spec=("--accelerator-type=$type")
+    if $queued; then
+        ! $spot || spec+=(--spot)
+        queue create "$name" --node-id="$name" "${spec[@]}" --runtime-version="$version"
+        wait_in_queue
+    else
+        tpu create "$name" "${spec[@]}" --version="$version"
+    fi
+}
+
+wait_in_queue() {
+    local state
+    while ! $dry; do
+        state=$(queue describe "$name" --format='value(state.state)')
+        case $state in
+            ACTIVE) return ;;
+            FAILED | SUSPENDED | SUSPENDING | DELETING) fail "the queued resource $name is $state" 1 ;;
+        esac
+        printf 'launch_tpu: %s waits for its resources (%s)\n' "$name" "$state" >&2
+        sleep "$pause"
+    done
+    queue describe "$name" --format='value(state.state)'
+}
+
+delete() {
+    if $queued; then
+        queue delete "$name" --force --quiet
+    else
+        tpu delete "$name" --quiet
+    fi
+}
+
+install() {
+    run tar -C "$root" --exclude=./.git --exclude=./.venv --exclude=./runs --exclude='*.so' -czf "$work/jaxtrain.tar.gz" .
+    tpu scp "$work/jaxtrain.tar.gz" "$name:jaxtrain.tar.gz" --worker=all
+    # shellcheck disable=SC2016  # the workers expand it
+    on_all 'set -e; mkdir -p jaxtrain; tar -C jaxtrain -xzf jaxtrain.tar.gz; cd jaxtrain
+command -v cargo >/dev/null || test -x "$HOME/.cargo/bin/cargo" || curl -sSf https://sh.rustup.rs | sh -s -- -y -q --profile minimal
+PATH="$HOME/.cargo/bin:$PATH"; python3 -m venv .venv; .venv/bin/pip install -q -e ".[tpu]"'
+}
+
+# Runs on all workers, in the background: a lost connection is not the end of a run. Each leaves its exit code in a file.
+train() {
+    local arguments
+    arguments=$(printf '%q ' "$@")
+    on_all "set -e; cd jaxtrain; rm -f exit-code worker.log
+$setup
+(code=0; nohup .venv/bin/python -m jaxtrain.main $arguments >worker.log 2>&1 || code=\$?; echo \$code >exit-code) \\
+    </dev/null >/dev/null 2>&1 &"
+}
+
+# Streams worker 0's log until its run has ended, through lost connections. Sets `code` to how it ended, "" when the pod went.
+follow() {
+    local first=1
+    code=""
+    while true; do
+        # shellcheck disable=SC2016  # worker 0 expands it
+        tpu ssh "$name" --worker=0 --command="cd jaxtrain; touch worker.log; tail -n +$first -F worker.log & "'log=$!
+until test -s exit-code; do sleep 1; done; sleep 1; kill $log' | tee -a "$work/log" || true
+        ! $dry || return 0
+        code=$(tpu ssh "$name" --worker=0 --command='cat jaxtrain/exit-code' 2>/dev/null) || code=""
+        [[ ! $code =~ ^[0-9]+$ ]] || return 0
+        code=""
+        ! gone || return 0
+        first=$(($(wc -l <"$work/log") + 1))
+        printf 'launch_tpu: the connection to %s was lost; trying again\n' "$name" >&2
+        sleep "$pause"
+    done
+}
+
+# Whether the pod is there no more: a connection that ended does not tell.
+gone() {
+    local state
+    state=$(tpu describe "$name" --format='value(state)' 2>/dev/null) || state=""
+    [[ $state != READY ]]
+}
+
+cleanup() {
+    local code=$?
+    rm -rf "$work"
+    if $created && ! $keep; then
+        delete || printf 'launch_tpu: %s could not be deleted; it costs money until it is\n' "$name" >&2
+    fi
+    exit "$code"
+}
+created=false
+trap cleanup EXIT
+trap 'exit 130' INT TERM
+
+for ((attempt = 0; ; attempt++)); do
+    created=true  # even a creation that fails can leave something
+    create
+    install
+    train "$@"
+    follow
+    if $dry || [[ $code == 0 ]]; then
+        exit 0
+    fi
+    if [[ -n $code && $code != 75 ]]; then
+        fail "the run ended with code $code; its log is jaxtrain/worker.log on the workers" "$code"
+    fi
+    if ((attempt >= retries)); then
+        fail "preempted, and $retries retries are used up" 75
+    fi
+    printf 'launch_tpu: %s was preempted; pod %s of %s\n' "$name" "$((attempt + 2))" "$((retries + 1))" >&2
+    delete || true
+done
