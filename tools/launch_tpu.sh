@@ -3,7 +3,7 @@
 # after a preemption, and deletes the pod.
 #
 #   tools/launch_tpu.sh --name=xcm --zone=us-central2-b --type=v4-32 --version=tpu-ubuntu2204-base -- \
-#       --config=configs/xcm.py:/data/XCM --config.workdir=gs://bucket/xcm
+#       --config=configs/xcm.py:/data/XCM --config.workdir=/mnt/runs/xcm
 #
 #   --name=NAME          of the TPU VM and of its queued resource
 #   --zone=ZONE          --type=TYPE     --version=IMAGE    as gcloud wants them
@@ -11,7 +11,7 @@
 #   --queued             waits in the queue for resources, instead of failing while there are none
 #   --spot               may be preempted; implies --queued
 #   --retries=N          pods that may follow one that was preempted (20)
-#   --setup=COMMAND      runs on every worker before the run, for example to mount the data
+#   --setup=COMMAND      runs on every worker before the run, for example to mount the data and the workdir, which all share
 #   --keep               leaves the pod there at the end
 #   --dry-run            prints the commands, runs none
 #

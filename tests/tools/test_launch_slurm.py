@@ -151,12 +151,11 @@ def slurm_of_one() -> str:
     """Why the tests below cannot run; "" when they can. A cluster that is somebody's is left alone."""
     if not shutil.which("sinfo"):
         return "no SLURM here; tests/slurm_up.sh starts one on Debian, as root"
-    nodes = subprocess.run(["sinfo", "-h", "-o", "%N"], capture_output=True, text=True, timeout=30)
-    return (
-        ""
-        if nodes.stdout.split() == ["localhost"]
-        else f"the SLURM here is not one of one node: {nodes.stdout or nodes.stderr}"
-    )
+    nodes = subprocess.run(["sinfo", "-h", "-o", "%N %c"], capture_output=True, text=True, timeout=30)
+    name, _, cpus = nodes.stdout.strip().partition(" ")
+    if name != "localhost":
+        return f"the SLURM here is not one of one node: {nodes.stdout or nodes.stderr}"
+    return "" if int(cpus) >= 2 else "the node has one CPU, and two tasks need two"
 
 
 @pytest.fixture
