@@ -10,13 +10,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 from test_reliability import cluster, step_of, wait_for
-from test_train import command, corpus, folder, free_port, records, run  # noqa: F401
+from test_train import ROOT, command, corpus, folder, free_port, records, run  # noqa: F401
 
 from jaxtrain import gce, stored
 from loaders import _rust, spectrogram
@@ -74,6 +75,14 @@ def test_promise_14_processes_with_different_numbers_of_devices(folder, corpus):
     both = [command(folder, f"tiny.py:{corpus}", devices=1 + i // 2, **at(port, i, processes=3)) for i in range(3)]
     for process, output in zip(both, ended(both, within=120), strict=True):
         assert process.returncode == 2 and "process 2 has 2, the others 1" in output, output
+
+
+def test_promise_14_a_process_with_another_program_is_named_before_it_is_compiled(folder, corpus):  # noqa: F811
+    """One process multiplies matrices in another precision: without a comparison they would wait for each other for ever."""
+    both = cluster(folder, f"tiny.py:{corpus}", processes=2, only1={"JAX_DEFAULT_MATMUL_PRECISION": "highest"})
+    for process, output in zip(both, ended(both, within=240), strict=True):
+        assert process.returncode == 2 and "process 1: step's hash is" in output and "process 1: evaluation's hash" in output
+        assert "data's hash" not in output and "Traceback" not in output
 
 
 def test_promise_14_an_ssh_into_an_allocation_is_one_process(folder, corpus):  # noqa: F811
@@ -195,6 +204,17 @@ def test_a_loader_that_one_waits_for_stops_no_other_thread(corpus):  # noqa: F81
 
     seconds, ticks = ticks_during(batch, 64)
     assert ticks >= 10 * seconds, f"{ticks} in {seconds:.2f} s"
+
+
+def test_promise_10_a_start_that_never_ends_is_ended(tmp_path):
+    script = (
+        "import sys, time; from jaxtrain.distributed import Watchdog\n"
+        "dog = Watchdog(sys.argv[1], process=0, processes=2, timeout=100, start_timeout=1)\n"
+        "dog.starting('its compilation'); time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 70 and "process 1 has never told that it is alive" in done.stderr
+    assert "no progress for 1 s" in done.stderr and "Thread" in (tmp_path / "stacks-0.txt").read_text()
 
 
 @pytest.mark.slow
