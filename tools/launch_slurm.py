@@ -165,21 +165,26 @@ def make_executor(args: argparse.Namespace, config: config_lib.Config, folder: p
         srun_args=srun,
         # Bash must outlive the SIGTERM of a preemption, to see how the tasks ended. srun does not know sbatch's CPUs per task.
         setup=["trap : TERM", f"export SRUN_CPUS_PER_TASK={cpus}", *environment, *args.setup],
-        teardown=_ending(config.preemption, args.max_restarts),
+        teardown=_ending(config.preemption, args.max_restarts, 60 * args.time),
         **({"gpus_per_node": args.gpus_per_node} if args.gpus_per_node else {}),
         **{name: getattr(args, name) for name in ("partition", "account", "qos", "constraint") if getattr(args, name)},
     )
     return executor
 
 
-def _ending(preemption: config_lib.Preemption, max_restarts: int) -> list[str]:
-    """What the script does after srun: requeue what was told to save, or was told before it could listen."""
+def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) -> list[str]:
+    """What the script does after srun: requeue what was told to save, or was told before it could listen.
+
+    A job that is ending already was cancelled, or SLURM requeues it itself; or it is past its time limit of ``limit`` seconds,
+    when the notice came while it compiled and could not answer.
+    """
     codes = [preemption.exit_code, *(128 + getattr(signal, name) for name in preemption.signals)]
     return [
         "code=$?",
         "state=$(scontrol show job --oneliner \"$SLURM_JOB_ID\" | grep -o 'JobState=[A-Z]*')",
         f"case $code in {'|'.join(str(int(code)) for code in dict.fromkeys(codes))})",
-        '    if [ "$state" != JobState=RUNNING ]; then echo "ended with code $code; not requeued by itself: $state"',
+        f'    if [ "$state" != JobState=RUNNING ] && [ "$SECONDS" -lt {limit - 5} ]; then',
+        '        echo "ended with code $code; not requeued by itself: $state"',
         f'    elif [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_restarts} ]; then echo "not requeued: {max_restarts} restarts"',
         '    else echo "ended with code $code; requeued"; scontrol requeue "$SLURM_JOB_ID"; fi ;;',
         "esac",
