@@ -1,0 +1,256 @@
+"""Windows of a stored film: what is in a row, who shares what with whom, the haemodynamic response, errors, memory."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from loaders import demo_film, multimodal
+from loaders.base import DataError, Rows
+from loaders.multimodal import Config
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+TR, FPS, RATE = 1.5, 5.0, 7.0  # 7.5 frames and 10.5 times in a volume: windows of 8 and of 10
+VOLUMES, FRAMES, TIMES = 30, 218, 305
+
+
+def make(folder, *, viewers=3, audio="codes", volumes=VOLUMES, dtype=np.float16):
+    """Every frame, code and embedding is told by its value."""
+    (folder / "fmri").mkdir(parents=True)
+    np.save(folder / "video.npy", np.arange(FRAMES, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 3, 3), np.uint8))
+    times = np.arange(TIMES)[:, None] * 3 + np.arange(2)
+    np.save(folder / "audio.npy", times.astype(np.int16 if audio == "codes" else np.float32))
+    np.save(folder / "text.npy", np.arange(volumes * 4, dtype=np.float32).reshape(volumes, 4))
+    rng = np.random.default_rng(0)
+    names = [f"s{i}" for i in range(viewers)]
+    for name in names:
+        np.save(folder / "fmri" / f"{name}.npy", rng.standard_normal((volumes, 11)).astype(dtype))
+    info = {"tr": TR, "fps": FPS, "audio_rate": RATE, "audio": audio, "subjects": names}
+    multimodal.write(folder, info)
+    return Config(path=str(folder))
+
+
+@pytest.fixture
+def config(tmp_path):
+    return make(tmp_path / "film")
+
+
+def rows_of(config, split="train", batch=8, ranges=None, batches=None):
+    """All rows of some batches, in order."""
+    loader = multimodal.make_loader(config, split=split, rows=Rows(batch, ranges or ((0, batch),)), seed=3)
+    found = []
+    for _ in range(loader.n_batches if batches is None else batches):
+        found.append({name: np.concatenate(parts) for name, parts in next(loader)[1].items()})
+    return {name: np.concatenate([f[name] for f in found]) for name in loader.fields}
+
+
+def window(volume, rate, n, length):
+    """Places of the last n samples before t, computed the slow way."""
+    before = [k for k in range(-600, length + 2 * n) if k / rate < volume * TR - 1e-9]
+    return np.array(before[-n:])
+
+
+@pytest.mark.parametrize("skip", [1, 4])
+@pytest.mark.parametrize("padding", ["edge", "zero"])
+def test_a_row_is_the_window_before_its_volume(config, skip, padding):
+    rows = rows_of(replace(config, frame_skip=skip, padding=padding), batch=6)
+    fmri = [np.load(pathlib.Path(config.path) / "fmri" / f"s{i}.npy") for i in range(3)]
+    assert sorted(rows["volume"][:60].tolist()) != rows["volume"][:60].tolist(), "mixed"
+    for at, (subject, volume) in enumerate(zip(rows["subject"], rows["volume"], strict=True)):
+        places = window(volume, FPS, 8, FRAMES)[::skip]
+        frames = np.where((places < 0) & (padding == "zero"), 0, np.clip(places, 0, None))
+        np.testing.assert_array_equal(rows["video"][at].reshape(len(places), 18), np.tile(frames[:, None], 18))
+        places = window(volume, RATE, 10, TIMES)
+        codes = np.clip(places, 0, None)[:, None] * 3 + np.arange(2)
+        codes[(places < 0) & (padding == "zero")] = 0
+        np.testing.assert_array_equal(rows["audio"][at].reshape(2, 10), codes.T)
+        np.testing.assert_array_equal(rows["text"][at], volume * 4 + np.arange(4))
+        np.testing.assert_array_equal(rows["fmri"][at], fmri[subject][volume])
+        assert rows["index"][at] == subject * VOLUMES + volume
+    assert rows["video"].dtype == np.uint8 and rows["audio"].dtype == np.int16 and rows["fmri"].dtype == np.float16
+
+
+def test_an_epoch_has_every_row_once_and_viewers_come_mixed(config):
+    facts = multimodal.facts(config)
+    n = 3 * facts["n_train"]
+    assert (facts["n_train"], facts["n_frames"], facts["audio_frames"]) == (24, 8, 10)
+    rows = rows_of(config, batch=n, batches=2)
+    for epoch in range(2):
+        pairs = set(zip(rows["subject"][epoch * n :][:n].tolist(), rows["volume"][epoch * n :][:n].tolist(), strict=True))
+        assert pairs == {(s, v) for s in range(3) for v in range(24)}
+    assert (rows["index"][:n] != rows["index"][n:]).any(), "another order in the next epoch"
+    assert len(set(rows["subject"][:8].tolist())) > 1
+    tested = rows_of(config, split="test", batch=5)
+    real = tested["weight"] == 1
+    assert sorted(tested["index"][real].tolist()) == [s * VOLUMES + v for s in range(3) for v in range(25, 30)]
+    assert (tested["index"][~real] == -1).all()
+
+
+def test_rows_do_not_depend_on_who_reads_them_nor_on_where_reading_begins(config):
+    whole = rows_of(config, batch=8, batches=3)
+    parts = [rows_of(config, batch=8, batches=3, ranges=r) for r in (((0, 2), (4, 6)), ((2, 4), (6, 8)))]
+    for name, x in whole.items():
+        x = x.reshape(3, 8, -1)
+        np.testing.assert_array_equal(parts[0][name].reshape(3, 4, -1), x[:, [0, 1, 4, 5]])
+        np.testing.assert_array_equal(parts[1][name].reshape(3, 4, -1), x[:, [2, 3, 6, 7]])
+    loader = multimodal.make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=3)
+    loader.seek(2)
+    position, batch = next(loader)
+    assert position == 3
+    np.testing.assert_array_equal(batch["index"][0], whole["index"][16:])
+
+
+@pytest.mark.parametrize("hrf", [(), ("text",), ("video",), ("audio",), ("video", "text")])
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_test_windows_share_nothing_with_training_windows(tmp_path, hrf, share):
+    config = replace(make(tmp_path / "film", audio="features"), hrf=hrf, test_share=share, hrf_seconds=6.0)
+    splits = multimodal.split_volumes(config)
+    taps = 4
+
+    def reads(volumes):
+        """Everything that rows of these volumes are made of."""
+        found = set()
+        for v in volumes:
+            for name, rate, n, length in (("video", FPS, 8, FRAMES), ("audio", RATE, 10, TIMES)):
+                for k in range(taps if name in hrf else 1):
+                    found |= {(name, place) for place in window(v - k, rate, n, length).tolist() if place >= 0}
+            found |= {("text", v - k) for k in range(taps if "text" in hrf else 1)}
+        return found
+
+    assert not reads(splits.train) & reads(splits.test)
+    assert reads(splits.train) & reads([splits.test[0] - 1]), "and none is left out without need"
+    assert splits.test[-1] == VOLUMES - 1 and len(splits.train) == VOLUMES - round(share * VOLUMES)
+
+
+def test_glover_is_the_difference_of_two_gamma_densities():
+    """scipy's densities, and what is known of the response: a peak after 5 s, an undershoot after it."""
+    t = np.arange(0, 32, 0.5)
+    gamma = lambda delay: scipy.stats.gamma.pdf(t, delay / 0.9, scale=0.9)  # noqa: E731
+    expected = gamma(6) - 0.35 * gamma(12)
+    np.testing.assert_allclose(multimodal.glover(0.5, norm="peak"), expected / expected.max(), atol=1e-6)
+    np.testing.assert_allclose(multimodal.glover(0.5), expected / expected.sum(), atol=1e-6)
+    assert 4.5 <= t[expected.argmax()] <= 5.5 and expected.min() < 0 and 10 < t[expected.argmin()] < 14
+
+
+def test_continuous_features_are_convolved_and_codes_refused(tmp_path):
+    config = replace(make(tmp_path / "film", audio="features"), hrf=("video", "audio", "text"))
+    h = multimodal.glover(TR)
+    rows = rows_of(config, batch=4, batches=3)
+    assert rows["video"].dtype == np.float16 and rows["audio"].dtype == np.float32
+    for at, v in enumerate(rows["volume"].tolist()):
+        places = [np.clip(window(v - k, FPS, 8, FRAMES), 0, None) for k in range(len(h))]
+        expected = sum(w * p for w, p in zip(h, places, strict=True)) / 255
+        np.testing.assert_allclose(rows["video"][at].reshape(8, 18)[:, 0], expected, atol=1e-3)
+        times = sum(w * np.clip(window(v - k, RATE, 10, TIMES), 0, None) for k, w in enumerate(h))
+        np.testing.assert_allclose(rows["audio"][at].reshape(2, 10)[0], 3 * times, rtol=1e-4, atol=1e-3)
+        text = sum(w * (max(v - k, 0) * 4 + np.arange(4)) for k, w in enumerate(h))
+        np.testing.assert_allclose(rows["text"][at], text, rtol=1e-4, atol=1e-3)
+    coded = replace(make(tmp_path / "coded"), hrf=("audio",))
+    with pytest.raises(DataError, match="has codes, of which there is no mean"):
+        multimodal.fields(coded)
+
+
+def test_an_average_is_over_the_viewers(config):
+    rows = rows_of(replace(config, average=True), batch=6)
+    fmri = np.stack([np.load(pathlib.Path(config.path) / "fmri" / f"s{i}.npy") for i in range(3)]).astype(np.float32)
+    np.testing.assert_allclose(rows["fmri"], fmri.mean(0)[rows["volume"]], atol=1e-6)
+    assert sorted(rows["volume"].tolist()) == list(range(24)) and set(rows["subject"].tolist()) == {0}
+    assert rows["fmri"].dtype == np.float32
+    chosen = rows_of(replace(config, subjects=("s2",)), batch=6)
+    np.testing.assert_array_equal(chosen["fmri"], fmri[2][chosen["volume"]].astype(np.float16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(subjects=("s9",)), "names s9; .* has s0, s1, s2"),
+        ("video.npy", "3 dimensions|no such file|No such file"),
+        ("fmri/s1.npy", "all subjects have 30 volumes"),
+        ("short", "the video ends .* s before the last of 30 volumes"),
+    ],
+)
+def test_a_folder_that_does_not_fit_together_is_told(config, change, message):
+    folder = pathlib.Path(config.path)
+    if isinstance(change, dict):
+        config = replace(config, **change)
+    elif change == "short":
+        np.save(folder / "video.npy", np.zeros((100, 2, 3, 3), np.uint8))
+    elif change == "video.npy":
+        np.save(folder / change, np.zeros((100, 2, 3), np.uint8))
+        message = r"video.npy is uint8 \(100, 2, 3\); 4 dimensions of uint8 are wanted"
+    else:
+        np.save(folder / change, np.zeros((29, 11), np.float16))
+    multimodal._open.cache_clear()
+    with pytest.raises(DataError, match=message):
+        multimodal.fields(config)
+
+
+def test_mistakes_of_a_config_are_told_together(tmp_path):
+    wrong = Config(path=str(tmp_path), frame_skip=0, padding="none", hrf=("smell", "video"), hrf_norm="peak", test_share=1.0)
+    assert {name for name, _ in wrong.problems()} == {"path", "frame_skip", "padding", "hrf", "hrf_norm", "test_share"}
+
+
+def test_the_fingerprint_is_of_the_contents(tmp_path):
+    states = []
+    for i, changed in enumerate((False, False, True)):
+        config = make(tmp_path / str(i), viewers=2 + changed)
+        loader = multimodal.make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=0)
+        states.append(loader.state(5))
+    assert states[0] == states[1] and states[0]["fingerprint"] != states[2]["fingerprint"] and states[0]["position"] == 5
+
+
+FULL = """
+import json, sys
+from loaders import demo_film, multimodal
+from loaders.base import Rows
+
+viewers, volumes, voxels, batches = map(int, sys.argv[1:])
+path = demo_film.ensure_blank(viewers=viewers, volumes=volumes, voxels=voxels)
+loader = multimodal.make_loader(multimodal.Config(path=str(path)), split="train", rows=Rows(16, ((0, 16),)), seed=0)
+
+def resident():
+    "[MB] of this process, with the file pages that it maps."
+    lines = dict(line.split(":") for line in open("/proc/self/status").read().splitlines())
+    return int(lines["VmRSS"].split()[0]) / 1024
+
+seen = []
+for i in range(batches):
+    position, batch = next(loader)
+    assert batch["video"][0].shape == (16, 1_641_600) and batch["fmri"][0].shape == (16, voxels)
+    seen.append(resident())
+print(json.dumps([seen[1], max(seen[2:]), seen[-1]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("viewers", "volumes", "batches"), [(2, 60, 6), pytest.param(17, 920, 782, marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_memory_of_a_process_stays_flat(tmp_path, viewers, volumes, batches):
+    """The slow one is an epoch of 17 viewers × 920 volumes × 77,347 voxels, 3.9 GB of files that hold 25 GB of windows."""
+    command = [sys.executable, "-c", FULL, *map(str, (viewers, volumes, 77_347, batches))]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAXTRAIN_CACHE": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    second, most, last = json.loads(done.stdout)
+    print(f"{second:.0f} MB after two batches, at most {most:.0f} MB, {last:.0f} MB at the end")
+    assert most < second + 40 and most < 400
+
+
+def test_the_demo_film_is_a_function_of_its_file_and_predictable(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_film, "VOLUMES", 120)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        demo_film.make(tmp_path / name)
+    a, b = (json.loads((tmp_path / name / "dataset.json").read_text()) for name in "ab")
+    assert a == b
+    config = Config(path=str(tmp_path / "a"), hrf=("video", "text"))
+    viewers = [np.load(tmp_path / "a" / "fmri" / f"viewer-{i + 1}.npy").astype(np.float32) for i in range(4)]
+    between = [np.corrcoef(viewers[0][v], viewers[1][v])[0, 1] for v in range(0, 120, 3)]
+    assert 0.4 < np.mean(between) < 0.6, "half of what a viewer shows is shared"
+    assert len(multimodal.split_volumes(config).test) == 3

@@ -1,0 +1,226 @@
+"""Real small files through tools.prepare_giblet: what is in the folder is what was in the film, the scanner, the tables."""
+
+import csv
+import json
+import pathlib
+import re
+import sys
+
+import av
+import nibabel
+import numpy as np
+import openpyxl
+import pytest
+
+from loaders import multimodal
+from loaders.base import Rows
+from tools import prepare_giblet as tool
+
+TR, VOLUMES, FPS = 1.5, 8, 10
+GRID = (4, 5, 3)
+
+
+def level(k):
+    """Grey of frame k."""
+    return 40 + k % 160
+
+
+def film(path, *, seconds=12.0, tone=3000.0):
+    """H.264-free: MPEG-4 at 10 frames/s, each of one grey, and a tone that doubles its pitch in the middle."""
+    with av.open(str(path), "w") as container:
+        video = container.add_stream("mpeg4", rate=FPS)
+        video.width, video.height, video.pix_fmt, video.bit_rate = 64, 48, "yuv420p", 4_000_000
+        audio = container.add_stream("aac", rate=24_000)
+        for k in range(round(seconds * FPS)):
+            picture = np.full((48, 64, 3), level(k), np.uint8)
+            for packet in video.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")):
+                container.mux(packet)
+        t = np.arange(round(seconds * 24_000)) / 24_000
+        wave = (0.5 * np.sin(2 * np.pi * np.where(t < seconds / 2, tone, 2 * tone) * t)).astype(np.float32)
+        for start in range(0, len(wave) - 1024, 1024):
+            frame = av.AudioFrame.from_ndarray(wave[None, start : start + 1024], format="fltp", layout="mono")
+            frame.sample_rate, frame.pts = 24_000, start
+            for packet in audio.encode(frame):
+                container.mux(packet)
+        for stream in (video, audio):
+            for packet in stream.encode():
+                container.mux(packet)
+
+
+def brain(path, seed, *, volumes=VOLUMES, tr=TR, grid=GRID, broken=False):
+    """Voxels of the first plane do not vary; returns the values."""
+    rng = np.random.default_rng(seed)
+    x = (100 + 10 * rng.standard_normal((*grid, volumes))).astype(np.float32)
+    x[0] = 100
+    if broken:
+        x[2, 2, 2, 3] = np.nan
+    image = nibabel.Nifti1Image(x, np.diag([3, 3, 3, 1]))
+    image.header.set_zooms((3, 3, 3, tr))
+    image.header.set_xyzt_units("mm", "sec")
+    nibabel.save(image, path)
+    return x
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    film(folder / "film.mp4")
+    brains = [brain(folder / f"sub-{i}.nii.gz", i) for i in (1, 2)]
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 1024, (1, 8, 900))
+    np.savez(folder / "codes.npz", codes=codes)
+    np.savez(folder / "embeddings.npz", e=np.arange(1, 6, dtype=np.float32)[:, None] * np.ones(4, np.float32))
+    rows = [("scene", "start", "end"), *((f"s{i}", 2.0 * i, 2.0 * i + 2.5) for i in range(5))]
+    book = openpyxl.Workbook()
+    for row in rows:
+        book.active.append(row)
+    book.save(folder / "segments.xlsx")
+    with (folder / "segments.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return folder, brains, codes[0]
+
+
+def call(sources, out, **changes):
+    """``None`` leaves an argument away."""
+    folder = sources[0]
+    args = {
+        "video": folder / "film.mp4",
+        "fmri": [folder / "sub-1.nii.gz", folder / "sub-2.nii.gz"],
+        "codes": folder / "codes.npz",
+        "embeddings": folder / "embeddings.npz",
+        "annotations": folder / "segments.xlsx",
+        "fps": FPS,
+        "size": "16x9",
+        "slots": 2,
+    } | changes
+    line = ["--out", str(out)]
+    for name, value in args.items():
+        if value is not None:
+            line += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+    return tool.main(line)
+
+
+@pytest.fixture(scope="module")
+def prepared(sources, tmp_path_factory):
+    out = tmp_path_factory.mktemp("prepared") / "film"
+    assert call(sources, out) == 0
+    return out
+
+
+def test_frames_are_those_on_the_screen(prepared):
+    video = np.load(prepared / "video.npy", mmap_mode="r")
+    assert video.shape == (VOLUMES * 15, 9, 16, 3), "no more than the volumes need"
+    grey = video.reshape(len(video), -1).mean(1)
+    np.testing.assert_allclose(grey, level(np.arange(len(video))), atol=4)  # lossy, and from limited range and back
+
+
+def test_another_frame_rate_repeats_and_drops(sources, tmp_path):
+    for fps, expected in ((25, lambda k: int(k / 25 * FPS + 1e-6)), (4, lambda k: int(k / 4 * FPS + 1e-6))):
+        n = tool.write_video(sources[0] / "film.mp4", tmp_path / f"{fps}.npy", fps, (16, 9), limit=10_000)
+        grey = np.load(tmp_path / f"{fps}.npy").reshape(n, -1).mean(1)
+        assert abs(n - 12 * fps) <= fps / FPS + 1
+        np.testing.assert_allclose(grey, [level(expected(k)) for k in range(n)], atol=4)
+
+
+def test_fmri_is_the_masked_and_z_scored_scan(prepared, sources):
+    mask = np.asanyarray(nibabel.load(prepared / "mask.nii.gz").dataobj) > 0
+    assert not mask[0].any() and mask[1:].sum() > 0.8 * mask[1:].size
+    for name, x in zip(("sub-1", "sub-2"), sources[1], strict=True):
+        series = x[mask].T
+        z = (series - series.mean(0)) / series.std(0)
+        np.testing.assert_allclose(np.load(prepared / "fmri" / f"{name}.npy"), z, atol=2e-3)
+
+
+def test_a_mask_of_ones_own(sources, tmp_path):
+    inside = np.zeros(GRID, np.uint8)
+    inside[:2, 1, 1] = 1  # one of them constant
+    nibabel.save(nibabel.Nifti1Image(inside, np.eye(4)), tmp_path / "mask.nii")
+    assert call(sources, tmp_path / "out", mask=tmp_path / "mask.nii", dtype="float32") == 0
+    x = np.load(tmp_path / "out" / "fmri" / "sub-2.npy")
+    assert x.shape == (VOLUMES, 2) and x.dtype == np.float32 and not x[:, 0].any()
+    np.testing.assert_allclose(x[:, 1].std(), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("table", ["segments.xlsx", "segments.csv"])
+def test_text_and_codes_are_where_their_windows_are(sources, tmp_path, table):
+    assert call(sources, tmp_path / "out", annotations=sources[0] / table) == 0
+    text = np.load(tmp_path / "out" / "text.npy").reshape(VOLUMES, 2, 4)[:, :, 0]
+    expected = np.zeros((VOLUMES, 2))
+    for i in range(VOLUMES):
+        window = (max(i - 1, 0) * TR, max(i, 1) * TR)
+        touching = [s + 1 for s in range(5) if 2.0 * s < window[1] and 2.0 * s + 2.5 > window[0]][-2:]
+        expected[i, 2 - len(touching) :] = touching
+    np.testing.assert_array_equal(text, expected)
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "audio.npy"), sources[2].T)
+
+
+def test_sound_becomes_bands_that_hear_its_pitch(sources, tmp_path):
+    assert call(sources, tmp_path / "out", codes=None, audio=sources[0] / "film.mp4") == 0
+    features = np.load(tmp_path / "out" / "audio.npy")
+    assert abs(len(features) - 12 * 75) <= 10 and features.shape[1] == 8
+    centres = np.array([np.argmax(row) for row in tool.mel_bank(8, 1024)]) * 24_000 / 1024
+    for pitch, part in ((3000, features[100:400]), (6000, features[500:800])):
+        band = np.abs(centres - pitch).argmin()
+        other = features[500:800] if pitch == 3000 else features[100:400]
+        assert (part[:, band].mean() - other[:, band].mean()) > 1, f"the band around {pitch} Hz"
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["audio"] == "features"
+
+
+def test_the_loader_reads_what_was_prepared(prepared):
+    config = multimodal.Config(path=str(prepared), hrf=("text",), hrf_seconds=3.0)
+    facts = multimodal.facts(config)
+    assert facts["n_frames"] == 15 and facts["audio_frames"] == 112 and facts["n_subjects"] == 2 and facts["n_text"] == 8
+    position, batch = next(multimodal.make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=0))
+    assert position == 1 and batch["video"][0].shape == (4, 15 * 9 * 16 * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(video="none.mp4"), "no such file: .*none.mp4"),
+        (dict(video="segments.csv"), "segments.csv cannot be decoded"),
+        (dict(fmri=["sub-1.nii.gz", "codes.npz"]), "codes.npz is no NIfTI file"),
+        (dict(fmri=["sub-1.nii.gz", "short.nii.gz"]), r"volumes differ \(sub-1.nii.gz 8, short.nii.gz 6\).*--volumes=6"),
+        (dict(fmri=["sub-1.nii.gz", "grid.nii.gz"]), "the grids differ"),
+        (dict(fmri=["sub-1.nii.gz", "slow.nii.gz"]), "TR of 2 s, and 1.5 s is what .*sub-1"),
+        (dict(fmri=["sub-1.nii.gz", "broken.nii.gz"]), "broken.nii.gz has values that are not finite in 1 voxels"),
+        (dict(tr=2.0), "TR of 1.5 s, and 2 s is what --tr says"),
+        (dict(volumes=9), "--volumes=9, and there are as few as 8"),
+        (dict(codes="embeddings.npz"), "integers .codebooks, times. are wanted"),
+        (dict(codes="large.npz"), "codes from 0 to 1024; 0 … 1023 are wanted"),
+        (dict(codes="turned.npz"), "900 codebooks of 8 times.*transpose"),
+        (dict(codes="film.mp4"), "film.mp4 is no npz file"),
+        (dict(annotations="none.csv"), "no such file"),
+        (dict(start="onset"), "has no column onset; it has: scene, start, end"),
+        (dict(annotations="words.csv"), r"words.csv: row 3 has no seconds in start and end: \['b', 'later', '4'\]"),
+        (dict(annotations="few.csv"), "few.csv has 1 segments, and .*embeddings.npz 5 rows"),
+        (dict(annotations=None), "has 5 rows for 8 volumes"),
+        (dict(codes="brief.npz"), "the audio ends .* s before the last of 8 volumes"),
+    ],
+)
+def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, changes, message):
+    folder, _, codes = sources
+    brain(folder / "short.nii.gz", 3, volumes=6)
+    brain(folder / "grid.nii.gz", 3, grid=(4, 4, 4))
+    brain(folder / "slow.nii.gz", 3, tr=2.0)
+    brain(folder / "broken.nii.gz", 3, broken=True)
+    np.savez(folder / "large.npz", codes=np.array([[0, 1024], [1, 2]]))
+    np.savez(folder / "turned.npz", codes=codes.T)
+    np.savez(folder / "brief.npz", codes=codes[:, :100])
+    (folder / "words.csv").write_text("scene,start,end\na,0,2\nb,later,4\n")
+    (folder / "few.csv").write_text("scene,start,end\na,0,2\n")
+
+    def place(value):
+        return folder / value if isinstance(value, str) and "." in value else value
+
+    full = {name: [place(v) for v in value] if isinstance(value, list) else place(value) for name, value in changes.items()}
+    assert call(sources, tmp_path / "out", **full) == 2
+    told = capsys.readouterr().err
+    assert re.search(message, told), told
+    assert not list(pathlib.Path(tmp_path).glob("*out*")) and not list(pathlib.Path(tmp_path).glob(".*"))
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(sources, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nibabel", None)
+    assert call(sources, tmp_path / "out") == 2
+    assert "needs the package nibabel; install it with: pip install 'jaxtrain[giblet]'" in capsys.readouterr().err

@@ -1,0 +1,402 @@
+"""A film and its viewers as the folder that loaders/multimodal.py reads.
+
+    python -m tools.prepare_giblet --out FOLDER --video film.m4v --fmri sub-01.nii.gz sub-02.nii.gz … \\
+        --codes codes.npz --annotations segments.xlsx --embeddings embeddings.npz
+
+    --video        any film that FFmpeg decodes: frames at --fps (a frame stays until the next one comes), scaled to --size
+    --fmri         one 4-D NIfTI file for each viewer; its name without ending is the viewer's. All have one grid, one TR and as
+                   many volumes, of which --volumes takes the first. --mask is a NIfTI of the same grid; without it, a voxel
+                   counts when its standard deviation over time exceeds the 10th percentile in at least half of the viewers
+    --codes        npz with one array [codebooks, times] (or [1, codebooks, times]) of integers 0 … 1023, --code-rate a second,
+                   the 75 of EnCodec by default. Or:
+    --audio        a file whose sound becomes features: the logarithms of --bands mel bands, --code-rate a second, z-scored
+    --embeddings   npz with one array [segments, values]; --annotations (CSV or xlsx, with the columns --start and --end in
+                   seconds) says when each segment is. A volume has the --slots last segments that touch the window before it,
+                   the latest last, zeros where there are fewer. Without --annotations there is a row for each volume
+
+Needs the packages of the extra `giblet` (PyAV, nibabel, openpyxl). The fMRI of one viewer is in memory at a time; video and
+sound are streamed. FOLDER appears whole or not at all; mask.nii.gz in it puts predictions back into the brain.
+"""
+
+import argparse
+import csv
+import importlib
+import math
+import pathlib
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from loaders import multimodal
+from loaders.base import DataError
+
+SOUND_RATE = 24_000  # [Hz] that sound is resampled to
+LARGEST_CODE = 1023
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tools.prepare_giblet", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--out", required=True, type=pathlib.Path, help="the folder to make")
+    parser.add_argument("--video", required=True, type=pathlib.Path)
+    parser.add_argument("--fmri", required=True, nargs="+", type=pathlib.Path)
+    parser.add_argument("--mask", type=pathlib.Path)
+    parser.add_argument("--codes", type=pathlib.Path)
+    parser.add_argument("--audio", type=pathlib.Path)
+    parser.add_argument("--embeddings", required=True, type=pathlib.Path)
+    parser.add_argument("--annotations", type=pathlib.Path)
+    parser.add_argument("--tr", type=float, help="[s] between volumes; default: what the NIfTI files say")
+    parser.add_argument("--volumes", type=int, help="how many to take; default: all")
+    parser.add_argument("--fps", type=float, default=25.0)
+    parser.add_argument("--size", type=_size, default=(160, 90), metavar="WIDTHxHEIGHT", help="default: 160x90")
+    parser.add_argument("--code-rate", type=float, default=75.0, help="[1/s] of codes, or of features; default: 75")
+    parser.add_argument("--bands", type=int, default=8, help="mel bands of --audio; default: 8")
+    parser.add_argument("--slots", type=int, default=3, help="segments of a volume; default: 3")
+    parser.add_argument("--start", default="start", help="column of --annotations; default: start")
+    parser.add_argument("--end", default="end", help="column of --annotations; default: end")
+    parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="of the fMRI; default: float16")
+    args = parser.parse_args(argv)
+    if (args.codes is None) == (args.audio is None):
+        parser.error("give either --codes or --audio")
+    for name in ("fps", "code_rate", "bands", "slots", "tr", "volumes"):
+        if (value := getattr(args, name)) is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be positive")
+    try:
+        print(prepare(args))
+    except DataError as error:
+        print(f"tools.prepare_giblet: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def prepare(args: argparse.Namespace) -> str:
+    """Makes the folder. Returns a line about it. Raises DataError."""
+    paths = [args.video, *args.fmri, args.mask, args.codes, args.audio, args.embeddings, args.annotations]
+    if missing := [str(p) for p in paths if p and not p.is_file()]:
+        raise DataError(f"no such file: {', '.join(missing)}")
+    if args.out.exists() and any(args.out.iterdir()):
+        raise DataError(f"{args.out} is not empty; choose another --out")
+    partial = args.out.with_name(f".{args.out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    (partial / "fmri").mkdir(parents=True)
+    try:
+        # What is quick to refuse comes first.
+        tr, volumes, names = check_fmri(args.fmri, args.tr, args.volumes)
+        text = window_text(args, tr, volumes)
+        np.save(partial / "text.npy", text)
+        audio = read_codes(args.codes) if args.codes else sound_features(args.audio, args.code_rate, args.bands)
+        np.save(partial / "audio.npy", audio)
+        constant = write_fmri(partial, args.fmri, names, args.mask, volumes, np.dtype(args.dtype))
+        frames = write_video(args.video, partial / "video.npy", args.fps, args.size, limit=math.ceil(volumes * tr * args.fps))
+        info = {
+            "tr": tr,
+            "fps": args.fps,
+            "audio_rate": args.code_rate,
+            "audio": "codes" if args.codes else "features",
+            "subjects": names,
+            "made_of": {name: str(value) for name, value in vars(args).items() if isinstance(value, pathlib.Path)},
+        }
+        multimodal.write(partial, info)
+        facts = multimodal.facts(multimodal.Config(path=str(partial)))  # reads it as training will, or says what does not fit
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if args.out.exists():
+        args.out.rmdir()
+    partial.rename(args.out)
+    return (
+        f"{args.out}: {len(names)} viewers, {volumes} volumes of {facts['n_voxels']} voxels every {tr:g} s"
+        f"{f' ({constant} constant voxels are 0)' if constant else ''}; {frames} frames, {facts['n_frames']} in a window; "
+        f"{len(audio)} times of {audio.shape[1]} {info['audio']}, {facts['audio_frames']} in a window; "
+        f"{text.shape[1]} values of text"
+    )
+
+
+# fMRI.
+
+
+def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) -> tuple[float, int, list[str]]:
+    """TR [s], volumes to take, and the viewers' names; from the headers."""
+    shapes, names = {}, [path.name.removesuffix(".gz").removesuffix(".nii") for path in paths]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"--fmri: the viewers {', '.join(twice)} are there twice")
+    for path in paths:
+        image = _nifti(path)
+        if len(image.shape) != 4:
+            raise DataError(f"{path} has the shape {image.shape}; x, y, z and time are wanted")
+        shapes[path] = image.shape
+        found = float(image.header.get_zooms()[3])
+        found *= {"msec": 1e-3, "usec": 1e-6}.get(image.header.get_xyzt_units()[1], 1.0)
+        if tr is None and found <= 0:
+            raise DataError(f"{path} does not say its TR; give --tr")
+        tr = found if tr is None else tr
+        if found > 0 and abs(found - tr) > 1e-3:
+            raise DataError(
+                f"{path} has a TR of {found:g} s, and {tr:g} s is what {'--tr' if path == paths[0] else paths[0]} says"
+            )
+    if len({shape[:3] for shape in shapes.values()}) > 1:
+        raise DataError(f"--fmri: the grids differ: {', '.join(f'{p.name} {s[:3]}' for p, s in shapes.items())}")
+    lengths = {shape[3] for shape in shapes.values()}
+    if volumes is None and len(lengths) > 1:
+        told = ", ".join(f"{p.name} {s[3]}" for p, s in shapes.items())
+        raise DataError(
+            f"--fmri: the numbers of volumes differ ({told}); take the first ones of all with --volumes={min(lengths)}"
+        )
+    if volumes and volumes > min(lengths):
+        raise DataError(f"--volumes={volumes}, and there are as few as {min(lengths)}")
+    return round(tr, 6), volumes or lengths.pop(), names
+
+
+def write_fmri(
+    folder: pathlib.Path,
+    paths: Sequence[pathlib.Path],
+    names: Sequence[str],
+    mask: pathlib.Path | None,
+    volumes: int,
+    dtype: Any,
+) -> int:
+    """fmri/<viewer>.npy and mask.nii.gz. Returns how many voxels of the mask are constant in a viewer."""
+    nibabel = _package("nibabel")
+    first = _nifti(paths[0])
+    if mask:
+        image = _nifti(mask)
+        if image.shape[:3] != first.shape[:3] or len(image.shape) != 3:
+            raise DataError(f"{mask} has the shape {image.shape}, and the volumes {first.shape[:3]}")
+        inside = np.asanyarray(image.dataobj) > 0
+    else:
+        votes = np.zeros(first.shape[:3])
+        for path in paths:
+            x = _volumes(path, volumes)
+            spread = np.where(np.isfinite(x).all(3), np.nan_to_num(x, posinf=0, neginf=0).std(3), 0)
+            votes += spread > np.percentile(spread, 10)
+        inside = votes >= 0.5 * len(paths)
+    if not inside.any():
+        raise DataError(f"{mask or 'the mask of voxels that vary'} holds no voxel")
+    constant = 0
+    for path, name in zip(paths, names, strict=True):
+        x = np.ascontiguousarray(_volumes(path, volumes)[inside].T)  # [volumes, voxels]
+        if not np.isfinite(x).all():
+            raise DataError(f"{path} has values that are not finite in {(~np.isfinite(x)).any(0).sum()} voxels of the mask")
+        deviation = x.std(0)
+        constant += int((deviation == 0).sum())
+        z = (x - x.mean(0)) / np.where(deviation > 0, deviation, 1)
+        np.save(folder / "fmri" / f"{name}.npy", np.where(deviation > 0, z, 0).astype(dtype))
+    nibabel.save(nibabel.Nifti1Image(inside.astype(np.uint8), first.affine), folder / "mask.nii.gz")
+    return constant
+
+
+def _volumes(path: pathlib.Path, n: int) -> np.ndarray:
+    """float32 [x, y, z, n]."""
+    try:
+        return np.asanyarray(_nifti(path).dataobj[..., :n], np.float32)
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _nifti(path: pathlib.Path) -> Any:
+    nibabel = _package("nibabel")
+    try:
+        return nibabel.load(path)
+    except (nibabel.filebasedimages.ImageFileError, OSError, EOFError) as error:
+        raise DataError(f"{path} is no NIfTI file that can be read: {error}") from error
+
+
+# Video and sound.
+
+
+class _Npy:
+    """A .npy file [n, …] that is written row by row, n not being known before."""
+
+    def __init__(self, path: pathlib.Path, shape: tuple[int, ...], dtype: Any):
+        self._file, self._shape, self._dtype, self.n = path.open("wb"), shape, np.dtype(dtype), 0
+        self._header()
+        self._start = self._file.tell()
+
+    def append(self, row: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(row, self._dtype))
+        self.n += 1
+
+    def close(self) -> None:
+        self._file.seek(0)
+        self._header()
+        assert self._file.tell() == self._start, "numpy pads a header for a longer first dimension"
+        self._file.close()
+
+    def _header(self) -> None:
+        head = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.n, *self._shape)}
+        np.lib.format.write_array_header_1_0(self._file, head)
+
+
+def write_video(path: pathlib.Path, out: pathlib.Path, fps: float, size: tuple[int, int], *, limit: int) -> int:
+    """uint8 [frames, height, width, 3]: the picture on the screen at k / fps, up to ``limit`` of them. Returns how many."""
+    width, height = size
+    file = _Npy(out, (height, width, 3), np.uint8)
+    last, last_time = None, 0.0
+    for time, frame in _decoded(path, "video"):
+        picture = frame.reformat(width=width, height=height, format="rgb24").to_ndarray()
+        # Until this one came, the one before was there.
+        while last is not None and file.n < limit and file.n / fps < time - 1e-6:
+            file.append(last)
+        last, last_time = picture, time
+        if file.n >= limit:
+            break
+    else:
+        if last is None:
+            raise DataError(f"{path}: its video holds no frame")
+        while file.n < limit and file.n / fps <= last_time + 1e-6:
+            file.append(last)
+    file.close()
+    return file.n
+
+
+def sound_features(path: pathlib.Path, rate: float, bands: int) -> np.ndarray:
+    """float32 [times, bands]: log mel energies around k / rate, each band z-scored."""
+    av = _package("av")
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=SOUND_RATE)
+    frames = (frame for _, decoded in _decoded(path, "audio") for frame in resampler.resample(decoded))
+    chunks = [frame.to_ndarray()[0] for frame in frames] + [frame.to_ndarray()[0] for frame in resampler.resample(None)]
+    samples = np.concatenate(chunks) if chunks else np.zeros(0, np.float32)
+    window, bank = np.hanning(1024).astype(np.float32), mel_bank(bands, 1024)
+    padded = np.pad(samples, 512)
+    n = math.floor(len(samples) / SOUND_RATE * rate)
+    if not n:
+        raise DataError(f"{path}: its sound is shorter than {1 / rate:g} s")
+    log = np.empty((n, bands), np.float32)
+    for k in range(n):
+        start = round(k * SOUND_RATE / rate)
+        power = np.abs(np.fft.rfft(window * padded[start : start + 1024])) ** 2
+        log[k] = np.log(bank @ power + 1e-6)
+    return ((log - log.mean(0)) / np.maximum(log.std(0), 1e-6)).astype(np.float32)
+
+
+def mel_bank(bands: int, n: int) -> np.ndarray:
+    """float32 [bands, n / 2 + 1]: triangles, alike on the mel scale 2595 log10(1 + f / 700), from 50 Hz to half the rate."""
+    low, high = (2595 * np.log10(1 + f / 700) for f in (50.0, SOUND_RATE / 2))
+    edges = 700 * (10 ** (np.linspace(low, high, bands + 2) / 2595) - 1)
+    f = np.arange(n // 2 + 1) * SOUND_RATE / n
+    up = (f - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
+    down = (edges[2:, None] - f) / (edges[2:] - edges[1:-1])[:, None]
+    return np.maximum(np.minimum(up, down), 0).astype(np.float32)
+
+
+def _decoded(path: pathlib.Path, kind: str) -> Iterator[tuple[float, Any]]:
+    """(seconds from the stream's beginning, frame) in order."""
+    av = _package("av")
+    try:
+        with av.open(str(path)) as container:
+            streams = getattr(container.streams, kind)
+            if not streams:
+                raise DataError(f"{path} has no {kind}")
+            stream = streams[0]
+            stream.thread_type = "AUTO"
+            first = None
+            for frame in container.decode(stream):
+                first = frame.time if first is None else first
+                yield (frame.time or 0.0) - (first or 0.0), frame
+    except av.error.FFmpegError as error:
+        raise DataError(f"{path} cannot be decoded: {error}") from error
+
+
+# Codes, embeddings, annotations.
+
+
+def read_codes(path: pathlib.Path) -> np.ndarray:
+    """int16 [times, codebooks]."""
+    codes = _only_array(path)
+    codes = codes[0] if codes.ndim == 3 and len(codes) == 1 else codes
+    if codes.ndim != 2 or not np.issubdtype(codes.dtype, np.integer):
+        raise DataError(f"{path} holds {codes.dtype} {codes.shape}; integers [codebooks, times] are wanted")
+    if codes.shape[0] > codes.shape[1]:
+        raise DataError(
+            f"{path} holds {codes.shape[0]} codebooks of {codes.shape[1]} times; [codebooks, times] are wanted: transpose it"
+        )
+    if codes.min() < 0 or codes.max() > LARGEST_CODE:
+        raise DataError(f"{path} holds codes from {codes.min()} to {codes.max()}; 0 … {LARGEST_CODE} are wanted")
+    return np.ascontiguousarray(codes.T).astype(np.int16)
+
+
+def window_text(args: argparse.Namespace, tr: float, volumes: int) -> np.ndarray:
+    """float32 [volumes, values]."""
+    embeddings = _only_array(args.embeddings)
+    if embeddings.ndim != 2 or not np.issubdtype(embeddings.dtype, np.floating) or not np.isfinite(embeddings).all():
+        raise DataError(
+            f"{args.embeddings} holds {embeddings.dtype} {embeddings.shape}; finite numbers [rows, values] are wanted"
+        )
+    if not args.annotations:
+        if len(embeddings) < volumes:
+            raise DataError(f"{args.embeddings} has {len(embeddings)} rows for {volumes} volumes; or give --annotations")
+        return embeddings[:volumes].astype(np.float32)
+    times = read_annotations(args.annotations, args.start, args.end)
+    if len(times) != len(embeddings):
+        raise DataError(f"{args.annotations} has {len(times)} segments, and {args.embeddings} {len(embeddings)} rows")
+    text = np.zeros((volumes, args.slots, embeddings.shape[1]), np.float32)
+    for i in range(volumes):
+        # The first volume's window lies before the film, and holds what the film begins with.
+        low, high = max(i - 1, 0) * tr, max(i, 1) * tr
+        touching = np.flatnonzero((times[:, 0] < high) & (times[:, 1] > low))
+        latest = touching[np.argsort(times[touching, 0], kind="stable")][-args.slots :]
+        text[i, args.slots - len(latest) :] = embeddings[latest]
+    return text.reshape(volumes, -1)
+
+
+def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
+    """float64 [segments, 2]: when each begins and ends [s]."""
+    if path.suffix.lower() == ".xlsx":
+        book = _package("openpyxl").load_workbook(path, read_only=True, data_only=True)
+        rows = [list(row) for row in book.worksheets[0].iter_rows(values_only=True)]
+        book.close()
+    else:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [list(row) for row in csv.reader(file)]
+    rows = [row for row in rows if any(cell not in (None, "") for cell in row)]
+    head = [str(cell).strip() for cell in rows[0]] if rows else []
+    if absent := [name for name in (start, end) if name not in head]:
+        raise DataError(
+            f"{path} has no column {' and no '.join(absent)}; it has: {', '.join(head)}. Name them with --start, --end"
+        )
+    found = []
+    for number, row in enumerate(rows[1:], start=2):
+        try:
+            times = [float(row[head.index(name)]) for name in (start, end)]
+        except (TypeError, ValueError, IndexError):
+            raise DataError(f"{path}: row {number} has no seconds in {start} and {end}: {row}") from None
+        if not times[0] <= times[1]:
+            raise DataError(f"{path}: row {number} ends at {times[1]:g} s, before it begins at {times[0]:g} s")
+        found.append(times)
+    if not found:
+        raise DataError(f"{path} has no segment")
+    return np.array(found)
+
+
+def _only_array(path: pathlib.Path) -> np.ndarray:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            names = [name for name in arrays.files if arrays[name].ndim >= 2]
+            if len(names) != 1:
+                shapes = ", ".join(f"{name} {arrays[name].shape}" for name in arrays.files)
+                raise DataError(f"{path} holds {shapes or 'nothing'}; one array of two dimensions is wanted")
+            return arrays[names[0]]
+    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} is no npz file that can be read: {error}") from error
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DataError(f"needs the package {name}; install it with: pip install 'jaxtrain[giblet]'") from error
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, for example 160x90")
+    return int(width), int(height)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
