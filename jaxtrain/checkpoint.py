@@ -23,7 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtrain import checksums, distributed, specs
+from jaxtrain import checksums, distributed, specs, stored
 from jaxtrain import config as config_lib
 from jaxtrain import state as state_lib
 from jaxtrain.state import Plan, TrainState
@@ -56,7 +56,7 @@ class Checkpointer:
             "versions": distributed.versions(),
         }
         self._path = pathlib.Path(config.workdir).absolute() / "checkpoints"
-        self._scores = _Scores(self._path.parent / "best.json", config.checkpoint)
+        self._scores = _Scores(self._path.parent / "best.json", config.checkpoint, config.train.min_delta)
         keep = [policies.LatestN(config.checkpoint.keep), self._scores]
         if config.checkpoint.keep_every:
             keep.append(policies.EveryNSteps(config.checkpoint.keep_every))
@@ -83,7 +83,7 @@ class Checkpointer:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(_saved(state)),
+                    state=ocp.args.StandardSave(_saved(state), save_args=stored.in_chunks(_saved(state))),
                     data=ocp.args.JsonSave({**data, "offset": offset}),
                     meta=ocp.args.JsonSave(self._meta),
                 ),
@@ -94,6 +94,11 @@ class Checkpointer:
     def score(self, step: int, record: Mapping[str, float]) -> None:
         """Tells how good a step is; by config.checkpoint.best, it may be kept for that."""
         self._scores.add(step, record)
+
+    def stalled(self, step: int) -> bool:
+        """Whether config.train.patience evaluations in a row up to ``step`` made no progress."""
+        train, since = self._config.train, self._scores.progress
+        return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
 
     def restore(self, plan: Plan, data: Mapping[str, Any]) -> Restored | None:
         """The state to go on from; None when there is none anywhere.
@@ -208,9 +213,13 @@ class Checkpointer:
 
 
 class _Scores:
-    """Which step is the best so far, kept in workdir/best.json; as an Orbax preservation policy, it keeps that one."""
+    """Which step is the best so far, kept in workdir/best.json; as an Orbax preservation policy, it keeps that one.
 
-    def __init__(self, path: pathlib.Path, config: config_lib.Checkpoint):
+    best.json also has the step and value of the last progress: of an improvement on the one before by more than min_delta.
+    """
+
+    def __init__(self, path: pathlib.Path, config: config_lib.Checkpoint, min_delta: float):
+        self._min_delta = min_delta
         self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
         self._best: dict[str, Any] = json.loads(path.read_text()) if config.best and path.exists() else {}
 
@@ -219,13 +228,25 @@ class _Scores:
             return
         if self._name not in record:
             raise CheckpointError(f"config.checkpoint.best names {self._name!r}; an evaluation has {', '.join(sorted(record))}")
-        value = record[self._name]
-        if not self._best or self._sign * value > self._sign * self._best["value"]:
-            self._best = {"step": step, "metric": self._name, "value": value}
+        new = {"step": step, "value": record[self._name]}
+
+        def beats(old: Mapping[str, Any] | None, by: float = 0.0) -> bool:
+            return not old or self._sign * (new["value"] - old["value"]) > by
+
+        progress = new if beats(self._best.get("progress"), self._min_delta) else self._best["progress"]
+        best = new if beats(self._best) else {name: self._best[name] for name in new}
+        changed = {**best, "metric": self._name, "progress": progress}
+        if changed != self._best:
+            self._best = changed
             if jax.process_index() == 0:
                 temporary = self._path.with_suffix(".new")
                 temporary.write_text(json.dumps(self._best))
                 temporary.replace(self._path)
+
+    @property
+    def progress(self) -> int | None:
+        """The step of the last progress; None before the first evaluation."""
+        return self._best["progress"]["step"] if "progress" in self._best else None
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context

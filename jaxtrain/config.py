@@ -43,6 +43,8 @@ class Train:
     ema: float = 0.0  # [1] decay of the average of the parameters that evaluation uses; 0 = no average
     eval_every: int = 1_000  # [steps] between evaluations; the last step is always evaluated; 0 = only there
     eval_batches: int = 0  # [batches] of an evaluation during the run; 0 = all; the last one always takes all
+    patience: int = 0  # [evaluations] in a row without progress of checkpoint.best after which a run ends; 0 = never
+    min_delta: float = 0.0  # [1] by which checkpoint.best must improve to be progress
 
     def problems(self) -> Iterator[tuple[str, str]]:
         for name in ("steps", "batch", "accumulate"):
@@ -56,6 +58,11 @@ class Train:
             yield "eval_batches", f"is {self.eval_batches}; use 0 for the whole test split"
         if self.eval_every < 0:
             yield "eval_every", f"is {self.eval_every}; use 0 for an evaluation at the end only"
+        for name in ("patience", "min_delta"):
+            if getattr(self, name) < 0:
+                yield name, f"is {getattr(self, name)}; it must not be negative"
+        if self.patience and not self.eval_every:
+            yield "patience", f"is {self.patience}, and eval_every=0 looks at the end only; set eval_every"
 
 
 @dataclass(frozen=True)
@@ -346,6 +353,8 @@ class Config:
                     f"divide; the nearest that do are {low or devices * parts} and {low + devices * parts}"
                 ),
             )
+        if self.train.patience and not self.checkpoint.best:
+            yield "train.patience", f"is {self.train.patience}, and checkpoint.best names no metric, for example '-loss'"
         steps, warmup = self.train.steps, self.optim.warmup
         if warmup > steps:
             yield "optim.warmup", f"is {warmup}, longer than train.steps={steps}"

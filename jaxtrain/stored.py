@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
@@ -27,6 +28,7 @@ from etils import epath
 
 EXPORT = "jaxtrain.json"
 INDEX = "model.safetensors.index.json"
+CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
 Index = tuple[slice, ...]  # one slice per dimension; () = everything
 
 # safetensors' names of types, those that numpy with ml_dtypes has.
@@ -224,6 +226,11 @@ def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tupl
             if m == n and (i, j) != start and (i > start[0] and j > start[1] or (i, j) == (len(a), len(b))):
                 break
         yield (start[0], i), (start[1], j)
+
+
+def in_chunks(tree: Any) -> Any:
+    """How to save each array: in chunks that a reader can decode one at a time, however large a device's part of it is."""
+    return jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), tree)
 
 
 def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:

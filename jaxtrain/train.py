@@ -245,7 +245,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         if not distributed.agree(metrics.is_written(config.workdir, step, "test")):
             last = evaluate(step)  # a kill came between the checkpoint and its evaluation
             checkpointer.score(step, last)
-    while step < config.train.steps:
+    while step < config.train.steps and not checkpointer.stalled(step):
         if item := stream.next(unless=stop.check):
             position, batch = item
             step = position + offset
@@ -273,9 +273,15 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         if looks and test.n_batches:
             last = evaluate(step)
             checkpointer.score(step, last)
+            if checkpointer.stalled(step) and not saves:
+                checkpointer.save(step, state, loader.state(step - offset), offset=offset)
         if looks or saves:
             meter.begin(step, stream.waited)
     else:
+        if step < config.train.steps:
+            log.info(
+                "ended at step %d: no progress of %s for %d evaluations", step, config.checkpoint.best, config.train.patience
+            )
         return last
 
     # 9. Some process asked to stop: no step since has changed the state.

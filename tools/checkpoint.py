@@ -223,6 +223,7 @@ def save_weights(
     with contextlib.ExitStack() as closing:
         scratch = pathlib.Path(closing.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=folder)))
         leaves = [(s.keys, _on_disk(s, scratch / str(i))) for i, s in enumerate(arrays.values())]
+        tree = stored.nest(leaves)
         options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
         # Orbax encodes as many arrays at once as fit into this: else all of them.
         limit = max(1, *(-(-s.n_bytes // 10**9) for s in arrays.values()))
@@ -236,7 +237,7 @@ def save_weights(
         manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(stored.nest(leaves)),
+                state=ocp.args.StandardSave(tree, save_args=stored.in_chunks(tree)),
                 data=ocp.args.JsonSave(dict(data)),
                 meta=ocp.args.JsonSave({**meta, "weights_only": True}),
             ),

@@ -219,6 +219,22 @@ def test_a_damaged_safetensors_file_is_named(tmp_path, damage):
         stored.open_safetensors(tmp_path)
 
 
+def test_an_array_larger_than_a_chunk_is_saved_and_exported_in_chunks(tmp_path, monkeypatch):
+    """Whatever part of it a device has: here all of it is on one."""
+    monkeypatch.setattr(stored, "CHUNK", 1 << 16)
+    w = np.random.default_rng(0).standard_normal((1024, 128), np.float32)
+    tree = {"step": jnp.int32(1), "params": {"w": jnp.asarray(w)}}
+    with ocp.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
+        save = ocp.args.StandardSave(tree, save_args=stored.in_chunks(tree))
+        manager.save(1, args=ocp.args.Composite(state=save))
+    one = stored.open_step(stored.find_step(tmp_path / "run"))["params/w"]
+    assert one.chunk == (128, 128)
+    pieces = list(one.pieces(limit=1 << 16))
+    assert len(pieces) == 8 and all(same(one.read(i), w[i]) for i in pieces)
+    assert call(tmp_path / "run", "--shard-size", "100kB", "--out", tmp_path / "out") == 0
+    assert same(read(tmp_path / "out")["w"], w)
+
+
 @pytest.mark.slow
 def test_memory_is_one_array_not_the_model(tmp_path):
     """1.2 GB in 12 arrays, exported and brought back, each in a process of its own: some 100 MB above an empty one."""
