@@ -184,6 +184,11 @@ def argument_bytes(assembly: Assembly, traced: jax.stages.Traced, *, tiled: bool
     return sum(device_bytes(x, tiled=tiled) for x, is_read in zip(leaves, read, strict=True) if is_read)
 
 
+def least(held: Mapping[str, int]) -> int:
+    """Bytes that one device needs at the least while a step runs: what it holds, and gradients of the parameters' types."""
+    return sum(held.values()) + held["parameters"]
+
+
 class Compiled(NamedTuple):
     """What a compiler says of the step."""
 
@@ -256,9 +261,11 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     lines += ["held by each device between steps"]
     parts = held(assembly.plan, assembly.layout, tiled=target.tiled)
     lines += [f"  {name:28}{_bytes(size):>12}" for name, size in parts.items() if size]
-    lines += [f"  {'together':28}{_bytes(sum(parts.values())):>12}   of {_bytes(target.memory)}", ""]
-    if sum(parts.values()) > target.memory:
-        problems.append(f"the state alone is {_bytes(sum(parts.values()) - target.memory)} more than a device has")
+    lines += [f"  {'together':28}{_bytes(sum(parts.values())):>12}   of {_bytes(target.memory)}"]
+    # Clipping by the global norm, and the guard, need all of them before the first parameter moves.
+    lines += [f"  {'with gradients':28}{_bytes(least(parts)):>12}", ""]
+    if least(parts) > target.memory:
+        problems.append(f"the state and a step's gradients are {_bytes(least(parts) - target.memory)} more than a device has")
 
     flops, chip = assembly.task.flops, target.chip
     lines += ["a step computes", f"  {flops:.3e} FLOP of the model"]

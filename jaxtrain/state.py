@@ -114,6 +114,13 @@ def init_state(
         not initialised either.
       given: arrays for ``start``; donated.
     """
+    return make_init(task, tx, plan, start=start)(key, given)
+
+
+def make_init(
+    task: Task, tx: optax.GradientTransformation, plan: Plan, *, start: Callable[[PyTree, PyTree], PyTree]
+) -> Callable[[Key, PyTree], TrainState]:
+    """`init_state`, jitted for a plan and not called."""
 
     def init(key: Key, given: PyTree) -> TrainState:
         variables = specs.materialise(task.specs, key)
@@ -122,8 +129,7 @@ def init_state(
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, variables, tx.init(variables.params), ema, Norms(jnp.zeros(()), zero))
 
-    make = jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, plan.state), donate_argnums=1)
-    return make(key, given)
+    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, plan.state), donate_argnums=1)
 
 
 def init_frozen(task: Task, plan: Plan, key: Key, *, start: Callable[[PyTree, PyTree], PyTree], given: PyTree) -> PyTree:

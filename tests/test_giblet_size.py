@@ -1,0 +1,96 @@
+"""The autoencoder at its full size, of which nothing is ever made: what it holds where, and that its step compiles."""
+
+import importlib.util
+import pathlib
+
+import jax
+import pytest
+
+from jaxtrain import config as config_lib
+from jaxtrain import layout as layout_lib
+from jaxtrain import plan as plan_lib
+from jaxtrain import specs, state
+
+ROOT = pathlib.Path(__file__).parent.parent
+FIRST = 1_641_600 * 4096  # values of the first matrix
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the extra topology is not installed")
+BFLOAT16 = (("model.param_dtype", "bfloat16"),)
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+
+    def load(*overrides):
+        return config_lib.load(
+            "configs/giblet.py:blank", [("workdir", str(tmp_path / "run")), ("train.batch", "16"), *overrides]
+        )
+
+    return load
+
+
+def per_device(config, target):
+    """Bytes of one device for parameters, gradients and moments: the rest is small at a batch of 16."""
+    parts = plan_lib.held(plan_lib.abstractly(config, target).plan, plan_lib.abstractly(config, target).layout, tiled=False)
+    assert sum(parts.values()) - parts["parameters"] - parts["optimizer"] < 0.2e9
+    return 2 * parts["parameters"] + parts["optimizer"]
+
+
+def test_bytes_are_the_known_ones(load):
+    """16 bytes a parameter with float32 and AdamW, gradients included; 8 with everything in bfloat16."""
+    one, eight = (plan_lib.parse_target(f"gpu:a6000x{n}") for n in (1, 8))
+    config = load()
+    assert specs.count(plan_lib.abstractly(config, one).task.specs.params) == 8_359_824_355
+    assert per_device(config, one) == pytest.approx(133.76e9, rel=1e-4)
+    assert per_device(config, eight) == pytest.approx(16.72e9, rel=2e-3)
+    assert per_device(load(*BFLOAT16), one) == pytest.approx(66.88e9, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides", "fits"),
+    [
+        ("gpu:h100x1", (), False),
+        ("gpu:h100x1", BFLOAT16, True),
+        ("gpu:h200x1", (), True),
+        ("gpu:a6000x1", BFLOAT16, False),
+        ("gpu:a6000x8", (), True),
+        ("gpu:a6000x2", (), False),
+        ("gpu:a6000x2", BFLOAT16, True),
+    ],
+)
+def test_the_plan_says_what_fits_where(load, target, overrides, fits):
+    text, _ = plan_lib.report(load(*overrides), target)
+    assert ("more than a device has" not in text) == fits, text
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_real_step_and_its_start_compile_for_eight_tpus(load):
+    """On 31 GiB chips: no second copy of the state, no matrix gathered, nothing whole when it is made."""
+    target = plan_lib.parse_target("tpu:v4:2x2x2")
+    config = load()
+    mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.tpu_devices(target))
+    assembly = plan_lib.assemble(config, mesh)
+    found = plan_lib.compiled(assembly, None)
+    held = plan_lib.held(assembly.plan, assembly.layout, tiled=True)
+    print(f"{found.arguments / 1e9:.2f} GB of arguments, {found.temporaries / 1e9:.2f} GB while it runs")
+    assert found.peak < target.memory
+    assert found.peak - found.arguments - found.temporaries < 1e6, "the whole state is donated"
+    assert found.temporaries < 1.5 * held["parameters"], "gradients, and less than half as much besides"
+    assert sum(sent for _, sent in found.collectives.values()) < 0.1e9, "activations travel"
+
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=assembly.layout.replicated())
+    init = state.make_init(assembly.task, assembly.tx, assembly.plan, start=lambda params, given: params)
+    memory = init.lower(key, ()).compile().memory_analysis()
+    print(f"{memory.output_size_in_bytes / 1e9:.2f} GB made, {memory.temp_size_in_bytes / 1e9:.2f} GB while they are")
+    assert memory.temp_size_in_bytes < FIRST * 4 / 4
+
+
+def test_the_first_matrix_is_split_wherever_it_lives(load):
+    """Parameter, moments and batch on 8 devices: an eighth of the rows each, and of every array as large."""
+    assembly = plan_lib.abstractly(load(), plan_lib.parse_target("gpu:h100x8"))
+    large = [x for x in jax.tree.leaves(assembly.plan.state) if x.size >= FIRST]
+    assert len(large) == 3
+    for x in large:
+        assert x.sharding.shard_shape(x.shape) == (1_641_600 // 8, 4096)
