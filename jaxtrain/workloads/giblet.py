@@ -433,9 +433,8 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
 
     def progress(variables: Variables, batch_: Batch) -> dict[str, Array]:
         """Of the first rows: how many voxels measure (to the right) and are predicted (upwards) what, within ±3."""
-        first = {name: x[:4] for name, x in batch_.items()}
-        out, _ = forward(c, variables.params, variables.carry, first, shard)
-        return {"fmri": density(first["fmri"].astype(jnp.float32), out.fmri)}
+        out, _ = forward(c, variables.params, variables.carry, batch_, shard)
+        return {"fmri": density(batch_["fmri"][:4].astype(jnp.float32), out.fmri[:4])}
 
     matrices = sum(
         layer.n_in * layer.n_out for branches in layers(c).values() for chain in branches.values() for layer in chain

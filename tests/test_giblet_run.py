@@ -1,0 +1,66 @@
+"""The autoencoder as a user runs it: it ends when it learns no more, keeps its best step, draws what it predicts."""
+
+import json
+
+import numpy as np
+import pytest
+import test_train
+
+from loaders import multimodal
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config():
+    return ConfigDict(dict(
+        workload="jaxtrain.workloads.giblet",
+        loader="loaders.multimodal",
+        model=dict(video_widths=(16, 16, 16), audio_widths=(8, 8), text_widths=(8, 8), trunk_widths=(16, 16), bottleneck=8,
+                   head_width=16, decoder_widths=(16, 16, 16, 16), decode_video_widths=(16, 16), decode_audio_widths=(16, 16),
+                   decode_text_widths=(16, 16), dtype="float32", normalised=True),
+        data=dict(path="film", hrf=("text",), hrf_seconds=6.0),
+        train=dict(steps=50, batch=8, eval_every=2, patience=3, min_delta=100.0),
+        checkpoint=dict(every=4, keep=1, best="fmri_r"),
+    ))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    film = tmp_path / "film"
+    (film / "fmri").mkdir(parents=True)
+    np.save(film / "video.npy", rng.integers(0, 256, (240, 6, 8, 3), np.uint8))
+    np.save(film / "audio.npy", rng.integers(0, 1024, (240, 2), np.int16))
+    np.save(film / "text.npy", rng.standard_normal((60, 8), np.float32))
+    for name in "ab":
+        np.save(film / "fmri" / f"{name}.npy", rng.standard_normal((60, 12)).astype(np.float16))
+    info = {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "codes", "subjects": ["a", "b"]}
+    multimodal.write(film, info)
+    (tmp_path / "giblet.py").write_text(CONFIG)
+    return tmp_path
+
+
+def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
+    output = test_train.run(folder, "giblet.py")
+    # The first evaluation is progress; three more, at steps 4, 6 and 8, are none.
+    assert "ended at step 8: no progress of fmri_r for 3 evaluations" in output
+    workdir = folder / "runs" / "giblet"
+    tests = test_train.records(workdir, "test")
+    assert sorted(tests) == [2, 4, 6, 8]
+    assert {"fmri_r", "fmri_r_null", "fmri_r2", "voxel_r", "voxel_r_null", "voxel_r2", "voxel_r_best"} <= tests[8].keys()
+    best = json.loads((workdir / "best.json").read_text())
+    assert best["value"] == pytest.approx(max(r["fmri_r"] for r in tests.values())) and best["progress"]["step"] == 2
+    kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
+    assert 8 in kept and (best["step"] in kept or best["step"] % 4)
+    assert {"step000008_fmri_0.png", "frame_0.png"} <= {p.name for p in (workdir / "pictures").iterdir()}
+    again = test_train.run(folder, "giblet.py")
+    assert "ended at step 8" in again and sorted(test_train.records(workdir, "test")) == [2, 4, 6, 8]
+
+
+def test_what_a_model_and_its_data_disagree_about_is_told_before_a_device_is_touched(folder):
+    wrong = ("--config.model.n_voxels=13", "--config.model.reconstruct=frame", "--config.model.frame=4")
+    output = test_train.run(folder, "giblet.py", *wrong, "--config.checkpoint.best=", code=2)
+    assert "config.model.n_voxels is 13, and the data have 12; nothing is cut or padded to fit" in output
+    assert "config.model.frame is 4, and a window has the frames 0 … 3" in output
+    assert "config.train.patience is 3, and checkpoint.best names no metric" in output
