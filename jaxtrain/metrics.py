@@ -25,6 +25,8 @@ from jaxtrain import chips
 from jaxtrain.config import Config
 from jaxtrain.types import Mean
 
+WAIT_WORTH_MENDING = 0.05  # [share] of the time
+
 
 def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, Any]:
     """Adds sums over batches in float64 and divides, on the host. Waits for the device. No weight gives nan.
@@ -214,10 +216,12 @@ class Meter:
         }
 
 
-def progress_line(step: int, steps: int, loss: float, rates: Mapping[str, float]) -> str:
+def progress_line(step: int, steps: int, loss: float, rates: Mapping[str, float], *, slowest: str | None = None) -> str:
+    """``slowest``, the loader's stage that takes most time, is named where waiting for data is worth mending."""
+    blame = f" (most in {slowest})" if slowest and rates["data_wait_share"] >= WAIT_WORTH_MENDING else ""
     return (
         f"step {step}/{steps}  loss {loss:.4f}  {rates['samples_per_second']:.1f} samples/s  MFU {rates['mfu']:.1%}  "
-        f"waiting for data {rates['data_wait_share']:.0%}  {_duration(rates['eta_seconds'])} left"
+        f"waiting for data {rates['data_wait_share']:.0%}{blame}  {_duration(rates['eta_seconds'])} left"
     )
 
 

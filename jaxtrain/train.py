@@ -232,7 +232,8 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
             rates = meter.rates(step, stream.waited)
             for writer in writers:
                 writer.write(step, "train", record | rates)
-            console.progress(metrics.progress_line(step, config.train.steps, record["loss"], rates))
+            slowest = loader.diagnostics().get("slowest")
+            console.progress(metrics.progress_line(step, config.train.steps, record["loss"], rates, slowest=slowest))
         return False
 
     # 8. The loop. A step is reported one late, so that the device always has its next one before we wait; where we wait

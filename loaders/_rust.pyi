@@ -16,7 +16,8 @@ def build_profile() -> Literal["release", "debug"]:
 def decode(data: bytes, start: int = 0, length: int | None = None) -> tuple[NDArray[np.float32], int, int]:
     """Encoded audio -> (mono float32 [length], sample rate in Hz, frames in the whole recording).
 
-    WAV, FLAC, MP3 and OGG Vorbis, told apart by their content. ``length`` None decodes from ``start`` to the end.
+    WAV, FLAC, MP3, OGG Vorbis and OGG Opus (always 48 kHz), told apart by their content. ``length`` None decodes from
+    ``start`` to the end.
     Raises ValueError: broken or unknown audio, or samples that the recording does not have.
     """
 

@@ -64,7 +64,7 @@ class Loader(Protocol):
         """The position *after* this batch, and this process's rows of it."""
 
     def diagnostics(self) -> dict[str, Any]:
-        """Counters for people: queue depth, bad recordings by id."""
+        """Counters for people: queue depth, bad recordings by id; "slowest", where known: the stage that takes most time."""
 
     def close(self) -> None:
         """Stops the workers. A wait in ``__next__`` in another thread ends with StopIteration."""

@@ -289,6 +289,13 @@ def test_the_progress_line_says_what_people_ask():
     assert "? left" in metrics.progress_line(0, 1000, 2.0, rates | {"eta_seconds": math.nan})
 
 
+def test_the_progress_line_names_what_the_loader_is_slow_at():
+    rates = {"samples_per_second": 1.0, "mfu": 0.1, "data_wait_share": 0.23, "eta_seconds": 1.0}
+    assert "waiting for data 23% (most in decode)" in metrics.progress_line(1, 9, 2.0, rates, slowest="decode")
+    assert "waiting for data 23%  " in metrics.progress_line(1, 9, 2.0, rates)
+    assert "decode" not in metrics.progress_line(1, 9, 2.0, rates | {"data_wait_share": 0.01}, slowest="decode")
+
+
 def test_peak_of_a_cpu_is_measured_once_for_all_its_devices():
     peak, source = metrics.peak_flops()
     assert 1e9 < peak < 1e15 and "measured" in source

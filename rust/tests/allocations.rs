@@ -33,7 +33,7 @@ static ALLOCATOR: Counting = Counting;
 #[test]
 fn no_sample_allocates_after_the_first_ones() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/decode");
-    let names = ["vorbis_32k_mono.ogg", "mp3_44k_stereo.mp3", "flac_48k_stereo.flac"];
+    let names = ["vorbis_32k_mono.ogg", "opus_48k_stereo.opus", "mp3_44k_stereo.mp3", "flac_48k_stereo.flac"];
     let recordings = names.map(|name| std::fs::read(data.join(name)).expect("the tests' recordings"));
     let (mut decoder, mut resamplers, mut fbank) = (Decoder::new(), Resamplers::new(), Fbank::new());
     let mut wave = vec![0.0; 5 * 48000 + 4096];

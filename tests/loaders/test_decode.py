@@ -2,7 +2,9 @@
 
 import io
 import pathlib
+import shutil
 import struct
+import subprocess
 
 import corpus
 import numpy as np
@@ -13,7 +15,7 @@ import soundfile
 from loaders import _rust
 
 HERE = pathlib.Path(__file__).parents[1] / "data" / "decode"
-LOSSY = 1e-5  # how far a crop of MP3 or Vorbis may be from the slice of the whole; WAV and FLAC are exact
+LOSSY = 1e-5  # how far a crop of MP3, Vorbis or Opus may be from the slice of the whole; WAV and FLAC are exact
 
 
 def song(rate: int, n: int, channels: int) -> np.ndarray:
@@ -154,6 +156,126 @@ def test_an_mp3_without_a_xing_frame_is_counted_frame_by_frame():
         np.testing.assert_allclose(_rust.decode(bare, start, 5000)[0], whole[start : start + 5000], atol=LOSSY)
 
 
+def mp3(wave: np.ndarray, rate: int, mode: str) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, wave, rate, format="MP3", bitrate_mode=mode, compression_level=0.3)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["AVERAGE", "VARIABLE"])
+def test_a_sound_xing_tag_says_the_length_so_that_nothing_after_the_crop_is_read(mode):
+    data = mp3(song(44100, 200_000, 2), 44100, mode)
+    whole, _, n = _rust.decode(data)
+    assert n == 200_000
+    blank = data[: len(data) // 2] + bytes(len(data) - len(data) // 2)
+    crop, _, frames = _rust.decode(blank, 30_000, 20_000)
+    assert frames == n
+    np.testing.assert_array_equal(crop, whole[30_000:50_000])
+    with pytest.raises(ValueError, match="end before the stated length"):
+        _rust.decode(blank, 190_000)
+
+
+@pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
+def test_a_xing_tag_that_lies_is_not_believed(mode):
+    data = mp3(song(44100, 100_000, 2), 44100, mode)
+    whole, _, n = _rust.decode(data)
+    at = data.index(b"Xing" if mode == "VARIABLE" else b"Info")
+    frames, size = struct.unpack(">II", data[at + 8 : at + 16])
+    assert frames == len(frames_of(data)) - 1
+    for words in ((frames * 5, size), (frames + 7, size), (0xFFFFFFFF, size), (frames, size * 2), (frames, 7)):
+        lie = data[: at + 8] + struct.pack(">II", *words) + data[at + 16 :]
+        got, _, found = _rust.decode(lie)
+        # The padding at the end is a part of what the tag says.
+        assert n <= found <= frames * 1152
+        np.testing.assert_array_equal(got[:n], whole)
+    # Truncated, and with a whole other recording after it: the length in bytes gives it away.
+    assert _rust.decode(data[: len(data) // 2])[2] < 0.55 * n
+    assert _rust.decode(data + data)[2] >= n
+
+
+def test_a_vbri_tag_says_the_length():
+    data = mp3(song(44100, 200_000, 2), 44100, "VARIABLE")
+    frames = frames_of(data)
+    whole, _, n = _rust.decode(data[frames[1] :])  # all frames are walked
+    each, sizes = 20, np.diff([*frames[1:], len(data)])
+    table = [int(sizes[i : i + each].sum()) for i in range(0, len(sizes), each)]
+    fields = (1, 0, 75, len(data), len(sizes), len(table), 1, 2, each)
+    vbri = b"VBRI" + struct.pack(">HHHIIHHHH", *fields) + struct.pack(f">{len(table)}H", *table)
+    tag = data[:36] + vbri
+    tagged = tag.ljust(frames[1], b"\0") + data[frames[1] :]
+    assert len(tag) <= frames[1]
+    np.testing.assert_array_equal(_rust.decode(tagged)[0], whole)
+    blank = tagged[: len(data) // 2] + bytes(len(data) - len(data) // 2)
+    crop, _, found = _rust.decode(blank, 30_000, 20_000)
+    assert found == n
+    np.testing.assert_array_equal(crop, whole[30_000:50_000])
+    for at, lie in ((50, b"\0\0\1\0"), (46, b"\0\0\1\0"), (64, b"\1\1")):
+        np.testing.assert_array_equal(_rust.decode(tagged[:at] + lie + tagged[at + len(lie) :])[0], whole)
+
+
+def test_tags_after_an_mp3_are_no_frames():
+    data = mp3(song(44100, 60_000, 2), 44100, "CONSTANT")
+    expected, *facts = _rust.decode(data)
+    item = b"\xff\xfb\x90\x00" * 500  # what an index must not take for frames
+    footer = b"APETAGEX" + struct.pack("<IIII", 2000, len(item) + 32, 1, 0) + bytes(8)
+    for tags in (item + footer, b"TAG" + bytes(125), item + footer + b"TAG" + bytes(125)):
+        got, *found = _rust.decode(data + tags)
+        assert found == facts
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_damaged_mp3_frame_is_silent_and_moves_nothing():
+    data = mp3(song(44100, 200_000, 2), 44100, "CONSTANT")
+    whole, _, n = _rust.decode(data)
+    frames = frames_of(data)
+    for k in (len(frames) // 2, len(frames) // 2 + 1, 3 * len(frames) // 4):
+        at = frames[k]
+        broken = data[:at] + b"\0\0\0\0" + data[at + 4 :]
+        got, _, found = _rust.decode(broken)
+        assert found == n
+        for part in (slice(0, 1152 * k - 5000), slice(1152 * k + 5000, None)):
+            np.testing.assert_allclose(got[part], whole[part], atol=LOSSY)
+        crop = _rust.decode(broken, 1152 * k - 8000, 20_000)[0]
+        np.testing.assert_allclose(crop, got[1152 * k - 8000 :][:20_000], atol=LOSSY)
+
+
+def test_an_mp3_of_a_changing_rate_that_lost_a_frame_is_read_to_its_end():
+    data = mp3(song(44100, 300_000, 2), 44100, "VARIABLE")
+    whole, _, n = _rust.decode(data)
+    at = frames_of(data)[100]
+    got, _, found = _rust.decode(data[:at] + b"\0\0\0\0" + data[at + 4 :])
+    assert found == n
+    np.testing.assert_allclose(got[: 98 * 1152], whole[: 98 * 1152], atol=LOSSY)
+    np.testing.assert_allclose(got[105 * 1152 : -3 * 1152], whole[106 * 1152 : -2 * 1152], atol=LOSSY)
+
+
+@pytest.mark.parametrize("rate", [44100, 48000, 32000])
+@pytest.mark.parametrize("joint", [0, 1, 2, 3], ids=["plain", "intensity", "middle-side", "both"])
+def test_mp3_stereo_modes(joint, rate):
+    """No encoder at hand writes intensity stereo. A frame is as valid with the mode's bits set to it: what were the right
+    channel's scale factors are positions then. Of those that no encoder would write, libsndfile makes NaN; FFmpeg does not."""
+    rng = np.random.default_rng(joint)
+    wave = 0.3 * song(rate, 60_000, 2)
+    wave[:, 1] *= np.repeat(rng.choice([0, 0.02, 1], 60), 1000)  # so that the right channel's upper bands are empty at times
+    for at in rng.integers(0, 59_000, 20):
+        wave[at : at + 40] += 0.5 * rng.standard_normal((40, 2)).astype(np.float32)
+    data = bytearray(mp3(wave, rate, "CONSTANT"))
+    for at in frames_of(bytes(data))[1:]:
+        data[at + 3] = data[at + 3] & 0x0F | 0x40 | joint << 4
+    if joint in (0, 2):
+        check(bytes(data), LOSSY)
+        return
+    if not shutil.which("ffmpeg"):
+        pytest.skip("there is no ffmpeg to compare with")
+    command = ["ffmpeg", "-v", "error", "-f", "mp3", "-i", "-", "-f", "f32le", "-"]
+    found = subprocess.run(command, input=bytes(data), capture_output=True, check=True).stdout
+    expected = np.frombuffer(found, np.float32).reshape(-1, 2).mean(axis=1)
+    whole, _, n = _rust.decode(bytes(data))
+    np.testing.assert_allclose(whole, expected[:n], atol=1e-5)
+    for start in (5000, 30_000, n - 3000):
+        np.testing.assert_allclose(_rust.decode(bytes(data), start, 3000)[0], whole[start : start + 3000], atol=LOSSY)
+
+
 @pytest.mark.parametrize("kind", ["OGG", "MP3", "FLAC", "WAV"])
 @pytest.mark.parametrize("share", [0.3, 0.77])
 def test_a_truncated_recording_ends_early(kind, share):
@@ -188,7 +310,7 @@ def test_vorbis_cut_out_of_a_longer_stream_begins_at_its_first_sample():
         (b"RIFF\x04\0\0\0WAVE", "no data chunk"),
         (b"OggS" + bytes(100), "cut off"),
         (b"fLaC" + bytes(3), "cut off"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(1000), "not a WAV, FLAC, MP3 or OGG Vorbis"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(1000), "not a WAV, FLAC, MP3, OGG Vorbis or OGG Opus"),
         (corpus.encode(np.zeros(0, np.float32), 8000), "no audio"),
         (corpus.encode(np.array([0, np.nan, 0], np.float32), 8000, "WAV", "FLOAT"), "non-finite"),
         (corpus.encode(np.zeros(100, np.float32), 8000, "WAV", "ULAW"), "G.711"),
@@ -199,13 +321,96 @@ def test_what_cannot_be_decoded_says_why(data, message):
         _rust.decode(data)
 
 
-def test_opus_is_named():
-    try:
-        data = corpus.encode(song(48000, 48000, 1), 48000, "OGG", "OPUS")
-    except soundfile.LibsndfileError:
-        pytest.skip("this libsndfile does not write Opus")
-    with pytest.raises(ValueError, match="Opus"):
-        _rust.decode(data)
+def opus(wave: np.ndarray, rate: int = 48_000, level: float = 0.3) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, wave, rate, format="OGG", subtype="OPUS", compression_level=level)
+    return file.getvalue()
+
+
+def pages(ogg: bytes) -> list[bytes]:
+    found = []
+    while ogg:
+        lacing = ogg[27 : 27 + ogg[26]]
+        size = 27 + len(lacing) + sum(lacing)
+        found.append(ogg[:size])
+        ogg = ogg[size:]
+    return found
+
+
+def sealed(page: bytes) -> bytes:
+    """The page with a checksum (RFC 3533, 6) that is right."""
+    page = bytearray(page)
+    page[22:26] = bytes(4)
+    crc = 0
+    for byte in page:
+        crc ^= byte << 24
+        for _ in range(8):
+            crc = (crc << 1 ^ (0x04C11DB7 if crc >> 31 else 0)) & 0xFFFFFFFF
+    page[22:26] = struct.pack("<I", crc)
+    return bytes(page)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize("level", [0.0, 0.5])
+def test_opus_equals_libsndfiles(level, channels):
+    check(opus(song(48_000, 130_017, channels), level=level), LOSSY)
+
+
+@pytest.mark.parametrize("n", [1, 2, 959, 960, 961, 5000])
+def test_short_opus(n):
+    check(opus(song(48_000, n, 1)), LOSSY)
+
+
+@pytest.mark.parametrize("level", [0.9, 1.0], ids=["hybrid", "speech"])
+def test_crops_of_opus_speech_that_lasts(level):
+    """What the coder of speech remembers of a tone does not fade, so a crop cannot begin just before itself."""
+    t = np.arange(8 * 48_000) / 48_000
+    tone = sum(0.1 * np.sin(2 * np.pi * f * t) for f in (220, 277, 330, 1760)).astype(np.float32)
+    check(opus(tone, level=level), LOSSY, crops=40)
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 24000])
+def test_opus_is_decoded_at_48_khz_whatever_was_encoded(rate):
+    data = opus(song(rate, 2 * rate, 1), rate)
+    whole, found, frames = _rust.decode(data)
+    expected, at = soundfile.read(io.BytesIO(data), dtype="float32")  # libsndfile decodes at the encoder's rate
+    assert (found, frames, at) == (48_000, 2 * 48_000, rate)
+    down = _rust.resample(whole, 48_000, rate)
+    assert np.corrcoef(down[1000:-1000], expected[1000:-1000])[0, 1] > 0.98
+
+
+def test_opus_gain_is_applied():
+    data = opus(song(48_000, 50_000, 2))
+    first, *others = pages(data)
+    at = first.index(b"OpusHead") + 16
+    check(sealed(first[:at] + struct.pack("<h", -1500) + first[at + 2 :]) + b"".join(others), LOSSY)
+
+
+def test_opus_cut_out_of_a_longer_stream_chained_and_truncated():
+    data = opus(song(48_000, 5 * 48_000, 1))
+    head, tags, *audio = pages(data)
+    whole, _, frames = _rust.decode(data)
+    late = head + tags + b"".join(audio[2:])
+    crop, _, n = _rust.decode(late)
+    (granule,) = struct.unpack("<q", audio[1][6:14])
+    assert n == frames - granule
+    np.testing.assert_allclose(crop[48_000:], whole[granule + 48_000 :], atol=LOSSY)
+    check(data + opus(song(48_000, 20_000, 1)[::-1]), LOSSY)
+    cut = data[: len(data) * 2 // 3]
+    part, _, n = _rust.decode(cut)
+    assert 0.4 * frames < n < 0.7 * frames
+    np.testing.assert_array_equal(part, whole[:n])
+    np.testing.assert_allclose(_rust.decode(cut, n - 5000)[0], whole[n - 5000 : n], atol=LOSSY)
+
+
+def test_opus_with_unusual_channels_is_named():
+    first, *others = pages(opus(song(48_000, 5000, 3)))
+    at = first.index(b"OpusHead")
+    for offset, value, message in ((18, 255, "channel mapping"), (21, 1, "unusual order"), (8, 16, "later version"), (9, 9, "valid")):
+        odd = bytearray(first)
+        odd[at + offset] = value
+        with pytest.raises(ValueError, match=message):
+            _rust.decode(sealed(odd) + b"".join(others))
 
 
 def test_damage_inside_the_crop_is_an_error_and_outside_is_not():

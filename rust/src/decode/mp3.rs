@@ -3,6 +3,11 @@
 //! A frame's spectrum may begin in the bytes of frames before it (the bit reservoir, up to 511 bytes), and its samples
 //! overlap with the two granules before it. A crop therefore begins to decode that much earlier and throws it away.
 //!
+//! How long it is: at a constant bit rate the place of every frame follows from its number, which is looked at in a few
+//! places. Otherwise the first frame's tag (Xing, Info or VBRI) says how many frames there are, if it can be believed: its
+//! checksum (of VBRI: its table) and the length in bytes that it states must be right. Then frames are only walked up to the
+//! crop. Without either, all are walked.
+//!
 //! Gapless: a LAME tag in the first (Xing or Info) frame states the encoder's delay and padding. As in libmpg123, the
 //! recording is then samples \[delay + 529, frames * samples per frame - padding + 529), where 529 is the decoder's own
 //! delay; without the tag nothing is trimmed.
@@ -28,6 +33,8 @@ pub(super) struct Header {
     /// Bits of middle/side (2) and of intensity (1) stereo.
     joint: u8,
     crc: bool,
+    /// Bits of a second.
+    bit_rate: u32,
     /// Bytes of the whole frame.
     size: usize,
 }
@@ -47,7 +54,7 @@ impl Header {
             3 => (*base, true),
             _ => return None,
         };
-        let kilobits = match (word >> 12 & 15) as usize {
+        let kilobits: u32 = match (word >> 12 & 15) as usize {
             0 | 15 => return None,
             i if mpeg1 => [32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320][i - 1],
             i => [8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160][i - 1],
@@ -59,7 +66,15 @@ impl Header {
             3 => (1, 0),
             _ => (2, 0),
         };
-        Some(Self { rate, mpeg1, channels, joint, crc: word >> 16 & 1 == 0, size: size as usize })
+        Some(Self {
+            rate,
+            mpeg1,
+            channels,
+            joint,
+            crc: word >> 16 & 1 == 0,
+            bit_rate: kilobits * 1000,
+            size: size as usize,
+        })
     }
 
     fn samples(self) -> usize {
@@ -68,6 +83,11 @@ impl Header {
         } else {
             576
         }
+    }
+
+    /// The mean size of a frame in bytes, times the sample rate.
+    fn bytes_by_rate(self) -> u64 {
+        self.samples() as u64 / 8 * u64::from(self.bit_rate)
     }
 
     /// Bytes of the side information.
@@ -145,70 +165,161 @@ impl Default for Mp3 {
 #[derive(Default)]
 struct Index {
     /// Says which bytes this is the index of.
-    key: (usize, usize, u64),
-    /// Offsets of the frames that hold audio.
-    frames: Vec<u32>,
-    samples_per_frame: usize,
-    rate: u32,
-    channels: u8,
+    key: Option<(usize, usize, u64)>,
+    first: Option<Header>,
+    /// Frames that hold audio.
+    n: usize,
+    constant: Option<Constant>,
+    /// Without a constant bit rate: the offsets of the frames that were walked so far, and where to go on.
+    walked: Vec<u32>,
+    next: Option<usize>,
     /// The recording, in decoded samples.
     begin: u64,
     end: u64,
 }
 
-/// A number that differs, as good as surely, when other bytes stand at the same address.
+/// Frames of one bit rate: frame k begins within `SLACK` bytes of begin + k · mean size, whichever way the encoder spread
+/// its padding.
+#[derive(Clone, Copy)]
+struct Constant {
+    begin: usize,
+    end: usize,
+    first: Header,
+}
+
+/// Bytes by which the frames of a constant bit rate may be off their places.
+const SLACK: usize = 2;
+/// Places at which frames must lie as at a constant bit rate, for that to be believed: junk between frames or another bit
+/// rate anywhere moves all that comes after it, the last one too.
+const PROBES: usize = 8;
+/// Of these, how many may be damaged.
+const MAX_DAMAGED: usize = 2;
+
+impl Constant {
+    fn of(bytes: &[u8], begin: usize, end: usize) -> Option<(Self, usize)> {
+        let first = bytes.get(begin..).and_then(Header::parse)?;
+        let constant = Self { begin, end, first };
+        let n = ((end + SLACK).checked_sub(begin)? as u64 * u64::from(first.rate) / first.bytes_by_rate()) as usize;
+        // The last frame may lie a little further than the mean says, and then it is cut off.
+        let n = (n.saturating_sub(1)..=n).rev().find(|&n| n > 0 && constant.frame(bytes, n - 1).is_some())?;
+        let sound = (0..PROBES).filter(|i| constant.frame(bytes, i * (n - 1) / PROBES).is_some()).count();
+        (n > PROBES && sound >= PROBES - MAX_DAMAGED).then_some((constant, n))
+    }
+
+    /// Where frame `k` begins; None where there is damage instead.
+    fn frame(&self, bytes: &[u8], k: usize) -> Option<usize> {
+        let mean = (k as u64 * self.first.bytes_by_rate() / u64::from(self.first.rate)) as usize;
+        let is_one = |at: usize| {
+            let same = |header: Header| header.same_stream(self.first) && header.bit_rate == self.first.bit_rate;
+            let Some(header) = bytes.get(at..self.end).and_then(Header::parse).filter(|header| same(*header)) else {
+                return false;
+            };
+            let rest = bytes.get(at + header.size..self.end);
+            rest.is_some_and(|rest| rest.len() < 4 || Header::parse(rest).is_some_and(same))
+        };
+        let place = self.begin + mean;
+        [place, place.wrapping_sub(1), place + 1, place.wrapping_sub(2), place + 2].into_iter().find(|&at| is_one(at))
+    }
+}
+
+/// A number that differs, as good as surely, when another recording lies at the same address.
 fn fingerprint(bytes: &[u8]) -> u64 {
-    let step = (bytes.len() / 64).max(1);
-    bytes
-        .iter()
-        .step_by(step)
-        .fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
+    bytes.iter().take(256).fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
+}
+
+fn key(bytes: &[u8]) -> (usize, usize, u64) {
+    (bytes.as_ptr() as usize, bytes.len(), fingerprint(bytes))
 }
 
 impl Index {
-    fn of(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        let key = (bytes.as_ptr() as usize, bytes.len(), fingerprint(bytes));
-        if self.key == key {
-            return Ok(());
-        }
-        self.key = Default::default();
+    fn make(&mut self, bytes: &[u8]) -> Result<Header, Error> {
+        self.key = None;
         let Some((mut at, first)) = first_frame(bytes) else {
             return corrupt("MP3", "there is no frame");
         };
         if bytes.len() > u32::MAX as usize {
             return Err(Error::Unsupported { format: "MP3", what: "a file of more than 4 GiB".into() });
         }
+        let end = bytes.len() - tags_at_end(bytes);
         let tag = Tag::parse(&bytes[at..], first);
+        let stated =
+            tag.as_ref().and_then(|tag| tag.sure(first, [at, at + first.size].map(|at| end.saturating_sub(at))));
         if tag.is_some() {
             at += first.size;
         }
-        self.frames.clear();
-        while let Some(header) = bytes.get(at..).and_then(Header::parse) {
-            // A frame that is cut off at the end is not decoded.
-            if !header.same_stream(first) || at + header.size > bytes.len() {
-                break;
+        self.first = Some(first);
+        self.walked.clear();
+        self.next = Some(at);
+        (self.constant, self.n) = match (Constant::of(bytes, at, end), stated) {
+            (Some((constant, n)), _) => (Some(constant), n),
+            (None, Some(n)) => (None, n as usize),
+            (None, None) => {
+                self.walk(bytes, usize::MAX);
+                (None, self.walked.len())
             }
-            self.frames.push(at as u32);
-            at += header.size;
-            if Header::parse(&bytes[at..]).is_some_and(|next| next.same_stream(first)) {
-                continue;
-            }
-            // Something else between the frames: go on at the next header that another one follows.
-            let Some(skip) = (!is_tag(&bytes[at..])).then(|| resynchronise(&bytes[at..], first)).flatten() else {
-                break;
-            };
-            at += skip;
-        }
+        };
         let samples = first.samples() as u64;
-        (self.begin, self.end) = (0, self.frames.len() as u64 * samples);
-        if let Some(Tag { frames: Some(frames), trim: Some((delay, padding)) }) = tag {
+        (self.begin, self.end) = (0, self.n as u64 * samples);
+        if let Some(Tag { frames: Some(frames), trim: Some((delay, padding)), .. }) = tag {
             let stated = u64::from(frames) * samples + DECODER_DELAY;
             self.begin = (delay + DECODER_DELAY).min(self.end);
             self.end = self.end.min(stated.saturating_sub(padding)).max(self.begin);
         }
-        (self.samples_per_frame, self.rate, self.channels) = (first.samples(), first.rate, first.channels);
-        self.key = key;
-        Ok(())
+        self.key = Some(key(bytes));
+        Ok(first)
+    }
+
+    /// Where frame `k` begins; None after the last one, and where there is damage instead.
+    fn frame(&mut self, bytes: &[u8], k: usize) -> Option<usize> {
+        match self.constant {
+            Some(constant) => constant.frame(bytes, k),
+            None => {
+                self.walk(bytes, k);
+                self.walked.get(k).map(|&at| at as usize)
+            }
+        }
+    }
+
+    /// Goes from frame to frame until frame `k` is known.
+    fn walk(&mut self, bytes: &[u8], k: usize) {
+        let Some(first) = self.first else { return };
+        while self.walked.len() <= k {
+            let Some(at) = self.next.take() else { return };
+            let Some(header) = bytes.get(at..).and_then(Header::parse) else { return };
+            // A frame that is cut off at the end is not decoded.
+            if !header.same_stream(first) || at + header.size > bytes.len() {
+                return;
+            }
+            self.walked.push(at as u32);
+            let at = at + header.size;
+            if Header::parse(&bytes[at..]).is_some_and(|next| next.same_stream(first)) {
+                self.next = Some(at);
+            } else if !is_tag(&bytes[at..]) {
+                // Something else between the frames: go on at the next header that another one follows.
+                self.next = resynchronise(&bytes[at..], first).map(|skip| at + skip);
+            }
+        }
+    }
+}
+
+/// Bytes of the ID3v1 and APE tags at the end.
+fn tags_at_end(bytes: &[u8]) -> usize {
+    let mut end = bytes.len();
+    loop {
+        let ape = end.checked_sub(32).map(|at| &bytes[at..end]).filter(|footer| footer.starts_with(b"APETAGEX"));
+        if let Some(footer) = ape {
+            let u32_at = |at: usize| u32::from_le_bytes(footer[at..at + 4].try_into().expect("4 bytes"));
+            // The size does not count the header.
+            let size = u32_at(12) as usize + if u32_at(20) >> 31 == 1 { 32 } else { 0 };
+            match end.checked_sub(size.max(32)) {
+                Some(begin) => end = begin,
+                None => return bytes.len() - end,
+            }
+        } else if end == bytes.len() && end.checked_sub(128).is_some_and(|at| bytes[at..].starts_with(b"TAG")) {
+            end -= 128;
+        } else {
+            return bytes.len() - end;
+        }
     }
 }
 
@@ -222,8 +333,12 @@ fn resynchronise(bytes: &[u8], first: Header) -> Option<usize> {
 /// What a first frame without audio says of the others.
 struct Tag {
     frames: Option<u32>,
+    /// Of all frames, with or without this one.
+    bytes: Option<u32>,
     /// Delay and padding in samples.
     trim: Option<(u64, u64)>,
+    /// Whether its own checksum, or its table of places, agrees with it.
+    sound: bool,
 }
 
 impl Tag {
@@ -231,7 +346,7 @@ impl Tag {
         let frame = bytes.get(..header.size)?;
         let u32_at = |at: usize| Some(u32::from_be_bytes(*frame.get(at..)?.first_chunk()?));
         if frame.get(36..40) == Some(b"VBRI") {
-            return Some(Self { frames: u32_at(50), trim: None });
+            return Some(Self::vbri(frame).unwrap_or(Self { frames: None, bytes: None, trim: None, sound: false }));
         }
         // A checksum, where there is one, does not move the tag.
         let mut at = header.before_data() - if header.crc { 2 } else { 0 };
@@ -240,11 +355,13 @@ impl Tag {
         }
         let flags = u32_at(at + 4)?;
         at += 8;
-        let mut frames = None;
+        let (mut frames, mut bytes) = (None, None);
         for (bit, size) in [(1, 4), (2, 4), (4, 100), (8, 4)] {
             if flags & bit != 0 {
-                if bit == 1 {
-                    frames = u32_at(at);
+                match bit {
+                    1 => frames = u32_at(at),
+                    2 => bytes = u32_at(at),
+                    _ => {}
                 }
                 at += size;
             }
@@ -253,23 +370,62 @@ impl Tag {
             let word = u64::from(u32::from_be_bytes([0, lame[21], lame[22], lame[23]]));
             (word >> 12, word & 0xfff)
         });
-        Some(Self { frames, trim })
+        // LAME's part ends with a checksum of all before it.
+        let sum = frame.get(at + 34..at + 36).map(|sum| u16::from_be_bytes([sum[0], sum[1]]));
+        let sound = sum.is_some_and(|sum| sum == crc16_reflected(&frame[..at + 34]));
+        Some(Self { frames, bytes, trim, sound })
     }
+
+    /// Fraunhofer's tag: its table says how many bytes every few frames have.
+    fn vbri(frame: &[u8]) -> Option<Self> {
+        let u16_at = |at: usize| Some(u32::from(u16::from_be_bytes(*frame.get(at..)?.first_chunk()?)));
+        let u32_at = |at: usize| Some(u32::from_be_bytes(*frame.get(at..)?.first_chunk()?));
+        let (bytes, frames) = (u32_at(46)?, u32_at(50)?);
+        let (entries, scale, width, each) = (u16_at(54)?, u16_at(56)?, u16_at(58)? as usize, u16_at(60)?);
+        let table = frame.get(62..62 + entries as usize * width)?;
+        let places = match width {
+            1..=4 => table.chunks_exact(width).map(|x| x.iter().fold(0, |n, &b| n << 8 | u64::from(b))).sum(),
+            _ => 0,
+        };
+        let rounded = u64::from(scale) * u64::from(entries);
+        let sound = (places * u64::from(scale)).abs_diff(u64::from(bytes)) <= rounded + frame.len() as u64
+            && (entries * each).abs_diff(frames) <= each;
+        Some(Self { frames: Some(frames), bytes: Some(bytes), trim: None, sound })
+    }
+
+    /// The number of frames, where there is reason to believe it: then nobody has to walk to the end. `bytes` is what
+    /// there is, with and without the tag itself.
+    fn sure(&self, header: Header, bytes: [usize; 2]) -> Option<u32> {
+        let (frames, stated) = (self.frames?, self.bytes? as usize);
+        let at = |bit_rate| u64::from(frames) * Header { bit_rate, ..header }.bytes_by_rate() / u64::from(header.rate);
+        let possible = at(8_000) <= stated as u64 && stated as u64 <= at(320_000) + header.size as u64;
+        (self.sound && possible && bytes.contains(&stated)).then_some(frames)
+    }
+}
+
+/// The checksum of LAME's tag: x^16 + x^15 + x^2 + 1, least significant bit first.
+fn crc16_reflected(data: &[u8]) -> u16 {
+    data.iter().fold(0, |crc, &byte| {
+        (0..8).fold(crc ^ u16::from(byte), |crc, _| crc >> 1 ^ if crc & 1 == 1 { 0xa001 } else { 0 })
+    })
 }
 
 impl Mp3 {
     pub fn info(&mut self, bytes: &[u8]) -> Result<Info, Error> {
-        self.index.of(bytes)?;
-        let index = &self.index;
-        Ok(Info { rate: index.rate, channels: u16::from(index.channels), frames: index.end - index.begin })
+        let first = self.index.make(bytes)?;
+        let frames = self.index.end - self.index.begin;
+        Ok(Info { rate: first.rate, channels: u16::from(first.channels), frames })
     }
 
     pub fn read(&mut self, bytes: &[u8], start: u64, out: &mut [f32]) -> Result<(), Error> {
-        self.index.of(bytes)?;
-        let per_frame = self.index.samples_per_frame;
+        if self.index.key != Some(key(bytes)) {
+            self.index.make(bytes)?;
+        }
+        let Some(header) = self.index.first else { return corrupt("MP3", "there is no frame") };
+        let per_frame = header.samples();
         let first = self.index.begin + start;
         let wanted = (first / per_frame as u64) as usize;
-        let frames = self.index.frames.len();
+        let frames = self.index.n;
         if wanted >= frames || first + out.len() as u64 > self.index.end {
             return corrupt("MP3", "the frames end before the stated length");
         }
@@ -280,16 +436,18 @@ impl Mp3 {
         let mut reservoir = 0;
         while begin > 0 && reservoir < RESERVOIR {
             begin -= 1;
-            reservoir += self.header(bytes, begin).map_or(0, |h| h.size.saturating_sub(h.before_data()));
+            reservoir += self.frame(bytes, begin).map_or(0, |(data, h)| data.len().saturating_sub(h.before_data()));
         }
         self.decoder.reset();
         let mut done = 0;
         let mut skip = (first % per_frame as u64) as usize;
         for frame in begin..frames {
-            let at = self.index.frames[frame] as usize;
-            // The index may be of other bytes that once stood here, should their fingerprint be the same.
-            let Some(header) = self.header(bytes, frame).filter(|header| header.samples() == per_frame) else { break };
-            let Some(data) = bytes.get(at..at + header.size) else { break };
+            let found = self.frame(bytes, frame);
+            // Damage in the place of a frame is silent, and so are the last frames of a recording that lost a few.
+            if found.is_none() && self.index.constant.is_none() && frames > self.index.walked.len() * 101 / 100 + 1 {
+                break;
+            }
+            let (data, header) = found.unwrap_or((&[], header));
             if frame < decoded {
                 self.decoder.skip(data, header);
                 continue;
@@ -308,7 +466,11 @@ impl Mp3 {
         corrupt("MP3", "the frames end before the stated length")
     }
 
-    fn header(&self, bytes: &[u8], frame: usize) -> Option<Header> {
-        Header::parse(bytes.get(self.index.frames[frame] as usize..)?)
+    fn frame<'a>(&mut self, bytes: &'a [u8], frame: usize) -> Option<(&'a [u8], Header)> {
+        let at = self.index.frame(bytes, frame)?;
+        // Should the index be of other bytes that once stood here, this need not be a frame of the kind.
+        let header =
+            Header::parse(bytes.get(at..)?).filter(|h| Some(h.samples()) == self.index.first.map(Header::samples))?;
+        Some((bytes.get(at..at + header.size)?, header))
     }
 }

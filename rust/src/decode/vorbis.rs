@@ -16,13 +16,16 @@ use symphonia::core::units::{Duration, Timestamp};
 use symphonia::default::codecs::VorbisDecoder;
 
 use super::bits::Lsb;
-use super::ogg::{self, Packets, Page};
+use super::ogg::{self, Packets};
 use super::{corrupt, Error, Info};
 
 /// Prepared decoders that are kept: recordings of one corpus share their few kinds of headers.
 const MAX_KEPT: usize = 4;
 /// Most weights that the codebooks of one stream may unpack to (a real encoder needs a hundredth).
 const MAX_WEIGHTS: u64 = 1 << 22;
+
+/// Packets before the crop; a page holds up to 255, and a position.
+const MAX_AHEAD: usize = 1024;
 
 /// Bytes of the identification header.
 const IDENTIFICATION: usize = 30;
@@ -65,8 +68,8 @@ struct Stream {
 }
 
 impl Vorbis {
-    pub fn info(&mut self, bytes: &[u8]) -> Result<Info, Error> {
-        let stream = self.open(bytes)?;
+    pub fn info(&mut self, bytes: &[u8], serial: u32) -> Result<Info, Error> {
+        let stream = self.open(bytes, serial)?;
         let setup = &self.prepared().setup;
         let frames = (stream.end - stream.begin).max(0) as u64;
         Ok(Info { rate: setup.rate, channels: u16::from(setup.channels), frames })
@@ -77,24 +80,7 @@ impl Vorbis {
     }
 
     /// Reads the headers, and makes the decoder for them the last of those kept.
-    fn open(&mut self, bytes: &[u8]) -> Result<Stream, Error> {
-        // Streams may be multiplexed: all of their first pages stand at the beginning.
-        let mut at = 0;
-        let serial = loop {
-            let Some(page) = Page::parse(bytes, at).filter(Page::is_first) else {
-                let what = "a stream without Vorbis audio (Opus, Speex, FLAC or video)";
-                return if at > 0 {
-                    Err(Error::Unsupported { format: "OGG", what: what.into() })
-                } else {
-                    corrupt("OGG", "the first page is cut off")
-                };
-            };
-            at += page.size;
-            let body = &bytes[page.at..at];
-            if body[27 + usize::from(body[26])..].starts_with(b"\x01vorbis") {
-                break page.serial;
-            }
-        };
+    fn open(&mut self, bytes: &[u8], serial: u32) -> Result<Stream, Error> {
         self.headers.clear();
         let mut packets = Packets::new(bytes, 0, serial, &mut self.pieces);
         for kind in [1, 3, 5] {
@@ -126,7 +112,7 @@ impl Vorbis {
         }
         let setup = &self.kept.last().expect("just put there").setup;
 
-        let Some(last) = last_page(bytes, audio, serial) else {
+        let Some(last) = ogg::last_page(bytes, audio, serial) else {
             return Err(Error::NoAudio { format: "OGG Vorbis" });
         };
         let end = last.granule.expect("asked for one with a position");
@@ -149,15 +135,15 @@ impl Vorbis {
         Ok(Stream { serial, audio, origin, begin: origin.max(0), end })
     }
 
-    pub fn read(&mut self, bytes: &[u8], start: u64, out: &mut [f32]) -> Result<(), Error> {
-        let stream = self.open(bytes)?;
+    pub fn read(&mut self, bytes: &[u8], serial: u32, start: u64, out: &mut [f32]) -> Result<(), Error> {
+        let stream = self.open(bytes, serial)?;
         let Prepared { setup, decoder, .. } = self.kept.last_mut().expect("open succeeded");
         let begin = stream.begin.saturating_add_unsigned(start);
         let end = begin.saturating_add_unsigned(out.len() as u64);
         if end > stream.end {
             return corrupt("OGG Vorbis", "the pages end before the stated length");
         }
-        let (at, seek) = match seek(bytes, &stream, begin) {
+        let (at, seek) = match ogg::seek(bytes, stream.audio, stream.serial, begin) {
             Some(page) => (page.at, page.granule),
             None => (stream.audio, None),
         };
@@ -166,8 +152,12 @@ impl Vorbis {
         // Position of the next sample; None until the first packet, which only fills the overlap, is decoded.
         let mut position = None;
         let mut seeking = seek.is_some();
-        let mut done = 0;
+        let (mut done, mut ahead) = (0, 0);
         while done < out.len() {
+            if done == 0 && ahead > MAX_AHEAD {
+                return corrupt("OGG Vorbis", "there is no position near the crop");
+            }
+            ahead += 1;
             let Some(packet) = packets.next()? else {
                 return corrupt("OGG Vorbis", "the pages end before the stated length");
             };
@@ -212,70 +202,6 @@ fn decode<'a>(decoder: &'a mut VorbisDecoder, data: &[u8]) -> Result<&'a AudioBu
     match (decoded, decoder.last_decoded()) {
         (Ok(true), GenericAudioBufferRef::F32(buffer)) => Ok(buffer),
         _ => corrupt("OGG Vorbis", "a packet cannot be decoded"),
-    }
-}
-
-/// The last page of the stream that has a position.
-fn last_page(bytes: &[u8], audio: usize, serial: u32) -> Option<Page> {
-    let mut to = bytes.len();
-    while to > audio {
-        let page = ogg::find_last(bytes, to)?;
-        if page.at < audio {
-            return None;
-        }
-        if page.serial != serial {
-            break;
-        }
-        if page.granule.is_some() {
-            return Some(page);
-        }
-        to = page.at;
-    }
-    // Another stream comes last (multiplexed or chained): walk the pages until ours ends.
-    let mut last = None;
-    let mut at = audio;
-    while let Some(page) = ogg::find(bytes, at, bytes.len(), Some(serial)) {
-        if page.granule.is_some() {
-            last = Some(page);
-        }
-        if page.is_last() {
-            break;
-        }
-        at = page.at + page.size;
-    }
-    last
-}
-
-/// The last page at or before position `want` from whose last packet decoding can begin; None: the first page.
-fn seek(bytes: &[u8], stream: &Stream, mut want: i64) -> Option<Page> {
-    loop {
-        let mut best: Option<Page> = None;
-        // Pages that begin before `low` are no better than `best`; those from `high` on are beyond `want`.
-        let (mut low, mut high) = (stream.audio, bytes.len());
-        while low < high {
-            let middle = low + (high - low) / 2;
-            // Pages without a position are passed over.
-            let mut from = middle;
-            let page = loop {
-                match ogg::find(bytes, from, high, Some(stream.serial)) {
-                    Some(page) if page.granule.is_none() => from = page.at + page.size,
-                    page => break page,
-                }
-            };
-            match page {
-                Some(page) if page.granule.is_some_and(|granule| granule <= want) => {
-                    best = Some(page);
-                    low = page.at + page.size;
-                }
-                _ => high = middle,
-            }
-        }
-        let page = best?;
-        if page.whole_packets(bytes) > 0 {
-            return Some(page);
-        }
-        // Its last packet began on an earlier page.
-        want = page.granule?.checked_sub(1)?;
     }
 }
 

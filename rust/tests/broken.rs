@@ -1,11 +1,14 @@
-//! The fuzz targets' loop with a fixed seed, on any toolchain: damaged shards, read whole. Nothing may panic, take more
-//! memory than a small multiple of what the formats allow, or take long. FUZZ_ROUNDS sets the damages of each shard.
+//! The fuzz targets' loops with a fixed seed, on any toolchain: damaged shards and recordings, read whole. Nothing may panic,
+//! take more memory than a small multiple of what the formats allow, or take long. FUZZ_ROUNDS sets the damages of each shard;
+//! each recording, which takes longer, gets a twentieth.
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use _rust::decode;
 use _rust::source::Index;
 
 struct Counting;
@@ -62,13 +65,39 @@ fn damage(whole: &[u8], state: &mut u64) -> Vec<u8> {
     bytes
 }
 
+/// Reads `rounds` damages of `whole`, and counts those that were noticed.
+fn attack(name: &Path, whole: &[u8], rounds: usize, state: &mut u64, fails: impl Fn(&[u8]) -> bool) -> usize {
+    // Memory is counted for all threads.
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock();
+    let mut wrong = 0;
+    for round in 0..rounds {
+        let bytes = damage(whole, state);
+        let (begin, before) = (Instant::now(), NOW.load(Relaxed));
+        PEAK.store(before, Relaxed);
+        wrong += usize::from(fails(&bytes));
+        let (peak, time) = (PEAK.load(Relaxed) - before, begin.elapsed());
+        assert!(peak < MEMORY && time < TIME, "{}, round {round}: {peak} bytes, {time:?}", name.display());
+    }
+    wrong
+}
+
+/// The files of a folder of the tests' data, with one of these endings.
+fn files(folder: &str, endings: &[&str]) -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data").join(folder);
+    let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|e| endings.iter().any(|ending| e == *ending)));
+    paths.sort();
+    paths
+}
+
+fn rounds() -> usize {
+    std::env::var("FUZZ_ROUNDS").map_or(5_000, |n| n.parse().expect("FUZZ_ROUNDS is a number"))
+}
+
 #[test]
 fn no_bytes_make_a_shard_panic_hang_or_fill_the_memory() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/shards");
-    let rounds: usize = std::env::var("FUZZ_ROUNDS").map_or(5_000, |n| n.parse().expect("FUZZ_ROUNDS is a number"));
-    let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    paths.retain(|path| path.extension().is_some_and(|e| e == "arrow" || e == "parquet"));
-    paths.sort();
+    let paths = files("shards", &["arrow", "parquet"]);
     assert_eq!(paths.len(), 14);
     let mut state = 1;
     for path in paths {
@@ -76,15 +105,25 @@ fn no_bytes_make_a_shard_panic_hang_or_fill_the_memory() {
         let sound = Index::probe(&whole, Some("label"));
         // Its row without bytes is the only thing wrong with it.
         assert!(sound.is_err_and(|e| e.to_string().contains("row 3 (row 3 of this shard): holds no audio bytes, only")));
-        let mut wrong = 0;
-        for round in 0..rounds {
-            let bytes = damage(&whole, &mut state);
-            let (begin, before) = (Instant::now(), NOW.load(Relaxed));
-            PEAK.store(before, Relaxed);
-            wrong += usize::from(Index::probe(&bytes, Some("label")).is_err());
-            let (peak, time) = (PEAK.load(Relaxed) - before, begin.elapsed());
-            assert!(peak < MEMORY && time < TIME, "{}, round {round}: {peak} bytes, {time:?}", path.display());
+        let wrong = attack(&path, &whole, rounds(), &mut state, |bytes| Index::probe(bytes, Some("label")).is_err());
+        assert!(wrong > rounds() / 2, "{}: {wrong} of {} damages were noticed", path.display(), rounds());
+    }
+}
+
+#[test]
+fn no_bytes_make_a_recording_panic_hang_or_fill_the_memory() {
+    let paths = files("decode", &["ogg", "opus", "mp3", "flac", "wav"]);
+    assert_eq!(paths.len(), 5);
+    let mut state = 7;
+    for path in paths {
+        let whole = std::fs::read(&path).unwrap();
+        decode::probe(&whole).unwrap();
+        // Headers are hit as often as audio.
+        for size in [whole.len(), 6000.min(whole.len())] {
+            attack(&path, &whole[..size], rounds() / 40, &mut state, |bytes| decode::probe(bytes).is_err());
         }
-        assert!(wrong > rounds / 2, "{}: {wrong} of {rounds} damages were noticed", path.display());
+        for size in (0..200).chain((200..20_000.min(whole.len())).step_by(97)) {
+            let _ = decode::probe(&whole[..size]);
+        }
     }
 }
