@@ -406,7 +406,12 @@ def test_opus_cut_out_of_a_longer_stream_chained_and_truncated():
 def test_opus_with_unusual_channels_is_named():
     first, *others = pages(opus(song(48_000, 5000, 3)))
     at = first.index(b"OpusHead")
-    for offset, value, message in ((18, 255, "channel mapping"), (21, 1, "unusual order"), (8, 16, "later version"), (9, 9, "valid")):
+    for offset, value, message in (
+        (18, 255, "channel mapping"),
+        (21, 1, "unusual order"),
+        (8, 16, "later version"),
+        (9, 9, "valid"),
+    ):
         odd = bytearray(first)
         odd[at + offset] = value
         with pytest.raises(ValueError, match=message):

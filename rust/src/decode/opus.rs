@@ -179,7 +179,7 @@ impl Opus {
             let Some(n) = samples(packet.data) else {
                 return corrupt(NAME, "a packet is not valid");
             };
-            let after = position + n as i64;
+            let after = position.saturating_add(n as i64);
             if after > ahead && !begun && is_speech(packet.data) && ahead > begin.saturating_sub(AHEAD_SPEECH) {
                 ahead = begin.saturating_sub(AHEAD_SPEECH);
                 let at;
