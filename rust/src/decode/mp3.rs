@@ -4,9 +4,9 @@
 //! overlap with the two granules before it. A crop therefore begins to decode that much earlier and throws it away.
 //!
 //! How long it is: at a constant bit rate the place of every frame follows from its number, which is looked at in a few
-//! places. Otherwise the first frame's tag (Xing, Info or VBRI) says how many frames there are, if it can be believed: its
-//! checksum (of VBRI: its table) and the length in bytes that it states must be right. Then frames are only walked up to the
-//! crop. Without either, all are walked.
+//! places (if the first frame's tag says so too, in one, the end). Otherwise that tag (Xing, Info or VBRI) says how many
+//! frames there are, if it can be believed: its checksum (of VBRI: its table) and the length in bytes that it states must be
+//! right. Then frames are only walked up to the crop. Without either, all are walked.
 //!
 //! Gapless: a LAME tag in the first (Xing or Info) frame states the encoder's delay and padding. As in libmpg123, the
 //! recording is then samples \[delay + 529, frames * samples per frame - padding + 529), where 529 is the decoder's own
@@ -196,14 +196,16 @@ const PROBES: usize = 8;
 const MAX_DAMAGED: usize = 2;
 
 impl Constant {
-    fn of(bytes: &[u8], begin: usize, end: usize) -> Option<(Self, usize)> {
+    /// `stated` is the number of frames by a tag that says that their bit rate is constant: then only the last one is looked at.
+    fn of(bytes: &[u8], begin: usize, end: usize, stated: Option<u32>) -> Option<(Self, usize)> {
         let first = bytes.get(begin..).and_then(Header::parse)?;
         let constant = Self { begin, end, first };
         let n = ((end + SLACK).checked_sub(begin)? as u64 * u64::from(first.rate) / first.bytes_by_rate()) as usize;
         // The last frame may lie a little further than the mean says, and then it is cut off.
         let n = (n.saturating_sub(1)..=n).rev().find(|&n| n > 0 && constant.frame(bytes, n - 1).is_some())?;
-        let sound = (0..PROBES).filter(|i| constant.frame(bytes, i * (n - 1) / PROBES).is_some()).count();
-        (n > PROBES && sound >= PROBES - MAX_DAMAGED).then_some((constant, n))
+        let sound = || (0..PROBES).filter(|i| constant.frame(bytes, i * (n - 1) / PROBES).is_some()).count();
+        let sure = stated.is_some_and(|stated| stated as usize == n) || n > PROBES && sound() >= PROBES - MAX_DAMAGED;
+        sure.then_some((constant, n))
     }
 
     /// Where frame `k` begins; None where there is damage instead.
@@ -250,9 +252,13 @@ impl Index {
         self.first = Some(first);
         self.walked.clear();
         self.next = Some(at);
-        (self.constant, self.n) = match (Constant::of(bytes, at, end), stated) {
+        let constant = Constant::of(bytes, at, end, stated.filter(|_| tag.as_ref().is_some_and(|tag| tag.constant)));
+        (self.constant, self.n) = match (constant, stated) {
             (Some((constant, n)), _) => (Some(constant), n),
-            (None, Some(n)) => (None, n as usize),
+            (None, Some(n)) => {
+                self.walked.reserve(n as usize); // as long as the bytes allow: `Tag::sure`
+                (None, n as usize)
+            }
             (None, None) => {
                 self.walk(bytes, usize::MAX);
                 (None, self.walked.len())
@@ -331,6 +337,7 @@ fn resynchronise(bytes: &[u8], first: Header) -> Option<usize> {
 }
 
 /// What a first frame without audio says of the others.
+#[derive(Default)]
 struct Tag {
     frames: Option<u32>,
     /// Of all frames, with or without this one.
@@ -339,6 +346,8 @@ struct Tag {
     trim: Option<(u64, u64)>,
     /// Whether its own checksum, or its table of places, agrees with it.
     sound: bool,
+    /// Whether it says that the bit rate is constant.
+    constant: bool,
 }
 
 impl Tag {
@@ -346,13 +355,15 @@ impl Tag {
         let frame = bytes.get(..header.size)?;
         let u32_at = |at: usize| Some(u32::from_be_bytes(*frame.get(at..)?.first_chunk()?));
         if frame.get(36..40) == Some(b"VBRI") {
-            return Some(Self::vbri(frame).unwrap_or(Self { frames: None, bytes: None, trim: None, sound: false }));
+            return Some(Self::vbri(frame).unwrap_or_default());
         }
         // A checksum, where there is one, does not move the tag.
         let mut at = header.before_data() - if header.crc { 2 } else { 0 };
-        if !matches!(frame.get(at..at + 4), Some(b"Xing" | b"Info")) {
-            return None;
-        }
+        let constant = match frame.get(at..at + 4) {
+            Some(b"Xing") => false,
+            Some(b"Info") => true,
+            _ => return None,
+        };
         let flags = u32_at(at + 4)?;
         at += 8;
         let (mut frames, mut bytes) = (None, None);
@@ -373,7 +384,7 @@ impl Tag {
         // LAME's part ends with a checksum of all before it.
         let sum = frame.get(at + 34..at + 36).map(|sum| u16::from_be_bytes([sum[0], sum[1]]));
         let sound = sum.is_some_and(|sum| sum == crc16_reflected(&frame[..at + 34]));
-        Some(Self { frames, bytes, trim, sound })
+        Some(Self { frames, bytes, trim, sound, constant })
     }
 
     /// Fraunhofer's tag: its table says how many bytes every few frames have.
@@ -390,7 +401,7 @@ impl Tag {
         let rounded = u64::from(scale) * u64::from(entries);
         let sound = (places * u64::from(scale)).abs_diff(u64::from(bytes)) <= rounded + frame.len() as u64
             && (entries * each).abs_diff(frames) <= each;
-        Some(Self { frames: Some(frames), bytes: Some(bytes), trim: None, sound })
+        Some(Self { frames: Some(frames), bytes: Some(bytes), trim: None, sound, constant: false })
     }
 
     /// The number of frames, where there is reason to believe it: then nobody has to walk to the end. `bytes` is what

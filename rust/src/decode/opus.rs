@@ -20,6 +20,8 @@ const AHEAD: i64 = 48_000;
 const AHEAD_SPEECH: i64 = 30 * 48_000;
 /// Samples of the longest packet: 120 ms.
 const LONGEST: usize = 5760;
+/// Bytes of a packet of the longest kind, of two channels: six frames.
+const LARGEST: usize = 6 * 1275 + 2 * 6 + 2;
 const NAME: &str = "OGG Opus";
 
 /// Decoders, kept by their number of channels, and scratch memory.
@@ -122,6 +124,9 @@ impl Opus {
     }
 
     fn open(&mut self, bytes: &[u8], serial: u32) -> Result<Stream, Error> {
+        // For any packet that spans pages, once.
+        self.pieces.clear();
+        self.pieces.reserve(LARGEST);
         let mut packets = Packets::new(bytes, 0, serial, &mut self.pieces);
         let head = match packets.next()? {
             Some(packet) => Head::parse(packet.data)?,
