@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -229,12 +230,20 @@ class Sharder(NamedTuple):
         # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK); but what
         # JAX does not track it wants to be all manual.
         free = {name for name, size in sizes.items() if size > 1 or not checked}
-        if all(size == 1 for size in sizes.values()):
+        if all(size == 1 for size in sizes.values()) and (checked or not self._manual()):
             return f(*args)
         mapped = jax.shard_map(f, mesh=self._mesh(), in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=checked)
         # In a loop over layers, JAX computes what depends on no layer (masks) before the loop, and would cut `f` in two; what
         # goes from one part to the other is what it cannot place. Nothing is kept of what is under a checkpoint.
-        return jax.checkpoint(mapped, prevent_cse=False)(*args)
+        found = jax.checkpoint(mapped, prevent_cse=False)(*args)
+        # What JAX does not track it takes to be alike on all devices, and it differs along the manual axes here.
+        return found if checked else jax.tree.map(self._varying, found)
+
+    def _varying(self, x: Array) -> Array:
+        """Cast to varying along the manual axes here, also what already is (as in step.py)."""
+        if not (manual := tuple(sorted(self._manual()))):
+            return x
+        return jnp.where(jax.lax.pcast(jnp.ones((), bool), manual, to="varying"), x, x)
 
     def _mesh(self) -> Any:
         return jax.sharding.get_abstract_mesh() if self._manual() else self.layout.mesh

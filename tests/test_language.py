@@ -223,3 +223,22 @@ def test_flops_are_those_that_the_compiler_counts(changes):
     attention = 3 * batch * transformer.attention_flops(c, c.context, causal=False)
     assert task.full_flops - task.flops == pytest.approx((1 - seen) * attention)
     assert attention == 3 * batch * c.depth * 4 * c.context**2 * c.heads * c.k
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 1), (4, 1, 1)])
+def test_a_step_for_tpus_has_their_kernel(mesh):
+    """The real one, compiled by XLA for four chips that are not here: forward, recomputed, and the two kernels backward."""
+    topologies = pytest.importorskip("jax.experimental.topologies")
+    pytest.importorskip("libtpu")
+    devices = list(topologies.get_topology_desc("v5e:2x2", platform="tpu").devices)
+    sizes = dict(embed=256, heads=4, head_dim=64, mlp=512, vocab=1024, context=256, depth=2)
+    c = dataclasses.replace(TINY, **sizes, dtype="bfloat16", remat="full")
+    layout = make_layout(make_mesh(*mesh, devices=devices), {})
+    task = language.make_task(config_lib.Config(model=c), layout.shard, 8)
+    tx = make_optimizer(OPTIM, task.specs.params, steps=10)
+    fields = {name: Field((256,), field.dtype) for name, field in FIELDS.items()}
+    plan = state_lib.make_plan(task, tx, layout, fields, batch=8, ema=False)
+    step = step_lib.make_train_step(task, tx, layout, plan, accumulate=2, ema=0.0, guard=config_lib.Guard(), seed=0)
+    text = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile().as_text()
+    assert text.count("tpu_custom_call") >= 4
