@@ -1,18 +1,18 @@
 """A language model on packed documents: at a published size from nothing, or on from weights of Hugging Face.
 
-    python -m tools.make_tokens --help                                                           (text to token files, once)
     python -m jaxtrain.main --config=configs/lm.py:qwen3-0.6b            "--config.data.sources=({'path': 'tokens'},)"
     python -m jaxtrain.main --config=configs/lm.py:path/to/Qwen2.5-0.5B  "--config.data.sources=({'path': 'tokens'},)"
 
 The argument is a size of `jaxtrain.workloads.language.PRESETS`, which is initialised, or a folder with config.json, safetensors
-and tokenizer, whose weights the run begins with. What it reached is exported for transformers by
+and tokenizer, whose weights the run begins with. Sources are folders of token files, or texts (loaders/tokens.py). What it
+reached is exported for transformers by
 
     python -m tools.orbax_to_safetensors runs/lm --dtype bf16 --out Qwen2.5-0.5B-more
 
 With adapters instead of all weights (--config.lora.rank=16 --config.optim.lr=2e-4) that exports the merged weights, and
 tools/lora_to_peft.py the adapters. On several devices --config.mesh.fsdp splits parameters, --config.mesh.model heads, inner
-widths and vocabulary; rows too long for one device are split over the mesh axis fsdp by
-"--config.mesh.rules={'batch': 'data', 'seq': 'fsdp'}".
+widths and vocabulary (on TPUs leave --config.mesh.data=1: `jaxtrain.nn.attention` says why). Rows too long for one device are
+split over the mesh axis fsdp by "--config.mesh.rules={'batch': 'data', 'seq': 'fsdp'}".
 """
 
 from ml_collections import ConfigDict

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -166,6 +165,11 @@ class Sharder(NamedTuple):
         platform = self.layout.mesh.devices.flat[0].platform
         return "gpu" if platform in ("cuda", "rocm") else platform
 
+    @property
+    def nested(self) -> bool:
+        """Whether some axis is manual here: in a training step whose mesh has several groups along "data"."""
+        return bool(self._manual())
+
     def spec(self, shape: Sequence[int], axes: Axes) -> PartitionSpec:
         """The partition of an array as it is seen here."""
         manual = self._manual()
@@ -192,7 +196,7 @@ class Sharder(NamedTuple):
         Args:
           axes: logical axes of every argument.
           out: a tree with, for every result, its PartitionSpec (`spec` makes them).
-          checked: whether JAX tracks what is alike on which devices. Pallas kernels need False.
+          checked: whether JAX tracks what is alike on which devices. Pallas kernels need False, and then cannot be `nested`.
         """
         return self._map(f, args, [self.spec(x.shape, a) for x, a in zip(args, axes, strict=True)], out, checked)
 
@@ -230,20 +234,12 @@ class Sharder(NamedTuple):
         # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK); but what
         # JAX does not track it wants to be all manual.
         free = {name for name, size in sizes.items() if size > 1 or not checked}
-        if all(size == 1 for size in sizes.values()) and (checked or not self._manual()):
+        if all(size == 1 for size in sizes.values()):
             return f(*args)
         mapped = jax.shard_map(f, mesh=self._mesh(), in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=checked)
         # In a loop over layers, JAX computes what depends on no layer (masks) before the loop, and would cut `f` in two; what
         # goes from one part to the other is what it cannot place. Nothing is kept of what is under a checkpoint.
-        found = jax.checkpoint(mapped, prevent_cse=False)(*args)
-        # What JAX does not track it takes to be alike on all devices, and it differs along the manual axes here.
-        return found if checked else jax.tree.map(self._varying, found)
-
-    def _varying(self, x: Array) -> Array:
-        """Cast to varying along the manual axes here, also what already is (as in step.py)."""
-        if not (manual := tuple(sorted(self._manual()))):
-            return x
-        return jnp.where(jax.lax.pcast(jnp.ones((), bool), manual, to="varying"), x, x)
+        return jax.checkpoint(mapped, prevent_cse=False)(*args)
 
     def _mesh(self) -> Any:
         return jax.sharding.get_abstract_mesh() if self._manual() else self.layout.mesh

@@ -1,7 +1,8 @@
 """Attention: one function, the kernel chosen by the platform that the program is for.
 
     gpu   cuDNN's fused kernel, for 16-bit numbers; segments reach it as a mask [B, 1, T, S]
-    tpu   the splash kernel of Pallas, for sequences and heads that fill its lanes; blocks that the mask empties are skipped
+    tpu   the splash kernel of Pallas, for sequences and heads that fill its lanes; blocks that the mask empties are skipped.
+          In training it takes a mesh with data = 1, the replicas along fsdp (`transformer.mixer` says why)
     else  XLA, which holds all B × H × T × S weights
 
 and `ring`, for sequences that are split over devices. All of them compute softmax(q k^T / sqrt(K)) v (Vaswani et al. 2017)
