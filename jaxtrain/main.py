@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if well else 1
         else:
             train.run(resolved)
-    except (plan.PlanError, *train.USER_ERRORS) as error:
+    except train.USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except train.Preempted as end:

@@ -20,6 +20,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ import numpy as np
 import optax
 from jax.interpreters import partial_eval
 
-from jaxtrain import chips, feed, hlo, lora, optim, specs
+from jaxtrain import chips, feed, hlo, liveness, lora, optim, specs
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
@@ -36,6 +37,7 @@ from jaxtrain.types import PyTree, Task
 
 log = logging.getLogger("jaxtrain")
 MFU = 0.4  # share of the peak that hours are projected with
+SLACK = 0.15  # by which the estimate of a step's temporaries may be off: what is refused does not fit even so
 GPUS_PER_NODE = 8
 
 
@@ -60,7 +62,17 @@ class Target(NamedTuple):
     @property
     def memory(self) -> float:
         """Bytes that a program may use on one device."""
+        if self.here and (stats := jax.local_devices()[0].memory_stats()) and "bytes_limit" in stats:
+            return stats["bytes_limit"]
         return self.chip.memory if self.chip else host_memory() / jax.local_device_count()
+
+    @property
+    def compiler(self) -> liveness.Compiler:
+        """How XLA compiles for it."""
+        known = self.chip is not None
+        size = (lambda shape, t: padded(shape, t.itemsize)) if self.tiled else (lambda shape, t: math.prod(shape) * t.itemsize)
+        newer = known and self.chip.name in ("v5e", "v6e")
+        return liveness.Compiler(size, self.tiled, recomputes=known, recomputes_logistic=newer, halves=known)
 
 
 def parse_target(text: str) -> Target:
@@ -189,6 +201,89 @@ def least(held: Mapping[str, int]) -> int:
     return sum(held.values()) + held["parameters"]
 
 
+class Estimate(NamedTuple):
+    """What a step needs of one device, without compiling it."""
+
+    arguments: int  # [bytes] exact
+    temporaries: liveness.Peak  # about
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.temporaries.bytes
+
+    def surely(self) -> float:
+        """Bytes that it needs at least."""
+        return self.arguments + (1 - SLACK) * self.temporaries.bytes
+
+
+def estimate(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Estimate:
+    """Of a traced step (`Assembly.trace`)."""
+    state = jax.tree.leaves(assembly.plan.state)
+    leaves = [*state, *jax.tree.leaves((assembly.plan.batch, step_lib.abstract_stop(assembly.layout)))]
+    peak = liveness.peak(
+        traced.jaxpr,
+        [liveness.split_of(x.sharding.spec, x.ndim) for x in leaves],
+        dict(assembly.layout.mesh.shape),
+        [i < len(state) for i in range(len(leaves))],
+        target.compiler,
+    )
+    return Estimate(argument_bytes(assembly, traced, tiled=target.tiled), peak)
+
+
+def remedies(config: config_lib.Config, target: Target) -> list[str]:
+    """Single changes of the config with which the step fits, each planned anew."""
+    found = []
+    done: set[str] = set()
+    for text, changed in _changes(config, target):
+        direction = text.partition("=")[0]
+        if direction in done:
+            continue
+        try:
+            assembly = abstractly(changed, target)
+            stage = assembly.task.stage(config.train.steps - 1)
+            needed = estimate(assembly, assembly.trace(stage), target)
+        except (ValueError, TypeError):  # this change does not go with the rest of the config
+            continue
+        if needed.peak <= target.memory:
+            found.append(f"{text} would make it {_bytes(needed.peak)}")
+            done.add(direction)
+    return found
+
+
+def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, config_lib.Config]]:
+    """What could be changed, the least step of each kind first."""
+    m, t = config.mesh, config.train
+    data, fsdp, model = layout_lib.mesh_sizes((m.data, m.fsdp, m.model), target.count, target.name)
+    for n in (fsdp * k for k in range(2, data + 1) if data % k == 0):
+        text = f"--config.mesh.fsdp={n} --config.mesh.data={data * fsdp // n}"
+        yield text, replace(config, mesh=replace(m, data=data * fsdp // n, fsdp=n, model=model))
+    remat = getattr(config.model, "remat", None)
+    if remat in (False, "none"):
+        wanted = True if remat is False else "full"
+        yield f"--config.model.remat={str(wanted).lower()}", replace(config, model=replace(config.model, remat=wanted))
+    for n in (t.accumulate * 2**k for k in range(1, 11)):
+        yield f"--config.train.accumulate={n}", replace(config, train=replace(t, accumulate=n))
+    if getattr(config.model, "dtype", "") == "float32":
+        yield "--config.model.dtype=bfloat16", replace(config, model=replace(config.model, dtype="bfloat16"))
+    if t.ema:
+        yield "--config.train.ema=0", replace(config, train=replace(t, ema=0.0))
+
+
+def refuse(assembly: Assembly, traced: jax.stages.Traced) -> None:
+    """Raises PlanError when the step needs more than this machine's devices hold, with what would make it fit."""
+    target = parse_target("")
+    needed = estimate(assembly, traced, target)
+    if needed.surely() <= target.memory:
+        return
+    ways = remedies(assembly.config, target)
+    raise PlanError(
+        f"a step needs {_bytes(needed.peak)} on each device, {_bytes(needed.arguments)} of it for state and batch, and each of "
+        f"{target.name} has {_bytes(target.memory)}: {_bytes(needed.peak - target.memory)} too little. "
+        + (f"One of these would do: {'; '.join(ways)}" if ways else "No single change would make it fit")
+        + ". --plan shows it all"
+    )
+
+
 class Compiled(NamedTuple):
     """What a compiler says of the step."""
 
@@ -266,6 +361,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     lines += [f"  {'with gradients':28}{_bytes(least(parts)):>12}", ""]
     if least(parts) > target.memory:
         problems.append(f"the state and a step's gradients are {_bytes(least(parts) - target.memory)} more than a device has")
+    lines += _step_lines(config, assembly, target, problems)
 
     flops, chip = assembly.task.flops, target.chip
     lines += ["a step computes", f"  {flops:.3e} FLOP of the model"]
@@ -291,6 +387,28 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
             problems.append(text)
     lines += ["", *(f"problem: {text}" for text in problems)] if problems else ["", "nothing speaks against this run"]
     return "\n".join(lines), not problems
+
+
+def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, problems: list[str]) -> Iterator[str]:
+    """The fullest stage's fullest moment."""
+    each = {stage: estimate(assembly, assembly.trace(stage), target) for stage in assembly.stages()}
+    stage, needed = max(each.items(), key=lambda item: item[1].peak)
+    gradients = sum(device_bytes(x, tiled=target.tiled) for x in jax.tree.leaves(assembly.plan.state.variables.params))
+    yield "a step at its fullest moment, estimated" + ("" if stage is None else f" (stage {stage})")
+    yield f"  {'state and batch that it reads':32}{_bytes(needed.arguments):>12}"
+    yield f"  {'activations, gradients':32}{_bytes(needed.temporaries.bytes):>12}   (gradients alone {_bytes(gradients)})"
+    for size, what in needed.temporaries.largest[:5]:
+        yield f"      {_bytes(size):>12}  {what}"
+    yield f"  {'together':32}{_bytes(needed.peak):>12}   of {_bytes(target.memory)}"
+    if needed.peak > target.memory:
+        over = needed.peak - target.memory
+        ways = remedies(config, target)
+        certain = "does not fit" if needed.surely() > target.memory else "may not fit"
+        problems.append(
+            f"it {certain}: {_bytes(over)} too much. "
+            + (f"One of these would do: {'; '.join(ways)}" if ways else "No single change would make it fit")
+        )
+    yield ""
 
 
 def _compiled_lines(

@@ -17,6 +17,7 @@ from jaxtrain import checkpoint as checkpoint_lib
 from jaxtrain import cluster, distributed, feed, gce, lora, metrics, optim, rendezvous, specs, warm_start
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
+from jaxtrain import plan as plan_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.types import Batch, PyTree, Task
@@ -30,6 +31,7 @@ USER_ERRORS = (
     cluster.ClusterError,
     rendezvous.RendezvousError,
     layout_lib.LayoutError,
+    plan_lib.PlanError,
     optim.OptimError,
     lora.LoraError,
     checkpoint_lib.CheckpointError,
@@ -100,6 +102,10 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         mesh.devices.flat[0].device_kind,
     )
 
+    assembly = plan_lib.Assembly(config, layout, task, tx, plan)
+    traced = functools.cache(assembly.trace)
+    plan_lib.refuse(assembly, traced(task.stage(config.train.steps - 1)))
+
     # 5. The loaders, which start to work at seek.
     loader = source.make_loader(config.data, split="train", rows=rows, seed=config.seed)
     test = source.make_loader(config.data, split="test", rows=rows, seed=config.seed)
@@ -133,18 +139,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
 
     @functools.cache
     def lowered(stage: Hashable) -> jax.stages.Lowered:
-        train_step = step_lib.make_train_step(
-            task,
-            tx,
-            layout,
-            plan,
-            accumulate=config.train.accumulate,
-            ema=config.train.ema,
-            guard=config.guard,
-            seed=config.seed,
-            stage=stage,
-        )
-        return train_step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout))
+        return traced(stage).lower()
 
     def compiled(stage: Hashable) -> Callable:
         return lowered(stage).compile()

@@ -13,7 +13,7 @@ FLOORS = (
     {"state", "step", "feed", "checkpoint", "warm_start"},
     {"workloads"},
     {"layout", "specs", "optim", "lora", "environments", "metrics", "distributed", "nn"},
-    {"types", "config", "checksums", "stored", "cluster", "rendezvous", "gce", "chips", "hlo"},
+    {"types", "config", "checksums", "stored", "cluster", "rendezvous", "gce", "chips", "hlo", "liveness"},
 )
 # Neighbours on one floor, and why.
 ALLOWED = {
