@@ -3,7 +3,8 @@
     python -m jaxtrain.main --config=configs/sums.py
 
 The text is made at the first start: lines like "37+85=122", of 90 % of all pairs up to 99. `load_environment` has the others as
-prompts, and scores what the model writes after "=".
+prompts, and scores what the model writes after "=". After 1,000 steps (about 5 minutes on two busy cores) everything that it
+writes is a number, and 10 % are the sum; the records are in runs/sums/metrics.jsonl, completions in samples.jsonl.
 """
 
 import pathlib
