@@ -1,26 +1,32 @@
 """Checkpoints: one Orbax step directory holds the whole run at that step.
 
-    workdir/checkpoints/<step>/
+    workdir/checkpoints/<step>/        or config.checkpoint.folder/<step>/, which may be in an object store
       state/   step, params, carry, optimizer state, average, the guard's norms: sharded arrays
-      data/    JSON: what the loader needs to go on (position, seed, fingerprints of the data and its order), and the
-               offset between step and position when the data were changed on the way
+      data/    JSON: what the loader needs to go on (position, seed, fingerprints of the data and its order), the offset
+               between step and position when the data were changed on the way, and how often the run was rewound
       meta/    JSON: the resolved config, the digest of the parameter table, package versions
       manifest.json   size and hash of every file (`checksums`), checked before anything is read
 
 Frozen base weights are not here: they are reloaded from their source. A save is asynchronous, one at a time; Orbax writes
-into a temporary directory and renames it, so that a step directory is whole or is not there.
+into a temporary directory and renames it, so that a step directory is whole or is not there. An object store has no renames:
+there, Orbax writes a file commit_success.txt last, and a step without one is not there.
+
+With config.checkpoint.final="weights" the step that ends a run has under state/ only step, params, carry and the average, and
+its meta says ``"weights_only": true``: to evaluate, to export and to warm-start from, not to go on from.
 """
 
 import concurrent.futures
 import json
 import logging
-import pathlib
+import os
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxtrain import checksums, distributed, specs, stored
@@ -36,13 +42,27 @@ class CheckpointError(RuntimeError):
     """Saved state that cannot be gone on from. Never followed by a silent fresh start."""
 
 
+class History(NamedTuple):
+    """What a run knows besides its state, and saves with it."""
+
+    offset: int = 0  # batches that were of other data: position = step - offset
+    rewinds: int = 0  # times that bad steps took the run back to a checkpoint
+
+
 class Restored(NamedTuple):
     """A state to go on from."""
 
     state: TrainState
     step: int  # batches read so far
-    offset: int  # of them, how many were of other data: position = step - offset
-    source: pathlib.Path
+    history: History
+    source: epath.Path
+
+
+class Saved(NamedTuple):
+    """What a call of `Checkpointer.save` found out."""
+
+    seconds: float  # that it took: what the next step had to wait for it
+    failures: int  # saves of this process that have failed so far, this one aside
 
 
 class Checkpointer:
@@ -55,12 +75,15 @@ class Checkpointer:
             "parameters": specs.digest(task.specs),
             "versions": distributed.versions(),
         }
-        self._path = pathlib.Path(config.workdir).absolute() / "checkpoints"
+        self._path = _folder(config.checkpoint.folder or os.path.join(config.workdir, "checkpoints"))
+        self._path.mkdir(parents=True, exist_ok=True)
+        _check_shared(self._path)
         self._scores = _Scores(self._path.parent / "best.json", config.checkpoint, config.train.min_delta)
         keep = [policies.LatestN(config.checkpoint.keep), self._scores]
         if config.checkpoint.keep_every:
             keep.append(policies.EveryNSteps(config.checkpoint.keep_every))
-        self._unsealed: pathlib.Path | None = None
+        self._unsealed: epath.Path | None = None
+        self._failures = 0
         self._sealing = concurrent.futures.ThreadPoolExecutor(1)
         self._seals: list[concurrent.futures.Future] = []
         options = ocp.CheckpointManagerOptions(preservation_policy=policies.AnyPreservationPolicy(keep), create=True)
@@ -69,27 +92,32 @@ class Checkpointer:
     def is_due(self, step: int) -> bool:
         return step % self._config.checkpoint.every == 0 or step == self._config.train.steps
 
-    def save(self, step: int, state: TrainState, data: Mapping[str, Any], *, offset: int) -> float:
+    def save(self, step: int, state: TrainState, data: Mapping[str, Any], history: History) -> Saved:
         """Starts to save ``state``, unless ``step`` is saved already; first waits for the save before to end.
 
-        Returns the seconds that this took: what it keeps the next step waiting for.
-
-        Raises what the save before raised in the background.
+        Raises CheckpointError when that one failed, or this one at once, unless config.checkpoint.on_error is "continue".
         """
         began = time.perf_counter()
         self._finish()
+        weights_only = step == self._config.train.steps and self._config.checkpoint.final == "weights"
         if step not in self._manager.all_steps():
+            content = _saved(state)
+            if weights_only:
+                content = {name: content[name] for name in ("step", "params", "carry", "ema")}
             self._unsealed = self._path / str(step)
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(_saved(state), save_args=stored.in_chunks(_saved(state))),
-                    data=ocp.args.JsonSave({**data, "offset": offset}),
-                    meta=ocp.args.JsonSave(self._meta),
-                ),
-                force=True,
-            )
-        return time.perf_counter() - began
+            try:
+                self._manager.save(
+                    step,
+                    args=ocp.args.Composite(
+                        state=ocp.args.StandardSave(content, save_args=stored.in_chunks(content)),
+                        data=ocp.args.JsonSave({**data, **history._asdict()}),
+                        meta=ocp.args.JsonSave(self._meta | ({"weights_only": True} if weights_only else {})),
+                    ),
+                    force=True,
+                )
+            except Exception as error:  # noqa: BLE001  whatever a disk raises
+                self._failed(error)
+        return Saved(time.perf_counter() - began, self._failures)
 
     def score(self, step: int, record: Mapping[str, float]) -> None:
         """Tells how good a step is; by config.checkpoint.best, it may be kept for that."""
@@ -115,12 +143,32 @@ class Checkpointer:
         """
         found = self._newest(self._manager, self._path, plan, data)
         if not found and self._config.resume.path:
-            path = pathlib.Path(self._config.resume.path).expanduser().absolute() / "checkpoints"
+            path = _folder(self._config.resume.path) / "checkpoints"
             with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
                 found = self._newest(manager, path, plan, data)
             if not found:
                 raise CheckpointError(f"config.resume.path: {path} holds no checkpoint")
         return found
+
+    def rewind(self, plan: Plan, before: int) -> tuple[TrainState, int] | None:
+        """The newest saved state of at most ``before`` batches, and its step; None when there is none that can be read.
+
+        Of the regular saves, so that it is the same one however often the run was interrupted.
+        """
+        self._finish()
+        steps = [step for step in sorted(self._manager.all_steps(), reverse=True) if step <= before and self.is_due(step)]
+        for step in distributed.agree_on(steps):
+            if not distributed.agree(bool(self._damage(self._path / str(step)))):
+                saved = self._manager.restore(
+                    step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_saved(plan.state)))
+                )["state"]
+                return _state(saved, plan), step
+        return None
+
+    def is_finished(self) -> bool:
+        """Whether the run has ended with a step of weights only, from which nothing can go on."""
+        last = self._path / str(self._config.train.steps)
+        return bool(distributed.agree(last.exists() and bool(_read_meta(last).get("weights_only"))))
 
     def poll(self) -> None:
         """Lets the checksums of a step be written once it is whole. Costs nothing; call it every step."""
@@ -130,7 +178,7 @@ class Checkpointer:
             self._unsealed = None
 
     def close(self) -> None:
-        """Waits for a save in flight. Raises what it raised."""
+        """Waits for a save in flight. Raises CheckpointError when it failed."""
         try:
             self._finish()
         finally:
@@ -138,12 +186,30 @@ class Checkpointer:
             self._manager.close()
 
     def _finish(self) -> None:
-        self._manager.wait_until_finished()
-        self.poll()
-        while self._seals:
-            self._seals.pop().result()
+        try:
+            self._manager.wait_until_finished()
+            self.poll()
+            while self._seals:
+                self._seals.pop().result()
+        except Exception as error:  # noqa: BLE001  whatever a disk raises
+            self._failed(error)
 
-    def _damage(self, path: pathlib.Path) -> str:
+    def _failed(self, error: Exception) -> None:
+        """A save came to nothing: what config.checkpoint.on_error says. The steps before it are as they were."""
+        step, self._unsealed = self._unsealed, None
+        self._failures += 1
+        self._manager.reload()
+        whole = max(self._manager.all_steps(), default=None)
+        newest = f"the newest whole one is {whole}" if whole is not None else "there is none yet"
+        message = f"checkpoint {step or self._path} could not be written: {_first_line(error)}; {newest}"
+        if self._config.checkpoint.on_error == "stop":
+            raise CheckpointError(
+                f"{message}. Make room, or mend the disk, and say the same command again; to train on without, set "
+                "config.checkpoint.on_error='continue'"
+            ) from error
+        log.error("%s; training goes on (config.checkpoint.on_error), and the next save is at its time", message)
+
+    def _damage(self, path: epath.Path) -> str:
         """What the checksums say against a step, "" if nothing. Process 0 reads them for all."""
         if not self._config.checkpoint.verify or jax.process_index() != 0:
             return ""
@@ -155,9 +221,7 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             return _first_line(error)
 
-    def _newest(
-        self, manager: ocp.CheckpointManager, path: pathlib.Path, plan: Plan, data: Mapping[str, Any]
-    ) -> Restored | None:
+    def _newest(self, manager: ocp.CheckpointManager, path: epath.Path, plan: Plan, data: Mapping[str, Any]) -> Restored | None:
         steps = sorted(manager.all_steps(), reverse=True)
         for step in distributed.agree_on(steps):
             damage = self._damage(path / str(step))
@@ -176,10 +240,8 @@ class Checkpointer:
                 log.warning("checkpoint %s cannot be read and is left alone: %s", path / str(step), _first_line(error))
                 continue
             offset = self._check_data(path / str(step), step, found["data"], data)
-            saved = found["state"]
-            variables = plan.state.variables._replace(params=saved["params"], carry=saved["carry"])
-            state = TrainState(saved["step"], variables, saved["opt_state"], saved["ema"], state_lib.Norms(**saved["norms"]))
-            return Restored(state, step, offset, path / str(step))
+            history = History(offset, found["data"].get("rewinds", 0))
+            return Restored(_state(found["state"], plan), step, history, path / str(step))
         if steps:
             raise CheckpointError(
                 f"none of the checkpoints {steps} in {path} can be read; move that folder away to start afresh, "
@@ -187,8 +249,13 @@ class Checkpointer:
             )
         return None
 
-    def _check_model(self, manager: ocp.CheckpointManager, path: pathlib.Path, step: int) -> None:
+    def _check_model(self, manager: ocp.CheckpointManager, path: epath.Path, step: int) -> None:
         meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        if meta.get("weights_only"):
+            raise CheckpointError(
+                f"checkpoint {path} holds weights only, without the optimizer: nothing can go on from it. Start another run "
+                f"from it with another config.workdir and config.warm_start.source={str(path)!r}"
+            )
         if meta["parameters"] != self._meta["parameters"]:
             changed = _differences(meta["config"]["model"] or {}, self._meta["config"]["model"] or {})
             raise CheckpointError(
@@ -196,9 +263,9 @@ class Checkpointer:
                 "config.workdir, or set the model back"
             )
 
-    def _check_data(self, path: pathlib.Path, step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
+    def _check_data(self, path: epath.Path, step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
         """The offset from which positions count, after a look at the fingerprints."""
-        own = {"position", "offset"}
+        own = {"position", *History._fields}
         changed = _differences({k: v for k, v in saved.items() if k not in own}, {k: v for k, v in now.items() if k not in own})
         if not changed:
             return saved["offset"]
@@ -218,7 +285,7 @@ class _Scores:
     best.json also has the step and value of the last progress: of an improvement on the one before by more than min_delta.
     """
 
-    def __init__(self, path: pathlib.Path, config: config_lib.Checkpoint, min_delta: float):
+    def __init__(self, path: epath.Path, config: config_lib.Checkpoint, min_delta: float):
         self._min_delta = min_delta
         self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
         self._best: dict[str, Any] = json.loads(path.read_text()) if config.best and path.exists() else {}
@@ -239,7 +306,7 @@ class _Scores:
         if changed != self._best:
             self._best = changed
             if jax.process_index() == 0:
-                temporary = self._path.with_suffix(".new")
+                temporary = self._path.parent / f"{self._path.name}.new"
                 temporary.write_text(json.dumps(self._best))
                 temporary.replace(self._path)
 
@@ -251,6 +318,50 @@ class _Scores:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
         return [checkpoint.step == self._best.get("step") for checkpoint in checkpoints]
+
+
+def _folder(path: str) -> epath.Path:
+    """A folder by its absolute path or its URL."""
+    return epath.Path(path) if "://" in path else epath.Path(path).expanduser().absolute()
+
+
+def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
+    """Raises CheckpointError, naming the processes, unless all see the same folder: a checkpoint is written by all of them.
+
+    Process 0 leaves a file there, which the others look for: that long, since a network file system may show it late.
+    """
+    if jax.process_count() == 1:
+        return
+    token = f".shared-{distributed.agree(uuid.uuid4().int % 2**31)}"
+    if jax.process_index() == 0:
+        (folder / token).write_text("")
+    distributed.agree(0)  # it is there from here on
+    deadline = time.monotonic() + seconds
+    while not (found := (folder / token).exists()) and time.monotonic() < deadline:
+        list(folder.iterdir())  # makes some network file systems look again
+        time.sleep(0.2)
+    blind = [i for i, seen in enumerate(distributed.gather(int(found))) if not seen]
+    if jax.process_index() == 0:
+        (folder / token).unlink()
+    if blind:
+        raise CheckpointError(
+            f"{folder} is not one folder for all processes: {', '.join(map(str, blind))} of {jax.process_count()} do not see "
+            "what process 0 writes there. It must be on a file system that all hosts share, or in an object store: set "
+            "config.workdir, or config.checkpoint.folder"
+        )
+
+
+def _read_meta(step: epath.Path) -> dict[str, Any]:
+    """What is readable of a step's meta; a damaged one is found when the step is read."""
+    try:
+        return json.loads((step / "meta" / "metadata").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _state(saved: Mapping[str, Any], plan: Plan) -> TrainState:
+    variables = plan.state.variables._replace(params=saved["params"], carry=saved["carry"])
+    return TrainState(saved["step"], variables, saved["opt_state"], saved["ema"], state_lib.Norms(**saved["norms"]))
 
 
 def _saved(state: TrainState) -> dict[str, Any]:

@@ -216,18 +216,25 @@ class Lora:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Asynchronous checkpoints in workdir/checkpoints."""
+    """Asynchronous checkpoints; `jaxtrain.checkpoint` lists the files of one."""
+
+    folder: str = ""  # [path or URL] of the checkpoints, for example gs://bucket/run/checkpoints; empty = workdir/checkpoints
 
     every: int = 500  # [steps] between saves; the last step is always saved
     keep: int = 3  # [checkpoints] newest ones that stay on disk
     keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
     verify: bool = True  # [bool] compare every byte of a checkpoint with its checksums before going on from it
     best: str = ""  # [metric] whose best step stays for good: the largest value, or with "-" before it the smallest
+    final: str = "resumable"  # [name] content of the last step: resumable, or weights (nothing can go on from those)
+    on_error: str = "stop"  # [name] when a save fails: stop the run, or continue without that save
 
     def problems(self) -> Iterator[tuple[str, str]]:
         for name, low in (("every", 1), ("keep", 1), ("keep_every", 0)):
             if getattr(self, name) < low:
                 yield name, f"is {getattr(self, name)}; it must be at least {low}"
+        for name, allowed in (("final", ("resumable", "weights")), ("on_error", ("stop", "continue"))):
+            if (value := getattr(self, name)) not in allowed:
+                yield name, f"is {value!r}; {_choices(value, allowed)}"
 
 
 @dataclass(frozen=True)
@@ -240,7 +247,7 @@ class Resume:
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.data not in ("exact", "restart"):
             yield "data", f"is {self.data!r}; {_choices(self.data, ('exact', 'restart'))}"
-        if self.path and not (pathlib.Path(self.path).expanduser() / "checkpoints").is_dir():
+        if self.path and "://" not in self.path and not (pathlib.Path(self.path).expanduser() / "checkpoints").is_dir():
             yield "path", f"is {self.path!r}, which has no folder checkpoints; name the workdir of a run"
 
 
@@ -273,14 +280,15 @@ class Guard:
     spike: float = 0.0  # [ratio] gradient norm over its running average from which a step is skipped; 0 = non-finite ones only
     decay: float = 0.99  # [1] of that average
     settle: int = 100  # [steps] before spikes are judged
-    patience: int = 10  # [steps] skipped in a row after which the run stops
+    patience: int = 10  # [steps] skipped in a row after which the run stops, or rewinds
+    rewinds: int = 0  # [times] that it goes back to its last checkpoint instead; all batches since then count as skipped
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.spike and self.spike <= 1:
             yield "spike", f"is {self.spike}; a ratio above 1 is wanted, for example 10, or 0 for no limit"
         if not 0 <= self.decay < 1:
             yield "decay", f"is {self.decay}; a decay lies in [0, 1)"
-        for name, low in (("settle", 0), ("patience", 1)):
+        for name, low in (("settle", 0), ("patience", 1), ("rewinds", 0)):
             if getattr(self, name) < low:
                 yield name, f"is {getattr(self, name)}; it must be at least {low}"
 

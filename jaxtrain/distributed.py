@@ -168,6 +168,13 @@ def agree_on(values: Sequence[int]) -> list[int]:
     return [agree(values[i] if i < len(values) else 0) for i in range(agree(len(values)))]
 
 
+def gather(value: int) -> list[int]:
+    """Every process's number, by process, on all processes."""
+    if jax.process_count() == 1:
+        return [value]
+    return [int(x) for x in multihost_utils.process_allgather(np.int32(value))]
+
+
 class StopSignals:
     """Remembers that a signal asked the run to save and end. A second one ends the process there and then.
 

@@ -5,6 +5,7 @@ split; when a run goes on from an earlier step, what was written after it is dro
 """
 
 import dataclasses
+import errno
 import json
 import logging
 import math
@@ -25,6 +26,7 @@ from jaxtrain import chips
 from jaxtrain.config import Config
 from jaxtrain.types import Mean
 
+log = logging.getLogger("jaxtrain")
 WAIT_WORTH_MENDING = 0.05  # [share] of the time
 
 
@@ -57,12 +59,34 @@ class JsonlWriter:
             temporary = path.with_suffix(f".{os.getpid()}")
             temporary.write_text("".join(line + "\n" for line in kept))
             temporary.replace(path)
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._waiting: list[bytes] = []
+        self._warned = False
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, "split": split, **{k: _rounded(v) for k, v in record.items()}}) + "\n")
+        line = json.dumps({"step": step, "split": split, **{k: _rounded(v) for k, v in record.items()}}) + "\n"
+        self._waiting.append(line.encode())
+        self._flush()
+
+    def _flush(self) -> None:
+        """Writes what waits; on a disk that is full, keeps it for the next record. A line is written whole or not at all."""
+        try:
+            while self._waiting:
+                end = os.fstat(self._file.fileno()).st_size
+                if self._file.write(self._waiting[0]) != len(self._waiting[0]):
+                    self._file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._waiting.pop(0)
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                log.error("%s cannot be written (%s); records are kept in memory until it can", self._file.name, error.strerror)
+            self._warned = True
 
     def close(self) -> None:
+        self._flush()
+        if self._waiting:
+            log.error("%d records of %s were never written", len(self._waiting), self._file.name)
         self._file.close()
 
 
@@ -189,11 +213,19 @@ class LogFile(logging.FileHandler):
         super().__init__(os.path.join(folder, f"process-{process}.log"))
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk costs this file its lines, and the console no tracebacks: they say what matters there."""
+
 
 class Meter:
-    """Rates between two progress lines: samples/s, MFU, share of time spent waiting for data, time left."""
+    """Rates between two progress lines: samples/s, MFU, share of time spent waiting for data, time left.
+
+    Attributes:
+      seconds_per_step: the latest; nan before the first.
+    """
 
     def __init__(self, *, steps: int, batch: int, flops: int, peak: float, full_flops: int = 0):
+        self.seconds_per_step = math.nan
         self._steps, self._batch, self._flops, self._full_flops, self._peak = steps, batch, flops, full_flops, peak
         self._start = self._last = (time.perf_counter(), 0, 0.0)
 
@@ -206,6 +238,7 @@ class Meter:
         then, first, waited_then = self._last
         seconds, steps = max(now - then, 1e-9), step - first
         self._last = (now, step, waited)
+        self.seconds_per_step = seconds / steps if steps else self.seconds_per_step
         return {
             "steps_per_second": steps / seconds,
             "samples_per_second": steps * self._batch / seconds,

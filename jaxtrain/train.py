@@ -47,12 +47,12 @@ class Preempted(Exception):
 def run(config: config_lib.Config) -> dict[str, float]:
     """Trains ``config`` to its last step, going on from the newest checkpoint in its workdir.
 
-    Returns the last evaluation (empty without a test split).
+    Returns the last evaluation (empty without a test split, and for a run that had ended with weights only).
 
     Raises:
       USER_ERRORS: a mistake with its remedy.
       Preempted: one of config.preemption.signals came, to this process or another.
-      FloatingPointError: config.guard.patience steps in a row were not finite, or spikes.
+      FloatingPointError: config.guard.patience steps in a row were not finite, or spikes, and there is no rewind left.
     """
     with contextlib.ExitStack() as closing:
         return _run(config, closing)
@@ -116,13 +116,17 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     watchdog.starting("its checkpoint")
     checkpointer = checkpoint_lib.Checkpointer(config, task)
     closing.callback(checkpointer.close)
+    if checkpointer.is_finished():
+        log.info("the run has already ended at step %d, with weights only", config.train.steps)
+        return {}
     restored = checkpointer.restore(plan, loader.state(0))
     if restored:
-        state, step, offset, found = restored
+        state, step, history, found = restored
         state = _with_frozen(config, task, plan, state)
         log.info("going on from step %d: %s", step, found)
     else:
-        state, step, offset = _initial_state(config, task, tx, plan), 0, 0
+        state, step, history = _initial_state(config, task, tx, plan), 0, checkpoint_lib.History()
+    offset = history.offset
     if distributed.is_main():
         config_lib.save(config, config.workdir)
     writers = metrics.make_writers(config, step) if distributed.is_main() else []
@@ -163,7 +167,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     meter = metrics.Meter(
         steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=peak, full_flops=task.full_flops
     )
-    skipped_in_a_row = 0
+    skipped_in_a_row, last_good, gone_bad = 0, step, False
 
     progress = jax.jit(task.progress, out_shardings=layout.replicated())
     trials = [(trial, jax.jit(trial.run, out_shardings=layout.replicated())) for trial in task.trials]
@@ -200,13 +204,14 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
 
     def report(step: int, out: step_lib.Metrics, batch: Batch) -> bool:
         """Waits for a step and writes its record. True when it came to nothing because a process asked to stop."""
-        nonlocal skipped_in_a_row
+        nonlocal skipped_in_a_row, last_good, gone_bad
         record = metrics.mean([out])
         watchdog.beat(f"step {step + 1}")
         if record.pop("stopped"):
             return True
         if record["skipped"]:
             skipped_in_a_row += 1
+            gone_bad = gone_bad or skipped_in_a_row >= config.guard.patience
             rows_read = feed.local_values(batch["index"]) if "index" in batch else "not named by the loader"
             log.warning(
                 "step %d skipped: loss %g, gradient norm %g; recordings %s",
@@ -215,14 +220,8 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
                 record["grad_norm"],
                 rows_read,
             )
-            if skipped_in_a_row >= config.guard.patience:
-                raise FloatingPointError(
-                    f"{skipped_in_a_row} steps in a row up to {step} were skipped (loss {record['loss']}, gradient norm "
-                    f"{record['grad_norm']}); lower config.optim.lr, or look at those recordings. The last checkpoint in "
-                    f"{config.workdir} is from before"
-                )
         else:
-            skipped_in_a_row = 0
+            skipped_in_a_row, last_good = 0, last_good if gone_bad else step
         if step % config.metrics.every == 0 or step == config.train.steps or record["skipped"]:
             rates = meter.rates(step, stream.waited)
             for writer in writers:
@@ -230,6 +229,40 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
             slowest = loader.diagnostics().get("slowest")
             console.progress(metrics.progress_line(step, config.train.steps, record["loss"], rates, slowest=slowest))
         return False
+
+    def save(step: int) -> None:
+        seconds, failures = checkpointer.save(step, state, loader.state(step - offset), history)
+        waited = {"seconds": seconds, "steps": seconds / meter.seconds_per_step, "failures": failures}
+        for writer in writers:
+            writer.write(step, "save", waited)
+        watchdog.beat(f"step {step + 1}")
+
+    def rewind(step: int) -> state_lib.TrainState:
+        """The state before things went bad; the batches since then have been read, and count as skipped."""
+        nonlocal history, skipped_in_a_row, last_good, gone_bad
+        found = checkpointer.rewind(plan, last_good) if history.rewinds < config.guard.rewinds else None
+        if not found:
+            raise FloatingPointError(
+                f"{config.guard.patience} steps in a row after {last_good} were skipped: their gradients were not finite, or "
+                f"spikes. Lower config.optim.lr, look at those recordings, or raise config.guard.rewinds (it is "
+                f"{config.guard.rewinds}, and the run has rewound {history.rewinds} times). The last checkpoint in "
+                f"{config.workdir} is from before"
+            )
+        older, at = found
+        history = history._replace(rewinds=history.rewinds + 1)
+        log.warning(
+            "%d steps in a row after %d were skipped: the state is again that of step %d, and batches %d to %d count as "
+            "skipped (rewind %d of %d)",
+            config.guard.patience,
+            last_good,
+            at,
+            at + 1,
+            step,
+            history.rewinds,
+            config.guard.rewinds,
+        )
+        skipped_in_a_row, last_good, gone_bad = 0, step, False
+        return older.replace(step=state.step, variables=older.variables._replace(frozen=state.variables.frozen))
 
     # 8. The loop. A step is reported one late, so that the device always has its next one before we wait; where we wait
     #    anyway, for a checkpoint or an evaluation, at once.
@@ -257,21 +290,23 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         pending = (step, out, batch)
         checkpointer.poll()
         saves, looks = checkpointer.is_due(step), _looks(config, step)
-        if saves or looks:
+        if saves or looks or gone_bad:
             if report(*pending):
                 break
             pending = None
-        if saves:
-            seconds = checkpointer.save(step, state, loader.state(step - offset), offset=offset)
-            for writer in writers:
-                writer.write(step, "save", {"seconds": seconds})
-            watchdog.beat(f"step {step + 1}")
+        if gone_bad:
+            state = rewind(step)
+        resumable = step < config.train.steps or config.checkpoint.final == "resumable"
+        if saves and resumable:
+            save(step)
         if looks and test.n_batches:
             last = evaluate(step)
             checkpointer.score(step, last)
             if checkpointer.stalled(step) and not saves:
-                checkpointer.save(step, state, loader.state(step - offset), offset=offset)
-        if looks or saves:
+                save(step)
+        if saves and not resumable:
+            save(step)  # last: nothing goes on from it, neither to this evaluation
+        if not pending:
             meter.begin(step, stream.waited)
     else:
         if step < config.train.steps:
@@ -282,7 +317,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
 
     # 9. Some process asked to stop: no step since has changed the state.
     step = int(state.step)
-    checkpointer.save(step, state, loader.state(step - offset), offset=offset)
+    checkpointer.save(step, state, loader.state(step - offset), history)
     raise Preempted(f"ended by {stop.reason} after step {step}, saved in {config.workdir}")
 
 

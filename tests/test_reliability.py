@@ -3,14 +3,17 @@
 import json
 import os
 import signal
+import subprocess
 import time
 
 import pytest
 from test_train import command, corpus, folder, free_port, hashes, ids, records, run  # noqa: F401
 
+from jaxtrain import metrics
+
 # A loader that can poison a batch, and that can stop to deliver.
 UNRULY_LOADER = """
-import os, time
+import os, signal, time
 import numpy as np
 from loaders.spectrogram import Config, facts, fields
 from loaders import spectrogram
@@ -26,6 +29,10 @@ class Unruly:
             if position == int(os.environ.get("STALL_AT", 0)):
                 open(os.environ["STALLED"], "w").close()
                 time.sleep(300)
+            if position == int(os.environ.get("UNRULY_KILL_AT", 0)):
+                while not os.path.isdir(os.environ["KILL_AFTER"]):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
             if position in [int(p) for p in os.environ.get("POISON", "").split(",") if p]:
                 # In the last shard of rows only: one device sees it, all must skip.
                 parts = [np.array(x) for x in batch["spectrogram"]]
@@ -90,7 +97,29 @@ def test_promise_8_a_bad_step_is_skipped_counted_and_its_recordings_are_named(un
 
 def test_promise_8_too_many_bad_steps_in_a_row_end_the_run(unruly, corpus):  # noqa: F811
     output = run(unruly, f"tiny.py:{corpus}", "--config.loader=unruly", "--config.guard.patience=3", POISON="2,3,4,5,6", code=1)
-    assert "3 steps in a row up to 4 were skipped" in output
+    assert "3 steps in a row after 1 were skipped" in output
+
+
+def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(unruly, corpus):  # noqa: F811
+    """Batches 8 to 10 are bad, the last checkpoint is 6: its state goes on after 11. A kill on the way changes nothing."""
+    args = (unruly, f"tiny.py:{corpus}", "--config.loader=unruly", "--config.train.eval_every=0", "--config.checkpoint.every=6")
+    args = (*args, "--config.train.steps=18")
+    rewinding = (*args, "--config.guard.patience=3", "--config.guard.rewinds=1")
+    output = run(*rewinding, "--config.workdir=rewound", POISON="8,9,10")
+    assert "3 steps in a row after 7 were skipped: the state is again that of step 6, and batches 7 to 11 count" in output
+    run(*args, "--config.workdir=skipped", POISON="7,8,9,10,11")
+    assert hashes(unruly / "rewound", 18) == hashes(unruly / "skipped", 18)
+    found = records(unruly / "rewound", "train")
+    assert sorted(found) == list(range(1, 19)) and [s for s in found if found[s]["skipped"]] == [8, 9, 10]
+
+    killed, after = (*rewinding, "--config.workdir=killed"), str(unruly / "killed" / "checkpoints" / "6")
+    run(*killed, code=-signal.SIGKILL, POISON="8,9,10", UNRULY_KILL_AT="14", KILL_AFTER=after)
+    run(*killed, POISON="8,9,10")
+    assert hashes(unruly / "killed", 18) == hashes(unruly / "rewound", 18)
+    assert records(unruly / "killed", "train") == found
+
+    output = run(*rewinding, "--config.workdir=twice", "--config.guard.patience=2", POISON="8,9,12,13", code=1)
+    assert "the run has rewound 1 times" in output
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.slow)])
@@ -174,6 +203,97 @@ def test_changed_data_start_again_when_told_to_and_go_on_from_there(folder, corp
     )
     changed_ids, fresh_ids = ids(folder, "changed.jsonl"), ids(folder, "fresh.jsonl")
     assert {p: changed_ids[p] for p in range(1, 5)} == {p: fresh_ids[p] for p in range(1, 5)}
+
+
+def test_a_final_step_of_weights_is_explicit(folder, corpus):  # noqa: F811
+    args = (folder, f"tiny.py:{corpus}", "--config.checkpoint.every=4", "--config.checkpoint.final=weights")
+    run(*args, "--config.train.steps=6")
+    workdir = folder / "runs" / "tiny"
+    meta = json.loads((workdir / "checkpoints" / "6" / "meta" / "metadata").read_text())
+    assert meta["weights_only"] and 6 in records(workdir, "test")
+    saved = {path.split("'")[1] for path in hashes(workdir, 6)}
+    assert saved == {"step", "params", "ema"}  # and the carry, of which this workload has none
+    assert {"opt_state", "norms"} <= {path.split("'")[1] for path in hashes(workdir, 4)}
+    assert "already ended at step 6, with weights only" in run(*args, "--config.train.steps=6")
+    output = run(*args, "--config.train.steps=8", code=2)
+    assert "weights only" in output and "config.warm_start.source" in output
+    source = str(workdir / "checkpoints" / "6")
+    warm = run(*args, "--config.train.steps=1", "--config.workdir=warm", f"--config.warm_start.source={source}")
+    assert "warm start from" in warm
+
+
+def small_disk(folder, kilobytes):  # noqa: F811
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", folder]).returncode:
+        pytest.skip("only root may mount a small file system")
+    return folder
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(folder, corpus, policy):  # noqa: F811
+    disk = small_disk(folder / "disk", 20_000)
+    try:
+        args = (folder, f"tiny.py:{corpus}", f"--config.workdir={disk}/run", "--config.train.eval_every=0")
+        args = (*args, "--config.checkpoint.every=2", f"--config.checkpoint.on_error={policy}")
+        run(*args, "--config.train.steps=2")
+        before = hashes(disk / "run", 2)
+        (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 100_000))
+        output = run(*args, "--config.train.steps=8", code=0 if policy == "continue" else 2)
+        assert "could not be written" in output and "the newest whole one is 2" in output
+        assert ("training goes on" if policy == "continue" else "Make room") in output
+        assert hashes(disk / "run", 2) == before
+        (disk / "ballast").unlink()
+        output = run(*args, "--config.train.steps=10")
+        assert "going on from step 2" in output
+        assert sorted(records(disk / "run", "train")) == list(range(1, 11))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_promise_12_records_wait_for_room(folder, corpus):  # noqa: F811
+    """metrics.jsonl on a disk that is full for a while: whole lines, all of them, in order."""
+    disk = small_disk(folder / "disk", 64)
+    try:
+        writer = metrics.JsonlWriter(str(disk), 0)
+        room = os.statvfs(disk)
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - 4096))
+        for step in range(1, 101):
+            writer.write(step, "train", {"loss": 1 / 3, "grad_norm": 2 / 3})
+        assert len(records(disk, "train")) < 100
+        ballast.unlink()
+        writer.write(101, "train", {"loss": 1.0})
+        writer.close()
+        assert sorted(records(disk, "train")) == list(range(1, 102))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder, corpus):  # noqa: F811
+    """Process 1 in a mount namespace of its own, where the workdir is another disk: as on two hosts without a shared one."""
+    unshare = ["unshare", "--mount", "--propagation", "private"]
+    if os.geteuid() != 0 or subprocess.run([*unshare, "true"]).returncode:
+        pytest.skip("only root may make a mount namespace")
+    (folder / "elsewhere").mkdir()
+    (folder / "runs" / "tiny").mkdir(parents=True)
+    (folder / "apart.sh").write_text('mount --bind elsewhere runs/tiny && exec "$@"\n')
+    port = free_port()
+    prefixes = ([], [*unshare, "sh", "apart.sh"])
+    both = [
+        command(
+            folder,
+            f"tiny.py:{corpus}",
+            inside=prefix,
+            IDS=str(folder / f"ids{i}.jsonl"),
+            JAXTRAIN_COORDINATOR=f"127.0.0.1:{port}",
+            JAXTRAIN_PROCESSES="2",
+            JAXTRAIN_PROCESS=str(i),
+        )
+        for i, prefix in enumerate(prefixes)
+    ]
+    outputs = [p.communicate(timeout=120)[0] for p in both]
+    assert [p.returncode for p in both] == [2, 2], outputs
+    assert "is not one folder for all processes: 1 of 2 do not see" in outputs[0]
 
 
 def test_retention_keeps_the_last_the_milestones_and_the_best(folder, corpus):  # noqa: F811
