@@ -5,10 +5,11 @@
 The path is a folder that tools/prepare_giblet.py made of the film, its codes and embeddings, and the viewers' NIfTI files;
 "blank" has the published shapes and holds nothing, to plan with. Without one, `demo` is trained, a hundredth of the size.
 
-Parameters, gradients and AdamW's moments (``pytest tests/test_giblet_size.py``; the plan says it for other devices):
+Parameters, gradients and AdamW's moments (``pytest tests/test_giblet_size.py``), to which comes what a step needs beside: with
+float32 on eight TPU v4 1.3 GB each, by the compiler. ``--plan`` has it for other devices and settings:
 
-    float32                            133.8 GB    one GPU of 141 GB; 16.7 GB on each of eight, of 48 GB for example
-    model.param_dtype=bfloat16          66.9 GB    one GPU of 80 GB, if all else is small; two of 48 GB
+    float32                            133.8 GB    16.7 GB on each of eight
+    model.param_dtype=bfloat16          66.9 GB     8.4 GB on each of eight
 """
 
 import os

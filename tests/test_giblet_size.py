@@ -59,9 +59,11 @@ def test_bytes_are_the_known_ones(load):
         ("gpu:a6000x2", BFLOAT16, True),
     ],
 )
-def test_the_plan_says_what_fits_where(load, target, overrides, fits):
-    text, _ = plan_lib.report(load(*overrides), target)
-    assert ("more than a device has" not in text) == fits, text
+def test_state_and_gradients_fit_where(load, target, overrides, fits):
+    """A necessary condition, with which the plan's report begins: what the update needs beside comes on top."""
+    where = plan_lib.parse_target(target)
+    assembly = plan_lib.abstractly(load(*overrides), where)
+    assert (plan_lib.least(plan_lib.held(assembly.plan, assembly.layout, tiled=False)) <= where.memory) == fits
 
 
 @needs_libtpu
