@@ -38,25 +38,24 @@ def per_device(config, target):
 
 
 def test_bytes_are_the_known_ones(load):
-    """16 bytes a parameter with float32 and AdamW, gradients included; 8 with everything in bfloat16."""
+    """16 bytes a parameter with float32 and AdamW, gradients included."""
     one, eight = (plan_lib.parse_target(f"gpu:a6000x{n}") for n in (1, 8))
     config = load()
     assert specs.count(plan_lib.abstractly(config, one).task.specs.params) == 8_359_824_355
     assert per_device(config, one) == pytest.approx(133.76e9, rel=1e-4)
     assert per_device(config, eight) == pytest.approx(16.72e9, rel=2e-3)
-    assert per_device(load(*BFLOAT16), one) == pytest.approx(66.88e9, rel=1e-4)
+    narrow = plan_lib.abstractly(load(*BFLOAT16), one)
+    assert plan_lib.held(narrow.plan, narrow.layout, tiled=False)["parameters"] == pytest.approx(16.72e9, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("target", "overrides", "fits"),
     [
         ("gpu:h100x1", (), False),
-        ("gpu:h100x1", BFLOAT16, True),
         ("gpu:h200x1", (), True),
         ("gpu:a6000x1", BFLOAT16, False),
         ("gpu:a6000x8", (), True),
         ("gpu:a6000x2", (), False),
-        ("gpu:a6000x2", BFLOAT16, True),
     ],
 )
 def test_state_and_gradients_fit_where(load, target, overrides, fits):
