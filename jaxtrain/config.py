@@ -26,9 +26,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-OPTIMIZERS = ("adamw", "adam_atan2", "lion", "sign_sgd")
+OPTIMIZERS = ("adamw", "adam_atan2", "adafactor", "lion", "muon", "sign_sgd")
 CORRECTIONS = ("outside", "inside")
-SCHEDULES = ("constant", "cosine", "wsd")
+SCHEDULES = ("constant", "cosine", "wsd", "three_phase")
+MOMENTS = ("float32", "bfloat16", "int8")
+MUON_SCALES = ("rms", "in_out", "out_in")
 DECAY_SHAPES = ("linear", "cosine", "sqrt")
 RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")  # what jaxtrain.warm_start knows
 
@@ -80,11 +82,11 @@ class Group:
 class Optim:
     """A rule (`jaxtrain.optim.RULES` has the formulas) behind a clip of the global gradient norm."""
 
-    name: str = "adamw"  # [name] adamw, adam_atan2, lion, or sign_sgd (of a table: only the rows that a batch touches)
+    name: str = "adamw"  # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd (of a table: only the rows that are read)
     lr: float = 1e-4  # [1/step] peak learning rate
-    schedule: str = "cosine"  # [name] constant, cosine, or wsd (warm-up, stable, decay)
+    schedule: str = "cosine"  # [name] constant, cosine, wsd (warm-up, stable, decay), three_phase (wsd in shares of the run)
     warmup: int = 0  # [steps] linear rise from lr_init to lr
-    decay: int = 0  # [steps] length of wsd's decay, the last steps of the run
+    decay: int = 0  # [steps] length of wsd's decay, the last steps of the run; 0 = none, in three_phase 20 %
     decay_shape: str = "linear"  # [name] of wsd's decay: linear, cosine, sqrt
     lr_init: float = 0.0  # [ratio of lr] learning rate of the first update when there is a warm-up
     lr_floor: float = 0.0  # [ratio of lr] learning rate at the end
@@ -94,6 +96,14 @@ class Optim:
     atan2_a: float = 1.0  # [1] adam_atan2: factor of the update; 1.27 makes atan2(1, 1) move by lr
     atan2_b: float = 1.0  # [1] adam_atan2: factor of the root of the second moment
     atan2_correction: str = "outside"  # [name] adam_atan2: where the first moment's bias is corrected, outside or inside atan2
+    momentum: float = 0.95  # [1] muon: decay of the sum of gradients
+    muon_scale: str = "rms"  # [name] muon: rms (moves as far as AdamW), or by fan-out / fan-in of kernels in_out or out_in
+    rest: str = "adamw"  # [name] muon: rule of all but the hidden matrices: tables, heads, vectors
+    moments: str = "float32"  # [name] how moments are kept: float32, bfloat16, int8 (8 bits, blockwise scales)
+    masters: bool = False  # [bool] optimise float32 copies of the parameters, which stay in their own dtype
+    offload: bool = False  # [bool] keep the optimizer's state in host memory, and bring it over for each update
+    layer_decay: float = 1.0  # [1] factor of the learning rate from each layer to the one below
+    layer_first: str = r"(^|/)(w_patch|b_patch|embed|pos|cls)[^/]*$"  # [regex] layer_decay: parameters below the first layer
     weight_decay: float = 0.05  # [1] decoupled, times the learning rate
     clip: float = 1.0  # [norm] largest global gradient norm; 0 = no clipping
     decayed: str = r"(^|/)w[^/]*$"  # [regex] parameters that weight decay applies to: the matrices
@@ -102,7 +112,8 @@ class Optim:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         patterns = {f"groups[{i}].match": group.match for i, group in enumerate(self.groups)}
-        for name, pattern in {"decayed": self.decayed, "undecayed": self.undecayed, **patterns}.items():
+        own = {name: getattr(self, name) for name in ("decayed", "undecayed", "layer_first")}
+        for name, pattern in {**own, **patterns}.items():
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -118,6 +129,9 @@ class Optim:
             ("schedule", SCHEDULES),
             ("decay_shape", DECAY_SHAPES),
             ("atan2_correction", CORRECTIONS),
+            ("moments", MOMENTS),
+            ("muon_scale", MUON_SCALES),
+            ("rest", tuple(name for name in OPTIMIZERS if name != "muon")),
         ):
             if (value := getattr(self, name)) not in allowed:
                 yield name, f"is {value!r}; {_choices(value, allowed)}"
@@ -129,12 +143,14 @@ class Optim:
                 yield name, f"is {getattr(self, name)}; it must be positive"
         if self.lr <= 0:
             yield "lr", f"is {self.lr}; it must be positive"
-        if self.decay and self.schedule != "wsd":
+        if self.decay and self.schedule not in ("wsd", "three_phase"):
             yield (
                 "decay",
                 f"is {self.decay}, but only schedule='wsd' has a decay phase, and schedule is {self.schedule!r}",
             )
-        for name in ("b1", "b2"):
+        if not 0 < self.layer_decay <= 1:
+            yield "layer_decay", f"is {self.layer_decay}; it lies in (0, 1], for example 0.75; 1 = none"
+        for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}; a decay lies in [0, 1)"
 

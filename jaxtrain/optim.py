@@ -5,15 +5,17 @@ a parameter that no pattern names, or a pattern that names no parameter, is an e
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from jaxtrain import rules
 from jaxtrain.config import Group, Optim
-from jaxtrain.specs import map_specs, path_name, paths
-from jaxtrain.types import Array, PyTree
+from jaxtrain.specs import is_spec, map_specs, path_name, paths
+from jaxtrain.types import Array, PyTree, Spec
 
 Schedule = Callable[[Array | int], Array]
 
@@ -27,12 +29,17 @@ def make_schedule(optim: Optim, steps: int) -> Schedule:
 
     cosine: floor + (1 - floor) (1 + cos(pi x)) / 2 with x = (s - warmup) / (steps - warmup) (Loshchilov & Hutter 2017).
     wsd: 1 until s = steps - decay, then 1 - (1 - floor) falls as 1 - x, (1 + cos(pi x)) / 2 or 1 - sqrt(x) (Hu et al. 2024).
+    three_phase: wsd in shares of the run, as prime-rl has it: a warm-up from 1e-8 in the first 5 %, a decay in the last 20 %,
+    where optim does not say otherwise.
     """
-    warmup, floor = optim.warmup, optim.lr_floor
+    warmup, decay, init, floor = optim.warmup, optim.decay, optim.lr_init, optim.lr_floor
+    if optim.schedule == "three_phase":
+        warmup, decay, init = warmup or round(0.05 * steps), decay or round(0.2 * steps), init or 1e-8
     start, length, shape = {
         "constant": (steps, 0, "linear"),
         "cosine": (warmup, steps - warmup, "cosine"),
-        "wsd": (steps - optim.decay, optim.decay, optim.decay_shape),
+        "wsd": (steps - decay, decay, optim.decay_shape),
+        "three_phase": (steps - decay, decay, optim.decay_shape),
     }[optim.schedule]
     falls = {
         "linear": lambda x: 1 - x,
@@ -47,7 +54,7 @@ def make_schedule(optim: Optim, steps: int) -> Schedule:
             x = jnp.clip((s - start) / length, 0, 1)
             rate = floor + (1 - floor) * falls[shape](x)
         if warmup:
-            rate = jnp.where(s < warmup, optim.lr_init + (1 - optim.lr_init) * s / warmup, rate)
+            rate = jnp.where(s < warmup, init + (1 - init) * s / warmup, rate)
         return rate
 
     return schedule
@@ -60,27 +67,34 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> optax.Gradient
     sign_sgd that is named there, only the rows that the step has read move or decay.
 
     Raises:
-      OptimError: a parameter that neither or both of optim.decayed and optim.undecayed match, a group without parameters.
+      OptimError: a parameter that neither or both of optim.decayed and optim.undecayed match, a group without parameters, a
+        rule that a parameter cannot have, masters or layer_decay that no parameter asks for.
     """
-    groups = _groups(optim, specs)
+    groups, depths = _groups(optim, specs), _depths(optim, specs)
     schedule = make_schedule(optim, steps)
     decays = map_specs(lambda path, _: re.search(optim.decayed, path) is not None, specs)
-    rates = jax.tree.map(lambda g: 0.0 if g.freeze else optim.lr if g.lr is None else g.lr, groups)
+    rates = jax.tree.map(lambda g, d: (0.0 if g.freeze else optim.lr if g.lr is None else g.lr) * d, groups, depths)
     weights = jax.tree.map(
         lambda g, decay: (optim.weight_decay if g.weight_decay is None else g.weight_decay) * decay * (not g.freeze),
         groups,
         decays,
     )
     frozen = jax.tree.map(lambda g: g.freeze, groups)
-    return optax.chain(
+    names = _rules(optim, specs, groups)
+    tx = optax.chain(
         # Frozen gradients leave first: they must not count in the norm that the others are clipped by.
         optax.masked(optax.set_to_zero(), frozen) if any(jax.tree.leaves(frozen)) else optax.identity(),
-        optax.clip_by_global_norm(optim.clip) if optim.clip else optax.identity(),
-        *_by_rule(optim, jax.tree.map(lambda g: g.name or optim.name, groups)),
+        _clip(optim.clip) if optim.clip else optax.identity(),
+        *_by_rule(optim, specs, names),
         _add_decayed(weights),
         _scale_by_rates(rates, schedule),
-        _only_touched(jax.tree.map(lambda g: (g.name or optim.name) == "sign_sgd", groups)),
+        _only_touched(jax.tree.map(lambda name: name == "sign_sgd", names)),
     )
+    if not optim.masters:
+        return tx
+    if all(jnp.dtype(spec.dtype) == jnp.float32 for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
+        raise OptimError("optim.masters=True, but every parameter is float32 already; leave it out, or make them bfloat16")
+    return rules.with_masters(tx)
 
 
 def scale_by_adam_atan2(b1: float, b2: float, *, a: float, b: float, correction: str) -> optax.GradientTransformation:
@@ -109,24 +123,98 @@ def scale_by_adam_atan2(b1: float, b2: float, *, a: float, b: float, correction:
     return optax.GradientTransformation(init, update)
 
 
-# name -> the update before decay and rate.
-RULES: dict[str, Callable[[Optim], optax.GradientTransformation]] = {
+# name -> (optim, path -> spec) -> the update before decay and rate.
+RULES: dict[str, Callable[[Optim, Mapping[str, Spec]], optax.GradientTransformation]] = {
     # m_hat / (sqrt(v_hat) + eps) (Loshchilov & Hutter 2019)
-    "adamw": lambda o: optax.scale_by_adam(b1=o.b1, b2=o.b2, eps=o.eps),
-    "adam_atan2": lambda o: scale_by_adam_atan2(o.b1, o.b2, a=o.atan2_a, b=o.atan2_b, correction=o.atan2_correction),
+    "adamw": lambda o, _: optax.scale_by_adam(b1=o.b1, b2=o.b2, eps=o.eps),
+    "adam_atan2": lambda o, _: scale_by_adam_atan2(o.b1, o.b2, a=o.atan2_a, b=o.atan2_b, correction=o.atan2_correction),
+    # g / sqrt(v) with v of rank one: rows + columns numbers instead of rows × columns
+    "adafactor": lambda o, _: rules.scale_by_adafactor(),
     # sign(b1 m + (1 - b1) g), then m <- b2 m + (1 - b2) g (Chen et al. 2023)
-    "lion": lambda o: optax.scale_by_lion(b1=o.b1, b2=o.b2),
+    "lion": lambda o, _: optax.scale_by_lion(b1=o.b1, b2=o.b2),
+    "muon": lambda o, specs: rules.scale_by_muon(specs, momentum=o.momentum, scale=o.muon_scale),
     # sign(g), without state: a table of millions of rows needs no moments
-    "sign_sgd": lambda o: optax.scale_by_sign(),
+    "sign_sgd": lambda o, _: optax.scale_by_sign(),
 }
 
 
-def _by_rule(optim: Optim, names: PyTree) -> list[optax.GradientTransformation]:
-    """Each rule on its own parameters, keeping moments of these alone."""
+def _rules(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
+    """The name of every parameter's rule; optim.name="muon" leaves what is no hidden matrix to optim.rest."""
+    problems = []
+
+    def name(path: str, spec: Spec, group: Group) -> str:
+        if group.name == "muon" and not group.freeze:
+            try:
+                rules.matrix_axes(path, spec)
+            except rules.RuleError as error:
+                problems.append(str(error))
+        if group.name is None and optim.name == "muon" and not rules.is_hidden_matrix(path, spec):
+            return optim.rest
+        return group.name or optim.name
+
+    leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+    names = [name(*each) for each in zip(paths(specs), leaves, jax.tree.leaves(groups), strict=True)]
+    if problems:
+        raise OptimError("\n".join(problems))
+    return tree.unflatten(names)
+
+
+def _by_rule(optim: Optim, specs: PyTree, names: PyTree) -> list[optax.GradientTransformation]:
+    """Each rule on its own parameters, keeping moments of these alone, as optim.moments says."""
+    table = dict(zip(paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True))
     used = sorted(set(jax.tree.leaves(names)))
+    made = {name: RULES[name](optim, table) for name in used}
+    made = {
+        name: tx if name == "sign_sgd" else rules.in_float32(tx if name == "adafactor" else rules.stored(tx, optim.moments))
+        for name, tx in made.items()
+    }
     if len(used) == 1:
-        return [RULES[used[0]](optim)]
-    return [optax.masked(RULES[rule](optim), jax.tree.map(lambda name, rule=rule: name == rule, names)) for rule in used]
+        return [made[used[0]]]
+    return [optax.masked(made[rule], jax.tree.map(lambda name, rule=rule: name == rule, names)) for rule in used]
+
+
+def _clip(most: float) -> optax.GradientTransformation:
+    """Scales all gradients down to a global norm of ``most``, which is summed in float32 whatever their dtype."""
+
+    def update(grads: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
+        del params
+        norm = global_norm(grads)
+        factor = jnp.where(norm < most, 1.0, most / norm)
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def global_norm(tree: PyTree) -> Array:
+    """The root of the sum of all squares, in float32."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
+
+
+def _depths(optim: Optim, specs: PyTree) -> PyTree:
+    """What each parameter's rate is multiplied by: layer_decay to the number of layers above (Clark et al. 2020).
+
+    Layer i of a stack of n has n - i of them (the head is one), what matches optim.layer_first n + 1, all else none.
+    """
+    stacks = [spec.shape[spec.axes.index("layer")] for spec in jax.tree.leaves(specs, is_leaf=is_spec) if "layer" in spec.axes]
+    if optim.layer_decay == 1:
+        return map_specs(lambda path, spec: 1.0, specs)
+    if not stacks:
+        raise OptimError(f"optim.layer_decay={optim.layer_decay}, but no parameter has an axis 'layer'; leave it at 1")
+    if not any(re.search(optim.layer_first, path) for path in paths(specs)):
+        known = ", ".join(paths(specs))
+        raise OptimError(
+            f"optim.layer_first={optim.layer_first!r} matches no parameter; name those below the layers of {known}"
+        )
+
+    def one(path: str, spec: Spec) -> float | np.ndarray:
+        if "layer" in spec.axes:
+            at = spec.axes.index("layer")
+            above = spec.shape[at] - np.arange(spec.shape[at])
+            shape = [1] * at + [-1] + [1] * (len(spec.shape) - at - 1)
+            return (optim.layer_decay**above).astype(np.float32).reshape(shape)
+        return optim.layer_decay ** (max(stacks) + 1) if re.search(optim.layer_first, path) else 1.0
+
+    return map_specs(one, specs)
 
 
 def _only_touched(sparse: PyTree) -> optax.GradientTransformationExtraArgs:

@@ -125,7 +125,9 @@ def assemble(config: config_lib.Config, mesh: jax.sharding.Mesh | jax.sharding.A
     task = lora.adapt(task, config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
     fields = importlib.import_module(config.loader).fields(config.data)
-    plan = state_lib.make_plan(task, tx, layout, fields, batch=config.train.batch, ema=config.train.ema > 0)
+    plan = state_lib.make_plan(
+        task, tx, layout, fields, batch=config.train.batch, ema=config.train.ema > 0, offload=config.optim.offload
+    )
     return Assembly(config, layout, task, tx, plan)
 
 

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain import specs
-from jaxtrain.layout import Layout
+from jaxtrain.layout import Layout, LayoutError
 from jaxtrain.types import Array, Key, PyTree, Task, Variables
+
+HOST = "pinned_host"  # memory kind of what is offloaded
 
 
 class Norms(NamedTuple):
@@ -41,15 +44,23 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    task: Task, tx: optax.GradientTransformation, layout: Layout, fields: Mapping[str, Any], *, batch: int, ema: bool
+    task: Task,
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    fields: Mapping[str, Any],
+    *,
+    batch: int,
+    ema: bool,
+    offload: bool = False,
 ) -> Plan:
     """Plans a run without making an array.
 
     Args:
       fields: what a loader row holds, name -> (shape, dtype) (`loaders.base.Field`).
+      offload: keep the optimizer's state in host memory.
 
     Raises:
-      LayoutError: a dimension that does not divide, by path.
+      LayoutError: a dimension that does not divide, by path; offload where the devices cannot reach host memory.
       ValueError: the loader and the task disagree about the fields of a batch.
     """
     if missing := sorted(set(task.axes) - set(fields)):
@@ -60,7 +71,7 @@ def make_plan(
     state = TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated()),
         variables=variables,
-        opt_state=_abstract_opt_state(tx, variables.params, layout),
+        opt_state=_abstract_opt_state(tx, variables.params, layout, offload=offload),
         ema=variables.params if ema else (),
         norms=Norms(
             jax.ShapeDtypeStruct((), jnp.float32, sharding=layout.replicated()),
@@ -79,14 +90,32 @@ def make_plan(
     return Plan(state, rows)
 
 
-def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout) -> PyTree:
-    """Moments live where their parameter does; counters are everywhere."""
+def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout, *, offload: bool) -> PyTree:
+    """Moments live where their parameter does; counters are everywhere.
+
+    What a rule keeps beside (means of rows, scales of blocks) has its parameter's rank, and is split as it is along each
+    dimension that still divides.
+    """
+    if offload and isinstance(layout.mesh, jax.sharding.Mesh):  # a plan's mesh may be of devices that are not here
+        device = layout.mesh.devices.flat[0]
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST not in kinds:
+            raise LayoutError(
+                f"optim.offload=True needs memory of kind {HOST!r}, and {device.device_kind} has {', '.join(kinds)}; leave it out"
+            )
 
     def absent(x: Any) -> bool:
         return isinstance(x, optax.MaskedNode)  # another group's rule keeps no moments of this parameter
 
     def place(moment: Any, param: jax.ShapeDtypeStruct) -> Any:
-        return moment if absent(moment) else jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=param.sharding)
+        if absent(moment):
+            return moment
+        sharding = param.sharding
+        if moment.shape != param.shape:
+            sharding = NamedSharding(layout.mesh, _divisible(layout.mesh, sharding.spec, moment.shape))
+        if offload:
+            sharding = sharding.with_memory_kind(HOST)
+        return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=sharding)
 
     return optax.tree_map_params(
         tx,
@@ -96,6 +125,24 @@ def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout
         transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.replicated()),
         is_leaf=absent,
     )
+
+
+def _divisible(mesh: jax.sharding.Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+    """The parts of ``spec`` that divide ``shape``."""
+    parts = []
+    for part, size in zip((*spec, *[None] * len(shape)), shape, strict=False):
+        names = (part,) if isinstance(part, str) else part or ()
+        parts.append(part if size % math.prod(mesh.shape[name] for name in names) == 0 else None)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)
+
+
+def to_memory(tree: PyTree, shardings: PyTree, kind: str | None = None) -> PyTree:
+    """Inside a jitted function: every array in the memory of its sharding, or of ``kind``."""
+    if kind:
+        shardings = jax.tree.map(lambda s: s.with_memory_kind(kind), shardings)
+    return jax.tree.map(jax.device_put, tree, shardings)
 
 
 def init_state(
@@ -143,5 +190,6 @@ def init_frozen(task: Task, plan: Plan, key: Key, *, start: Callable[[PyTree, Py
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """Bytes that one device holds of a tree of abstract (or real) sharded arrays."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+    """Bytes that one device holds of a tree of abstract (or real) sharded arrays; what is in host memory does not count."""
+    held = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in held)

@@ -25,7 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain import specs
 from jaxtrain.config import Guard
 from jaxtrain.layout import Layout, LayoutError
-from jaxtrain.state import Norms, Plan, TrainState
+from jaxtrain.optim import global_norm
+from jaxtrain.state import HOST, Norms, Plan, TrainState, to_memory
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
 
 DATA = "data"
@@ -62,10 +63,17 @@ def make_train_step(
     if stage is not None:
         task = task._replace(loss=functools.partial(task.loss, stage=stage))
 
-    def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
-        return train_step(task, tx, layout, state, batch, stop, accumulate=accumulate, ema=ema, guard=guard, seed=seed)
-
     shardings = jax.tree.map(lambda x: x.sharding, plan.state)
+    offloaded = any(s.memory_kind == HOST for s in jax.tree.leaves(shardings.opt_state))
+
+    def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
+        if offloaded:
+            state = state.replace(opt_state=to_memory(state.opt_state, shardings.opt_state, "device"))
+        new, metrics = train_step(task, tx, layout, state, batch, stop, accumulate=accumulate, ema=ema, guard=guard, seed=seed)
+        if offloaded:
+            new = new.replace(opt_state=to_memory(new.opt_state, shardings.opt_state))
+        return new, metrics
+
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated()))
 
 
@@ -132,7 +140,7 @@ def train_step(
         carry = task.advance(params, out.carry, state.step)
         average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
     with jax.named_scope("guard"):
-        norm, stopped = optax.tree.norm(grads), stop.sum() > 0
+        norm, stopped = global_norm(grads), stop.sum() > 0
         good, norms = judge(guard, state.norms, norm, out.loss.total)
         new = (Variables(params, variables.frozen, carry), opt_state, average, norms)
         old = (variables, state.opt_state, state.ema, state.norms)
@@ -141,8 +149,8 @@ def train_step(
         "loss": out.loss,
         **out.metrics,
         "grad_norm": _one(norm),
-        "update_norm": _one(optax.tree.norm(updates)),
-        "param_norm": _one(optax.tree.norm(params)),
+        "update_norm": _one(global_norm(updates)),
+        "param_norm": _one(global_norm(params)),
         "skipped": _one((~good).astype(jnp.float32)),
         "stopped": _one(stopped.astype(jnp.float32)),
     }

@@ -91,7 +91,15 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
 
     # 4. All that training will hold, before any of it exists.
     source = importlib.import_module(config.loader)
-    plan = state_lib.make_plan(task, tx, layout, source.fields(config.data), batch=config.train.batch, ema=config.train.ema > 0)
+    plan = state_lib.make_plan(
+        task,
+        tx,
+        layout,
+        source.fields(config.data),
+        batch=config.train.batch,
+        ema=config.train.ema > 0,
+        offload=config.optim.offload,
+    )
     rows = feed.rows_for(plan.batch)
     log.info(
         "%s parameters, %.1f MB of state per device; mesh %s on %d × %s",

@@ -12,7 +12,7 @@ FLOORS = (
     {"plan"},
     {"state", "step", "feed", "checkpoint", "warm_start"},
     {"workloads"},
-    {"layout", "specs", "optim", "lora", "environments", "metrics", "distributed", "nn"},
+    {"layout", "specs", "optim", "rules", "lora", "environments", "metrics", "distributed", "nn"},
     {"types", "config", "checksums", "stored", "cluster", "rendezvous", "gce", "chips", "hlo", "liveness"},
 )
 # Neighbours on one floor, and why.
@@ -22,6 +22,8 @@ ALLOWED = {
     ("specs", "layout"): "abstract arrays carry the layout's shardings",
     ("nn", "specs"): "layers that workloads share come with their part of the table",
     ("lora", "specs"): "adapters are chosen by the paths of the parameter table",
+    ("optim", "rules"): "an optimizer is made of rules",
+    ("rules", "specs"): "a rule for matrices knows its parameters by path",
     ("optim", "specs"): "groups are chosen by the paths of the parameter table",
 }
 NO_ROOMS = {"utils", "helpers", "common", "base_trainer", "registry", "callbacks", "hooks"}

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxtrain import rules
 from jaxtrain.config import Group, Optim
 from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.optim import OptimError, make_optimizer, make_schedule
@@ -199,3 +200,177 @@ def test_a_sparse_table_moves_only_its_touched_rows(devices):
         np.testing.assert_allclose(params["w"], expected[i], rtol=0, atol=1e-6)
         untouched = np.setdiff1d(np.arange(len(before)), ids[i])
         np.testing.assert_array_equal(np.asarray(params["w"])[untouched], before[untouched])
+
+
+MUON = dict(np.load(DATA / "optim" / "muon.npz"))
+MATRICES = {"w": ("embed", "mlp"), "stack": ("layer", "embed", "mlp")}
+
+
+def steps(optim, specs, params, grads):
+    """The parameters after each update of ``grads``, a list of trees."""
+    tx = make_optimizer(optim, specs, steps=100)
+
+    @jax.jit
+    def update(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, found = tx.init(params), []
+    for g in grads:
+        params, state = update(params, state, g)
+        found.append(params)
+    return found, state
+
+
+@pytest.mark.parametrize(("rule", "scale"), [("muon_original", "out_in"), ("muon_match_rms_adamw", "rms")])
+def test_muon_equals_its_golden_trajectory_stacks_matrix_by_matrix(rule, scale):
+    init, grads, expected = ({p: MUON[f"{k}/{p}"] for p in MATRICES} for k in ("init", "grads", f"{rule}_float64"))
+    specs = {p: Spec(init[p].shape, axes, zeros) for p, axes in MATRICES.items()}
+    optim = Optim(name="muon", muon_scale=scale, lr=0.02, weight_decay=0.1, schedule="constant", clip=0.0, **EVERYTHING)
+    found, _ = steps(optim, specs, init, [{p: grads[p][i] for p in grads} for i in range(10)])
+    for i, params in enumerate(found):
+        for p in MATRICES:
+            np.testing.assert_allclose(params[p], expected[p][i], rtol=0, atol=1e-5, err_msg=f"{p} {i}")
+
+
+def test_muon_takes_each_head_projection_as_a_matrix_and_leaves_the_rest_to_adamw():
+    key = jax.random.key(0)
+    shapes = {
+        "w_qkv": ((2, 8, 3, 2, 6), ("layer", "embed", None, "heads", "head_dim")),
+        "w_out": ((2, 8, 2, 6), ("layer", "embed", "heads", "head_dim")),
+        "w_head": ((8, 30), ("embed", "vocab")),
+        "scale": ((2, 8), ("layer", "embed")),
+    }
+    shapes["bias"] = ((8,), ("embed",))
+    specs = {name: Spec(shape, axes, zeros) for name, (shape, axes) in shapes.items()}
+    params = {name: jax.random.normal(key, shape) for name, (shape, _) in shapes.items()}
+    grads = {name: jax.random.normal(jax.random.key(1), shape) for name, (shape, _) in shapes.items()}
+    optim = Optim(name="muon", lr=1.0, weight_decay=0.0, schedule="constant", clip=0.0, groups=(Group("^scale", name="lion"),))
+    (found,), _ = steps(optim, specs, params, [grads])
+    move = jax.tree.map(lambda p, f: np.asarray(p - f), params, found)
+    for matrix in (move["w_qkv"][1, :, 2].reshape(8, 12), move["w_out"][0].reshape(8, 12)):
+        singular = np.linalg.svd(matrix / (0.2 * np.sqrt(12)), compute_uv=False)
+        assert singular.min() > 0.5 and singular.max() < 1.4
+    np.testing.assert_allclose(np.abs(move["scale"]), 1, rtol=1e-5)
+    for name in ("w_head", "bias"):  # AdamW's first update is the sign of the gradient
+        np.testing.assert_allclose(move[name], np.sign(grads[name]), atol=1e-4)
+    with pytest.raises(OptimError, match="'bias' with the axes .* 1 dimensions .* muon needs matrices"):
+        make_optimizer(replace(optim, groups=(Group("^bias", name="muon"),)), specs, steps=1)
+
+
+def test_adafactor_equals_optax():
+    shapes = {"w": (130, 150), "stack": (3, 140, 128), "small": (20, 30), "b": (9,)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    grads = [{n: jax.random.normal(jax.random.key(i), s) * 10.0**i for n, s in shapes.items()} for i in range(4)]
+    optim = Optim(name="adafactor", lr=0.1, weight_decay=0.0, schedule="constant", clip=0.0, **EVERYTHING)
+    found, state = steps(optim, table(params), params, grads)
+    theirs = optax.adafactor(0.1, multiply_by_parameter_scale=False)
+    own, kept = params, theirs.init(params)
+    for i, g in enumerate(grads):
+        updates, kept = theirs.update(g, kept, own)
+        own = optax.apply_updates(own, updates)
+        for name in shapes:
+            np.testing.assert_allclose(found[i][name], own[name], rtol=2e-5, atol=2e-6, err_msg=name)
+    assert sum(x.size for x in jax.tree.leaves(state)) < 2_000  # of 73,869 parameters
+
+
+def descend(optim, n=150, dtype=jnp.float32):
+    """A regression by two layers; its loss at the end, the state, the parameters."""
+    x = jax.random.normal(jax.random.key(0), (256, 64))
+    y = jnp.tanh(x @ jax.random.normal(jax.random.key(1), (64, 64)) / 8)
+    params = {n: (jax.random.normal(jax.random.key(i), s) * 0.1).astype(dtype) for i, (n, s) in enumerate(SHAPES.items())}
+    specs = {name: Spec(shape, ("embed", "mlp"), zeros, dtype) for name, shape in SHAPES.items()}
+    tx = make_optimizer(optim, specs, steps=n)
+
+    def loss(params):
+        return jnp.square(jnp.tanh(x @ params["w_a"].astype("f4")) @ params["w_b"].astype("f4") - y).mean()
+
+    @jax.jit
+    def update(params, state):
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(n):
+        params, state = update(params, state)
+    return float(loss(params)), state, params
+
+
+SHAPES = {"w_a": (64, 128), "w_b": (128, 64)}
+SMALL = Optim(lr=3e-3, weight_decay=0.0, schedule="constant")
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_moments_in_few_bits_train_alike_and_take_their_bytes(name):
+    optim = replace(SMALL, name=name, lr=3e-4 if name == "lion" else 3e-3)
+    n, moments = 64 * 128 * 2, 2 if name == "adamw" else 1
+    whole, *_ = descend(optim)
+    for how, least, most in (("bfloat16", 2, 2), ("int8", 1, 1.08)):
+        found, state, _ = descend(replace(optim, moments=how))
+        assert found == pytest.approx(whole, rel=0.1), how
+        size = sum(x.nbytes for x in jax.tree.leaves(state))
+        assert least * n * moments <= size <= most * n * moments + 64, how
+    assert whole < 0.5 * descend(optim, n=0)[0]
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "int8"])
+def test_rounding_has_no_bias_and_is_within_a_step(how):
+    x = jnp.abs(jax.random.normal(jax.random.key(0), (64, 256))) ** 3
+    for name, value in (("mu", x * jnp.where(jnp.arange(256)[None] % 2, 1, -1)), ("nu", x)):
+        scales = rules.block_scales(value)
+
+        def once(salt, name=name, value=value, scales=scales):
+            if how == "bfloat16":
+                return rules.round_to_bfloat16(value, salt).astype(jnp.float32)
+            return rules.dequantise(rules.quantise(value, scales, salt, name), scales, name)
+
+        drawn = jax.vmap(once)(jnp.arange(400, dtype=jnp.uint32))
+        error = np.abs(np.asarray(drawn.mean(0) - value))
+        spread = np.asarray(drawn.std(0)) + 1e-7
+        # Not all: a place next to a code is drawn away from it too rarely for 400 draws to tell its spread.
+        assert np.mean(error < 4 * spread / np.sqrt(400)) > 0.97
+        worst = 0.004 * np.abs(value) if how == "bfloat16" else 0.07 * np.abs(value) + 0.02 * np.abs(value).max()
+        assert (np.abs(drawn[0] - value) <= worst * 2).all()
+
+
+def test_masters_keep_what_bfloat16_would_lose():
+    """Updates of a thousandth of a bfloat16's step get lost without masters; the parameters are the masters, rounded."""
+    specs = {"w": Spec((4, 4), ("embed", "mlp"), zeros, "bfloat16")}
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+    optim = Optim(name="sign_sgd", lr=1e-5, weight_decay=0.0, schedule="constant", clip=0.0)
+    grads = [{"w": jnp.ones((4, 4), jnp.bfloat16)}] * 600
+    found, _ = steps(optim, specs, params, grads)
+    assert (found[-1]["w"] == 1).all()
+    found, state = steps(replace(optim, masters=True), specs, params, grads)
+    np.testing.assert_allclose(state.masters["w"], 1 - 600e-5, rtol=1e-4)
+    assert found[-1]["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found[-1]["w"], state.masters["w"].astype(jnp.bfloat16))
+    with pytest.raises(OptimError, match="masters=True, but every parameter is float32"):
+        make_optimizer(replace(optim, masters=True), table({"w": jnp.ones((4, 4))}), steps=1)
+
+
+def test_layers_below_move_less():
+    """Rates of d^(n - i) in a stack of n, d^(n + 1) below it, 1 above (BEiT's rule), and decay along with them."""
+    specs = {
+        "w_patch": Spec((4, 4), ("patch", "embed"), zeros),
+        "blocks": {"w": Spec((3, 4, 4), ("layer", "embed", "mlp"), zeros)},
+        "head": {"w": Spec((4, 4), ("embed", "vocab"), zeros)},
+    }
+    params = jax.tree.map(lambda s: jnp.ones(s.shape), specs, is_leaf=lambda x: isinstance(x, Spec))
+    optim = Optim(name="sign_sgd", lr=0.01, weight_decay=1.0, schedule="constant", clip=0.0, layer_decay=0.5)
+    (found,), _ = steps(optim, specs, params, [params])
+    for x, power in ((found["w_patch"], 4), (found["head"]["w"], 0), *((found["blocks"]["w"][i], 3 - i) for i in range(3))):
+        np.testing.assert_allclose(x, 1 - 0.02 * 0.5**power, rtol=1e-6)
+    with pytest.raises(OptimError, match="no parameter has an axis 'layer'"):
+        make_optimizer(optim, {"w": specs["w_patch"]}, steps=1)
+    with pytest.raises(OptimError, match="layer_first='stem' matches no parameter"):
+        make_optimizer(replace(optim, layer_first="stem"), specs, steps=1)
+
+
+def test_three_phases_meet_where_they_should():
+    rate = make_schedule(Optim(schedule="three_phase", lr_floor=0.1), 200)  # 10 up, 150 flat, 40 down
+    found = rate(np.array([0, 5, 9, 10, 11, 159, 160, 161, 180, 199, 200, 300]))
+    expected = [1e-8, 0.5, 0.9, 1, 1, 1, 1, 1 - 0.9 / 40, 0.55, 0.1 + 0.9 / 40, 0.1, 0.1]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    cosine = make_schedule(Optim(schedule="three_phase", decay_shape="cosine", warmup=20, decay=100), 200)
+    np.testing.assert_allclose(cosine(np.array([10, 20, 100, 150, 200])), [0.5, 1, 1, 0.5, 0], atol=1e-6)

@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain import specs, state
-from jaxtrain.config import Group, Optim
+from jaxtrain import specs, state, step
+from jaxtrain.config import Group, Guard, Optim
 from jaxtrain.layout import LayoutError, make_layout, make_mesh
 from jaxtrain.optim import make_optimizer
-from jaxtrain.types import LossOut, Spec, Task, Variables
+from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
 from loaders.base import Field
 
 TASK = Task(
@@ -95,3 +95,44 @@ def test_what_does_not_fit_the_mesh_is_named():
     with pytest.raises(LayoutError, match=r"batch\['x'\]: dimension 'batch' of size 16"):
         layout = make_layout(make_mesh(3, 1, 1, devices=jax.devices()[:3]), {})
         state.make_plan(TASK._replace(specs=TASK.specs._replace(carry={})), TX, layout, FIELDS, batch=16, ema=False)
+
+
+@pytest.mark.parametrize("optim", [Optim(name="adafactor"), Optim(moments="int8"), Optim(moments="bfloat16")])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])
+def test_small_state_is_split_as_its_parameter_is(optim, sizes):
+    specs_ = {"w": Spec((256, 512), ("embed", "mlp"), specs.fan_in(8)), "b": Spec((512,), ("mlp",), specs.zeros)}
+    task = TASK._replace(specs=Variables(params=specs_))
+    tx = make_optimizer(optim, specs_, steps=10)
+    layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), {"batch": "data"})
+    plan = state.make_plan(task, tx, layout, FIELDS, batch=16, ema=False)
+    real = state.init_state(task, tx, plan, jax.random.key(0))
+    for planned, found in zip(jax.tree.leaves(plan.state), jax.tree.leaves(real), strict=True):
+        assert (planned.shape, planned.dtype, planned.sharding) == (found.shape, found.dtype, found.sharding)
+    whole = sum(x.nbytes for x in jax.tree.leaves(real.opt_state))
+    assert state.bytes_per_device(plan.state.opt_state) < whole / min(sizes[1] * sizes[2], 2) + 4096
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])
+def test_an_offloaded_state_lives_in_host_memory_and_comes_over_for_the_update(sizes):
+    """The same numbers as without, and the moments are in host memory before and after."""
+    table = {"w": Spec((8, 4), ("embed", None), specs.ones)}
+
+    def loss(variables, batch, key):
+        y = batch["x"] @ variables.params["w"][:3]
+        return LossOut(Mean(jnp.square(y).sum(), jnp.float32(y.shape[0])), {})
+
+    task = TASK._replace(specs=Variables(params=table), loss=loss, axes={"x": ("batch", None)})
+    tx = make_optimizer(Optim(lr=0.1, schedule="constant"), table, steps=10)
+    layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), {"batch": "data"})
+    rows = np.random.default_rng(0).normal(size=(16, 3)).astype("f4")
+    found = []
+    for offload in (False, True):
+        plan = state.make_plan(task, tx, layout, FIELDS, batch=16, ema=False, offload=offload)
+        run = step.make_train_step(task, tx, layout, plan, accumulate=1, ema=0.0, guard=Guard(), seed=0)
+        now = state.init_state(task, tx, plan, jax.random.key(0))
+        for _ in range(2):
+            now, _ = run(now, {"x": jax.device_put(rows, plan.batch["x"].sharding)}, step.put_stop(layout, False))
+            kinds = {x.sharding.memory_kind for x in jax.tree.leaves(now.opt_state) if x.ndim}
+            assert kinds == {"pinned_host" if offload else "device"}
+        found.append(now.variables.params["w"])
+    np.testing.assert_array_equal(*found)
