@@ -1,6 +1,7 @@
 """Eight CPU devices for every test; broadcasts between ranks are errors; compiled programs are kept between runs."""
 
 import os
+import re
 
 # Before jax is imported: afterwards neither has an effect.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -17,3 +18,24 @@ from jaxtrain import distributed  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 distributed.use_compilation_cache()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A line for each promise that was tried: tests are named test_promise_N_…; a loop says its trials by record_property."""
+    rows: dict[str, list[float]] = {}
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            found = re.search(r"::test_promises?_(\d+(?:_and_\d+)*)", report.nodeid)
+            if not found or report.when != "call":
+                continue
+            trials = dict(report.user_properties).get("trials", 1)
+            for promise in found[1].split("_and_"):
+                row = rows.setdefault(promise, [0, 0, 0.0])
+                row[0] += trials
+                row[1] += outcome == "failed"
+                row[2] += report.duration
+    if rows:
+        terminalreporter.section("promises")
+        terminalreporter.write_line("| promise | trials | failures | seconds |\n|---:|---:|---:|---:|")
+        for promise, (trials, failures, seconds) in sorted(rows.items(), key=lambda item: int(item[0])):
+            terminalreporter.write_line(f"| {promise} | {trials} | {failures} | {seconds:.0f} |")

@@ -1,0 +1,112 @@
+"""SIGKILL at any instant, again and again: the long proof that nothing is lost (promises 1 to 5)."""
+
+import json
+import random
+import signal
+import time
+from collections import Counter
+
+import pytest
+from test_reliability import cluster
+from test_train import command, corpus, folder, hashes, ids, records, run  # noqa: F401
+
+KILLS = int(__import__("os").environ.get("K", 200))
+STEPS = 60
+
+# Kills its process at the n-th operation of Python's on a file of the checkpoints, before the operation: between any two of
+# what Orbax and the checksums do. What C++ does in between (the arrays' bytes) is left to kills by the clock.
+KILLING_LOADER = """
+import os, signal, sys, threading
+import recording_loader
+from recording_loader import Config, facts, fields, make_loader
+
+left, lock = int(os.environ.get("KILL_EVENT", 0)), threading.Lock()
+
+def hook(event, arguments):
+    global left
+    if left and event.split(".")[0] in ("open", "os", "shutil") and any("/checkpoints" in str(a) for a in arguments[:2]):
+        with lock:
+            left -= 1
+            if not left:
+                os.write(2, f"killed before {event}\\n".encode())
+                os.kill(os.getpid(), signal.SIGKILL)
+
+if left:
+    sys.addaudithook(hook)
+"""
+
+
+@pytest.mark.slow
+def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, record_property):  # noqa: F811
+    """Runs are killed and started again until they are through; each then equals the undisturbed one, bit for bit."""
+    (folder / "killing.py").write_text(KILLING_LOADER)
+    args = (
+        folder,
+        f"tiny.py:{corpus}",
+        "--config.loader=killing",
+        f"--config.train.steps={STEPS}",
+        "--config.checkpoint.keep=2",
+    )
+    args = (*args, "--config.checkpoint.every=3", "--config.train.eval_every=10")
+    began = time.monotonic()
+    run(*args, "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))
+    seconds = time.monotonic() - began
+    expected = hashes(folder / "whole", STEPS)
+    draw = random.Random(0)
+    kills, runs, where = 0, 0, Counter()
+    while kills < KILLS:
+        runs += 1
+        workdir, read = folder / f"run{runs}", f"ids{runs}.jsonl"
+        while True:
+            by_event = draw.random() < 0.5
+            event = {"KILL_EVENT": str(draw.randint(1, 400))} if by_event else {}
+            process = command(*args, f"--config.workdir={workdir}", IDS=str(folder / read), **event)
+            if not by_event:
+                time.sleep(draw.uniform(0, seconds))
+                process.kill()
+            output, _ = process.communicate(timeout=300)
+            if process.returncode == 0:
+                break
+            assert process.returncode == -signal.SIGKILL, output
+            assert "cannot be read" not in output and "damaged" not in output, output
+            kills += 1
+            where[next((line for line in output.splitlines() if line.startswith("killed before")), "by the clock")] += 1
+        assert hashes(workdir, STEPS) == expected
+        for split in ("train", "test"):
+            assert records(workdir, split) == records(folder / "whole", split)
+        read_ids, whole_ids = ids(folder, read), ids(folder, "whole.jsonl")
+        assert {p: read_ids[p] for p in whole_ids} == whole_ids
+    record_property("trials", kills)
+    print(f"{kills} kills in {runs} runs: {dict(where)}")
+    assert {"killed before os.rename", "by the clock"} <= set(where)
+
+
+@pytest.mark.slow
+def test_promises_4_and_5_one_sequence_whatever_the_processes(folder, corpus):  # noqa: F811
+    """1 device, then 4 processes of 2 (2 x 2 x 2) and two microbatches, then 2 processes of 4: recordings in one order."""
+    args = (f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=4")
+    run(folder, *args, "--config.train.steps=12", "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))
+    run(folder, *args, "--config.train.steps=4")
+    mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.model=2")
+    parts = [folder / "ids.jsonl"]
+    for processes, devices, accumulate, steps in ((4, 2, 2, 8), (2, 4, 1, 12)):
+        overrides = (*args[1:], *mesh, f"--config.train.accumulate={accumulate}", f"--config.train.steps={steps}")
+        flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        several = cluster(
+            folder, args[0], *overrides, processes=processes, **{f"only{i}": flags for i in range(processes)}
+        )  # the later processes of a row of devices read the same rows
+        outputs = [p.communicate(timeout=400)[0] for p in several]
+        assert [p.returncode for p in several] == [0] * processes, outputs
+        assert f"going on from step {steps - 4}" in outputs[0]
+        parts += [folder / f"ids{i}.jsonl" for i in range(processes)]
+    lines = {line for path in parts for line in path.read_text().splitlines()}
+    (folder / "all.jsonl").write_text("\n".join(sorted(lines)) + "\n")
+    whole, found = ids(folder, "whole.jsonl"), {}
+    for position, rows, index in map(json.loads, (folder / "all.jsonl").read_text().splitlines()):
+        for row, one in zip(range(*rows), index, strict=True):
+            assert found.setdefault((position, row), one) == one
+    assert {k: i for k, i in found.items() if k[0] <= 12} == {
+        (p, row): i for p in whole for row, i in enumerate(whole[p]) if p <= 12
+    }
+    ours, theirs = (records(folder / name, "train") for name in ("runs/tiny", "whole"))
+    assert {s: r["loss"] for s, r in ours.items()} == pytest.approx({s: r["loss"] for s, r in theirs.items()}, rel=2e-3)
