@@ -1,0 +1,118 @@
+"""Token files of every kind of input, ended in the middle, and with bad rows."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tools import make_tokens
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+TEXTS = ["To be, or not to be.", "Fünf Wörter – über Öl.", "", "x" * 3000, "last one\nof two lines"]
+
+
+def documents(folder):
+    """Read by hand, by the format that loaders.tokens describes."""
+    about, found = json.loads((folder / "tokens.json").read_text()), []
+    for shard in about["shards"]:
+        ids = np.fromfile(folder / f"{shard['name']}.tokens", about["dtype"])
+        index = np.fromfile(folder / f"{shard['name']}.docs", "<i8").reshape(-1, 2)
+        assert len(ids) == shard["tokens"] == index[-1, 0] and index[-1, 1] == shard["bytes"]
+        found += [ids[a:b].tolist() for a, b in zip(index[:-1, 0], index[1:, 0], strict=True)]
+    return found
+
+
+def write(folder, kind):
+    table = pa.table({"text": TEXTS, "id": range(len(TEXTS))})
+    path = folder / f"corpus.{kind.split('-')[0]}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps({"text": t, "id": i}, ensure_ascii=i % 2 == 0) + "\n" for i, t in enumerate(TEXTS)))
+    elif kind == "parquet":
+        pq.write_table(table, path, row_group_size=2)
+    else:
+        new = pa.ipc.new_file if kind == "arrow-file" else pa.ipc.new_stream
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow-file", "arrow-stream"])
+def test_every_document_of_every_kind_in_order(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(make_tokens, "PART", 100)  # lines that begin in one part and end in another
+    path = write(tmp_path, kind)
+    assert make_tokens.main([str(tmp_path / "out"), str(path), "--tokenizer=bytes"]) == 0
+    assert documents(tmp_path / "out") == [list(t.encode()) for t in TEXTS]
+    assert len(json.loads((tmp_path / "out" / "tokens.json").read_text())["shards"]) > 2
+    assert sorted(p.name for p in (tmp_path / "out").iterdir() if p.name.startswith(".")) == []
+
+
+def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["[unk]", "<eos>", "to", "be", "or", "not"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[unk]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("to be\nor not\n\n\nto be it\n")
+    common = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--eos=<eos>"]
+    for how, expected in {
+        "file": [[2, 3, 4, 5, 2, 3, 0, 1]],
+        "paragraph": [[2, 3, 4, 5, 1], [2, 3, 0, 1]],
+        "line": [[2, 3, 1], [4, 5, 1], [2, 3, 0, 1]],
+    }.items():
+        assert make_tokens.main([str(tmp_path / how), str(tmp_path / "a.txt"), f"--documents={how}", *common]) == 0
+        assert documents(tmp_path / how) == expected
+    about = json.loads((tmp_path / "file" / "tokens.json").read_text())
+    assert (about["vocab"], about["eos"], about["tokenizer"]) == (6, 1, "tokenizer.json")
+    assert (tmp_path / "file" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+
+
+def test_a_killed_run_goes_on_and_workers_change_no_byte(tmp_path):
+    for i in range(30):
+        (tmp_path / f"in{i:02}.txt").write_text(f"file {i} " * 20_000)
+    args = [str(tmp_path / "in*.txt"), "--tokenizer=bytes"]
+    assert make_tokens.main([str(tmp_path / "whole"), *args]) == 0
+    out = tmp_path / "killed"
+    command = [sys.executable, "-m", "tools.make_tokens", str(out), *args, "--workers=2"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(list((out / ".parts").glob("*.json"))) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (out / "tokens.json").exists()
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "going on: " in again.stderr
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
+
+
+def test_mistakes_are_named(tmp_path, capsys):
+    def fails(match, *args):
+        assert make_tokens.main([str(tmp_path / "out"), *map(str, args)]) == 2
+        assert match in capsys.readouterr().err
+
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"text": null}\n{oops\n["text"]\n{"text": 3}\n')
+    fails("4 rows hold no text", bad, "--tokenizer=bytes")
+    fails("line at byte 17, column 'text': holds None", bad, "--tokenizer=bytes")
+    fails("line at byte 32 is no JSON", bad, "--tokenizer=bytes", "--skip=3")
+    fails("begun with other inputs or options", bad, "--tokenizer=bytes", "--column=id")
+    assert make_tokens.main([str(tmp_path / "out"), str(bad), "--tokenizer=bytes", "--skip=4"]) == 0
+    assert documents(tmp_path / "out") == [list(b"fine")] and capsys.readouterr().err.count("left out: ") == 4
+    fails("holds token files already", bad, "--tokenizer=bytes", "--skip=4")
+    fails("nowhere is no file", tmp_path / "nowhere", "--tokenizer=bytes")
+    fails("must be a tokenizer.json", bad, "--tokenizer=gpt2")
+    torn = tmp_path / "torn.parquet"
+    torn.write_bytes(b"PAR1 and no more")
+    fails("torn.parquet cannot be read", torn, "--tokenizer=bytes")
+    pq.write_table(pa.table({"body": ["a"]}), tmp_path / "other.parquet")
+    assert make_tokens.main([str(tmp_path / "out2"), str(tmp_path / "other.parquet"), "--tokenizer=bytes"]) == 2
+    assert "has no column 'text'; it has body: choose one with --column" in capsys.readouterr().err

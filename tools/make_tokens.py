@@ -1,0 +1,305 @@
+"""Makes token files, which loaders.tokens reads, of text, JSONL, Parquet or Arrow.
+
+    python -m tools.make_tokens corpus/train INPUT… --tokenizer tokenizer.json [--eos "<|endoftext|>"] [--column text]
+                                [--documents file|paragraph|line] [--workers 2] [--skip 0]
+
+Inputs are files, folders (all files below with an ending that is known) or globs. By their endings:
+
+    .txt .md          a document each, or with --documents one for each paragraph (between blank lines) or line
+    .jsonl .ndjson    a line is an object, whose --column is a document
+    .parquet          a row is a document: its --column; a row group at a time
+    .arrow            the same, as an IPC stream or file (as Hugging Face ``datasets`` writes them)
+
+--tokenizer is a file of Hugging Face ``tokenizers`` (its special tokens are not added, but for --eos, which ends every
+document), or ``bytes``, which needs nothing. A part of an input becomes a shard, in the order of the inputs, whatever the
+number of workers: the files are the same bytes every time. A run that was ended goes on behind the last whole shard when the
+same command is said again; other inputs or another tokenizer are an error.
+
+A row without text (null, of another type, a line that is no JSON) is an error that names it. With --skip N up to N of them are
+left out, counted and listed.
+"""
+
+import argparse
+import glob
+import hashlib
+import json
+import multiprocessing
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from loaders import tokens
+
+TEXT, LINES, PARQUET, ARROW = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
+DOCUMENTS = ("file", "paragraph", "line")
+PART = 32 << 20  # [bytes] of a JSONL file in one shard
+PARTIAL = ".parts"  # folder of the entries of shards that are whole
+
+
+class TokensError(ValueError):
+    """What a user can mend."""
+
+
+class Options(NamedTuple):
+    """What the content of a shard depends on besides its part."""
+
+    tokenizer: str
+    eos: str
+    column: str
+    documents: str
+
+
+class Part(NamedTuple):
+    """What becomes one shard: a whole text, lines that begin in a range of bytes, a row group, or a batch."""
+
+    path: str
+    begin: int
+    end: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("inputs", nargs="+")
+    parser.add_argument("--tokenizer", required=True, help="tokenizer.json, or bytes")
+    parser.add_argument("--eos", default="", help="token that ends every document")
+    parser.add_argument("--column", default="text")
+    parser.add_argument("--documents", choices=DOCUMENTS, default="file")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--skip", type=int, default=0, metavar="N")
+    args = parser.parse_args(argv)
+    try:
+        options = Options(args.tokenizer, args.eos, args.column, args.documents)
+        make(args.out, args.inputs, options, workers=args.workers, skip=args.skip)
+    except TokensError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers: int = 1, skip: int = 0) -> None:
+    """Writes ``out``. Raises TokensError: a mistake with its remedy."""
+    if workers < 1:
+        raise TokensError(f"--workers is {workers}; it must be at least 1")
+    files = _files(inputs)
+    vocab, eos, _ = _tokenizer(options)
+    parts = [part for path in files for part in _parts(path)]
+    plan = _digest(files, options)
+    (out / PARTIAL).mkdir(parents=True, exist_ok=True)
+    marker = out / PARTIAL / "plan"
+    if marker.exists() and marker.read_text() != plan:
+        raise TokensError(f"{out} was begun with other inputs or options; remove it, or choose another folder")
+    if (out / "tokens.json").exists() and not marker.exists():
+        raise TokensError(f"{out} holds token files already; choose another folder")
+    marker.write_text(plan)
+    todo = [i for i in range(len(parts)) if not _entry(out, i).exists()]
+    if len(todo) < len(parts):
+        print(f"going on: {len(parts) - len(todo)} of {len(parts)} shards are there", file=sys.stderr)
+    began = time.monotonic()
+    jobs = ((out, i, parts[i], options) for i in todo)
+    # Spawned, not forked: tokenizers and pyarrow have threads.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(workers, max(len(todo), 1))) if workers > 1 else _Here() as pool:
+        for done, _ in enumerate(pool.imap_unordered(_shard, jobs), 1):
+            seconds = time.monotonic() - began
+            print(
+                f"\r{done}/{len(todo)} shards, {seconds:.0f} s, {seconds / done * (len(todo) - done):.0f} s left ",
+                end="" if sys.stderr.isatty() else "\n",
+                file=sys.stderr,
+            )
+    entries = [json.loads(_entry(out, i).read_text()) for i in range(len(parts))]
+    bad = [line for entry in entries for line in entry["bad"]]
+    if len(bad) > skip:
+        listed = "".join(f"\n  {line}" for line in bad[:20])
+        raise TokensError(f"{len(bad)} rows hold no text; mend them, or leave up to N out with --skip N:{listed}")
+    for line in bad:
+        print(f"left out: {line}", file=sys.stderr)
+    name = None
+    if options.tokenizer != "bytes":
+        name = "tokenizer.json"
+        (out / name).write_bytes(pathlib.Path(options.tokenizer).read_bytes())
+    shards = [entry["shard"] for entry in entries]
+    tokens.write_about(out, vocab=vocab, eos=eos, tokenizer=name, shards=shards)
+    for path in (*(_entry(out, i) for i in range(len(parts))), marker):
+        path.unlink()
+    (out / PARTIAL).rmdir()
+    total = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
+    print(
+        f"{out}: {total['documents']:,} documents, {total['tokens']:,} tokens of {total['bytes']:,} bytes, {len(bad)} left out"
+    )
+
+
+class _Here:
+    """A pool of this process alone."""
+
+    imap_unordered = staticmethod(map)
+
+    def __enter__(self) -> "_Here":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
+    known, found = (*TEXT, *LINES, *PARQUET, *ARROW), []
+    for name in inputs:
+        path = pathlib.Path(name).expanduser()
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
+        else:
+            inside = [path] if path.is_file() else sorted(map(pathlib.Path, glob.glob(str(path), recursive=True)))
+        if not inside:
+            raise TokensError(f"{name} is no file, and no folder or glob with files that end in {' '.join(known)}")
+        for file in inside:
+            if file.suffix not in known:
+                raise TokensError(f"{file} ends in {file.suffix or 'nothing'}; there are: {' '.join(known)}")
+        found += inside
+    return found
+
+
+def _parts(path: pathlib.Path) -> Iterator[Part]:
+    if path.suffix in TEXT:
+        yield Part(str(path), 0, 0)
+    elif path.suffix in LINES:
+        size = path.stat().st_size
+        for begin in range(0, max(size, 1), PART):
+            yield Part(str(path), begin, min(begin + PART, size))
+    else:
+        table = _open(path)
+        n = table.num_row_groups if path.suffix in PARQUET else len(table)
+        yield from (Part(str(path), i, i + 1) for i in range(n))
+
+
+def _open(path: pathlib.Path) -> Any:
+    """A Parquet file, or the batches of an Arrow file or stream; TokensError when it is damaged."""
+    try:
+        if path.suffix in PARQUET:
+            return pq.ParquetFile(path, memory_map=True)
+        source = pa.memory_map(str(path))
+        try:
+            reader = pa.ipc.open_file(source)
+            return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        except pa.ArrowInvalid:
+            source.seek(0)
+            return list(pa.ipc.open_stream(source))
+    except (pa.ArrowException, OSError) as error:
+        raise TokensError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
+    """(where it is, what is there) of each document of a part; what is no string is bad."""
+    path = pathlib.Path(part.path)
+    if path.suffix in TEXT:
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            yield f"{path}: is not UTF-8 ({error.reason} at byte {error.start})", None
+            return
+        pieces = {"file": lambda: [text], "line": text.splitlines, "paragraph": lambda: re.split(r"\n\s*\n", text)}
+        for i, piece in enumerate(pieces[options.documents]()):
+            if piece.strip():
+                yield f"{path}: {options.documents} {i}", piece
+    elif path.suffix in LINES:
+        with path.open("rb") as file:
+            file.seek(max(part.begin - 1, 0))
+            if part.begin:
+                file.readline()  # the line that holds the byte before: it begins in the part before, or ends there
+            while file.tell() < part.end and (line := file.readline()):
+                if not line.strip():
+                    continue
+                where = f"{path}: line at byte {file.tell() - len(line)}"
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    yield f"{where} is no JSON ({error})", None
+                else:
+                    yield f"{where}, column {options.column!r}", row.get(options.column) if isinstance(row, dict) else None
+    else:
+        table = _open(path)
+        names = (table.schema_arrow if path.suffix in PARQUET else table[part.begin].schema).names
+        if options.column not in names:
+            raise TokensError(f"{path} has no column {options.column!r}; it has {', '.join(names)}: choose one with --column")
+        if path.suffix in PARQUET:
+            rows = table.read_row_group(part.begin, columns=[options.column])
+        else:
+            rows = table[part.begin].select([options.column])
+        for i, value in enumerate(rows.column(0).to_pylist()):
+            yield f"{path}: row {i} of part {part.begin}, column {options.column!r}", value
+
+
+def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
+    """Writes one shard, then its entry."""
+    out, number, part, options = job
+    vocab, eos, encode = _tokenizer(options)
+    bad, documents, sizes, waiting = [], [], [], []
+
+    def flush() -> None:
+        for ids, text in zip(encode(waiting), waiting, strict=True):
+            documents.append(np.asarray([*ids, *([eos] if eos is not None else [])], np.int64))
+            sizes.append(len(text.encode()))
+        waiting.clear()
+
+    for where, text in _texts(part, options):
+        if not isinstance(text, str):
+            bad.append(f"{where}: holds {text if text is None else type(text).__name__}")
+            continue
+        waiting.append(text)
+        if len(waiting) == 1000:
+            flush()
+    flush()
+    shard = tokens.write_shard(out, f"{number:05}", documents, sizes, tokens.token_dtype(vocab))
+    temporary = _entry(out, number).with_suffix(".new")
+    temporary.write_text(json.dumps({"shard": shard, "bad": bad}))
+    temporary.replace(_entry(out, number))
+
+
+def _tokenizer(options: Options) -> tuple[int, int | None, Any]:
+    """(vocabulary, id of the end of a document, texts -> lists of ids)."""
+    if options.tokenizer == "bytes":
+        if options.eos:
+            raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; leave it away")
+        return 256, None, lambda texts: [list(text.encode()) for text in texts]
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise TokensError("the package tokenizers is missing; pip install 'jaxtrain[language]'") from error
+    path = pathlib.Path(options.tokenizer).expanduser()
+    if not path.is_file():
+        raise TokensError(f"--tokenizer is {options.tokenizer!r}; it must be a tokenizer.json of Hugging Face, or bytes")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001  it raises Exception itself
+        raise TokensError(f"{path} is no tokenizer of Hugging Face: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    eos = tokenizer.token_to_id(options.eos) if options.eos else None
+    if options.eos and eos is None:
+        raise TokensError(f"--eos is {options.eos!r}, which {path} does not have")
+    return (
+        tokenizer.get_vocab_size(),
+        eos,
+        lambda texts: [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)],
+    )
+
+
+def _entry(out: pathlib.Path, number: int) -> pathlib.Path:
+    return out / PARTIAL / f"{number:05}.json"
+
+
+def _digest(files: Sequence[pathlib.Path], options: Options) -> str:
+    """What a half-made folder was begun with."""
+    content = hashlib.sha256(pathlib.Path(options.tokenizer).read_bytes()).hexdigest() if options.tokenizer != "bytes" else ""
+    facts = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps([facts, [*options], content, PART]).encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
