@@ -10,7 +10,7 @@ import pytest
 from test_reliability import cluster
 from test_train import command, corpus, folder, hashes, ids, records, run  # noqa: F401
 
-KILLS = int(__import__("os").environ.get("K", 200))
+KILLS = 200
 STEPS = 60
 
 # Kills its process at the n-th operation of Python's on a file of the checkpoints, before the operation: between any two of
