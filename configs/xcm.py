@@ -26,7 +26,7 @@ def get_config(path: str = "") -> ConfigDict:
         dict(
             workload="jaxtrain.workloads.bird",
             loader="loaders.spectrogram",
-            model=dict(embed=384, depth=12, heads=6, patch=(16, 16), dtype="bfloat16"),  # ViT-S
+            model=dict(preset="s", patch=(16, 16), dtype="bfloat16"),
             data=dict(train=path, label="ebird_code", test_share=0.05),
             train=dict(steps=10_000, batch=2048, accumulate=2, eval_every=1_000),
             optim=dict(lr=1e-3, schedule="wsd", warmup=5_000, weight_decay=0.05, groups=probe()),
@@ -49,9 +49,8 @@ def demo() -> ConfigDict:
                 patch=(32, 32),
                 pool="patches",
                 dtype="float32",
-                label_smoothing=0.1,
-                time_masks=1,
-                mel_masks=1,
+                supervised=dict(label_smoothing=0.1),
+                augment=dict(time_masks=1, mel_masks=1),
             ),
             data=dict(train="demo"),
             train=dict(steps=600, batch=32, eval_every=200),

@@ -124,7 +124,8 @@ def train_step(
     guard: Guard,
     seed: int,
 ) -> tuple[TrainState, Metrics]:
-    """State and metrics after one global batch. Every metric is of this step: none mixes old and new parameters.
+    """State and metrics after one global batch. Every metric is of this step: none mixes old and new parameters, and norms of
+    parameters say which they are of: ``param_norm_before`` or ``param_norm_after`` the update (the same where it is skipped).
 
     Args:
       stop: int32 [devices], what each device's process asks for (`abstract_stop`); anything but zeros makes the step a no-op.
@@ -148,13 +149,20 @@ def train_step(
     metrics = {
         "loss": out.loss,
         **out.metrics,
-        "grad_norm": _one(norm),
-        "update_norm": _one(global_norm(updates)),
-        "param_norm": _one(global_norm(params)),
+        **_norms("grad_norm", grads),
+        **_norms("update_norm", updates),
+        **_norms("param_norm_before", variables.params),
+        **_norms("param_norm_after", kept[0].params),
         "skipped": _one((~good).astype(jnp.float32)),
         "stopped": _one(stopped.astype(jnp.float32)),
     }
     return TrainState(state.step + ~stopped, *kept), metrics
+
+
+def _norms(name: str, tree: PyTree) -> Metrics:
+    """The norm of all, and of each part of the table that is a table itself: ``name_encoder``, …"""
+    parts = {f"{name}_{part}": sub for part, sub in tree.items() if isinstance(sub, dict)} if isinstance(tree, dict) else {}
+    return {name: _one(global_norm(tree)), **{part: _one(global_norm(sub)) for part, sub in parts.items() if sub}}
 
 
 def judge(guard: Guard, norms: Norms, norm: Array, loss: Array) -> tuple[Array, Norms]:

@@ -1,5 +1,6 @@
-"""The bird workload: sizes, FLOPs, what reaches which gradient, augmentation, its formulas."""
+"""The bird workload: FLOPs, what reaches which gradient, its formulas, and steps with every objective on every mesh."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -9,16 +10,26 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
+from jaxtrain import state as state_lib
+from jaxtrain import step as step_lib
+from jaxtrain.layout import make_layout, make_mesh
+from jaxtrain.nn import augment, masked
+from jaxtrain.optim import make_optimizer
 from jaxtrain.types import Variables
 from jaxtrain.workloads import bird
+from loaders.base import Field
 
 TINY = bird.Config(n_classes=5, n_frames=64, n_mels=32, embed=32, depth=2, heads=4, dtype="float32")
 BATCH = 6
-augment = jax.jit(bird.augment, static_argnums=(0, 1))
 
 
 def no_shard(x, *axes):
     return x
+
+
+def alone():
+    """The shards of one device."""
+    return make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {}).shard
 
 
 def make_task(model, seed=0):
@@ -41,13 +52,6 @@ def batch():
 @pytest.fixture(scope="module")
 def variables():
     return jax.jit(lambda key: specs.materialise(make_task(TINY).specs, key))(jax.random.key(1))
-
-
-@pytest.mark.parametrize(("embed", "heads", "expected"), [(384, 6, 21_491_712), (768, 12, 85_450_752)])
-def test_encoder_has_the_vits_number_of_parameters(embed, heads, expected):
-    table = bird.make_specs(bird.Config(n_classes=10, embed=embed, heads=heads))
-    assert specs.count(table["encoder"]) == expected
-    assert specs.count(table["objective"]) == 10 * embed + 10
 
 
 @pytest.mark.parametrize("pool", bird.POOLS)
@@ -85,7 +89,7 @@ def test_the_objective_trains_all_but_the_probe(variables, batch):
 
 
 def test_rows_without_weight_do_not_count(variables, batch):
-    task = make_task(replace(TINY, gain=0.1))
+    task = make_task(replace(TINY, augment=augment.Config(gain=0.1)))
     other = dict(batch, spectrogram=batch["spectrogram"].at[2].set(1e3), label=batch["label"].at[2].set(0))
     loss = jax.jit(jax.value_and_grad(lambda params, b: task.loss(Variables(params), b, None).loss.total))
     jax.tree.map(np.testing.assert_array_equal, loss(variables.params, batch), loss(variables.params, other))
@@ -104,56 +108,7 @@ def test_a_weight_counts_as_so_many_rows(variables, batch):
         assert float(found.total) == pytest.approx(expected, rel=1e-5)
 
 
-AUGMENTED = replace(TINY, shift=20, time_masks=2, time_mask=20, mel_masks=1, mel_mask=8, gain=0.2, noise=0.05)
-
-
-def test_augmentation_depends_on_seed_epoch_and_recording_alone(batch):
-    full = augment(AUGMENTED, 0, batch)
-    order = np.array([3, 1, 5, 0, 4, 2])
-    moved = augment(AUGMENTED, 0, {k: x[order] for k, x in batch.items()})
-    np.testing.assert_array_equal(moved, full[order])
-    alone = augment(AUGMENTED, 0, {k: x[2:3] for k, x in batch.items()})
-    np.testing.assert_allclose(alone, full[2:3], rtol=0, atol=1e-6)  # the mean of one row alone is summed in another order
-
-
-@pytest.mark.parametrize("change", [{"seed": 1}, {"epoch": 1}, {"index": 100}])
-def test_augmentation_changes_with_each_of_them(batch, change):
-    seed = change.get("seed", 0)
-    other = dict(batch, epoch=batch["epoch"] + change.get("epoch", 0), index=batch["index"] + change.get("index", 0))
-    before, after = augment(AUGMENTED, 0, batch), augment(AUGMENTED, seed, other)
-    assert all((x != y).any() for x, y in zip(before, after, strict=True))
-
-
-def test_no_augmentation_by_default(batch):
-    np.testing.assert_array_equal(augment(TINY, 0, batch), batch["spectrogram"])
-
-
-@pytest.mark.parametrize(("kind", "axis", "longest"), [("time", 1, 20), ("mel", 2, 8)])
-def test_masks_lie_on_their_axis(batch, kind, axis, longest):
-    n = 400
-    rows = {k: jnp.repeat(x[:1], n, axis=0) for k, x in batch.items()} | {"index": jnp.arange(n)}
-    c = replace(TINY, **{f"{kind}_masks": 1, f"{kind}_mask": longest})
-    before, after = np.asarray(rows["spectrogram"]), np.asarray(augment(c, 0, rows))
-    changed = (before != after).all(axis=3 - axis)  # a whole frame, or a whole band
-    np.testing.assert_array_equal((before != after).sum((1, 2)), changed.sum(1) * before.shape[3 - axis])
-    np.testing.assert_allclose(after[before != after], before[0].mean(), rtol=1e-5, atol=1e-6)
-    lengths = changed.sum(1)
-    assert set(lengths) == set(range(longest + 1))
-    assert (np.abs(np.diff(changed, axis=1, prepend=False, append=False)).sum(1) <= 2).all()  # one span
-    assert changed.any(0).all()  # anywhere, the edges too
-
-
-def test_shift_rotates_in_time_and_gain_is_one_number(batch):
-    n = 200
-    rows = {k: jnp.repeat(x[:1], n, axis=0) for k, x in batch.items()} | {"index": jnp.arange(n)}
-    x = np.asarray(rows["spectrogram"][0])
-    by = [next(s for s in range(-3, 4) if (np.roll(x, s, 0) == y).all()) for y in augment(replace(TINY, shift=3), 0, rows)]
-    assert set(by) == set(range(-3, 4))
-    gains = np.asarray(augment(replace(TINY, gain=0.5), 0, rows)) - x
-    assert np.ptp(gains, axis=(1, 2)).max() < 1e-6
-    assert -0.5 <= gains.min() < -0.4 and 0.4 < gains.max() <= 0.5
-    noise = np.asarray(augment(replace(TINY, noise=0.1), 0, rows)) - x
-    assert noise.std() == pytest.approx(0.1, rel=0.01) and abs(np.corrcoef(noise[0].ravel(), noise[1].ravel())[0, 1]) < 0.1
+AUGMENTED = replace(TINY, augment=augment.Config(shift=20, time_masks=2, mel_masks=1, gain=0.2, noise=0.05))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -167,43 +122,23 @@ def test_cross_entropy_equals_the_formula(smoothing):
 
 
 def test_smoothing_is_for_training_only(variables, batch):
-    plain, smooth = make_task(TINY), make_task(replace(TINY, label_smoothing=0.3))
+    plain, smooth = make_task(TINY), make_task(replace(TINY, supervised=bird.Supervised(label_smoothing=0.3)))
     jax.tree.map(np.testing.assert_array_equal, plain.evaluate(variables, batch), smooth.evaluate(variables, batch))
     one, two = (t.loss(variables, batch, None) for t in (plain, smooth))
     assert float(one.metrics["objective_loss"].total) != float(two.metrics["objective_loss"].total)
     assert float(one.metrics["probe_loss"].total) == float(two.metrics["probe_loss"].total)
 
 
-@pytest.mark.parametrize("offset", [0.0, 300.0])
-def test_layer_norm_equals_float64(offset):
-    rng = np.random.default_rng(0)
-    x, scale, bias = (rng.normal(size=s).astype("f4") for s in ((3, 7, 32), (32,), (32,)))
-    x = x + np.float32(offset)
-    wide = x.astype(np.float64)
-    expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5) * scale + bias
-    # The mean of values near 300 has an error of some ulps of 3e-5.
-    np.testing.assert_allclose(bird.layer_norm(x, scale, bias), expected, rtol=0, atol=2e-4 if offset else 5e-6)
-
-
 def test_half_precision_keeps_norms_and_loss_in_float32(variables, batch):
     task = make_task(replace(TINY, dtype="bfloat16"))
     assert all(m.total.dtype == jnp.float32 for m in task.evaluate(variables, batch).values())
-    assert jnp.finfo(bird.layer_norm(jnp.ones((1, 4), jnp.bfloat16), jnp.ones(4), jnp.ones(4)).dtype).bits == 32
     exact = make_task(TINY).evaluate(variables, batch)["objective_loss"]
     assert float(task.evaluate(variables, batch)["objective_loss"].total) == pytest.approx(float(exact.total), rel=0.03)
 
 
 def test_recomputing_layers_changes_no_gradient(variables, batch):
-    one, two = (grads_of(make_task(c), "objective_loss", variables, batch) for c in (TINY, replace(TINY, remat=True)))
+    one, two = (grads_of(make_task(c), "objective_loss", variables, batch) for c in (TINY, replace(TINY, remat="full")))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), one, two)
-
-
-def test_patches_are_cut_row_by_row_in_time():
-    c = bird.Config(n_classes=2, n_frames=4, n_mels=6, patch=(2, 3))
-    x = np.arange(24).reshape(1, 4, 6)
-    found = np.asarray(bird.patchify(c, jnp.asarray(x)))
-    expected = [x[0, i : i + 2, j : j + 3].ravel() for i in (0, 2) for j in (0, 3)]
-    np.testing.assert_array_equal(found[0], expected)
 
 
 def test_pictures_show_input_and_augmentation_mel_up(batch):
@@ -217,17 +152,210 @@ def test_pictures_show_input_and_augmentation_mel_up(batch):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("patch", (16, 24)), ("patch", (0, 16)), ("heads", 5), ("pool", "mean"), ("dtype", "float16"), ("embed", 0)]
-    + [("label_smoothing", 1.0), ("shift", -1), ("noise", -0.1), ("mel_mask", -1), ("n_cls", 0)],
+    ("where", "section"),
+    [("pool", dict(pool="mean")), ("supervised.label_smoothing", dict(supervised=bird.Supervised(label_smoothing=1.0)))]
+    + [("supervised.loss", dict(supervised=bird.Supervised(loss="hinge"))), ("mae.weight", dict(mae=bird.Mae(-1.0)))]
+    + [("supervised.weight", dict(supervised=bird.Supervised(0.0))), ("mask.ratio", dict(mask=bird.Mask(1.0)))]
+    + [("augment.noise", dict(augment=augment.Config(noise=-0.1))), ("lejepa.norm", dict(lejepa=bird.Lejepa(norm="none")))]
+    + [("mae.decoder.heads", dict(mae=bird.Mae(1.0, masked.Decoder(32, 1, 5)))), ("heads", dict(heads=5))],
 )
-def test_a_model_that_makes_no_sense_names_the_field(field, value):
-    problems = dict(replace(TINY, **{field: value}).problems())
-    assert field in problems and str(value) in problems[field]
-
-
-def test_a_good_model_has_no_problems_and_facts_are_checked():
+def test_a_model_that_makes_no_sense_names_the_field(where, section):
+    assert where in dict(replace(TINY, **section).problems())
     assert not list(TINY.problems())
-    assert not list(TINY.data_problems({"n_classes": 5, "n_unlabelled": 0}))
-    assert [w for w, _ in TINY.data_problems({"n_classes": 6, "n_unlabelled": 2})] == ["n_classes", "n_classes"]
-    assert list(replace(TINY, n_classes=None).data_problems({}))
+
+
+ONLY = dict(supervised=bird.Supervised(0.0))
+
+
+@pytest.mark.parametrize(
+    ("where", "section", "facts"),
+    [
+        ("n_classes", dict(), {"n_classes": 6}),
+        ("n_classes", dict(), {"n_unlabelled": 2}),
+        ("n_classes", dict(n_classes=None), {}),
+    ]
+    + [("lejepa.weight", dict(ONLY, lejepa=bird.Lejepa(1.0)), {"views": 1}), ("views", dict(views=2), {"views": 4})]
+    + [("n_recordings", dict(ONLY, diet=bird.Diet(1.0)), {}), ("n_frames", dict(), {"n_frames": 512})]
+    + [("n_recordings", dict(ONLY, diet=bird.Diet(1.0), n_recordings=9), {"n_recordings": 10})]
+    + [
+        ("supervised.loss", dict(multilabel=True), {"multilabel": True}),
+        ("multilabel", dict(multilabel=False), {"multilabel": True}),
+    ]
+    + [("augment.background", dict(augment=augment.Config(background=0.1)), {})],
+)
+def test_a_model_that_does_not_go_with_the_data_names_the_field(where, section, facts):
+    assert where in dict(replace(TINY, **section).data_problems(facts))
+
+
+def test_a_model_that_goes_with_its_data_has_no_problems():
+    assert not list(TINY.data_problems({"n_classes": 5, "n_unlabelled": 0, "n_frames": 64}))
+    unlabelled = replace(TINY, **ONLY, n_classes=None, diet=bird.Diet(1.0), n_recordings=7)
+    assert not list(unlabelled.data_problems({"n_recordings": 7})) and "probe" not in bird.make_specs(unlabelled)
+
+
+# Every objective.
+
+DECODER = masked.Decoder(16, 1, 2)
+EVERY = replace(
+    TINY, depth=2, heads=4, n_registers=1, drop_path=0.3, views=2, n_recordings=300, pool="patches",
+    mask=bird.Mask(0.5, 2), mae=bird.Mae(0.7, DECODER), teacher=bird.Teacher(0.6, 0.5, DECODER),
+    lejepa=bird.Lejepa(0.5, size=8, hidden=32, slices=16), diet=bird.Diet(0.4, rank=8, label_smoothing=0.1, chunk=3),
+    supervised=bird.Supervised(0.3, label_smoothing=0.1), augment=augment.Config(mixup=0.5, crop=0.5, gain=0.1),
+)  # fmt: skip
+ROWS = 32
+
+
+def every_batch(seed, rows=ROWS):
+    rng = np.random.default_rng(seed)
+    return {
+        "spectrogram": rng.normal(size=(rows, 2, 64, 32)).astype("f4"),
+        "label": rng.integers(-1, 5, rows, dtype="i4"),  # -1: without a label
+        "index": rng.permutation(300)[:rows].astype("i4"),
+        "epoch": np.full(rows, seed, "i4"),
+        "weight": (np.arange(rows) % 5 != 3).astype("f4"),
+    }
+
+
+@functools.cache
+def two_steps(mesh):
+    """The state after each of two real steps with every objective, and their metrics."""
+    layout = make_layout(make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]), {})
+    task = bird.make_task(config_lib.Config(model=EVERY, train=config_lib.Train(steps=10, batch=ROWS)), layout.shard, ROWS)
+    tx = make_optimizer(config_lib.Optim(lr=0.01, schedule="constant", eps=1e-3), task.specs.params, steps=10)
+    fields = {name: Field(x.shape[1:], x.dtype) for name, x in every_batch(0).items()}
+    plan = state_lib.make_plan(task, tx, layout, fields, batch=ROWS, ema=False)
+    step = step_lib.make_train_step(task, tx, layout, plan, accumulate=1, ema=0.0, guard=config_lib.Guard(), seed=0)
+    step = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile({"xla_backend_optimization_level": 0})
+    state, found = state_lib.init_state(task, tx, plan, jax.random.key(0)), []
+    for seed in range(2):
+        batch = {name: jax.device_put(every_batch(seed)[name], x.sharding) for name, x in plan.batch.items()}
+        state, out = step(state, batch, step_lib.put_stop(layout, False))
+        found.append(jax.tree.map(np.asarray, (state.variables, {k: m for k, m in out.items() if k != "stopped"})))
+    return found
+
+
+def test_a_step_with_every_objective_is_the_same_on_a_mesh():
+    """SIGReg and batch norm over the global batch, pairs of mixup, masks, dropped layers, the teacher, recordings in parts."""
+    for x, y in zip(two_steps((2, 2, 2)), two_steps((1, 1, 1)), strict=True):
+        for path, a, b in zip(specs.paths(y), jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-3, atol=max(1e-4, 2e-3 * np.abs(b).max()), err_msg=path)
+
+
+def test_the_loss_is_the_weighted_sum_and_norms_are_told_by_group():
+    variables, metrics = two_steps((1, 1, 1))[0]
+    value = {name: float(m.total / m.weight) for name, m in metrics.items()}
+    parts = {name: getattr(EVERY, name).weight for name in bird.OBJECTIVES}
+    assert value["objective_loss"] == pytest.approx(sum(w * value[f"{name}_loss"] for name, w in parts.items()), rel=1e-5)
+    labelled = float(metrics["probe_loss"].weight / metrics["loss"].weight)
+    assert value["loss"] == pytest.approx(value["objective_loss"] + labelled * value["probe_loss"], rel=1e-5)
+    assert 0 < labelled < 1
+    for kind in ("grad_norm", "update_norm", "param_norm_before", "param_norm_after"):
+        groups = [value[f"{kind}_{group}"] for group in ("encoder", "objective", "probe")]
+        assert value[kind] == pytest.approx(np.sqrt(np.square(groups).sum()), rel=1e-5) and all(g > 0 for g in groups)
+    after = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(variables.params["encoder"])))
+    assert value["param_norm_after_encoder"] == pytest.approx(after, rel=1e-5) != value["param_norm_before_encoder"]
+
+
+def test_the_teacher_begins_as_the_student_and_follows_it():
+    (first, _), (second, _) = two_steps((1, 1, 1))
+    jax.tree.map(np.testing.assert_array_equal, first.carry["teacher"], first.params["encoder"])
+    momentum = 0.5 + 0.5 * 1 / 10
+    expected = jax.tree.map(lambda t, s: momentum * t + (1 - momentum) * s, first.carry["teacher"], second.params["encoder"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), second.carry["teacher"], expected)
+
+
+@functools.cache
+def grads_of_every_loss():
+    c = replace(EVERY, drop_path=0.0, augment=augment.Config(mixup=0.5))
+    task = bird.make_task(config_lib.Config(model=c), alone(), 8)
+    made = jax.jit(lambda key: specs.materialise(task.specs, key))(jax.random.key(1))
+    batch = {name: jnp.asarray(x) for name, x in every_batch(3, 8).items()}
+
+    def sums(params):
+        out = task.loss(Variables(params, (), made.carry), batch, jax.random.key(2))
+        return {name: m.total for name, m in out.metrics.items() if name.endswith("_loss")}
+
+    compiled = jax.jit(jax.jacrev(sums)).lower(made.params).compile({"xla_backend_optimization_level": 0})
+    return compiled(made.params)
+
+
+@pytest.mark.parametrize("name", bird.OBJECTIVES)
+def test_an_objective_trains_the_encoder_and_its_own_head_alone(name):
+    grads = grads_of_every_loss()
+    norms = {
+        path: float(jnp.abs(g).max())
+        for path, g in zip(specs.paths(grads[f"{name}_loss"]), jax.tree.leaves(grads[f"{name}_loss"]), strict=True)
+    }
+    assert norms["encoder/w_patch"] > 0 and norms["encoder/blocks/w_qkv"] > 0
+    for path, norm in norms.items():
+        if path.startswith(f"objective/{name}/w"):
+            assert norm > 0, path
+        elif not path.startswith(("encoder/", f"objective/{name}/")):
+            assert norm == 0, path
+
+
+def test_the_probe_reads_any_objective_and_trains_none():
+    grads = grads_of_every_loss()
+    for path, g in zip(specs.paths(grads["probe_loss"]), jax.tree.leaves(grads["probe_loss"]), strict=True):
+        assert bool((g != 0).any()) == path.startswith("probe/"), path
+
+
+def test_recordings_are_told_apart_by_their_number_under_mixup_too():
+    """diet's loss against its formula, whole: hundreds of thousands of logits at once, smoothing, both recordings."""
+    n = 300_001
+    c = replace(
+        TINY,
+        **ONLY,
+        n_recordings=n,
+        diet=bird.Diet(1.0, rank=4, label_smoothing=0.2, chunk=2),
+        augment=augment.Config(mixup=0.5),
+    )
+    task = bird.make_task(config_lib.Config(model=c), alone(), 4)
+    variables = specs.materialise(task.specs, jax.random.key(0))
+    head = jax.tree.map(np.asarray, variables.params["objective"]["diet"])
+    batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items()} | {"index": jnp.asarray([0, n - 1, 5, 200_000])}
+    batch["spectrogram"] = batch["spectrogram"][:, 0]
+    out = jax.jit(task.loss)(variables, batch, None)
+    mixed = augment.augment(c.augment, 0, batch)
+    x = bird.vit.encode(c, variables.params["encoder"], mixed.x, no_shard).cls[:, 0]
+    low = np.maximum(np.asarray(x, np.float64) @ head["w_low"] + head["b_low"], 0)
+    logits = low @ head["w_recordings"][:n].T.astype(np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    own, i = np.asarray(mixed.own)[:, 0], np.asarray(batch["index"])
+    target = own * log_p[range(4), i] + (1 - own) * log_p[range(4), i[[1, 0, 3, 2]]]
+    expected = -(0.8 * target + 0.2 * log_p.mean(1)) * np.asarray(batch["weight"])
+    assert float(out.metrics["diet_loss"].total) == pytest.approx(expected.sum(), rel=1e-5)
+    assert head["w_recordings"].shape[0] % 128 == 0
+
+
+def test_asymmetric_loss_equals_the_formula():
+    rng = np.random.default_rng(0)
+    logits, y = rng.normal(size=(5, 7)) * 4, rng.integers(0, 2, (5, 7))
+    p = 1 / (1 + np.exp(-logits))
+    q = np.maximum(p - 0.05, 0)
+    expected = -(y * (1 - p) * np.log(p) + (1 - y) * q**4 * np.log(1 - q)).sum(1)
+    found = lambda z: bird.asymmetric_loss(z, jnp.asarray(y, jnp.float32), gamma_positive=1.0, gamma_negative=4.0, clip=0.05)  # noqa: E731
+    np.testing.assert_allclose(found(jnp.asarray(logits, jnp.float32)), expected, rtol=1e-4)
+    far = jnp.full((5, 7), 200.0) * jnp.where(jnp.asarray(y) > 0, -1, 1)
+    assert jnp.isfinite(jax.grad(lambda z: found(z).sum())(far)).all()
+
+
+def test_several_classes_in_a_recording():
+    c = replace(TINY, multilabel=True, supervised=bird.Supervised(loss="asymmetric"), augment=augment.Config(mixup=0.5))
+    task = make_task(c)
+    variables = specs.materialise(task.specs, jax.random.key(0))
+    labels = np.random.default_rng(1).integers(0, 2, (4, 5), dtype="u1")
+    batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items() if k != "label"} | {"labels": jnp.asarray(labels)}
+    batch["spectrogram"] = batch["spectrogram"][:, 0]
+    out = task.loss(variables, batch, None)
+    head = variables.params["objective"]["supervised"]
+    x = bird.vit.encode(c, variables.params["encoder"], augment.augment(c.augment, 0, batch).x, no_shard).cls[:, 0]
+    union = jnp.asarray(labels | labels[[1, 0, 3, 2]], jnp.float32)
+    each = bird.asymmetric_loss(x @ head["w"] + head["b"][None], union, gamma_positive=1.0, gamma_negative=4.0, clip=0.05)
+    assert float(out.metrics["supervised_loss"].total) == pytest.approx(float((each * batch["weight"]).sum()), rel=1e-5)
+    assert {"labels"} <= set(task.axes) and "label" not in task.axes
+    # Right is who scores one of the classes best.
+    logits = variables.params["probe"]["b"] * 0 + jnp.arange(5.0)
+    sure = {**variables.params, "probe": {**variables.params["probe"], "w": 0 * variables.params["probe"]["w"], "b": logits}}
+    found = task.evaluate(Variables(sure), batch)["probe_accuracy"]
+    assert float(found.total) == pytest.approx(float((labels[:, 4] * batch["weight"]).sum()))

@@ -12,6 +12,7 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain.config import Config, ConfigError, Group
+from jaxtrain.nn import augment, masked
 from jaxtrain.nn.layers import Rope
 from jaxtrain.workloads import bird, language
 from loaders import spectrogram
@@ -377,7 +378,8 @@ def test_a_saved_config_can_be_read_again(here):
 def sections():
     """Every dataclass of a real run's config."""
     own = [f.default_factory for f in dataclasses.fields(Config) if f.default_factory is not dataclasses.MISSING]
-    return [Config, Group, bird.Config, language.Config, Rope, spectrogram.Config, *own]
+    parts = [bird.Supervised, bird.Mask, bird.Mae, bird.Lejepa, bird.Diet, bird.Teacher, augment.Config, masked.Decoder]
+    return [Config, Group, bird.Config, *parts, language.Config, Rope, spectrogram.Config, *own]
 
 
 @pytest.mark.parametrize("cls", sections(), ids=lambda c: f"{c.__module__}.{c.__name__}")

@@ -92,7 +92,7 @@ def test_promise_8_a_bad_step_is_skipped_counted_and_its_recordings_are_named(un
     found = records(unruly / "runs" / "tiny", "train")
     assert [found[s]["skipped"] for s in (1, 2, 3, 4)] == [0, 0, 1, 0]
     assert found[3]["loss"] is None and found[4]["loss"] > 0
-    assert found[4]["param_norm"] == pytest.approx(found[2]["param_norm"], rel=1e-3)
+    assert found[4]["param_norm_after"] == pytest.approx(found[2]["param_norm_after"], rel=1e-3)
 
 
 def test_promise_8_too_many_bad_steps_in_a_row_end_the_run(unruly, corpus):  # noqa: F811

@@ -15,6 +15,7 @@ from jaxtrain import hlo
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.layout import LayoutError, make_layout, make_mesh
+from jaxtrain.nn import augment
 from jaxtrain.optim import make_optimizer
 from jaxtrain.specs import fan_in, zeros
 from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
@@ -24,8 +25,9 @@ from loaders.base import Field
 BATCH = 32
 MESHES = {"alone": (1, 1, 1), "mixed": (2, 2, 2), "data": (8, 1, 1), "fsdp": (1, 8, 1), "model": (1, 1, 8)}
 MODEL = bird.Config(
-    n_classes=8, n_frames=64, n_mels=32, embed=32, depth=2, heads=8, dtype="float32", label_smoothing=0.1,
-    shift=8, time_masks=2, time_mask=8, mel_masks=1, mel_mask=4, gain=0.1, noise=0.05,
+    n_classes=8, n_frames=64, n_mels=32, embed=32, depth=2, heads=8, dtype="float32",
+    supervised=bird.Supervised(label_smoothing=0.1),
+    augment=augment.Config(shift=8, time_masks=2, time_mask=8, mel_masks=1, mel_mask=4, gain=0.1, noise=0.05),
 )  # fmt: skip
 FIELDS = {
     "spectrogram": Field((64, 32), np.float32),

@@ -13,8 +13,11 @@ from jaxtrain.types import Array, PyTree
 DATA = "data"
 
 
-def over_data(x: Array) -> Array:
-    """Adds what the groups along "data" have; ``x`` itself where there is one group, or where the step sees all rows."""
+def over_data(x: PyTree) -> PyTree:
+    """Adds what the groups along "data" have, of an array or each of a tree.
+
+    ``x`` itself where there is one group, or where the step sees all rows.
+    """
     context = jax.sharding.get_abstract_mesh()
     grouped = not context.empty and DATA in context.manual_axes
     return jax.lax.psum(x, DATA) if grouped else x

@@ -2,10 +2,10 @@
 
 Tokens are taken a chunk at a time; each device has the logits of its part of the vocabulary (mesh axes of "vocab") for its own
 tokens, and what the parts must know of each other is the largest logit, the sum of exponentials and the label's logit. The
-derivatives are computed along with the loss, so that no logit is computed twice: with loss = sum_n w_n (lse_n - x_n[label_n] +
-z lse_n^2) and p = exp(x - lse),
+derivatives are computed along with the loss, so that no logit is computed twice: with loss = sum_n w_n (lse_n + z lse_n^2 -
+(1 - s) x_n[label_n] - s mean_v x_nv) and p = exp(x - lse),
 
-    d loss / d x_nv = w_n (p_nv (1 + 2 z lse_n) - [v = label_n])
+    d loss / d x_nv = w_n (p_nv (1 + 2 z lse_n) - (1 - s) [v = label_n] - s / V)
 
 Shapes: B batch, T tokens of a row, N tokens, D embed, V vocabulary, C tokens of a chunk.
 """
@@ -17,20 +17,39 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxtrain.nn.attention import NEVER
 from jaxtrain.types import Array, Shard
 
 
 class Sums(NamedTuple):
     """Over all tokens, weighted. Only ``loss`` has a derivative."""
 
-    loss: Array  # cross-entropy and z-loss
+    loss: Array  # cross-entropy (with smoothed labels, if they are) and z-loss
     cross_entropy: Array  # [nats]
     z: Array  # of lse^2, without its coefficient
     correct: Array  # tokens whose label has the largest logit, the first of them if they are several
 
 
+class How(NamedTuple):
+    """What is the same for all tokens."""
+
+    z_loss: float
+    smoothing: float
+    chunk: int
+    size: int
+
+
 def cross_entropy(
-    x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array, shard: Shard, *, z_loss: float = 0.0, chunk: int = 1024
+    x_btd: Array,
+    w_vd: Array,
+    label_bt: Array,
+    weight_bt: Array,
+    shard: Shard,
+    *,
+    z_loss: float = 0.0,
+    smoothing: float = 0.0,
+    chunk: int = 1024,
+    size: int | None = None,
 ) -> Sums:
     """Sums of weight × (-log softmax(w x)[label] + z_loss lse^2), lse = log sum exp(w x) (de Brébisson & Vincent 2016).
 
@@ -38,22 +57,25 @@ def cross_entropy(
 
     Args:
       weight_bt: float32; 0 for tokens that do not count, whose labels may be anything.
+      smoothing: share of the target that is spread over the whole vocabulary, the label included.
       chunk: [tokens] on each device whose logits are there at the same time.
+      size: rows of ``w_vd`` that are a vocabulary; those after them only fill it up to a number that devices can share.
     """
-    return _total(shard, z_loss, chunk, x_btd, w_vd, label_bt, weight_bt)
+    how = How(z_loss, smoothing, chunk, w_vd.shape[0] if size is None else size)
+    return _total(shard, how, x_btd, w_vd, label_bt, weight_bt)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _total(shard: Shard, z_loss: float, chunk: int, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array) -> Sums:
-    return _run(shard, z_loss, chunk, x_btd, w_vd, label_bt, weight_bt, grads=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _total(shard: Shard, how: How, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array) -> Sums:
+    return _run(shard, how, x_btd, w_vd, label_bt, weight_bt, grads=False)[0]
 
 
-def _forward(shard: Shard, z_loss: float, chunk: int, *args: Array) -> tuple[Sums, tuple]:
-    return _run(shard, z_loss, chunk, *args, grads=True)
+def _forward(shard: Shard, how: How, *args: Array) -> tuple[Sums, tuple]:
+    return _run(shard, how, *args, grads=True)
 
 
-def _backward(shard: Shard, z_loss: float, chunk: int, grads: tuple[Array, Array], cotangent: Sums) -> tuple:
-    del shard, z_loss, chunk
+def _backward(shard: Shard, how: How, grads: tuple[Array, Array], cotangent: Sums) -> tuple:
+    del shard, how
     dx_btd, dw_vd = grads
     return (dx_btd * cotangent.loss).astype(dx_btd.dtype), dw_vd * cotangent.loss, None, None
 
@@ -62,8 +84,9 @@ _total.defvjp(_forward, _backward)
 
 
 def _run(
-    shard: Shard, z_loss: float, chunk: int, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array, *, grads: bool
+    shard: Shard, how: How, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array, *, grads: bool
 ) -> tuple[Sums, tuple]:
+    z_loss, smoothing, chunk, v_used = how
     b, t, d = x_btd.shape
     v = w_vd.shape[0]
     vocab, rows = shard.names("vocab", v), (*shard.names("batch", b), *shard.names("seq", t))
@@ -85,6 +108,8 @@ def _run(
             x_cv = jnp.einsum("cd,vd->cv", x_cd, w, preferred_element_type=jnp.float32)
             place_v = first + jnp.arange(w.shape[0])
             own_cv = place_v[None] == label_c[:, None]
+            if v_used < v:
+                x_cv = jnp.where(place_v[None] < v_used, x_cv, NEVER)
             top_c = _over(jax.lax.pmax, jax.lax.stop_gradient(x_cv.max(-1)), vocab)
             e_cv = jnp.exp(x_cv - top_c[:, None])
             sum_c = _over(jax.lax.psum, e_cv.sum(-1), vocab)
@@ -93,12 +118,19 @@ def _run(
             # The first of the largest, so that equal logits everywhere are not all right.
             best_c = jnp.where(x_cv == top_c[:, None], place_v[None], v).min(-1)
             right_c = _over(jax.lax.pmin, best_c, vocab) == label_c
-            each = (lse_c - label_x_c + z_loss * lse_c**2, lse_c - label_x_c, lse_c**2, right_c)
+            target_x_c = label_x_c
+            if smoothing:
+                sum_x_c = _over(jax.lax.psum, jnp.where(place_v[None] < v_used, x_cv, 0).sum(-1), vocab)
+                target_x_c = (1 - smoothing) * label_x_c + smoothing / v_used * sum_x_c
+            each = (lse_c - target_x_c + z_loss * lse_c**2, lse_c - label_x_c, lse_c**2, right_c)
             sums = Sums(*(old + (weight_c * new).sum() for old, new in zip(sums, each, strict=True)))
             if not grads:
                 return (sums, dw_vd), None
             slope_c = weight_c * (1 + 2 * z_loss * lse_c)
-            dx_cv = (e_cv * (slope_c / sum_c)[:, None] - own_cv * weight_c[:, None]).astype(x_cd.dtype)
+            target_cv = own_cv.astype(jnp.float32)
+            if smoothing:
+                target_cv = (1 - smoothing) * target_cv + smoothing / v_used * (place_v[None] < v_used)
+            dx_cv = (e_cv * (slope_c / sum_c)[:, None] - target_cv * weight_c[:, None]).astype(x_cd.dtype)
             dw_vd = dw_vd + jnp.einsum("cv,cd->vd", dx_cv, x_cd, preferred_element_type=jnp.float32)
             dx_cd = jnp.einsum("cv,vd->cd", dx_cv, w, preferred_element_type=jnp.float32)
             return (sums, dw_vd), _over(jax.lax.psum, dx_cd, vocab).astype(x_cd.dtype)
