@@ -251,6 +251,7 @@ class Checkpoint:
         for name, allowed in (("final", ("resumable", "weights")), ("on_error", ("stop", "continue"))):
             if (value := getattr(self, name)) not in allowed:
                 yield name, f"is {value!r}; {_choices(value, allowed)}"
+        yield from _url_problems("folder", self.folder)
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,7 @@ class Resume:
             yield "data", f"is {self.data!r}; {_choices(self.data, ('exact', 'restart'))}"
         if self.path and "://" not in self.path and not (pathlib.Path(self.path).expanduser() / "checkpoints").is_dir():
             yield "path", f"is {self.path!r}, which has no folder checkpoints; name the workdir of a run"
+        yield from _url_problems("path", self.path)
 
 
 @dataclass(frozen=True)
@@ -635,6 +637,15 @@ def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
             "workdir",
             f"is {workdir!r}, which cannot be written ({error.strerror}: {existing}); choose another folder",
         )
+
+
+def _url_problems(name: str, path: str) -> Iterator[tuple[str, str]]:
+    """Of a path that may be a URL: whether what it is read and written with is installed."""
+    scheme, separator, _ = path.partition("://")
+    if separator and scheme != "gs":
+        yield name, f"is {path!r}; {_choices(scheme, ('gs',))}, or a path on a file system"
+    elif separator and not importlib.util.find_spec("gcsfs"):
+        yield name, f"is {path!r}, which needs gcsfs; pip install 'jaxtrain[gcs]'"
 
 
 def explain(config: Config) -> str:

@@ -259,6 +259,7 @@ def test_a_file_is_held_to_its_types_without_guessing(value):
         (["mesh.model=0"], "mesh.model", "-1 for the rest"),
         (["mesh.rules.embed=fdsp?"], "mesh.rules.embed", "did you mean 'fsdp'?"),
         (["checkpoint.every=0"], "checkpoint.every", "at least 1"),
+        (["checkpoint.folder=gcs://bucket/run"], "checkpoint.folder", "did you mean 'gs'?"),
         (["metrics.every=0"], "metrics.every", "at least 1"),
         (["seed=-1"], "seed", "2**32"),
         (["model.whole=-1"], "model.whole", "negative"),

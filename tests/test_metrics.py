@@ -40,7 +40,7 @@ def test_sums_over_many_batches_are_kept_in_float64():
     assert metrics.mean(sums)["a"] == 2**25 + 3
 
 
-def test_a_resumed_run_drops_later_steps_and_a_line_cut_short(tmp_path):
+def test_promise_15_a_resumed_run_drops_later_steps_and_a_line_cut_short(tmp_path):
     writer = metrics.JsonlWriter(str(tmp_path), 0)
     for step in (10, 20, 30):
         writer.write(step, "train", {"loss": 1 / step})
@@ -96,7 +96,7 @@ def test_tensorboard_holds_the_records(tmp_path):
     assert scalars(tmp_path / "tensorboard")[0] == {("train/loss", s): 0.5 * s for s in (10, 20, 30)}
 
 
-def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch):
+def test_promise_15_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch):
     pytest.importorskip("tensorboardX")
     for start, steps, factor in ((0, (10, 20, 30), 1), (20, (30,), 2)):
         monkeypatch.setattr("socket.gethostname", lambda start=start: f"host{start}")  # two files, also within a second
@@ -109,7 +109,7 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch
     assert found == {("train/loss", 10): 10, ("train/loss", 20): 20, ("train/loss", 30): 60}
 
 
-def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
+def test_promise_15_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     """With a stand-in for the service's client: the id that a workdir keeps is used again, and no step is sent twice."""
     calls, ids = [], iter(["first", "second"])
 

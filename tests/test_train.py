@@ -139,7 +139,7 @@ def ids(folder: pathlib.Path, name: str = "ids.jsonl") -> dict[int, list[int]]:
     return {p: [i for rows in sorted(parts) for i in parts[rows]] for p, parts in found.items()}
 
 
-def test_a_killed_run_resumed_in_a_fresh_process_equals_the_undisturbed_one_bit_for_bit(folder, corpus):
+def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_the_undisturbed_one(folder, corpus):
     run(folder, f"tiny.py:{corpus}", "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))
     after = str(folder / "killed" / "checkpoints" / "10")
     killed = (folder, f"tiny.py:{corpus}", "--config.workdir=killed")
@@ -156,7 +156,7 @@ def test_a_killed_run_resumed_in_a_fresh_process_equals_the_undisturbed_one_bit_
     assert "already reached step 20" in run(*killed)
 
 
-def test_two_processes_equal_one(folder, corpus):
+def test_promise_4_two_processes_equal_one(folder, corpus):
     port = free_port()
     overrides = ("--config.train.steps=4", "--config.train.eval_every=2", "--config.mesh.fsdp=2", "--config.train.accumulate=2")
     run(folder, f"tiny.py:{corpus}", "--config.workdir=one", *overrides, devices=4, IDS=str(folder / "one.jsonl"))

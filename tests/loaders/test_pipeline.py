@@ -264,7 +264,7 @@ def damaged(tmp_path_factory):
     return open_index(tmp_path_factory.mktemp("damaged"), encoded)
 
 
-def test_training_replaces_a_bad_recording_by_the_next_in_order(damaged):
+def test_promise_11_training_replaces_a_bad_recording_by_the_next_in_order(damaged):
     pipelines = [make(damaged, batch=20, bad_budget=0.01, threads=threads) for threads in (1, 8)]
     first, other = (take(pipeline, 20) for pipeline in pipelines)
     equal(first, other)
@@ -282,7 +282,7 @@ def test_training_replaces_a_bad_recording_by_the_next_in_order(damaged):
         assert all(f": row {row} (row " in reason and ".arrow" in reason for row, reason in found["bad_list"])
 
 
-def test_testing_masks_a_bad_recording(damaged):
+def test_promise_11_testing_masks_a_bad_recording(damaged):
     found = take(make(damaged, batch=20, train=False, bad_budget=0.01), 10)
     bad = np.isin(found["index"], [17, 130])
     assert bad.sum() == 2
@@ -291,7 +291,7 @@ def test_testing_masks_a_bad_recording(damaged):
     np.testing.assert_array_equal(found["index"].ravel(), np.arange(200))
 
 
-def test_more_bad_recordings_than_the_budget_are_an_error_that_lists_them(damaged):
+def test_promise_11_more_bad_recordings_than_the_budget_are_an_error_that_lists_them(damaged):
     for train in (True, False):
         pipeline = make(damaged, batch=20, bad_budget=0.005, train=train, threads=2)
         with pytest.raises(RuntimeError, match="2 of 200 recordings could not be used, more than the 1 that") as caught:
@@ -309,7 +309,7 @@ def test_one_bad_recording_among_few_is_no_end(tmp_path):
 
 
 @pytest.mark.parametrize("n", [1, 2, 50])
-def test_nothing_but_bad_recordings(tmp_path, n):
+def test_promise_11_nothing_but_bad_recordings(tmp_path, n):
     index = open_index(tmp_path, [broken(i) for i in range(n)], shards=1)
     for budget in (0.01, 1.0):
         with pytest.raises(RuntimeError, match="recordings c.*be used"):
@@ -318,7 +318,7 @@ def test_nothing_but_bad_recordings(tmp_path, n):
     assert not masked["weight"].any()
 
 
-def test_samples_that_are_not_numbers(tmp_path):
+def test_promise_11_samples_that_are_not_numbers(tmp_path):
     wave = corpus.noise(0, 1.0, 32_000)
     wave[::7] = np.nan
     huge = np.full(32_000, 3e38, np.float32)
@@ -328,7 +328,7 @@ def test_samples_that_are_not_numbers(tmp_path):
     assert "finite" in pipeline.diagnostics()["bad_list"][0][1]
 
 
-def test_null_audio_is_a_bad_recording(tmp_path):
+def test_promise_11_null_audio_is_a_bad_recording(tmp_path):
     pipeline = make(open_index(tmp_path, [corpus.wav(0), None], shards=1), batch=2, train=False, bad_budget=1.0)
     assert take(pipeline, 1)["weight"].tolist() == [[1, 0]]
     assert "row 1 (row 1 of this shard): holds no audio bytes, only the path" in pipeline.diagnostics()["bad_list"][0][1]

@@ -1,0 +1,71 @@
+"""Checkpoints in an object store: the same code, the same promises, where there are no renames."""
+
+import os
+import subprocess
+import sys
+
+import object_store
+import pytest
+from test_reliability import cluster, wait_for
+from test_train import ROOT, corpus, folder, free_port, records, run  # noqa: F401
+
+RUN = "gs://bucket/tiny/checkpoints"
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    """What makes programs see the stand-in, and a view of what it holds."""
+    port = free_port()
+    server = subprocess.Popen([sys.executable, object_store.__file__, str(port), str(tmp_path / "objects")])
+    try:
+        yield object_store.environment(port), object_store.Store(tmp_path / "objects")
+    finally:
+        server.kill()
+        server.wait()
+
+
+def tool(folder, environment, *arguments):  # noqa: F811
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+def test_promises_1_and_6_and_7_in_an_object_store(folder, corpus, bucket):  # noqa: F811
+    """Killed while the objects of a step are written: that step is not there, and the run ends as the undisturbed one."""
+    environment, store = bucket
+    args = (folder, f"tiny.py:{corpus}", "--config.train.steps=6", "--config.train.eval_every=2", "--config.checkpoint.every=2")
+    run(*args, "--config.workdir=whole")
+
+    def there(name):
+        return any(about["name"].startswith(f"tiny/checkpoints/{name}") for about in store.all("bucket"))
+
+    (process,) = cluster(*args, f"--config.checkpoint.folder={RUN}", processes=1, only0=environment)
+    wait_for(lambda: there("4/"), watch=[process])
+    process.kill()
+    process.communicate()
+    torn = not there("4/commit_success.txt")
+    output = run(*args, f"--config.checkpoint.folder={RUN}", **environment)
+    assert f"going on from step {2 if torn else 4}: {RUN}" in output
+    for split in ("train", "test"):
+        assert records(folder / "runs" / "tiny", split) == records(folder / "whole", split)
+
+    verified = tool(folder, environment, "tools.checkpoint", "verify", f"{RUN}/6")
+    assert verified.returncode == 0, verified.stderr
+    exported = tool(folder, environment, "tools.orbax_to_safetensors", RUN.rsplit("/", 1)[0], "--out", str(folder / "out"))
+    assert exported.returncode == 0 and list((folder / "out").glob("*.safetensors")), exported.stderr
+
+    largest = max((a for a in store.all("bucket") if "checkpoints/6/" in a["name"]), key=lambda a: int(a["size"]))
+    data = bytearray(store.get("bucket", largest["name"])[0])
+    data[len(data) // 2] ^= 1
+    store.put("bucket", largest["name"], bytes(data))
+    output = run(*args, "--config.train.steps=8", f"--config.checkpoint.folder={RUN}", **environment)
+    assert "damaged" in output and largest["name"].rsplit("/", 1)[1] in output and "going on from step 4" in output
+
+
+@pytest.mark.slow
+def test_promise_4_two_processes_share_a_bucket(folder, corpus, bucket):  # noqa: F811
+    environment, _ = bucket
+    args = (folder, f"tiny.py:{corpus}", f"--config.checkpoint.folder={RUN}", "--config.train.eval_every=0")
+    both = cluster(*args, "--config.train.steps=2", processes=2, only0=environment, only1=environment)
+    outputs = [p.communicate(timeout=200)[0] for p in both]
+    assert [p.returncode for p in both] == [0, 0], outputs
+    assert "going on from step 2" in run(*args, "--config.train.steps=3", **environment)
