@@ -8,8 +8,11 @@ The path is a folder that tools/prepare_giblet.py made of the film, its codes an
 Parameters, gradients and AdamW's moments (``pytest tests/test_giblet_size.py``), to which comes what a step needs beside: with
 float32 on eight TPU v4 1.3 GB each, by the compiler. ``--plan`` has it for other devices and settings:
 
-    float32                            133.8 GB    16.7 GB on each of eight
-    model.param_dtype=bfloat16          66.9 GB     8.4 GB on each of eight
+    float32                            133.8 GB    one GPU of 141 GB; 16.7 GB on each of eight, of 48 GB for example
+    … and bfloat16 parameters          100.3 GB    one GPU of 141 GB (model.param_dtype; optim.masters keeps float32 ones beside)
+    … and bfloat16 moments              66.9 GB    one GPU of 80 GB, two of 48 GB (optim.moments)
+    … and 8-bit moments                 50.4 GB    one GPU of 80 GB
+    bfloat16 and Adafactor              33.4 GB    one GPU of 48 GB (optim.name)
 """
 
 import os

@@ -14,7 +14,8 @@ from jaxtrain import specs, state
 ROOT = pathlib.Path(__file__).parent.parent
 FIRST = 1_641_600 * 4096  # values of the first matrix
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the extra topology is not installed")
-BFLOAT16 = (("model.param_dtype", "bfloat16"),)
+NARROW, NARROW_MOMENTS = ("model.param_dtype", "bfloat16"), ("optim.moments", "bfloat16")
+BFLOAT16 = (NARROW, NARROW_MOMENTS)
 
 
 @pytest.fixture
@@ -44,8 +45,15 @@ def test_bytes_are_the_known_ones(load):
     assert specs.count(plan_lib.abstractly(config, one).task.specs.params) == 8_359_824_355
     assert per_device(config, one) == pytest.approx(133.76e9, rel=1e-4)
     assert per_device(config, eight) == pytest.approx(16.72e9, rel=2e-3)
-    narrow = plan_lib.abstractly(load(*BFLOAT16), one)
-    assert plan_lib.held(narrow.plan, narrow.layout, tiled=False)["parameters"] == pytest.approx(16.72e9, rel=1e-4)
+    for overrides, expected in (
+        (BFLOAT16, 66.88e9),
+        ((NARROW,), 100.32e9),  # float32 moments
+        ((NARROW, ("optim.masters", "true")), 133.76e9),  # and float32 masters beside
+        ((NARROW, ("optim.moments", "int8")), 50.42e9),
+        ((("optim.name", "adafactor"),), 66.88e9),
+        ((NARROW, ("optim.name", "adafactor")), 33.44e9),
+    ):
+        assert per_device(load(*overrides), one) == pytest.approx(expected, rel=1e-3), overrides
 
 
 @pytest.mark.parametrize(
@@ -56,6 +64,11 @@ def test_bytes_are_the_known_ones(load):
         ("gpu:a6000x1", BFLOAT16, False),
         ("gpu:a6000x8", (), True),
         ("gpu:a6000x2", (), False),
+        ("gpu:a6000x2", BFLOAT16, True),
+        ("gpu:h100x1", (NARROW, ("optim.moments", "int8")), True),
+        ("gpu:h100x1", (NARROW,), False),
+        ("gpu:h100x1", (("optim.name", "adafactor"),), True),
+        ("gpu:a6000x1", (NARROW, ("optim.name", "adafactor")), True),
     ],
 )
 def test_state_and_gradients_fit_where(load, target, overrides, fits):
