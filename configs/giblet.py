@@ -5,14 +5,16 @@
 The path is a folder that tools/prepare_giblet.py made of the film, its codes and embeddings, and the viewers' NIfTI files;
 "blank" has the published shapes and holds nothing, to plan with. Without one, `demo` is trained, a hundredth of the size.
 
-Parameters, gradients and AdamW's moments (``pytest tests/test_giblet_size.py``), to which comes what a step needs beside: with
-float32 on eight TPU v4 1.3 GB each, by the compiler. ``--plan`` has it for other devices and settings:
+Parameters, gradients and the optimizer's state; a step on eight TPU v4 needs 0.1 GB on each besides, by the compiler
+(``pytest tests/test_giblet_size.py``; ``--plan`` says it for other devices and settings):
 
-    float32                            133.8 GB    one GPU of 141 GB; 16.7 GB on each of eight, of 48 GB for example
-    … and bfloat16 parameters          100.3 GB    one GPU of 141 GB (model.param_dtype; optim.masters keeps float32 ones beside)
-    … and bfloat16 moments              66.9 GB    one GPU of 80 GB, two of 48 GB (optim.moments)
-    … and 8-bit moments                 50.4 GB    one GPU of 80 GB
-    bfloat16 and Adafactor              33.4 GB    one GPU of 48 GB (optim.name)
+    float32                             133.8 GB    16.7 GB on each of eight, of 48 GB for example
+    model.param_dtype=bfloat16          100.3 GB    optim.masters=true keeps float32 ones beside, as many bytes as float32 alone
+    … and optim.moments=bfloat16         66.9 GB    8.4 GB on each of eight
+    … or optim.moments=int8              50.2 GB
+    … or optim.name=adafactor            33.4 GB
+
+`optim.offload` keeps the optimizer's state in host memory between steps; during the update all of it is on the devices.
 """
 
 import os

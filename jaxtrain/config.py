@@ -99,7 +99,7 @@ class Optim:
     momentum: float = 0.95  # [1] muon: decay of the sum of gradients
     muon_scale: str = "rms"  # [name] muon: rms (moves as far as AdamW), or by fan-out / fan-in of kernels in_out or out_in
     rest: str = "adamw"  # [name] muon: rule of all but the hidden matrices: tables, heads, vectors
-    moments: str = "float32"  # [name] how moments are kept: float32, bfloat16, int8 (8 bits, blockwise scales)
+    moments: str = "float32"  # [name] how moments are kept: float32, bfloat16, int8 (8 bits, a scale for each row)
     masters: bool = False  # [bool] optimise float32 copies of the parameters, which stay in their own dtype
     offload: bool = False  # [bool] keep the optimizer's state in host memory, and bring it over for each update
     layer_decay: float = 1.0  # [1] factor of the learning rate from each layer to the one below

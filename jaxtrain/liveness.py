@@ -197,7 +197,7 @@ class _Walk:
             split = _reshaped(inputs[0].shape, eqn.outvars[0].aval.shape, inputs[0].split, self.mesh)
             return self.add("cheap", eqn, inputs, [split], weak=inputs[0].weak)
         if name in REDUCES:
-            gone = set(params["axes"])
+            gone = set(params["dimensions"] if name == "reduce" else params["axes"])
             split = tuple(s for i, s in enumerate(inputs[0].split) if i not in gone)
             return self.add("reduce", eqn, inputs, [split] * len(ranks))
         if name in COLLECTIVES:

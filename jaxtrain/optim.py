@@ -249,7 +249,9 @@ def _add_decayed(weights: PyTree) -> optax.GradientTransformation:
 def _scale_by_rates(rates: PyTree, schedule: Schedule) -> optax.GradientTransformation:
     def update(updates: PyTree, state: optax.ScaleByScheduleState, params: PyTree) -> tuple[PyTree, optax.ScaleByScheduleState]:
         ratio = schedule(state.count)
-        return jax.tree.map(lambda u, r: -r * ratio * u, updates, rates), optax.ScaleByScheduleState(count=state.count + 1)
+        # No more digits than the parameter has to which it is added: wider ones would be the largest array of a step.
+        moves = jax.tree.map(lambda u, r, p: (-r * ratio * u).astype(p.dtype), updates, rates, params)
+        return moves, optax.ScaleByScheduleState(count=state.count + 1)
 
     return optax.GradientTransformation(lambda params: optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32)), update)
 

@@ -134,29 +134,36 @@ def train_step(
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     with jax.named_scope("loss_and_grad"):
         grads, out = gradients(task, layout, variables, with_rows(batch, layout), key, accumulate=accumulate)
-    with jax.named_scope("update"):
-        tx = optax.with_extra_args_support(tx)
-        updates, opt_state = tx.update(grads, state.opt_state, variables.params, touched=out.touched)
-        params = optax.apply_updates(variables.params, updates)
-        carry = task.advance(params, out.carry, state.step)
-        average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
     with jax.named_scope("guard"):
         norm, stopped = global_norm(grads), stop.sum() > 0
         good, norms = judge(guard, state.norms, norm, out.loss.total)
-        new = (Variables(params, variables.frozen, carry), opt_state, average, norms)
-        old = (variables, state.opt_state, state.ema, state.norms)
-        kept = jax.tree.map(lambda n, o: jnp.where(good & ~stopped, n, o), new, old)
+        counts = good & ~stopped
+
+    def kept(new: PyTree, old: PyTree) -> PyTree:
+        return jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, old)
+
+    with jax.named_scope("update"):
+        tx = optax.with_extra_args_support(tx)
+        updates, opt_state = tx.update(grads, state.opt_state, variables.params, touched=out.touched)
+        params = optax.apply_updates(variables.params, kept(updates, jax.tree.map(jnp.zeros_like, updates)))
+        # Measured on the parameters, rounded as they are. The update itself has one reader only, where it is added: with
+        # another it would be an array, as large as the gradient.
+        moved = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32), params, variables.params)
+        carry = task.advance(params, out.carry, state.step)
+        average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
+        new, old = (carry, opt_state, average, norms), (variables.carry, state.opt_state, state.ema, state.norms)
+        carry, opt_state, average, norms = kept(new, old)
     metrics = {
         "loss": out.loss,
         **out.metrics,
         **_norms("grad_norm", grads),
-        **_norms("update_norm", updates),
+        **_norms("update_norm", moved),
         **_norms("param_norm_before", variables.params),
-        **_norms("param_norm_after", kept[0].params),
+        **_norms("param_norm_after", params),
         "skipped": _one((~good).astype(jnp.float32)),
         "stopped": _one(stopped.astype(jnp.float32)),
     }
-    return TrainState(state.step + ~stopped, *kept), metrics
+    return TrainState(state.step + ~stopped, Variables(params, variables.frozen, carry), opt_state, average, norms), metrics
 
 
 def _norms(name: str, tree: PyTree) -> Metrics:
@@ -232,7 +239,8 @@ def gradients(
             axis_names={DATA},
         )
     grads, loss, metrics, touched, carry = local(variables.params, variables.frozen, variables.carry, batch, key)
-    grads = jax.tree.map(lambda g: g / loss.weight, grads)
+    # In their own types: narrow ones are as many bytes as the parameters, and no more.
+    grads = jax.tree.map(lambda g: (g / loss.weight).astype(g.dtype), grads)
     return grads, LossOut(loss, metrics, carry, touched)
 
 

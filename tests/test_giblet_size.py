@@ -49,7 +49,7 @@ def test_bytes_are_the_known_ones(load):
         (BFLOAT16, 66.88e9),
         ((NARROW,), 100.32e9),  # float32 moments
         ((NARROW, ("optim.masters", "true")), 133.76e9),  # and float32 masters beside
-        ((NARROW, ("optim.moments", "int8")), 50.42e9),
+        ((NARROW, ("optim.moments", "int8")), 50.17e9),
         ((("optim.name", "adafactor"),), 66.88e9),
         ((NARROW, ("optim.name", "adafactor")), 33.44e9),
     ):
@@ -80,20 +80,42 @@ def test_state_and_gradients_fit_where(load, target, overrides, fits):
 
 @needs_libtpu
 @pytest.mark.slow
-def test_the_real_step_and_its_start_compile_for_eight_tpus(load):
-    """On 31 GiB chips: no second copy of the state, no matrix gathered, nothing whole when it is made."""
+@pytest.mark.parametrize(
+    ("overrides", "beside"),
+    [
+        ((), 1.05),
+        (BFLOAT16, 1.05),
+        ((NARROW, ("optim.masters", "true")), 2.0),
+        ((NARROW, ("optim.moments", "int8")), 2.1),
+        ((NARROW, ("optim.name", "adafactor")), 2.0),
+        ((("model.remat", "true"),), 1.05),
+    ],
+    ids=["float32", "bfloat16", "masters", "int8", "adafactor", "remat"],
+)
+def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything(load, overrides, beside):
+    """On 31 GiB chips: the state is donated, no matrix is gathered, and beside it is little more than the gradients.
+
+    beside: the compiler's temporaries in units of the parameters, whose type gradients have.
+    """
     target = plan_lib.parse_target("tpu:v4:2x2x2")
-    config = load()
     mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.tpu_devices(target))
-    assembly = plan_lib.assemble(config, mesh)
+    assembly = plan_lib.assemble(load(*overrides), mesh)
     found = plan_lib.compiled(assembly, None)
     held = plan_lib.held(assembly.plan, assembly.layout, tiled=True)
     print(f"{found.arguments / 1e9:.2f} GB of arguments, {found.temporaries / 1e9:.2f} GB while it runs")
     assert found.peak < target.memory
     assert found.peak - found.arguments - found.temporaries < 1e6, "the whole state is donated"
-    assert found.temporaries < 1.5 * held["parameters"], "gradients, and less than half as much besides"
-    assert sum(sent for _, sent in found.collectives.values()) < 0.1e9, "activations travel"
+    assert found.temporaries < beside * held["parameters"]
+    if found.collectives is not None:
+        assert sum(sent for _, sent in found.collectives.values()) < 0.1e9, "activations travel"
 
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_start_makes_every_part_where_it_stays(load):
+    target = plan_lib.parse_target("tpu:v4:2x2x2")
+    mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.tpu_devices(target))
+    assembly = plan_lib.assemble(load(), mesh)
     key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=assembly.layout.replicated())
     init = state.make_init(assembly.task, assembly.tx, assembly.plan, start=lambda params, given: params)
     memory = init.lower(key, ()).compile().memory_analysis()

@@ -317,7 +317,7 @@ def test_moments_in_few_bits_train_alike_and_take_their_bytes(name):
 def test_rounding_has_no_bias_and_is_within_a_step(how):
     x = jnp.abs(jax.random.normal(jax.random.key(0), (64, 256))) ** 3
     for name, value in (("mu", x * jnp.where(jnp.arange(256)[None] % 2, 1, -1)), ("nu", x)):
-        scales = rules.block_scales(value)
+        scales = rules.row_scales(value)
 
         def once(salt, name=name, value=value, scales=scales):
             if how == "bfloat16":
