@@ -22,6 +22,7 @@ from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.types import Batch, PyTree, Task
 from loaders.base import DataError
+from loaders.mixing import Mixing
 
 log = logging.getLogger("jaxtrain")
 
@@ -176,6 +177,8 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=peak, full_flops=task.full_flops
     )
     skipped_in_a_row, last_good, gone_bad = 0, step, False
+    population = getattr(loader, "population", None)
+    mixing = Mixing(population) if population and distributed.is_main() else None
 
     progress = jax.jit(task.progress, out_shardings=layout.replicated())
     trials = [(trial, jax.jit(trial.run, out_shardings=layout.replicated())) for trial in task.trials]
@@ -217,6 +220,8 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         watchdog.beat(f"step {step + 1}")
         if record.pop("stopped"):
             return True
+        if mixing:
+            mixing.add(feed.local_values(batch["index"]))
         if record["skipped"]:
             skipped_in_a_row += 1
             gone_bad = gone_bad or skipped_in_a_row >= config.guard.patience
@@ -234,6 +239,8 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
             rates = meter.rates(step, stream.waited)
             for writer in writers:
                 writer.write(step, "train", record | rates)
+                if mixing:
+                    writer.write(step, "data", mixing.record())
             slowest = loader.diagnostics().get("slowest")
             console.progress(metrics.progress_line(step, config.train.steps, record["loss"], rates, slowest=slowest))
         return False

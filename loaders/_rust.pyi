@@ -31,6 +31,12 @@ def fbank(wave: NDArray[np.float32], *, normalise: bool = False) -> NDArray[np.f
     (x + 7.2) / 8.86. Raises ValueError: fewer than 800 samples; more than 512 frames to normalise.
     """
 
+def front_end(wave: NDArray[np.float32], rate: int, clip_samples: int, n_frames: int) -> NDArray[np.float32]:
+    """float32 [n] at ``rate`` Hz -> [n_frames, 128], as the pipeline makes a row of one view of a test split.
+
+    ``clip_samples`` at 32 kHz. ValueError for a rate of 0, a clip that does not make 1 to n_frames frames, samples of nan.
+    """
+
 def permutation(seed: int, epoch: int, n: int, i: NDArray[np.int64]) -> NDArray[np.int64]:
     """Places int64 [k] in [0, n) of an epoch -> recordings int64 [k]: a bijection. IndexError for a place outside."""
 

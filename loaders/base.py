@@ -42,6 +42,13 @@ class Rows(NamedTuple):
     ranges: tuple[tuple[int, int], ...]
 
 
+class Population(NamedTuple):
+    """What a training split is drawn from; by this `loaders.mixing` judges how well it is shuffled."""
+
+    rows: np.ndarray  # int64 [n]: all that "index" can be
+    first_rows: np.ndarray  # int64 [shards]: the first row of each shard
+
+
 class Loader(Protocol):
     """An endless (train) or finite (test) stream of batches, at every moment a pure function of its position.
 
@@ -49,6 +56,8 @@ class Loader(Protocol):
       fields: name -> Field. Every batch holds exactly these. "weight" (float32, ()) is 1 for a row that counts and 0
         for one that does not: the padding of a ragged last batch, a recording that cannot be decoded in "test".
       n_batches: batches in one pass over the split (ceiling), which is where a "test" loader stops; 0 for an empty split.
+
+    One whose batches hold "index" may have an attribute ``population`` (`Population`): the run then logs how its order mixes.
     """
 
     fields: Mapping[str, Field]

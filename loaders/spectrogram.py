@@ -9,6 +9,11 @@ spread evenly. Views that overlap are decoded once, so that in MP3 and Vorbis a 
 same crop decoded alone. With ``dtype="bfloat16"`` the rows are rounded to nearest even, and half as many bytes cross to
 the device.
 
+`front_end` is the same alone: a waveform in, the spectrogram out that a test split would hold of it, byte for byte.
+
+With ``multilabel`` the column of labels holds a list of classes for each recording, and a row has "labels" instead of "label".
+With ``background`` a training row also has that many crops of another recording, of noise, drawn in an order of its own.
+
 What is known of the shards without reading audio (places, labels, class names) is kept for corpora of 16 shards or more in
 $JAXTRAIN_CACHE/index (or ~/.cache/jaxtrain/index) until a shard's name, size or time changes. Of 528,422 rows in 690 shards
 on a local disk (python -m tools.index_scale): 7.3 s without it where no file is in memory, 0.14 s where all are, 0.2 s from
@@ -41,7 +46,7 @@ import ml_dtypes
 import numpy as np
 
 from loaders import order
-from loaders.base import DataError, Facts, Field, HostBatch, Rows
+from loaders.base import DataError, Facts, Field, HostBatch, Population, Rows
 
 try:
     from loaders import _rust
@@ -55,6 +60,7 @@ RATE = 32_000  # [Hz] that the filter bank is defined at
 WINDOW, HOP = 800, 320  # [samples] of a frame
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 ORDERS = ("global", "block")
+BACKGROUND = 0x6E6F697365  # sets the order of a background apart from that of the recordings
 CACHED_SHARDS = 16  # fewer are indexed in less time than is worth a file
 
 
@@ -66,6 +72,8 @@ class Config:
     test: str = ""  # [path] folder or glob to test on; empty = test/ beside train's train/, else a share of train
     test_share: float = 0.05  # [share] of the recordings kept for testing where no path holds any, chosen by row number
     label: str = "ebird_code"  # [column] of class labels (int64 ClassLabel); empty = no labels
+    multilabel: bool = False  # [bool] the column holds lists of class labels, of any length
+    background: str = ""  # [path] recordings of noise, for model.augment.background; empty = none
     audio_root: str = ""  # [path] of recordings that lie beside the shards, not in them; empty = each shard's folder
     exclude: tuple[int, ...] = ()  # [rows] of train's recordings that are never read
     exclude_paths: tuple[str, ...] = ()  # [names] of train's recordings, as in audio.path, never read; "@file": one a line
@@ -84,13 +92,15 @@ class Config:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """(field, what is wrong and the remedy) of every mistake that shows without reading a shard."""
-        for field in ("train", "test"):
+        for field in ("train", "test", "background"):
             path = getattr(self, field)
             if path and path != "demo":
                 try:
-                    find_shards(path, field)
+                    find_shards(path, "test" if field == "test" else "train")
                 except DataError as error:
                     yield field, str(error)
+        if self.multilabel and not self.label:
+            yield "multilabel", "is True, and label names no column"
         if not self.train:
             yield "train", 'is empty; name a folder or glob of Arrow shards, or use "demo"'
         for field, low, high in (("test_share", 0.0, 1.0), ("bad_budget", 0.0, 1.0)):
@@ -141,11 +151,33 @@ class Config:
         return round(self.clip_seconds * self.sample_rate)
 
 
+class Lists(NamedTuple):
+    """The classes of all recordings of an index: those of recording i are classes[starts[i] : starts[i + 1]]."""
+
+    names: tuple[str, ...]
+    starts: np.ndarray  # int64 [n + 1]
+    classes: np.ndarray  # int64
+
+    def hot(self, index: np.ndarray) -> np.ndarray:
+        """int [r] recordings, -1 for none -> uint8 [r, classes], 1 for each class of a recording."""
+        found = np.zeros((len(index), len(self.names)), np.uint8)
+        for row, i in zip(found, index, strict=True):
+            if i >= 0:
+                row[self.classes[self.starts[i] : self.starts[i + 1]]] = 1
+        return found
+
+
 class Split(NamedTuple):
     """The recordings of a split: some rows of an index."""
 
     index: "_rust.Index | None"  # None: the split is empty
     rows: np.ndarray  # int64 [n]
+    lists: Lists | None  # with `Config.multilabel`
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the classes; empty where the data do not name them."""
+        return self.lists.names if self.lists else tuple(self.index.class_names or ())
 
 
 class Spectrograms:
@@ -153,6 +185,8 @@ class Spectrograms:
 
     spectrogram  float32 or bfloat16 [r, n_frames, 128], or [r, views, n_frames, 128] of several views
     label        int32 [r]    the class; -1 where it is null
+    labels       uint8 [r, classes]  instead of label with ``multilabel``: 1 for each class that the recording has
+    background   as spectrogram, with a ``background``: of another recording; in testing, where nothing reads it, the same one
     index        int32 [r]    the recording's row in its split's index; -1 in the padding of a ragged last batch
     epoch        int32 [r]
     weight       float32 [r]  0 for padding, and in "test" for a recording that cannot be read
@@ -161,10 +195,23 @@ class Spectrograms:
     is gone, JAX arrays that alias them included.
     """
 
-    def __init__(self, pipeline: "_rust.Pipeline | None", *, fields: dict[str, Field], n_batches: int, state: dict[str, Any]):
+    def __init__(
+        self,
+        pipeline: "_rust.Pipeline | None",
+        *,
+        fields: dict[str, Field],
+        n_batches: int,
+        state: dict[str, Any],
+        background: "_rust.Pipeline | None" = None,
+        lists: Lists | None = None,
+        population: Population | None = None,
+    ):
         self.fields = fields
         self.n_batches = n_batches
+        self.population = population
         self._pipeline = pipeline
+        self._background = background
+        self._lists = lists
         self._state = state
 
     def __iter__(self) -> "Spectrograms":
@@ -175,15 +222,22 @@ class Spectrograms:
             raise StopIteration
         try:
             position, batch = self._pipeline.next()
+            if "background" in self.fields:
+                batch["background"] = (self._background.next()[1] if self._background else batch)["spectrogram"]
         except RuntimeError as error:
             raise DataError(str(error)) from error
         # The extension gives bfloat16 as uint16, for which numpy has a name.
-        dtype = self.fields["spectrogram"].dtype
-        return position, batch | {"spectrogram": [rows.view(dtype) for rows in batch["spectrogram"]]}
+        for name in {"spectrogram", "background"} & set(batch):
+            batch[name] = [rows.view(self.fields[name].dtype) for rows in batch[name]]
+        if self._lists:
+            del batch["label"]
+            batch["labels"] = [self._lists.hot(index) for index in batch["index"]]
+        return position, batch
 
     def seek(self, position: int) -> None:
-        if self._pipeline is not None:
-            self._pipeline.seek(position)
+        for pipeline in (self._pipeline, self._background):
+            if pipeline is not None:
+                pipeline.seek(position)
 
     def state(self, position: int) -> dict[str, Any]:
         return {"position": position, **self._state}
@@ -192,21 +246,39 @@ class Spectrograms:
         return {} if self._pipeline is None else self._pipeline.diagnostics()
 
     def close(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.close()
+        for pipeline in (self._pipeline, self._background):
+            if pipeline is not None:
+                pipeline.close()
+
+
+def front_end(wave: np.ndarray, rate: int = RATE, *, clip_seconds: float = 5.0, n_frames: int = 512) -> np.ndarray:
+    """A mono waveform, float32 [n] at ``rate`` Hz, as an encoder sees it: float32 [n_frames, 128].
+
+    Resampled to 32 kHz; its centre where it is longer than the clip, between zeros where it is shorter; Kaldi log-mel, padded
+    with the minimum, and normalised: the bytes that the pipeline gives of the same samples in a test split. `decode` makes such
+    a waveform of a file's bytes.
+
+    Raises ValueError: a rate of 0, a clip that makes no frame or more than ``n_frames``, samples that are not finite.
+    """
+    wave = np.ascontiguousarray(wave, np.float32)
+    return _rust.front_end(wave, rate, round(clip_seconds * RATE), n_frames)
+
+
+decode = _rust.decode
 
 
 def fields(config: Config) -> dict[str, Field]:
     """Field -> shape of one row, dtype."""
     scalar = Field((), np.dtype(np.int32))
     views = () if config.views == 1 else (config.views,)
-    return {
-        "spectrogram": Field((*views, config.n_frames, N_MELS), DTYPES[config.dtype]),
-        "label": scalar,
-        "index": scalar,
-        "epoch": scalar,
-        "weight": Field((), np.dtype(np.float32)),
-    }
+    spectrogram = Field((*views, config.n_frames, N_MELS), DTYPES[config.dtype])
+    found = {"spectrogram": spectrogram, "label": scalar}
+    if config.background:
+        found["background"] = spectrogram
+    if config.multilabel:  # as many as the data name
+        del found["label"]
+        found["labels"] = Field((len(_splits(config)["train"].names),), np.dtype(np.uint8))
+    return {**found, "index": scalar, "epoch": scalar, "weight": Field((), np.dtype(np.float32))}
 
 
 def facts(config: Config) -> Facts:
@@ -214,7 +286,7 @@ def facts(config: Config) -> Facts:
 
     n_train, n_test: recordings of each split. n_recordings: rows of train's index, excluded ones included: one more than
     the largest ``index`` in a batch. n_unlabelled: recordings of both splits whose label is null. class_names, n_classes:
-    of the label, both absent when the data do not name classes.
+    of the label, both absent when the data do not name classes. views, n_frames, multilabel, background: of a row.
 
     Raises:
       DataError: shards that cannot be used, or that hold other classes in "test" than in "train".
@@ -225,22 +297,33 @@ def facts(config: Config) -> Facts:
         "n_train": len(train.rows),
         "n_test": len(test.rows),
         "n_recordings": train.index.n_rows,
-        "n_unlabelled": sum(int((s.index.labels[s.rows] < 0).sum()) for s in splits.values() if s.index and config.label),
+        "n_unlabelled": sum(
+            int((s.index.labels[s.rows] < 0).sum())
+            for s in splits.values()
+            if s.index and config.label and not config.multilabel
+        ),
+        "views": config.views,
+        "n_frames": config.n_frames,
+        "multilabel": config.multilabel,
+        "background": bool(config.background),
     }
-    if names := train.index.class_names:
-        found |= {"n_classes": len(names), "class_names": tuple(names)}
+    if names := train.names:
+        found |= {"n_classes": len(names), "class_names": names}
     return found
 
 
-def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Spectrograms:
+def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Spectrograms:
     """A loader of ``split`` ("train" or "test") that starts to work at its first ``seek`` or ``next``.
+
+    ``in_order``: "train" is read as "test" always is: each recording once, in order, its centre or its views evenly.
 
     Raises:
       DataError: shards that cannot be used; in ``next``: more unreadable recordings than ``bad_budget`` allows.
     """
     for field, text in config.problems():
         raise DataError(f"data.{field} {text}")
-    index, chosen = _splits(config)[split]
+    index, chosen, lists = _splits(config)[split]
+    train = split == "train" and not in_order
     n_batches = -(-len(chosen) // rows.batch)
     state = {
         "seed": seed,
@@ -256,16 +339,16 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Spectro
     if config.order == "block":
         block = (config.block_rows, config.block_window)
         state["order"] |= {"block": list(block)}  # other than these, and another recording is at a position
-    pipeline = None
-    if index is not None:
+
+    def pipeline(index: "_rust.Index", chosen: np.ndarray, seed: int) -> "_rust.Pipeline":
         try:
-            pipeline = _rust.Pipeline(
+            return _rust.Pipeline(
                 index,
                 rows=chosen,
                 batch=rows.batch,
                 ranges=list(rows.ranges),
                 seed=seed,
-                train=split == "train",
+                train=train,
                 sample_rate=config.sample_rate,
                 clip_samples=config.clip_samples,
                 n_frames=config.n_frames,
@@ -278,7 +361,21 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Spectro
             )
         except ValueError as error:
             raise DataError(str(error)) from error
-    return Spectrograms(pipeline, fields=fields(config), n_batches=n_batches, state=state)
+
+    noise = None
+    if config.background and train:
+        found = _open(find_shards(made(config.background), "train"), config, label="")
+        state["order"] |= {"background": found.fingerprint}
+        noise = pipeline(found, np.arange(found.n_rows), int(order.hash_of(BACKGROUND, seed)[0]))
+    return Spectrograms(
+        pipeline(index, chosen, seed) if index is not None else None,
+        fields=fields(config),
+        n_batches=n_batches,
+        state=state,
+        background=noise,
+        lists=lists,
+        population=Population(chosen, index.first_rows) if index is not None else None,
+    )
 
 
 def n_cores() -> int:
@@ -369,8 +466,9 @@ def _by_split(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
 
 
 def _splits(config: Config) -> dict[str, Split]:
-    train_path, test_path = (_made(path) for path in (config.train, config.test))
-    train = _open(find_shards(train_path, "train"), config)
+    train_path, test_path = (made(path) for path in (config.train, config.test))
+    shards = find_shards(train_path, "train")
+    train, train_lists = _open(shards, config), _lists(shards, config)
     rows = np.arange(train.n_rows)
     if excluded := sorted(set(config.exclude)):
         if excluded[-1] >= train.n_rows:
@@ -385,20 +483,27 @@ def _splits(config: Config) -> dict[str, Split]:
     folder = pathlib.Path(train_path).expanduser()
     beside = _split_shards(folder, "test") if not test_path and folder.is_dir() and _has_splits(folder) else []
     if test_path or beside:
-        test = _open(find_shards(test_path, "test") if test_path else beside, config)
-        if test.class_names != train.class_names:
+        test_shards = find_shards(test_path, "test") if test_path else beside
+        test = _open(test_shards, config)
+        splits = {
+            "train": Split(train, rows, train_lists),
+            "test": Split(test, np.arange(test.n_rows), _lists(test_shards, config)),
+        }
+        train_names, test_names = (splits[name].names for name in ("train", "test"))
+        if test_names != train_names:
             raise DataError(
-                f"{test_path or folder / 'test'} has other classes than {train_path}: {len(test.class_names or ())} and "
-                f"{len(train.class_names or ())} names; both must name the same ones in the same order"
+                f"{test_path or folder / 'test'} has other classes than {train_path}: {len(test_names)} and "
+                f"{len(train_names)} names; both must name the same ones in the same order"
             )
-        splits = {"train": Split(train, rows), "test": Split(test, np.arange(test.n_rows))}
     else:
         held = order.held_out(rows, config.test_share)
-        splits = {"train": Split(train, rows[~held]), "test": Split(train, rows[held])}
+        splits = {
+            name: Split(train, rows[held == is_test], train_lists) for name, is_test in (("train", False), ("test", True))
+        }
     if not len(splits["train"].rows):
         raise DataError(f"{train_path} leaves no recordings to train on, of {train.n_rows}")
     if not len(splits["test"].rows):
-        splits["test"] = Split(None, np.arange(0))
+        splits["test"] = Split(None, np.arange(0), None)
     return splits
 
 
@@ -406,7 +511,8 @@ def _has_splits(folder: pathlib.Path) -> bool:
     return bool(_shards(folder / "test")) or "test" in _by_split(folder) or _in_data(folder, "test")
 
 
-def _made(path: str) -> str:
+def made(path: str) -> str:
+    """The folder behind "demo", made at its first use; any other path as it is."""
     if path != "demo":
         return path
     from loaders import demo  # brings encoders along, which nothing else here needs
@@ -429,13 +535,44 @@ def _listed(names: Sequence[str]) -> set[str]:
     return found
 
 
-def _open(shards: Sequence[pathlib.Path], config: Config) -> "_rust.Index":
+def _open(shards: Sequence[pathlib.Path], config: Config, *, label: str | None = None) -> "_rust.Index":
+    label = ("" if config.multilabel else config.label) if label is None else label
     try:
-        stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in shards]
         root = os.path.expanduser(config.audio_root) or None
-        return _open_once(tuple(stats), config.label, root)
+        return _open_once(_stats(shards), label, root)
     except (ValueError, OSError) as error:
-        raise DataError(str(error)) from error
+        hint = "; where it holds lists of classes, set data.multilabel=true" if "list" in str(error).lower() else ""
+        raise DataError(f"{error}{hint}") from error
+
+
+def _stats(shards: Sequence[pathlib.Path]) -> tuple[tuple[str, int, int], ...]:
+    return tuple((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in shards)
+
+
+def _lists(shards: Sequence[pathlib.Path], config: Config) -> Lists | None:
+    return _lists_once(_stats(shards), config.label) if config.multilabel else None
+
+
+@functools.lru_cache(maxsize=4)
+def _lists_once(stats: tuple[tuple[str, int, int], ...], label: str) -> Lists:
+    """Every recording's classes; audio is not read. Raises DataError."""
+    from loaders import columnar  # brings pyarrow along, which nothing else here needs
+
+    columns, names = [], None
+    for path, _, _ in stats:
+        column, names = columnar.read(pathlib.Path(path), label)
+        if not columnar.is_list(column.type):
+            raise DataError(
+                f"{path}: column {label!r} holds {column.type}, and data.multilabel=true wants lists of int64 classes"
+            )
+        columns.append(column)
+    if names is None:
+        raise DataError(f"{stats[0][0]}: column {label!r} names no classes; cast it to a list of ClassLabel and save it again")
+    rows = [row or [] for column in columns for row in column.to_pylist()]
+    classes = np.array([one for row in rows for one in row], np.int64)
+    if len(classes) and not 0 <= classes.min() <= classes.max() < len(names):
+        raise DataError(f"{stats[0][0]}: column {label!r} has class {classes.max()}, and there are names for {len(names)}")
+    return Lists(tuple(names), np.cumsum([0, *map(len, rows)]), classes)
 
 
 @functools.lru_cache(maxsize=4)

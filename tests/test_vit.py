@@ -193,16 +193,6 @@ def test_every_parameter_has_its_place_in_the_optimizer():
     assert below and all(re.search(Optim().layer_first, path) for path in below)
 
 
-def test_exported_names_come_back(tmp_path):
-    params = params_of(FULL)
-    arrays = {}
-    for path, x in zip(specs.paths(params), jax.tree.leaves(params), strict=True):
-        names = vit.export_names({"depth": FULL.depth}, f"encoder/{path}")
-        arrays |= {names: x} if isinstance(names, str) else dict(zip(names, x, strict=True))
-    found = vit.import_names({**arrays, "probe.w": np.ones(3)})
-    jax.tree.map(np.testing.assert_array_equal, found, params)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("patch", (16, 24)), ("patch", (0, 16)), ("heads", 5), ("dtype", "float16"), ("embed", -1), ("n_cls", 0)]

@@ -1,6 +1,6 @@
 """A checkpoint as safetensors for Hugging Face, and back.
 
-    python -m tools.orbax_to_safetensors RUN [--step N] [--ema] [--dtype bf16] [--shard-size 5GB] --out DIR
+    python -m tools.orbax_to_safetensors RUN [--step N] [--ema] [--only REGEX] [--dtype bf16] [--shard-size 5GB] --out DIR
     python -m tools.orbax_to_safetensors --reverse DIR --out RUN
 
     DIR/
@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, help="the folder to make")
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--ema", action="store_true", help="the average of the parameters, which evaluation uses")
+    parser.add_argument("--only", default="", metavar="REGEX", help="parameters whose path matches, for example ^encoder/")
     parser.add_argument("--dtype", choices=SHORT, help="round floating-point arrays to this; default: as they are")
     parser.add_argument("--shard-size", type=_size, default="5GB", help="largest file; default: 5GB")
     args = parser.parse_args(argv)
@@ -97,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             line = reverse(args.reverse, args.out)
         else:
             dtype = SHORT[args.dtype] if args.dtype else None
-            line = export(args.run, args.out, step=args.step, ema=args.ema, dtype=dtype, shard_size=args.shard_size)
+            options = dict(step=args.step, ema=args.ema, only=args.only, dtype=dtype, shard_size=args.shard_size)
+            line = export(args.run, args.out, **options)
     except StoredError as error:
         print(f"tools.orbax_to_safetensors: {error}", file=sys.stderr)
         return 2
@@ -112,12 +114,14 @@ def export(
     *,
     step: int | None = None,
     ema: bool = False,
+    only: str = "",
     dtype: np.dtype | None = None,
     shard_size: int = 5 * 10**9,
 ) -> str:
     """Writes the folder ``out``. Returns a line about it.
 
-    Raises StoredError: no such step, no average, a damaged step, names that are given twice, an ``out`` that exists.
+    Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path, names that are given twice,
+    an ``out`` that exists.
     """
     step_dir = stored.find_step(run, step)
     _check_source(step_dir)
@@ -131,6 +135,11 @@ def export(
     step = int(everything["step"].read(())) if "step" in everything else None
     if any(lora.is_adapter(path) for path in arrays):
         arrays = _merged(arrays, config)
+
+    chosen = {path: one for path, one in arrays.items() if re.search(only, path)}
+    if not chosen:
+        raise StoredError(f"--only={only} matches none of {', '.join(arrays)}")
+    arrays = chosen
 
     # 1. What is called what, and lies where, follows from shapes alone.
     entries: dict[str, list[Entry]] = {}

@@ -10,12 +10,15 @@ Shapes: B batch, F frames, W mels, N patches, V visible patches, P values in a p
 dimension, M mlp, L layers.
 """
 
+import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jaxtrain.nn import remat
@@ -29,6 +32,7 @@ DTYPES = ("float32", "bfloat16")
 POSITIONS = ("learned", "rope")
 MLPS = ("gelu", "swiglu")
 SAVED = ("attention", "mlp")  # activations that remat may keep
+EXPORTED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 EXACT = jax.lax.Precision.HIGHEST
 
 # name -> embed, depth, heads (Touvron et al. 2021; Dosovitskiy et al. 2021)
@@ -114,6 +118,12 @@ class Config:
         )  # fmt: skip
 
 
+def from_saved(section: Mapping[str, Any]) -> Config:
+    """The encoder of a run's saved config.json, of which ``section`` is "model"; what else is in it does not matter."""
+    known = {name: section[name] for name in Config.__dataclass_fields__ if name in section}
+    return Config(**{**known, "patch": tuple(known["patch"])})
+
+
 class Stack(NamedTuple):
     """Layers of one shape, kept as one table along a first axis and scanned over."""
 
@@ -189,25 +199,44 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
     return [f"{encoder}.blocks.{i}.{name}" for i in range(config["depth"])]
 
 
-def import_names(arrays: Mapping[str, np.ndarray]) -> PyTree:
-    """The encoder's parameters from exported arrays, name -> array: the way back from `export_names`."""
-    params: dict[str, Any] = {"blocks": {}}
+def read_exported(path: str | os.PathLike) -> PyTree:
+    """The encoder's parameters, float32, of a model.safetensors that tools/orbax_to_safetensors.py wrote.
+
+    With numpy alone: `jaxtrain.stored`, which reads any folder of them in parts, wants what checkpoints want.
+    """
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        data = file.read()
+    params: dict[str, Any] = {}
     layers: dict[str, dict[int, np.ndarray]] = {}
-    for name, x in arrays.items():
+    for name, entry in header.items():
         part, _, rest = name.partition(".")
         if part != "encoder":
             continue
+        start, stop = entry["data_offsets"]
+        x = np.frombuffer(data[start:stop], EXPORTED[entry["dtype"]]).reshape(entry["shape"]).astype(np.float32)
         if rest.startswith("blocks."):
             _, i, leaf = rest.split(".")
             layers.setdefault(leaf, {})[int(i)] = x
         else:
             params[rest] = x
-    params["blocks"] = {leaf: np.stack([each[i] for i in sorted(each)]) for leaf, each in layers.items()}
-    return params
+    return {**params, "blocks": {leaf: np.stack([each[i] for i in sorted(each)]) for leaf, each in layers.items()}}
+
+
+def whole(x: Array, *axes: str | None) -> Array:
+    """The shards of one device: the array itself."""
+    del axes
+    return x
 
 
 def encode(
-    c: Config, params: PyTree, x_bfw: Array, shard: Shard, *, visible_bvn: Array | None = None, keep_l2b: Array | None = None
+    c: Config,
+    params: PyTree,
+    x_bfw: Array,
+    shard: Shard = whole,
+    *,
+    visible_bvn: Array | None = None,
+    keep_l2b: Array | None = None,
 ) -> Encoded:
     """Spectrograms [B, F, W] through the encoder.
 

@@ -23,11 +23,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::decode::{Decoder, Info};
+use crate::decode::Decoder;
 use crate::error::Error;
 use crate::fbank::{Fbank, N_MELS};
 use crate::order::{crop_start, Blocks, Order};
-use crate::resample::Resamplers;
+use crate::resample::{Resampler, Resamplers};
 use crate::slab::{Layout, Pool, Slab};
 use crate::source::{Index, Reader};
 
@@ -46,6 +46,9 @@ const RATES: std::ops::RangeInclusive<u32> = 1_000..=768_000;
 
 /// Samples beyond this would overflow the power spectrum's float32.
 const PEAK: f32 = 1e12;
+
+/// \[Hz\] that the filter bank is defined at.
+const FBANK_RATE: u32 = 32_000;
 
 /// What to deliver.
 pub struct Plan {
@@ -623,7 +626,9 @@ impl Shared {
             true => crop_start(plan.seed, epoch, row as u64, view, surplus + 1),
             false => (u128::from(surplus) * u128::from(2 * view + 1) / u128::from(2 * views)) as u64,
         };
-        let crop = |view| Crop::new(&info, plan.sample_rate, plan.clip_samples, !plan.train, |n| pick(view, n));
+        let crop = |view| {
+            Crop::new(info.frames, info.rate, plan.sample_rate, plan.clip_samples, !plan.train, |n| pick(view, n))
+        };
         crops.clear();
         crops.extend((0..views).map(crop));
         self.count(SEEK, begin);
@@ -791,6 +796,23 @@ impl Scratch {
     }
 }
 
+/// The row that a test split of one view would hold of this mono recording, into `out` \[n_frames, 128\]: its centre, or all of it
+/// between zeros, at 32 kHz. `None` for samples that are not numbers, or far too large.
+pub fn front_end(wave: &[f32], rate: u32, clip_samples: usize, n_frames: usize, out: &mut [f32]) -> Option<()> {
+    let crop = Crop::new(wave.len() as u64, rate, FBANK_RATE, clip_samples, true, |surplus| surplus / 2);
+    let resampler = Resampler::new(rate, FBANK_RATE);
+    let context = resampler.context() as u64;
+    let (first, last) = (crop.start.saturating_sub(context), (crop.start + crop.len + context).min(wave.len() as u64));
+    let mut clip = vec![0.0; clip_samples];
+    let part = &wave[first as usize..last as usize];
+    resampler.process(part, (crop.start - first) as usize, &mut clip[crop.offset..][..crop.out]);
+    if !clip.iter().all(|x| x.abs() <= PEAK) {
+        return None;
+    }
+    Fbank::new().normalised(&clip, n_frames, out);
+    Some(())
+}
+
 /// Which samples of a recording make a row, and where they come to lie in the clip.
 #[derive(Debug, PartialEq)]
 struct Crop {
@@ -803,14 +825,14 @@ struct Crop {
 impl Crop {
     /// `pick` chooses the start, from 0 to the surplus that it is given. A short recording is padded at its end, or on both
     /// sides when it is `centred`.
-    fn new(info: &Info, target: u32, clip: usize, centred: bool, pick: impl FnOnce(u64) -> u64) -> Self {
-        let (rate, to) = (u128::from(info.rate), u128::from(target));
+    fn new(frames: u64, rate: u32, target: u32, clip: usize, centred: bool, pick: impl FnOnce(u64) -> u64) -> Self {
+        let (rate, to) = (u128::from(rate), u128::from(target));
         let want = (clip as u128 * rate).div_ceil(to) as u64; // never too few for the last output sample
-        if info.frames >= want {
-            return Self { start: pick(info.frames - want), len: want, offset: 0, out: clip };
+        if frames >= want {
+            return Self { start: pick(frames - want), len: want, offset: 0, out: clip };
         }
-        let out = ((u128::from(info.frames) * to + rate / 2) / rate).min(clip as u128) as usize;
-        Self { start: 0, len: info.frames, offset: if centred { (clip - out) / 2 } else { 0 }, out }
+        let out = ((u128::from(frames) * to + rate / 2) / rate).min(clip as u128) as usize;
+        Self { start: 0, len: frames, offset: if centred { (clip - out) / 2 } else { 0 }, out }
     }
 }
 
@@ -862,13 +884,14 @@ fn hush_workers() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::decode::Info;
 
     fn info(rate: u32, frames: u64) -> Info {
         Info { rate, channels: 1, frames }
     }
 
     fn centre(info: &Info) -> Crop {
-        Crop::new(info, 32_000, 160_000, true, |surplus| surplus / 2)
+        Crop::new(info.frames, info.rate, 32_000, 160_000, true, |surplus| surplus / 2)
     }
 
     #[test]
@@ -876,7 +899,7 @@ mod tests {
         for rate in [8_000, 22_050, 32_000, 44_100, 48_000, 192_000] {
             let frames = u64::from(rate) * 7 + 3;
             for pick in [0, u64::MAX] {
-                let crop = Crop::new(&info(rate, frames), 32_000, 160_000, false, |surplus| pick.min(surplus));
+                let crop = Crop::new(frames, rate, 32_000, 160_000, false, |surplus| pick.min(surplus));
                 assert_eq!((crop.offset, crop.out), (0, 160_000));
                 assert!(crop.start + crop.len <= frames);
                 assert!(crop.len * 32_000 >= 160_000 * u64::from(rate));
@@ -891,7 +914,7 @@ mod tests {
     fn short_recordings_are_padded() {
         let short = info(16_000, 16_000);
         assert_eq!(centre(&short), Crop { start: 0, len: 16_000, offset: 64_000, out: 32_000 });
-        let train = Crop::new(&short, 32_000, 160_000, false, |_| unreachable!());
+        let train = Crop::new(short.frames, short.rate, 32_000, 160_000, false, |_| unreachable!());
         assert_eq!(train, Crop { start: 0, len: 16_000, offset: 0, out: 32_000 });
         assert_eq!(centre(&info(32_000, 160_000)), Crop { start: 0, len: 160_000, offset: 0, out: 160_000 });
         assert_eq!(centre(&info(32_000, 160_011)).start, 5);

@@ -31,6 +31,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(decode, module)?)?;
     module.add_function(wrap_pyfunction!(resample, module)?)?;
     module.add_function(wrap_pyfunction!(fbank, module)?)?;
+    module.add_function(wrap_pyfunction!(front_end, module)?)?;
     module.add_function(wrap_pyfunction!(permutation, module)?)?;
     module.add_function(wrap_pyfunction!(block_order, module)?)?;
     module.add_function(wrap_pyfunction!(sudoku_solve, module)?)?;
@@ -132,6 +133,27 @@ fn fbank<'py>(
         out
     });
     out.into_pyarray(py).reshape([frames, N_MELS])
+}
+
+#[pyfunction]
+fn front_end<'py>(
+    py: Python<'py>,
+    wave: PyReadonlyArray1<'py, f32>,
+    rate: u32,
+    clip_samples: usize,
+    n_frames: usize,
+) -> PyResult<Bound<'py, PyArray2<f32>>> {
+    if rate == 0 || !(1..=n_frames).contains(&Fbank::n_frames(clip_samples)) {
+        let frames = Fbank::n_frames(clip_samples);
+        return Err(PyValueError::new_err(format!(
+            "{rate} Hz must be at least 1, and a clip of {clip_samples} samples makes {frames} frames, not 1 to {n_frames}"
+        )));
+    }
+    let wave = wave.as_slice()?;
+    let mut out = vec![0.0; n_frames * N_MELS];
+    py.detach(|| pipeline::front_end(wave, rate, clip_samples, n_frames, &mut out))
+        .ok_or_else(|| PyValueError::new_err("the waveform holds samples that are not numbers, or far too large"))?;
+    out.into_pyarray(py).reshape([n_frames, N_MELS])
 }
 
 #[pyfunction]

@@ -57,6 +57,10 @@ def test_facts(folder):
         "n_unlabelled": 0,
         "n_classes": 2,
         "class_names": ("a", "b"),
+        "views": 1,
+        "n_frames": 18,
+        "multilabel": False,
+        "background": False,
     }
     assert spectrogram.facts(config(folder / "train", exclude=(3, 39, 3), test=str(folder / "test")))["n_train"] == 38
 

@@ -1,0 +1,140 @@
+"""Embeddings of a dataset: what they are of, resuming, refusals; the exported encoder on one recording."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from jaxtrain import config as config_lib
+from jaxtrain import train
+from jaxtrain.nn import vit
+from loaders import demo, spectrogram
+from tools import embed, orbax_to_safetensors
+
+ROOT = pathlib.Path(__file__).parents[2]
+MODEL = dict(embed=32, depth=2, heads=2, n_cls=2, patch=(32, 32), n_frames=256, dtype="float32", drop_path=0.2, pool="patches")
+N = 20
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return demo.ensure(tmp_path_factory.mktemp("corpus"), n_train=N, n_test=9)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpus):
+    """A run of one step."""
+    workdir = tmp_path_factory.mktemp("run")
+    data = dict(train=str(corpus), n_frames=256, clip_seconds=2.5, threads=2)
+    config = config_lib.from_dict(
+        dict(
+            model=MODEL, data=data, workdir=str(workdir), train=dict(steps=1, batch=8, eval_every=0, ema=0.5), mesh=dict(data=8)
+        )
+    )
+    train.run(config)
+    return workdir
+
+
+def made(model, corpus, out, **options):
+    data = embed.data_config(model, train=str(corpus), views=options.pop("views", 1), threads=2)
+    return embed.embed(model, data, out, batch=8, **options)
+
+
+def arrays(folder):
+    return {path.stem: np.load(path) for path in sorted(folder.glob("*.npy"))}
+
+
+def recordings(corpus):
+    for shard in sorted((corpus / "train").glob("*.arrow")):
+        yield from pa.ipc.open_stream(shard).read_all().to_pylist()
+
+
+def test_features_are_the_encoders_of_each_recording_in_order(trained, corpus, tmp_path):
+    model = embed.load(str(trained))
+    found = made(model, corpus, tmp_path / "out", kinds=embed.KINDS, columns=("ebird_code",))
+    assert found["done"] == N and found["unreadable"] == 0 and len(found["class_names"]) == 12
+    got, rows = arrays(tmp_path / "out"), list(recordings(corpus))
+    x = []
+    for row in rows:
+        wave, rate, _ = spectrogram.decode(row["audio"]["bytes"])
+        x.append(spectrogram.front_end(wave, rate, clip_seconds=2.5, n_frames=256))
+    cls, patches = jax.jit(lambda p, x: vit.encode(model.config, p, x))(model.params, np.stack(x))
+    np.testing.assert_allclose(got["mean"], patches.mean(1), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(got["cls"], cls.mean(1), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(got["patches"][:, 0], patches, rtol=0, atol=2e-2)
+    np.testing.assert_allclose(got["scores"], got["mean"] @ model.head["w"] + model.head["b"], rtol=0, atol=1e-4)
+    assert got["label"].tolist() == [row["ebird_code"] for row in rows] == got["ebird_code"].tolist()
+    assert got["index"].tolist() == list(range(N)) and (got["weight"] == 1).all()
+
+
+def test_the_average_and_an_untrained_encoder_are_others(trained):
+    one, ema, random = (embed.load(str(trained), **o) for o in ({}, {"ema": True}, {"random": 3}))
+    assert len({m.digest for m in (one, ema, random)}) == 3
+    assert embed.load(str(trained), random=3).digest == random.digest != embed.load(str(trained), random=4).digest
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_an_interrupted_run_goes_on_and_ends_alike(trained, corpus, tmp_path, views, monkeypatch):
+    model = embed.load(str(trained))
+    whole = made(model, corpus, tmp_path / "whole", views=views)
+    real, taken = spectrogram.Spectrograms.__next__, []
+
+    def fails(self):
+        if len(taken) == 2:
+            raise OSError("the disk is gone")
+        taken.append(real(self))
+        return taken[-1]
+
+    monkeypatch.setattr(spectrogram.Spectrograms, "__next__", fails)
+    with pytest.raises(OSError, match="gone"):
+        made(model, corpus, tmp_path / "parts", views=views)
+    monkeypatch.undo()
+    noted = json.loads((tmp_path / "parts" / embed.PROGRESS).read_text())
+    assert 0 < noted["done"] < N
+    assert made(model, corpus, tmp_path / "parts", views=views)["done"] == N == whole["done"]
+    for name, x in arrays(tmp_path / "whole").items():
+        np.testing.assert_array_equal(np.load(tmp_path / "parts" / f"{name}.npy"), x, err_msg=name)
+    with pytest.raises(embed.EmbedError, match="views was"):
+        made(model, corpus, tmp_path / "parts", views=views + 1)
+
+
+def test_the_command_names_what_is_wrong(trained, corpus, tmp_path, capsys):
+    for arguments, text in (
+        ([str(tmp_path / "none"), "--out", "x"], "none"),
+        ([str(trained), "--out", str(tmp_path / "x"), "--kinds", "max"], "none of mean, cls, patches"),
+        ([str(trained), "--out", str(tmp_path / "x"), "--data", str(tmp_path / "nothing")], "does not exist"),
+        ([str(trained), "--out", str(tmp_path / "x"), "--columns", "audio"], "whole numbers"),
+    ):
+        assert embed.main(arguments) == 2
+        assert text in capsys.readouterr().err
+    assert embed.main([str(trained), "--out", str(tmp_path / "out"), "--split", "test", "--ema"]) == 0
+    assert "9 recordings (0 unreadable)" in capsys.readouterr().out
+
+
+BLOCKED = ("flax", "optax", "orbax", "tensorstore", "pyarrow", "etils", "ml_collections", "soundfile", "PIL")
+
+
+def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, tmp_path):
+    """Its example, alone in a process that has nothing else, prints what tools.embed writes; embed reads the export too."""
+    line = orbax_to_safetensors.export(str(trained), str(tmp_path / "export"), ema=True, only="^encoder/")
+    assert "ema of step 1" in line
+    header = (tmp_path / "export" / "model.safetensors").read_bytes()
+    assert b"encoder.blocks.1.w_qkv" in header and b"probe" not in header and b"objective" not in header
+    made(embed.load(str(trained), ema=True), corpus, tmp_path / "out")
+    assert embed.load(str(tmp_path / "export")).digest == embed.load(str(trained), ema=True).digest
+    (tmp_path / "bird.ogg").write_bytes(next(recordings(corpus))["audio"]["bytes"])
+    program = f"import sys, runpy\nfor n in {BLOCKED}: sys.modules[n] = None\nsys.argv = ['example.py', 'bird.ogg']\n"
+    program += "runpy.run_path('export/example.py', run_name='__main__')"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    values = np.array(done.stdout.split(), float)
+    np.testing.assert_allclose(values, np.load(tmp_path / "out" / "mean.npy")[0], rtol=0, atol=1e-4)
+    example = (tmp_path / "export" / "example.py").read_text().splitlines()
+    assert len([line for line in example[1:] if not line.startswith(("import", "from"))]) <= 10

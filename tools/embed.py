@@ -1,0 +1,301 @@
+"""Embeddings of any dataset by a trained encoder: python -m tools.embed RUN --out DIR [--data FOLDER --split train]
+
+RUN is a workdir or a step of a run of jaxtrain.workloads.bird, or its export as safetensors. Every recording of the split is
+read once, in order, as a test split is: its centre, or with --views several views evenly over it, whose features are averaged.
+
+    DIR/
+      mean.npy      float32 [n, D]         mean of the patches                     (--kinds mean,cls,patches: which of these)
+      cls.npy       float32 [n, D]         mean of the CLS tokens
+      patches.npy   float16 [n, V, N, D]   every patch of every view
+      scores.npy    float32 [n, C]         of the run's supervised head, where it has one
+      label.npy     int64 [n]; or labels.npy uint8 [n, C] with --multilabel
+      index.npy     int64 [n]              the recording's row in its split's shards
+      weight.npy    float32 [n]            0 for a recording that cannot be decoded, whose features mean nothing
+      NAME.npy                             any other column of whole numbers: --columns fold,site
+      embeddings.json                      what all this was made of, class names, and how far it is
+
+The same command goes on where it was interrupted; DIR is refused when it was made of something else. The device computes while
+the loader's threads decode: of the two the slower sets the pace, which is printed with its share of waiting.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain import config as config_lib
+from jaxtrain import distributed, feed, specs, stored
+from jaxtrain.layout import Layout, make_layout, make_mesh
+from jaxtrain.nn import vit
+from jaxtrain.types import PyTree
+from jaxtrain.workloads import bird
+from loaders import columnar, spectrogram
+from loaders.base import DataError
+
+KINDS = ("mean", "cls", "patches")
+FLUSH = 20  # [s] between notes of how far it is
+PROGRESS = "embeddings.json"
+
+
+class EmbedError(ValueError):
+    """A run, a dataset or a folder that cannot be used."""
+
+
+class Model(NamedTuple):
+    """An encoder with its weights on the host."""
+
+    config: bird.Config
+    params: PyTree  # encoder
+    head: PyTree | None  # of the supervised objective: w, b
+    run: dict[str, Any]  # the run's whole config
+    name: str
+
+    @property
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for path, x in zip(specs.paths(self.params), jax.tree.leaves(self.params), strict=True):
+            digest.update(path.encode())
+            digest.update(np.ascontiguousarray(x).tobytes())
+        return digest.hexdigest()[:16]
+
+
+def load(source: str, *, step: int | None = None, ema: bool = False, random: int | None = None) -> Model:
+    """The encoder of a run or an export.
+
+    Args:
+      random: a seed: the run's encoder as it is initialised, not as it was trained.
+
+    Raises StoredError and EmbedError.
+    """
+    path = pathlib.Path(source).expanduser()
+    if stored.is_safetensors(path):
+        arrays = stored.open_safetensors(path)
+        config, name = json.loads((path / "config.json").read_text()), str(path)
+    else:
+        step_dir = stored.find_step(source, step)
+        group = "ema" if ema else "params"
+        arrays = {p.removeprefix(f"{group}/"): x for p, x in stored.open_step(step_dir).items() if p.startswith(f"{group}/")}
+        if not arrays:
+            raise EmbedError(f"{step_dir} holds no {group!r}: the run kept no average (train.ema is 0)")
+        config, name = (stored.read_json(step_dir, "meta") or {}).get("config", {}), f"{step_dir}{' (ema)' if ema else ''}"
+    if config.get("workload") != bird.__name__:
+        raise EmbedError(f"{source} is a run of {config.get('workload')}, and embeddings are of {bird.__name__}")
+    c = config_lib.section(bird.Config, config["model"])
+    table = vit.make_specs(c)
+    if random is not None:
+        made = specs.materialise({"encoder": table}, jax.random.key(random))["encoder"]
+        return Model(c, jax.tree.map(np.asarray, made), None, config, f"{source}, initialised with seed {random}")
+    params = specs.map_specs(lambda p, spec: _read(arrays, f"encoder/{p}", spec), table)
+    head = {leaf: arrays[f"objective/supervised/{leaf}"] for leaf in "wb" if f"objective/supervised/{leaf}" in arrays}
+    return Model(c, params, {k: x.read(()) for k, x in head.items()} or None, config, name)
+
+
+def _read(arrays: dict[str, stored.Stored], path: str, spec: Any) -> np.ndarray:
+    if path not in arrays or arrays[path].shape != spec.shape:
+        found = arrays[path].shape if path in arrays else "missing"
+        raise EmbedError(f"{path} is {found}, and the run's config wants {spec.shape}")
+    return np.asarray(arrays[path].read(()), np.float32)
+
+
+def data_config(model: Model, **changes: Any) -> spectrogram.Config:
+    """The run's own way to read recordings, with ``changes``; nothing is held out, excluded or mixed in."""
+    data = {name: value for name, value in model.run["data"].items() if name in spectrogram.Config.__dataclass_fields__}
+    own = {"test_share": 0.0, "exclude": (), "exclude_paths": (), "background": "", "bad_budget": 1.0}
+    return config_lib.section(spectrogram.Config, {**data, **own, **changes})
+
+
+def embed(
+    model: Model,
+    data: spectrogram.Config,
+    out: str | pathlib.Path,
+    *,
+    split: str = "train",
+    kinds: Sequence[str] = ("mean", "cls"),
+    columns: Sequence[str] = (),
+    batch: int = 64,
+) -> dict[str, Any]:
+    """Writes the folder ``out``, or what is missing of it. Returns what `PROGRESS` then says.
+
+    Raises EmbedError for a folder that was made of something else, DataError for the data.
+    """
+    out = pathlib.Path(out).expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    layout = make_layout(make_mesh(-1, 1, 1), {})
+    batch = -(-batch // len(jax.devices())) * len(jax.devices())
+    fields = spectrogram.fields(data)
+    abstract = {
+        name: jax.ShapeDtypeStruct(
+            (batch, *f.shape), f.dtype, sharding=layout.sharding(("batch", *(None,) * len(f.shape)), (batch, *f.shape))
+        )
+        for name, f in fields.items()
+    }
+    rows = feed.rows_for(abstract)
+    for where, text in data.problems():
+        raise DataError(f"data.{where} {text}")
+    loader = spectrogram.make_loader(data, split=split, rows=rows, seed=0, in_order=True)
+    facts = spectrogram.facts(data)
+    n = facts[f"n_{split}"]
+    made_of = {
+        "encoder": model.digest,
+        "data": loader.state(0)["fingerprint"],
+        "rows": n,
+        "split": split,
+        "kinds": list(kinds),
+        "columns": list(columns),
+        "views": data.views,
+        "batch": batch,
+    }
+    progress = _progress(out, made_of)
+    progress |= {"model": model.name, "class_names": list(facts.get("class_names", ())), "multilabel": data.multilabel}
+    start = progress.get("done", 0)
+    run = _program(model, layout, kinds, data.views)
+    params = jax.device_put((model.params, model.head), layout.replicated())
+    shapes = jax.eval_shape(run, params, abstract)
+    files = {
+        name: np.lib.format.open_memmap(
+            out / f"{name}.npy", mode="r+" if start else "w+", dtype=x.dtype, shape=(n, *x.shape[1:])
+        )
+        for name, x in shapes.items()
+    }
+    if not start:
+        for name in columns:
+            np.save(out / f"{name}.npy", _column(data, split, name)[:n])
+    loader.seek(start // batch)
+    stream = feed.Feed(loader, abstract, rows, depth=3)
+    began = noted = time.perf_counter()
+    pending: list[tuple[int, Any]] = []
+
+    def write(done: int, found: dict[str, jax.Array]) -> None:
+        first = done - batch
+        for name, x in jax.device_get(found).items():
+            files[name][first : min(done, n)] = x[: n - first]
+        progress["done"] = min(done, n)
+
+    try:
+        for position, arrays in stream:
+            pending.append((position * batch, run(params, arrays)))
+            if len(pending) > 1:  # the device has its next batch before we wait for this one
+                write(*pending.pop(0))
+            if time.perf_counter() - noted > FLUSH:
+                noted = time.perf_counter()
+                _note(out, files, {**made_of, **progress})
+        for item in pending:
+            write(*item)
+    finally:
+        stream.close()
+        _note(out, files, {**made_of, **progress})
+    seconds = time.perf_counter() - began
+    bad = n - int((np.load(out / "weight.npy", mmap_mode="r") > 0).sum())
+    progress |= {"unreadable": bad, "samples_per_second": (n - start) / seconds, "waiting": stream.waited / seconds}
+    _note(out, files, {**made_of, **progress})
+    return {**made_of, **progress}
+
+
+def _progress(out: pathlib.Path, made_of: dict[str, Any]) -> dict[str, Any]:
+    """What is noted of an earlier attempt; empty for a new folder."""
+    path = out / PROGRESS
+    if not path.exists():
+        return {}
+    before = json.loads(path.read_text())
+    if differing := [name for name, value in made_of.items() if before.get(name) != value]:
+        told = ", ".join(f"{name} was {before.get(name)!r} and is {made_of[name]!r}" for name in differing)
+        raise EmbedError(f"{out} holds embeddings of something else: {told}; choose another --out")
+    return {"done": before["done"]}
+
+
+def _note(out: pathlib.Path, files: dict[str, np.memmap], content: dict[str, Any]) -> None:
+    """First the rows reach the disk, then the note that they are there."""
+    for file in files.values():
+        file.flush()
+    temporary = out / f".{PROGRESS}"
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(out / PROGRESS)
+
+
+def _program(model: Model, layout: Layout, kinds: Sequence[str], views: int) -> Any:
+    c = dataclasses.replace(model.config, drop_path=0.0)
+
+    def run(weights: tuple, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        params, head = weights
+        x = batch["spectrogram"].astype(jnp.float32).reshape(-1, c.n_frames, c.n_mels)
+        cls, patches = vit.encode(c, params, x, layout.shard)
+
+        def rows(z: jax.Array) -> jax.Array:
+            return z.reshape(-1, views, *z.shape[1:])
+
+        pooled = {"mean": rows(patches.mean(1)).mean(1), "cls": rows(cls.mean(1)).mean(1)}
+        found = {name: pooled[name] for name in kinds if name in pooled}
+        if "patches" in kinds:
+            found["patches"] = rows(patches).astype(jnp.float16)
+        if head:
+            features = cls.mean(1) if c.pool == "cls" else patches.mean(1)
+            found["scores"] = rows(features @ head["w"] + head["b"][None]).mean(1)
+        for name in ("label", "labels", "index", "weight"):
+            if name in batch:
+                found[name] = batch[name]
+        return found
+
+    return jax.jit(run)
+
+
+def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:
+    """A column of whole numbers, of all recordings of a split in order."""
+    shards = spectrogram.find_shards(spectrogram.made(data.train if split == "train" else data.test or data.train), split)
+    parts = [columnar.read(path, name)[0].to_numpy() for path in shards]
+    found = np.concatenate(parts)
+    if not np.issubdtype(found.dtype, np.integer):
+        raise EmbedError(f"column {name!r} holds {found.dtype}; whole numbers are wanted")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tools.embed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--data", help="folder, glob or file of shards; default: what the run was trained on")
+    parser.add_argument("--split", choices=("train", "test"), default="train")
+    parser.add_argument("--label", help="column of labels; default: the run's; '' = none")
+    parser.add_argument("--multilabel", action="store_true", help="the column holds lists of classes")
+    parser.add_argument("--kinds", default="mean,cls")
+    parser.add_argument("--columns", default="", help="other columns to keep, of whole numbers")
+    parser.add_argument("--views", type=int, default=1, help="of each recording, averaged")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--step", type=int, help="default: the newest")
+    parser.add_argument("--ema", action="store_true", help="the average of the parameters")
+    parser.add_argument("--random", type=int, metavar="SEED", help="the encoder before training, for comparison")
+    args = parser.parse_args(argv)
+    distributed.use_compilation_cache()
+    try:
+        kinds = args.kinds.split(",")
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
+            raise EmbedError(f"--kinds={args.kinds}: {unknown[0]!r} is none of {', '.join(KINDS)}")
+        model = load(args.run, step=args.step, ema=args.ema, random=args.random)
+        changes: dict[str, Any] = {"views": args.views, "multilabel": args.multilabel}
+        changes |= {"train": args.data, "test": ""} if args.data else {}
+        changes |= {"label": args.label} if args.label is not None else {}
+        columns = [name for name in args.columns.split(",") if name]
+        data = data_config(model, **changes)
+        found = embed(model, data, args.out, split=args.split, kinds=kinds, columns=columns, batch=args.batch)
+    except (EmbedError, DataError, stored.StoredError, config_lib.ConfigError) as error:
+        print(f"tools.embed: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{args.out}: {found['done']} recordings ({found['unreadable']} unreadable), {found['samples_per_second']:.0f} a "
+        f"second, {found['waiting']:.0%} of the time waiting for the loader"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

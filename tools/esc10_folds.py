@@ -1,0 +1,103 @@
+"""What each objective's features are worth on ESC-10, in five folds: python -m tools.esc10_folds /path/to/esc10 [--out DIR]
+
+For every objective of configs/esc10_folds.py and every fold: an encoder is trained on the other four folds (without their
+labels, but for "supervised"), for --steps; all 400 recordings are embedded, each as the mean over three views; classifiers are
+fitted to the frozen features of the four folds, and judged on the one that neither has seen. "random" is the same encoder as it
+is initialised, with another seed in each fold. Whatever is finished already is not done again.
+
+DIR gets a run for each, embeddings/, and tools.probe's results.json, results.md and pictures, with the margins over "random":
+the differences of the same recordings, with paired bootstrap intervals.
+"""
+
+import argparse
+import json
+import pathlib
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxtrain import distributed
+from tools import embed, probe
+
+FOLDS = (1, 2, 3, 4, 5)
+OBJECTIVES = ("mae", "lejepa", "diet", "teacher", "supervised")
+VIEWS = 3
+
+
+def train(path: str, objective: str, fold: int, out: pathlib.Path, overrides: Sequence[str]) -> float:
+    """Trains one run, unless it is finished. Returns its CPU seconds, or those that it once took."""
+    workdir, noted = out / f"{objective}_{fold}", out / f"{objective}_{fold}" / "cpu_seconds.json"
+    if not noted.exists():
+        command = [sys.executable, "-m", "jaxtrain.main", f"--config=configs/esc10_folds.py:{path},{objective},{fold}"]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*command, f"--config.workdir={workdir}", *overrides], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        noted.write_text(json.dumps(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime))
+    return json.loads(noted.read_text())
+
+
+def embedded(path: str, source: pathlib.Path, fold: int, out: pathlib.Path, *, random: bool) -> probe.Features:
+    model = embed.load(str(source), ema=not random, random=fold if random else None)
+    data = embed.data_config(model, train=f"{path}/*/*.arrow", views=VIEWS)
+    embed.embed(model, data, out, columns=("fold",), batch=40)
+    return probe.read(out, group="fold")
+
+
+def margins(found: dict[str, list[np.ndarray]], y: np.ndarray, draws: int) -> dict[str, dict[str, float]]:
+    """Accuracy of each beyond that of "random", of the same bootstrap draws. ``found``: whether each recording was right."""
+    weight = probe.bootstrap(len(y), draws)
+    rate = {name: weight @ right / weight.sum(1) for name, right in found.items()}
+    return {name: probe.summary(x - rate["random"]) for name, x in rate.items() if name != "random"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tools.esc10_folds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path")
+    parser.add_argument("--out", default="runs/esc10_folds")
+    parser.add_argument("--objectives", default=",".join(OBJECTIVES))
+    parser.add_argument("--folds", default=",".join(map(str, FOLDS)))
+    parser.add_argument("--draws", type=int, default=2000)
+    parser.add_argument("overrides", nargs="*", help="of the configs, for example --config.train.steps=100; after --")
+    args = parser.parse_args(argv)
+    distributed.use_compilation_cache()
+    out = pathlib.Path(args.out).absolute()
+    objectives, folds = args.objectives.split(","), [int(fold) for fold in args.folds.split(",")]
+    results, right, seconds = {}, {}, {}
+    for fold in folds:  # fold by fold, so that an early look compares all objectives
+        for objective in objectives:
+            seconds.setdefault(objective, []).append(train(args.path, objective, fold, out, args.overrides))
+    for name in ("random", *objectives):
+        splits = []
+        for fold in folds:
+            source = out / f"{objectives[0] if name == 'random' else name}_{fold}"
+            features = embedded(args.path, source, fold, out / "embeddings" / f"{name}_{fold}", random=name == "random")
+            splits.append(next(pair for pair in probe.folds_of(features) if pair[1].group[0] == fold))
+        results[name] = probe.evaluate(splits, draws=args.draws)
+        linear = [probe.linear(a.x, a.y, b.x, multilabel=False) for a, b in splits]
+        right[name] = np.concatenate([b.y.argmax(1) == s.argmax(1) for s, (_, b) in zip(linear, splits, strict=True)])
+        y = np.concatenate([b.y.argmax(1) for _, b in splits])
+    text = probe.report(results, out)
+    more = margins(right, y, args.draws)
+    lines = ["", "Linear probe by fold, and beyond the random encoder (paired bootstrap); CPU seconds of one training:", ""]
+    lines += ["| features | " + " | ".join(f"fold {fold}" for fold in folds) + " | mean | margin | CPU s |"]
+    lines += ["|---|" + "---:|" * (len(folds) + 3)]
+    for name, result in results.items():
+        each = result["linear"]["accuracy"].get("folds", [result["linear"]["accuracy"]["value"]])
+        m = more.get(name)
+        margin = f"{100 * m['value']:+.1f} [{100 * m['low']:+.1f}, {100 * m['high']:+.1f}]" if m else ""
+        cpu = f"{np.mean(seconds[name]):.0f}" if name in seconds else ""
+        cells = [*(f"{100 * x:.1f}" for x in each), f"{100 * np.mean(each):.1f}", margin, cpu]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    with (out / "results.md").open("a") as file:
+        file.write("\n".join(lines) + "\n")
+    print(text + "\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
