@@ -5,10 +5,11 @@ keeps W as it is and trains A [rank, last…] and B [first…, rank]: W + alpha 
 and last, are "embed" and the other dimensions, in the order that they have in the table (where neither end is "embed", the
 first dimension and the others); a stack has its layers before both. B is zero at first.
 
-The workload gets an `Adapted` where it had an array: merged where a layer casts it (``.astype``) or takes it out of its stack,
-so that a scanned stack is merged a layer at a time. Tables that a workload looks rows up in cannot be adapted. A and B are
-parameters ``…/w_a`` and ``…/w_b``; W and what is frozen are `Variables.frozen`, made or read from config.warm_start at every
-start and not saved again.
+The workload gets an `Adapted` where it had an array. A layer that multiplies by it (`nn.layers.project`) adds B (A x) to W x:
+with W frozen, its backward pass is a third shorter than with a merged matrix, whose derivative would be computed whole. Where a
+layer casts it (``.astype``) or takes it out of its stack it is merged, of a scanned stack one layer at a time. Tables that a
+workload looks rows up in cannot be adapted. A and B are parameters ``…/w_a`` and ``…/w_b``; W and what is frozen are
+`Variables.frozen`, made or read from config.warm_start at every start and not saved again.
 """
 
 import math
@@ -55,6 +56,22 @@ class Adapted:
         """The matrix, merged in float32 where it is no wider."""
         wide = jnp.promote_types(self.w.dtype, self.a.dtype)
         return (self.w.astype(wide) + self.scale * product(self.a, self.b, self.n_first).astype(wide)).astype(dtype)
+
+    def project(self, equation: str, x: Array) -> Array:
+        """einsum(equation, x, the matrix) in x's dtype, without merging: through A, then B.
+
+        ``equation`` is of one layer's matrix and contracts one of its sides whole.
+        """
+        left, out = equation.split("->")
+        of_x, of_w = left.split(",")
+        sides = {"a": of_w[self.n_first :], "b": of_w[: self.n_first]}
+        inner, outer = ("a", "b") if sides["a"][0] in of_x else ("b", "a")
+        factors = {"a": (self.a, "Z" + sides["a"]), "b": (self.b, sides["b"] + "Z")}
+        kept = "".join(i for i in of_x if i not in of_w) + "Z"
+        (first, of_first), (second, of_second) = factors[inner], factors[outer]
+        low = jnp.einsum(f"{of_x},{of_first}->{kept}", x, first.astype(x.dtype))
+        more = jnp.einsum(f"{kept},{of_second}->{out}", low * jnp.asarray(self.scale, x.dtype), second.astype(x.dtype))
+        return jnp.einsum(equation, x, self.w.astype(x.dtype)) + more
 
     def __getitem__(self, layer: Any) -> Array:
         one = jax.tree.map(lambda x: x[layer], self)

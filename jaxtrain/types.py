@@ -103,4 +103,5 @@ class Task(NamedTuple):
     progress: Callable[[Variables, Batch], dict[str, Array]] = _no_progress  # like pictures, of a test batch at an evaluation
     finish: Callable[[Mapping[str, Any]], dict[str, float]] = _as_it_is  # means over a test split, also arrays -> its record
     trials: tuple[Trial, ...] = ()
+    tokens: float = 0  # places of a sequence model's global step, on average; 0 = it has none
     full_flops: int = 0  # the same with the places that a causal mask or a window leaves out; 0 = there are none

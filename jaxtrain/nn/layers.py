@@ -66,6 +66,13 @@ def rotate(x_bthk: Array, cos_sin: tuple[Array, Array]) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
 
 
+def project(equation: str, x: Array, w: Array) -> Array:
+    """einsum of activations and a matrix, in the activations' dtype. An adapted matrix (`jaxtrain.lora`) does it unmerged."""
+    if hasattr(w, "project"):
+        return w.project(equation, x)
+    return jnp.einsum(equation, x, w.astype(x.dtype))
+
+
 def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab", "embed")) -> Array:
     """Rows w[index], [B, T, D], each device looking into its part of the table; the parts are added up."""
     v, d = w_vd.shape

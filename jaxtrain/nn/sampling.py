@@ -5,6 +5,7 @@ dimension.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +53,13 @@ def generate(
     return tokens_nb.T
 
 
-def choose(logits_v: Array, key: Key, *, temperature: float, top_p: float) -> Array:
-    """One token, int32."""
+def choose(logits_v: Array, key: Key, *, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Array:
+    """One token, int32. ``top_k`` draws from the so many likeliest tokens (Fan et al. 2018); 0 = all."""
     if temperature == 0:
         return logits_v.argmax().astype(jnp.int32)
     logits_v = logits_v / temperature
+    if 0 < top_k < logits_v.size:
+        logits_v = jnp.where(logits_v >= jax.lax.top_k(logits_v, top_k)[0][-1], logits_v, -jnp.inf)
     if top_p < 1:
         order_v = jnp.argsort(-logits_v)
         p_v = jax.nn.softmax(logits_v[order_v])
@@ -88,24 +91,33 @@ def extend(
     c: transformer.Decoder, params: PyTree, token_b: Array, place_b: Array, cache: Cache, shard: Shard
 ) -> tuple[Array, Cache]:
     """Logits [B, V] after one more token at ``place_b`` of each row, and the cache with it."""
-    s = cache[0].shape[2]
-    here_bs = jnp.arange(s)[None] == place_b[:, None]
-    back_bs = place_b[:, None] - jnp.arange(s)[None]
-    seen_bs = (back_bs >= 0) & (back_bs < (c.window or s))
+    seen_bs = visible(place_b, cache[0].shape[2], c.window)
     x_btd = transformer.embed(c, params, token_b[:, None], place_b[:, None], shard)
     angles = transformer.angles(c, place_b[:, None])
 
     def layer(x_btd: Array, w_kv: tuple[PyTree, Array, Array]) -> tuple[Array, Cache]:
         w, *old = w_kv
-
-        def mix(q_bthk: Array, k_btgk: Array, v_btgk: Array) -> tuple[Array, Cache]:
-            k, v = (jnp.where(here_bs[..., None, None], new, x) for new, x in zip((k_btgk, v_btgk), old, strict=True))
-            return attention.masked(q_bthk, k, v, seen_bs[:, None]), (k, v)
-
-        return transformer.layer(c, shard, angles, mix, x_btd, w)
+        return transformer.layer(c, shard, angles, cached(old, place_b, seen_bs), x_btd, w)
 
     x_btd, cache = jax.lax.scan(layer, x_btd, (params["blocks"], *cache))
     return _logits(c, params, x_btd[:, 0]), cache
+
+
+def visible(place_b: Array, n: int, window: int) -> Array:
+    """bool [B, S]: which of ``n`` places one token at ``place_b`` sees; ``window`` as in `jaxtrain.nn.attention`."""
+    back_bs = place_b[:, None] - jnp.arange(n)[None]
+    return (back_bs >= 0) & (back_bs < (window or n))
+
+
+def cached(old: Sequence[Array], place_b: Array, seen_bs: Array) -> transformer.Mix:
+    """Attention of one token at ``place_b`` to the places ``seen_bs`` of a layer's cache [B, S, G, K], which it joins."""
+    here_bs = jnp.arange(seen_bs.shape[1])[None] == place_b[:, None]
+
+    def mix(q_bthk: Array, k_btgk: Array, v_btgk: Array) -> tuple[Array, Cache]:
+        k, v = (jnp.where(here_bs[..., None, None], new, x) for new, x in zip((k_btgk, v_btgk), old, strict=True))
+        return attention.masked(q_bthk, k, v, seen_bs[:, None]), (k, v)
+
+    return mix
 
 
 def _logits(c: transformer.Decoder, params: PyTree, x_bd: Array) -> Array:

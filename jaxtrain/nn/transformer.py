@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import remat
-from jaxtrain.nn.layers import Rope, layer_norm, lookup, rms_norm, rope_angles, rotate
+from jaxtrain.nn.layers import Rope, layer_norm, lookup, project, rms_norm, rope_angles, rotate
 from jaxtrain.specs import ones, truncated_normal, zeros
 from jaxtrain.types import Array, PyTree, Shard, Spec
 
@@ -171,7 +171,7 @@ def attend(
         y_btd = norm(c, w, "attention", x_btd)
         qkv = []
         for name, heads in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")):
-            z_bthk = jnp.einsum("btd,hkd->bthk", y_btd, w[f"w_{name}"].astype(dtype))
+            z_bthk = project("btd,hkd->bthk", y_btd, w[f"w_{name}"])
             if c.qkv_bias:
                 z_bthk += w[f"b_{name}"].astype(dtype)[None, None]
             z_bthk = shard(z_bthk, "batch", "seq", heads, "head_dim")
@@ -182,7 +182,7 @@ def attend(
             qkv.append(remat.name(z_bthk, "qkv"))
         y_bthk, kept = mix(*qkv)
         y_bthk = remat.name(shard(y_bthk, "batch", "seq", "heads", "head_dim"), "attention")
-        y_btd = jnp.einsum("bthk,dhk->btd", y_bthk, w["w_out"].astype(dtype))
+        y_btd = project("bthk,dhk->btd", y_bthk, w["w_out"])
         if c.bias:
             y_btd += w["b_out"].astype(dtype)[None, None]
         return shard(x_btd + y_btd, "batch", "seq", None), kept
@@ -193,7 +193,7 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
     dtype = x_btd.dtype
 
     def up(name: str) -> Array:
-        z_btm = jnp.einsum("btd,md->btm", y_btd, w[f"w_{name}"].astype(dtype))
+        z_btm = project("btd,md->btm", y_btd, w[f"w_{name}"])
         if c.bias:
             z_btm += w[f"b_{name}"].astype(dtype)[None, None]
         return remat.name(shard(z_btm, "batch", "seq", "mlp"), "mlp")
@@ -204,7 +204,7 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
             y_btm = jax.nn.silu(up("gate")) * up("up")
         else:
             y_btm = jax.nn.gelu(up("up"), approximate=False)
-        y_btd = jnp.einsum("btm,dm->btd", y_btm, w["w_down"].astype(dtype))
+        y_btd = project("btm,dm->btd", y_btm, w["w_down"])
         if c.bias:
             y_btd += w["b_down"].astype(dtype)[None, None]
         return shard(x_btd + y_btd, "batch", "seq", None)

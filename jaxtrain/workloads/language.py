@@ -29,6 +29,7 @@ from jaxtrain import environments
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
+from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Trial, Variables
 
 
@@ -206,6 +207,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         axes={**fields, **({"source": ("batch",)} if n_sources > 1 else {})},
         flops=3 * batch * forward_flops(c, causal=True),
         full_flops=3 * batch * forward_flops(c, causal=False),
+        tokens=batch * c.context,
         finish=finish,
         trials=tuple(_trials(c, shard, config.seed)),
     )
@@ -313,32 +315,12 @@ def forward_flops(c: Config, *, causal: bool) -> int:
     return c.context * transformer.token_flops(c, make_specs(c)) + transformer.attention_flops(c, c.context, causal=causal)
 
 
-# Hugging Face: Llama, Qwen2 and Qwen3. Theirs and ours hold the same numbers in the same order; only names and shapes differ.
+# Hugging Face: Llama, Qwen2 and Qwen3.
 
-_LAYER = {
-    "scale_attention": "input_layernorm.weight",
-    "w_q": "self_attn.q_proj.weight",
-    "w_k": "self_attn.k_proj.weight",
-    "w_v": "self_attn.v_proj.weight",
-    "b_q": "self_attn.q_proj.bias",
-    "b_k": "self_attn.k_proj.bias",
-    "b_v": "self_attn.v_proj.bias",
-    "scale_q": "self_attn.q_norm.weight",
-    "scale_k": "self_attn.k_norm.weight",
-    "w_out": "self_attn.o_proj.weight",
-    "scale_mlp": "post_attention_layernorm.weight",
-    "w_gate": "mlp.gate_proj.weight",
-    "w_up": "mlp.up_proj.weight",
-    "w_down": "mlp.down_proj.weight",
-}
 _TOP = {"embed": "model.embed_tokens.weight", "scale": "model.norm.weight", "w_head": "lm_head.weight"}
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
               "generation_config.json")  # fmt: skip
-
-
-class HuggingFaceError(ValueError):
-    """A config.json that this model cannot be."""
 
 
 def _family(model: Mapping[str, Any]) -> str | None:
@@ -354,17 +336,14 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
     stack, _, name = path.rpartition("blocks/")
     if _family(config) is None:
         return [f"blocks.{i}.{name}" for i in range(config["depth"])] if path != name else path.replace("/", ".")
-    return [f"model.layers.{i}.{_LAYER[name]}" for i in range(config["depth"])] if path != name else _TOP[path]
+    return [f"model.layers.{i}.{LAYER[name]}" for i in range(config["depth"])] if path != name else _TOP[path]
 
 
 def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of one exported array: heads and their dimensions are one axis at Hugging Face."""
     if _family(config) is None:
         return shape
-    name = path.rpartition("/")[2]
-    if name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v"):
-        return (shape[0] * shape[1], *shape[2:])
-    return (shape[0], shape[1] * shape[2]) if name == "w_out" else shape
+    return folded(path.rpartition("/")[2], shape)
 
 
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
@@ -441,34 +420,10 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
         )  # fmt: skip
     if family not in _FAMILIES:
         raise HuggingFaceError(f"{path}: model_type is {family!r}; there are: {', '.join(_FAMILIES)}, gpt2 (sizes alone)")
-    rope = h.get("rope_parameters") or {**(h.get("rope_scaling") or {}), "rope_theta": h.get("rope_theta", 1e4)}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        problems.append(f"rope_type is {kind!r}; there are: default, llama3")
-    if h.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act is {h['hidden_act']!r}; only silu is there")
-    if h.get("attention_bias") or h.get("mlp_bias"):
-        problems.append("attention_bias and mlp_bias must be false")
     if h.get("use_sliding_window") or (family == "llama" and h.get("sliding_window")):
         problems.append("use_sliding_window is set; only attention to all of a document is read")
-    if problems:
-        raise HuggingFaceError(f"{path}: {'; '.join(problems)}")
-    heads = h["num_attention_heads"]
-    scaled = {
-        "factor": float(rope["factor"]),
-        "low": float(rope["low_freq_factor"]),
-        "high": float(rope["high_freq_factor"]),
-        "original": rope["original_max_position_embeddings"],
-    } if kind == "llama3" else {}  # fmt: skip
     return dict(
-        embed=h["hidden_size"],
-        depth=h["num_hidden_layers"],
-        heads=heads,
-        kv_heads=h.get("num_key_value_heads") or heads,
-        head_dim=h.get("head_dim") or h["hidden_size"] // heads,
-        mlp=h["intermediate_size"],
-        eps=h["rms_norm_eps"],
-        rope=dict(theta=float(rope["rope_theta"]), **scaled),
+        decoder_fields(h, path, problems),
         vocab=h["vocab_size"],
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
@@ -484,6 +439,6 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
         raise HuggingFaceError(f"{folder}: the arrays of gpt2 are kept differently; only its sizes are read")
     table = make_specs(Config(**{**model, "rope": transformer.Rope()}))
     slashes = lambda name: name.replace(".", "/")  # noqa: E731
-    renames = [(rf"^model/layers/(\d+)/{slashes(_LAYER[name])}$", rf"blocks/{name}[\1]") for name in table["blocks"]]
+    renames = [(rf"^model/layers/(\d+)/{slashes(LAYER[name])}$", rf"blocks/{name}[\1]") for name in table["blocks"]]
     renames += [(f"^{slashes(_TOP[name])}$", name) for name in table if name != "blocks"]
     return model, dict(source=str(folder), renames=tuple(renames), reshape={"^blocks/(w_q|w_k|w_v|w_out|b_)": "fold"})

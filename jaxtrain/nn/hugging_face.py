@@ -1,0 +1,69 @@
+"""A decoder under Hugging Face's names: the same numbers in the same order, only names and shapes differ."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LAYER = {
+    "scale_attention": "input_layernorm.weight",
+    "w_q": "self_attn.q_proj.weight",
+    "w_k": "self_attn.k_proj.weight",
+    "w_v": "self_attn.v_proj.weight",
+    "b_q": "self_attn.q_proj.bias",
+    "b_k": "self_attn.k_proj.bias",
+    "b_v": "self_attn.v_proj.bias",
+    "scale_q": "self_attn.q_norm.weight",
+    "scale_k": "self_attn.k_norm.weight",
+    "w_out": "self_attn.o_proj.weight",
+    "scale_mlp": "post_attention_layernorm.weight",
+    "w_gate": "mlp.gate_proj.weight",
+    "w_up": "mlp.up_proj.weight",
+    "w_down": "mlp.down_proj.weight",
+}
+
+
+class HuggingFaceError(ValueError):
+    """A config.json that this model cannot be."""
+
+
+def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of one layer's array ``name``: heads and their dimensions are one axis at Hugging Face."""
+    if name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v"):
+        return (shape[0] * shape[1], *shape[2:])
+    return (shape[0], shape[1] * shape[2]) if name == "w_out" else shape
+
+
+def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[str] = ()) -> dict[str, Any]:
+    """Fields of `transformer.Decoder` from a config.json of Llama's kind, in the spelling of transformers 4 or 5.
+
+    Raises HuggingFaceError, with ``problems`` that the caller has found already: an activation, biases or rotary positions that
+    are not here.
+    """
+    problems = list(problems)
+    rope = h.get("rope_parameters") or {**(h.get("rope_scaling") or {}), "rope_theta": h.get("rope_theta", 1e4)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        problems.append(f"rope_type is {kind!r}; there are: default, llama3")
+    if h.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act is {h['hidden_act']!r}; only silu is there")
+    if h.get("attention_bias") or h.get("mlp_bias"):
+        problems.append("attention_bias and mlp_bias must be false")
+    if problems:
+        raise HuggingFaceError(f"{path}: {'; '.join(problems)}")
+    heads = h["num_attention_heads"]
+    scaled = {
+        "factor": float(rope["factor"]),
+        "low": float(rope["low_freq_factor"]),
+        "high": float(rope["high_freq_factor"]),
+        "original": rope["original_max_position_embeddings"],
+    } if kind == "llama3" else {}  # fmt: skip
+    return dict(
+        embed=h["hidden_size"],
+        depth=h["num_hidden_layers"],
+        heads=heads,
+        kv_heads=h.get("num_key_value_heads") or heads,
+        head_dim=h.get("head_dim") or h["hidden_size"] // heads,
+        mlp=h["intermediate_size"],
+        eps=h["rms_norm_eps"],
+        rope=dict(theta=float(rope["rope_theta"]), **scaled),
+    )

@@ -1,0 +1,419 @@
+"""The audio language model against the original's numbers, on meshes, with adapters, and as it generates."""
+
+import dataclasses
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxtrain import config as config_lib
+from jaxtrain import hlo, lora, warm_start
+from jaxtrain import specs as specs_lib
+from jaxtrain import state as state_lib
+from jaxtrain import step as step_lib
+from jaxtrain.layout import make_layout, make_mesh
+from jaxtrain.optim import make_optimizer
+from jaxtrain.types import Variables
+from jaxtrain.workloads import audio_language
+from loaders import chatml
+from loaders.base import Field
+
+DATA = pathlib.Path(__file__).parent / "data" / "higgs"
+IDS = json.loads((DATA / "config.json").read_text())["special_token_ids"]
+RUNS = ("plain_rope", "llama3_rope", "audio_attention")
+K, SIZE = 4, 32
+
+
+def alone():
+    return make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {}).shard
+
+
+def open_folder(folder, **changes):
+    """Config and parameters of a folder in the original's format, in float32."""
+    model, rules = audio_language.from_hugging_face(folder)
+    c = config_lib.section(audio_language.Config, {**model, "dtype": "float32", "context": 0, **changes})
+    rules = config_lib.section(config_lib.WarmStart, rules)
+    assert not list(c.problems()) and not list(rules.problems())
+    abstract = specs_lib.abstract(audio_language.make_specs(c), make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {}))
+    flat = dict(zip(specs_lib.paths(abstract), jax.tree.leaves(abstract), strict=True))
+    matches = warm_start.match({p: (x.shape, x.dtype) for p, x in flat.items()}, warm_start.open_source(rules), rules)
+    loaded = warm_start.load(matches, abstract)
+    assert loaded.keys() == flat.keys()
+    return c, jax.tree.unflatten(jax.tree.structure(abstract), [loaded[p] for p in flat])
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """The golden weights as a user has them: one folder for each of the three models."""
+    weights = safetensors.numpy.load_file(DATA / "weights.safetensors")
+    extra = safetensors.numpy.load_file(DATA / "audio_attention_weights.safetensors")
+    config = json.loads((DATA / "config.json").read_text())
+    found = {}
+    for run in RUNS:
+        found[run] = folder = tmp_path_factory.mktemp(run)
+        scaling = config["llama3_rope_scaling"] if run == "llama3_rope" else None
+        text = {**config["text"], "rope_scaling": scaling, "head_dim": config["head_dim"]}
+        (folder / "config.json").write_text(json.dumps({**config, "text_config": text}))
+        safetensors.numpy.save_file(weights | (extra if run == "audio_attention" else {}), folder / "model.safetensors")
+    return found
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    return np.load(DATA / "forward.npz")
+
+
+def laid_out(g):
+    """The two conversations as this project lays them out."""
+    found = []
+    for i in range(2):
+        audios = np.split(g[f"sample{i}.codes"], np.cumsum(g[f"sample{i}.code_lengths"])[:-1], axis=1)
+        found.append(
+            chatml.expand(
+                g[f"sample{i}.input_ids"],
+                g[f"sample{i}.label_ids"],
+                audios,
+                audio_in=IDS["<|AUDIO|>"],
+                audio_out=IDS["<|AUDIO_OUT|>"],
+                size=SIZE,
+                codebooks=K,
+            )  # fmt: skip
+        )
+    return found
+
+
+def batch_of(rows, spare=3, pad=IDS["<|pad|>"]):
+    """A batch of conversations, in places for more than they have."""
+    sizes = []
+    for x in rows:
+        t = chatml.targets(x)
+        sizes.append(((x.recording < 0).sum(), (x.recording >= 0).sum(), len(t.text), len(t.audio)))
+    shape = tuple(int(n) + spare for n in np.max(sizes, axis=0))
+    batch = [chatml.row(x, shape, pad) for x in rows]
+    batch = {name: np.stack([row[name] for row in batch]) for name in batch[0]}
+    scale = chatml.label_scale((batch["text_target"] >= 0).sum(), (batch["audio_target"] >= 0).sum((0, 1)), len(rows))
+    batch |= {"label_scale": np.tile(scale, (len(rows), 1)), "row": np.arange(len(rows)), "index": np.arange(len(rows))}
+    return {name: jnp.asarray(x) for name, x in batch.items()}
+
+
+def total(task, params, batch):
+    out = task.loss(Variables(params), batch, None)
+    return out.loss.total / out.loss.weight, out.metrics
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("gathered", [True, False])
+def test_logits_equal_the_originals(folders, numbers, run, gathered):
+    c, params = open_folder(folders[run])
+    assert c.audio_attention == (run == "audio_attention")
+    batch = batch_of(laid_out(numbers))
+    valid = numbers["expanded.attention_mask"]
+
+    def logits(params, batch):
+        x_bud = audio_language.decode(c, params, batch, alone(), gathered=gathered)
+        return audio_language.text_logits(c, params, x_bud), audio_language.audio_logits(params, x_bud)
+
+    text, audio = (np.asarray(x)[:, : valid.shape[1]] for x in jax.jit(logits)(params, batch))
+    expected = numbers[f"{run}.text_logits"]
+    n = len(expected)
+    np.testing.assert_allclose(text[:n][valid[:n]], expected[valid[:n]], rtol=0, atol=3e-5)
+    np.testing.assert_allclose(audio[numbers["expanded.is_audio_out"]], numbers[f"{run}.audio_logits"], rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("run", [*RUNS, "ragged", "first_column_labelled"])
+def test_losses_equal_the_originals_corrected(folders, numbers, run):
+    """And not those of logits against labels that stand where their own input does."""
+    c, params = open_folder(folders[run if run in RUNS else "plain_rope"])
+    rows = laid_out(numbers)
+    if run not in RUNS:
+        labels = numbers[f"{run}.audio_labels"]
+        rows = [x._replace(audio_labels=labels[i, : len(x.tokens)]) for i, x in enumerate(rows)]
+    task = audio_language.make_task(config_lib.Config(model=c), alone(), 2)
+    value, metrics = jax.jit(lambda p, b: total(task, p, b))(params, batch_of(rows))
+    get = lambda name: numbers[f"losses.{run}.{name}"]  # noqa: E731
+    np.testing.assert_allclose(value, get("total_loss"), rtol=1e-5)
+    np.testing.assert_allclose(metrics["text"].total, get("text_sum"), rtol=1e-5)
+    assert metrics["text"].weight == get("text_count")
+    for k in range(K):
+        np.testing.assert_allclose(metrics[f"audio_{k}"].total, get("audio_sum_per_codebook")[k], rtol=1e-5, err_msg=k)
+        assert metrics[f"audio_{k}"].weight == get("audio_count_per_codebook")[k]
+    if run in RUNS:
+        assert abs(metrics["text"].total / metrics["text"].weight - get("unshifted_text_loss")) > 0.01
+        heard = sum(metrics[f"audio_{k}"].total / metrics[f"audio_{k}"].weight for k in range(K)) / K
+        np.testing.assert_allclose(heard, get("audio_loss"), rtol=1e-5)
+        assert abs(heard - get("unshifted_audio_loss")) > 0.01
+    record = {name: float(m.total) / float(m.weight) if m.weight else np.nan for name, m in metrics.items()}
+    np.testing.assert_allclose(task.finish(record)["loss"], get("total_loss"), rtol=1e-5)
+
+
+def test_gradients_equal_the_originals(folders, numbers):
+    c, params = open_folder(folders["plain_rope"], remat="full")
+    task = audio_language.make_task(config_lib.Config(model=c), alone(), 2)
+    grads = jax.jit(jax.grad(lambda p, b: total(task, p, b)[0]))(params, batch_of(laid_out(numbers)))
+    found = exported(c, grads)
+    g = np.load(DATA / "grads.npz")
+    for name in g.files:
+        np.testing.assert_allclose(found[name], g[name], rtol=0, atol=1e-4 * np.abs(g[name]).max(), err_msg=name)
+
+
+def exported(c, params):
+    """Arrays under their exported names and shapes, by plain numpy."""
+    section, found = dataclasses.asdict(c), {}
+    for path, x in zip(specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True):
+        names = audio_language.export_names(section, path)
+        for name, part in zip(*([names], [x]) if isinstance(names, str) else (names, x), strict=True):
+            found[name] = part.reshape(audio_language.export_shape(section, path, part.shape))
+    return found
+
+
+def test_the_published_size():
+    """5.77 billion; without the audio's part, the text model's; and what the published adapters train."""
+    c = config_lib.section(audio_language.Config, {**audio_language.PRESETS["v2"], "context": 0})
+    assert not list(c.problems()) and not (c.average_codes or c.audio_attention)
+    table = audio_language.make_specs(c)
+    audio = {"embed_audio": table["embed_audio"], "w_head_audio": table["w_head_audio"], "audio": table["blocks"]["audio"]}
+    assert specs_lib.count(audio["audio"]) == 2_114_101_248
+    assert specs_lib.count(table) - specs_lib.count(audio) == 3_606_752_256
+    assert specs_lib.count(table) == 3_606_752_256 + 2_114_101_248 + 50_429_952
+    task = audio_language.make_task(config_lib.Config(model=c), alone(), 1)
+    adapted = lora.adapt(task, config_lib.section(config_lib.Lora, audio_language.ADAPTERS))
+    assert specs_lib.count(adapted.specs.params) == 78_905_344
+
+
+def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
+    """Logits that say, with certainty, what each place itself is: right wherever a label stood at its own place."""
+    rows = laid_out(numbers)
+    n = IDS["<|begin_of_text|>"] + 1
+    width = n + K * (SIZE + 2)
+    c = audio_language.Config(
+        vocab=n, codebooks=K, codebook_size=SIZE, embed=width, depth=1, heads=2, kv_heads=1, head_dim=4, mlp=8, dtype="float32"
+    )
+    params = jax.tree.map(jnp.zeros_like, specs_lib.materialise(audio_language.make_specs(c), jax.random.key(0)))
+    own = 30 * jnp.eye(width)  # every token and every code has a dimension of its own, and the heads read it off
+    codes = own[n:].reshape(K, SIZE + 2, width)
+    params |= {"scale": jnp.ones(width), "embed": own[:n], "w_head": own[:n], "embed_audio": codes, "w_head_audio": codes}
+    task = audio_language.make_task(config_lib.Config(model=c), alone(), 2)
+    batch = batch_of(rows)
+    copies = dict(batch)
+    for kind, values in (("text", [x.tokens for x in rows]), ("audio", [x.codes for x in rows])):
+        at, target = (np.asarray(batch[f"{kind}_{name}"]) for name in ("at", "target"))
+        copied = np.stack([x[np.minimum(i, len(x) - 1)] for x, i in zip(values, at, strict=True)])
+        copies[f"{kind}_target"] = jnp.asarray(np.where(target < 0, target, copied))
+    step = jax.jit(lambda p, b: total(task, p, b)[0])
+    high, low = step(params, batch), step(params, copies)
+    assert low < 2 and high > 20, (low, high)  # a column has no token to copy, hence not 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"average_codes": True}, {"audio_attention": True}])
+def test_switches_change_what_is_computed(folders, numbers, changes):
+    """The release's choices are the defaults; each of the others gives other logits, and tables of their own sizes."""
+    c, params = open_folder(folders["audio_attention" if "audio_attention" in changes else "plain_rope"])
+    c = dataclasses.replace(c, **changes)
+    batch = batch_of(laid_out(numbers)[:1])
+    x_bud = jax.jit(lambda p: audio_language.decode(c, p, batch, alone()))(params)
+    found = audio_language.audio_logits(params, x_bud)[0, : numbers["expanded.tokens"].shape[1]]
+    of = numbers["expanded.is_audio_out"][0]
+    same = np.abs(np.asarray(found)[of] - numbers["plain_rope.audio_logits"][: of.sum()]).max() < 1e-3
+    assert same == (not changes)
+    assert specs_lib.count(audio_language.make_specs(c)) == specs_lib.count(params)
+
+
+# Through the real step, on meshes and in parts.
+
+BATCH = 16
+TINY = audio_language.Config(
+    vocab=64, codebooks=2, codebook_size=6, embed=32, depth=2, heads=8, kv_heads=2, head_dim=4, mlp=48, dtype="float32",
+    chunk=24, init_std=0.1, context=0,
+)  # fmt: skip
+OPTIM = config_lib.Optim(lr=0.01, schedule="constant", eps=1e-3)
+
+
+def conversations(seed, n=BATCH):
+    """Rows of text and columns in turn, of any length, some without labels of one kind or both."""
+    rng, found = np.random.default_rng(seed), []
+    for row in range(n):
+        tokens, labels, audios = [], [], []
+        for turn in range(int(rng.integers(1, 3))):
+            text = rng.integers(4, TINY.vocab, int(rng.integers(1, 6))).tolist()
+            place = [2 if turn % 2 else 3]
+            tokens += text + place
+            labels += (text if row % 3 else [chatml.NONE] * len(text)) + (place if row % 4 else [chatml.NONE])
+            audios.append(rng.integers(0, TINY.codebook_size, (TINY.codebooks, int(rng.integers(1, 5))), dtype="i4"))
+        arrays = (np.array(x, "i4") for x in (tokens, labels))
+        found.append(chatml.expand(*arrays, audios, audio_in=2, audio_out=3, size=TINY.codebook_size, codebooks=2))
+    return found
+
+
+class Run:
+    def __init__(self, mesh, accumulate=1, *, model=TINY, adapters=None, rules=None):
+        self.layout = make_layout(make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]), rules or {})
+        task = audio_language.make_task(config_lib.Config(model=model), self.layout.shard, BATCH)
+        self.task = lora.adapt(task, adapters or config_lib.Lora())
+        self.tx = make_optimizer(OPTIM, self.task.specs.params, steps=10)
+        self.batch = batch_of(conversations(0), spare=1, pad=1)
+        fields = {k: Field(x.shape[1:], np.dtype(x.dtype)) for k, x in self.batch.items() if k != "row"}
+        self.plan = state_lib.make_plan(self.task, self.tx, self.layout, fields, batch=BATCH, ema=False)
+        step = step_lib.make_train_step(
+            self.task, self.tx, self.layout, self.plan, accumulate=accumulate, ema=0.0, guard=config_lib.Guard(), seed=0
+        )
+        step = step.lower(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
+        self.step = step.compile({"xla_backend_optimization_level": 0})
+
+    def two_steps(self):
+        state, found = state_lib.init_state(self.task, self.tx, self.plan, jax.random.key(0)), []
+        batch = {name: jax.device_put(self.batch[name], x.sharding) for name, x in self.plan.batch.items()}
+        for _ in range(2):
+            state, metrics = self.step(state, batch, step_lib.put_stop(self.layout, False))
+            found.append(jax.tree.map(np.asarray, (state.variables, state.opt_state, metrics)))
+        return found
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return Run((1, 1, 1)).two_steps()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulate"),
+    [
+        ((2, 2, 2), 1),
+        ((2, 2, 2), 2),
+        pytest.param((1, 8, 1), 2, marks=pytest.mark.slow),
+        pytest.param((1, 1, 8), 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_is_the_same_on_every_mesh_and_in_parts(expected, mesh, accumulate):
+    """Two of them, with parameters, moments, loss and every metric: both means of the loss are the global batch's."""
+    for before, after in zip(expected, Run(mesh, accumulate).two_steps(), strict=True):
+        for path, x, y in zip(specs_lib.paths(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+            np.testing.assert_allclose(y, x, rtol=1e-3, atol=2e-4 * max(1e-3, np.abs(x).max()), err_msg=path)
+
+
+def test_adapters_move_and_the_base_keeps_its_bytes():
+    """In bfloat16, split over fsdp and model; adapters are float32, and what is reduced over data, once a step, is theirs."""
+    run = Run((2, 2, 2), 2, adapters=config_lib.section(config_lib.Lora, {**audio_language.ADAPTERS, "rank": 2}))
+    before = state_lib.init_state(run.task, run.tx, run.plan, jax.random.key(0)).variables
+    assert {x.dtype for x in jax.tree.leaves(before.frozen)} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves(before.params)} == {jnp.dtype("float32")}
+    before = jax.tree.map(np.asarray, before)
+    after = run.two_steps()[1][0]
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x.view("u2"), y.view("u2")), before.frozen, after.frozen)
+    for path, x, y in zip(specs_lib.paths(before.params), *map(jax.tree.leaves, (before.params, after.params)), strict=True):
+        assert (x != y).any(), path
+    split = {
+        p: x.sharding.shard_shape(x.shape)
+        for p, x in zip(
+            specs_lib.paths(run.plan.state.variables.frozen), jax.tree.leaves(run.plan.state.variables.frozen), strict=True
+        )
+    }
+    assert split["blocks/audio/w_up"] == (2, 24, 16) and split["blocks/w_q"] == (2, 4, 4, 16)
+    found = [c for c in hlo.collectives(run.step.as_text()) if "data" in c.axes(run.layout.mesh.shape)]
+    assert not [c.line for c in found if c.in_loop], "before the last microbatch"
+    reduced = sum(math.prod(shape) for c in found if c.kind == "all-reduce" for shape in c.shapes)
+    sizes = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(run.plan.state.variables.params))
+    assert sizes <= reduced <= sizes + 64, "and loss and metrics"
+
+
+# As it generates.
+
+
+def prompts(rows, n):
+    """The first n places of each row, as a batch of prompts."""
+    cut = [chatml.Laid(*(x[:m] for x in row)) for row, m in zip(rows, n, strict=True)]
+    batch = batch_of(cut, pad=0)
+    return {name: batch[name] for name in ("text", "codes", "place", "slot")}
+
+
+@pytest.mark.parametrize("run", ["llama3_rope", "audio_attention"])
+def test_place_by_place_gives_the_logits_of_the_whole_row(folders, numbers, run):
+    """From a cache, begun within text and behind a recording, of rows of different lengths in one batch."""
+    c, params = open_folder(folders[run])
+    rows, starts = laid_out(numbers), (15, 40)
+    whole = jax.jit(lambda p, b: audio_language.decode(c, p, b, alone()))(params, batch_of(rows))
+    n_new = 20
+    x_bd, cache = jax.jit(lambda p, b: audio_language.prefill(c, p, b, jnp.array(starts), alone(), n_new=n_new))(
+        params, prompts(rows, starts)
+    )
+    step = jax.jit(lambda p, *args: audio_language.extend(c, p, *args, alone()))
+    for i in range(n_new):
+        at = [s + i for s in starts]
+        expected = jnp.stack([whole[r, a - 1] for r, a in enumerate(at)])
+        np.testing.assert_allclose(x_bd, expected, rtol=0, atol=5e-5, err_msg=i)
+        pick = lambda name: jnp.stack([jnp.asarray(getattr(x, name)[a]) for x, a in zip(rows, at, strict=True)])  # noqa: B023, E731
+        x_bd, cache = step(params, pick("tokens"), jnp.maximum(pick("codes"), 0), pick("recording") >= 0, jnp.array(at), cache)
+
+
+def test_what_is_generated_is_a_conversation_again(folders, numbers):
+    """Greedy: laid out anew and run through the training forward, each place is what its logits say. Ends come delayed."""
+    c, params = open_folder(folders["plain_rope"])
+    rows, starts = laid_out(numbers), (47, 47)
+    # Both prompts end with the token that opens a recording.
+    opens, closes, ends = (IDS[name] for name in ("<|audio_out_bos|>", "<|audio_eos|>", "<|eot_id|>"))
+    rows = [x._replace(tokens=np.where(np.arange(len(x.tokens)) == 46, opens, x.tokens)) for x in rows]
+    rows = [x._replace(recording=np.where(np.arange(len(x.tokens)) == 46, -1, x.recording)) for x in rows]
+    generate = jax.jit(
+        lambda p, b, longest: audio_language.generate(
+            c, p, b, jnp.array(starts), jax.random.key(0), alone(), n_new=16, opens=opens, closes=closes, ends=ends,
+            longest=longest, streams=audio_language.Streams(0.0, 0, (0.0,)),
+        ), static_argnums=2,
+    )  # fmt: skip
+    found = jax.tree.map(np.asarray, generate(params, prompts(rows, starts), 5))
+    for row in range(2):
+        tokens, columns = found.tokens[row], found.columns[row]
+        n = int((columns[:, 0] >= 0).argmin())
+        assert (tokens[:n] == -1).all() and tokens[n] == closes and (columns[0] == SIZE).all()
+        codes = chatml.undelayed(columns[:n])
+        assert codes.shape[1] <= 5 and 0 <= codes.min() and codes.max() < SIZE
+        np.testing.assert_array_equal(chatml.delayed(codes, SIZE), columns[:n])
+        text = np.concatenate([tokens[n:][tokens[n:] >= 0]])
+        prompt = [x[: starts[row]] for x in rows[row]]
+        more = chatml.expand(
+            np.concatenate([[IDS["<|AUDIO_OUT|>"]], text]).astype("i4"), np.zeros(1 + len(text), "i4"), [codes],
+            audio_in=IDS["<|AUDIO|>"], audio_out=IDS["<|AUDIO_OUT|>"], size=SIZE, codebooks=K,
+        )  # fmt: skip
+        both = chatml.Laid(*(np.concatenate(pair) for pair in zip(prompt, more, strict=True)))
+        x_bud = audio_language.decode(c, params, batch_of([both]), alone())
+        heard = np.array(audio_language.audio_logits(params, x_bud))[0]
+        heard[..., SIZE] = -np.inf
+        for j in range(1, n):
+            for k in range(K):
+                if 0 < j - k <= codes.shape[1]:
+                    allowed = heard[starts[row] + j - 1, k][: SIZE + 2 * (k == 0)]
+                    assert allowed.argmax() == columns[j, k], (j, k)
+        said = np.asarray(audio_language.text_logits(c, params, x_bud))[0]
+        for j in range(1, len(text)):
+            if text[j - 1] != opens:
+                assert said[starts[row] + n + j - 1].argmax() == text[j]
+
+
+def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers):
+    c, params = open_folder(folders["plain_rope"])
+    rows, starts = laid_out(numbers), (47, 47)
+    rows = [x._replace(tokens=np.where(np.arange(len(x.tokens)) == 46, 292, x.tokens)) for x in rows]
+    rows = [x._replace(recording=np.where(np.arange(len(x.tokens)) == 46, -1, x.recording)) for x in rows]
+
+    def written(rows, streams, seed=0):
+        n = len(rows)
+        return np.asarray(
+            jax.jit(
+                lambda p, b: audio_language.generate(
+                    c, p, b, jnp.array(starts[:n]), jax.random.key(seed), alone(), n_new=12, opens=292, closes=293, ends=296,
+                    streams=streams,
+                )
+            )(params, prompts(rows, starts[:n])).columns
+        )  # fmt: skip
+
+    free = audio_language.Streams(1.0, 0, (1.0,), (0,))
+    both = written(rows, free)
+    np.testing.assert_array_equal(written(rows[:1], free), both[:1])
+    assert (written(rows, free, seed=1) != both).any()
+    cold = [audio_language.Streams(1.0, 0, (1.0, 1.0, 1.0, t), (0, 0, 0, k)) for t, k in ((0.0, 0), (1.0, 1))]
+    first, second = (written(rows, streams) for streams in cold)
+    np.testing.assert_array_equal(first, second)  # the likeliest of one is the likeliest
+    np.testing.assert_array_equal(first[:, :4, 0], both[:, :4, 0])
+    assert (first[..., 3] != both[..., 3]).any()
