@@ -3,17 +3,31 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.types import Batch
-from loaders.base import Loader, Rows
+from loaders.base import Field, Loader, Rows
 
 _END = object()
+
+
+class Shapes(NamedTuple):
+    """What a loader's batches look like."""
+
+    fields: Sequence[Mapping[str, Field]]
+    at: Callable[[int], int]  # position -> which of them that batch has
+
+
+def shapes(loader: Loader) -> Shapes:
+    """Of a loader that offers several, or the one that it has."""
+    if hasattr(loader, "shapes"):
+        return Shapes(loader.shapes, loader.shape_at)
+    return Shapes((loader.fields,), lambda position: 0)
 
 
 def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
@@ -32,15 +46,19 @@ def rows_of_one(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
 
 
 def put(host: Mapping[str, list[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> Batch:
-    """Global arrays from this process's rows. Each device's rows are one contiguous array: nothing is copied on the host."""
+    """Global arrays from this process's rows, split as ``batch`` is, whatever their shape beyond the rows.
+
+    Each device's rows are one contiguous array: nothing is copied on the host.
+    """
     place = {r: i for i, r in enumerate(rows.ranges)}
     arrays = {}
     for name, x in batch.items():
+        shape = (x.shape[0], *host[name][0].shape[1:])
         parts = [
             jax.device_put(host[name][place[_rows(index, x.shape[0])]][(slice(None), *index[1:])], device)
-            for device, index in _indices(x).items()
+            for device, index in x.sharding.addressable_devices_indices_map(shape).items()
         ]
-        arrays[name] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+        arrays[name] = jax.make_array_from_single_device_arrays(shape, x.sharding, parts)
     return arrays
 
 

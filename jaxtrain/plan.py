@@ -374,6 +374,8 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
             f"  {1e3 * ideal:.2f} ms at the peak of {target.count} × {chip.kind}, {chip.flops / 1e12:g} TFLOP/s each",
             f"  {hours:.2f} h for {config.train.steps:,} steps at {MFU:.0%} of it",
         ]
+        if tokens := assembly.task.tokens:
+            lines += [f"  {tokens / ideal * MFU:,.0f} tokens/s at {MFU:.0%} of it, padding included"]
     else:
         lines += ["  no ideal time: the chip table has no such device; name one, for example --plan=gpu:h100x1"]
     lines += [""]

@@ -78,7 +78,12 @@ def make_plan(
             jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated()),
         ),
     )
-    rows = {
+    return Plan(state, make_batch(task, layout, fields, batch))
+
+
+def make_batch(task: Task, layout: Layout, fields: Mapping[str, Any], batch: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch of ``batch`` rows, as far as the task reads it. Raises LayoutError."""
+    return {
         name: jax.ShapeDtypeStruct(
             shape := (batch, *field.shape),
             field.dtype,
@@ -87,7 +92,6 @@ def make_plan(
         for name, field in fields.items()
         if name in task.axes
     }
-    return Plan(state, rows)
 
 
 def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout, *, offload: bool) -> PyTree:

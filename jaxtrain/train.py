@@ -113,12 +113,16 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
 
     assembly = plan_lib.Assembly(config, layout, task, tx, plan)
     traced = functools.cache(assembly.trace)
-    plan_lib.refuse(assembly, traced(task.stage(config.train.steps - 1)))
+    plan_lib.refuse(assembly, traced(task.stage(config.train.steps - 1)))  # with the largest of the loader's shapes
 
     # 5. The loaders, which start to work at seek.
     loader = source.make_loader(config.data, split="train", rows=rows, seed=config.seed)
     test = source.make_loader(config.data, split="test", rows=rows, seed=config.seed)
     closing.callback(test.close)
+    kinds, test_kinds = feed.shapes(loader), feed.shapes(test)
+    batches, test_batches = (
+        [state_lib.make_batch(task, layout, fields, config.train.batch) for fields in k.fields] for k in (kinds, test_kinds)
+    )
 
     # 6. The state: the newest checkpoint of this workdir, else that of config.resume, else config.warm_start, else the
     #    initialisation.
@@ -150,26 +154,35 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     stream = closing.enter_context(contextlib.closing(feed.Feed(loader, plan.batch, rows)))
     began = time.perf_counter()
 
+    def program_of(step: int) -> tuple[Hashable, int]:
+        """What the program of a step depends on: its stage, and its batch's shape."""
+        return task.stage(step), kinds.at(step - offset)
+
     @functools.cache
-    def lowered(stage: Hashable) -> jax.stages.Lowered:
-        return traced(stage).lower()
+    def lowered(program: tuple[Hashable, int]) -> jax.stages.Lowered:
+        stage, shape = program
+        if batches[shape] == plan.batch:
+            return traced(stage).lower()
+        return assembly._replace(plan=plan._replace(batch=batches[shape])).trace(stage).lower()
 
-    def compiled(stage: Hashable) -> Callable:
-        return lowered(stage).compile()
+    def compiled(program: tuple[Hashable, int]) -> Callable:
+        return lowered(program).compile()
 
-    evaluation = step_lib.make_eval_step(task, layout).lower(plan.state.variables, plan.batch)
-    alike = {"data": json.dumps(loader.state(0)), "evaluation": evaluation.as_text()}
+    evaluations = [step_lib.make_eval_step(task, layout).lower(plan.state.variables, batch) for batch in test_batches]
+    alike = {"data": json.dumps(loader.state(0)), "evaluation": "".join(x.as_text() for x in evaluations)}
     if step < config.train.steps:
-        alike["step"] = lowered(task.stage(step)).as_text()
+        alike["step"] = lowered(program_of(step)).as_text()
     distributed.compare(alike)
     programs = closing.enter_context(
-        contextlib.closing(step_lib.Programs(task.stage, compiled, start=step, stop=config.train.steps))
+        contextlib.closing(step_lib.Programs(program_of, compiled, start=step, stop=config.train.steps))
     )
     if len(programs.starts) > 1:
-        log.info("%d stages, compiled ahead; they begin at %s", len(programs.starts), programs.starts)
+        log.info(
+            "%d programs, by (stage, shape of a batch), compiled ahead; first at %s", len(programs.starts), programs.starts
+        )
     if programs.starts:
         programs.at(step)
-    eval_step = evaluation.compile()
+    eval_steps = [evaluation.compile() for evaluation in evaluations]
     stops = [step_lib.put_stop(layout, asked) for asked in (False, True)]
     peak, peak_source = metrics.peak_flops()
     log.info("compiled in %.1f s; MFU is of %.2f TFLOP/s (%s)", time.perf_counter() - began, peak / 1e12, peak_source)
@@ -194,7 +207,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
             watchdog.beat(f"batch {i + 1} of the evaluation after step {step}")
             stop.check()
             batch = feed.put(next(test)[1], plan.batch, rows)
-            sums.append(eval_step(variables, batch))
+            sums.append(eval_steps[test_kinds.at(i)](variables, batch))
             if i == 0:
                 pictures = progress(variables, batch)  # every process takes part
         if distributed.is_main():
@@ -281,7 +294,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
 
     # 8. The loop. A step is reported one late, so that the device always has its next one before we wait; where we wait
     #    anyway, for a checkpoint or an evaluation, at once.
-    batch, pending, last = feed.blank(plan.batch), None, {}
+    latest, pending, last = [feed.blank(batch) for batch in batches], None, {}
     distributed.barrier("compiled")
     watchdog.beat(f"step {step + 1}")
     meter.begin(step, stream.waited)
@@ -290,9 +303,11 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
             last = evaluate(step)  # a kill came between the checkpoint and its evaluation
             checkpointer.score(step, last)
     while step < config.train.steps and not checkpointer.stalled(step):
+        shape = kinds.at(step - offset)  # of the next batch, also where it does not come
         if item := stream.next(unless=stop.check):
-            position, batch = item
+            position, latest[shape] = item
             step = position + offset
+        batch = latest[shape]
         if item and step == 1:
             pictures = jax.jit(task.pictures, out_shardings=layout.replicated())(batch)  # every process takes part
             if distributed.is_main():

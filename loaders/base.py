@@ -58,6 +58,10 @@ class Loader(Protocol):
       n_batches: batches in one pass over the split (ceiling), which is where a "test" loader stops; 0 for an empty split.
 
     One whose batches hold "index" may have an attribute ``population`` (`Population`): the run then logs how its order mixes.
+
+    A loader whose batches have several shapes also offers ``shapes``, a sequence of such mappings of which ``fields`` is the
+    largest and last, and ``shape_at(position)``: which of them global batch number ``position`` has, by its position alone. For
+    each of them a program is compiled.
     """
 
     fields: Mapping[str, Field]

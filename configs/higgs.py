@@ -1,0 +1,44 @@
+"""Higgs Audio v2 (5.8 billion parameters), fine-tuned with adapters of rank 32: 78.9 million parameters are trained.
+
+    python -m jaxtrain.main --config=configs/higgs.py:path/to/weights --config.data.manifest=manifest.json \
+        --config.data.tokenizer=path/to/weights/tokenizer.json --config.data.codes=codes.npz
+    python -m jaxtrain.main --config=configs/higgs.py:blank --plan=gpu:h100x8        # the published size, without any data
+
+The argument is a folder with config.json and safetensors: the frozen base, which every device reads its part of, rounded to
+bfloat16. "blank" has the published sizes, nothing to begin with and conversations of silence, to plan and to measure with.
+At 40 % of the peak that is 34,000 tokens/s on one H100 and 272,000 on eight, says the plan (padding included).
+loaders/chat_audio.py has the manifest's format and the three ways to codes. What was trained is exported by
+
+    python -m tools.lora_to_peft runs/higgs --out adapters                               # for peft
+    python -m tools.orbax_to_safetensors runs/higgs --dtype bf16 --out merged            # the weights, under their own names
+
+Other choices of the model: --config.model.audio_attention=true (a second attention, of columns alone), average_codes=true, and
+of the data delay=false; none of the three is how the published weights were made. `make higgs-demo` is a whole small run.
+"""
+
+from ml_collections import ConfigDict
+
+from jaxtrain.workloads import audio_language
+
+
+def get_config(argument: str = "blank") -> ConfigDict:
+    if argument == "blank":
+        from loaders import demo_chat
+
+        model, warm_start, data = audio_language.PRESETS["v2"], {}, demo_chat.blank()
+    else:
+        (model, warm_start), data = audio_language.from_hugging_face(argument), {}
+    return ConfigDict(
+        dict(
+            workload="jaxtrain.workloads.audio_language",
+            loader="loaders.chat_audio",
+            model=dict(model, remat="full"),
+            data=data,
+            train=dict(steps=2_000, batch=32, accumulate=8, eval_every=500),
+            optim=dict(lr=2e-4, schedule="cosine", warmup=100, b2=0.95, weight_decay=0.01, clip=1.0),
+            lora=audio_language.ADAPTERS,
+            warm_start=warm_start,
+            checkpoint=dict(every=500),
+            metrics=dict(every=30),
+        )
+    )

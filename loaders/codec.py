@@ -1,0 +1,365 @@
+"""Sound as codes, and back: residual vector quantisation of log-mel frames, learned by k-means.
+
+A recording becomes the log-mel spectrogram of `loaders._rust.fbank` (128 bands, 100 frames/s, ln of the power). Four frames
+together are one vector; its principal components are quantised by one codebook after the other, each taking the rest that those
+before it leave (Gray 1984; Zeghidour et al. 2021): K codes at 25 times a second. Codebooks are means of k-means on the rests,
+one after the other. Back, the codes' entries are added up; `sound` finds a waveform with that spectrogram (Griffin & Lim 1984).
+That is no rival of a neural codec, whose codes can come as files or from a function of one's own (loaders/chat_audio.py); it
+needs no download, and is learned from any recordings in minutes (tools/train_codec.py).
+
+A codec is one file, codec.npz:
+
+    version   int      1
+    mean      float32 [512]        of the vectors: band b of the i-th of four frames is at 128 i + b
+    basis     float32 [P, 512]     principal components, orthonormal
+    books     float32 [K, C, P]    codebooks
+
+Codes of a recording of n samples at 32 kHz: int16 [K, T], T = ceil(n / 1280), silence behind its end.
+
+Shapes: N vectors, P principal components, K codebooks, C codes of each, T times, S bins of a spectrum.
+"""
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from loaders import _rust
+from loaders.base import DataError
+
+VERSION = 1
+RATE, WINDOW, HOP, N_MELS = 32_000, 800, 320, 128  # of the filter bank
+STACK = 4  # frames in a vector
+N_FFT, EMPHASIS = 1024, 0.97
+FRAME_RATE = RATE / HOP / STACK  # [1/s]
+FLOOR = float(np.finfo(np.float32).eps)  # smallest energy of a band
+
+
+class Codec(Protocol):
+    """What makes codes of sound."""
+
+    codebooks: int
+    size: int  # codes of each codebook
+    frame_rate: float  # [1/s]
+    name: str  # changes when the codes do; part of a file's name
+
+    def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
+        """float32 [n], Hz -> int16 [codebooks, T]. Raises ValueError for sound that it cannot encode."""
+
+
+class Rvq(NamedTuple):
+    """The project's own."""
+
+    mean: np.ndarray
+    basis: np.ndarray
+    books: np.ndarray
+    name: str = "rvq"
+
+    frame_rate = FRAME_RATE
+
+    @property
+    def codebooks(self) -> int:
+        return self.books.shape[0]
+
+    @property
+    def size(self) -> int:
+        return self.books.shape[1]
+
+    def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
+        return self.quantise(vectors(wave, rate)).T.astype(np.int16)
+
+    def quantise(self, x_nv: np.ndarray) -> np.ndarray:
+        """Vectors [N, 512] -> codes [N, K]."""
+        rest_np = (x_nv - self.mean) @ self.basis.T
+        codes = []
+        for book_cp in self.books:
+            codes.append(nearest(rest_np, book_cp)[0])
+            rest_np = rest_np - book_cp[codes[-1]]
+        return np.stack(codes, axis=1) if codes else np.zeros((len(x_nv), 0), np.int64)
+
+    def decode(self, codes_kt: np.ndarray, n: int | None = None) -> np.ndarray:
+        """Codes [K, T] -> log-mel float32 [4 T, 128], by the first ``n`` codebooks."""
+        x_tp = sum(book_cp[codes_t] for book_cp, codes_t in list(zip(self.books, codes_kt, strict=True))[:n])
+        return (x_tp @ self.basis + self.mean).astype(np.float32).reshape(-1, N_MELS)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the file, whole or not at all."""
+        path = pathlib.Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with temporary.open("wb") as file:
+            np.savez(file, version=VERSION, mean=self.mean, basis=self.basis, books=self.books)
+        temporary.replace(path)
+
+
+class Function(NamedTuple):
+    """One's own: a function of a module, (wave float32 [n], rate in Hz) -> codes [K, T]."""
+
+    call: Callable[[np.ndarray, int], np.ndarray]
+    name: str
+    codebooks: int
+    size: int
+    frame_rate: float
+
+    def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
+        codes = np.asarray(self.call(wave, rate))
+        if codes.ndim != 2 or len(codes) != self.codebooks or codes.dtype.kind not in "iu":
+            raise ValueError(f"{self.name} gives {codes.dtype} {codes.shape}; integers [{self.codebooks}, times] are wanted")
+        return codes.astype(np.int16)
+
+
+def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Codec:
+    """A codec.npz, or "module:function", whose numbers are given. Raises DataError."""
+    path = pathlib.Path(text).expanduser()
+    if path.is_file():
+        try:
+            content = path.read_bytes()
+            with np.load(path, allow_pickle=False) as found:
+                if int(found["version"]) != VERSION:
+                    raise DataError(f"{path} has version {found['version']}, and this reads {VERSION}; train it again")
+                arrays = [found[name].astype(np.float32) for name in ("mean", "basis", "books")]
+        except (OSError, ValueError, KeyError) as error:
+            raise error if isinstance(error, DataError) else DataError(f"{path} is no codec: {error}") from error
+        return Rvq(*arrays, name=f"rvq-{hashlib.sha256(content).hexdigest()[:10]}")
+    module, colon, function = text.partition(":")
+    if not colon:
+        raise DataError(f"{text} does not exist; name a codec.npz (tools/train_codec.py makes one) or module:function")
+    try:
+        call = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise DataError(f"{text}: {error}; name a function that takes (wave, rate) and gives codes [K, T]") from error
+    return Function(call, text.replace(":", ".").replace("/", "."), codebooks, size, frame_rate)
+
+
+def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
+    """float32 [n], Hz -> [4 T, 128], ln of the bands' energies; T = ceil(n / 1280) at 32 kHz."""
+    wave = np.ascontiguousarray(wave, np.float32)
+    if rate != RATE:
+        wave = _rust.resample(wave, rate, RATE)
+    if not len(wave):
+        raise ValueError("it has no samples")
+    frames = STACK * -(-len(wave) // (HOP * STACK))
+    return _rust.fbank(np.concatenate([wave, np.zeros(WINDOW + (frames - 1) * HOP, np.float32)])[: WINDOW + (frames - 1) * HOP])
+
+
+def vectors(wave: np.ndarray, rate: int) -> np.ndarray:
+    """float32 [T, 512]."""
+    return log_mel(wave, rate).reshape(-1, STACK * N_MELS)
+
+
+def nearest(x_np: np.ndarray, book_cp: np.ndarray, chunk: int = 8192) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [N]: the closest entry to each vector; float32 [N]: its squared distance."""
+    found, distance = np.empty(len(x_np), np.int64), np.empty(len(x_np), np.float32)
+    half_c = (book_cp**2).sum(1) / 2
+    for start in range(0, len(x_np), chunk):
+        x = x_np[start : start + chunk]
+        score = x @ book_cp.T - half_c
+        at = score.argmax(1)
+        found[start : start + chunk] = at
+        distance[start : start + chunk] = (x**2).sum(1) - 2 * score[np.arange(len(x)), at]
+    return found, distance
+
+
+def k_means(x_np: np.ndarray, n: int, *, rounds: int, rng: np.random.Generator) -> np.ndarray:
+    """float32 [n, P]: means (Lloyd 1982), from random vectors. One that loses all its own goes to the vector served worst."""
+    book_cp = x_np[rng.choice(len(x_np), n, replace=len(x_np) < n)].copy()
+    for _ in range(rounds):
+        own, distance = nearest(x_np, book_cp)
+        count = np.bincount(own, minlength=n)
+        by_own = np.argsort(own, kind="stable")
+        starts = np.concatenate([[0], np.cumsum(count)[:-1]])
+        full = np.flatnonzero(count)
+        book_cp[full] = np.add.reduceat(x_np[by_own], starts[full], axis=0) / count[full, None]
+        empty = np.flatnonzero(count == 0)
+        book_cp[empty] = x_np[np.argsort(-distance, kind="stable")[: len(empty)]]
+    return book_cp
+
+
+def train(
+    x_nv: np.ndarray, *, codebooks: int = 8, size: int = 1024, components: int = 128, rounds: int = 15, seed: int = 0
+) -> Rvq:
+    """A codec of vectors [N, 512] (`vectors`). Raises DataError for fewer vectors than codes."""
+    if len(x_nv) < size:
+        raise DataError(f"{len(x_nv)} vectors (40 ms each) are too few for {size} codes; give more sound or a smaller size")
+    rng = np.random.default_rng(seed)
+    mean = x_nv.mean(0, dtype=np.float64).astype(np.float32)
+    centred = x_nv - mean
+    _, basis = np.linalg.eigh((centred.T @ centred).astype(np.float64))
+    basis = np.ascontiguousarray(basis[:, ::-1][:, :components].T, np.float32)
+    rest = centred @ basis.T
+    books = []
+    for _ in range(codebooks):
+        books.append(k_means(rest, size, rounds=rounds, rng=rng))
+        rest = rest - books[-1][nearest(rest, books[-1])[0]]
+    return Rvq(mean, basis, np.stack(books))
+
+
+def errors(codec: Rvq, x_nv: np.ndarray) -> tuple[list[float], float]:
+    """After each codebook, the root of the mean squared error of log-mel values; and that of the mean alone."""
+    codes = codec.quantise(x_nv).T
+    rest = x_nv - codec.mean
+    found = [codec.decode(codes, n + 1).reshape(x_nv.shape) - x_nv for n in range(codec.codebooks)]
+    return [float(np.sqrt((x**2).mean())) for x in found], float(np.sqrt((rest**2).mean()))
+
+
+def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndarray:
+    """A waveform float32 [n] at 32 kHz whose log-mel is about this one: Griffin & Lim 1984, with random phases at first."""
+    power_fs = spectrum(np.exp(log_mel_fm.astype(np.float64)))
+    response = np.abs(1 - EMPHASIS * np.exp(-2j * np.pi * np.arange(power_fs.shape[1]) / N_FFT)) ** 2
+    magnitude = np.sqrt(power_fs / response)
+    magnitude[:, :2] = 0  # the filter bank takes the mean out, and so says nothing of it
+    window = np.zeros(N_FFT)
+    window[:WINDOW] = np.hanning(WINDOW)
+    n = WINDOW + (len(magnitude) - 1) * HOP
+    phase = np.exp(2j * np.pi * np.random.default_rng(seed).random(magnitude.shape))
+    frames = np.arange(len(magnitude))[:, None] * HOP + np.arange(WINDOW)
+    weight = np.zeros(n)
+    np.add.at(weight, frames, np.broadcast_to(window[:WINDOW] ** 2, frames.shape))
+    weight = np.maximum(weight, 1e-3)
+    for i in range(rounds + 1):
+        waves = np.fft.irfft(magnitude * phase, N_FFT)[:, :WINDOW] * window[:WINDOW]
+        wave = np.bincount(frames.ravel(), waves.ravel(), n) / weight
+        if i < rounds:
+            found = np.fft.rfft(wave[frames] * window[:WINDOW], N_FFT)
+            phase = found / np.maximum(np.abs(found), 1e-12)
+    return wave.astype(np.float32)
+
+
+def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
+    """Power [F, 513] whose bands have these energies: not negative, by multiplicative updates (Lee & Seung 2001)."""
+    bands = mel_bands()
+    power = np.maximum(energy_fm @ (bands / np.maximum(bands.sum(1, keepdims=True), 1e-9)), 1e-12)
+    total = bands.sum(0)
+    for _ in range(rounds):
+        ratio = energy_fm / np.maximum(power @ bands.T, 1e-12)
+        power = power * (ratio @ bands) / np.maximum(total, 1e-9)
+    return power
+
+
+def mel_bands() -> np.ndarray:
+    """float64 [128, 513]: Kaldi's triangles, as rust/src/fbank.rs has them."""
+    mel = lambda hz: 1127.0 * np.log1p(hz / 700.0)  # noqa: E731
+    low, step = mel(20.0), (mel(RATE / 2) - mel(20.0)) / (N_MELS + 1)
+    place = (mel(np.arange(N_FFT // 2 + 1) * RATE / N_FFT) - low) / step - np.arange(N_MELS)[:, None]
+    bands = np.maximum(np.minimum(place, 2 - place), 0)
+    bands[:, -1] = 0
+    return bands
+
+
+class Source(NamedTuple):
+    """A recording: a file, or its content in base64."""
+
+    path: pathlib.Path | None
+    raw: str = ""
+
+    def __str__(self) -> str:
+        return str(self.path) if self.path else f"raw_audio of {len(self.raw)} characters"
+
+    def read(self) -> bytes:
+        return self.path.read_bytes() if self.path else base64.b64decode(self.raw, validate=True)
+
+    def codes(self, codec: Codec, cache: str) -> pathlib.Path:
+        """Where its codes are kept: beside it, or in a folder under a name made of its path, or of its content."""
+        if self.path and not cache:
+            return self.path.with_name(f"{self.path.name}.{codec.name}.npy")
+        key = hashlib.sha256((str(self.path.absolute()) if self.path else self.raw).encode()).hexdigest()[:24]
+        return pathlib.Path(cache or cache_dir()).expanduser() / f"{key}.{codec.name}.npy"
+
+    def is_kept(self, codes: pathlib.Path) -> bool:
+        """Whether the codes are there, and not older than the recording."""
+        try:
+            return codes.stat().st_mtime_ns >= (self.path.stat().st_mtime_ns if self.path else 0)
+        except OSError:
+            return False
+
+
+def cache_dir() -> pathlib.Path:
+    """Of codes whose recording has no folder."""
+    base = os.environ.get("JAXTRAIN_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxtrain")
+    return pathlib.Path(base).expanduser() / "codes"
+
+
+def encode(source: Source, codec: Codec, cache: str) -> None:
+    """Reads and decodes a recording, once, and keeps its codes. Raises ValueError or OSError."""
+    path = source.codes(codec, cache)
+    wave, rate, _ = _rust.decode(source.read())
+    codes = codec.encode(wave, rate)
+    if codes.size and not (0 <= codes.min() and codes.max() < codec.size):
+        raise ValueError(f"{codec.name} gives codes from {codes.min()} to {codes.max()}; they lie in 0 … {codec.size - 1}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{hash(path) & 0xFFFF:x}")
+    with temporary.open("wb") as file:
+        np.save(file, np.ascontiguousarray(codes, np.int16))
+    temporary.replace(path)
+
+
+@contextlib.contextmanager
+def only_one(lock: pathlib.Path) -> Iterator[None]:
+    """Holds a lock among processes, where the file system has any; the kernel drops it when its holder dies."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def read(path: pathlib.Path) -> np.ndarray:
+    """Codes int16 [K, T]. Raises ValueError or OSError."""
+    codes = np.load(path, allow_pickle=False)
+    if codes.ndim != 2 or codes.dtype.kind not in "iu":
+        raise ValueError(f"{path} holds {codes.dtype} {codes.shape}; codes are integers [codebooks, times]")
+    return codes
+
+
+def read_many(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """Codes made elsewhere, by the recordings' names in the manifest: int16 [K, T] of each.
+
+    An .npz has an array of each name. Arrow IPC (.arrow, .feather) and .parquet have the columns audio_url: string and codes: a
+    list of K lists of T integers. Raises DataError.
+    """
+    path = pathlib.Path(path).expanduser()
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                found: dict[str, Any] = {name: file[name] for name in file.files}
+        else:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            if path.suffix == ".parquet":
+                table = pq.read_table(path, columns=["audio_url", "codes"])
+            else:
+                with pa.memory_map(str(path)) as source:
+                    try:
+                        table = pa.ipc.open_file(source).read_all()
+                    except pa.ArrowInvalid:
+                        table = pa.ipc.open_stream(source).read_all()
+            rows = zip(table["audio_url"].to_pylist(), table["codes"].to_pylist(), strict=True)
+            found = {url: np.array(codes) for url, codes in rows}
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path} cannot be read as codes: {error}") from error
+    for name, codes in found.items():
+        if codes.ndim != 2 or codes.dtype.kind not in "iu":
+            raise DataError(f"{path}: {name} holds {codes.dtype} {codes.shape}; codes are integers [codebooks, times]")
+    return {name: codes.astype(np.int16) for name, codes in found.items()}
+
+
+def stacked(sources: Sequence[Source], *, limit: int, seed: int = 0) -> tuple[np.ndarray, list[tuple[str, str]]]:
+    """Vectors [N, 512], about ``limit`` of them, drawn from all recordings; and recordings that cannot be read."""
+    rng, found, bad = np.random.default_rng(seed), [], []
+    share = -(-limit // max(len(sources), 1))
+    for source in sources:
+        try:
+            wave, rate, _ = _rust.decode(source.read())
+            x = vectors(wave, rate)
+        except (ValueError, OSError) as error:
+            bad.append((str(source), str(error)))
+            continue
+        found.append(x[np.sort(rng.choice(len(x), min(len(x), share), replace=False))])
+    return np.concatenate(found) if found else np.zeros((0, STACK * N_MELS), np.float32), bad

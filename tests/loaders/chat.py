@@ -1,0 +1,71 @@
+"""A small corpus of conversations with sound, for tests."""
+
+import base64
+import functools
+import json
+import pathlib
+
+import numpy as np
+import soundfile
+
+from loaders import _rust, chat_audio, codec, demo_chat
+
+SIZE = 16  # codes of each of the two codebooks
+DECODE = _rust.decode
+
+
+@functools.cache
+def rvq() -> codec.Rvq:
+    rng = np.random.default_rng(0)
+    waves = [wave(i, 2.0) + 0.1 * rng.normal(size=64_000).astype("f4") for i in range(3)]
+    x = np.concatenate([codec.vectors(w, 32_000) for w in waves])
+    return codec.train(x, codebooks=2, size=SIZE, components=8, rounds=3)
+
+
+def wave(i: int, seconds: float) -> np.ndarray:
+    t = np.arange(int(32_000 * seconds)) / 32_000
+    return (0.5 * np.sin(2 * np.pi * 300 * (i + 1) * t)).astype("f4")
+
+
+def says(url: str, **part) -> dict:
+    audio = {"type": "audio", "audio_url": url, **part}
+    return {"messages": [{"role": "user", "content": "play"}, {"role": "assistant", "content": [audio]}]}
+
+
+def hears(url: str, answer: str, **part) -> dict:
+    audio = {"type": "audio", "audio_url": url, **part}
+    return {"messages": [{"role": "user", "content": ["what? ", audio]}, {"role": "assistant", "content": answer}]}
+
+
+def corpus(folder: pathlib.Path, *, n: int, **changes) -> chat_audio.Config:
+    """``n`` samples that share three recordings: every other one says a sound, the others hear one."""
+    rvq().save(folder / "codec.npz")
+    for i in range(3):
+        soundfile.write(folder / f"{i}.wav", wave(i, 0.8 + 0.4 * i), 32_000)
+    samples = []
+    for i in range(n):
+        url, part = f"{i % 3}.wav", {"duration": 0.2 + 0.1 * (i % 5)}
+        samples.append(says(url, **part) if i % 2 else hears(url, "x" * (1 + i % 7), **part))
+    (folder / "manifest.json").write_text(json.dumps(samples))
+    demo_chat.tokenizer(folder / "tokenizer.json")
+    return chat_audio.Config(
+        manifest=str(folder / "manifest.json"), tokenizer=str(folder / "tokenizer.json"),
+        codec=str(folder / "codec.npz"), **{"test_share": 0.2, **changes},
+    )  # fmt: skip
+
+
+def forget() -> None:
+    """What this process remembers of manifests and files."""
+    for cached in (chat_audio._splits, chat_audio.tools_of, chat_audio.read_tokenizer):
+        cached.cache_clear()
+
+
+def base64_of(path: pathlib.Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+def loudness(samples: np.ndarray, rate: int) -> np.ndarray:
+    """A codec of one's own: two codebooks of levels, 25 a second."""
+    n = -(-len(samples) * 25 // rate)
+    level = [np.abs(part).mean() for part in np.array_split(samples, n)]
+    return np.stack([np.minimum(np.array(level) * 20, SIZE - 1), np.arange(n) % SIZE]).astype(int)

@@ -1,0 +1,95 @@
+"""Learns a codec (loaders/codec.py) from recordings, and tells how well each of its codebooks reconstructs others.
+
+    python -m tools.train_codec codec.npz folder/**/*.wav manifest.json … [--codebooks 8] [--size 1024] [--frames 200000]
+
+Sound comes from audio files (WAV, FLAC, MP3, OGG, Opus), folders of them, or manifests (loaders/chatml.py). A share of the
+recordings (--test-share) is kept apart to measure on. The error is the root mean square of log-mel values, in nats of power
+(0.23 are 1 dB), after one codebook, two, and so on.
+"""
+
+import argparse
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from loaders import chat_audio, chatml, codec, order
+from loaders.base import DataError
+
+SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tools.train_codec", description=__doc__.splitlines()[0])
+    parser.add_argument("out", metavar="CODEC.npz")
+    parser.add_argument("sound", nargs="+", help="audio files, folders of them, manifests")
+    parser.add_argument("--codebooks", type=int, default=8, help="default: 8")
+    parser.add_argument("--size", type=int, default=1024, help="codes of each; default: 1024")
+    parser.add_argument("--components", type=int, default=128, help="principal components of four frames; default: 128")
+    parser.add_argument("--rounds", type=int, default=15, help="of k-means; default: 15")
+    parser.add_argument("--frames", type=int, default=200_000, help="times (40 ms) to learn from, at most; default: 200000")
+    parser.add_argument("--test-share", type=float, default=0.1, help="of the recordings; default: 0.1")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    try:
+        print(train(args))
+    except DataError as error:
+        print(f"tools.train_codec: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def train(args: argparse.Namespace) -> str:
+    """Writes the codec. Returns what is to be told. Raises DataError."""
+    began = time.perf_counter()
+    found = sources(args.sound)
+    held = order.held_out(np.arange(len(found)), args.test_share)
+    parts = []
+    for of_test in (False, True):
+        some = [source for source, h in zip(found, held, strict=True) if h == of_test]
+        x, bad = codec.stacked(some, limit=args.frames, seed=args.seed)
+        for name, reason in bad:
+            print(f"tools.train_codec: {name} is left out: {reason}", file=sys.stderr)
+        parts.append(x)
+    made = codec.train(
+        parts[0], codebooks=args.codebooks, size=args.size, components=args.components, rounds=args.rounds, seed=args.seed
+    )
+    made.save(args.out)
+    lines = [f"{args.out}: {args.codebooks} codebooks of {args.size}, {codec.FRAME_RATE:g} times a second, from "
+             f"{len(parts[0]):,} times of {int((~held).sum())} recordings, in {time.perf_counter() - began:.0f} s"]  # fmt: skip
+    columns = [codec.errors(made, x) for x in parts if len(x)]
+    names = ("learned from", "held out")[: len(columns)]
+    lines += [f"{'log-mel error after':>20}" + "".join(f"{name:>16}" for name in names)]
+    lines += [f"{'the mean alone':>20}" + "".join(f"{alone:16.3f}" for _, alone in columns)]
+    for k in range(args.codebooks):
+        lines += [f"{f'{k + 1} codebooks':>20}" + "".join(f"{each[k]:16.3f}" for each, _ in columns)]
+    return "\n".join(lines)
+
+
+def sources(paths: Sequence[str]) -> list[codec.Source]:
+    """The recordings of files, folders and manifests, each once. Raises DataError where there are none."""
+    found: dict[str, codec.Source] = {}
+    for text in paths:
+        path = pathlib.Path(text).expanduser()
+        if path.suffix == ".json":
+            root = path.parent
+            for sample in chatml.read_manifest(path):
+                try:
+                    clips = [piece.clip for piece in chatml.render(sample) if piece.clip is not None]
+                except chatml.SampleError:
+                    continue
+                found |= {str(source): source for source in (chat_audio.source_of(clip, root) for clip in clips)}
+            continue
+        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        if not path.exists():
+            raise DataError(f"{path} does not exist")
+        found |= {str(file): codec.Source(file) for file in files}
+    if not found:
+        raise DataError(f"there are no recordings in {', '.join(paths)}; {', '.join(SUFFIXES)} are looked for")
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
