@@ -62,7 +62,8 @@ from ml_collections import ConfigDict
 def get_config(path):
     return ConfigDict(dict(
         loader="recording_loader",
-        model=dict(embed=32, depth=2, heads=4, patch=(32, 32), dtype="float32", shift=50, time_masks=1, mel_masks=1),
+        model=dict(embed=32, depth=2, heads=4, patch=(32, 32), dtype="float32",
+                   augment=dict(shift=50, time_masks=1, mel_masks=1)),
         data=dict(train=path, threads=2),
         train=dict(steps=20, batch=8, eval_every=8, ema=0.9),
         optim=dict(lr=1e-3),
