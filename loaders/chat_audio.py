@@ -345,7 +345,7 @@ def root_of(config: Config, manifest: str) -> pathlib.Path:
 def encode_all(config: Config, manifest: str) -> tuple[int, list[tuple[str, str]]]:
     """Makes the codes of a manifest's recordings that are not kept yet: how many, and (recording, reason) of those that fail.
 
-    One process does it at a time; what another has made meanwhile is not made again.
+    One process does it at a time; what another has made is not made again. Raises DataError where codes cannot be kept.
     """
     codec, root = open_codec(config), root_of(config, manifest)
     sources: dict[str, codec_lib.Source] = {}
@@ -364,7 +364,7 @@ def encode_all(config: Config, manifest: str) -> tuple[int, list[tuple[str, str]
     if not missing():
         return 0, []
     done, bad = 0, []
-    with codec_lib.only_one(codec_lib.cache_dir() / f"{hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:16]}.lock"):
+    with codec_lib.only_one([pathlib.Path(config.cache).expanduser() if config.cache else root, codec_lib.cache_dir()]):
         todo = missing()
         if todo:
             log.info("encoding %d recordings of %s with %s", len(todo), manifest, codec.name)
@@ -372,9 +372,7 @@ def encode_all(config: Config, manifest: str) -> tuple[int, list[tuple[str, str]
             jobs = {pool.submit(codec_lib.encode, source, codec, config.cache): source for source in todo}
             for job in concurrent.futures.as_completed(jobs):
                 error = job.exception()
-                if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == 30):
-                    raise DataError(f"codes cannot be kept beside the recordings ({error}); set data.cache to a folder")
-                if error is not None and not isinstance(error, ValueError | OSError):
+                if isinstance(error, DataError) or not isinstance(error, None | ValueError | OSError):
                     raise error
                 bad += [(str(jobs[job]), str(error))] if error else []
                 done += not error

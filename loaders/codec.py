@@ -286,26 +286,38 @@ def cache_dir() -> pathlib.Path:
 
 
 def encode(source: Source, codec: Codec, cache: str) -> None:
-    """Reads and decodes a recording, once, and keeps its codes. Raises ValueError or OSError."""
+    """Reads and decodes a recording, once, and keeps its codes.
+
+    Raises ValueError or OSError for a recording that cannot be encoded, DataError where the codes cannot be kept.
+    """
     path = source.codes(codec, cache)
     wave, rate, _ = _rust.decode(source.read())
     codes = codec.encode(wave, rate)
     if codes.size and not (0 <= codes.min() and codes.max() < codec.size):
         raise ValueError(f"{codec.name} gives codes from {codes.min()} to {codes.max()}; they lie in 0 … {codec.size - 1}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{hash(path) & 0xFFFF:x}")
-    with temporary.open("wb") as file:
-        np.save(file, np.ascontiguousarray(codes, np.int16))
-    temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with temporary.open("wb") as file:
+            np.save(file, np.ascontiguousarray(codes, np.int16))
+        temporary.replace(path)
+    except OSError as error:
+        raise DataError(f"codes cannot be kept in {path.parent} ({error}); set data.cache to a folder for them") from error
 
 
 @contextlib.contextmanager
-def only_one(lock: pathlib.Path) -> Iterator[None]:
-    """Holds a lock among processes, where the file system has any; the kernel drops it when its holder dies."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+def only_one(folders: Sequence[pathlib.Path]) -> Iterator[None]:
+    """Holds a lock among processes in the first folder that can be written, where the file system has locks.
+
+    In a folder that all hosts share it holds among them. The kernel drops it when its holder dies.
+    """
+    with contextlib.ExitStack() as closing:
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                file = closing.enter_context((folder / ".codes.lock").open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                break
         yield
 
 

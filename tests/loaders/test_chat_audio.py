@@ -268,3 +268,10 @@ def test_wave_files_of_any_rate(tmp_path):
     soundfile.write(tmp_path / "high.wav", np.sin(2 * np.pi * 440 * t), 48_000)
     wave, rate, _ = chat.DECODE((tmp_path / "high.wav").read_bytes())
     assert rvq.encode(wave, rate).shape == (2, 25)
+
+
+def test_a_place_that_cannot_be_written_is_told_with_the_remedy(tmp_path):
+    config = chat.corpus(tmp_path, n=4)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="codes cannot be kept in .*file.*data.cache"):
+        chat_audio.facts(dataclasses.replace(config, cache=str(tmp_path / "file" / "codes")))
