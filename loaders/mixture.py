@@ -84,10 +84,6 @@ class Mixture:
             )
         return source, number
 
-    def passes(self, number: np.ndarray, source: np.ndarray) -> np.ndarray:
-        """Complete passes before a source's sample, where their sizes are known."""
-        return np.zeros_like(number) if self._sizes is None else number // self._sizes[source]
-
     def _deal(self, p: int, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Places counted from the start of phase ``p``."""
         phase = self._phases[p]
@@ -106,14 +102,15 @@ class Mixture:
     def _shuffled(self, p: int, b: int) -> tuple[np.ndarray, np.ndarray]:
         """Of each place in a block: its source, and how many of that source come before it. The last block is kept."""
         phase, key = self._phases[p], phase_key(p, b)
-        if self._block is None or self._block[0] != key:
+        block = self._block  # once: another thread may put its own there
+        if block is None or block[0] != key:
             of = np.searchsorted(np.cumsum(phase.quota), _rust.permutation(self._seed, key, BLOCK, np.arange(BLOCK)), "right")
             rank = np.empty(BLOCK, np.int64)
             for k in np.flatnonzero(phase.quota):
                 mine = of == k
                 rank[mine] = np.arange(np.count_nonzero(mine))
-            self._block = (key, of, rank)
-        return self._block[1:]
+            self._block = block = (key, of, rank)
+        return block[1:]
 
     def _end_phase(self) -> None:
         """Closes the last phase where its first source runs dry, and begins the next one."""

@@ -20,8 +20,9 @@ another document. Three ways to fill the rows (``packing``):
     concat    the stream of all documents is cut every ``context`` tokens, and those windows are permuted in each epoch.
     random    windows of that stream that begin anywhere, drawn for each row, as nanoGPT trains.
 
-What a row holds is a function of (seed, epoch, window): a window's number of rows is what it packs into, so a seek packs the
-windows before it once, one or two microseconds a document (us/doc of tools/packing_report.py), and nothing is ever stored.
+Batches are read ahead by grain's threads. What a row holds is a function of (seed, epoch, window): a window's number of rows
+is what it packs into, so a seek packs the windows before it once, one or two microseconds a document (us/doc of
+tools/packing_report.py), and nothing is ever stored.
 "test" goes once through all sources in order: packed for best_fit, else windows side by side with a padded last one.
 
 Padding, documents that are cut although they would fit, and tokens before a predicted one that it may look at, of the 7,222
@@ -38,10 +39,12 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import grain
 import numpy as np
 
 from loaders import _rust, mixture, order
@@ -53,6 +56,7 @@ TEXTS = ("characters", "bytes")
 VERSION = 1  # changes whenever the same (seed, row number) would give another row
 START, SHUFFLE = 64, 65  # what a hash is for
 _ABOUTS = ("tokens.json", "train/tokens.json", "test/tokens.json")
+ENDLESS = 1 << 40  # [batches] of a training split, which repeats, or ends as its policy says
 KEPT_WINDOWS = 4  # packed windows that stay in memory: a batch may span two
 
 
@@ -73,6 +77,8 @@ class Config:
     window: int = 16_384  # [documents] that are packed among themselves
     text: str = "characters"  # [name] what a token of a text file is: characters (vocabulary: those in the file) or bytes
     test_share: float = 0.1  # [share] kept for testing where no path holds any: of the documents, or the end of a text
+    threads: int = 2  # [threads] that read batches ahead
+    ahead: int = 4  # [batches] that are read ahead
     exhausted: str = "repeat"  # [name] when a source has been read once: repeat, stop (the others take its share), error
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -88,7 +94,7 @@ class Config:
         for name, allowed in (("packing", PACKINGS), ("text", TEXTS), ("exhausted", mixture.POLICIES)):
             if getattr(self, name) not in allowed:
                 yield name, f"is {getattr(self, name)!r}; there are: {', '.join(allowed)}"
-        for name in ("context", "window"):
+        for name in ("context", "window", "threads", "ahead"):
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}; it must be at least 1"
         if not 0 <= self.test_share < 1:
@@ -186,6 +192,7 @@ class Packed:
         self._n_windows = -(-len(documents.length) // window)
         self._ends: list[int] = []  # row number after window w of epoch e, at e n_windows + w
         self._kept: dict[int, Placed] = {}
+        self._lock = threading.Lock()  # of the two above: batches are read by several threads
 
     def n_rows(self) -> int:
         """Rows of the first pass."""
@@ -195,10 +202,11 @@ class Packed:
 
     def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:
         for row, i in zip(at.tolist(), number.tolist(), strict=True):
-            while not self._ends or self._ends[-1] <= i:
-                self._placed(len(self._ends))
-            w = int(np.searchsorted(self._ends, i, side="right"))
-            placed, first = self._placed(w), self._ends[w - 1] if w else 0
+            with self._lock:
+                while not self._ends or self._ends[-1] <= i:
+                    self._placed(len(self._ends))
+                w = int(np.searchsorted(self._ends, i, side="right"))
+                placed, first = self._placed(w), self._ends[w - 1] if w else 0
             stop = int(placed.stops[i - first])
             begin = int(placed.stops[i - first - 1]) if i > first else 0
             used = 0
@@ -284,6 +292,20 @@ class Windows:
         return np.concatenate(parts)
 
 
+@dataclass(frozen=True)
+class _Batches:
+    """What grain asks of a source."""
+
+    read: Callable[[int], HostBatch]
+    n: int
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, position: int) -> HostBatch:
+        return self.read(int(position))
+
+
 class Tokens:
     """A `loaders.base.Loader`. Fields, r rows for each range; what no document covers is 0:
 
@@ -321,6 +343,7 @@ class Tokens:
         self._read = np.zeros((len(self._streams), 2), np.int64)  # rows and tokens of each source, by this process
         self._epoch = np.zeros(len(self._streams), np.int64)
         self._position, self._closed = 0, False
+        self._batches: grain.DatasetIterator | None = None  # from the first next or seek on
 
     def __iter__(self) -> "Tokens":
         return self
@@ -328,11 +351,24 @@ class Tokens:
     def __next__(self) -> tuple[int, HostBatch]:
         if self._closed or (not self._train and self._position >= self.n_batches):
             raise StopIteration
-        parts = [self._part(np.arange(start, stop)) for start, stop in self._rows.ranges]
+        if self._batches is None:
+            self.seek(self._position)
+        batch = next(self._batches)
+        for source, epoch, mask, weight in zip(*(batch[k] for k in ("source", "epoch", "mask", "weight")), strict=True):
+            for k in np.unique(source[weight > 0]):
+                own = (source == k) & (weight > 0)
+                self._read[k] += np.count_nonzero(own), int(mask[own].sum())
+                self._epoch[k] = max(self._epoch[k], int(epoch[own].max()))
         self._position += 1
-        return self._position, {name: [part[name] for part in parts] for name in self.fields}
+        return self._position, batch
 
     def seek(self, position: int) -> None:
+        """Batches are a function of their position: grain reads them ahead from there, by threads."""
+        self._stop_reading()
+        batches = grain.MapDataset.source(_Batches(self._batch, ENDLESS if self._train else self.n_batches))
+        options = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.ahead)
+        self._batches = iter(batches.to_iter_dataset(options))
+        self._batches.set_state({"next_index": position})
         self._position = position
 
     def state(self, position: int) -> dict[str, Any]:
@@ -364,14 +400,24 @@ class Tokens:
 
     def close(self) -> None:
         self._closed = True
+        self._stop_reading()
 
-    def _part(self, row: np.ndarray) -> dict[str, np.ndarray]:
-        batch = {name: np.zeros((len(row), *field.shape), field.dtype) for name, field in self.fields.items()}
+    def _stop_reading(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    def _batch(self, position: int) -> HostBatch:
+        parts = [self._part(position * self._rows.batch + np.arange(start, stop)) for start, stop in self._rows.ranges]
+        return {name: [part[name] for part in parts] for name in self.fields}
+
+    def _part(self, place: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows of these places, counted over the whole run (of a test: over the whole split)."""
+        batch = {name: np.zeros((len(place), *field.shape), field.dtype) for name, field in self.fields.items()}
         batch["index"][:] = -1
-        place = self._position * self._rows.batch + row
         if self._train:
             source, number = self._mixture(place)
-            there = np.arange(len(row))
+            there = np.arange(len(place))
         else:
             there = np.flatnonzero(place < self._starts[-1])
             source = np.searchsorted(self._starts, place[there], side="right") - 1
@@ -379,8 +425,6 @@ class Tokens:
         for k in np.unique(source):
             at = there[source == k]
             self._streams[k].fill(batch, at, number[source == k])
-            self._read[k] += len(at), int(batch["mask"][at].sum())
-            self._epoch[k] = max(self._epoch[k], int(batch["epoch"][at].max()))
         batch["source"][there], batch["weight"][there] = source, 1
         return batch
 
