@@ -191,7 +191,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     )
     skipped_in_a_row, last_good, gone_bad = 0, step, False
     population = getattr(loader, "population", None)
-    mixing = Mixing(population) if population and distributed.is_main() else None
+    mixing = Mixing(population) if population and "index" in plan.batch and distributed.is_main() else None
 
     progress = jax.jit(task.progress, out_shardings=layout.replicated())
     trials = [(trial, jax.jit(trial.run, out_shardings=layout.replicated())) for trial in task.trials]
