@@ -148,7 +148,9 @@ def _rules(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
                 rules.matrix_axes(path, spec)
             except rules.RuleError as error:
                 problems.append(str(error))
-        if group.name is None and optim.name == "muon" and not rules.is_hidden_matrix(path, spec):
+        # Of two dimensions or more are also positions, CLS tokens and biases of several heads: what decay spares is no matrix.
+        hidden = rules.is_hidden_matrix(path, spec) and re.search(optim.decayed, path)
+        if group.name is None and optim.name == "muon" and not hidden:
             return optim.rest
         return group.name or optim.name
 

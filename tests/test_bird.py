@@ -340,6 +340,43 @@ def test_asymmetric_loss_equals_the_formula():
     assert jnp.isfinite(jax.grad(lambda z: found(z).sum())(far)).all()
 
 
+def test_an_evaluation_tells_what_needs_no_training_batch():
+    """And the whole objective where that is all of it; scores are means over the views."""
+    c = replace(EVERY, lejepa=bird.Lejepa(), diet=bird.Diet(), drop_path=0.0)
+    task = bird.make_task(config_lib.Config(model=c), no_shard, 4)
+    made = specs.materialise(task.specs, jax.random.key(0))
+    batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items()} | {"label": jnp.arange(4)}
+    found = {name: float(m.total / m.weight) for name, m in jax.jit(task.evaluate)(made, batch).items()}
+    total = sum(getattr(c, name).weight * found[f"{name}_loss"] for name in ("supervised", "mae", "teacher"))
+    assert found["objective_loss"] == pytest.approx(total, rel=1e-5)
+    features = bird.vit.encode(c, made.params["encoder"], batch["spectrogram"].reshape(8, 64, 32)).patches.mean(1)
+    head = made.params["objective"]["supervised"]
+    logits = (features @ head["w"] + head["b"][None]).reshape(4, 2, 5).mean(1)
+    each = bird.cross_entropy(logits, batch["label"]) * batch["weight"]
+    assert found["supervised_loss"] == pytest.approx(float(each.sum() / batch["weight"].sum()), rel=1e-5)
+    others = bird.make_task(config_lib.Config(model=replace(c, diet=bird.Diet(1.0))), no_shard, 4)
+    variables = Variables(specs.materialise(others.specs, jax.random.key(0)).params, (), made.carry)
+    assert "objective_loss" not in jax.eval_shape(others.evaluate, variables, batch)
+
+
+def test_statistics_of_a_microbatch_are_announced(caplog):
+    train = config_lib.Train(batch=8, accumulate=2)
+    bird.make_task(config_lib.Config(model=EVERY, train=train), no_shard, 8)
+    assert "a microbatch's 4 rows" in caplog.text and "mixed within microbatches" in caplog.text
+
+
+def test_muon_takes_hidden_matrices_and_leaves_tables_and_heads():
+    table = bird.make_specs(EVERY)
+    tx = make_optimizer(config_lib.Optim(name="muon"), table, steps=2)
+    state = jax.eval_shape(tx.init, jax.eval_shape(lambda: specs.materialise(table, jax.random.key(0))))
+    muon = next(
+        s for s in jax.tree.leaves(state, is_leaf=lambda x: type(x).__name__ == "MuonState") if type(s).__name__ == "MuonState"
+    )
+    own = set(specs.paths(muon.mu))
+    assert {"encoder/blocks/w_qkv", "encoder/blocks/w_out", "encoder/blocks/w_down", "objective/lejepa/w0"} <= own
+    assert not own & {"objective/diet/w_recordings", "objective/supervised/w", "probe/w", "encoder/pos", "encoder/cls"}
+
+
 def test_several_classes_in_a_recording():
     c = replace(TINY, multilabel=True, supervised=bird.Supervised(loss="asymmetric"), augment=augment.Config(mixup=0.5))
     task = make_task(c)

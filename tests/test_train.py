@@ -197,6 +197,8 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     saved = json.loads((workdir / "config.json").read_text())
     assert saved["model"]["n_classes"] == 12 and saved["train"]["steps"] == 2
     assert list(records(workdir, "train")) == [1, 2] and list(records(workdir, "test")) == [2]
+    mixed = records(workdir, "data")
+    assert list(mixed) == [1, 2] and mixed[2]["window_unique"] == 16 > mixed[2]["window_unique_expected"] > 10
     assert {p.name for p in (workdir / "pictures").iterdir()} >= {"input_0.png", "augmented_0.png"}
     assert list((workdir / "tensorboard").iterdir())
     assert (workdir / "checkpoints" / "2").is_dir()

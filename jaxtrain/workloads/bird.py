@@ -503,7 +503,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         return own.loss + other.loss, Mean(own.correct, (weight_bv * own_bv).sum())
 
     def evaluate(variables: Variables, batch: Batch) -> dict[str, Mean]:
-        """Scores are averaged over the views of a recording."""
+        """Scores are averaged over the views of a recording. Of what is a statistic of a training batch nothing is told."""
         params, weight_b = variables.params, batch["weight"]
         x_rfw, found = flat(batch["spectrogram"]), {}
         if c.n_classes:
@@ -511,23 +511,26 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
             features_rd = pool(vit.encode(c, params["encoder"], x_rfw, shard))
             scored = {"probe": probe(params, features_rd)}
             if c.has("supervised"):
-                scored["objective"] = classify(params["objective"]["supervised"], features_rd)
+                scored["supervised"] = classify(params["objective"]["supervised"], features_rd)
+            n = labels.weight.sum()
             for name, logits_rc in scored.items():
                 logits_bc = logits_rc.reshape(-1, c.n_views, c.n_classes).mean(1)
                 each_b = (
                     probe_loss(c, logits_bc, labels) if name == "probe" else class_loss(c, logits_bc, labels, smoothing=0.0)
                 )
-                right_b = is_right(c, logits_bc, labels)
-                accuracy = "accuracy" if name == "objective" else "probe_accuracy"
-                n = labels.weight.sum()
                 found[f"{name}_loss"] = Mean((each_b * labels.weight).sum(), n)
-                found[accuracy] = Mean((right_b * labels.weight).sum(), n)
+                accuracy = "accuracy" if name == "supervised" else "probe_accuracy"
+                found[accuracy] = Mean((is_right(c, logits_bc, labels) * labels.weight).sum(), n)
         if c.masks:
             masks = masks_of(batch)
             seen = vit.encode(c, params["encoder"], x_rfw, shard, visible_bvn=masks.visible)
             weight_r = each_view(weight_b) / c.n_views
             for name, each_r in masked_errors(params, variables.carry, x_rfw, seen, masks).items():
                 found[f"{name}_loss"] = Mean((each_r * weight_r).sum(), weight_b.sum())
+        on = [name for name in OBJECTIVES if c.has(name)]
+        if all(f"{name}_loss" in found for name in on):
+            total = sum(getattr(c, name).weight * found[f"{name}_loss"].total for name in on)
+            found["objective_loss"] = Mean(total, weight_b.sum())
         return found
 
     def advance(params: PyTree, carry: PyTree, step: Array) -> PyTree:

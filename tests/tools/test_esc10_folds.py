@@ -1,0 +1,49 @@
+"""The comparison of objectives: its configs, its margins, and what the drawing tool draws."""
+
+import pathlib
+import runpy
+
+import numpy as np
+import pytest
+
+from jaxtrain.nn import augment
+from jaxtrain.workloads import bird
+from tools import draw_augmentations, esc10_folds
+
+CONFIG = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "configs" / "esc10_folds.py"))
+
+
+def test_there_is_a_config_for_every_objective_and_none_for_others():
+    assert set(CONFIG["OBJECTIVES"]) == set(bird.OBJECTIVES) == set(esc10_folds.OBJECTIVES)
+    for objective in bird.OBJECTIVES:
+        config = CONFIG["get_config"](f"/esc10,{objective},2")
+        on = [name for name in bird.OBJECTIVES if config.model.get(name, {}).get("weight")]
+        assert on == [objective] and config.data.train == "/esc10/*/*.arrow"
+    for bad in ("/esc10", "/esc10,none,1", "/esc10,mae,6", ",mae,1"):
+        with pytest.raises(ValueError, match="is not PATH,OBJECTIVE,FOLD"):
+            CONFIG["get_config"](bad)
+
+
+def test_the_folds_leave_out_every_recording_once():
+    """test/ is fold 5 and comes first; the shards of train/ are folds 1 to 4."""
+    left_out = [CONFIG["get_config"](f"/esc10,diet,{fold}").data.exclude for fold in range(6)]
+    assert left_out[0] == () and sorted(sum(left_out, ())) == list(range(400))
+    assert left_out[5][0] == 0 and left_out[1][0] == 80 and left_out[4][-1] == 399
+
+
+def test_a_margin_is_of_the_same_recordings():
+    """Two classifiers that are right on nearly the same recordings differ by less than either's own interval is wide."""
+    rng = np.random.default_rng(0)
+    random = rng.random(400) < 0.6
+    better = random | (rng.random(400) < 0.1)
+    found = esc10_folds.margins({"random": random, "mae": better}, np.zeros(400, int), 500)["mae"]
+    assert set(found) == {"value", "low", "high"}
+    assert found["value"] == pytest.approx(better.mean() - random.mean(), abs=1e-6)
+    assert 0 < found["low"] < found["value"] < found["high"] and found["high"] - found["low"] < 0.08
+
+
+def test_what_is_drawn_are_augmentations_that_exist():
+    for fields in draw_augmentations.EXAMPLES.values():
+        assert not list(augment.Config(**fields).problems())
+    drawn = {name for fields in draw_augmentations.EXAMPLES.values() for name in fields}
+    assert {"crop", "shift", "background", "mixup", "gain", "noise", "time_masks", "mel_masks"} <= drawn
