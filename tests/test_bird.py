@@ -381,7 +381,7 @@ def test_several_classes_in_a_recording():
     c = replace(TINY, multilabel=True, supervised=bird.Supervised(loss="asymmetric"), augment=augment.Config(mixup=0.5))
     task = make_task(c)
     variables = specs.materialise(task.specs, jax.random.key(0))
-    labels = np.random.default_rng(1).integers(0, 2, (4, 5), dtype="u1")
+    labels = np.random.default_rng(1).integers(0, 2, (4, 5), dtype="u1") * np.array([[1], [0], [1], [1]], "u1")
     batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items() if k != "label"} | {"labels": jnp.asarray(labels)}
     batch["spectrogram"] = batch["spectrogram"][:, 0]
     out = task.loss(variables, batch, None)
@@ -396,3 +396,4 @@ def test_several_classes_in_a_recording():
     sure = {**variables.params, "probe": {**variables.params["probe"], "w": 0 * variables.params["probe"]["w"], "b": logits}}
     found = task.evaluate(Variables(sure), batch)["probe_accuracy"]
     assert float(found.total) == pytest.approx(float((labels[:, 4] * batch["weight"]).sum()))
+    assert float(found.weight) == pytest.approx(float((labels.any(1) * batch["weight"]).sum())), "no class, no row"

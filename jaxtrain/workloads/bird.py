@@ -337,12 +337,14 @@ def probe_loss(c: Config, logits_rc: Array, labels: Labels) -> Array:
     return cross_entropy(logits_rc, labels.own)
 
 
-def is_right(c: Config, logits_rc: Array, labels: Labels) -> Array:
-    """Whether the largest score is of the recording's own class, or of one of its classes; bool [R]."""
+def accuracy(c: Config, logits_rc: Array, labels: Labels) -> Mean:
+    """Whether the largest score is of the recording's own class, or of one of its classes; without any it does not count."""
     best_r = logits_rc.argmax(-1)
     if not c.multilabel:
-        return best_r == labels.own
-    return ((jnp.arange(c.n_classes)[None] == best_r[:, None]) & (labels.own > 0)).any(-1)
+        return Mean(((best_r == labels.own) * labels.weight).sum(), labels.weight.sum())
+    right_r = ((jnp.arange(c.n_classes)[None] == best_r[:, None]) & (labels.own > 0)).any(-1)
+    weight_r = labels.weight * (labels.own > 0).any(-1)
+    return Mean((right_r * weight_r).sum(), weight_r.sum())
 
 
 def project(c: Config, params: PyTree, pooled_rd: Array, weight_r: Array) -> Array:
@@ -450,7 +452,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
                 logits_rc = classify(params["objective"]["supervised"], features_rd)
                 each_r = class_loss(c, logits_rc, labels, smoothing=c.supervised.label_smoothing)
                 sums["supervised"] = (each_r * weight_r).sum()
-                metrics["accuracy"] = Mean((is_right(c, logits_rc, labels) * weight_r).sum(), weight_r.sum())
+                metrics["accuracy"] = accuracy(c, logits_rc, labels)
         if c.has("lejepa"):
             with jax.named_scope("lejepa"):
                 z_rp = project(c, params["objective"]["lejepa"], features_rd, weight_r)
@@ -479,7 +481,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
             logits_rc = probe(params, features_rd)
             found = Mean((probe_loss(c, logits_rc, labels) * labels.weight).sum(), labels.weight.sum())
             metrics["probe_loss"] = found
-            metrics["probe_accuracy"] = Mean((is_right(c, logits_rc, labels) * labels.weight).sum(), labels.weight.sum())
+            metrics["probe_accuracy"] = accuracy(c, logits_rc, labels)
             total += found.total
         return LossOut(Mean(total, n), metrics, variables.carry)
 
@@ -519,8 +521,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
                     probe_loss(c, logits_bc, labels) if name == "probe" else class_loss(c, logits_bc, labels, smoothing=0.0)
                 )
                 found[f"{name}_loss"] = Mean((each_b * labels.weight).sum(), n)
-                accuracy = "accuracy" if name == "supervised" else "probe_accuracy"
-                found[accuracy] = Mean((is_right(c, logits_bc, labels) * labels.weight).sum(), n)
+                found["accuracy" if name == "supervised" else "probe_accuracy"] = accuracy(c, logits_bc, labels)
         if c.masks:
             masks = masks_of(batch)
             seen = vit.encode(c, params["encoder"], x_rfw, shard, visible_bvn=masks.visible)
