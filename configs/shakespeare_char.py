@@ -9,6 +9,8 @@ recipe, estimated from 20 batches. Continuations are in runs/shakespeare_char/sa
 The same model's steps beside those of eager PyTorch, in one run on the same cores:
 
     python -m tools.bench_train --model=language
+
+On two cores of a Xeon they take 56 ms, PyTorch's 21: products of matrices this small, in XLA for CPUs, alone take longer.
 """
 
 from ml_collections import ConfigDict

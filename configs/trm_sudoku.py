@@ -7,6 +7,14 @@ original (loaders/sudoku.py has the formats). Without one, hard puzzles with one
 be downloaded. The published result of this recipe is 87.4 % exact on the test boards (with attention, see `get_config`: less).
 
 For two CPU cores there are configs/trm_sudoku.py:4x4 and :9x9, which `make trm-demo` runs.
+
+What a step costs (--plan=gpu:h100x1 and, compiled for 16 chips, --plan=tpu:v4:2x2x4): an application of the net 1.22 GFLOP a
+row; a cycle, 7 of them for 768 rows, 6.56 TFLOP, and the last one, which is differentiated, three times that; in all 32.8 TFLOP
+for 2 + 3 cycles. At 40 % of the peak the recipe takes 1.5 hours on one H100 and 0.34 on the slice. With train.accumulate=2 it
+needs half of the 40 GB of one H100.
+
+`python -m tools.bench_train --model=trm` sets steps beside eager PyTorch on the same cores. Two cores of a Xeon, float32, 97
+tokens of 128: 114 GFLOP/s, PyTorch 190. XLA's products of matrices are slower there than MKL's, and take half of the step.
 """
 
 import os
