@@ -60,6 +60,9 @@ def run(config: config_lib.Config) -> dict[str, float]:
 
 
 def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, float]:
+    start_up = metrics.StartUp()
+    start_up.done("imports and config")
+
     # 1. Processes meet; process 0 has the console, and each its log.
     stop = closing.enter_context(contextlib.closing(distributed.StopSignals(config.preemption.signals)))
     closing.callback(gce.Notices(gce.server(os.environ), stop.ask).close)
@@ -84,6 +87,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     # 2. Devices, and the rules by which arrays live on them.
     mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
     layout = layout_lib.make_layout(mesh, config.mesh.rules)
+    start_up.done("processes and devices")
 
     # 3. What is trained, and how.
     task = importlib.import_module(config.workload).make_task(config, layout.shard, config.train.batch)
@@ -114,6 +118,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     assembly = plan_lib.Assembly(config, layout, task, tx, plan)
     traced = functools.cache(assembly.trace)
     plan_lib.refuse(assembly, traced(task.stage(config.train.steps - 1)))  # with the largest of the loader's shapes
+    start_up.done("plan")
 
     # 5. The loaders, which start to work at seek.
     loader = source.make_loader(config.data, split="train", rows=rows, seed=config.seed)
@@ -123,6 +128,8 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     batches, test_batches = (
         [state_lib.make_batch(task, layout, fields, config.train.batch) for fields in k.fields] for k in (kinds, test_kinds)
     )
+
+    start_up.done("data")
 
     # 6. The state: the newest checkpoint of this workdir, else that of config.resume, else config.warm_start, else the
     #    initialisation.
@@ -147,6 +154,8 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         closing.callback(writer.close)
     if step >= config.train.steps:
         log.info("the run has already reached step %d; raise config.train.steps to go on", step)
+
+    start_up.done("state")
 
     # 7. The steps, compiled while the loader's first batches are on their way; first all processes must mean the same step.
     watchdog.starting("its compilation")
@@ -185,11 +194,12 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     eval_steps = [evaluation.compile() for evaluation in evaluations]
     stops = [step_lib.put_stop(layout, asked) for asked in (False, True)]
     peak, peak_source = metrics.peak_flops()
+    start_up.done("compilation")
     log.info("compiled in %.1f s; MFU is of %.2f TFLOP/s (%s)", time.perf_counter() - began, peak / 1e12, peak_source)
     meter = metrics.Meter(
         steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=peak, full_flops=task.full_flops
     )
-    skipped_in_a_row, last_good, gone_bad = 0, step, False
+    skipped_in_a_row, last_good, gone_bad, begins = 0, step, False, step
     population = getattr(loader, "population", None)
     mixing = Mixing(population) if population and "index" in plan.batch and distributed.is_main() else None
 
@@ -233,6 +243,9 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         watchdog.beat(f"step {step + 1}")
         if record.pop("stopped"):
             return True
+        if step == begins + 1:
+            start_up.done("first step")
+            log.info(start_up.line())
         if mixing:
             mixing.add(feed.local_values(batch["index"]))
         if record["skipped"]:

@@ -205,6 +205,11 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     line = next(line for line in output.splitlines() if line.startswith("step 2/2"))
     for part in ("loss", "samples/s", "MFU", "waiting for data", "left"):
         assert part in line
+    line = next(line for line in output.splitlines() if "from the command to the first step" in line)
+    whole, phases = line.split(" s from the command to the first step: ")
+    named = dict(phase.rsplit(" ", 1) for phase in phases.split(", "))
+    assert {"imports and config", "compilation", "first step"} <= named.keys()
+    assert float(whole) == pytest.approx(sum(map(float, named.values())), abs=0.5) and float(named["compilation"]) > 0
 
 
 def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):
