@@ -7,6 +7,9 @@ slices into whoever reads them, and keeps the results of products, reductions an
 is too dear to compute for each reader again. A last pass counts what lives at the same time, in program order, a result taking
 its place over from an operand that is read for the last time, as donated arguments are.
 
+What moves between devices follows from the same splits: partial sums of products are summed, parameters split over devices that
+have different rows are gathered.
+
 It is an estimate. Its tests hold it against the compilers' own figures.
 """
 
@@ -60,6 +63,10 @@ COLLECTIVES = {
 }
 
 
+HOST = "pinned_host"  # memory kind
+NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum_scatter": "reduce-scatter",
+         "all_to_all": "all-to-all", "ppermute": "collective-permute"}  # fmt: skip
+PASSES = {"transpose", "reshape", "convert_element_type", "mul", "div", "squeeze", "expand_dims", "add_any", "pad", "stack"}
 STORED = -1  # among the readers that a value is computed inside of: one that wants an array
 ARITHMETIC = {"add", "add_any", "sub", "mul", "max", "min", "integer_pow", "square", "select_n"}
 
@@ -72,15 +79,18 @@ class Compiler(NamedTuple):
     recomputes: bool  # cheap arithmetic is computed again for each of its readers
     recomputes_logistic: bool  # and so are sigmoids, as TPUs from v5e on were seen to do
     halves: bool  # it multiplies 16-bit numbers; else it widens them to float32 first
+    merges: bool  # equal computations are done once, also those that a checkpoint wants done again (outside of loops)
 
 
 class Value:
     """An array of the program, on one device."""
 
-    __slots__ = ("shape", "split", "dtype", "node", "readers", "weak", "size")
+    __slots__ = ("shape", "split", "dtype", "node", "readers", "weak", "size", "constant", "on_host", "inline", "outer")
 
     def __init__(self, shape: Sequence[int], dtype: Any, split: Split, node: "Node | None", *, weak: bool = False):
         self.shape, self.dtype, self.split, self.node, self.weak = tuple(shape), dtype, split, node, weak
+        self.constant = self.on_host = self.inline = False
+        self.outer: Value | None = None  # of a loop's result, the same outside
         self.readers: list[Node] = []
         self.size = 0
 
@@ -88,11 +98,13 @@ class Value:
 class Node:
     """An instruction. ``kind``: cheap, dear, reduce, product, alias or other (which stands for itself)."""
 
-    __slots__ = ("kind", "name", "inputs", "outputs", "inner", "place", "kept")
+    __slots__ = ("kind", "name", "inputs", "outputs", "inner", "place", "kept", "holds", "free", "costly")
 
     def __init__(self, kind: str, name: str, inputs: list[Value]):
         self.kind, self.name, self.inputs, self.outputs, self.inner = kind, name, inputs, [], 0
-        self.place, self.kept = 0, False
+        self.place, self.kept, self.holds = 0, False, False
+        self.free = all(v.constant if v.node is None else v.node.free for v in inputs)  # computed from no array at all
+        self.costly = kind == "dear" or any(v.node and v.node.costly for v in inputs) and kind in ("cheap", "alias")
 
 
 class Peak(NamedTuple):
@@ -101,13 +113,14 @@ class Peak(NamedTuple):
     bytes: int  # besides the arguments
     where: str  # the instruction
     largest: list[tuple[int, str]]  # (bytes, what) of the largest arrays that live then
+    moved: dict[tuple[str, tuple[str, ...]], tuple[int, float]]  # as of `jaxtrain.hlo.summary`
 
 
 def peak(closed: Any, splits: Sequence[Split], mesh: Mapping[str, int], donated: Sequence[bool], compiler: Compiler) -> Peak:
     """Of a jaxpr whose arguments are split over a mesh (axis -> size) as ``splits`` says.
 
     Args:
-      donated: for each argument, whether a result may take its place.
+      donated: for each argument, whether a result may take its place. What is in host memory may not.
     """
     jaxpr = closed.jaxpr
     jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -123,9 +136,13 @@ def peak(closed: Any, splits: Sequence[Split], mesh: Mapping[str, int], donated:
 class _Walk:
     """One computation: the step itself, or a loop's body."""
 
-    def __init__(self, mesh: dict[str, int], compiler: Compiler):
-        self.mesh, self.compiler = mesh, compiler
+    def __init__(self, mesh: dict[str, int], compiler: Compiler, *, times: int = 1):
+        self.mesh, self.compiler, self.times = mesh, compiler, times
+        self.moves: list[tuple[str, Value, set[str], int]] = []  # (kind, array, mesh axes, how often)
+        self.sizes = mesh  # of all axes, those that are manual here included
         self.nodes: list[Node] = []
+        self.literals: dict[tuple, Value] = {}
+        self.done: dict[tuple, list[Value]] = {}  # results by what computes them, where equal computations are merged
 
     # --- building ------------------------------------------------------------------------------------------------------
 
@@ -134,13 +151,21 @@ class _Walk:
 
         def read(v: Any) -> Value:
             if isinstance(v, jex.core.Literal):
-                return Value(np.shape(v.val), v.aval.dtype, ((),) * np.ndim(v.val), None, weak=True)
+                return self.literal(v)
             return env[v]
 
         for eqn in jaxpr.eqns:
-            for var, value in zip(eqn.outvars, self.equation(eqn, [read(v) for v in eqn.invars]), strict=True):
+            for var, value in zip(eqn.outvars, self.once(eqn, [read(v) for v in eqn.invars]), strict=True):
                 env[var] = value
         return [read(v) for v in jaxpr.outvars]
+
+    def literal(self, v: Any) -> Value:
+        key = (repr(v.val), str(v.aval))
+        if key not in self.literals:
+            value = Value(np.shape(v.val), v.aval.dtype, ((),) * np.ndim(v.val), None, weak=True)
+            value.constant = True
+            self.literals[key] = value
+        return self.literals[key]
 
     def add(self, kind: str, eqn: Any, inputs: list[Value], splits: Sequence[Split], *, weak: bool = False) -> list[Value]:
         node = Node(kind, _title(eqn), inputs)
@@ -153,9 +178,20 @@ class _Walk:
         self.nodes.append(node)
         return node.outputs
 
+    def once(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        if not self.compiler.merges or name in CALLS or name in ("scan", "while", "cond", "shard_map"):
+            return self.equation(eqn, inputs)
+        key = (name, *map(id, inputs), str(eqn.params), *(str(v.aval) for v in eqn.outvars))
+        if key not in self.done:
+            self.done[key] = self.equation(eqn, inputs)
+        return self.done[key]
+
     def equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
         ranks = [len(getattr(v.aval, "shape", ())) for v in eqn.outvars]
+        if params.get("differentiated") and params.get("prevent_cse") and not self.compiler.merges:
+            inputs = [self.barrier(v) for v in inputs]
         if name in CALLS:
             inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
             if hasattr(inner, "jaxpr"):
@@ -171,6 +207,8 @@ class _Walk:
         if name == "sharding_constraint":
             wanted = split_of(params["sharding"].spec, ranks[0])
             split = tuple(tuple(a for a in dim if a in self.mesh) for dim in wanted)
+            if not inputs[0].weak:
+                self.move("all-gather", inputs[0], _axes(inputs[0].split) - _axes(split))
             return self.add("alias", eqn, inputs, [split])
         if name in ALIASES:
             outs = []
@@ -182,7 +220,10 @@ class _Walk:
                 outs += node.outputs
             return outs
         if name == "dot_general":
-            return self.add("product", eqn, inputs, [self.product(params["dimension_numbers"], *inputs)])
+            split = self.product(params["dimension_numbers"], *inputs)
+            found = self.add("product", eqn, inputs, [split])
+            self.exchange(params["dimension_numbers"], *inputs, found[0])
+            return found
         if name == "broadcast_in_dim":
             split = [()] * ranks[0]
             for i, dim in enumerate(params["broadcast_dimensions"]):
@@ -199,8 +240,19 @@ class _Walk:
         if name in REDUCES:
             gone = set(params["dimensions"] if name == "reduce" else params["axes"])
             split = tuple(s for i, s in enumerate(inputs[0].split) if i not in gone)
-            return self.add("reduce", eqn, inputs, [split] * len(ranks))
+            found = self.add("reduce", eqn, inputs, [split] * len(ranks))
+            for value in found:
+                self.move("all-reduce", value, _axes(inputs[0].split) - _axes(split))
+            return found
+        if name == "device_put":
+            found = self.add("other", eqn, inputs, [v.split for v in inputs])
+            for value, place in zip(found, params["devices"], strict=True):
+                value.on_host = getattr(place, "memory_kind", None) == HOST
+            return found
         if name in COLLECTIVES:
+            axes = params.get("axes", params.get("axis_name", ()))
+            for value in inputs:
+                self.move(NAMES.get(name, "all-reduce"), value, {axes} if isinstance(axes, str) else set(axes))
             return self.add("other", eqn, inputs, [v.split for v in inputs])
         kind = "cheap" if name in CHEAP else "dear" if name in DEAR else "other"
         splits = []
@@ -209,6 +261,14 @@ class _Walk:
             splits.append(_joined([v for v in inputs if len(v.shape) == rank], shape))
         weak = all(v.weak for v in inputs)
         return self.add(kind, eqn, inputs, splits, weak=weak)
+
+    def barrier(self, value: Value) -> Value:
+        """What a checkpoint computes from is an array: it is lowered to a barrier."""
+        node = Node("alias", "barrier", [value])
+        node.outputs, node.holds = [Value(value.shape, value.dtype, value.split, node, weak=value.weak)], True
+        value.readers.append(node)
+        self.nodes.append(node)
+        return node.outputs[0]
 
     def product(self, numbers: Any, x: Value, y: Value) -> Split:
         """Batch dimensions, then what is left of x, then of y; an axis that both want stays with the larger operand."""
@@ -231,6 +291,50 @@ class _Walk:
             other = keep(other)
             own = keep(own)
         return (*batch, *own, *other)
+
+    def exchange(self, numbers: Any, x: Value, y: Value, out: Value) -> None:
+        """What a product of split operands costs: one that cannot stay split is gathered; partial sums are summed."""
+        (x_sum, y_sum), (x_batch, y_batch) = numbers
+        summed = [{a for i in dims for a in v.split[i]} for v, dims in ((x, x_sum), (y, y_sum))]
+        kept = _axes(out.split)
+        partial = (summed[0] | summed[1]) - kept  # split on one side only: the other side takes its slice
+        at = len(x_batch)
+        for value, own, dims, batch in ((x, summed[0], x_sum, x_batch), (y, summed[1], y_sum, y_batch)):
+            free = [i for i in range(len(value.shape)) if i not in (*dims, *batch)]
+            lost = {
+                a
+                for i, place in zip(free, out.split[at : at + len(free)], strict=True)
+                for a in value.split[i]
+                if a not in place
+            }
+            at += len(free)
+            self.move("all-gather", value, (own - partial) | lost)
+        self.move("all-reduce", out, partial)
+
+    def move(self, kind: str, value: Value, axes: set[str]) -> None:
+        if axes := {a for a in axes if self.sizes.get(a, 1) > 1}:
+            self.moves.append((kind, value, axes, self.times))
+
+    def moved(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
+        """(kind, axes) -> (executions, bytes that a device sends), by the ring algorithms."""
+        table: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
+        for kind, value, axes, times in {(kind, id(v), *axes): (kind, v, axes, n) for kind, v, axes, n in self.moves}.values():
+            n = math.prod(self.sizes[a] for a in axes)
+            parts = [math.prod(self.sizes.get(a, 1) for a in dim) for dim in value.split]
+            shape = [-(-d // part) for d, part in zip(value.shape, parts, strict=True)]
+            size = math.prod(shape) * (_width(value) if value.dtype != jax.dtypes.prng_key else 8)
+            if kind == "all-reduce" and axes <= _wanted(value):
+                kind = "reduce-scatter"
+            factor = {
+                "all-reduce": 2 * (n - 1) / n,
+                "reduce-scatter": (n - 1) / n,
+                "all-gather": n - 1,
+                "all-to-all": (n - 1) / n,
+            }
+            key = (kind, tuple(a for a in self.sizes if a in axes))
+            count, sent = table.get(key, (0, 0.0))
+            table[key] = (count + times, sent + times * size * factor.get(kind, 1))
+        return table
 
     def manual(self, params: Mapping[str, Any], inputs: list[Value]) -> list[Value]:
         """Inside, the manual axes are gone from shapes and splits."""
@@ -266,12 +370,13 @@ class _Walk:
         constants = [Value(np.shape(c), np.result_type(c), ((),) * np.ndim(c), None) for c in closed]
         if p["unroll"] >= length:
             ys: list[list[Value]] = []
-            for _ in range(length):
-                rows = [self.sliced(x, v) for x, v in zip(xs, body.invars[n_consts + n_carry :], strict=True)]
+            for i in range(length):
+                at = length - 1 - i if p["reverse"] else i
+                rows = [self.sliced(x, v, at) for x, v in zip(xs, body.invars[n_consts + n_carry :], strict=True)]
                 out = self.block(body, constants, [*consts, *carry, *rows])
                 carry = out[:n_carry]
                 ys.append(out[n_carry:])
-            stacked = []
+            stacked, ys = [], ys[::-1] if p["reverse"] else ys
             for var, parts in zip(eqn.outvars[n_carry:], zip(*ys, strict=True), strict=True):
                 node = Node("cheap", "stack", list(parts))
                 node.outputs = [Value(var.aval.shape, var.aval.dtype, ((), *parts[0].split), node)]
@@ -282,7 +387,7 @@ class _Walk:
             return [*carry, *stacked]
         start = [v.split for v in carry]
         for _ in range(2):  # what a loop hands on is split as its body leaves it
-            inner = _Walk(self.mesh, self.compiler)
+            inner = _Walk(self.mesh, self.compiler, times=self.times * length)
             own = [Value(v.aval.shape, v.aval.dtype, s, None) for v, s in zip(body.invars[n_consts:], start, strict=False)]
             rows = [
                 Value(v.aval.shape, v.aval.dtype, x.split[1:], None)
@@ -294,12 +399,17 @@ class _Walk:
         found = inner.finish([*fixed, *own], out, reusable={id(v) for v in own}, streamed=out[n_carry:])
         outs = self.add("other", eqn, inputs, [*start, *[((), *v.split) for v in out[n_carry:]]])
         self.nodes[-1].inner = found.bytes
+        self.moves += inner.moves
+        for o, v in zip(out, outs, strict=True):
+            o.outer = v
         if not self.compiler.halves:
             for v in outs[n_carry:]:
                 v.dtype = np.dtype(np.float32) if v.dtype == jnp.bfloat16 else v.dtype
         return outs
 
-    def sliced(self, x: Value, var: Any) -> Value:
+    def sliced(self, x: Value, var: Any, at: int) -> Value:
+        if x.node and x.node.name == "stack":  # of an unrolled loop before: the compiler sees through it
+            return x.node.inputs[at]
         node = Node("cheap", "slice", [x])
         node.outputs = [Value(var.aval.shape, var.aval.dtype, x.split[1:], node)]
         x.readers.append(node)
@@ -315,12 +425,13 @@ class _Walk:
             closed, own = list(p["branches"]), inputs[1:]
         most, splits = 0, None
         for one in closed:
-            inner = _Walk(self.mesh, self.compiler)
+            inner = _Walk(self.mesh, self.compiler, times=self.times)
             given = [Value(v.shape, v.dtype, v.split, None, weak=v.weak) for v in own]
             out = inner.block(
                 one.jaxpr, [Value(np.shape(c), np.result_type(c), ((),) * np.ndim(c), None) for c in one.consts], given
             )
             most = max(most, inner.finish(given, out, reusable=set()).bytes)
+            self.moves += inner.moves
             splits = [v.split for v in out]
         outs = self.add("other", eqn, inputs, splits)
         self.nodes[-1].inner = most
@@ -329,7 +440,7 @@ class _Walk:
     # --- counting ------------------------------------------------------------------------------------------------------
 
     def size(self, value: Value) -> int:
-        if not value.size and value.shape is not None:
+        if not value.size and not value.on_host and not value.inline:
             shape = [
                 -(-n // math.prod(self.mesh.get(a, 1) for a in dim)) for n, dim in zip(value.shape, value.split, strict=True)
             ]
@@ -371,15 +482,13 @@ class _Walk:
                     todo += v.node.inputs
             return found
 
-        steps = []
-        for node in self.nodes:
-            if not node.kept:
-                continue
-            read = {id(s): s for v in node.inputs for s in sources(v)}
+        steps = [
+            (node, {id(s): s for v in node.inputs for s in sources(v)}) for node in self._in_order(ends, sources) if node.kept
+        ]
+        for node, read in steps:
             for key, value in read.items():
                 last[key] = node.place
                 values[key] = value
-            steps.append((node, read))
         end = len(self.nodes)
         for v in outputs:
             for s in sources(v):
@@ -430,17 +539,59 @@ class _Walk:
                 values[id(v)] = v
                 if last.get(id(v), -1) > node.place:
                     live[id(v)] = self.size(v)
-        return Peak(best, where, sorted(snapshot, reverse=True)[:12])
+        return Peak(best, where, sorted(snapshot, reverse=True)[:12], self.moved())
+
+    def _in_order(self, ends: set[int], sources: Callable[[Value], list[Value]]) -> list[Node]:
+        """The program's order, but sums, and results that are arithmetic, at once: then what they are made of can go.
+
+        A sum of such a result is computed along with it, from what the result is computed from; and results of one large array
+        (a parameter and its moments, of a gradient) are computed together, when all they need is there.
+        """
+        together: dict[int, float] = {}
+        for _ in range(2):
+            when: dict[int, float] = {}
+            early: dict[int, float] = {}
+            places = []
+            for place, node in enumerate(self.nodes):
+                time: float = place
+                if node.kept and not node.inner:
+                    read = [s for v in node.inputs for s in sources(v)]
+                    if node.kind == "reduce":
+                        time = max((early.get(id(s), when.get(id(s), -1)) for s in read), default=-1) + 0.25
+                    elif node.kind in ("cheap", "dear") and all(id(v) in ends for v in node.outputs):
+                        group = id(max((s for s in read if s.node), key=self.size, default=node))
+                        before = max((when.get(id(s), -1) for s in read), default=-1)
+                        before = together[group] = max(before, together.get(group, -1))
+                        time = before + 0.5
+                        early |= {id(v): before for v in node.outputs}
+                when |= {id(v): time for v in node.outputs}
+                places.append(time)
+        for node, time in zip(self.nodes, places, strict=True):
+            node.place = time
+        found = sorted(self.nodes, key=lambda node: node.place)
+        for place, node in enumerate(found):
+            node.place = place
+        return found
+
+    def _narrows(self, node: Node) -> bool:
+        """Whether it rounds what was dear to compute: of the two the narrower is kept."""
+        wide = node.inputs[0] if node.inputs else None
+        rounds = node.name.startswith("convert_element_type") and node.costly and len(wide.readers) == 1
+        return rounds and _width(node.outputs[0]) < _width(wide)
 
     def _is_kept_for_several(self, node: Node) -> bool:
         """Whether a result that several read is worth an array."""
         name = node.name.split()[0]
         if name == "logistic" and self.compiler.recomputes_logistic:
             return False
+        if self._narrows(node):
+            return True
         return node.kind == "dear" or (name in ARITHMETIC and not self.compiler.recomputes)
 
     def _decide(self, ends: set[int], streamed: set[int]) -> None:
         """Marks the nodes whose results become arrays, from the last to the first."""
+        updates: set[int] = set()  # kept nodes: results that are arithmetic
+        sums: set[int] = set()
         reach: dict[int, frozenset[int]] = {}  # value -> the kept nodes that it is computed inside of
         for node in reversed(self.nodes):
             readers = {id(r): r for v in node.outputs for r in v.readers}
@@ -458,26 +609,70 @@ class _Walk:
             if stream:
                 inside.add(-id(node))
             if node.kind == "alias":  # one array under two names: stored where its source is
-                reach[id(node)] = frozenset({STORED, *inside} if stored else inside)
+                reach[id(node)] = frozenset({STORED, *inside} if stored or node.holds else inside)
                 continue
             stored |= STORED in inside
             inside.discard(STORED)
-            if node.kind in ("other", "product", "reduce"):
+            if not stored and inside & updates and inside <= updates | sums and not self._narrows(node):
+                # Parameters and moments come of one fusion, and sums of what they are made of have it inside.
+                inside = {min(inside)}
+            if node.kind in ("other", "product", "reduce") or _is_running_sum(node):
                 node.kept = bool(readers) or at_end or stream
+                if node.kind == "product" and self.compiler.halves and not at_end:
+                    node.outputs[0].inline = _becomes_another(node)
+            elif node.free:  # constants and counters are made wherever they are read, in loops too
+                node.kept = at_end
             elif self._is_kept_for_several(node):
                 node.kept = stored or len(inside) > 1
             else:
                 node.kept = stored
             if not node.kept:
                 reach[id(node)] = frozenset(inside)
+            elif node.kind == "reduce":
+                sums.add(id(node))
+            elif at_end and node.kind in ("cheap", "dear"):
+                updates.add(id(node))
+
+
+def _axes(split: Split) -> set[str]:
+    return {a for dim in split for a in dim}
+
+
+def _wanted(value: Value) -> set[str]:
+    """The mesh axes that a result is pinned to, by the first constraint on its way."""
+    readers = value.readers
+    while value.outer or len(readers) == 1 and readers[0].name.split()[0] in PASSES:
+        value = value.outer or readers[0].outputs[0]
+        readers = value.readers
+    pinned = [r for r in readers if r.name.startswith("sharding_constraint")]
+    return _axes(pinned[0].outputs[0].split) if pinned and len(readers) == 1 else set()
+
+
+def _becomes_another(product: Node) -> bool:
+    """Whether all that becomes of a product is arithmetic whose result is an array: that is what is written."""
+    readers = product.outputs[0].readers
+    while len(readers) == 1 and readers[0].kind in ("cheap", "dear", "alias"):
+        if readers[0].kept:
+            return readers[0].name.startswith("convert_element_type")
+        readers = readers[0].outputs[0].readers
+    return False
+
+
+def _width(value: Value) -> int:
+    return np.dtype(value.dtype).itemsize
+
+
+def _is_running_sum(node: Node) -> bool:
+    """Whether it adds to a sum of cotangents: kept, since else all that is added would have to be."""
+    return node.name.startswith("add_any ") and any(v.node and v.node.name.startswith("add_any ") for v in node.inputs)
 
 
 class _Inline:
     """A walk inside a region where some axes are manual, writing into the walk around it."""
 
     def __init__(self, outer: _Walk, mesh: dict[str, int]):
-        self.walk = _Walk(mesh, outer.compiler)
-        self.walk.nodes = outer.nodes
+        self.walk = _Walk(mesh, outer.compiler, times=outer.times)
+        self.walk.nodes, self.walk.moves, self.walk.sizes = outer.nodes, outer.moves, outer.sizes
 
 
 def _title(eqn: Any) -> str:

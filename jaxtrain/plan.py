@@ -37,7 +37,8 @@ from jaxtrain.types import PyTree, Task
 
 log = logging.getLogger("jaxtrain")
 MFU = 0.4  # share of the peak that hours are projected with
-SLACK = 0.15  # by which the estimate of a step's temporaries may be off: what is refused does not fit even so
+SLACK = 0.15  # by which the estimate of a step's peak may be off
+DOUBT = 0.3  # by which the estimate of its temporaries may be too large: what is refused does not fit even so
 GPUS_PER_NODE = 8
 
 
@@ -72,7 +73,7 @@ class Target(NamedTuple):
         known = self.chip is not None
         size = (lambda shape, t: padded(shape, t.itemsize)) if self.tiled else (lambda shape, t: math.prod(shape) * t.itemsize)
         newer = known and self.chip.name in ("v5e", "v6e")
-        return liveness.Compiler(size, self.tiled, recomputes=known, recomputes_logistic=newer, halves=known)
+        return liveness.Compiler(size, self.tiled, recomputes=known, recomputes_logistic=newer, halves=known, merges=not known)
 
 
 def parse_target(text: str) -> Target:
@@ -173,10 +174,10 @@ def _power(n: int) -> int:
 
 
 def held(plan: state_lib.Plan, layout: layout_lib.Layout, *, tiled: bool) -> dict[str, int]:
-    """Bytes that one device holds between two steps, by what they are."""
+    """Bytes that one device holds between two steps, by what they are; what is in host memory aside (`offloaded`)."""
 
     def size(tree: PyTree) -> int:
-        return sum(device_bytes(x, tiled=tiled) for x in jax.tree.leaves(tree))
+        return sum(device_bytes(x, tiled=tiled) for x in jax.tree.leaves(tree) if not _is_on_host(x))
 
     state = plan.state
     return {
@@ -190,12 +191,21 @@ def held(plan: state_lib.Plan, layout: layout_lib.Layout, *, tiled: bool) -> dic
     }
 
 
+def offloaded(plan: state_lib.Plan) -> int:
+    """Bytes that host memory holds for one device between two steps."""
+    return sum(device_bytes(x, tiled=False) for x in jax.tree.leaves(plan.state) if _is_on_host(x))
+
+
 def argument_bytes(assembly: Assembly, traced: jax.stages.Traced, *, tiled: bool) -> int:
     """Bytes on one device of the step's arguments: without those that it does not read, which JAX leaves out of the program."""
     leaves = jax.tree.leaves((assembly.plan.state, assembly.plan.batch, step_lib.abstract_stop(assembly.layout)))
     jaxpr = traced.jaxpr.jaxpr
     _, read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return sum(device_bytes(x, tiled=tiled) for x, is_read in zip(leaves, read, strict=True) if is_read)
+    return sum(device_bytes(x, tiled=tiled) for x, is_read in zip(leaves, read, strict=True) if is_read and not _is_on_host(x))
+
+
+def _is_on_host(x: jax.ShapeDtypeStruct) -> bool:
+    return x.sharding.memory_kind == state_lib.HOST
 
 
 def least(held: Mapping[str, int]) -> int:
@@ -215,7 +225,7 @@ class Estimate(NamedTuple):
 
     def surely(self) -> float:
         """Bytes that it needs at least."""
-        return self.arguments + (1 - SLACK) * self.temporaries.bytes
+        return self.arguments + (1 - DOUBT) * self.temporaries.bytes
 
 
 def estimate(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Estimate:
@@ -226,7 +236,7 @@ def estimate(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> E
         traced.jaxpr,
         [liveness.split_of(x.sharding.spec, x.ndim) for x in leaves],
         dict(assembly.layout.mesh.shape),
-        [i < len(state) for i in range(len(leaves))],
+        [i < len(state) and not _is_on_host(x) for i, x in enumerate(leaves)],
         target.compiler,
     )
     return Estimate(argument_bytes(assembly, traced, tiled=target.tiled), peak)
@@ -267,6 +277,11 @@ def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, c
         yield f"--config.train.accumulate={n}", replace(config, train=replace(t, accumulate=n))
     if getattr(config.model, "dtype", "") == "float32":
         yield "--config.model.dtype=bfloat16", replace(config, model=replace(config.model, dtype="bfloat16"))
+    o = config.optim
+    for moments in ("bfloat16", "int8") if o.moments == "float32" else ("int8",) if o.moments == "bfloat16" else ():
+        yield f"--config.optim.moments={moments}", replace(config, optim=replace(o, moments=moments))
+    if not o.offload:
+        yield "--config.optim.offload=true", replace(config, optim=replace(o, offload=True))
     if t.ema:
         yield "--config.train.ema=0", replace(config, train=replace(t, ema=0.0))
 
@@ -359,6 +374,8 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     parts = held(assembly.plan, assembly.layout, tiled=target.tiled)
     lines += [f"  {name:28}{_bytes(size):>12}" for name, size in parts.items() if size]
     lines += [f"  {'together':28}{_bytes(sum(parts.values())):>12}   of {_bytes(target.memory)}"]
+    if away := offloaded(assembly.plan):
+        lines += [f"  {'in host memory: optimizer':28}{_bytes(away):>12}   on the device during the update"]
     # Clipping by the global norm, and the guard, need all of them before the first parameter moves.
     lines += [f"  {'with gradients':28}{_bytes(least(parts)):>12}", ""]
     if least(parts) > target.memory:
@@ -413,6 +430,17 @@ def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, p
             + (f"One of these would do: {'; '.join(ways)}" if ways else "No single change would make it fit")
         )
     yield ""
+    if target.count > 1:
+        yield "a step sends between devices, estimated"
+        yield from _collective_lines(needed.temporaries.moved, target)
+        yield ""
+
+
+def _collective_lines(table: Mapping[tuple[str, tuple[str, ...]], tuple[int, float]], target: Target) -> Iterator[str]:
+    """What one device sends in a step, the most first (`hlo.summary`, or the estimate of the same form)."""
+    for (kind, axes), (times, sent) in sorted(table.items(), key=lambda item: -item[1][1]):
+        took = f", {1e3 * sent / target.chip.links:.2f} ms of the links" if target.chip else ""
+        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {_bytes(sent):>12} sent{took}"
 
 
 def _compiled_lines(
@@ -435,9 +463,7 @@ def _compiled_lines(
     yield f"  {'together':28}{_bytes(found.peak):>12}   of {_bytes(target.memory)}"
     if found.collectives is None:
         yield "  what moves between devices cannot be read: this jaxlib does not know all that this libtpu writes"
-    for (kind, axes), (times, sent) in sorted((found.collectives or {}).items(), key=lambda item: -item[1][1]):
-        seconds = sent / target.chip.links
-        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {_bytes(sent):>12} sent, {1e3 * seconds:.2f} ms of the links"
+    yield from _collective_lines(found.collectives or {}, target)
     yield ""
 
 
@@ -493,11 +519,13 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
     local = jax.local_device_count() if target.here else min(target.count, GPUS_PER_NODE if not target.tiled else 4)
     copy = min(local * state_lib.bytes_per_device(state), saved)  # a save goes on from a copy on the host
     rows = 4 * local * sum(device_bytes(x, tiled=False) for x in assembly.plan.batch.values())  # the feed's, and the loader's
-    need = copy + rows
+    away = local * offloaded(assembly.plan)
+    need = copy + rows + away
     if target.here and jax.devices()[0].platform == "cpu":
         yield "host memory", f"{_bytes(need)} for a save and batches on their way, besides what the devices hold", True
         return
-    text = f"{_bytes(need)} for a save and batches on their way, on a host of {local} devices"
+    own = f"{_bytes(away)} of it for the optimizer's state, the rest " if away else ""
+    text = f"{_bytes(need)}, {own}for a save and batches on their way, on a host of {local} devices"
     if target.here:
         yield "host memory", f"{text}; {_bytes(host_memory())} are available", need <= host_memory()
     else:
