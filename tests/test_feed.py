@@ -69,6 +69,40 @@ def test_a_process_reads_what_its_devices_hold():
     assert rows((8, 1, 1), devices[6:]) == ((12, 14), (14, 16))
 
 
+def test_whatever_the_mesh_and_the_processes_all_rows_are_read_in_order():
+    """Random mesh shapes over 8 devices, dealt to 1, 2, 4 or 8 processes in order or at random: what the processes read
+    together is the batch of a single process, and each reads exactly what its devices hold, in order."""
+    rng = np.random.default_rng(0)
+    shapes = [(a, b, 8 // (a * b)) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) if a * b <= 8]
+    batch = whole(5)["x"]
+    for _ in range(60):
+        sizes = shapes[rng.integers(len(shapes))]
+        fields = plan(sizes)
+        devices = list(fields["x"].sharding.device_set)
+        devices.sort(key=lambda d: d.id)
+        order = rng.permutation(8) if rng.random() < 0.5 else np.arange(8)
+        read = {}
+        for part in np.split(order, 2 ** rng.integers(4)):
+            mine = {devices[i] for i in part}
+            local = {
+                name: types.SimpleNamespace(
+                    shape=x.shape,
+                    sharding=types.SimpleNamespace(
+                        addressable_devices_indices_map=lambda shape, x=x, mine=mine: {
+                            d: i for d, i in x.sharding.devices_indices_map(shape).items() if d in mine
+                        }
+                    ),
+                )
+                for name, x in fields.items()
+            }
+            rows = [i for start, stop in feed.rows_for(local).ranges for i in range(start, stop)]
+            held = {i for d, index in fields["x"].sharding.devices_indices_map((BATCH, 4)).items() if d in mine
+                    for i in range(*index[0].indices(BATCH))}  # fmt: skip
+            assert rows == sorted(held), (sizes, part)
+            read |= {i: batch[i] for i in rows}
+        np.testing.assert_array_equal(np.stack([read[i] for i in sorted(read)]), batch)
+
+
 def test_fields_must_be_split_alike():
     odd = plan((8, 1, 1)) | {"other": plan((4, 1, 2))["label"]}
     with pytest.raises(ValueError, match="other"):
