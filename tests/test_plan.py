@@ -108,6 +108,10 @@ def test_bytes_on_a_tpu_are_its_compilers(workload, topology, mesh, tmp_path, mo
         wanted = {name for name, size in assembly.layout.mesh.shape.items() if size > 1}
         # Slices send to each other, which is no collective.
         assert spanned == wanted - ({"data"} if target.slices > 1 else set()), "no device works alone"
+        if workload == "bird" and "fsdp" in wanted:
+            planned = plan.estimate(assembly, assembly.trace(None), target).temporaries.moved
+            for kind in ("all-gather", "reduce-scatter"):  # weights are gathered, their gradients scattered
+                assert planned[kind, ("fsdp",)][1] == pytest.approx(found.collectives[kind, ("fsdp",)][1], rel=0.35)
 
 
 def test_a_target_that_is_unknown_names_those_that_are():
@@ -157,7 +161,14 @@ def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, mo
     rows = {line.split()[0]: " ".join(line.split()[2:]) for line in text.splitlines() if " float32[" in line}
     assert rows["encoder/blocks/w_up"] == "embed→fsdp, mlp→model"
     assert rows["encoder/b_patch"] == "embed→fsdp"
-    assert rows["objective/w"] == "embed→fsdp; vocab (14) does not divide"
+    assert rows["objective/supervised/w"] == "embed→fsdp; vocab (14) does not divide"
+    assert rows["objective/supervised/b"] == "whole; vocab (14) does not divide"
+    moved = dict(re.findall(r"× (\S+ +over \S+) +([\d.]+ k?M?B) sent, [\d.]+ ms of the links", text))
+    assert {" ".join(what.split()) for what in moved} >= {
+        "all-gather over fsdp",  # parameters
+        "reduce-scatter over fsdp",  # their gradients
+        "all-reduce over model",  # activations
+    }
 
 
 def test_what_speaks_against_a_run_is_told(tmp_path, monkeypatch):
