@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from jaxtrain import config as config_lib
-from jaxtrain import hlo, lora, warm_start
+from jaxtrain import hlo, lora, plan, warm_start
 from jaxtrain import specs as specs_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
@@ -417,3 +418,19 @@ def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers
     np.testing.assert_array_equal(first, second)  # the likeliest of one is the likeliest
     np.testing.assert_array_equal(first[:, :4, 0], both[:, :4, 0])
     assert (first[..., 3] != both[..., 3]).any()
+
+
+@pytest.mark.slow
+def test_the_plan_of_the_published_size_says_its_tokens_a_second(tmp_path, monkeypatch):
+    """At 40 % of the peak; eight GPUs make eight times as many of one's, and the weights are an eighth on each."""
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    monkeypatch.chdir(pathlib.Path(__file__).parent.parent)
+    rates = {}
+    for n in (1, 8):
+        mesh = [("mesh.data", "1"), ("mesh.fsdp", str(n)), ("train.batch", "64")]
+        config = config_lib.load("configs/higgs.py:blank", [*mesh, ("workdir", str(tmp_path / "run"))])
+        text, well = plan.report(config, f"gpu:h100x{n}")
+        assert well, text
+        assert "78,905,344 parameters" in text
+        rates[n] = float(re.search(r"([\d,]+) tokens/s at 40%", text)[1].replace(",", ""))
+    assert 20_000 < rates[1] < 60_000 and rates[8] == pytest.approx(8 * rates[1], rel=1e-3)

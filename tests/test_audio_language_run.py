@@ -10,7 +10,7 @@ import safetensors.numpy
 import test_train
 from test_reliability import cluster
 
-from tools import lora_to_peft, orbax_to_safetensors
+from tools import generate_audio, lora_to_peft, orbax_to_safetensors
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "loaders"))
 import chat  # noqa: E402
@@ -92,6 +92,15 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch):
         else:
             np.testing.assert_array_equal(merged[name], base[name], err_msg=name)
 
+    args = [str(folder / "merged"), "play", "--out", str(folder / "played"), "--each=2", "--seconds=0.4", "--top-k", "8", "4"]
+    assert generate_audio.main(args) == 0
+    answers = [json.loads(line) for line in (folder / "played" / "answers.jsonl").read_text().splitlines()]
+    assert [a["file"] for a in answers] == ["000-0.npy", "000-1.npy"] and all(a["seconds"] <= 0.4 for a in answers)
+    heard = [np.load(folder / "played" / a["file"]) for a in answers]
+    assert all(x.shape == (2, round(25 * a["seconds"])) and x.max(initial=0) < 16 for x, a in zip(heard, answers, strict=True))
+    for a in (a for a in answers if a["seconds"]):
+        assert all((folder / "played" / a["file"].replace("npy", suffix)).stat().st_size > 50 for suffix in ("wav", "png"))
+
 
 # A loader that writes down what it hands out, and is slow in one process.
 SLOW_LOADER = """
@@ -130,7 +139,8 @@ def test_several_processes_share_the_samples_and_one_writes(folder, processes):
     (folder / "slow_loader.py").write_text(SLOW_LOADER)
     overrides = ("--config.train.eval_every=0", "--config.train.accumulate=2", "--config.loader=slow_loader")
     slow = {"only1": {"SLOW": "0.3"}}
-    both = cluster(folder, "higgs.py", *overrides, processes=processes, **slow)
+    mesh = ["--config.mesh.fsdp=2"] if processes == 4 else []
+    both = cluster(folder, "higgs.py", *overrides, *mesh, processes=processes, **slow)
     outputs = [p.communicate(timeout=300)[0] for p in both]
     assert [p.returncode for p in both] == [0] * processes, outputs
     alone = test_train.run(
