@@ -2,8 +2,10 @@
 
     python -m tools.bench_train [--embed=128] [--batch=32] [--rounds=10] [--dtype=float32] [--cells=81] [--low=6] [--high=3]
     python -m tools.bench_train --model=language [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=12] [--rounds=50]
+    python -m tools.bench_train --model=higgs [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=8] [--branches]
 
-The recursive model, or the small GPT-2 of configs/shakespeare_char.py: forward, backward, gradient clipping, AdamW.
+The recursive model, the small GPT-2 of configs/shakespeare_char.py, or adapters on a small audio language model beside peft
+(rows of --context text tokens and as many times of sound): forward, backward, gradient clipping, AdamW.
 
 Of the recursive model both do what a step of the published recipe does: the slots are refilled, high cycles of low + 1
 applications of the net, the last of them differentiated, stable-max cross-entropy (in float64 there, as the original has it),
@@ -12,6 +14,7 @@ machine does meets both; the medians are compared. PyTorch comes with the extra 
 """
 
 import argparse
+import functools
 import math
 import statistics
 import time
@@ -23,10 +26,11 @@ import torch
 
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
-from jaxtrain import optim
+from jaxtrain import lora, optim
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
-from jaxtrain.workloads import language, trm
+from jaxtrain.workloads import audio_language, language, trm
+from loaders import chatml
 from loaders.base import Field
 
 VOCAB = 11
@@ -257,6 +261,132 @@ def language_theirs(c: language.Config, batch: dict[str, np.ndarray]) -> Callabl
     return one
 
 
+def higgs_batch(c: audio_language.Config, batch: int, text: int, times: int) -> dict[str, np.ndarray]:
+    """Rows of a question in text and an answer in sound, as loaders.chat_audio lays them out."""
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(batch):
+        tokens = np.concatenate([rng.integers(4, c.vocab, text - 1), [1, 2]]).astype("i4")  # the last: in place of the sound
+        labels = np.where(np.arange(len(tokens)) == text, 2, chatml.NONE).astype("i4")
+        codes = [rng.integers(0, c.codebook_size, (c.codebooks, times))]
+        rows.append(chatml.expand(
+            tokens, labels, codes, audio_in=3, audio_out=2, size=c.codebook_size, codebooks=c.codebooks
+        ))  # fmt: skip
+    sizes = [chatml.targets(x) for x in rows]
+    shape = (text, times + 1 + c.codebooks, 1, len(sizes[0].audio))
+    found = [chatml.row(x, shape, 0) for x in rows]
+    stacked = {name: np.stack([row[name] for row in found]) for name in found[0]}
+    scale = chatml.label_scale(0, (stacked["audio_target"] >= 0).sum((0, 1)), batch)
+    return stacked | {"label_scale": np.tile(scale, (batch, 1)), "index": np.arange(batch, dtype="i4")}
+
+
+def higgs_ours(
+    c: audio_language.Config, adapters: config_lib.Lora, batch: dict[str, np.ndarray], *, gathered: bool = True
+) -> Callable[[], float]:
+    """One step of the adapters, waited for; returns its loss."""
+    n = len(batch["index"])
+    layout = layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
+    o = config_lib.Optim(lr=2e-4, b2=0.95, weight_decay=0.01, schedule="constant")
+    task = audio_language.make_task(config_lib.Config(model=c, lora=adapters), layout.shard, n, gathered=gathered)
+    task = lora.adapt(task, adapters)
+    tx = optim.make_optimizer(o, task.specs.params, steps=1000)
+    fields = {name: Field(x.shape[1:], x.dtype) for name, x in batch.items()}
+    plan = state_lib.make_plan(task, tx, layout, fields, batch=n, ema=False)
+    step = step_lib.make_train_step(task, tx, layout, plan, accumulate=1, ema=0.0, guard=config_lib.Guard(), seed=0)
+    step = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile()
+    go_on = step_lib.put_stop(layout, False)
+    state = state_lib.init_state(task, tx, plan, jax.random.key(0))
+
+    def one() -> float:
+        nonlocal state
+        rows = {name: jax.device_put(batch[name], x.sharding) for name, x in plan.batch.items()}
+        state, out = step(state, rows, go_on)
+        return float(out["loss"].total / out["loss"].weight)
+
+    return one
+
+
+def higgs_theirs(c: audio_language.Config, adapters: config_lib.Lora, batch: dict[str, np.ndarray]) -> Callable[[], float]:
+    """The same decoder of PyTorch's own layers under peft, places in their own nets by a mask, fused attention included."""
+    import peft
+
+    torch.manual_seed(0)
+    f, d, nn = torch.nn.functional, c.embed, torch.nn
+    inside = torch.from_numpy(batch["slot"] >= batch["text"].shape[1])
+    position = torch.arange(inside.shape[1], dtype=torch.float32)
+    angle = position[:, None] * torch.from_numpy(c.rope.theta ** (-np.arange(0, c.k, 2) / c.k)).float()
+    cos, sin = (torch.cat([x, x], -1) for x in (angle.cos(), angle.sin()))
+    linear = functools.partial(nn.Linear, bias=False)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = linear(d, c.mlp), linear(d, c.mlp), linear(c.mlp, d)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(f.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.o_proj = linear(d, c.heads * c.k), linear(c.heads * c.k, d)
+            self.k_proj, self.v_proj = linear(d, c.g * c.k), linear(d, c.g * c.k)
+            self.mlp, self.audio_mlp = Net(), Net()
+            self.norms = nn.ModuleList(nn.RMSNorm(d, eps=c.eps) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            b, t, _ = x.shape
+            h = torch.where(inside[..., None], self.norms[0](x), self.norms[1](x))
+            q, k, v = (p(h).view(b, t, -1, c.k).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+            q, k = (z * cos + torch.cat([-z[..., c.k // 2 :], z[..., : c.k // 2]], -1) * sin for z in (q, k))
+            y = f.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = x + self.o_proj(y.transpose(1, 2).reshape(b, t, -1))
+            y = torch.empty_like(x)
+            y[inside] = self.audio_mlp(self.norms[2](x[inside]))
+            y[~inside] = self.mlp(self.norms[3](x[~inside]))
+            return x + y
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.text, self.codes = nn.Embedding(c.vocab, d), nn.Embedding(c.codebooks * c.n_codes, d)
+            self.layers, self.norm = nn.ModuleList(Layer() for _ in range(c.depth)), nn.RMSNorm(d, eps=c.eps)
+            self.head = linear(d, c.codebooks * c.n_codes)
+            for p in self.parameters():
+                if p.ndim > 1:
+                    nn.init.normal_(p, std=c.init_std)
+
+        def forward(self, text: torch.Tensor, codes: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            x = torch.empty(*inside.shape, d)
+            x[~inside] = self.text(text).flatten(0, 1)
+            x[inside] = self.codes(codes + torch.arange(c.codebooks) * c.n_codes).sum(-2).flatten(0, 1)
+            for one in self.layers:
+                x = one(x)
+            x = self.norm(x)[torch.arange(len(x))[:, None], at]
+            return self.head(x).unflatten(-1, (c.codebooks, c.n_codes))
+
+    matrices = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora_config = peft.LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=matrices)
+    model = peft.get_peft_model(Decoder(), lora_config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=2e-4, betas=(0.9, 0.95), weight_decay=0.01)
+
+    def one() -> float:
+        text, codes, at, target = (
+            torch.from_numpy(batch[name]).long() for name in ("text", "codes", "audio_at", "audio_target")
+        )
+        logits = model(text, codes, at)
+        each = [f.cross_entropy(logits[..., k, :].flatten(0, 1), target[..., k].flatten(), ignore_index=-100)
+                for k in range(c.codebooks)]  # fmt: skip
+        loss = torch.stack(each).mean()
+        adamw.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        adamw.step()
+        return loss.item()
+
+    return one
+
+
 def compare(makers: dict[str, Callable[[], float]], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Steps in turn. Medians of the seconds and last losses, by name, ours first; prints the ratio and its spread."""
     times: dict[str, list[float]] = {name: [] for name in makers}
@@ -290,9 +420,29 @@ def compare_language(args: argparse.Namespace) -> float:
     return theirs / ours
 
 
+def compare_higgs(args: argparse.Namespace) -> float:
+    c = audio_language.Config(
+        vocab=512, codebooks=8, codebook_size=1024, embed=args.embed, depth=args.depth, heads=args.heads,
+        kv_heads=args.heads // 2, mlp=4 * args.embed, dtype="float32", unroll=args.depth,
+    )  # fmt: skip
+    changes = {"rank": 8, "alpha": 16.0, "dtype": "float32"}
+    adapters = config_lib.section(config_lib.Lora, {**audio_language.ADAPTERS, **changes})
+    batch = higgs_batch(c, args.batch, args.context, args.context)
+    if args.branches:
+        steps = {"gathered": higgs_ours(c, adapters, batch), "both, where": higgs_ours(c, adapters, batch, gathered=False)}
+    else:
+        steps = {"jaxtrain": higgs_ours(c, adapters, batch), "PyTorch + peft": higgs_theirs(c, adapters, batch)}
+    medians, losses = compare(steps, args.rounds)
+    for name, seconds in medians.items():
+        rate = args.batch * batch["place"].shape[1] / seconds
+        print(f"{name:15} {1e3 * seconds:8.1f} ms per step, {rate:9.0f} places/s; loss {losses[name]:.3f}")
+    ours, theirs = medians.values()
+    return theirs / ours
+
+
 def main(argv: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=("trm", "language"), default="trm")
+    parser.add_argument("--model", choices=("trm", "language", "higgs"), default="trm")
     defaults = {
         "embed": 128,
         "rounds": 10,
@@ -306,12 +456,15 @@ def main(argv: Sequence[str] | None = None) -> float:
     }
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--batch", type=int, help="rows; default: 32 puzzles, or 12 rows of text")
+    parser.add_argument("--batch", type=int, help="rows; default: 32 puzzles, 12 rows of text, 8 conversations")
+    parser.add_argument(
+        "--branches", action="store_true", help="of higgs: instead, places gathered for their net beside both nets"
+    )
     parser.add_argument("--dtype", choices=trm.DTYPES, default="float32", help="of trm")
     args = parser.parse_args(argv)
-    args.batch = args.batch or (12 if args.model == "language" else 32)
-    if args.model == "language":
-        return compare_language(args)
+    args.batch = args.batch or {"trm": 32, "language": 12, "higgs": 8}[args.model]
+    if args.model != "trm":
+        return {"language": compare_language, "higgs": compare_higgs}[args.model](args)
     c = trm.Config(
         n_cells=args.cells, vocab=VOCAB, n_puzzles=1, n_difficulties=1, embed=args.embed, heads=args.heads,
         inner_multiple=args.inner, puzzle_embed=0, cycles_high=args.high, cycles_low=args.low, dtype=args.dtype,
