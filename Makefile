@@ -7,7 +7,7 @@ export CARGO_TARGET_DIR ?= $(CACHE)/cargo-target
 
 SOURCES := rust/Cargo.toml rust/Cargo.lock $(shell find rust/src -name '*.rs')
 STAMP := $(VENV)/.installed
-.PHONY: train trm-demo giblet-demo test test-all lint clean
+.PHONY: train trm-demo giblet-demo higgs-demo test test-all lint clean
 
 train: $(STAMP)
 	$(VENV)/bin/python -m jaxtrain.main --config=$(CONFIG) $(ARGS)
@@ -20,6 +20,10 @@ trm-demo: $(STAMP)
 # The multimodal autoencoder at a hundredth of its size: on 8 host devices, in 2 processes, resumed on another mesh.
 giblet-demo: $(STAMP)
 	$(VENV)/bin/python -m tools.demo_giblet $(ARGS)
+
+# The audio language model from nothing: a codec, a base on some classes of sound, adapters on others; it plays them.
+higgs-demo: $(STAMP)
+	$(VENV)/bin/python -m tools.demo_higgs $(ARGS)
 
 test: $(STAMP) lint
 	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo test --release --quiet --manifest-path rust/Cargo.toml
