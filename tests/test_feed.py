@@ -7,6 +7,7 @@ import types
 import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -189,6 +190,25 @@ def test_batches_come_in_order_with_their_position():
     with pytest.raises(StopIteration):  # again, not a wait without end
         next(stream)
     assert stream.waited > 0
+    stream.close()
+
+
+def test_the_next_batch_is_on_the_devices_while_a_step_computes():
+    """As in the loop: a step is started, and the batch after it is made and copied before that step is done."""
+    _, stream = make_feed()
+
+    @jax.jit
+    def step(x):
+        turned = jax.lax.fori_loop(0, 60, lambda _, a: jnp.tanh(a @ a), jnp.eye(1000) + x.sum() / 1e9)
+        return turned.sum()
+
+    jax.block_until_ready(step(next(stream)[1]["x"]))  # compiled
+    _, batch = next(stream)
+    out = step(batch["x"])
+    _, following = next(stream)
+    jax.block_until_ready(following)
+    assert not out.is_ready(), "the copy waited for the step"
+    out.block_until_ready()
     stream.close()
 
 
