@@ -136,11 +136,6 @@ def test_half_precision_keeps_norms_and_loss_in_float32(variables, batch):
     assert float(task.evaluate(variables, batch)["objective_loss"].total) == pytest.approx(float(exact.total), rel=0.03)
 
 
-def test_recomputing_layers_changes_no_gradient(variables, batch):
-    one, two = (grads_of(make_task(c), "objective_loss", variables, batch) for c in (TINY, replace(TINY, remat="full")))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), one, two)
-
-
 def test_pictures_show_input_and_augmentation_mel_up(batch):
     pictures = make_task(AUGMENTED).pictures(batch)
     assert {k: x.shape for k, x in pictures.items()} == dict.fromkeys(("input", "augmented"), (BATCH, 32, 64))
@@ -200,7 +195,7 @@ EVERY = replace(
     TINY, depth=2, heads=4, n_registers=1, drop_path=0.3, views=2, n_recordings=300, pool="patches",
     mask=bird.Mask(0.5, 2), mae=bird.Mae(0.7, DECODER), teacher=bird.Teacher(0.6, 0.5, DECODER),
     lejepa=bird.Lejepa(0.5, size=8, hidden=32, slices=16), diet=bird.Diet(0.4, rank=8, label_smoothing=0.1, chunk=3),
-    supervised=bird.Supervised(0.3, label_smoothing=0.1), augment=augment.Config(mixup=0.5, crop=0.5, gain=0.1),
+    supervised=bird.Supervised(0.3, label_smoothing=0.1), augment=augment.Config(mixup=0.5, gain=0.1),
 )  # fmt: skip
 ROWS = 32
 

@@ -19,15 +19,20 @@ FULL = replace(
 )
 
 
-def no_shard(x, *axes):
-    return x
+def quickly(f, *args):
+    """f(*args) by machine code that is soon there."""
+    return jax.jit(f).lower(*args).compile({"xla_backend_optimization_level": 0})(*args)
+
+
+def encode(c, params, x, **options):
+    return quickly(lambda p, x: vit.encode(c, p, x, **options), params, x)
 
 
 def params_of(c, seed=0):
     """Everything random, also what begins at ones and zeros."""
     table = vit.make_specs(c)
-    made = specs.materialise(table, jax.random.key(seed))
-    return jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), made)
+    rng = np.random.default_rng(seed)
+    return specs.map_specs(lambda path, s: (("scale" in path) + 0.3 * rng.normal(size=s.shape)).astype("f4"), table)
 
 
 def frames(c, n, seed=0):
@@ -89,13 +94,14 @@ def reference(c, params, x, visible=None):
     return np.stack([norm(z, p["scale"], p["bias"]) for z in t])
 
 
-@pytest.mark.parametrize("c", [TINY, FULL, replace(FULL, positions="learned")], ids=["plain", "all", "learned"])
-@pytest.mark.parametrize("partly", [False, True], ids=["whole", "visible"])
+@pytest.mark.parametrize(
+    ("c", "partly"), [(TINY, False), (TINY, True), (FULL, False), (FULL, True)], ids=["plain", "learned", "all", "visible"]
+)
 def test_equals_a_plain_encoder(c, partly):
     params, x = params_of(c), frames(c, 2)
     visible = np.array([[0, 3, 4, 7], [1, 2, 5, 6]]) if partly else None
     one_hot = jnp.asarray(np.eye(c.n_patches)[visible], jnp.float32) if partly else None
-    found = jax.jit(lambda p, x: vit.encode(c, p, x, no_shard, visible_bvn=one_hot))(params, x)
+    found = encode(c, params, x, visible_bvn=one_hot)
     for i in range(2):
         expected = reference(c, params, x[i], None if visible is None else visible[i])
         np.testing.assert_allclose(found.cls[i], expected[: c.n_cls], rtol=0, atol=2e-4)
@@ -130,9 +136,8 @@ def test_sizes_beside_a_preset_win():
 def test_nothing_reads_registers_and_they_are_read_by_layers():
     c = replace(TINY, n_registers=2)
     params, x = params_of(c), frames(c, 1)
-    encode = jax.jit(lambda p: vit.encode(c, p, x, no_shard))
-    one = encode(params)
-    other = encode({**params, "embed_registers": -params["embed_registers"]})
+    one = encode(c, params, x)
+    other = encode(c, {**params, "embed_registers": -params["embed_registers"]}, x)
     assert one.patches.shape == (1, c.n_patches, 32) and one.cls.shape == (1, 1, 32)
     assert float(jnp.abs(one.patches - other.patches).max()) > 1e-3
 
@@ -159,27 +164,24 @@ def test_a_row_skips_layers_with_the_rate_that_rises_with_depth():
 def test_a_row_that_skips_every_layer_is_its_patches_alone():
     params, x = params_of(TINY), frames(TINY, 2)
     keep = jnp.ones((2, 2, 2)).at[:, :, 1].set(0)
-    found = vit.encode(TINY, params, x, no_shard, keep_l2b=keep)
-    whole = vit.encode(TINY, params, x, no_shard)
+    found, whole = encode(TINY, params, x, keep_l2b=keep), encode(TINY, params, x)
     np.testing.assert_allclose(found.patches[0], whole.patches[0], rtol=0, atol=1e-5)
     blank = replace(TINY, depth=1)
     only = {**params, "blocks": jax.tree.map(lambda w: 0 * w[:1], params["blocks"])}
-    np.testing.assert_allclose(found.patches[1], vit.encode(blank, only, x, no_shard).patches[1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found.patches[1], encode(blank, only, x).patches[1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("word", ["full", "every 2", "save attention,mlp"])
-def test_recomputing_layers_changes_no_gradient(word):
+def test_recomputing_layers_changes_no_gradient():
     params, x = params_of(FULL), frames(FULL, 2)
     grads = [
-        jax.jit(jax.grad(lambda p, c=c: (vit.encode(c, p, x, no_shard).patches ** 2).sum()))(params)
-        for c in (FULL, replace(FULL, remat=word))
+        quickly(jax.grad(lambda p, c=c: (vit.encode(c, p, x).patches ** 2).sum()), params)
+        for c in (FULL, replace(FULL, remat="save attention,mlp"))
     ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), *grads)
 
 
 def test_half_precision_keeps_norms_in_float32():
-    found = vit.encode(replace(FULL, dtype="bfloat16"), params_of(FULL), frames(FULL, 2), no_shard)
-    exact = vit.encode(FULL, params_of(FULL), frames(FULL, 2), no_shard)
+    found, exact = (encode(replace(FULL, dtype=name), params_of(FULL), frames(FULL, 2)) for name in ("bfloat16", "float32"))
     assert found.cls.dtype == found.patches.dtype == jnp.float32
     assert 1e-4 < float(jnp.abs(found.cls - exact.cls).mean()) < 0.1
 

@@ -79,7 +79,7 @@ def test_the_average_and_an_untrained_encoder_are_others(trained):
     assert embed.load(str(trained), random=3).digest == random.digest != embed.load(str(trained), random=4).digest
 
 
-@pytest.mark.parametrize("views", [1, 2])
+@pytest.mark.parametrize("views", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupted_run_goes_on_and_ends_alike(trained, corpus, tmp_path, views, monkeypatch):
     model = embed.load(str(trained))
     whole = made(model, corpus, tmp_path / "whole", views=views)
