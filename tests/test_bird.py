@@ -19,6 +19,8 @@ from jaxtrain.types import Variables
 from jaxtrain.workloads import bird
 from loaders.base import Field
 
+# Machine code that is soon there rather than fast.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 TINY = bird.Config(n_classes=5, n_frames=64, n_mels=32, embed=32, depth=2, heads=4, dtype="float32")
 BATCH = 6
 
@@ -51,7 +53,7 @@ def batch():
 
 @pytest.fixture(scope="module")
 def variables():
-    return jax.jit(lambda key: specs.materialise(make_task(TINY).specs, key))(jax.random.key(1))
+    return jit(lambda key: specs.materialise(make_task(TINY).specs, key))(jax.random.key(1))
 
 
 @pytest.mark.parametrize("pool", bird.POOLS)
@@ -65,15 +67,15 @@ def test_flops_are_those_that_xla_counts(pool):
         **{name: jax.ShapeDtypeStruct((BATCH,), jnp.int32) for name in ("label", "index", "epoch")},
         "weight": jax.ShapeDtypeStruct((BATCH,), jnp.float32),
     }
-    forward = jax.jit(task.evaluate).lower(abstract, rows).compile().cost_analysis()["flops"]
+    forward = jit(task.evaluate).lower(abstract, rows).compile().cost_analysis()["flops"]
     assert bird.forward_flops(c) * BATCH == pytest.approx(forward, rel=0.05)
     # The first product needs no gradient of its input, which the factor 3 for a training step counts.
-    grad = jax.jit(jax.grad(lambda v, b: task.loss(v, b, None).loss.total)).lower(abstract, rows)
+    grad = jit(jax.grad(lambda v, b: task.loss(v, b, None).loss.total)).lower(abstract, rows)
     assert task.flops == pytest.approx(grad.compile().cost_analysis()["flops"], rel=0.05)
 
 
 def grads_of(task, name, variables, batch):
-    return jax.jit(jax.grad(lambda params: task.loss(Variables(params), batch, None).metrics[name].total))(variables.params)
+    return jit(jax.grad(lambda params: task.loss(Variables(params), batch, None).metrics[name].total))(variables.params)
 
 
 def test_the_probe_trains_nothing_but_itself(variables, batch):
@@ -91,7 +93,7 @@ def test_the_objective_trains_all_but_the_probe(variables, batch):
 def test_rows_without_weight_do_not_count(variables, batch):
     task = make_task(replace(TINY, augment=augment.Config(gain=0.1)))
     other = dict(batch, spectrogram=batch["spectrogram"].at[2].set(1e3), label=batch["label"].at[2].set(0))
-    loss = jax.jit(jax.value_and_grad(lambda params, b: task.loss(Variables(params), b, None).loss.total))
+    loss = jit(jax.value_and_grad(lambda params, b: task.loss(Variables(params), b, None).loss.total))
     jax.tree.map(np.testing.assert_array_equal, loss(variables.params, batch), loss(variables.params, other))
     for b in (batch, other):
         sums = task.evaluate(variables, b)
@@ -263,15 +265,14 @@ def test_the_teacher_begins_as_the_student_and_follows_it():
 def grads_of_every_loss():
     c = replace(EVERY, drop_path=0.0, augment=augment.Config(mixup=0.5))
     task = bird.make_task(config_lib.Config(model=c), alone(), 8)
-    made = jax.jit(lambda key: specs.materialise(task.specs, key))(jax.random.key(1))
+    made = jit(lambda key: specs.materialise(task.specs, key))(jax.random.key(1))
     batch = {name: jnp.asarray(x) for name, x in every_batch(3, 8).items()}
 
     def sums(params):
         out = task.loss(Variables(params, (), made.carry), batch, jax.random.key(2))
         return {name: m.total for name, m in out.metrics.items() if name.endswith("_loss")}
 
-    compiled = jax.jit(jax.jacrev(sums)).lower(made.params).compile({"xla_backend_optimization_level": 0})
-    return compiled(made.params)
+    return jit(jax.jacrev(sums))(made.params)
 
 
 @pytest.mark.parametrize("name", bird.OBJECTIVES)
@@ -310,7 +311,7 @@ def test_recordings_are_told_apart_by_their_number_under_mixup_too():
     head = jax.tree.map(np.asarray, variables.params["objective"]["diet"])
     batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items()} | {"index": jnp.asarray([0, n - 1, 5, 200_000])}
     batch["spectrogram"] = batch["spectrogram"][:, 0]
-    out = jax.jit(task.loss)(variables, batch, None)
+    out = jit(task.loss)(variables, batch, None)
     mixed = augment.augment(c.augment, 0, batch)
     x = bird.vit.encode(c, variables.params["encoder"], mixed.x, no_shard).cls[:, 0]
     low = np.maximum(np.asarray(x, np.float64) @ head["w_low"] + head["b_low"], 0)
@@ -341,7 +342,7 @@ def test_an_evaluation_tells_what_needs_no_training_batch():
     task = bird.make_task(config_lib.Config(model=c), no_shard, 4)
     made = specs.materialise(task.specs, jax.random.key(0))
     batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items()} | {"label": jnp.arange(4)}
-    found = {name: float(m.total / m.weight) for name, m in jax.jit(task.evaluate)(made, batch).items()}
+    found = {name: float(m.total / m.weight) for name, m in jit(task.evaluate)(made, batch).items()}
     total = sum(getattr(c, name).weight * found[f"{name}_loss"] for name in ("supervised", "mae", "teacher"))
     assert found["objective_loss"] == pytest.approx(total, rel=1e-5)
     features = bird.vit.encode(c, made.params["encoder"], batch["spectrogram"].reshape(8, 64, 32)).patches.mean(1)

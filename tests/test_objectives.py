@@ -1,5 +1,6 @@
 """Objectives against reference values: SIGReg and LeJEPA, masks and masked errors, the cross-entropy over recordings."""
 
+import functools
 import pathlib
 
 import jax
@@ -12,6 +13,8 @@ from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import masked, sigreg, vit
 from jaxtrain.nn.cross_entropy import cross_entropy
 
+# Machine code that is soon there rather than fast.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 DATA = pathlib.Path(__file__).parent / "data"
 
 
@@ -27,11 +30,11 @@ def lejepa(z, a, weight, lam):
 def test_sigreg_and_lejepa_equal_the_reference(name):
     g = golden(f"sigreg/{name}.npz")
     weight, lam = jnp.ones(g["z"].shape[1]), float(g["lam"])
-    value, grad = jax.jit(jax.value_and_grad(sigreg.sigreg))(g["z"], g["A"], weight)
+    value, grad = jit(jax.value_and_grad(sigreg.sigreg))(g["z"], g["A"], weight)
     np.testing.assert_allclose(value, g["sigreg"], rtol=1e-5)
     np.testing.assert_allclose(grad, g["grad_sigreg"], rtol=0, atol=1e-5 * np.abs(g["grad_sigreg"]).max())
     np.testing.assert_allclose(sigreg.invariance(g["z"], weight), g["inv"], rtol=1e-5)
-    value, grad = jax.jit(jax.value_and_grad(lejepa))(g["z"], g["A"], weight, lam)
+    value, grad = jit(jax.value_and_grad(lejepa))(g["z"], g["A"], weight, lam)
     np.testing.assert_allclose(value, g["total"], rtol=1e-5)
     np.testing.assert_allclose(grad, g["grad_total"], rtol=0, atol=1e-5 * np.abs(g["grad_total"]).max())
 
@@ -49,7 +52,7 @@ def test_sigreg_is_of_the_global_batch_where_data_is_split(name):
 
     part = jax.P(None, "data")
     split = jax.shard_map(local, mesh=mesh, in_specs=(part, jax.P("data")), out_specs=(jax.P(), part), axis_names={"data"})
-    value, grad = jax.jit(split)(g["z"], jnp.ones(g["z"].shape[1]))
+    value, grad = jit(split)(g["z"], jnp.ones(g["z"].shape[1]))
     np.testing.assert_allclose(value, g["total"], rtol=1e-5)
     np.testing.assert_allclose(grad, g["grad_total"], rtol=0, atol=1e-5 * np.abs(g["grad_total"]).max())
     halves = [float(sigreg.sigreg(g["z"][:, i::2], g["A"], jnp.ones(g["z"].shape[1] // 2))) for i in range(2)]
@@ -93,7 +96,7 @@ def test_masked_error_equals_the_reference():
 def test_masks_are_blocks_of_an_exact_number(grid, n_masked, block):
     n, rows = grid[0] * grid[1], 200
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(rows))
-    masks = jax.jit(masked.draw_masks, static_argnums=(1, 2, 3))(keys, grid, n_masked, block)
+    masks = jit(masked.draw_masks, static_argnums=(1, 2, 3))(keys, grid, n_masked, block)
     hidden, visible = np.asarray(masks.masked), np.asarray(masks.visible)
     assert set(np.unique(hidden)) == {0, 1} and (hidden.sum(1) == n_masked).all()
     for m, v in zip(hidden, visible, strict=True):
@@ -106,7 +109,7 @@ def test_masks_are_blocks_of_an_exact_number(grid, n_masked, block):
     together = (pairs[:, 1:] == pairs[:, :-1]).mean()
     share = n_masked / n
     assert together > share**2 + (1 - share) ** 2 + 0.02
-    singles = jax.jit(masked.draw_masks, static_argnums=(1, 2, 3))(keys, grid, n_masked, 1).masked
+    singles = jit(masked.draw_masks, static_argnums=(1, 2, 3))(keys, grid, n_masked, 1).masked
     loose = np.asarray(singles).reshape(rows, *grid)
     assert abs((loose[:, 1:] == loose[:, :-1]).mean() - (share**2 + (1 - share) ** 2)) < 0.05
 
@@ -144,7 +147,7 @@ def test_smoothed_labels_over_a_part_of_a_table(mesh):
             x, w, jnp.asarray(label), jnp.asarray(weight), shard, smoothing=0.3, z_loss=0.1, chunk=5, size=37
         ).loss
 
-    value, (dx, dw) = jax.jit(jax.value_and_grad(ours, (0, 1)))(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32))
+    value, (dx, dw) = jit(jax.value_and_grad(ours, (0, 1)))(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32))
     logits = x @ w[:37].T
     lse = np.log(np.exp(logits).sum(-1))
     target = 0.7 * np.eye(37)[label] + 0.3 / 37
