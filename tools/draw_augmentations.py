@@ -1,4 +1,4 @@
-"""Draws what jaxtrain.nn.augment does to a recording: python -m tools.draw_augmentations [--out docs/augmentations.png]
+"""Draws what jaxtrain.nn.augment does to a recording: python -m tools.draw_augmentations [--out tools/augmentations.png]
 
 Each row is one augmentation alone, as it is drawn for the same recording in three epochs; below them all together. Partners of
 mixup and backgrounds are other recordings. Without --data it draws the built-in demo birds.
@@ -58,7 +58,7 @@ def draw(rows: np.ndarray, *, seed: int = 0) -> Image.Image:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="demo")
-    parser.add_argument("--out", default="docs/augmentations.png")
+    parser.add_argument("--out", default="tools/augmentations.png")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     config = spectrogram.Config(train=args.data, label="", test_share=0.0)

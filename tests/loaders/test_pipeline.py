@@ -540,9 +540,10 @@ def test_ctrl_c_ends_a_wait_within_half_a_second(slow, tmp_path):
         pipeline = _rust.Pipeline(
             index, rows=np.arange(1), batch={SLOW["batch"]}, ranges=[(0, {SLOW["batch"]})], seed=0, train=True, threads=2)
         pipeline.seek(0)
-        print("waiting", flush=True)
         try:
-            pipeline.next()
+            print("waiting", flush=True)
+            while True:
+                pipeline.next()
         except KeyboardInterrupt:
             print(time.monotonic(), flush=True)
         """,
