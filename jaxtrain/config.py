@@ -362,9 +362,16 @@ class Config:
     guard: Guard = field(default_factory=Guard)  # [section]
     preemption: Preemption = field(default_factory=Preemption)  # [section]
     distributed: Distributed = field(default_factory=Distributed)  # [section]
+    compiler: dict[str, Any] = field(default_factory=dict)  # [option: value] of XLA, over those of jaxtrain/compiler.py
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Mistakes that only show between sections."""
+        for name, value in self.compiler.items():
+            if not name.startswith("xla_"):
+                near = f"; say {name.lstrip('-')}" if name.startswith("--xla_") else ""
+                yield f"compiler.{name}", f"is no option of XLA: their names begin with xla_{near}"
+            elif not isinstance(value, bool | int | float | str):
+                yield f"compiler.{name}", f"is {value!r} ({type(value).__name__}); true or false, a number or a text is wanted"
         if self.seed < 0 or self.seed >= 2**32:
             yield "seed", f"is {self.seed}; it must lie in [0, 2**32)"
         split = self.mesh.rules.get("batch", "data,fsdp").rstrip("?").split(",")
@@ -586,7 +593,7 @@ def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) 
     if dataclasses.is_dataclass(kind):
         return _build(kind, _literal(value), path, problems)
     if kind is Any:
-        return value
+        return _literal(value)
     if kind is str:
         if isinstance(value, str):
             return str(value)

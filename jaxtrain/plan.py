@@ -9,6 +9,7 @@ Nothing here makes an array. What a device holds between steps is exact: the sum
 TPUs pad to. Compiling for a TPU needs the package libtpu (extra: topology) and no TPU.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -18,7 +19,6 @@ import pathlib
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from jax.interpreters import partial_eval
 
-from jaxtrain import chips, feed, hlo, liveness, lora, optim, specs
+from jaxtrain import chips, compiler, feed, hlo, liveness, lora, optim, specs
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
@@ -331,14 +331,32 @@ def tpu_devices(target: Target) -> list[Any]:
         raise PlanError(f"--plan={target.name}: libtpu knows no such topology: {str(error).splitlines()[0]}") from error
 
 
+def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any]:
+    """What a step for the target is compiled with. Raises ConfigError for options that a compiler at hand refuses."""
+    if target.here:
+        device = jax.local_devices()[0]
+        kind = device.device_kind
+    else:
+        kind, device = target.chip.kind, None
+        if target.topology and importlib.util.find_spec("libtpu"):
+            device = tpu_devices(target)[0]
+        elif not target.topology:
+            with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave CPUs out
+                device = jax.devices("cpu")[0]  # jaxlib's own compiler knows the options for GPUs by name
+    return compiler.options(config.compiler, kind, count=target.count, device=device)
+
+
 def compiled(assembly: Assembly, stage: Hashable, *, options: Mapping[str, Any] | None = None) -> Compiled:
-    """Compiles the step on the assembly's real mesh. Raises PlanError when the compiler finds that it does not fit."""
+    """Compiles the step on the assembly's real mesh, with the options of a run; ``options`` come over them.
+
+    Raises PlanError when the compiler finds that it does not fit, ConfigError when it refuses an option of the config.
+    """
     began = time.perf_counter()
+    own, mesh = assembly.config.compiler, assembly.layout.mesh
+    device = mesh.devices.flat[0]
+    options = {**compiler.options(own, device.device_kind, count=mesh.size, device=device), **(options or {})}
     try:
-        with warnings.catch_warnings():
-            # What is compiled for devices elsewhere goes into the cache of programs, but cannot be read from it.
-            warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
-            program = assembly.trace(stage).lower().compile(compiler_options=dict(options or {}))
+        program = compiler.compile(assembly.trace(stage).lower(), options, own)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -368,8 +386,10 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     lines, problems = [], []
     mesh = dict(assembly.layout.mesh.shape)
     count = specs.count(assembly.task.specs.params)
-    lines += [f"{count:,} parameters on {target.name}, mesh {_mesh(mesh)}, {config.train.batch} rows a step", ""]
-
+    lines += [f"{count:,} parameters on {target.name}, mesh {_mesh(mesh)}, {config.train.batch} rows a step"]
+    if options := compiler_options(config, target):
+        lines += [f"compiled with {', '.join(f'{name}={value}' for name, value in options.items())}"]
+    lines += [""]
     lines += ["held by each device between steps"]
     parts = held(assembly.plan, assembly.layout, tiled=target.tiled)
     lines += [f"  {name:28}{_bytes(size):>12}" for name, size in parts.items() if size]

@@ -14,7 +14,7 @@ import jax
 import optax
 
 from jaxtrain import checkpoint as checkpoint_lib
-from jaxtrain import cluster, distributed, feed, gce, lora, metrics, optim, rendezvous, specs, warm_start
+from jaxtrain import cluster, compiler, distributed, feed, gce, lora, metrics, optim, rendezvous, specs, warm_start
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import plan as plan_lib
@@ -87,6 +87,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     # 2. Devices, and the rules by which arrays live on them.
     mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
     layout = layout_lib.make_layout(mesh, config.mesh.rules)
+    options = compiler.options(config.compiler, mesh.devices.flat[0].device_kind, count=mesh.size, device=mesh.local_devices[0])
     start_up.done("processes and devices")
 
     # 3. What is trained, and how.
@@ -175,7 +176,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         return assembly._replace(plan=plan._replace(batch=batches[shape])).trace(stage).lower()
 
     def compiled(program: tuple[Hashable, int]) -> Callable:
-        return lowered(program).compile()
+        return compiler.compile(lowered(program), options, config.compiler)
 
     evaluations = [step_lib.make_eval_step(task, layout).lower(plan.state.variables, batch) for batch in test_batches]
     alike = {"data": json.dumps(loader.state(0)), "evaluation": "".join(x.as_text() for x in evaluations)}
@@ -191,7 +192,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         )
     if programs.starts:
         programs.at(step)
-    eval_steps = [evaluation.compile() for evaluation in evaluations]
+    eval_steps = [compiler.compile(evaluation, options, config.compiler) for evaluation in evaluations]
     stops = [step_lib.put_stop(layout, asked) for asked in (False, True)]
     peak, peak_source = metrics.peak_flops()
     start_up.done("compilation")

@@ -119,6 +119,17 @@ def test_a_file_takes_an_argument_with_any_text():
     assert load(source="configs/toy.py:/data/a:b=c").model.text == "/data/a:b=c"
 
 
+def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla():
+    assert load("--config.compiler.xla_a=true", "--config.compiler.xla_b=98304", "--config.compiler.xla_c=/d").compiler == {
+        "xla_a": "true",
+        "xla_b": 98304,
+        "xla_c": "/d",
+    }
+    found = mistakes("--config.compiler.--xla_a=1", "--config.compiler.fast=1", "--config.compiler.xla_b=(1, 2)")
+    assert "say xla_a" in found["compiler.--xla_a"] and "begin with xla_" in found["compiler.fast"]
+    assert found["compiler.xla_b"] == "is (1, 2) (tuple); true or false, a number or a text is wanted"
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
@@ -378,7 +389,7 @@ def test_a_saved_config_can_be_read_again(here):
 
 def sections():
     """Every dataclass of a real run's config."""
-    own = [f.default_factory for f in dataclasses.fields(Config) if f.default_factory is not dataclasses.MISSING]
+    own = [f.default_factory for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default_factory)]
     parts = [bird.Supervised, bird.Mask, bird.Mae, bird.Lejepa, bird.Diet, bird.Teacher, augment.Config, masked.Decoder]
     return [Config, Group, bird.Config, *parts, language.Config, Rope, spectrogram.Config, *own]
 

@@ -12,7 +12,7 @@ FLOORS = (
     {"plan"},
     {"state", "step", "feed", "checkpoint", "warm_start"},
     {"workloads"},
-    {"layout", "specs", "optim", "rules", "lora", "environments", "metrics", "distributed", "nn"},
+    {"layout", "specs", "optim", "rules", "lora", "environments", "metrics", "distributed", "nn", "compiler"},
     {"types", "config", "checksums", "stored", "cluster", "rendezvous", "gce", "chips", "hlo", "liveness"},
 )
 # Neighbours on one floor, and why.

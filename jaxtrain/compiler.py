@@ -1,0 +1,124 @@
+"""Options for XLA's compilers: the one table of what a step is compiled with on which devices, and what a config adds.
+
+They go along with the compilation. In XLA_FLAGS or LIBTPU_INIT_ARGS a name that the installed version does not know ends the
+process; here the compiler is asked first, with a program of no size: what it refuses of the table is left out, and what it
+refuses of a config is an error that names it.
+
+Looked at and left out, since no chip was there to time them (libtpu 0.0.51, an FSDP step of eight scanned layers):
+``xla_tpu_enable_data_parallel_all_reduce_opt`` compiles the same program, on two slices of v4 or v5e too;
+``xla_tpu_scoped_vmem_limit_kib=98304`` makes a v6e's temporaries 2.2 times as large.
+"""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jaxtrain.config import ConfigError
+
+log = logging.getLogger("jaxtrain")
+PLATFORMS = ("tpu", "gpu", "cpu")  # options of one of them begin with xla_tpu_ and so on
+
+
+class Option(NamedTuple):
+    name: str
+    value: bool | int | str
+    kinds: tuple[str, ...]  # what JAX's device_kind begins with
+
+
+# All of them move collectives: they are for programs of several devices.
+TABLE = (
+    # Collectives begin early and end late, with computation between. JAX's documentation has it off unless it is asked for;
+    # NVIDIA's images of JAX ask for it.
+    Option("xla_gpu_enable_latency_hiding_scheduler", True, ("NVIDIA",)),
+    # The same for TPUs. Newer libtpu do so unasked (0.0.51: the same program), and without it no gather of an FSDP step of the
+    # bird model on v5e was fused with a product.
+    Option("xla_tpu_enable_latency_hiding_scheduler", True, ("TPU",)),
+    # Gathers go on inside the products that are scheduled between their begin and their end, through several of them. Newer
+    # libtpu do so unasked on v5e; on v4, v5p and v6e they refuse a step that gathers with it, as "not supported".
+    Option("xla_enable_async_all_gather", True, ("TPU v5 lite",)),
+    Option("xla_tpu_enable_async_collective_fusion", True, ("TPU v5 lite",)),
+    Option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True, ("TPU v5 lite",)),
+    Option("xla_tpu_enable_async_collective_fusion_multiple_steps", True, ("TPU v5 lite",)),
+)
+
+
+def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None) -> dict[str, Any]:
+    """What a step for ``count`` devices of a ``device_kind`` is compiled with: the table's options, and over them ``own``.
+
+    Options of another platform in ``own`` are not for these devices, and the log says so: one config may have those of several.
+
+    Args:
+      device: whose compiler is asked, which need not exist (a topology's); None = none is.
+
+    Raises ConfigError with each of ``own`` that the compiler refuses.
+    """
+    platform = "tpu" if kind.startswith("TPU") else "cpu" if kind == "cpu" else "gpu"
+    elsewhere = tuple(f"xla_{p}_" for p in PLATFORMS if p != platform)
+    table = {o.name: o.value for o in TABLE if count > 1 and kind.startswith(o.kinds)}
+    wanted = {name: _value(value) for name, value in own.items() if not name.startswith(elsewhere)}
+    if others := own.keys() - wanted.keys():
+        log.info("compiler options that are not for %s: %s", kind, ", ".join(sorted(others)))
+    if device is None:
+        return table | wanted
+    refused = _refused(table | wanted, device)
+    if problems := [
+        (f"compiler.{name}", f"is {own[name]!r}, and the compiler for {kind} refuses it: {why}; correct it, or leave it out")
+        for name, why in refused.items()
+        if name in wanted
+    ]:
+        raise ConfigError(problems)
+    for name, why in refused.items():
+        log.info("compiled without %s, which this version refuses: %s", name, why)
+    return {name: value for name, value in (table | wanted).items() if name not in refused}
+
+
+def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any]) -> jax.stages.Compiled:
+    """Compiles with ``options``. Raises ConfigError when the compiler objects to the program, and ``own`` is part of them.
+
+    What is well for a program of no size can be refused for a larger one. A program that is too large is a JaxRuntimeError
+    (RESOURCE_EXHAUSTED), as it is without options.
+    """
+    try:
+        return _compile(lowered, options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error) or not own.keys() & options.keys():
+            raise
+        text = f"is {dict(own)}, and with it a step does not compile: {str(error).splitlines()[0]}; leave out what is to blame"
+        raise ConfigError([("compiler", text)]) from error
+
+
+def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
+    with warnings.catch_warnings():
+        # What is compiled for devices elsewhere goes into the cache of programs, but cannot be read from it.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+        return lowered.compile(compiler_options=dict(options))
+
+
+def _refused(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
+    """Option -> why the device's compiler will not have it."""
+    if not options:
+        return {}
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    lowered = jax.jit(lambda x: x + 1).trace(x).lower()
+
+    def refusal(options: Mapping[str, Any]) -> str:
+        try:
+            _compile(lowered, options)
+        except jax.errors.JaxRuntimeError as error:
+            return str(error).splitlines()[0].rstrip(": ")
+        return ""
+
+    if not refusal(options):
+        return {}
+    each = {name: refusal({name: value}) for name, value in options.items()}
+    return {name: why for name, why in each.items() if why}
+
+
+def _value(value: Any) -> Any:
+    """From a command line or a file; of switches, XLA for CPUs and GPUs knows no texts."""
+    return {"true": True, "false": False}.get(value.lower(), str(value)) if isinstance(value, str) else value

@@ -1,0 +1,82 @@
+"""Options of the compilers: known to those that are installed, refused by name where they are not, and passed on."""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from test_train import corpus, folder, run  # noqa: F401
+
+from jaxtrain import compiler, config, plan, train
+
+ROOT = pathlib.Path(__file__).parent.parent
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the extra topology is not installed")
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+
+
+@needs_libtpu
+@pytest.mark.parametrize("target", ["tpu:v4:2x2x1", "tpu:v5e:2x2", "tpu:v5p:2x2x1", "tpu:v6e:2x2"])
+def test_libtpu_knows_every_option_of_the_table(target):
+    device = plan.tpu_devices(plan.parse_target(target))[0]
+    wanted = {o.name: o.value for o in compiler.TABLE if device.device_kind.startswith(o.kinds)}
+    assert wanted and compiler.options({}, device.device_kind, count=4, device=device) == wanted
+    assert compiler.options({}, device.device_kind, count=1, device=device) == {}, "one chip moves nothing"
+    with pytest.raises(config.ConfigError) as error:
+        compiler.options({"xla_tpu_fast": "True", "xla_gpu_x": 1}, device.device_kind, count=4, device=device)
+    assert [path for path, _ in error.value.problems] == ["compiler.xla_tpu_fast"]
+
+
+def test_jaxlib_knows_every_option_for_gpus_and_a_config_comes_over_the_table():
+    cpu, kind = jax.devices()[0], "NVIDIA H100 80GB HBM3"
+    assert compiler.options({}, kind, count=8, device=cpu) == {SCHEDULER: True}
+    assert compiler.options({SCHEDULER: "false"}, kind, count=8, device=cpu) == {SCHEDULER: False}
+    with pytest.raises(config.ConfigError, match=rf"(?s)compiler.{SCHEDULER} is 'fast', .*compiler.xla_gpu_fast is 1, .*leave"):
+        compiler.options({"xla_gpu_fast": 1, SCHEDULER: "fast"}, kind, count=8, device=cpu)
+
+
+def test_an_option_of_the_table_that_a_version_does_not_know_is_left_out_and_told(monkeypatch, caplog):
+    monkeypatch.setattr(compiler, "TABLE", (*compiler.TABLE, compiler.Option("xla_gpu_of_tomorrow", True, ("NVIDIA",))))
+    with caplog.at_level("INFO", "jaxtrain"):
+        assert compiler.options({}, "NVIDIA H100", count=8, device=jax.devices()[0]) == {SCHEDULER: True}
+    assert "compiled without xla_gpu_of_tomorrow" in caplog.text
+
+
+@needs_libtpu
+def test_what_only_a_real_program_shows_to_be_wrong_names_the_options():
+    """Gathers inside products: v4 takes the option, and refuses a program that has both."""
+    devices = plan.tpu_devices(plan.parse_target("tpu:v4:2x2x1"))
+    mesh = Mesh(np.array(devices), ("fsdp",))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    x, w = (jax.ShapeDtypeStruct((n, 1024), jnp.bfloat16, sharding=sharding) for n in (4096, 1024))
+    lowered = jax.jit(lambda x, w: jnp.tanh(x @ w) @ w, out_shardings=sharding).trace(x, w).lower()
+    own = {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True}
+    options = compiler.options(own, "TPU v4", count=4, device=devices[0])
+    with pytest.raises(config.ConfigError, match="config.compiler is .*fuse_all_gather.*does not compile: .*not supported"):
+        compiler.compile(lowered, options, own)
+
+
+def test_a_run_says_what_is_wrong_before_any_data_is_read(tmp_path):
+    boards = "({'kind': 'sudoku4', 'n_train': 20, 'n_test': 5, 'blanks': (3, 6)},)"
+    overrides = [("data.sources", boards), ("workdir", str(tmp_path)), ("compiler.xla_cpu_fast", "true")]
+    with pytest.raises(
+        config.ConfigError, match="config.compiler.xla_cpu_fast is 'true', and the compiler for cpu refuses it: "
+    ):
+        train.run(config.load(f"{ROOT}/configs/trm_sudoku.py:4x4", overrides))
+
+
+@pytest.mark.slow  # it compiles all anew: programs in the cache leave no dump
+def test_a_run_compiles_its_step_with_them(folder, corpus):  # noqa: F811
+    run(
+        folder,
+        f"tiny.py:{corpus}",
+        f"--config.compiler.xla_dump_to={folder / 'hlo'}",
+        "--config.compiler.xla_tpu_scoped_vmem_limit_kib=98304",  # another platform's
+        "--config.compiler.xla_backend_optimization_level=0",
+        "--config.model.depth=1",
+        "--config.train.steps=1",
+        JAX_ENABLE_COMPILATION_CACHE="false",
+    )
+    assert any("jit_step" in path.name for path in (folder / "hlo").iterdir())
