@@ -43,9 +43,10 @@ def attention(
 
     Args:
       segments_bt: int32; documents that do not see each other.
-      platform: "cpu", "gpu" or "tpu"; None = where this process runs.
+      platform: "cpu", "gpu" or "tpu"; None = that of `jax.default_device`, else where this process runs.
     """
-    platform = platform or jax.default_backend()
+    device = jax.config.jax_default_device
+    platform = platform or getattr(device, "platform", device) or jax.default_backend()
     if platform == "gpu" and q_bthk.dtype in (jnp.bfloat16, jnp.float16):
         mask = None if segments_bt is None else same_segment(segments_bt, segments_bt)[:, None]
         left = (window - 1, 0 if causal else window - 1) if window else None

@@ -1,0 +1,259 @@
+"""What is measured: the five workloads by their own configs, at sizes for a large GPU and at small ones for a CPU.
+
+A case is a config file with overrides. At full size the first of its choices is taken that fits by the plan; the data are made
+here (`Data`), need no network, and are what the loaders read in any run: the batch that is timed comes from the loader.
+"""
+
+import functools
+import importlib
+import itertools
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxtrain import config as config_lib
+from jaxtrain import feed, specs
+from jaxtrain import layout as layout_lib
+from jaxtrain import plan as plan_lib
+from jaxtrain import state as state_lib
+from jaxtrain import step as step_lib
+from jaxtrain.types import Batch
+from loaders import demo, tokens
+
+ROOT = pathlib.Path(__file__).parents[2]
+ROOM = 0.9  # [share] of a device's memory that the plan may fill: its estimate is no bound
+Overrides = Mapping[str, str]
+
+
+class Data:
+    """Corpora in a folder, each made at its first use."""
+
+    def __init__(self, folder: pathlib.Path, *, small: bool):
+        self.folder, self.small = folder, small
+
+    @functools.cached_property
+    def birds(self) -> str:
+        """The demo's recordings: Vorbis, MP3, FLAC and WAV, 3 to 60 s."""
+        return str(demo.ensure(n_train=24, n_test=8) if self.small else demo.ensure())
+
+    @functools.cached_property
+    def tokens(self) -> str:
+        """Documents of random tokens, 600 long on average, as tools/make_tokens.py writes them."""
+        vocab, n = (512, 200) if self.small else (128_000, 4_000)
+        folder = self.folder / f"tokens-{vocab}"
+        folder.mkdir(parents=True, exist_ok=True)
+        rng = np.random.default_rng(0)
+        lengths = np.clip(rng.lognormal(6.0, 0.9, n), 16, 8_000).astype(int) // (20 if self.small else 1) + 2
+        documents = [rng.integers(0, vocab, length) for length in lengths]
+        entry = tokens.write_shard(folder, "0", documents, 4 * lengths, tokens.token_dtype(vocab))
+        tokens.write_about(folder, vocab=vocab, eos=None, tokenizer=None, shards=[entry])
+        return str(folder)
+
+
+class Case(NamedTuple):
+    name: str
+    model: str  # workload, as --models names it
+    source: Callable[[Data], str]  # config file and its argument
+    common: Callable[[Data], Overrides]
+    choices: Sequence[Overrides]  # at full size, the best first
+    small: Overrides
+    unit: str  # of what is counted a second: rows, or tokens where the task has them
+
+    def config(self, data: Data, choice: Overrides, more: Overrides | None = None) -> config_lib.Config:
+        """Raises ConfigError."""
+        sizes = self.small if data.small else choice
+        chosen = {**self.common(data), **sizes, **(more or {}), "workdir": str(data.folder / "runs")}
+        return config_lib.load(f"{ROOT}/{self.source(data)}", chosen.items())
+
+
+def _each(name: str, values: Sequence[Any], **rest: str) -> list[Overrides]:
+    return [{name: str(value), **{k.replace("__", "."): v for k, v in rest.items()}} for value in values]
+
+
+_TINY = {"model.embed": "64", "model.depth": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "16",
+         "model.mlp": "128", "model.vocab": "512", "model.remat": "none", "model.dtype": "float32"}  # fmt: skip
+_TINY_VIT = {"model.embed": "64", "model.depth": "2", "model.heads": "4", "model.patch": "(32, 32)", "model.dtype": "float32",
+             "train.batch": "8"}  # fmt: skip
+_TINY_GIBLET = {
+    **{f"model.{name}": "(32, 16)" for name in ("audio_widths", "text_widths", "decode_video_widths", "decode_audio_widths")},
+    "model.decode_text_widths": "(32, 16)", "model.video_widths": "(32, 16, 16)", "model.trunk_widths": "(64, 64)",
+    "model.decoder_widths": "(64, 64, 32, 32)", "model.bottleneck": "32", "model.head_width": "64", "train.batch": "8",
+}  # fmt: skip
+
+
+def _vit(preset: str) -> Case:
+    return Case(
+        f"vit-{preset}",
+        "bird",
+        lambda data: f"configs/xcm.py:{data.birds}",
+        lambda data: {"train.accumulate": "1", "model.preset": preset},
+        _each("train.batch", (2048, 1536, 1024, 768, 512, 256, 128)),
+        _TINY_VIT,
+        "spectrograms",
+    )
+
+
+def _language(context: int, batches: Sequence[int]) -> Case:
+    return Case(
+        f"lm-1b-{context // 1024}k",
+        "language",
+        lambda data: "configs/lm.py:llama-3.2-1b",
+        lambda data: {
+            "data.sources": f"({{'path': {data.tokens!r}}},)",
+            **{f"{section}.context": str(128 if data.small else context) for section in ("model", "data")},
+        },
+        [*_each("train.batch", batches, model__remat="none"), *_each("train.batch", batches, model__remat="full")],
+        {**_TINY, "train.batch": "8"},
+        "tokens",
+    )
+
+
+CASES = (
+    _vit("s"),
+    _vit("b"),
+    _language(2048, (16, 8, 4)),
+    _language(8192, (4, 2, 1)),
+    Case(
+        "trm",
+        "trm",
+        lambda data: "configs/trm_sudoku.py:4x4" if data.small else "configs/trm_sudoku.py",
+        lambda data: {} if data.small else {"data.sources": "({'n_train': 1000, 'n_test': 16},)"},
+        [*_each("train.accumulate", (1, 2, 4), train__batch="768")],
+        {"data.sources": "({'kind': 'sudoku4', 'n_train': 64, 'n_test': 16, 'views': 0},)", "model.embed": "32",
+         "model.puzzle_embed": "32", "train.batch": "16"},
+        "rows",
+    ),
+    Case(
+        "higgs-lora",
+        "higgs",
+        lambda data: "configs/higgs.py:blank",
+        lambda data: {},
+        _each("model.depth", (28, 24, 20, 16, 12, 8, 4)),
+        {**_TINY, "train.batch": "2", "train.accumulate": "1"},
+        "tokens",
+    ),
+    Case(
+        "giblet",
+        "giblet",
+        lambda data: "configs/giblet.py:demo" if data.small else "configs/giblet.py:blank",
+        lambda data: {},
+        [
+            {},
+            {"model.param_dtype": "bfloat16"},
+            {"model.param_dtype": "bfloat16", "optim.moments": "bfloat16"},
+            {"model.param_dtype": "bfloat16", "optim.moments": "int8"},
+            {"model.param_dtype": "bfloat16", "optim.name": "adafactor"},
+            {"model.param_dtype": "bfloat16", "optim.name": "adafactor", "model.video_widths": "(2048, 2048, 1024)"},
+        ],
+        _TINY_GIBLET,
+        "rows",
+    ),
+)  # fmt: skip
+MODELS = tuple(dict.fromkeys(case.model for case in CASES))
+
+
+class Chosen(NamedTuple):
+    """A case, put together on one device."""
+
+    assembly: plan_lib.Assembly
+    estimate: plan_lib.Estimate
+    choice: Overrides
+
+    @property
+    def stage(self) -> Any:
+        """The last one, of which task.flops are."""
+        return self.assembly.task.stage(self.assembly.config.train.steps - 1)
+
+
+def on(device: jax.Device) -> jax.sharding.Mesh:
+    return layout_lib.make_mesh(1, 1, 1, devices=[device])
+
+
+def choose(case: Case, data: Data, device: jax.Device) -> Chosen:
+    """The first choice that fits by the plan, else the last one. Raises ConfigError."""
+    memory = plan_lib.parse_target("").memory
+    for choice in [{}] if data.small else case.choices:
+        found = put_together(case.config(data, choice), device, choice)
+        if found.estimate.peak <= ROOM * memory:
+            break
+    return found
+
+
+def put_together(config: config_lib.Config, device: jax.Device, choice: Overrides) -> Chosen:
+    """Raises LayoutError and OptimError."""
+    assembly = plan_lib.assemble(config, on(device))
+    traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
+    return Chosen(assembly, plan_lib.estimate(assembly, traced, plan_lib.parse_target("")), choice)
+
+
+def smaller(chosen: Chosen) -> config_lib.Config | None:
+    """The same with half the rows in a microbatch, for what does not fit though the plan says so; None: there are no halves."""
+    config = chosen.assembly.config
+    rows = config.train.batch // config.train.accumulate
+    if rows % 2:
+        return None
+    return replace(config, train=replace(config.train, batch=config.train.batch // 2))
+
+
+def first_batch(assembly: plan_lib.Assembly) -> Batch:
+    """A training batch of the loader, on the device; of the largest shape where there are several."""
+    return batches(assembly, 1)[0]
+
+
+def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
+    """The first ones of the largest shape."""
+    config, rows = assembly.config, feed.rows_for(assembly.plan.batch)
+    loader = importlib.import_module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
+    found: list[Batch] = []
+    try:
+        shapes = feed.shapes(loader)
+        for position in itertools.count():
+            if shapes.at(position) == len(shapes.fields) - 1:
+                loader.seek(position)
+                found.append(feed.put(next(loader)[1], assembly.plan.batch, rows))
+            if len(found) == n:
+                return found
+    finally:
+        loader.close()
+
+
+def compiled(chosen: Chosen) -> jax.stages.Compiled:
+    return chosen.assembly.trace(chosen.stage).lower().compile()
+
+
+class Steps:
+    """A compiled step with a state of its own, on one batch that stays where it is."""
+
+    def __init__(self, chosen: Chosen, batch: Batch, program: Callable | None = None):
+        self.assembly, self.batch = chosen.assembly, batch
+        a = self.assembly
+        self.program = program or compiled(chosen)
+        self._go_on = step_lib.put_stop(a.layout, False)
+        self.state = state_lib.init_state(a.task, a.tx, a.plan, jax.random.key(a.config.seed))
+
+    def __call__(self, batch: Batch | None = None) -> step_lib.Metrics:
+        """Starts a step; waits for nothing."""
+        self.state, out = self.program(self.state, self.batch if batch is None else batch, self._go_on)
+        return out
+
+    def seconds(self, at_least: float, *, n: int = 3) -> float:
+        """Of a step on average, over as many as take ``at_least`` seconds, and ``n``; after two that do not count."""
+        jax.block_until_ready([self() for _ in range(2)])
+        begin = time.perf_counter()
+        jax.block_until_ready([self() for _ in range(n)])
+        each = (time.perf_counter() - begin) / n
+        n = max(n, round(at_least / each))
+        begin, last = time.perf_counter(), None
+        for _ in range(n):
+            last = self()
+        jax.block_until_ready(last)
+        return (time.perf_counter() - begin) / n
+
+
+def parameters(chosen: Chosen) -> int:
+    return specs.count(chosen.assembly.task.specs.params) + specs.count(chosen.assembly.task.specs.frozen)

@@ -1,0 +1,91 @@
+"""One case at full speed: steps a second, memory beside the plan's prediction, time to compile, and a profile of its step."""
+
+import pathlib
+import tempfile
+import time
+from typing import Any
+
+import jax
+
+from jaxtrain import metrics
+from tools.chip import cases, trace
+
+
+def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, float]:
+    """The program, and the seconds that tracing and compiling it took: with an empty cache of programs, and from the cache.
+
+    To be called in a process that has a cache folder of its own (`gpu_check`).
+    """
+    begin = time.perf_counter()
+    program = cases.compiled(chosen)
+    cold = time.perf_counter() - begin
+    jax.clear_caches()
+    begin = time.perf_counter()
+    cases.compiled(chosen)
+    return program, cold, time.perf_counter() - begin
+
+
+def measure(case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bool, parts: set[str]) -> dict[str, Any]:
+    """``parts``: "speed", "profile" or both. A size that does not fit though the plan says so is halved, and that is told."""
+    chosen, refused = cases.choose(case, data, device), []
+    while True:
+        try:
+            return {**_measure(case, chosen, device, quick=quick, parts=parts), "refused": refused}
+        except jax.errors.JaxRuntimeError as error:
+            config = cases.smaller(chosen)
+            if "RESOURCE_EXHAUSTED" not in str(error) or config is None or len(refused) == 3:
+                raise
+            refused.append({"rows": chosen.assembly.config.train.batch, "planned_bytes": chosen.estimate.peak})
+        chosen = cases.put_together(config, device, chosen.choice)
+
+
+def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quick: bool, parts: set[str]) -> dict[str, Any]:
+    task, config, small = chosen.assembly.task, chosen.assembly.config, device.platform == "cpu"
+    found: dict[str, Any] = {
+        "case": case.name,
+        "parameters": cases.parameters(chosen),
+        "choice": dict(chosen.choice),
+        "rows": config.train.batch,
+        "unit": case.unit,
+        "flops_per_step": task.flops,
+        "full_flops_per_step": task.full_flops or task.flops,
+    }
+    if quick:
+        program, begin = None, time.perf_counter()
+        program = cases.compiled(chosen)
+        found["compile_seconds"] = {"cold": time.perf_counter() - begin, "cached": None}
+    else:
+        program, cold, cached = compile_times(chosen)
+        found["compile_seconds"] = {"cold": cold, "cached": cached}
+    steps = cases.Steps(chosen, cases.first_batch(chosen.assembly), program)
+    if "speed" in parts:
+        seconds = steps.seconds(0.2 if small else 1.5 if quick else 4.0)
+        units = task.tokens or config.train.batch * getattr(config.model, "n_views", 1)
+        analysis = program.memory_analysis()
+        fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        found |= {
+            "seconds_per_step": seconds,
+            "units_per_second": units / seconds,
+            "flops_per_second": task.flops / seconds,
+            "full_flops_per_second": found["full_flops_per_step"] / seconds,
+            "memory": {
+                "planned": chosen.estimate.peak,
+                "compiler": analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + fresh,
+                "allocator": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+                "of": (device.memory_stats() or {}).get("bytes_limit"),
+            },
+            "loss": metrics.mean([steps()])["loss"],
+        }
+    if "profile" in parts:
+        found["profile"] = profile(steps, n=2 if small else 4)
+    return found
+
+
+def profile(steps: cases.Steps, *, n: int) -> dict[str, Any]:
+    """A trace of ``n`` steps in a row, summarised (`trace.Summary`)."""
+    jax.block_until_ready([steps() for _ in range(2)])
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([steps() for _ in range(n)])
+        found = trace.summary(trace.read(pathlib.Path(folder)))
+    return {**found._asdict(), "steps": n, "next": trace.advice(found)}

@@ -1,0 +1,55 @@
+"""What a run's state costs: a save while it trains, a restore, and the time from the command to the first step.
+
+Two runs of the program itself, `python -m jaxtrain.main`: one from nothing, with an empty cache of compiled programs, that
+saves a few times; and one that goes on from it.
+"""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+from tools.chip import cases
+
+FIRST = re.compile(r"([\d.]+) s from the command to the first step: (.*)")
+
+
+def measure(data: cases.Data, cache: pathlib.Path, *, quick: bool) -> dict[str, Any]:
+    """Raises RuntimeError with the end of a run's log."""
+    steps = 6 if data.small else 40 if quick else 100
+    case = next(case for case in cases.CASES if case.name == ("vit-s" if data.small or quick else "vit-b"))
+    sizes = case.small if data.small else {"train.batch": "256"}
+    workdir = data.folder / "state"
+    options = {
+        **case.common(data), **sizes, "workdir": str(workdir), "checkpoint.every": str(steps // 2), "metrics.every": "1",
+        "optim.warmup": "0", "optim.decay": "0",
+    }  # fmt: skip
+    source = f"{cases.ROOT}/{case.source(data)}"
+    fresh = _run(source, {**options, "train.steps": str(steps)}, workdir, cache)
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    saves = [record for record in records if record["split"] == "save"]
+    again = _run(source, {**options, "train.steps": str(steps + steps // 2)}, workdir, cache)
+    return {
+        "case": case.name,
+        "bytes": sum(f.stat().st_size for f in (workdir / "checkpoints" / str(steps)).rglob("*") if f.is_file()),
+        "save_stall_seconds": [record["seconds"] for record in saves],
+        "save_stall_steps": [record["steps"] for record in saves],
+        "restore_seconds": again["state"],
+        "first_step_seconds": {"fresh": fresh, "resumed": again},
+    }
+
+
+def _run(source: str, options: cases.Overrides, workdir: pathlib.Path, cache: pathlib.Path) -> dict[str, float]:
+    """Phase -> seconds, and all of them as "together"."""
+    command = [sys.executable, "-m", "jaxtrain.main", f"--config={source}", *(f"--config.{k}={v}" for k, v in options.items())]
+    env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    done = subprocess.run(command, cwd=cases.ROOT, env=env, capture_output=True, text=True)
+    found = FIRST.findall((workdir / "logs" / "process-0.log").read_text()) if done.returncode == 0 else []
+    if not found:
+        raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr[-3000:]}")
+    together, phases = found[-1]
+    each = dict(phase.rsplit(" ", 1) for phase in phases.split(", "))
+    return {"together": float(together), **{name: float(seconds) for name, seconds in each.items()}}

@@ -1,0 +1,283 @@
+"""One command for a machine with an accelerator: is what it computes right, and how near to its limits does each workload run?
+
+    python tools/gpu_check.py                                        # or python -m tools.gpu_check; within 8 minutes
+    python tools/gpu_check.py --quick                                # within 2: the essence of each part
+    python tools/gpu_check.py --only speed,profile --models language
+    python tools/gpu_check.py --readme gpu_check.json                # README's performance section from a run's numbers
+
+    ceilings      products of matrices, copies in memory and from the host: what the chip itself does
+    correctness   the five workloads against the CPU of the same machine, kernels against formulas, and more (tools/chip)
+    speed         steps a second, MFU, memory beside the plan's prediction, time to compile
+    feeding       from Arrow shards through the loader to the step: does the device wait for data?
+    state         what a save costs the run, a restore, the time from the command to the first step
+    profile       which operations a step spends its time in, and what would be the next thing to look at
+
+"feeding" and "state" are of the bird model. It needs no network. Every part, and every model of "speed" and "profile", runs in
+a process of its own within a bounded time, so that one that fails ends no other and keeps no memory of the device. It prints a
+table and writes all numbers to --out, and ends with code 1 when a check failed or a part could not run. On a CPU it runs its
+small form, which shows that it all works and says nothing of speed.
+
+Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is recomputed, and no gather of
+embeddings; "full" counts the places that a causal mask leaves out, "causal" does not. MFU is of the chip's datasheet (dense
+bfloat16, jaxtrain/chips.py), and of the best product that "ceilings" measured.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+if __name__ == "__main__":  # run as a file: its folder is on the path, and the repository is not
+    sys.path[0] = str(ROOT)
+
+PARTS = ("ceilings", "correctness", "speed", "feeding", "state", "profile")
+LIMIT, QUICK_LIMIT = 460, 115  # [s] of a whole run; a few more until the last process has ended
+# [s] of a part's process, or of a model's, at most; of the machine's own first look at its devices too.
+BOUNDS = {"machine": 90, "ceilings": 60, "correctness": 150, "model": 100, "feeding": 120, "state": 120}
+QUICK_CASES = ("vit-s", "lm-1b-2k")  # at full size
+SMALL_CASES = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")  # the others are these at another size
+CONVENTIONS = {
+    "flops": "products of matrices of the model, forward and backward; nothing recomputed, no gather of embeddings",
+    "full_flops": "the same with the places of attention that a causal mask leaves out",
+    "mfu": "of the datasheet's dense bfloat16 peak (jaxtrain/chips.py), and of the best measured product",
+}
+
+
+class Unit(NamedTuple):
+    """What one process does."""
+
+    kind: str  # machine, ceilings, correctness, model, feeding or state
+    case: str = ""  # of a model
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.case}".strip()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.child:
+        return child(args)
+    if args.readme:
+        from tools.chip import report
+
+        return report.write_readme(args.readme, ROOT / "README.md")
+    found = check(args)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    from tools.chip import report
+
+    print(report.text(found))
+    print(f"all numbers: {args.out}")
+    return 0 if found["well"] else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models = ("bird", "language", "trm", "higgs", "giblet")
+    parser.add_argument("--only", type=_names(PARTS), default=PARTS, help=f"parts, of {','.join(PARTS)}")
+    parser.add_argument("--models", type=_names(models), default=models, help=f"workloads, of {','.join(models)}")
+    parser.add_argument("--quick", action="store_true", help="within 2 minutes")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_check.json"), help="all numbers, as JSON")
+    parser.add_argument("--readme", type=pathlib.Path, help="write README's section from such a file, and measure nothing")
+    parser.add_argument("--child", help=argparse.SUPPRESS)  # a process of ours: KIND or KIND CASE
+    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)  # its scratch
+    parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)  # sizes for a CPU
+    args = parser.parse_args(argv)
+    if not args.child and not args.readme and not args.out.absolute().parent.is_dir():
+        parser.error(f"--out={args.out}: {args.out.absolute().parent} is no folder")
+    return args
+
+
+def _names(allowed: Sequence[str]) -> Any:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        if unknown := [name for name in names if name not in allowed]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; there are: {', '.join(allowed)}")
+        return names
+
+    return parse
+
+
+def check(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs the parts, one process after the other, and gathers what they found."""
+    began, found = time.time(), {}
+    limit = QUICK_LIMIT if args.quick else LIMIT
+    failures: list[dict[str, str]] = []
+    with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
+        for unit in units(args, found):
+            left = limit - (time.time() - began)
+            if left < 5:
+                failures.append({"unit": str(unit), "why": f"left out: the {limit} s of the whole run were over"})
+                continue
+            print(f"{time.time() - began:5.0f} s  {unit} …", file=sys.stderr, flush=True)
+            args.small = found.get("machine", {}).get("platform") == "cpu"
+            result, why = run(unit, args, pathlib.Path(folder), min(BOUNDS[unit.kind], left))
+            if why:
+                failures.append({"unit": str(unit), "why": why})
+                print(f"         {unit} failed: {why.strip().splitlines()[-1]}", file=sys.stderr, flush=True)
+            elif unit.kind == "model":
+                found.setdefault("models", {})[unit.case] = result
+            else:
+                found[unit.kind] = result
+    bad = [one for one in found.get("correctness", []) if not one["well"]]
+    return {
+        "when": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)),
+        "form": "quick" if args.quick else "full",
+        "parts": list(args.only),
+        "seconds": time.time() - began,
+        "conventions": CONVENTIONS,
+        **found,
+        "failures": failures,
+        "well": not failures and not bad,
+    }
+
+
+def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
+    """Asked for one at a time: which there are depends on the machine, of which the first one tells."""
+    yield Unit("machine")
+    if "machine" not in found:
+        return
+    small = found["machine"]["platform"] == "cpu"
+    for kind in ("ceilings", "correctness"):
+        if kind in args.only:
+            yield Unit(kind)
+    if {"speed", "profile"} & set(args.only):
+        from tools.chip.cases import CASES
+
+        wanted = SMALL_CASES if small else QUICK_CASES if args.quick else [case.name for case in CASES]
+        yield from (Unit("model", case.name) for case in CASES if case.name in wanted and case.model in args.models)
+    for kind in ("feeding", "state"):
+        if kind in args.only and "bird" in args.models:
+            yield Unit(kind)
+
+
+def run(unit: Unit, args: argparse.Namespace, folder: pathlib.Path, seconds: float) -> tuple[Any, str]:
+    """(what the process found, "") or (None, why it did not)."""
+    out, log = folder / "result.json", folder / "log"
+    out.unlink(missing_ok=True)
+    command = [
+        *(sys.executable, str(ROOT / "tools" / "gpu_check.py"), f"--child={unit}", f"--folder={folder}", f"--out={out}"),
+        *(f"--only={','.join(args.only)}", f"--models={','.join(args.models)}", *(["--quick"] if args.quick else [])),
+        *(["--small"] if args.small else []),
+    ]
+    with log.open("w+") as file:
+        # A group of its own, so that what it started ends with it.
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment(unit, folder), start_new_session=True)
+        try:
+            code, why = process.wait(seconds), ""
+        except subprocess.TimeoutExpired:
+            why = f"was ended after its {seconds:.0f} s"
+        finally:
+            _end(process)
+        file.seek(0)
+        said = file.read()
+    if not why and code == 0 and out.exists():
+        return json.loads(out.read_text()), ""
+    why = why or (f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}")
+    return None, "\n".join([*said.strip().splitlines()[-30:], why])
+
+
+def _end(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # all of them have ended
+        pass
+    process.wait()
+
+
+def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    if wanted := platforms():
+        env["JAX_PLATFORMS"] = wanted
+    env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    # Of a model's own, and empty whatever ran on this machine before: cold is cold.
+    env["JAX_COMPILATION_CACHE_DIR"] = str(folder / f"programs {unit.case}".strip())
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    flags = [os.environ.get("XLA_FLAGS", "")]
+    if wanted == "cpu":
+        flags.append("--xla_backend_optimization_level=0")  # nothing to wait for where no speed is told
+    elif unit.kind == "correctness":
+        flags.append("--xla_gpu_deterministic_ops=true")
+    env["XLA_FLAGS"] = " ".join(filter(None, flags))
+    return env
+
+
+def platforms() -> str:
+    """What JAX_PLATFORMS is to be; "" leaves the choice to JAX.
+
+    The CPU is always needed. And libtpu, where there is no TPU, must not be loaded: its profiler can bring down the process
+    that takes a trace (libtpu 0.0.51 with jaxlib 0.10.2).
+    """
+    if asked := os.environ.get("JAX_PLATFORMS", ""):
+        return asked if "cpu" in asked.split(",") else f"{asked},cpu"
+    plugins = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")} - {"libtpu", "tpu"}
+    dev = pathlib.Path("/dev")
+    if any(dev.glob("accel*")) or any(dev.glob("vfio/[0-9]*")):
+        return ""
+    if not plugins:
+        return "cpu"
+    return "cuda,cpu" if importlib.util.find_spec("libtpu") and any("cuda" in name for name in plugins) else ""
+
+
+def child(args: argparse.Namespace) -> int:
+    """A process of `run`: one unit, whose result goes to --out."""
+    kind, _, case = args.child.partition(" ")
+    import jax
+
+    from tools.chip import cases, ceilings, correctness, feeding, speed, state
+
+    data = cases.Data(args.folder, small=args.small)
+    if kind == "state":  # it starts runs, which want the device for themselves
+        result = state.measure(data, args.folder / "programs-of-runs", quick=args.quick)
+    else:
+        device = jax.devices()[0]
+        if kind == "machine":
+            result = machine(device)
+        elif kind == "ceilings":
+            result = ceilings.measure(device, small=args.small, quick=args.quick)
+        elif kind == "correctness":
+            checks = correctness.measure(data, device, quick=args.quick, models=set(args.models))
+            result = correctness.record(checks)
+        elif kind == "feeding":
+            result = feeding.measure(data, device, quick=args.quick)
+        else:
+            parts = set(args.only) & {"speed", "profile"}
+            found = next(one for one in cases.CASES if one.name == case)
+            result = speed.measure(found, data, device, quick=args.quick, parts=parts)
+    args.out.write_text(json.dumps(result))
+    return 0
+
+
+def machine(device: Any) -> dict[str, Any]:
+    import jax
+
+    from jaxtrain import chips
+    from loaders.spectrogram import n_cores
+
+    chip = chips.find(device.device_kind)
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    return {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "chip": chip.name if chip else None,
+        "datasheet_flops_per_second": chip.flops if chip else None,
+        "datasheet_bytes_per_second": chip.bandwidth if chip else None,
+        "cores": n_cores(),
+        "python": sys.version.split()[0],
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "backend": device.client.platform_version.splitlines()[0],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
