@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxtrain import compiler, feed, specs
 from jaxtrain import config as config_lib
-from jaxtrain import feed, specs
 from jaxtrain import layout as layout_lib
 from jaxtrain import plan as plan_lib
 from jaxtrain import state as state_lib
@@ -223,7 +223,11 @@ def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
 
 
 def compiled(chosen: Chosen) -> jax.stages.Compiled:
-    return chosen.assembly.trace(chosen.stage).lower().compile()
+    """With the options of a run (`jaxtrain.compiler`)."""
+    a = chosen.assembly
+    device = a.layout.mesh.devices.flat[0]
+    options = compiler.options(a.config.compiler, device.device_kind, count=1, device=device)
+    return compiler.compile(a.trace(chosen.stage).lower(), options, a.config.compiler)
 
 
 class Steps:
