@@ -9,17 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
-from jaxtrain import metrics as metrics_lib
 from jaxtrain import specs as specs_lib
-from jaxtrain import state as state_lib
-from jaxtrain import step as step_lib
-from jaxtrain.layout import make_layout, make_mesh
-from jaxtrain.optim import make_optimizer
 from jaxtrain.types import Variables
 from jaxtrain.workloads import giblet
-from loaders.base import Field
 
 DATA = pathlib.Path(__file__).parent / "data" / "giblet"
 GOLDEN = json.loads((DATA / "config.json").read_text())
@@ -241,12 +236,6 @@ SMALL = giblet.Config(
 ROWS = 16
 
 
-def row_fields(c):
-    shapes = {"video": ((c.inputs["video"],), "u1"), "audio": ((c.inputs["audio"],), "i2"), "text": ((c.n_text,), "f4"),
-              "fmri": ((c.n_voxels,), "f4"), "index": ((), "i4"), "weight": ((), "f4")}  # fmt: skip
-    return {name: Field(shape, np.dtype(dtype)) for name, (shape, dtype) in shapes.items()}
-
-
 def random_batch(c, seed):
     rng = np.random.default_rng(seed)
     return {
@@ -259,64 +248,21 @@ def random_batch(c, seed):
     }
 
 
-class Run:
-    def __init__(self, mesh, accumulate=1, *, model=SMALL):
-        devices = jax.devices()[: int(np.prod(mesh))]
-        self.layout = make_layout(make_mesh(*mesh, devices=devices), {})
-        run = config_lib.Config(model=model, train=config_lib.Train(batch=ROWS))
-        self.task = giblet.make_task(run, self.layout.shard, ROWS)
-        self.tx = make_optimizer(config_lib.Optim(lr=1e-3, eps=1e-3), self.task.specs.params, steps=10)
-        self.plan = state_lib.make_plan(self.task, self.tx, self.layout, row_fields(model), batch=ROWS, ema=False)
-        step = step_lib.make_train_step(
-            self.task, self.tx, self.layout, self.plan, accumulate=accumulate, ema=0.0, guard=config_lib.Guard(), seed=0
-        )
-        step = step.lower(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
-        self.step = step.compile({"xla_backend_optimization_level": 0})
-        self.go_on = step_lib.put_stop(self.layout, False)
-
-    def three_steps(self):
-        state, found = state_lib.init_state(self.task, self.tx, self.plan, jax.random.key(0)), []
-        for seed in range(3):
-            batch = random_batch(self.task_config, seed)
-            batch = {name: jax.device_put(batch[name], x.sharding) for name, x in self.plan.batch.items()}
-            state, out = self.step(state, batch, self.go_on)
-            found.append(jax.tree.map(np.asarray, (state.variables, {k: m for k, m in out.items() if k != "stopped"})))
-        evaluate = step_lib.make_eval_step(self.task, self.layout)
-        return found, metrics_lib.mean([evaluate(state.variables, batch)])
+CASE = Case(giblet, SMALL, config_lib.Optim(lr=1e-3, eps=1e-3), functools.partial(random_batch, SMALL))
 
 
 @functools.cache
 def trained(mesh, accumulate=1, model=SMALL):
-    run = Run(mesh, accumulate, model=model)
-    run.task_config = model
-    return run.three_steps()
-
-
-def check_alike(found, expected):
-    (steps, record), (steps_expected, record_expected) = found, expected
-    for x, y in zip(steps, steps_expected, strict=True):
-        for path, a, b in zip(specs_lib.paths(y), jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=max(1e-4, 1e-3 * np.abs(b).max()), err_msg=path)
-    for name, value_ in record_expected.items():
-        np.testing.assert_allclose(record[name], value_, rtol=1e-3, atol=1e-3, err_msg=name)
-
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("mesh", [(2, 2, 2), pytest.param((1, 8, 1), marks=SLOW), pytest.param((8, 1, 1), marks=SLOW)])
-def test_steps_are_the_same_on_every_mesh(mesh):
-    """Dropout, batch statistics, normalised losses, running statistics and an evaluation's per-voxel moments."""
-    check_alike(trained(mesh), trained((1, 1, 1)))
+    return Run(CASE._replace(model=model), mesh, accumulate).take(3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_with_accumulation_statistics_are_of_the_same_rows_on_every_mesh(mesh):
     parts, whole = trained(mesh, 2), trained((1, 1, 1))
-    check_alike(parts, trained((1, 1, 1), 2))
-    mean = parts[0][0][0].carry["encoder"]["video"]["0"]["mean"]
-    assert not np.allclose(mean, whole[0][0][0].carry["encoder"]["video"]["0"]["mean"], rtol=1e-3), "the step is another one"
+    assert_alike(trained((1, 1, 1), 2), parts)
+    mean = parts[0][0][0].variables.carry["encoder"]["video"]["0"]["mean"]
+    assert not np.allclose(mean, whole[0][0][0].variables.carry["encoder"]["video"]["0"]["mean"], rtol=1e-3)
 
 
 def test_statistics_of_groups_are_those_of_as_many_devices():
@@ -342,4 +288,4 @@ def test_groups_are_the_same_on_every_mesh():
     """Also where a device of "data" has less than a group."""
     c = replace(SMALL, groups=2)
     for mesh in ((2, 2, 2), (4, 2, 1)):
-        check_alike(trained(mesh, model=c), trained((1, 1, 1), model=c))
+        assert_alike(trained((1, 1, 1), model=c), trained(mesh, model=c))

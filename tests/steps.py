@@ -1,0 +1,92 @@
+"""A workload's real step on a mesh, for tests: put together as a run does it, compiled, and taken on numpy batches."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxtrain import config as config_lib
+from jaxtrain import lora
+from jaxtrain import specs as specs_lib
+from jaxtrain import state as state_lib
+from jaxtrain import step as step_lib
+from jaxtrain.layout import make_layout, make_mesh
+from jaxtrain.optim import make_optimizer
+from loaders.base import Field
+
+# Machine code that is soon there rather than fast; what XLA does to the program before is the same.
+SOON = {"xla_backend_optimization_level": 0}
+
+
+class Case(NamedTuple):
+    """A workload in a small size."""
+
+    workload: Any  # module
+    model: Any  # its Config
+    optim: config_lib.Optim
+    batch: Any  # seed -> field -> numpy array [rows, …]
+    adapters: config_lib.Lora = config_lib.Lora()
+    ema: float = 0.0
+    begin: Any = lambda params: params  # of initial parameters, for a start that shows more
+    steps: int = 10  # of the schedule
+
+
+class Run:
+    """A case on a mesh, its step compiled; over all processes, where there are several."""
+
+    def __init__(self, case, mesh, accumulate=1, *, rules=None, stage=None):
+        self.case, batch = case, case.batch(0)
+        rows = len(next(iter(batch.values())))
+        devices = jax.devices()[: int(np.prod(mesh))]
+        self.layout = make_layout(make_mesh(*mesh, devices=devices), rules or {})
+        config = config_lib.Config(model=case.model, train=config_lib.Train(batch=rows, steps=case.steps))
+        self.task = lora.adapt(case.workload.make_task(config, self.layout.shard, rows), case.adapters)
+        self.tx = make_optimizer(case.optim, self.task.specs.params, steps=case.steps)
+        fields = {name: Field(x.shape[1:], np.dtype(x.dtype)) for name, x in batch.items()}
+        self.plan = state_lib.make_plan(self.task, self.tx, self.layout, fields, batch=rows, ema=case.ema > 0)
+        step = step_lib.make_train_step(
+            self.task, self.tx, self.layout, self.plan,
+            accumulate=accumulate, ema=case.ema, guard=config_lib.Guard(), seed=0, stage=stage,
+        )  # fmt: skip
+        step = step.lower(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
+        self.step = step.compile(SOON)
+        self.go_on = step_lib.put_stop(self.layout, False)
+
+    def init(self):
+        def start(params, given):
+            return self.case.begin(params) if params else params
+
+        make = state_lib.make_init(self.task, self.tx, self.plan, start=start)
+        return make.lower(jax.random.key(0), ()).compile(SOON)(jax.random.key(0), ())
+
+    def put(self, batch):
+        return {
+            name: jax.make_array_from_callback(x.shape, x.sharding, lambda i, name=name: np.asarray(batch[name][i]))
+            for name, x in self.plan.batch.items()
+        }
+
+    def evaluate(self, variables, batch):
+        step = step_lib.make_eval_step(self.task, self.layout)
+        return host(step.lower(variables, batch).compile(SOON)(variables, batch))
+
+    def take(self, n):
+        """States and metrics after each of n steps, and what an evaluation of the last batch then says."""
+        state, found = self.init(), []
+        for seed in range(n):
+            batch = self.put(self.case.batch(seed))
+            state, metrics = self.step(state, batch, self.go_on)
+            found.append(host((state, metrics)))
+        return found, self.evaluate(state.variables, batch)
+
+
+def host(tree):
+    """Whole arrays, on every process."""
+    return jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree)
+
+
+def assert_alike(expected, found, *, rtol=1e-3, least=1e-3):
+    """Leaf by leaf, within ``rtol`` of each number or of its array's largest, which counts for ``least`` at the least."""
+    for path, x, y in zip(specs_lib.paths(expected), jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        x, y = np.asarray(x, "f4"), np.asarray(y, "f4")
+        np.testing.assert_allclose(y, x, rtol=rtol, atol=rtol * max(least, np.abs(x).max(initial=0)), err_msg=path)

@@ -1,0 +1,98 @@
+"""Every workload on every mesh, in one process and in several: five steps and an evaluation are those of one device."""
+
+import functools
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import test_audio_language
+import test_bird
+import test_giblet
+import test_language
+import test_train
+import test_trm
+from steps import Run, assert_alike
+
+from jaxtrain import config as config_lib
+from jaxtrain import distributed
+from jaxtrain.nn import masked
+from jaxtrain.workloads import bird
+
+STEPS = 5
+# Eight devices along "model" want so many heads.
+BIRD = replace(test_bird.EVERY, heads=8, mae=bird.Mae(), teacher=bird.Teacher())
+PREDICTOR = masked.Decoder(16, 1, 8)
+MASKED = replace(
+    BIRD, mae=replace(test_bird.EVERY.mae, decoder=PREDICTOR), teacher=replace(test_bird.EVERY.teacher, decoder=PREDICTOR)
+)
+CASES = {
+    # SIGReg and batch norm over the global batch, mixup, masks, dropped layers, recordings in parts.
+    "bird": test_bird.CASE._replace(model=BIRD),
+    # And decoders, and a teacher.
+    "bird_masked": test_bird.CASE._replace(model=MASKED),
+    "language": test_language.CASE,
+    # Slots that halt, at random too; a table whose rows are updated by signs; an average of the parameters.
+    "trm": test_trm.CASE._replace(model=replace(test_trm.TINY, heads=8)),
+    # Two means in the loss.
+    "audio_language": test_audio_language.CASE,
+    # Dropout, batch statistics, losses that are normalised over the batch, moments of each voxel at an evaluation.
+    "giblet": test_giblet.CASE,
+}
+SOON = {("bird", (2, 2, 2)), ("giblet", (2, 2, 2))}  # the others are in `make test` in parts, each in a file of its own
+SLOW = pytest.mark.slow
+MATRIX = [
+    pytest.param(name, mesh, marks=[] if (name, mesh) in SOON else SLOW, id=f"{name}-{'x'.join(map(str, mesh))}")
+    for name in CASES
+    for mesh in ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
+]
+
+
+@functools.cache
+def alone(name):
+    return Run(CASES[name], (1, 1, 1)).take(STEPS)
+
+
+@pytest.mark.parametrize(("name", "mesh"), MATRIX)
+def test_steps_on_a_mesh_are_those_of_one_device(name, mesh):
+    """Parameters, moments (after the first step they are the gradient's), carry, averages, the loss and every metric."""
+    assert_alike(alone(name), Run(CASES[name], mesh).take(STEPS))
+
+
+@SLOW
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 8, 1)], ids=lambda mesh: "x".join(map(str, mesh)))
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_steps_of_several_processes_are_those_of_one_device(processes, mesh, tmp_path):
+    port = test_train.free_port()
+    running = []
+    for i in range(processes):
+        env = {k: v for k, v in os.environ.items() if not k.startswith("XLA")}
+        env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes}", "PYTHONPATH": str(test_train.ROOT)}
+        env |= {"JAXTRAIN_COORDINATOR": f"127.0.0.1:{port}", "JAXTRAIN_PROCESSES": f"{processes}", "JAXTRAIN_PROCESS": f"{i}"}
+        command = [sys.executable, __file__, str(tmp_path), *map(str, mesh)]
+        running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    for process in running:
+        output, _ = process.communicate(timeout=540)
+        assert process.returncode == 0, output
+    for name in CASES:
+        assert_alike(alone(name), pickle.loads((tmp_path / name).read_bytes()))
+
+
+def main(folder, *mesh):
+    """One of the processes."""
+    distributed.initialize(distributed.find(), config_lib.Config(workdir=folder))
+    distributed.use_compilation_cache()
+    for name, case in CASES.items():
+        found = jax.tree.map(np.asarray, Run(case, tuple(map(int, mesh))).take(STEPS))
+        if distributed.is_main():
+            (pathlib.Path(folder) / name).write_bytes(pickle.dumps(found))
+    distributed.barrier("written")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
