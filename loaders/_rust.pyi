@@ -132,7 +132,7 @@ class Pipeline:
         clip_samples: int = 160_000,  # at sample_rate
         n_frames: int = 512,  # of a row; at least those of a clip
         views: int = 1,  # crops of one recording in a row
-        bf16: bool = False,  # rows of bfloat16, given as uint16
+        form: Literal["float32", "bfloat16", "waveform"] = "float32",  # of a row; bfloat16 is given as uint16
         block: tuple[int, int] | None = None,  # the block order: rows of a block, blocks of a window
         threads: int = 1,
         depth: int = 2,  # finished batches that may wait
@@ -146,8 +146,10 @@ class Pipeline:
     def next(self) -> tuple[int, dict[str, list[NDArray[Any]]]]:
         """The position after this batch, and for each field one array for each range, r rows long.
 
-        spectrogram float32 (uint16 when bf16) [r, n_frames, 128], or [r, views, n_frames, 128] when views > 1; label, index,
-        epoch int32 [r]; weight float32 [r]. Arrays are read-only, contiguous, aligned to 64 bytes, and own their memory.
+        spectrogram float32 (uint16 of form "bfloat16") [r, n_frames, 128], or [r, views, n_frames, 128] when views > 1; of form
+        "waveform" instead waveform int16 [r, clip_samples], or [r, views, clip_samples]: 32768 times the samples that the
+        filter bank would take, rounded to nearest even and clipped; label, index, epoch int32 [r]; weight float32 [r]. Arrays
+        are read-only, contiguous, aligned to 64 bytes, and own their memory.
 
         Raises StopIteration after the end of a test split or close(), and RuntimeError, for good, when more recordings
         fail than the budget allows. KeyboardInterrupt comes through within a tenth of a second.

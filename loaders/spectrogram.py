@@ -9,6 +9,10 @@ spread evenly. Views that overlap are decoded once, so that in MP3 and Vorbis a 
 same crop decoded alone. With ``dtype="bfloat16"`` the rows are rounded to nearest even, and half as many bytes cross to
 the device.
 
+With ``form="waveform"`` a row is the crop itself, int16 [160000] of 5 s: the samples at 32 kHz that the filter bank would take,
+times 32768, rounded to nearest even and clipped. The model makes the spectrogram, on the device (`jaxtrain.nn.log_mel`): less
+to do for the cores, and 1.2 times the bytes of a float32 row. What is quieter than a 16-bit sample can say differs.
+
 `front_end` is the same alone: a waveform in, the spectrogram out that a test split would hold of it, byte for byte.
 
 With ``multilabel`` the column of labels holds a list of classes for each recording, and a row has "labels" instead of "label".
@@ -59,6 +63,7 @@ N_MELS = 128
 RATE = 32_000  # [Hz] that the filter bank is defined at
 WINDOW, HOP = 800, 320  # [samples] of a frame
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+FORMS = ("spectrogram", "waveform")
 ORDERS = ("global", "block")
 BACKGROUND = 0x6E6F697365  # sets the order of a background apart from that of the recordings
 CACHED_SHARDS = 16  # fewer are indexed in less time than is worth a file
@@ -81,7 +86,8 @@ class Config:
     clip_seconds: float = 5.0  # [s] of a recording in a row; shorter recordings are padded with silence
     n_frames: int = 512  # [frames] of a row, 10 ms each; a clip's frames are padded with their minimum
     views: int = 1  # [crops] of one recording in a row
-    dtype: str = "float32"  # [name] of a row's values: "float32" or "bfloat16"
+    form: str = "spectrogram"  # [name] of a row: "spectrogram", or "waveform", of which the device makes the spectrogram
+    dtype: str = "float32"  # [name] of a spectrogram's values: "float32" or "bfloat16"; a waveform's are int16
     order: str = "global"  # [name] of training: "global" permutes all rows; "block" runs of them, for network file systems
     block_rows: int = 8  # [rows] that lie side by side in a block of order="block", at most
     block_window: int = 256  # [blocks] whose rows are permuted among themselves, and that are read ahead
@@ -119,9 +125,11 @@ class Config:
                 f"is {self.clip_seconds}, which makes {frames} frames; n_frames={self.n_frames} holds "
                 f"{WINDOW / RATE:g} s to {longest:g} s",
             )
-        for field, names in (("dtype", DTYPES), ("order", ORDERS)):
+        for field, names in (("form", FORMS), ("dtype", DTYPES), ("order", ORDERS)):
             if getattr(self, field) not in names:
                 yield field, f"is {getattr(self, field)!r}; there are: {', '.join(names)}"
+        if self.form == "waveform" and self.dtype != "float32":
+            yield "dtype", f"is {self.dtype!r}, of a spectrogram; form='waveform' has rows of int16: leave it out"
         if self.audio_root and not pathlib.Path(self.audio_root).expanduser().is_dir():
             yield (
                 "audio_root",
@@ -184,6 +192,7 @@ class Spectrograms:
     """A `loaders.base.Loader`. Fields, r rows for each range:
 
     spectrogram  float32 or bfloat16 [r, n_frames, 128], or [r, views, n_frames, 128] of several views
+    waveform     int16 [r, samples], or [r, views, samples]  instead of spectrogram with ``form="waveform"``
     label        int32 [r]    the class; -1 where it is null
     labels       uint8 [r, classes]  instead of label with ``multilabel``: 1 for each class that the recording has
     background   as spectrogram, with a ``background``: of another recording; in testing, where nothing reads it, the same one
@@ -207,6 +216,7 @@ class Spectrograms:
         population: Population | None = None,
     ):
         self.fields = fields
+        self._clip = next(name for name in ("spectrogram", "waveform") if name in fields)
         self.n_batches = n_batches
         self.population = population
         self._pipeline = pipeline
@@ -223,11 +233,11 @@ class Spectrograms:
         try:
             position, batch = self._pipeline.next()
             if "background" in self.fields:
-                batch["background"] = (self._background.next()[1] if self._background else batch)["spectrogram"]
+                batch["background"] = (self._background.next()[1] if self._background else batch)[self._clip]
         except RuntimeError as error:
             raise DataError(str(error)) from error
         # The extension gives bfloat16 as uint16, for which numpy has a name.
-        for name in {"spectrogram", "background"} & set(batch):
+        for name in {self._clip, "background"} & set(batch):
             batch[name] = [rows.view(self.fields[name].dtype) for rows in batch[name]]
         if self._lists:
             del batch["label"]
@@ -271,10 +281,13 @@ def fields(config: Config) -> dict[str, Field]:
     """Field -> shape of one row, dtype."""
     scalar = Field((), np.dtype(np.int32))
     views = () if config.views == 1 else (config.views,)
-    spectrogram = Field((*views, config.n_frames, N_MELS), DTYPES[config.dtype])
-    found = {"spectrogram": spectrogram, "label": scalar}
+    if config.form == "waveform":
+        clip = Field((*views, config.clip_samples), np.dtype(np.int16))
+    else:
+        clip = Field((*views, config.n_frames, N_MELS), DTYPES[config.dtype])
+    found = {config.form: clip, "label": scalar}
     if config.background:
-        found["background"] = spectrogram
+        found["background"] = clip
     if config.multilabel:  # as many as the data name
         del found["label"]
         found["labels"] = Field((len(_splits(config)["train"].names),), np.dtype(np.uint8))
@@ -286,7 +299,7 @@ def facts(config: Config) -> Facts:
 
     n_train, n_test: recordings of each split. n_recordings: rows of train's index, excluded ones included: one more than
     the largest ``index`` in a batch. n_unlabelled: recordings of both splits whose label is null. class_names, n_classes:
-    of the label, both absent when the data do not name classes. views, n_frames, multilabel, background: of a row.
+    of the label, both absent when the data do not name classes. views, n_frames, form, multilabel, background: of a row.
 
     Raises:
       DataError: shards that cannot be used, or that hold other classes in "test" than in "train".
@@ -304,6 +317,7 @@ def facts(config: Config) -> Facts:
         ),
         "views": config.views,
         "n_frames": config.n_frames,
+        "form": config.form,
         "multilabel": config.multilabel,
         "background": bool(config.background),
     }
@@ -353,7 +367,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
                 clip_samples=config.clip_samples,
                 n_frames=config.n_frames,
                 views=config.views,
-                bf16=config.dtype == "bfloat16",
+                form="waveform" if config.form == "waveform" else config.dtype,
                 block=block,
                 threads=config.threads or n_cores(),
                 depth=config.depth,

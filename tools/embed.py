@@ -109,7 +109,7 @@ def _read(arrays: dict[str, stored.Stored], path: str, spec: Any) -> np.ndarray:
 def data_config(model: Model, **changes: Any) -> spectrogram.Config:
     """The run's own way to read recordings, with ``changes``; nothing is held out, excluded or mixed in."""
     data = {name: value for name, value in model.run["data"].items() if name in spectrogram.Config.__dataclass_fields__}
-    own = {"test_share": 0.0, "exclude": (), "exclude_paths": (), "background": "", "bad_budget": 1.0}
+    own = {"test_share": 0.0, "exclude": (), "exclude_paths": (), "background": "", "bad_budget": 1.0, "form": "spectrogram"}
     return config_lib.section(spectrogram.Config, {**data, **own, **changes})
 
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.nn.log_mel import MEAN, SCALE
 from jaxtrain.types import Array, Batch, Key
 
-SCALE, MEAN = 8.86, -7.2  # a spectrogram's values times SCALE plus MEAN are ln energy
 STREAM = 0x61756700  # sets these draws apart from others of the same seed
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import augment as augment_lib
-from jaxtrain.nn import masked, sigreg, vit
+from jaxtrain.nn import log_mel, masked, sigreg, vit
 from jaxtrain.nn.batch_norm import batch_norm
 from jaxtrain.nn.cross_entropy import cross_entropy as chunked_cross_entropy
 from jaxtrain.nn.layers import layer_norm
@@ -35,6 +35,7 @@ from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Spec
 log = logging.getLogger("jaxtrain")
 
 POOLS = ("cls", "patches")
+FORMS = ("spectrogram", "waveform")
 LOSSES = ("softmax", "asymmetric")
 NORMS = ("batch", "layer")
 OBJECTIVES = ("supervised", "mae", "lejepa", "diet", "teacher")
@@ -108,6 +109,7 @@ class Config(vit.Config):
     multilabel: bool | None = None  # [bool] a recording has any number of classes; None = as the data say
     n_recordings: int | None = None  # [recordings] that diet tells apart; None = as many as the data have
     views: int | None = None  # [views] of a recording in a row; None = as the data say
+    form: str | None = None  # [name] what a row holds of a view: spectrogram, or waveform, int16; None = as the data say
     pool: str = "cls"  # [name] what objectives and probe read: the mean of "cls" or of "patches"
     supervised: Supervised = field(default_factory=Supervised)  # [section]
     mask: Mask = field(default_factory=Mask)  # [section]
@@ -120,10 +122,14 @@ class Config(vit.Config):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         yield from self.augment.problems()
-        choices = (("pool", self.pool, POOLS), ("supervised.loss", self.supervised.loss, LOSSES))
+        choices = (
+            ("pool", self.pool, POOLS),
+            ("form", self.form, (*FORMS, None)),
+            ("supervised.loss", self.supervised.loss, LOSSES),
+        )
         for where, value, allowed in (*choices, ("lejepa.norm", self.lejepa.norm, NORMS)):
             if value not in allowed:
-                yield where, f"is {value!r}; there are: {', '.join(allowed)}"
+                yield where, f"is {value!r}; there are: {', '.join(map(str, allowed))}"
         for name in OBJECTIVES:
             if getattr(self, name).weight < 0:
                 yield f"{name}.weight", f"is {getattr(self, name).weight}; it must not be negative"
@@ -165,6 +171,8 @@ class Config(vit.Config):
             yield "multilabel", f"is {self.multilabel}, and data.label names a column that says otherwise"
         if self.views not in (None, facts.get("views", 1)):
             yield "views", f"is {self.views}, and the data have {facts.get('views', 1)}; set data.views"
+        if self.form not in (None, facts.get("form", "spectrogram")):
+            yield "form", f"is {self.form!r}, and data.form is {facts.get('form', 'spectrogram')!r}; both must be the same"
         if self.has("lejepa") and self.n_views < 2:
             yield "lejepa.weight", f"is {self.lejepa.weight}, and a row has one view; set data.views to 2 or more"
         if self.has("diet") and self.n_recordings is None:
@@ -379,6 +387,14 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         """[B, F, W] or [B, V, F, W] -> [R, F, W]."""
         return x.reshape(-1, c.n_frames, c.n_mels).astype(jnp.float32)
 
+    def heard(batch: Batch) -> Batch:
+        """The batch with spectrograms, which rows of waveforms become here."""
+        if c.form != "waveform":
+            return batch
+        names = {"spectrogram": "waveform", **({"background": "background"} if c.augment.background else {})}
+        with jax.named_scope("log_mel"):
+            return {**batch, **{name: log_mel.split(batch[wave], c.n_frames, shard) for name, wave in names.items()}}
+
     def each_view(x_b: Array) -> Array:
         return x_b if c.n_views == 1 else _repeat(x_b, c.n_views)
 
@@ -436,7 +452,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         return found
 
     def loss(variables: Variables, batch: Batch, key: Key) -> LossOut:
-        params = variables.params
+        params, batch = variables.params, heard(batch)
         augmented = augment_lib.augment(c.augment, config.seed, batch)
         x_rfw, weight_b = flat(augmented.x), batch["weight"]
         weight_r = each_view(weight_b) / c.n_views
@@ -507,7 +523,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
     def evaluate(variables: Variables, batch: Batch) -> dict[str, Mean]:
         """Scores are averaged over the views of a recording. Of what is a statistic of a training batch nothing is told."""
         params, weight_b = variables.params, batch["weight"]
-        x_rfw, found = flat(batch["spectrogram"]), {}
+        x_rfw, found = flat(heard(batch)["spectrogram"]), {}
         if c.n_classes:
             labels = labels_of(batch)
             features_rd = pool(vit.encode(c, params["encoder"], x_rfw, shard))
@@ -544,7 +560,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
 
     def pictures(batch: Batch) -> dict[str, Array]:
         """The first view of the first rows, mel up and time to the right, from the quietest to the loudest value of each."""
-        first = {name: x[:8] for name, x in batch.items()}
+        first = heard({name: x[:8] for name, x in batch.items()})
         views = {"input": first["spectrogram"], "augmented": augment_lib.augment(c.augment, config.seed, first).x}
         if c.masks:
             x_rnp = vit.patchify(c, flat(views["augmented"]))
@@ -556,7 +572,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         """What mae makes of masked patches, at their own mean and spread; the visible ones as they are."""
         if not c.has("mae"):
             return {}
-        first = {name: x[:4] for name, x in batch.items()}
+        first = heard({name: x[:4] for name, x in batch.items()})
         x_rfw, masks = flat(first["spectrogram"]), masks_of(first)
         seen = vit.encode(c, variables.params["encoder"], x_rfw, shard, visible_bvn=masks.visible)
         pred = masked.decode(c, c.mae.decoder, variables.params["objective"]["mae"], seen, masks, shard)
@@ -568,8 +584,8 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
     table = make_specs(c)
     fields = ["label", "labels"][bool(c.multilabel)] if c.n_classes else None
     views = (None,) * (c.n_views > 1)
-    axes = {"spectrogram": ("batch", *views, None, None)}
-    axes |= {"background": axes["spectrogram"]} if c.augment.background else {}
+    clip = ("batch", *views, None) if c.form == "waveform" else ("batch", *views, None, None)
+    axes = {c.form or "spectrogram": clip, **({"background": clip} if c.augment.background else {})}
     axes |= {fields: ("batch", None) if c.multilabel else ("batch",)} if fields else {}
     return Task(
         specs=Variables(table, carry={"teacher": table["encoder"]} if c.has("teacher") else ()),

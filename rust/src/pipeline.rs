@@ -32,7 +32,7 @@ use crate::slab::{Layout, Pool, Slab};
 use crate::source::{Index, Reader};
 
 /// Fields of a batch, by their number in the slab.
-pub const SPECTROGRAM: usize = 0; // f32 or bf16 (views, n_frames, N_MELS)
+pub const CLIP: usize = 0; // f32 or bf16 (views, n_frames, N_MELS), or i16 (views, clip_samples): see Form
 pub const LABEL: usize = 1; // i32: the class, -1 where it is null
 pub const INDEX: usize = 2; // i32: the recording's row in the index, -1 in the padding of a ragged last batch
 pub const EPOCH: usize = 3; // i32
@@ -61,11 +61,28 @@ pub struct Plan {
     pub clip_samples: usize,  // at sample_rate
     pub n_frames: usize,      // of a row's spectrogram
     pub views: usize,         // crops of one recording in a row
-    pub bf16: bool,           // rows of bfloat16, rounded to nearest even, instead of float32
+    pub form: Form,           // what a row holds of each crop
     pub block: Option<Block>, // training in the block order instead of a global permutation
     pub threads: usize,
     pub depth: usize,    // finished batches that may wait
     pub bad_budget: f64, // share of `rows` that may fail
+}
+
+/// What a row holds of a crop.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Form {
+    Float32,  // its spectrogram
+    Bfloat16, // the same, rounded to nearest even
+    Waveform, // its samples as 16-bit integers, 32768 for 1.0, rounded to nearest even and clipped: see `int16`
+}
+
+impl Form {
+    fn value_bytes(self) -> usize {
+        match self {
+            Form::Float32 => 4,
+            Form::Bfloat16 | Form::Waveform => 2,
+        }
+    }
 }
 
 /// See `order::Blocks`.
@@ -121,9 +138,12 @@ impl Plan {
         Ok(())
     }
 
-    /// Values of one row's spectrogram; None when they cannot be counted.
-    fn row_values(&self) -> Option<usize> {
-        self.views.checked_mul(self.n_frames)?.checked_mul(N_MELS)
+    /// Values of one view; None when they cannot be counted.
+    fn view_values(&self) -> Option<usize> {
+        match self.form {
+            Form::Waveform => Some(self.clip_samples),
+            _ => self.n_frames.checked_mul(N_MELS),
+        }
     }
 
     /// Batches in one pass.
@@ -194,6 +214,7 @@ pub struct Pipeline {
 
 struct Shared {
     plan: Plan,
+    view_values: usize,
     order: Order,
     index: Arc<Index>,
     pool: Arc<Pool>,
@@ -242,7 +263,7 @@ struct Scratch {
     crops: Vec<Crop>,
     samples: Vec<f32>, // at the recording's rate
     wave: Vec<f32>,    // at the plan's rate
-    wide: Vec<f32>,    // a row before it is rounded to bf16
+    wide: Vec<f32>,    // a row before its values are made 16 bits wide
 }
 
 /// Why a row was not written.
@@ -261,9 +282,10 @@ impl Pipeline {
         hush_workers();
         let rows: Vec<usize> = plan.ranges.iter().map(|(start, stop)| stop - start).collect();
         let n_rows: usize = rows.iter().sum();
-        let bytes = plan.row_values().and_then(|n| n.checked_mul(if plan.bf16 { 2 } else { 4 }));
-        let layout = bytes.and_then(|bytes| Layout::new(vec![bytes, 4, 4, 4, 4], rows));
-        let layout = layout.ok_or_else(|| Error::Plan("a batch does not fit in the address space".into()))?;
+        let too_large = || Error::Plan("a batch does not fit in the address space".into());
+        let view_values = plan.view_values().ok_or_else(too_large)?;
+        let bytes = view_values.checked_mul(plan.views).and_then(|n| n.checked_mul(plan.form.value_bytes()));
+        let layout = bytes.and_then(|bytes| Layout::new(vec![bytes, 4, 4, 4, 4], rows)).ok_or_else(too_large)?;
         // One batch more than may wait is being filled; small batches need more to keep every worker busy.
         let max_slots = plan.depth.max((2 * plan.threads).div_ceil(n_rows)) + 1;
         let n_threads = plan.threads;
@@ -296,6 +318,7 @@ impl Pipeline {
             faults: AtomicU64::new(0),
             order,
             index,
+            view_values,
             plan,
         });
         let pipeline = Self { shared, threads: Mutex::new(Vec::new()) };
@@ -524,11 +547,11 @@ impl Shared {
         }
         // Safety: this worker alone was given this row, and the consumer sees it only after `left` is 0.
         let mut wide = std::mem::take(&mut scratch.wide);
-        let out: &mut [f32] = if plan.bf16 {
-            wide.resize(plan.views * plan.n_frames * N_MELS, 0.0);
-            &mut wide
+        let out: &mut [f32] = if plan.form == Form::Float32 {
+            unsafe { slot.slab.row(range, CLIP, row) }
         } else {
-            unsafe { slot.slab.row(range, SPECTROGRAM, row) }
+            wide.resize(plan.views * self.view_values, 0.0);
+            &mut wide
         };
         let put = |field, value: i32| unsafe { slot.slab.row(range, field, row)[0] = value };
 
@@ -566,12 +589,21 @@ impl Shared {
         if found.is_none() {
             out.fill(0.0);
         }
-        if plan.bf16 {
-            let begin = Instant::now();
-            // Safety: as above.
-            let narrow: &mut [u16] = unsafe { slot.slab.row(range, SPECTROGRAM, row) };
-            narrow.iter_mut().zip(&*out).for_each(|(y, x)| *y = bf16(*x));
-            self.count(FBANK, begin);
+        let begin = Instant::now();
+        match plan.form {
+            Form::Float32 => {}
+            Form::Bfloat16 => {
+                // Safety: as above.
+                let narrow: &mut [u16] = unsafe { slot.slab.row(range, CLIP, row) };
+                narrow.iter_mut().zip(&*out).for_each(|(y, x)| *y = bf16(*x));
+                self.count(FBANK, begin);
+            }
+            Form::Waveform => {
+                // Safety: as above.
+                let narrow: &mut [i16] = unsafe { slot.slab.row(range, CLIP, row) };
+                narrow.iter_mut().zip(&*out).for_each(|(y, x)| *y = int16(*x));
+                self.count(RESAMPLE, begin);
+            }
         }
         scratch.wide = wide;
         let epoch = if plan.train { epoch } else { 0 };
@@ -582,7 +614,7 @@ impl Shared {
         self.rows.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Writes the spectrogram of one recording. A panic on the way is a bad recording.
+    /// Writes the crops of one recording, as spectrograms or samples. A panic on the way is a bad recording.
     fn load(&self, scratch: &mut Scratch, slot: &Slot, row: u32, epoch: u64, out: &mut [f32]) -> Result<(), Miss> {
         let loaded = catch_unwind(AssertUnwindSafe(|| self.try_load(scratch, slot, row as usize, epoch, out)));
         loaded.unwrap_or_else(|panic| {
@@ -653,7 +685,7 @@ impl Shared {
         }
         self.count(DECODE, begin);
         wave.resize(plan.clip_samples, 0.0);
-        for (crop, out) in crops.iter().zip(out.chunks_exact_mut(plan.n_frames * N_MELS)) {
+        for (crop, out) in crops.iter().zip(out.chunks_exact_mut(self.view_values)) {
             go_on()?;
 
             let begin = Instant::now();
@@ -685,6 +717,10 @@ impl Shared {
             self.count(RESAMPLE, begin);
             go_on()?;
 
+            if plan.form == Form::Waveform {
+                out.copy_from_slice(wave);
+                continue;
+            }
             let begin = Instant::now();
             fbank.normalised(wave, plan.n_frames, out);
             self.count(FBANK, begin);
@@ -842,6 +878,13 @@ fn bf16(x: f32) -> u16 {
     ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) as u16
 }
 
+/// The nearest 16-bit sample, and of two the even one: 32768 x, clipped to what there is. Not for NaN.
+fn int16(x: f32) -> i16 {
+    // Adding 1.5 · 2^23 leaves float32 no bits below 1: it rounds, and the lowest bits are the integer's.
+    const ROUND: f32 = 12_582_912.0;
+    ((x * 32_768.0).clamp(-32_768.0, 32_767.0) + ROUND).to_bits() as i16
+}
+
 /// Page faults of this thread that waited for a disk or a network.
 fn thread_faults() -> u64 {
     #[cfg(target_os = "linux")]
@@ -928,6 +971,17 @@ mod tests {
         assert_eq!(bf16(1.0 + 1.0 / 256.0 + 1e-6), 0x3F81);
     }
 
+    #[test]
+    fn samples_are_rounded_to_nearest_even_and_clipped() {
+        for n in i16::MIN..=i16::MAX {
+            assert_eq!(int16(f32::from(n) / 32_768.0), n);
+        }
+        for (x, n) in [(0.5, 0), (1.5, 2), (-0.5, 0), (-2.5, -2), (2.51, 3), (-7.49, -7), (40_000.0, 32_767)] {
+            assert_eq!(int16(x / 32_768.0), n, "{x}");
+        }
+        assert_eq!([int16(1.0), int16(-1.0), int16(-1e12), int16(1e12)], [32_767, -32_768, -32_768, 32_767]);
+    }
+
     fn plan(train: bool) -> Plan {
         Plan {
             rows: (0..5).collect(),
@@ -939,7 +993,7 @@ mod tests {
             clip_samples: 800,
             n_frames: 1,
             views: 1,
-            bf16: false,
+            form: Form::Float32,
             block: None,
             threads: 2,
             depth: 1,

@@ -14,7 +14,7 @@ use crate::decode::Decoder;
 use crate::error::Error;
 use crate::fbank::{Fbank, N_MELS};
 use crate::order::{Blocks, Order, Permutation};
-use crate::pipeline::{self, Block, Next, Plan, EPOCH, INDEX, LABEL, SPECTROGRAM, STAGES, WEIGHT};
+use crate::pipeline::{self, Block, Form, Next, Plan, CLIP, EPOCH, INDEX, LABEL, STAGES, WEIGHT};
 use crate::resample::Resampler;
 use crate::slab::Slab;
 use crate::source;
@@ -363,7 +363,7 @@ struct Pipeline(pipeline::Pipeline);
 impl Pipeline {
     #[new]
     #[pyo3(signature = (index, *, rows, batch, ranges, seed, train, sample_rate = 32_000, clip_samples = 160_000,
-                        n_frames = N_FRAMES, views = 1, bf16 = false, block = None, threads = 1, depth = 2,
+                        n_frames = N_FRAMES, views = 1, form = "float32", block = None, threads = 1, depth = 2,
                         bad_budget = 0.01))]
     #[allow(clippy::too_many_arguments)] // keywords in Python; one struct from here on
     fn new(
@@ -377,7 +377,7 @@ impl Pipeline {
         clip_samples: usize,
         n_frames: usize,
         views: usize,
-        bf16: bool,
+        form: &str,
         block: Option<(u64, u64)>,
         threads: usize,
         depth: usize,
@@ -386,6 +386,12 @@ impl Pipeline {
         let n = index.0.n_rows();
         let narrow = |&row: &i64| u32::try_from(row).map_err(|_| Error::RowRange { row, n });
         let rows = rows.as_array().iter().map(narrow).collect::<Result<_, _>>()?;
+        let form = match form {
+            "float32" => Form::Float32,
+            "bfloat16" => Form::Bfloat16,
+            "waveform" => Form::Waveform,
+            _ => return Err(PyValueError::new_err(format!("form = {form:?} must be float32, bfloat16 or waveform"))),
+        };
         let plan = Plan {
             rows,
             batch,
@@ -396,7 +402,7 @@ impl Pipeline {
             clip_samples,
             n_frames,
             views,
-            bf16,
+            form,
             block: block.map(|(rows, window)| Block { rows, window }),
             threads,
             depth,
@@ -457,15 +463,20 @@ impl Pipeline {
         let owner = Bound::new(py, SlabOwner(slab))?;
         let ranges = 0..plan.ranges.len();
         let scalars = |field| PyList::new(py, ranges.clone().map(|r| SlabOwner::array::<i32>(&owner, r, field, ())));
-        let shape = [plan.views, plan.n_frames, N_MELS];
+        let shape = match plan.form {
+            Form::Waveform => vec![plan.views, plan.clip_samples],
+            _ => vec![plan.views, plan.n_frames, N_MELS],
+        };
         let shape = if plan.views == 1 { &shape[1..] } else { &shape[..] };
-        let spectrograms = ranges.clone().map(|r| match plan.bf16 {
-            true => SlabOwner::array::<u16>(&owner, r, SPECTROGRAM, shape),
-            false => SlabOwner::array::<f32>(&owner, r, SPECTROGRAM, shape),
+        let clips = ranges.clone().map(|r| match plan.form {
+            Form::Float32 => SlabOwner::array::<f32>(&owner, r, CLIP, shape),
+            Form::Bfloat16 => SlabOwner::array::<u16>(&owner, r, CLIP, shape),
+            Form::Waveform => SlabOwner::array::<i16>(&owner, r, CLIP, shape),
         });
+        let name = if plan.form == Form::Waveform { "waveform" } else { "spectrogram" };
         let weights = ranges.clone().map(|r| SlabOwner::array::<f32>(&owner, r, WEIGHT, ()));
         let out = PyDict::new(py);
-        out.set_item("spectrogram", PyList::new(py, spectrograms)?)?;
+        out.set_item(name, PyList::new(py, clips)?)?;
         out.set_item("label", scalars(LABEL)?)?;
         out.set_item("index", scalars(INDEX)?)?;
         out.set_item("epoch", scalars(EPOCH)?)?;

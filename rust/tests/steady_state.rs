@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::Arc;
 use std::time::Duration;
 
-use _rust::pipeline::{Block, Next, Pipeline, Plan};
+use _rust::pipeline::{Block, Form, Next, Pipeline, Plan};
 use _rust::source::{Index, Options};
 use arrow_array::{ArrayRef, BinaryArray, RecordBatch, StringArray, StructArray};
 use arrow_schema::{DataType, Field};
@@ -70,7 +70,10 @@ fn index() -> Index {
 #[test]
 fn no_row_allocates_once_warm() {
     let index = Arc::new(index());
-    for (views, bf16, block) in [(1, false, None), (3, true, None), (1, true, Some(Block { rows: 4, window: 2 }))] {
+    let block = Some(Block { rows: 4, window: 2 });
+    let cases =
+        [(1, Form::Float32, None), (3, Form::Bfloat16, None), (1, Form::Bfloat16, block), (2, Form::Waveform, None)];
+    for (views, form, block) in cases {
         let plan = Plan {
             rows: (0..40).collect(),
             batch: 64,
@@ -81,7 +84,7 @@ fn no_row_allocates_once_warm() {
             clip_samples: 16_000,
             n_frames: 50,
             views,
-            bf16,
+            form,
             block,
             threads: 2,
             depth: 2,
@@ -100,7 +103,7 @@ fn no_row_allocates_once_warm() {
         let calls = CALLS.load(Relaxed) - before;
         // Of 50 batches: a slot and a slab each, those that were begun besides; an epoch of 40 rows in the block order, for the workers and for the reader ahead, is lists of its own.
         let allowed = if block.is_some() { 50 * 20 } else { 50 * 4 };
-        assert!(calls <= allowed, "{calls} allocations in 50 batches of 64 rows ({views} views, bf16: {bf16})");
+        assert!(calls <= allowed, "{calls} allocations in 50 batches of 64 rows ({views} views, {form:?})");
         pipeline.close();
     }
 }

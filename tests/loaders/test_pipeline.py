@@ -190,8 +190,9 @@ def test_one_view_is_the_first_of_many(mixed):
     np.testing.assert_array_equal(many["index"], one["index"])
 
 
-def test_threads_and_processes_change_no_byte_of_views_and_bf16(mixed):
-    options = {"views": 4, "bf16": True, "block": (4, 3)}
+@pytest.mark.parametrize("form", ["bfloat16", "waveform"])
+def test_threads_and_processes_change_no_byte_of_views_and_16_bits(mixed, form):
+    options = {"views": 4, "form": form, "block": (4, 3)}
     first, other = (take(make(mixed, threads=threads, **options), 6) for threads in (1, 8))
     equal(first, other)
     parts = [make(mixed, ranges=ranges, threads=2, **options) for ranges in ([(0, 2), (4, 5)], [(2, 4)], [(5, 8)])]
@@ -204,11 +205,33 @@ def test_threads_and_processes_change_no_byte_of_views_and_bf16(mixed):
 def test_bf16_is_the_nearest(mixed):
     import ml_dtypes
 
-    wide, narrow = (take(make(mixed, train=train, batch=8, bf16=bf16), 5) for train, bf16 in ((False, False), (False, True)))
+    wide, narrow = (take(make(mixed, train=False, batch=8, form=form), 5) for form in ("float32", "bfloat16"))
     assert narrow["spectrogram"].dtype == np.uint16
     expected = wide["spectrogram"].astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(narrow["spectrogram"], expected.view(np.uint16))
     np.testing.assert_array_equal(narrow["weight"], wide["weight"])
+
+
+@pytest.mark.parametrize("views", [1, 3])
+def test_waveforms_are_what_the_filter_bank_would_take(mixed, views):
+    """Of every format, length and rate: the spectrogram of the samples is the row of the other form, but for their 16 bits."""
+    options = dict(train=False, batch=37, views=views)
+    rows, waves = (take(make(mixed, form=form, **options), 1) for form in ("float32", "waveform"))
+    assert waves.keys() - {"waveform"} == rows.keys() - {"spectrogram"} and waves["waveform"].dtype == np.int16
+    assert waves["waveform"].shape == rows["spectrogram"].shape[:-2] + (CLIP,)
+    for name in waves.keys() - {"waveform"}:
+        np.testing.assert_array_equal(waves[name], rows[name])
+    found = waves["waveform"].reshape(-1, CLIP).astype(np.float32) / 32768
+    expected = rows["spectrogram"].reshape(-1, N_FRAMES, 128)
+    for wave, row in zip(found, expected, strict=True):
+        other = _rust.front_end(wave, 32_000, CLIP, N_FRAMES)
+        loud = row >= row.max() - np.log(1e5) / 8.86  # what 16 bits leave alone
+        assert np.abs(other - row)[loud].max(initial=0) < 0.05
+
+
+def test_an_unknown_form_is_refused(mixed):
+    with pytest.raises(ValueError, match="float32, bfloat16 or waveform"):
+        make(mixed, form="int16")
 
 
 def test_batches_follow_the_block_order(mixed):
@@ -610,7 +633,7 @@ def test_an_hour_of_batches_takes_no_more_memory_than_a_minute(tmp_path):
 
         index = _rust.Index(sys.argv[1:], label="label")
         pipeline = _rust.Pipeline(index, rows=np.arange(index.n_rows), batch=16, ranges=[(0, 16)], seed=0, train=True,
-                                  threads=2, clip_samples={CLIP}, n_frames={N_FRAMES}, views=2, bf16=True, block=(4, 3),
+                                  threads=2, clip_samples={CLIP}, n_frames={N_FRAMES}, views=2, form="bfloat16", block=(4, 3),
                                   bad_budget=0.1)
         found = []
         for batch in range(6000):

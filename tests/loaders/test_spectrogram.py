@@ -59,6 +59,7 @@ def test_facts(folder):
         "class_names": ("a", "b"),
         "views": 1,
         "n_frames": 18,
+        "form": "spectrogram",
         "multilabel": False,
         "background": False,
     }

@@ -1,6 +1,7 @@
 """From Arrow shards on disk to the step: what the loader makes on all cores beside what the step takes, and both together.
 
-The recordings are the demo's, read again and again, so they come from the page cache. For each form of a row:
+The recordings are the demo's, read again and again, so they come from the page cache. For each form of a row (spectrograms of
+float32 and of bfloat16, and 16-bit waveforms, of which the step makes the spectrograms itself):
 
     loader      rows/s of the loader alone, on every core that this process may use
     demand      rows/s of the step alone, on a batch that stays on the device
@@ -26,6 +27,7 @@ from tools.chip import cases, trace
 FORMS = {
     "float32": {},
     "bfloat16": {"data.dtype": "bfloat16"},
+    "waveform": {"data.form": "waveform"},
 }
 
 
