@@ -85,7 +85,7 @@ class Checkpointer:
         self._unsealed: epath.Path | None = None
         self._failures = 0
         self._sealing = concurrent.futures.ThreadPoolExecutor(1)
-        self._seals: list[concurrent.futures.Future] = []
+        self._seals: list[tuple[epath.Path, concurrent.futures.Future]] = []
         options = ocp.CheckpointManagerOptions(preservation_policy=policies.AnyPreservationPolicy(keep), create=True)
         self._manager = ocp.CheckpointManager(self._path, options=options)
 
@@ -104,7 +104,7 @@ class Checkpointer:
             content = _saved(state)
             if weights_only:
                 content = {name: content[name] for name in ("step", "params", "carry", "ema")}
-            self._unsealed = self._path / str(step)
+            path = self._path / str(step)
             try:
                 self._manager.save(
                     step,
@@ -115,8 +115,9 @@ class Checkpointer:
                     ),
                     force=True,
                 )
+                self._unsealed = path
             except Exception as error:  # noqa: BLE001  whatever a disk raises
-                self._failed(error)
+                self._failed(error, path)
         return Saved(time.perf_counter() - began, self._failures)
 
     def score(self, step: int, record: Mapping[str, float]) -> None:
@@ -173,9 +174,7 @@ class Checkpointer:
     def poll(self) -> None:
         """Lets the checksums of a step be written once it is whole. Costs nothing; call it every step."""
         if self._unsealed and not self._manager.is_saving_in_progress():
-            if jax.process_index() == 0:
-                self._seals.append(self._sealing.submit(checksums.write, self._unsealed))
-            self._unsealed = None
+            self._settle()
 
     def close(self) -> None:
         """Waits for a save in flight. Raises CheckpointError when it failed."""
@@ -186,28 +185,55 @@ class Checkpointer:
             self._manager.close()
 
     def _finish(self) -> None:
+        self._settle()
+        while self._seals:
+            step, seal = self._seals.pop()
+            try:
+                seal.result()
+            except Exception as error:  # noqa: BLE001  whatever a disk raises
+                self._failed(error, step)
+
+    def _settle(self) -> None:
+        """Waits for the save in flight; a step that is whole goes on to its checksums."""
+        step, self._unsealed = self._unsealed, None
+        if step is None:
+            return
         try:
             self._manager.wait_until_finished()
-            self.poll()
-            while self._seals:
-                self._seals.pop().result()
         except Exception as error:  # noqa: BLE001  whatever a disk raises
-            self._failed(error)
+            self._failed(error, step)
+        else:
+            if jax.process_index() == 0:
+                self._seals.append((step, self._sealing.submit(checksums.write, step)))
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, step: epath.Path) -> None:
         """A save came to nothing: what config.checkpoint.on_error says. The steps before it are as they were."""
-        step, self._unsealed = self._unsealed, None
+        self._drain()
         self._failures += 1
         self._manager.reload()
         whole = max(self._manager.all_steps(), default=None)
         newest = f"the newest whole one is {whole}" if whole is not None else "there is none yet"
-        message = f"checkpoint {step or self._path} could not be written: {_first_line(error)}; {newest}"
+        message = f"checkpoint {step} could not be written: {_first_line(error)}; {newest}"
         if self._config.checkpoint.on_error == "stop":
             raise CheckpointError(
                 f"{message}. Make room, or mend the disk, and say the same command again; to train on without, set "
                 "config.checkpoint.on_error='continue'"
             ) from error
         log.error("%s; training goes on (config.checkpoint.on_error), and the next save is at its time", message)
+
+    def _drain(self) -> None:
+        """Takes what else Orbax holds against a save that failed.
+
+        Its threads fail one by one, and each error is raised once, at whoever asks next: the next save, which would be taken
+        for failed without having begun, or the close.
+        """
+        while True:
+            try:
+                self._manager.wait_until_finished()
+                self._manager._checkpointer.wait_until_finished()  # its thread may outlive the manager's; no public name for it
+                return
+            except Exception as error:  # noqa: BLE001  whatever a disk raises
+                log.debug("of the same save: %s", error)
 
     def _damage(self, path: epath.Path) -> str:
         """What the checksums say against a step, "" if nothing. Process 0 reads them for all."""

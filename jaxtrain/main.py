@@ -1,5 +1,6 @@
 """python -m jaxtrain.main --config=configs/xcm.py[:/path/to/data] [--config.section.field=value …] [--explain | --plan[=…]]"""
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             train.run(resolved)
     except train.USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = error.filename or resolved.workdir
+        print(
+            f"error: {where} could not be written: {error.strerror}; make room, and say the same command again", file=sys.stderr
+        )
         return 2
     except train.Preempted as end:
         print(end, file=sys.stderr)

@@ -1,12 +1,17 @@
 """What a checkpoint gives back: every bit on any mesh, and never a bit of a damaged step."""
 
+import asyncio
+import errno
 import logging
 import random
 import shutil
+import threading
+import time
 
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint._src.handlers.json_checkpoint_handler import JsonCheckpointHandler
 from test_state import FIELDS, TASK, TX, make_layout, make_mesh
 
 from jaxtrain import config as config_lib
@@ -108,6 +113,33 @@ def test_promises_6_and_7_damage_of_every_file_at_many_offsets(written, offsets,
         path.write_bytes(whole)
     assert restore(workdir).step == 4, "and put back, it is whole"
     record_property("trials", trials)
+
+
+def test_promise_12_a_save_that_fails_in_two_threads_is_one_failure_and_the_next_one_is_whole(tmp_path, monkeypatch, caplog):
+    """A full disk fails what each of Orbax's threads writes, in any order: here its manager's at once, and a file's later."""
+    ours, state = checkpointer(tmp_path, on_error="continue"), state_of((1, 1, 1), 0)
+
+    async def full(*_):
+        await asyncio.sleep(0.5)
+        raise OSError(errno.ENOSPC, "no space")
+
+    def full_at_once():
+        if threading.current_thread().name == "save_finalize":
+            raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(JsonCheckpointHandler, "_save_fn", full)
+    monkeypatch.setattr(ours._manager._non_blocking_metadata_store, "wait_until_finished", full_at_once)
+    ours.save(2, state, DATA, History())
+    time.sleep(0.2)  # the manager's thread has failed, the file's has not
+    ours.poll()
+    monkeypatch.undo()
+    assert ours.save(4, state, DATA, History()).failures == 1
+    ours.close()
+    assert [r.message for r in caplog.records if r.name.startswith("jaxtrain")] == [
+        f"checkpoint {tmp_path}/checkpoints/2 could not be written: [Errno {errno.ENOSPC}] no space; there is none yet; "
+        "training goes on (config.checkpoint.on_error), and the next save is at its time"
+    ]
+    assert bits(restore(tmp_path).state) == bits(state)
 
 
 def test_promise_6_all_damaged_is_an_error_never_a_fresh_start(written, tmp_path):

@@ -250,6 +250,18 @@ def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(f
         subprocess.run(["umount", disk], check=True)
 
 
+def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, corpus):  # noqa: F811
+    disk = small_disk(folder / "disk", 20_000)
+    try:
+        (disk / "run").mkdir()
+        (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 8192))
+        output = run(folder, f"tiny.py:{corpus}", f"--config.workdir={disk}/run", code=2)
+        assert f"error: {disk}/run" in output and "No space left on device; make room" in output, output
+        assert "Traceback" not in output, output
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
 def test_promise_12_records_wait_for_room(folder, corpus):  # noqa: F811
     """metrics.jsonl on a disk that is full for a while: whole lines, all of them, in order."""
     disk = small_disk(folder / "disk", 64)
