@@ -269,10 +269,8 @@ def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, c
     for n in (fsdp * k for k in range(2, data + 1) if data % k == 0):
         text = f"--config.mesh.fsdp={n} --config.mesh.data={data * fsdp // n}"
         yield text, replace(config, mesh=replace(m, data=data * fsdp // n, fsdp=n, model=model))
-    remat = getattr(config.model, "remat", None)
-    if remat in (False, "none"):
-        wanted = True if remat is False else "full"
-        yield f"--config.model.remat={str(wanted).lower()}", replace(config, model=replace(config.model, remat=wanted))
+    if getattr(config.model, "remat", "") == "none":
+        yield "--config.model.remat=full", replace(config, model=replace(config.model, remat="full"))
     for n in (t.accumulate * 2**k for k in range(1, 11)):
         yield f"--config.train.accumulate={n}", replace(config, train=replace(t, accumulate=n))
     if getattr(config.model, "dtype", "") == "float32":

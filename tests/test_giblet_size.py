@@ -128,7 +128,7 @@ def test_the_command_says_what_fits(load, tmp_path, capsys, target, overrides, v
         ((NARROW, ("optim.masters", "true")), 2.0),
         ((NARROW, ("optim.moments", "int8")), 1.05),
         ((NARROW, ("optim.name", "adafactor")), 1.05),
-        ((("model.remat", "true"),), 1.05),
+        ((("model.remat", "full"),), 1.05),
     ],
     ids=["float32", "bfloat16", "masters", "int8", "adafactor", "remat"],
 )

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.types import Array, PyTree
 
+WHOLE = ("none", "full")  # the words for what is not a stack of layers
 GLOSS = "none, full, 'every 2', or 'save attention,mlp'"
 
 

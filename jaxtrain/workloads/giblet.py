@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Config as RunConfig
+from jaxtrain.nn import remat
 from jaxtrain.nn.batch_norm import batch_norm, member, over_data
 from jaxtrain.specs import fold_in_path, ones, zeros
 from jaxtrain.types import Array, Axes, Batch, Initializer, Key, LossOut, Mean, PyTree, Shard, Spec, Task, Variables
@@ -75,7 +76,7 @@ class Config:
     weight_fmri: float = 1.0  # [1] of its loss in the total
     dtype: str = "bfloat16"  # [name] of the matrix products' inputs; sums, norms and losses are float32
     param_dtype: str = "float32"  # [name] of the parameters
-    remat: bool = False  # [bool] compute the forward pass again in the backward pass; running statistics still move once
+    remat: str = "none"  # [name] none, or full: compute the forward pass again in the backward pass (statistics move once)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         for name, value in vars(self).items():
@@ -91,6 +92,7 @@ class Config:
             ("fmri_loss", FMRI_LOSSES),
             ("dtype", DTYPES),
             ("param_dtype", DTYPES),
+            ("remat", remat.WHOLE),
             ("audio", (*AUDIO, None)),
         ):
             if getattr(self, name) not in allowed:
@@ -400,7 +402,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
             return forward(c, params, running, inputs, shard, draws)
 
         inputs = {name: batch_[name] for name in MODALITIES}
-        out, running = (jax.checkpoint(run) if c.remat else run)(variables.params, variables.carry, inputs)
+        out, running = (jax.checkpoint(run) if c.remat == "full" else run)(variables.params, variables.carry, inputs)
         target, weight_b = targets(c, batch_, shard), batch_["weight"]
         each = errors(c, out, target, weight_b)
         each["fmri_r"] = pearson(jax.lax.stop_gradient(out.fmri), target["fmri"])

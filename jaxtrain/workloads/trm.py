@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Config as RunConfig
+from jaxtrain.nn import remat
 from jaxtrain.nn.attention import attention
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Spec, Task, Variables
@@ -69,7 +70,7 @@ class Config:
     q_continue: bool = False  # [bool] halt by comparing with the value of going on, learned from one more forward pass
     loss: str = "stablemax"  # [name] of the cells' cross-entropy: stablemax or softmax
     dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms and losses are float32
-    remat: bool = False  # [bool] recompute each application of the net in the backward pass
+    remat: str = "none"  # [name] none, or full: recompute each application of the net in the backward pass
 
     def problems(self) -> Iterator[tuple[str, str]]:
         low = ("embed", "heads", "depth", "inner_multiple", "cycles_high", "cycles_low", "halt_steps")
@@ -77,7 +78,13 @@ class Config:
             for name in names:
                 if getattr(self, name) < least:
                     yield name, f"is {getattr(self, name)}; it must be at least {least}"
-        for name, allowed in (("mixer", MIXERS), ("positions", POSITIONS), ("loss", LOSSES), ("dtype", DTYPES)):
+        for name, allowed in (
+            ("mixer", MIXERS),
+            ("positions", POSITIONS),
+            ("loss", LOSSES),
+            ("dtype", DTYPES),
+            ("remat", remat.WHOLE),
+        ):
             if getattr(self, name) not in allowed:
                 yield name, f"is {getattr(self, name)!r}; there are: {', '.join(allowed)}"
         if self.mixer == "attention" and self.heads > 0 and self.embed % (2 * self.heads):
@@ -220,7 +227,7 @@ def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles,
 
     def cycle(w: PyTree, x_btd: Array, z: tuple[Array, Array], unroll: int | bool) -> tuple[Array, Array]:
         apply = functools.partial(net, c, shard=shard)
-        apply = jax.checkpoint(apply) if c.remat and unroll is True else apply
+        apply = jax.checkpoint(apply) if c.remat == "full" and unroll is True else apply
         z_h, z_l = z
         z_l, _ = jax.lax.scan(lambda z_l, _: (apply(w, z_l + z_h + x_btd), None), z_l, length=low, unroll=unroll)
         return apply(w, z_h + z_l), z_l
