@@ -557,8 +557,10 @@ def test_ctrl_c_ends_a_wait_within_half_a_second(slow, tmp_path):
     shard = corpus.write(tmp_path / "0.arrow", corpus.table([corpus.wav(0, 6.0, 44_100)], [0]))
     process = run(
         f"""
-        import sys, time, numpy as np
+        import signal, sys, time, numpy as np
         from loaders import _rust
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup it is ignored
         index = _rust.Index([sys.argv[1]], label="label")
         pipeline = _rust.Pipeline(
             index, rows=np.arange(1), batch={SLOW["batch"]}, ranges=[(0, {SLOW["batch"]})], seed=0, train=True, threads=2)
