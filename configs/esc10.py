@@ -37,7 +37,7 @@ def get_config(path: str = "") -> ConfigDict:
                 warmup=100,
                 schedule="cosine",
                 weight_decay=0.05,
-                groups=(dict(match="^probe/", lr=1e-3, weight_decay=1e-7),),
+                groups=(dict(match="^probe/", lr=1e-3, weight_decay=1e-7, clip=1.0),),
             ),
             checkpoint=dict(every=500),
         )

@@ -61,4 +61,4 @@ def demo() -> ConfigDict:
 
 
 def probe() -> tuple[dict, ...]:
-    return (dict(match="^probe/", lr=1e-3, weight_decay=1e-7),)
+    return (dict(match="^probe/", lr=1e-3, weight_decay=1e-7, clip=1.0),)

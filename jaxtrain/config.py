@@ -74,6 +74,7 @@ class Group:
     match: str = ""  # [regex] searched in the parameter's path, for example "^probe/"; the first group that matches wins
     lr: float | None = None  # [1/step] peak learning rate; None = optim.lr
     weight_decay: float | None = None  # [1] None = optim.weight_decay
+    clip: float | None = None  # [norm] largest gradient norm of these, which then count in no other; None = optim.clip
     name: str | None = None  # [name] of the rule; None = optim.name
     freeze: bool = False  # [bool] leave these parameters as they were initialised
 
@@ -100,7 +101,7 @@ class Optim:
     muon_scale: str = "rms"  # [name] muon: rms (moves as far as AdamW), or by fan-out / fan-in of kernels in_out or out_in
     rest: str = "adamw"  # [name] muon: rule of all but the hidden matrices: tables, heads, vectors
     moments: str = "float32"  # [name] how moments are kept: float32, bfloat16, int8 (8 bits, a scale for each row)
-    masters: bool = False  # [bool] optimise float32 copies of the parameters, which stay in their own dtype
+    masters: bool = False  # [bool] optimise float32 copies of the parameters: bfloat16 ones lose what is below a 256th of them
     offload: bool = False  # [bool] keep the optimizer's state in host memory, and bring it over for each update
     layer_decay: float = 1.0  # [1] factor of the learning rate from each layer to the one below
     layer_first: str = r"(^|/)(w_patch|b_patch|embed|pos|cls)[^/]*$"  # [regex] layer_decay: parameters below the first layer
@@ -119,7 +120,7 @@ class Optim:
             except re.error as error:
                 yield name, f"is {pattern!r}, which is no regular expression: {error}"
         for i, group in enumerate(self.groups):
-            for name in ("lr", "weight_decay"):
+            for name in ("lr", "weight_decay", "clip"):
                 if (getattr(group, name) or 0) < 0:
                     yield f"groups[{i}].{name}", f"is {getattr(group, name)}; it must not be negative"
             if group.name not in (None, *OPTIMIZERS):

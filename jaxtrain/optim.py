@@ -5,7 +5,7 @@ a parameter that no pattern names, or a pattern that names no parameter, is an e
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> optax.Gradient
     tx = optax.chain(
         # Frozen gradients leave first: they must not count in the norm that the others are clipped by.
         optax.masked(optax.set_to_zero(), frozen) if any(jax.tree.leaves(frozen)) else optax.identity(),
-        _clip(optim.clip) if optim.clip else optax.identity(),
+        *_clips(optim, groups),
         *_by_rule(optim, specs, names),
         _add_decayed(weights),
         _scale_by_rates(rates, schedule),
@@ -173,6 +173,15 @@ def _by_rule(optim: Optim, specs: PyTree, names: PyTree) -> list[optax.GradientT
     if len(used) == 1:
         return [made[used[0]]]
     return [optax.masked(made[rule], jax.tree.map(lambda name, rule=rule: name == rule, names)) for rule in used]
+
+
+def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformation]:
+    """The clip of the global norm, and one for each group that has its own: a probe must not shrink what it looks at."""
+    own = list(dict.fromkeys(g for g in jax.tree.leaves(groups) if g.clip is not None))
+    for one, most in ((None, optim.clip), *((g, g.clip) for g in own)):
+        if most:
+            counts = jax.tree.map(lambda g, one=one: (g if g.clip is not None else None) == one, groups)
+            yield optax.masked(_clip(most), counts) if own else _clip(most)
 
 
 def _clip(most: float) -> optax.GradientTransformation:

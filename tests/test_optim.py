@@ -113,6 +113,15 @@ def test_a_frozen_group_is_untouched_and_does_not_count_in_the_clip():
     np.testing.assert_allclose(found["head"]["w"], alone["w"], rtol=0, atol=1e-6)
 
 
+def test_a_group_with_a_clip_of_its_own_counts_in_no_other():
+    init, grads, _ = golden("w")
+    optim = replace(PLAIN, clip=0.1, groups=(Group("^probe/", clip=0.3),))
+    huge = {"w": grads["w"] * 1e3}
+    found = run(optim, {"probe": init, "encoder": init}, {"probe": huge, "encoder": grads})
+    for name, clip, own in (("encoder", 0.1, grads), ("probe", 0.3, huge)):
+        np.testing.assert_allclose(found[name]["w"], run(replace(PLAIN, clip=clip), init, own)["w"], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("clip", [3.0, 1000.0])
 def test_clipping_scales_all_gradients_by_one_factor(clip):
     init, grads, _ = golden("w", "b")
