@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from jax.interpreters import partial_eval
 
-from jaxtrain import chips, compiler, feed, hlo, liveness, lora, optim, specs
+from jaxtrain import chips, compiler, distributed, feed, hlo, liveness, lora, optim, specs
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
@@ -38,7 +38,7 @@ from jaxtrain.types import PyTree, Task
 log = logging.getLogger("jaxtrain")
 MFU = 0.4  # share of the peak that hours are projected with
 SLACK = 0.15  # by which the estimate of a step's peak may be off
-DOUBT = 0.3  # by which the estimate of its temporaries may be too large: what is refused does not fit even so
+DOUBT = 0.5  # by which the estimate of its temporaries may be too large, at the most: what does not fit even so is a problem
 GPUS_PER_NODE = 8
 
 
@@ -224,7 +224,7 @@ class Estimate(NamedTuple):
         return self.arguments + self.temporaries.bytes
 
     def surely(self) -> float:
-        """Bytes that it needs at least."""
+        """Bytes that it needs at least, as far as the estimate was ever seen to be wrong."""
         return self.arguments + (1 - DOUBT) * self.temporaries.bytes
 
 
@@ -242,8 +242,11 @@ def estimate(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> E
     return Estimate(argument_bytes(assembly, traced, tiled=target.tiled), peak)
 
 
-def remedies(config: config_lib.Config, target: Target) -> list[str]:
-    """Single changes of the config with which the step fits, each planned anew."""
+def remedies(config: config_lib.Config, target: Target, *, factor: float = 1.0) -> list[str]:
+    """Single changes of the config with which the step fits, each planned anew.
+
+    ``factor``: by which a compiler's figure for the config was larger than the estimate.
+    """
     found = []
     done: set[str] = set()
     for text, changed in _changes(config, target):
@@ -256,8 +259,8 @@ def remedies(config: config_lib.Config, target: Target) -> list[str]:
             needed = estimate(assembly, assembly.trace(stage), target)
         except (ValueError, TypeError):  # this change does not go with the rest of the config
             continue
-        if needed.peak <= target.memory:
-            found.append(f"{text} would make it {_bytes(needed.peak)}")
+        if factor * needed.peak <= target.memory:
+            found.append(f"{text} would make it {_bytes(factor * needed.peak)}")
             done.add(direction)
     return found
 
@@ -285,18 +288,40 @@ def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, c
 
 
 def refuse(assembly: Assembly, traced: jax.stages.Traced) -> None:
-    """Raises PlanError when the step needs more than this machine's devices hold, with what would make it fit."""
+    """Raises PlanError when the step needs more than this machine's devices hold, with what would make it fit.
+
+    What its arguments and gradients take is exact. Otherwise the estimate only tells when the compiler is to be asked, which
+    has the last word: a step that it finds to fit is not refused. Its program stays in the cache of programs for the run.
+    """
     target = parse_target("")
+    memory = target.memory
     needed = estimate(assembly, traced, target)
-    if needed.surely() <= target.memory:
-        return
-    ways = remedies(assembly.config, target)
-    raise PlanError(
-        f"a step needs {_bytes(needed.peak)} on each device, {_bytes(needed.arguments)} of it for state and batch, and each of "
-        f"{target.name} has {_bytes(target.memory)}: {_bytes(needed.peak - target.memory)} too little. "
-        + (f"One of these would do: {'; '.join(ways)}" if ways else "No single change would make it fit")
-        + ". --plan shows it all"
-    )
+    size, factor = _certain(assembly, needed, target), 1.0
+    told = f"at least {_bytes(size)}"
+    if distributed.agree(size <= memory < (1 + SLACK) * needed.peak):
+        log.info("a step may need more memory than there is: it is compiled now, to be sure")
+        try:
+            size = compiled(assembly, traced).peak
+            told, factor = f"{_bytes(size)}, by its compiler,", size / needed.peak
+        except PlanError as error:
+            size = max(needed.peak, int(memory) + 1)
+            told = f"about {_bytes(size)} ({error})"
+    if size > memory:
+        raise PlanError(
+            f"a step needs {told} on each device, {_bytes(needed.arguments)} of it for state and batch, and each of "
+            f"{target.name} has {_bytes(memory)}: {_bytes(size - memory)} too little. "
+            f"{_ways(assembly.config, target, factor)}. --plan shows it all"
+        )
+
+
+def _certain(assembly: Assembly, needed: Estimate, target: Target) -> int:
+    """Bytes that are needed whatever the compiler does."""
+    return max(needed.arguments, least(held(assembly.plan, assembly.layout, tiled=target.tiled)))
+
+
+def _ways(config: config_lib.Config, target: Target, factor: float = 1.0) -> str:
+    found = remedies(config, target, factor=factor)
+    return f"One of these would do: {'; '.join(found)}" if found else "No single change would make it fit"
 
 
 class Compiled(NamedTuple):
@@ -344,8 +369,8 @@ def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any
     return compiler.options(config.compiler, kind, count=target.count, device=device)
 
 
-def compiled(assembly: Assembly, stage: Hashable, *, options: Mapping[str, Any] | None = None) -> Compiled:
-    """Compiles the step on the assembly's real mesh, with the options of a run; ``options`` come over them.
+def compiled(assembly: Assembly, traced: jax.stages.Traced, *, options: Mapping[str, Any] | None = None) -> Compiled:
+    """Compiles a step on the assembly's real mesh, with the options of a run; ``options`` come over them.
 
     Raises PlanError when the compiler finds that it does not fit, ConfigError when it refuses an option of the config.
     """
@@ -354,7 +379,7 @@ def compiled(assembly: Assembly, stage: Hashable, *, options: Mapping[str, Any] 
     device = mesh.devices.flat[0]
     options = {**compiler.options(own, device.device_kind, count=mesh.size, device=device), **(options or {})}
     try:
-        program = compiler.compile(assembly.trace(stage).lower(), options, own)
+        program = compiler.compile(traced.lower(), options, own)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -415,10 +440,6 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
         lines += ["  no ideal time: the chip table has no such device; name one, for example --plan=gpu:h100x1"]
     lines += [""]
 
-    if target.topology:
-        for stage, start in assembly.stages().items():
-            lines += _compiled_lines(config, target, stage, start, problems)
-
     lines += ["where the parameters live", *_rules(assembly), ""]
     for name, text, well in checks(config, assembly, target):
         lines += [f"{name:14}{text}"]
@@ -439,19 +460,25 @@ def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, p
     for size, what in needed.temporaries.largest[:5]:
         yield f"      {_bytes(size):>12}  {what}"
     yield f"  {'together':32}{_bytes(needed.peak):>12}   of {_bytes(target.memory)}"
-    if needed.peak > target.memory:
-        over = needed.peak - target.memory
-        ways = remedies(config, target)
-        certain = "does not fit" if needed.surely() > target.memory else "may not fit"
-        problems.append(
-            f"it {certain}: {_bytes(over)} too much. "
-            + (f"One of these would do: {'; '.join(ways)}" if ways else "No single change would make it fit")
-        )
     yield ""
     if target.count > 1:
         yield "a step sends between devices, estimated"
         yield from _collective_lines(needed.temporaries.moved, target)
         yield ""
+    over, doubtful = needed.peak - target.memory, (1 + SLACK) * needed.peak > target.memory
+    told = f"{_bytes(over)} too much, as estimated. {_ways(config, target)}" if over > 0 else ""
+    if _certain(assembly, needed, target) > target.memory:
+        problems.append(f"it does not fit: {told}")
+    elif (target.here and doubtful) or (target.topology and importlib.util.find_spec("libtpu")):
+        for each_stage, start in assembly.stages().items():
+            yield from _compiled_lines(config, target, each_stage, start, each[each_stage], problems)
+    else:
+        if target.topology:
+            yield from ("not compiled for it: that needs the package libtpu; pip install 'jaxtrain[topology]'", "")
+        if needed.surely() > target.memory:
+            problems.append(f"it does not fit: {told}")
+        elif over > 0:
+            yield from (f"it may not fit: {told}", "")
 
 
 def _collective_lines(table: Mapping[tuple[str, tuple[str, ...]], tuple[int, float]], target: Target) -> Iterator[str]:
@@ -462,19 +489,21 @@ def _collective_lines(table: Mapping[tuple[str, tuple[str, ...]], tuple[int, flo
 
 
 def _compiled_lines(
-    config: config_lib.Config, target: Target, stage: Hashable, start: int, problems: list[str]
+    config: config_lib.Config, target: Target, stage: Hashable, start: int, needed: Estimate, problems: list[str]
 ) -> Iterator[str]:
+    """What the compiler says, which counts where the estimate says something else."""
     title = "compiled for it" if stage is None else f"compiled for it, stage {stage} from step {start}"
-    if importlib.util.find_spec("libtpu") is None:
-        yield from (f"not {title}: that needs the package libtpu; pip install 'jaxtrain[topology]'", "")
-        return
-    mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices=tpu_devices(target))
+    devices = None if target.here else tpu_devices(target)
+    mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices=devices)
+    assembly = assemble(config, mesh)
     try:
-        found = compiled(assemble(config, mesh), stage)
+        found = compiled(assembly, assembly.trace(stage))
     except PlanError as error:
-        problems.append(str(error))
+        problems.append(f"it does not fit: {error}. {_ways(config, target, max(1.0, target.memory / needed.peak))}")
         yield from (f"not {title}: {error}", "")
         return
+    if (over := found.peak - target.memory) > 0:
+        problems.append(f"it does not fit: {_bytes(over)} too much. {_ways(config, target, found.peak / needed.peak)}")
     yield f"{title}, in {found.seconds:.0f} s"
     yield f"  {'arguments':28}{_bytes(found.arguments):>12}"
     yield f"  {'while it runs':28}{_bytes(found.temporaries):>12}"

@@ -140,7 +140,7 @@ def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything
     target = plan_lib.parse_target("tpu:v4:2x2x2")
     mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.tpu_devices(target))
     assembly = plan_lib.assemble(load(*overrides), mesh)
-    found = plan_lib.compiled(assembly, None)
+    found = plan_lib.compiled(assembly, assembly.trace(None))
     held = plan_lib.held(assembly.plan, assembly.layout, tiled=True)
     print(f"{found.arguments / 1e9:.2f} GB of arguments, {found.temporaries / 1e9:.2f} GB while it runs")
     assert found.peak < target.memory

@@ -65,8 +65,9 @@ def bytes_agree(config, mesh, target):
     assembly = plan.assemble(config, mesh)
     stage = assembly.task.stage(config.train.steps - 1)
     options = {} if target.tiled else {"xla_backend_optimization_level": 0}  # of the machine code alone
-    found = plan.compiled(assembly, stage, options=options)
-    planned = plan.estimate(assembly, assembly.trace(stage), target)
+    traced = assembly.trace(stage)
+    found = plan.compiled(assembly, traced, options=options)
+    planned = plan.estimate(assembly, traced, target)
     assert planned.arguments == found.arguments
     assert found.temporaries > 3 * found.arguments or "giblet" in config.workload, "the activations are most of it"
     assert planned.peak == pytest.approx(found.peak, rel=plan.SLACK)
@@ -203,6 +204,38 @@ def test_what_does_not_fit_is_told_with_the_single_changes_that_would_make_it(tm
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     config = load("bird", tmp_path, monkeypatch, *TIGHT, ("train.batch", "4096"), ("model.dtype", "float32"))
     before = len(jax.live_arrays())
-    with pytest.raises(plan.PlanError, match="a step needs .* GB on each device, .* too little"):
+    with pytest.raises(plan.PlanError, match="a step needs at least .* GB on each device, .* too little"):
         train.run(config)
     assert len(jax.live_arrays()) == before and not (tmp_path / "checkpoints").exists()
+
+
+def test_the_compiler_has_the_last_word_where_the_estimate_is_too_high(tmp_path, monkeypatch):
+    """A run is not refused, and a plan finds no problem; with an estimate that is right both would tell it all."""
+    config = load("trm", tmp_path, monkeypatch, ("model.dtype", "float32"), ("train.steps", "1"), ("optim.warmup", "0"))
+    assembly = plan.assemble(config, on((8, 1, 1), jax.devices()))
+    traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
+    right = plan.estimate(assembly, traced, plan.parse_target(""))
+    memory = 2 * right.peak
+    monkeypatch.setattr(plan.Target, "memory", memory)
+    wrong = right._replace(temporaries=right.temporaries._replace(bytes=3 * memory))
+    monkeypatch.setattr(plan, "estimate", lambda *_: wrong)
+    monkeypatch.setattr(plan, "remedies", lambda *args, **kwargs: [])
+    plan.refuse(assembly, traced)
+    text, _ = plan.report(config, "")
+    assert "compiled for it" in text and "not fit" not in text
+    monkeypatch.setattr(plan.Target, "memory", right.peak // 2)
+    with pytest.raises(plan.PlanError, match="a step needs .*by its compiler.* too little"):
+        plan.refuse(assembly, traced)
+    text, well = plan.report(config, "")
+    assert not well and "problem: it does not fit: " in text
+
+
+def test_without_a_compiler_a_doubtful_estimate_is_no_problem(tmp_path, monkeypatch):
+    config = load("trm", tmp_path, monkeypatch, ("train.steps", "1"), ("optim.warmup", "0"))
+    assembly = plan.abstractly(config, target := plan.parse_target("gpu:h100x1"))
+    right = plan.estimate(assembly, assembly.trace(assembly.task.stage(config.train.steps - 1)), target)
+    monkeypatch.setattr(plan, "remedies", lambda *args, **kwargs: [])
+    for memory, verdict in ((0.8 * right.peak, "it may not fit: "), (0.4 * right.peak, "problem: it does not fit: ")):
+        monkeypatch.setattr(plan.Target, "memory", memory)
+        text, well = plan.report(config, target.name)
+        assert verdict in text and well == ("problem" not in verdict), text
