@@ -143,6 +143,7 @@ class _Walk:
         self.nodes: list[Node] = []
         self.literals: dict[tuple, Value] = {}
         self.done: dict[tuple, list[Value]] = {}  # results by what computes them, where equal computations are merged
+        self.slices: dict[tuple[int, int], Value] = {}  # of what an unrolled loop reads, and the loop backward again
 
     # --- building ------------------------------------------------------------------------------------------------------
 
@@ -410,11 +411,13 @@ class _Walk:
     def sliced(self, x: Value, var: Any, at: int) -> Value:
         if x.node and x.node.name == "stack":  # of an unrolled loop before: the compiler sees through it
             return x.node.inputs[at]
-        node = Node("cheap", "slice", [x])
-        node.outputs = [Value(var.aval.shape, var.aval.dtype, x.split[1:], node)]
-        x.readers.append(node)
-        self.nodes.append(node)
-        return node.outputs[0]
+        if (id(x), at) not in self.slices:
+            node = Node("cheap", "slice", [x])
+            node.outputs = [Value(var.aval.shape, var.aval.dtype, x.split[1:], node)]
+            x.readers.append(node)
+            self.nodes.append(node)
+            self.slices[id(x), at] = node.outputs[0]
+        return self.slices[id(x), at]
 
     def branch(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         """A loop of unknown length, or one of several branches: the fullest of the computations."""

@@ -239,3 +239,13 @@ def test_without_a_compiler_a_doubtful_estimate_is_no_problem(tmp_path, monkeypa
         monkeypatch.setattr(plan.Target, "memory", memory)
         text, well = plan.report(config, target.name)
         assert verdict in text and well == ("problem" not in verdict), text
+
+
+def test_unrolled_layers_that_a_cpu_would_not_recompute_are_counted_as_kept(tmp_path, monkeypatch):
+    """XLA for CPUs merges what a checkpoint wants computed again with what was computed, outside of loops."""
+    unrolled = (("model.dtype", "float32"), ("model.unroll", "12"), ("train.batch", "8"))
+    peaks, here = [], plan.parse_target("")
+    for remat in ("none", "full"):
+        assembly = plan.abstractly(load("language", tmp_path, monkeypatch, *unrolled, ("model.remat", remat)), here)
+        peaks.append(plan.estimate(assembly, assembly.trace(None), here).peak)
+    assert peaks[0] == peaks[1]
