@@ -2,14 +2,16 @@
 
 Every check is a number and the bound that it must not exceed. Sizes are the small ones (`cases`), on any machine.
 
-- A workload's loss and gradients, the same parameters and batch on both: the error of the loss relative to it, and of each
-  gradient the norm of the difference over the norm, of which the largest counts. float32 products are exact on both sides
-  (matmul precision "highest"; an accelerator's own default rounds to TF32). In bfloat16 a GPU takes cuDNN's attention.
+- A workload's loss and gradients (with --quick of birds and language alone), the same parameters and batch on both: the error
+  of the loss relative to it, and of each gradient the norm of the difference over the norm, of which the largest counts.
+  float32 products are exact on both sides (matmul precision "highest"; an accelerator's own default rounds to TF32). In bfloat16
+  a GPU takes cuDNN's attention.
 - Attention, the kernel of this platform, against the formula with all weights at once, in float32 from the same 16-bit numbers.
 - Loss curves over 50 steps, all in bfloat16 and all in float32: the mean distance relative to the mean loss.
 - The same steps twice, compiled twice, with deterministic operations (XLA_FLAGS of `gpu_check`): every bit of the state.
 """
 
+import concurrent.futures
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.types import PyTree
+from loaders.spectrogram import n_cores
 from tools.chip import cases
 
 LOSS = {"float32": 1e-5, "bfloat16": 2e-2}  # relative
@@ -33,6 +36,7 @@ LEAST = {"float32": 0.0, "bfloat16": 1e-3}  # share of all gradients' norm that 
 ATTENTION = 2e-2  # of values of about 1, forward and backward, in bfloat16: eps is 8e-3
 CURVES = 0.03  # mean distance of two loss curves over the mean loss
 MODELS = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")
+ATTENDING = ("vit-s", "lm-1b-2k", "higgs-lora")  # those of which bfloat16 takes other kernels
 
 
 class Check(NamedTuple):
@@ -50,12 +54,18 @@ def measure(data: cases.Data, device: jax.Device, *, quick: bool, models: set[st
     """All checks; ``models`` restricts the workloads."""
     chosen = [case for case in cases.CASES if case.name in MODELS and case.model in models]
     dtypes = ("float32",) if quick or device.platform == "cpu" else ("float32", "bfloat16")
+    steppers = [case for case in chosen if case.model in ("bird", "language")]
+    if quick:
+        chosen = steppers or chosen
     found = [*attention(quick=quick)]
-    for case in chosen:
-        for dtype in dtypes:
-            found += workload(case, data, device, dtype)
-    steppers = [case for case in chosen if case.model in ("bird", "language")][: 1 if quick or device.platform == "cpu" else 2]
-    for case in steppers:
+    # Compilers work side by side.
+    with concurrent.futures.ThreadPoolExecutor(max(1, min(4, n_cores() // 4))) as pool:
+        pairs = [(case, dtype) for case in chosen for dtype in dtypes if dtype == "float32" or case.name in ATTENDING]
+        for checks in pool.map(lambda pair: list(workload(pair[0], data, device, pair[1])), pairs):
+            found += checks
+    if quick:
+        return found
+    for case in steppers[: 1 if device.platform == "cpu" else 2]:
         found.append(curves(case, data, device, steps=50))
     for case in steppers[:1]:
         found.append(repeated(case, data, device, steps=5))
@@ -179,6 +189,7 @@ def curves(case: cases.Case, data: cases.Data, device: jax.Device, *, steps: int
 def repeated(case: cases.Case, data: cases.Data, device: jax.Device, *, steps: int) -> Check:
     """Leaves of the state that differ in any bit after two runs."""
     states = []
+    jax.config.update("jax_enable_compilation_cache", False)
     for _ in range(2):
         jax.clear_caches()
         chosen = chosen_in(case, data, device, "bfloat16")

@@ -39,6 +39,8 @@ def rows(found: Found) -> Iterator[Row]:
             yield profile(name, one["profile"])
     for failure in found["failures"]:
         yield Row("failed", failure["unit"], "did not run", failure["why"].strip().splitlines()[-1])
+    for unit in found["left_out"]:
+        yield Row("left out", unit, "did not run", "the time of the whole run was over")
 
 
 def ceilings(found: Found) -> Iterator[Row]:
