@@ -365,7 +365,10 @@ class _Walk:
 
     def scan(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         p = eqn.params
-        n_consts, n_carry, length = p["num_consts"], p["num_carry"], p["length"]
+        if "ft_in" in p:  # jax 0.11
+            (n_consts, n_carry, _), length = map(len, p["ft_in"].unpack()), p["length"]
+        else:
+            n_consts, n_carry, length = p["num_consts"], p["num_carry"], p["length"]
         body, closed = p["jaxpr"].jaxpr, p["jaxpr"].consts
         consts, carry, xs = inputs[:n_consts], inputs[n_consts : n_consts + n_carry], inputs[n_consts + n_carry :]
         constants = [Value(np.shape(c), np.result_type(c), ((),) * np.ndim(c), None) for c in closed]

@@ -28,7 +28,7 @@ ALONE = ("tokenizers",)
 # Of a package that has grown: pyarrow 26 has 53 MiB, 21 has 41, and what it writes here is the same.
 SMALLER = ("pyarrow<22",)
 # Of Linux distributions since 2022: glibc 2.35 (Ubuntu 22.04) and before.
-PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)) + ("manylinux2014_x86_64",)
+PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)), "manylinux2014_x86_64", "linux_x86_64")
 TAKEN = ("configs/*.py", "tools/gpu_check.py", "tools/chip/*.py")
 RUN = """#!/bin/sh
 # Installs the wheels into packages/, beside what this machine's Python has, and runs the check: ./run.sh [--quick] [--only …]
