@@ -41,8 +41,8 @@ if __name__ == "__main__":  # run as a file: its folder is on the path, and the 
     sys.path[0] = str(ROOT)
 
 PARTS = ("ceilings", "correctness", "speed", "feeding", "state", "profile")
-LIMIT, QUICK_LIMIT = 460, 115  # [s] of a whole run; a few more until the last process has ended
-# [s] of a part's process, or of a model's, at most; of the machine's own first look at its devices too.
+# [s] of a whole run, and of a part's process or a model's, at most; twice that on a CPU, which may have few cores.
+LIMIT, QUICK_LIMIT = 460, 115
 BOUNDS = {"machine": 90, "ceilings": 60, "correctness": 180, "model": 100, "feeding": 120, "state": 120}
 QUICK_CASES = ("vit-s", "lm-1b-2k")  # at full size
 SMALL_CASES = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")  # the others are these at another size
@@ -110,18 +110,18 @@ def _names(allowed: Sequence[str]) -> Any:
 def check(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the parts, one process after the other, and gathers what they found."""
     began, found = time.time(), {}
-    limit = QUICK_LIMIT if args.quick else LIMIT
+    limit = QUICK_LIMIT if args.quick else LIMIT  # the last process may take a few more to end
     failures: list[dict[str, str]] = []
     left_out: list[str] = []
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
         for unit in units(args, found):
-            left = limit - (time.time() - began)
+            args.small = found.get("machine", {}).get("platform") == "cpu"
+            left = (1 + args.small) * limit - (time.time() - began)
             if left < 5:
                 left_out.append(str(unit))
                 continue
             print(f"{time.time() - began:5.0f} s  {unit} …", file=sys.stderr, flush=True)
-            args.small = found.get("machine", {}).get("platform") == "cpu"
-            result, why = run(unit, args, pathlib.Path(folder), min(BOUNDS[unit.kind], left))
+            result, why = run(unit, args, pathlib.Path(folder), min((1 + args.small) * BOUNDS[unit.kind], left))
             if why:
                 failures.append({"unit": str(unit), "why": why})
                 print(f"         {unit} failed: {why.strip().splitlines()[-1]}", file=sys.stderr, flush=True)
