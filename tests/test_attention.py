@@ -66,6 +66,20 @@ def test_xla_equals_the_definition(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_odd_length_sees_nothing_of_what_makes_it_even(case):
+    """What cuDNN's kernel is given, by XLA: 127 places, as a ViT's patches and its CLS token are."""
+    t = 127
+    q, key, v, segments = (x[:, :t] for x in inputs())
+    segments = segments if case["packed"] else np.zeros_like(segments)
+    found = attention_lib.fused(
+        q, key, v, causal=case["causal"], window=case["window"], segments_bt=segments if case["packed"] else None,
+        implementation="xla",
+    )  # fmt: skip
+    assert found.shape == q.shape
+    np.testing.assert_allclose(found, plain(q, key, v, segments, causal=case["causal"], window=case["window"]), atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_splash_equals_the_definition(case):
     """The kernel for TPUs, interpreted."""
     q, key, v, segments = inputs()
@@ -129,9 +143,15 @@ def test_cudnn_takes_documents_windows_and_few_key_heads(monkeypatch):
         y = attention_lib.attention(q, key, v, causal=True, window=24, segments_bt=segments, platform="gpu")
         return y.astype(jnp.float32).sum()
 
-    q, key, v, segments = inputs()
-    args = (*(jnp.asarray(x, jnp.bfloat16) for x in (q, key, v)), jnp.asarray(segments))
-    text = jax.jit(jax.grad(loss)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    for t in (128, 97):  # JAX itself derives no odd length
+        q, key, v, segments = (x[:, :t] for x in inputs())
+        args = (*(jnp.asarray(x, jnp.bfloat16) for x in (q, key, v)), jnp.asarray(segments))
+        text = jax.jit(jax.grad(loss)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        assert "__cudnn$fmha" in text and "Backward" in text
+    bare = functools.partial(attention_lib.attention, platform="gpu")
+    text = (
+        jax.jit(jax.grad(lambda *x: bare(*x).sum().astype("f4"))).trace(*args[:3]).lower(lowering_platforms=("cuda",)).as_text()
+    )
     assert "__cudnn$fmha" in text and "Backward" in text
     wide = (*(jnp.asarray(x) for x in (q, key, v)), jnp.asarray(segments))
     text = jax.jit(loss).trace(*wide).lower(lowering_platforms=("cuda",)).as_text()
