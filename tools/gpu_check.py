@@ -1,7 +1,7 @@
 """One command for a machine with an accelerator: is what it computes right, and how near to its limits does each workload run?
 
     python tools/gpu_check.py                                        # or python -m tools.gpu_check; within 8 minutes
-    python tools/gpu_check.py --quick                                # within 2: the essence of each part but "state"
+    python tools/gpu_check.py --quick                                # within 2: the essence; "state" where --only names it
     python tools/gpu_check.py --only speed,profile --models language
     python tools/gpu_check.py --readme gpu_check.json                # README's performance section from a run's numbers
 
@@ -160,7 +160,8 @@ def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
         wanted = SMALL_CASES if small else QUICK_CASES if args.quick else [case.name for case in CASES]
         yield from (Unit("model", case.name) for case in CASES if case.name in wanted and case.model in args.models)
     for kind in ("feeding", "state"):
-        if kind in args.only and "bird" in args.models and not (kind == "state" and args.quick and len(args.only) > 1):
+        unasked = kind == "state" and args.quick and args.only == PARTS
+        if kind in args.only and "bird" in args.models and not unasked:
             yield Unit(kind)
 
 

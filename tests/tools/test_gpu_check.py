@@ -84,6 +84,22 @@ def test_time_that_is_over_leaves_parts_out_by_name(tmp_path, monkeypatch, capsy
     assert "left out" in said and "machine" in said and "the time of the whole run was over" in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "platform", "expected"),
+    [
+        ([], "gpu", ["ceilings", "correctness", *(f"model {case.name}" for case in cases.CASES), "feeding", "state"]),
+        (["--quick"], "gpu", ["ceilings", "correctness", "model vit-s", "model lm-1b-2k", "feeding"]),
+        (["--quick", "--only=feeding,state"], "gpu", ["feeding", "state"]),
+        (["--only=profile", "--models=language"], "gpu", ["model lm-1b-2k", "model lm-1b-8k"]),
+        (["--only=speed"], "cpu", [f"model {name}" for name in gpu_check.SMALL_CASES]),
+        (["--only=feeding,state", "--models=trm"], "gpu", []),
+    ],
+)
+def test_what_runs_is_what_was_asked_for(arguments, platform, expected):
+    units = gpu_check.units(gpu_check.parse(arguments), {"machine": {"platform": platform}})
+    assert [str(unit) for unit in units] == ["machine", *expected]
+
+
 @pytest.mark.parametrize("arguments", [["--only=speeed"], ["--models=bert"], ["--out=/no/such/folder/x.json"]])
 def test_bad_arguments_say_what_there_is(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
