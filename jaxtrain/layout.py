@@ -117,9 +117,12 @@ class Layout(NamedTuple):
             places = int(np.prod([self.mesh.shape[name] for name in names]))
             if size % places:
                 if not rule.endswith("?"):
+                    remedy = f"let it stay whole with config.mesh.rules = {{{axis!r}: '{rule}?'}}"
+                    if axis == "batch":  # each device has rows of its own
+                        remedy = f"make train.batch a multiple of {places}"
                     raise LayoutError(
                         f"{path}: dimension {axis!r} of size {size} does not divide over mesh axes {names} of size {places}; "
-                        f"change the mesh, or let it stay whole with config.mesh.rules = {{{axis!r}: '{rule}?'}}"
+                        f"change the mesh, or {remedy}"
                     )
                 names = ()
             for name in names:

@@ -81,13 +81,14 @@ def parse_target(text: str) -> Target:
     if not text:
         device = jax.devices()[0]
         return Target(f"{jax.device_count()} × {device.device_kind}", chips.find(device.device_kind), jax.device_count(), True)
-    platform, _, rest = text.partition(":")
+    platform, _, rest = text.lower().partition(":")
     known = {p: [c.name for c in chips.CHIPS if c.kind.startswith(k)] for p, k in (("tpu", "TPU"), ("gpu", "NVIDIA"))}
     if platform == "gpu" and (match := re.fullmatch(r"(\w+?)x(\d+)", rest)) and match[1] in known["gpu"] and int(match[2]):
         return Target(text, chips.by_name(match[1]), int(match[2]), False)
     if platform == "tpu" and (match := re.fullmatch(r"(\w+):(\d+(?:x\d+)+)(?:\*(\d+))?", rest)) and match[1] in known["tpu"]:
         count, slices = math.prod(int(n) for n in match[2].split("x")), int(match[3] or 1)
-        return Target(text, chips.by_name(match[1]), count * slices, False, f"{match[1]}:{match[2]}", slices)
+        if count * slices:
+            return Target(text, chips.by_name(match[1]), count * slices, False, f"{match[1]}:{match[2]}", slices)
     raise PlanError(
         f"--plan={text} is unknown; say for example --plan=tpu:v4:2x2x4 ({', '.join(known['tpu'])}) or --plan=gpu:h100x8 "
         f"({', '.join(known['gpu'])})"
@@ -334,17 +335,25 @@ class Compiled(NamedTuple):
     seconds: float  # that compiling took
 
 
+def _ask_for_no_chips() -> None:
+    """Tells libtpu, where it is installed, what it would ask a metadata server, and complain about where there is none.
+
+    It also refuses to be loaded by two processes. To be called before the first device is touched; a run cannot follow.
+    """
+    for name, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_ACCELERATOR_TYPE", "v4-8"),  # any will do: a topology says its own
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ):
+        os.environ.setdefault(name, value)
+
+
 def tpu_devices(target: Target) -> list[Any]:
     """The chips of a topology, which need not exist. Those of two cores act as one device ("megacore"), as JAX runs them."""
     from jax.experimental import topologies
 
-    # It would ask a metadata server which machine this is, and refuse to be loaded by two processes.
-    for name, value in (
-        ("TPU_SKIP_MDS_QUERY", "1"),
-        ("TPU_WORKER_HOSTNAMES", "localhost"),
-        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
-    ):
-        os.environ.setdefault(name, value)
+    _ask_for_no_chips()
     options: dict[str, Any] = {"chip_config_name": "megacore"} if target.chip.name in ("v4", "v5p") else {}
     if target.slices > 1:
         options["num_slices"] = target.slices
@@ -405,6 +414,8 @@ def host_memory() -> float:
 def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     """The whole plan for a person, and whether all of it is well."""
     target = parse_target(text)
+    if not target.here:
+        _ask_for_no_chips()
     assembly = abstractly(config, target)
     lines, problems = [], []
     mesh = dict(assembly.layout.mesh.shape)
@@ -421,8 +432,6 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
         lines += [f"  {'in host memory: optimizer':28}{_bytes(away):>12}   on the device during the update"]
     # Clipping by the global norm, and the guard, need all of them before the first parameter moves.
     lines += [f"  {'with gradients':28}{_bytes(least(parts)):>12}", ""]
-    if least(parts) > target.memory:
-        problems.append(f"the state and a step's gradients are {_bytes(least(parts) - target.memory)} more than a device has")
     lines += _step_lines(config, assembly, target, problems)
 
     flops, chip = assembly.task.flops, target.chip
@@ -467,8 +476,9 @@ def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, p
         yield ""
     over, doubtful = needed.peak - target.memory, (1 + SLACK) * needed.peak > target.memory
     told = f"{_bytes(over)} too much, as estimated. {_ways(config, target)}" if over > 0 else ""
-    if _certain(assembly, needed, target) > target.memory:
-        problems.append(f"it does not fit: {told}")
+    if (certain := _certain(assembly, needed, target)) > target.memory:
+        sure = f"state and gradients alone are {_bytes(certain - target.memory)} more than a device has"
+        problems.append(f"it does not fit: {sure}, and with activations it is {told}")
     elif (target.here and doubtful) or (target.topology and importlib.util.find_spec("libtpu")):
         for each_stage, start in assembly.stages().items():
             yield from _compiled_lines(config, target, each_stage, start, each[each_stage], problems)

@@ -59,6 +59,11 @@ def test_what_does_not_divide_is_named():
         assert part in str(error.value)
 
 
+def test_rows_that_do_not_divide_name_the_number_that_does():
+    with pytest.raises(LayoutError, match="'batch' of size 12 .* make train.batch a multiple of 8"):
+        layout(2, 4, 1).spec(("batch",), (12,), path="tokens")
+
+
 def test_a_question_mark_lets_a_dimension_stay_whole():
     rules = layout(1, 2, 4)
     assert rules.spec(("embed", "vocab"), (4, 10)) == PartitionSpec("fsdp")  # the default rule of vocab is "model?"
