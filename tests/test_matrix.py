@@ -93,6 +93,7 @@ def main(name, folder, *mesh):
     """One of the processes."""
     distributed.initialize(distributed.find(), config_lib.Config(workdir=folder))
     distributed.use_compilation_cache()
+    distributed.barrier("all are here")
     found = Run(CASES[name], tuple(map(int, mesh))).take(STEPS)
     if distributed.is_main():
         (pathlib.Path(folder) / "found").write_bytes(pickle.dumps(found))
