@@ -4,7 +4,8 @@
 
 Sound comes from audio files (WAV, FLAC, MP3, OGG, Opus), folders of them, or manifests (loaders/chatml.py). A share of the
 recordings (--test-share) is kept apart to measure on. The error is the root mean square of log-mel values, in nats of power
-(0.23 are 1 dB), after one codebook, two, and so on.
+(0.23 are 1 dB), after one codebook, two, and so on: of ESC-10 with the defaults, 5.43 with none, then 1.61, 1.38, 1.27, 1.21,
+1.16, 1.12, 1.10, 1.07 (346 of the 400 recordings to learn from, 25 s on two cores).
 """
 
 import argparse
