@@ -74,15 +74,8 @@ def bytes_agree(config, mesh, target):
     return assembly, found
 
 
-# What a step is passed is exact there too.
-GIBLET_ON_CPU = [
-    pytest.mark.slow,
-    pytest.mark.xfail(strict=True, reason="estimated at 0.74 of what the compiler for CPUs takes"),
-]
-
-
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
-@pytest.mark.parametrize("workload", ["bird", "trm", "language", pytest.param("giblet", marks=GIBLET_ON_CPU)])
+@pytest.mark.parametrize("workload", ["bird", "trm", "language", pytest.param("giblet", marks=pytest.mark.slow)])
 def test_bytes_on_a_host_device_are_the_compilers(workload, mesh, tmp_path, monkeypatch):
     config = load(workload, tmp_path, monkeypatch, ("model.dtype", "float32"))
     bytes_agree(config, on(mesh, jax.devices()), plan.parse_target(""))
