@@ -86,8 +86,8 @@ def host(tree):
     return jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree)
 
 
-def assert_alike(expected, found, *, rtol=1e-3, least=1e-3):
-    """Leaf by leaf, within ``rtol`` of each number or of its array's largest, which counts for ``least`` at the least."""
+def assert_alike(expected, found, *, rtol=1e-3, share=1e-3, least=1e-3):
+    """Leaf by leaf: ``rtol`` of each number and ``share`` of its array's largest, which counts for ``least`` at the least."""
     for path, x, y in zip(specs_lib.paths(expected), jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         x, y = np.asarray(x, "f4"), np.asarray(y, "f4")
-        np.testing.assert_allclose(y, x, rtol=rtol, atol=rtol * max(least, np.abs(x).max(initial=0)), err_msg=path)
+        np.testing.assert_allclose(y, x, rtol=rtol, atol=share * max(least, np.abs(x).max(initial=0)), err_msg=path)

@@ -159,7 +159,7 @@ def test_promise_9_a_signal_while_the_data_stall(unruly, corpus):  # noqa: F811
 
 
 def test_promise_10_a_stuck_process_ends_the_job_by_name_with_every_stack(folder, corpus):  # noqa: F811
-    overrides = ("--config.train.steps=100000", "--config.train.eval_every=0", "--config.distributed.step_timeout=20")
+    overrides = ("--config.train.steps=100000", "--config.train.eval_every=0", "--config.distributed.step_timeout=8")
     both = cluster(folder, f"tiny.py:{corpus}", *overrides, processes=2)
     try:
         wait_for(lambda: step_of(folder / "runs" / "tiny") >= 3, watch=both)
