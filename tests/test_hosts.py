@@ -281,7 +281,9 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
         "--config.checkpoint.keep=1",
     )
     overrides += ("--config.model.embed=256", "--config.model.depth=8")
-    run(folder, f"tiny.py:{corpus}", *overrides, f"--config.train.steps={saves}")
+    # What is freed goes back to the system at once, so that what is weighed is what is held, not what malloc keeps of a peak.
+    malloc = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+    run(folder, f"tiny.py:{corpus}", *overrides, f"--config.train.steps={saves}", **malloc)
     (step,) = (p for p in (folder / "runs" / "tiny" / "checkpoints").iterdir() if p.name.isdigit())
     state = stored.open_step(step)
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in state.values()) / 2**20  # MB
@@ -290,11 +292,11 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
     slope = np.polyfit(np.arange(len(batches)), batches, 1)[0]
     assert slope < (0.25 if saves < 100 else 0.03) * size, f"{slope:.1f} MB per save of {size:.0f} MB: {batches}"
     weights.unlink()
-    run(folder, f"tiny.py:{corpus}", *overrides, f"--config.train.steps={saves + 1}")
+    run(folder, f"tiny.py:{corpus}", *overrides, f"--config.train.steps={saves + 1}", **malloc)
     found = dict(map(json.loads, weights.read_text().splitlines()[:2]))
     grown = found["after"] - found["before"]
-    # Measured: 1.2 times the state, and 52 MB of libraries and buffers that do not grow with it.
-    assert 0.9 * size < grown < 1.4 * size + 64, f"{grown:.0f} MB for a state of {size:.0f} MB"
+    # Measured: 1.2 to 1.3 times a state of 101 MB and of 394 MB, with what the libraries need that does not grow with it.
+    assert 0.9 * size < grown < 1.2 * size + 64, f"{grown:.0f} MB for a state of {size:.0f} MB"
 
 
 # Two hosts: network namespaces, joined by a cable that can be pulled.
