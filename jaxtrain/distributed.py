@@ -89,6 +89,10 @@ def initialize(found: Cluster, config: Config, *, leave: Callable[[], Any] = lam
         ) from error
     if problem := uneven(Counter(device.process_index for device in jax.devices()), found.processes):
         raise RendezvousError(problem)
+    if jax.default_backend() == "cpu":
+        # Process 0 alone keeps programs there, and one that is read back takes its collectives in another order than one just
+        # compiled (jax 0.10.2): the processes then wait for each other for ever.
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def uneven(devices: Mapping[int, int], processes: int) -> str:

@@ -172,11 +172,13 @@ def test_promise_4_two_processes_equal_one(folder, corpus):
             JAXTRAIN_COORDINATOR=f"127.0.0.1:{port}",
             JAXTRAIN_PROCESSES="2",
             JAXTRAIN_PROCESS=str(i),
+            JAX_COMPILATION_CACHE_DIR=str(folder / "cache"),
         )
         for i in range(2)
     ]
     outputs = [p.communicate(timeout=300)[0] for p in both]
     assert [p.returncode for p in both] == [0, 0], "\n".join(outputs)
+    assert not list((folder / "cache").glob("*")), "read back by one process, its collectives could meet others of the rest"
     assert "test" in outputs[0] and "step" not in outputs[1], "only process 0 has the console"
     assert all(len(rows) == 4 for i in range(2) for rows in ids(folder, f"two{i}.jsonl").values()), "each reads its half"
     (folder / "two.jsonl").write_text("".join((folder / f"two{i}.jsonl").read_text() for i in range(2)))
