@@ -19,6 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ from jaxtrain import layout as layout_lib
 from jaxtrain import lora, optim
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
+from jaxtrain.types import Task
 from jaxtrain.workloads import audio_language, language, trm
 from loaders import chatml
 from loaders.base import Field
@@ -48,31 +50,45 @@ def make_batch(cells: int, batch: int) -> dict[str, np.ndarray]:
     }
 
 
-def make_ours(c: trm.Config, batch: dict[str, np.ndarray]) -> Callable[[], float]:
-    """One step, waited for; returns its loss."""
-    n = len(batch["weight"])
-    layout = layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
-    o = config_lib.Optim(
-        name="adam_atan2", lr=1e-4, b2=0.95, weight_decay=1.0, schedule="constant", clip=0.0, decayed=".", undecayed="^$"
-    )
-    task = trm.make_task(config_lib.Config(model=c), layout.shard, n)
-    tx = optim.make_optimizer(o, task.specs.params, steps=1000)
+def one_device() -> layout_lib.Layout:
+    return layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
+
+
+def ours(
+    task: Task,
+    o: config_lib.Optim,
+    layout: layout_lib.Layout,
+    batch: dict[str, np.ndarray],
+    *,
+    ema: float = 0.0,
+    stage: Any = None,
+) -> Callable[[], float]:
+    """One step of a task, waited for, its batch's way to the device included; returns its loss."""
+    tx, n = optim.make_optimizer(o, task.specs.params, steps=1000), len(next(iter(batch.values())))
     fields = {name: Field(x.shape[1:], x.dtype) for name, x in batch.items()}
-    plan = state_lib.make_plan(task, tx, layout, fields, batch=n, ema=True)
-    step = step_lib.make_train_step(
-        task, tx, layout, plan, accumulate=1, ema=0.999, guard=config_lib.Guard(), seed=0, stage=c.cycles
-    )
+    plan = state_lib.make_plan(task, tx, layout, fields, batch=n, ema=ema > 0)
+    guard = config_lib.Guard()
+    step = step_lib.make_train_step(task, tx, layout, plan, accumulate=1, ema=ema, guard=guard, seed=0, stage=stage)
     step = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile()
     go_on = step_lib.put_stop(layout, False)
     state = state_lib.init_state(task, tx, plan, jax.random.key(0))
-    rows = {name: jax.device_put(batch[name], x.sharding) for name, x in plan.batch.items()}
 
     def one() -> float:
         nonlocal state
+        rows = {name: jax.device_put(batch[name], x.sharding) for name, x in plan.batch.items()}
         state, out = step(state, rows, go_on)
         return float(out["loss"].total / out["loss"].weight)
 
     return one
+
+
+def make_ours(c: trm.Config, batch: dict[str, np.ndarray]) -> Callable[[], float]:
+    o = config_lib.Optim(
+        name="adam_atan2", lr=1e-4, b2=0.95, weight_decay=1.0, schedule="constant", clip=0.0, decayed=".", undecayed="^$"
+    )
+    layout = one_device()
+    task = trm.make_task(config_lib.Config(model=c), layout.shard, len(batch["weight"]))
+    return ours(task, o, layout, batch, ema=0.999, stage=c.cycles)
 
 
 def make_theirs(c: trm.Config, batch: dict[str, np.ndarray]) -> Callable[[], float]:
@@ -184,28 +200,11 @@ def language_batch(c: language.Config, batch: int) -> dict[str, np.ndarray]:
 
 
 def language_ours(c: language.Config, batch: dict[str, np.ndarray]) -> Callable[[], float]:
-    """One step, waited for; returns its loss."""
-    n = len(batch["tokens"])
-    layout = layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
     o = config_lib.Optim(
         lr=1e-3, b2=0.99, weight_decay=0.1, schedule="constant", decayed=r"(^|/)(w|embed|pos)[^/]*$", undecayed=r"(^|/)scale"
     )
-    task = language.make_task(config_lib.Config(model=c), layout.shard, n)
-    tx = optim.make_optimizer(o, task.specs.params, steps=1000)
-    fields = {name: Field(x.shape[1:], x.dtype) for name, x in batch.items()}
-    plan = state_lib.make_plan(task, tx, layout, fields, batch=n, ema=False)
-    step = step_lib.make_train_step(task, tx, layout, plan, accumulate=1, ema=0.0, guard=config_lib.Guard(), seed=0)
-    step = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile()
-    go_on = step_lib.put_stop(layout, False)
-    state = state_lib.init_state(task, tx, plan, jax.random.key(0))
-
-    def one() -> float:
-        nonlocal state
-        rows = {name: jax.device_put(batch[name], x.sharding) for name, x in plan.batch.items()}
-        state, out = step(state, rows, go_on)
-        return float(out["loss"].total / out["loss"].weight)
-
-    return one
+    layout = one_device()
+    return ours(language.make_task(config_lib.Config(model=c), layout.shard, len(batch["tokens"])), o, layout, batch)
 
 
 def language_theirs(c: language.Config, batch: dict[str, np.ndarray]) -> Callable[[], float]:
@@ -282,27 +281,10 @@ def higgs_batch(c: audio_language.Config, batch: int, text: int, times: int) -> 
 def higgs_ours(
     c: audio_language.Config, adapters: config_lib.Lora, batch: dict[str, np.ndarray], *, gathered: bool = True
 ) -> Callable[[], float]:
-    """One step of the adapters, waited for; returns its loss."""
-    n = len(batch["index"])
-    layout = layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
-    o = config_lib.Optim(lr=2e-4, b2=0.95, weight_decay=0.01, schedule="constant")
-    task = audio_language.make_task(config_lib.Config(model=c, lora=adapters), layout.shard, n, gathered=gathered)
-    task = lora.adapt(task, adapters)
-    tx = optim.make_optimizer(o, task.specs.params, steps=1000)
-    fields = {name: Field(x.shape[1:], x.dtype) for name, x in batch.items()}
-    plan = state_lib.make_plan(task, tx, layout, fields, batch=n, ema=False)
-    step = step_lib.make_train_step(task, tx, layout, plan, accumulate=1, ema=0.0, guard=config_lib.Guard(), seed=0)
-    step = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile()
-    go_on = step_lib.put_stop(layout, False)
-    state = state_lib.init_state(task, tx, plan, jax.random.key(0))
-
-    def one() -> float:
-        nonlocal state
-        rows = {name: jax.device_put(batch[name], x.sharding) for name, x in plan.batch.items()}
-        state, out = step(state, rows, go_on)
-        return float(out["loss"].total / out["loss"].weight)
-
-    return one
+    o, layout = config_lib.Optim(lr=2e-4, b2=0.95, weight_decay=0.01, schedule="constant"), one_device()
+    config = config_lib.Config(model=c, lora=adapters)
+    task = audio_language.make_task(config, layout.shard, len(batch["index"]), gathered=gathered)
+    return ours(lora.adapt(task, adapters), o, layout, batch)
 
 
 def higgs_theirs(c: audio_language.Config, adapters: config_lib.Lora, batch: dict[str, np.ndarray]) -> Callable[[], float]:
