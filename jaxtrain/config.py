@@ -18,6 +18,7 @@ import os
 import pathlib
 import re
 import signal
+import sys
 import tempfile
 import tokenize
 import types
@@ -375,6 +376,7 @@ class Config:
                 yield f"compiler.{name}", f"is {value!r} ({type(value).__name__}); true or false, a number or a text is wanted"
         if self.seed < 0 or self.seed >= 2**32:
             yield "seed", f"is {self.seed}; it must lie in [0, 2**32)"
+        yield from _axis_problems(self.workload, self.mesh.rules)
         split = self.mesh.rules.get("batch", "data,fsdp").rstrip("?").split(",")
         known = [n for n in (getattr(self.mesh, name, 0) for name in split) if n > 0]
         devices, parts = functools.reduce(int.__mul__, known, 1), max(self.train.accumulate, 1)
@@ -394,6 +396,19 @@ class Config:
             yield "optim.warmup", f"is {warmup}, longer than train.steps={steps}"
         elif warmup + self.optim.decay > steps:
             yield "optim.decay", f"is {self.optim.decay}: with optim.warmup={warmup} longer than train.steps={steps}"
+
+
+def _axis_problems(workload: str, rules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Rules for axes that no array has: neither known to all workloads, nor named, in quotes, in this one's own file."""
+    from jaxtrain.layout import RULES  # brings jax, which a workload has brought already
+
+    module = sys.modules.get(workload)
+    if module is None:  # it could not be imported, and that is told
+        return
+    own = "" if workload.startswith("jaxtrain.") else inspect.getsource(module)
+    for axis in rules:
+        if axis not in RULES and not re.search(rf"""["']{re.escape(axis)}["']""", own):
+            yield f"mesh.rules.{axis}", f"is a rule for an axis that no array of {workload} has; {_choices(axis, RULES)}"
 
 
 class ConfigError(ValueError):

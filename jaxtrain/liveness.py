@@ -80,6 +80,7 @@ class Compiler(NamedTuple):
     recomputes_logistic: bool  # and so are sigmoids, as TPUs from v5e on were seen to do
     halves: bool  # it multiplies 16-bit numbers; else it widens them to float32 first
     merges: bool  # equal computations are done once, also those that a checkpoint wants done again (outside of loops)
+    copies: bool  # a donated argument that is read beside the result in its place is copied before the first instruction
 
 
 class Value:
@@ -130,7 +131,8 @@ def peak(closed: Any, splits: Sequence[Split], mesh: Mapping[str, int], donated:
     inputs = [Value(v.aval.shape, v.aval.dtype, s, None) for v, s in zip(jaxpr.invars, split, strict=True)]
     constants = [Value(np.shape(c), np.result_type(c), ((),) * np.ndim(c), None) for c in closed.consts]
     outputs = walk.block(jaxpr, constants, inputs)
-    return walk.finish(inputs, outputs, reusable={id(v) for v, f in zip(inputs, free, strict=True) if f})
+    given = [v for v, f in zip(inputs, free, strict=True) if f]
+    return walk.finish(inputs, outputs, reusable={id(v) for v in given}, replaced=_pairs(given, outputs))
 
 
 class _Walk:
@@ -465,8 +467,12 @@ class _Walk:
         *,
         reusable: set[int],
         streamed: Sequence[Value] = (),
+        replaced: Sequence[tuple[Value, Value]] = (),
     ) -> Peak:
-        """The peak of bytes besides the inputs. ``streamed`` results are written into arrays that the caller counts."""
+        """The peak of bytes besides the inputs. ``streamed`` results are written into arrays that the caller counts.
+
+        ``replaced``: inputs that are donated, and the results that take their places.
+        """
         for place, node in enumerate(self.nodes):
             node.place = place
         ends = {id(v) for v in outputs}
@@ -502,7 +508,10 @@ class _Walk:
         ours = {id(v) for v in streamed}
         live: dict[int, int] = {}
         best, where, snapshot = 0, "", []
-        free_args = {id(v): self.size(v) for v in inputs if id(v) in reusable}
+        if self.compiler.copies:
+            live, placed = self._copied(steps, last, replaced, sources)
+            ours |= placed
+        free_args = {id(v): self.size(v) for v in inputs if id(v) in reusable and id(v) not in live}
         for node, read in steps:
             made = [v for v in node.outputs if id(v) not in ours and (v.readers or id(v) in ends)]
             dying = {k: live[k] for k in read if k in live and last[k] == node.place}
@@ -546,6 +555,53 @@ class _Walk:
                 if last.get(id(v), -1) > node.place:
                     live[id(v)] = self.size(v)
         return Peak(best, where, sorted(snapshot, reverse=True)[:12], self.moved())
+
+    def _copied(
+        self,
+        steps: Sequence[tuple[Node, dict[int, Value]]],
+        last: Mapping[int, int],
+        replaced: Sequence[tuple[Value, Value]],
+        sources: Callable[[Value], list[Value]],
+    ) -> tuple[dict[int, int], set[int]]:
+        """Of donated arguments those that are copied, with their bytes, and all values that lie in donated arguments' places.
+
+        XLA for CPUs decides that before it orders the instructions: an argument is copied unless whatever reads it comes before
+        what writes its place in every order (a moment is read for the parameters too, and these for their norm, so both are).
+        Until the result is written, its place is then free for other arrays, of which the largest choose first.
+        """
+        above: dict[int, int] = {}  # kept node -> itself and all that it waits for, as bits
+        readers: dict[int, list[Node]] = {}
+        for i, (node, read) in enumerate(steps):
+            above[id(node)] = 1 << i
+            for key, value in read.items():
+                above[id(node)] |= above.get(id(value.node), 0)
+                readers.setdefault(key, []).append(node)
+        copies: dict[int, int] = {}
+        placed: set[int] = set()
+        rooms: list[tuple[int, list[tuple[float, float]]]] = []  # (bytes, when they are taken)
+        for old, result in replaced:
+            [new] = sources(result)
+            if new.node is None:  # an argument that is handed on
+                continue
+            placed.add(id(new))
+            own = readers.get(id(old), [])
+            if any(above[id(node)] & ~above[id(new.node)] for node in own):
+                copies[id(old)] = self.size(old)
+                own = []
+            read_until = max((node.place for node in own), default=-1)
+            rooms.append((self.size(old), [(-1, read_until), (new.node.place, len(self.nodes))]))
+        rooms.sort(key=lambda room: room[0])
+        others = [v for node, _ in steps for v in node.outputs if id(v) in last and id(v) not in placed]
+        for value in sorted(others, key=self.size, reverse=True):
+            # Only arithmetic can write where an operand lay.
+            begin = value.node.place - (0 if value.node.kind in ("cheap", "dear") else 0.5)
+            end = last[id(value)]
+            for size, taken in rooms:
+                if size >= self.size(value) and all(end <= since or until <= begin for since, until in taken):
+                    taken.append((begin, end))
+                    placed.add(id(value))
+                    break
+        return copies, placed
 
     def _in_order(self, ends: set[int], sources: Callable[[Value], list[Value]]) -> list[Node]:
         """The program's order, but sums, and results that are arithmetic, at once: then what they are made of can go.
@@ -638,6 +694,15 @@ class _Walk:
                 sums.add(id(node))
             elif at_end and node.kind in ("cheap", "dear"):
                 updates.add(id(node))
+
+
+def _pairs(given: Sequence[Value], outputs: Sequence[Value]) -> list[tuple[Value, Value]]:
+    """Donated inputs, each with the result that takes its place: the next of its kind, as JAX matches them."""
+    free: dict[tuple, list[Value]] = {}
+    for v in reversed(outputs):
+        if not v.on_host:
+            free.setdefault((v.shape, v.dtype), []).append(v)
+    return [(v, free[v.shape, v.dtype].pop()) for v in given if free.get((v.shape, v.dtype))]
 
 
 def _axes(split: Split) -> set[str]:

@@ -73,7 +73,15 @@ class Target(NamedTuple):
         known = self.chip is not None
         size = (lambda shape, t: padded(shape, t.itemsize)) if self.tiled else (lambda shape, t: math.prod(shape) * t.itemsize)
         newer = known and self.chip.name in ("v5e", "v6e")
-        return liveness.Compiler(size, self.tiled, recomputes=known, recomputes_logistic=newer, halves=known, merges=not known)
+        return liveness.Compiler(
+            size,
+            self.tiled,
+            recomputes=known,
+            recomputes_logistic=newer,
+            halves=known,
+            merges=not known,
+            copies=not known,
+        )
 
 
 def parse_target(text: str) -> Target:

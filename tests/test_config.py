@@ -269,6 +269,7 @@ def test_a_file_is_held_to_its_types_without_guessing(value):
         (["mesh.data=-1", "mesh.fsdp=-1"], "mesh.data", "only one axis"),
         (["mesh.model=0"], "mesh.model", "-1 for the rest"),
         (["mesh.rules.embed=fdsp?"], "mesh.rules.embed", "did you mean 'fsdp'?"),
+        (["mesh.rules.vocap=fsdp"], "mesh.rules.vocap", "no array of toy_workload has; did you mean 'vocab'?"),
         (["checkpoint.every=0"], "checkpoint.every", "at least 1"),
         (["checkpoint.folder=gcs://bucket/run"], "checkpoint.folder", "did you mean 'gs'?"),
         (["metrics.every=0"], "metrics.every", "at least 1"),
