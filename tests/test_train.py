@@ -85,6 +85,11 @@ def folder(tmp_path) -> pathlib.Path:
     return tmp_path
 
 
+def xla_flags(devices: int, *, several: bool) -> str:
+    """Programs of several processes are not kept between runs, so they are made of machine code that is soon there, if slow."""
+    return f"--xla_force_host_platform_device_count={devices}{' --xla_backend_optimization_level=0' if several else ''}"
+
+
 def command(
     folder: pathlib.Path, source: str, *overrides: str, devices: int = 1, inside: Sequence[str] = (), **environment: str
 ) -> subprocess.Popen:
@@ -92,7 +97,7 @@ def command(
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
     cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
     env = inherited | cache | {"IDS": str(folder / "ids.jsonl"), "PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu"}
-    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} | environment
+    env |= {"XLA_FLAGS": xla_flags(devices, several="JAXTRAIN_PROCESSES" in environment)} | environment
     arguments = [*inside, sys.executable, "-m", "jaxtrain.main", f"--config={source}", *overrides]
     return subprocess.Popen(arguments, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from test_reliability import cluster, step_of
-from test_train import CONFIG, RECORDING_LOADER, ROOT, corpus, hashes, records  # noqa: F401
+from test_train import CONFIG, RECORDING_LOADER, ROOT, corpus, hashes, records, xla_flags  # noqa: F401
 
 from jaxtrain import config as config_lib
 
@@ -169,7 +169,7 @@ def slurm(folder, capsys):
     submitted = []
 
     def submit(*arguments, pause):
-        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "NO_GCE_CHECK": "true"}
+        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(2, several=True), "NO_GCE_CHECK": "true"}
         environment |= {"PYTHONPATH": f"{ROOT}:{folder}", "IDS": str(folder / "ids.jsonl"), "PAUSE": str(pause)}
         if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
             environment["JAX_COMPILATION_CACHE_DIR"] = cache
