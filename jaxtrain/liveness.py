@@ -77,7 +77,7 @@ class Compiler(NamedTuple):
     bytes_of: Callable[[Sequence[int], np.dtype], int]  # (shape on a device, dtype) -> bytes in memory
     into_products: bool  # element-wise operands are computed inside a matrix product
     recomputes: bool  # cheap arithmetic is computed again for each of its readers
-    recomputes_logistic: bool  # and so are sigmoids, as TPUs from v5e on were seen to do
+    recomputes_logistic: bool  # and so are sigmoids, as TPUs from v5e on were seen to do (a v4 those of checkpoints)
     halves: bool  # it multiplies 16-bit numbers; else it widens them to float32 first
     merges: bool  # equal computations are done once, also those that a checkpoint wants done again (outside of loops)
     copies: bool  # a donated argument that is read beside the result in its place is copied before the first instruction
@@ -99,12 +99,13 @@ class Value:
 class Node:
     """An instruction. ``kind``: cheap, dear, reduce, product, alias or other (which stands for itself)."""
 
-    __slots__ = ("kind", "name", "inputs", "outputs", "inner", "place", "kept", "holds", "free", "costly")
+    __slots__ = ("kind", "name", "inputs", "outputs", "inner", "place", "kept", "holds", "free", "costly", "again")
 
     def __init__(self, kind: str, name: str, inputs: list[Value]):
         self.kind, self.name, self.inputs, self.outputs, self.inner = kind, name, inputs, [], 0
         self.place, self.kept, self.holds = 0, False, False
         self.free = all(v.constant if v.node is None else v.node.free for v in inputs)  # computed from no array at all
+        self.again = False  # a checkpoint's, computed again
         self.costly = kind == "dear" or any(v.node and v.node.costly for v in inputs) and kind in ("cheap", "alias")
 
 
@@ -143,6 +144,7 @@ class _Walk:
         self.moves: list[tuple[str, Value, set[str], int]] = []  # (kind, array, mesh axes, how often)
         self.sizes = mesh  # of all axes, those that are manual here included
         self.nodes: list[Node] = []
+        self.again = False  # inside of what a checkpoint computes again
         self.literals: dict[tuple, Value] = {}
         self.done: dict[tuple, list[Value]] = {}  # results by what computes them, where equal computations are merged
         self.slices: dict[tuple[int, int], Value] = {}  # of what an unrolled loop reads, and the loop backward again
@@ -172,6 +174,7 @@ class _Walk:
 
     def add(self, kind: str, eqn: Any, inputs: list[Value], splits: Sequence[Split], *, weak: bool = False) -> list[Value]:
         node = Node(kind, _title(eqn), inputs)
+        node.again = self.again
         node.outputs = [
             Value(v.aval.shape, getattr(v.aval, "dtype", np.int32), s, node, weak=weak)
             for v, s in zip(eqn.outvars, splits, strict=True)
@@ -193,14 +196,17 @@ class _Walk:
     def equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
         ranks = [len(getattr(v.aval, "shape", ())) for v in eqn.outvars]
-        if params.get("differentiated") and params.get("prevent_cse") and not self.compiler.merges:
-            inputs = [self.barrier(v) for v in inputs]
         if name in CALLS:
-            inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
+            before = self.again
+            if params.get("differentiated") and params.get("prevent_cse") and not self.compiler.merges:
+                inputs, self.again = [self.barrier(v) for v in inputs], True
+            inner, constants = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr"))), []
             if hasattr(inner, "jaxpr"):
                 constants = [Value(np.shape(c), np.result_type(c), ((),) * np.ndim(c), None) for c in inner.consts]
-                return self.block(inner.jaxpr, constants, inputs)
-            return self.block(inner, [], inputs)
+                inner = inner.jaxpr
+            outputs = self.block(inner, constants, inputs)
+            self.again = before
+            return outputs
         if name == "shard_map":
             return self.manual(params, inputs)
         if name == "scan":
@@ -222,9 +228,12 @@ class _Walk:
                 self.nodes.append(node)
                 outs += node.outputs
             return outs
+        if name == "erfc" and self.compiler.merges:
+            closed = jax.make_jaxpr(_erfc)(eqn.invars[0].aval)
+            return self.block(closed.jaxpr, [], inputs)
         if name == "dot_general":
             split = self.product(params["dimension_numbers"], *inputs)
-            found = self.add("product", eqn, inputs, [split])
+            found = self.add("product", eqn, self.operands(params["dimension_numbers"], inputs), [split])
             self.exchange(params["dimension_numbers"], *inputs, found[0])
             return found
         if name == "broadcast_in_dim":
@@ -272,6 +281,26 @@ class _Walk:
         value.readers.append(node)
         self.nodes.append(node)
         return node.outputs[0]
+
+    def operands(self, numbers: Any, inputs: Sequence[Value]) -> list[Value]:
+        """What a product reads: float32 where it takes no 16-bit numbers, transposes where it makes matrices of arrays."""
+        found = list(inputs)
+        if not self.compiler.halves:
+            found = [self.written("widened", v, np.float32) if _is_half(v) else v for v in found]
+        if self.compiler.merges:
+            turned = _turned(numbers, [len(v.shape) for v in inputs])
+            found = [self.written("turned", v, v.dtype) if turn else v for v, turn in zip(found, turned, strict=True)]
+        return found
+
+    def written(self, name: str, value: Value, dtype: Any) -> Value:
+        """A value in another form, once for all its readers."""
+        if (name, id(value)) not in self.done:
+            node = Node("cheap", name, [value])
+            node.outputs = [Value(value.shape, dtype, value.split, node, weak=value.weak)]
+            value.readers.append(node)
+            self.nodes.append(node)
+            self.done[name, id(value)] = node.outputs
+        return self.done[name, id(value)][0]
 
     def product(self, numbers: Any, x: Value, y: Value) -> Split:
         """Batch dimensions, then what is left of x, then of y; an axis that both want stays with the larger operand."""
@@ -517,7 +546,7 @@ class _Walk:
             dying = {k: live[k] for k in read if k in live and last[k] == node.place}
             dying |= {k: free_args[k] for k in read if k in free_args and last.get(k) == node.place}
             fresh = 0
-            if node.kind in ("cheap", "dear", "other") and not node.inner:
+            if node.kind in ("cheap", "dear", "other") and node.name != "turned" and not node.inner:
                 pool = sorted(dying.items(), key=lambda item: item[1])
                 for v in made:
                     match = next((k for k, n in pool if n == self.size(v)), None)
@@ -528,8 +557,7 @@ class _Walk:
             else:
                 fresh = sum(self.size(v) for v in made)
                 if node.kind == "product" and not self.compiler.halves:
-                    wide = [v for v in (*node.inputs, *node.outputs) if np.dtype(v.dtype).itemsize == 2]
-                    fresh += sum(2 * self.size(v) for v in wide)
+                    fresh += sum(2 * self.size(v) for v in node.outputs if _is_half(v))
                 if node.inner or node.name.startswith("scan"):  # a loop's state changes in place
                     spare = dict(dying)
                     for v in made:
@@ -644,7 +672,7 @@ class _Walk:
     def _is_kept_for_several(self, node: Node) -> bool:
         """Whether a result that several read is worth an array."""
         name = node.name.split()[0]
-        if name == "logistic" and self.compiler.recomputes_logistic:
+        if name == "logistic" and (self.compiler.recomputes_logistic or node.again):
             return False
         if self._narrows(node):
             return True
@@ -727,6 +755,34 @@ def _becomes_another(product: Node) -> bool:
             return readers[0].name.startswith("convert_element_type")
         readers = readers[0].outputs[0].readers
     return False
+
+
+def _is_half(value: Value) -> bool:
+    return np.dtype(value.dtype).itemsize == 2
+
+
+def _turned(numbers: Any, ranks: Sequence[int]) -> list[bool]:
+    """Of a product's operands, which are transposed first.
+
+    Products of matrices are done as they are. Of others XLA for CPUs makes such products: [batch, free, summed] on the left,
+    [batch, summed, free] on the right (its DotDecomposer).
+    """
+    sums, batches = numbers
+    n = len(batches[0])
+    if len(sums[0]) == 1 and all(tuple(b) == tuple(range(n)) for b in batches) and max(ranks) <= n + 2:
+        return [False, False]
+    found = []
+    for side, (summed, batch, rank) in enumerate(zip(sums, batches, ranks, strict=True)):
+        free = [i for i in range(rank) if i not in (*summed, *batch)]
+        order = (*batch, *summed, *free) if side else (*batch, *free, *summed)
+        found.append(order != tuple(range(rank)))
+    return found
+
+
+def _erfc(x: jax.Array) -> jax.Array:
+    """As XLA expands it, in what is dear of it: one exponential, which the derivative shares, and two divisions."""
+    far = jnp.exp(-jax.lax.square(x)) * (1 / jnp.abs(x))
+    return jnp.where(jnp.abs(x) > 1, far, 1 - x / (x * x + 1))
 
 
 def _width(value: Value) -> int:

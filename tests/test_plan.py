@@ -32,6 +32,7 @@ WORKLOADS = {
     "trm": ("configs/trm_sudoku.py:4x4", TRM),
     "language": ("configs/shakespeare_char.py:{text}", LANGUAGE),
     "giblet": ("configs/giblet.py:blank", GIBLET),
+    "trm, recomputed": ("configs/trm_sudoku.py:4x4", (*TRM, ("model.remat", "full"))),
 }
 
 
@@ -44,6 +45,7 @@ LARGE = {
         ("model.cycles_low", "6"),
     ),
 }  # fmt: skip
+LARGE["trm, recomputed"] = LARGE["trm"]
 
 
 def load(workload, tmp_path, monkeypatch, *overrides):
@@ -82,6 +84,22 @@ def test_bytes_on_a_host_device_are_the_compilers(workload, mesh, tmp_path, monk
     bytes_agree(config, on(mesh, jax.devices()), plan.parse_target(""))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workload", "mesh", "change"),
+    [
+        ("trm", (1, 1, 1), DTYPE),
+        ("language", (1, 1, 1), DTYPE),
+        ("bird", (1, 1, 1), DTYPE),
+        ("language", (2, 2, 2), ("model.remat", "full")),
+        ("trm", (1, 1, 1), ("model.remat", "full")),
+    ],
+)
+def test_bytes_of_halves_and_of_recomputed_layers_on_a_host_device(workload, mesh, change, tmp_path, monkeypatch):
+    config = load(workload, tmp_path, monkeypatch, ("model.dtype", "float32"), change)
+    bytes_agree(config, on(mesh, jax.devices()), plan.parse_target(""))
+
+
 @needs_libtpu
 @pytest.mark.parametrize(
     ("workload", "topology", "mesh"),
@@ -93,6 +111,9 @@ def test_bytes_on_a_host_device_are_the_compilers(workload, mesh, tmp_path, monk
         pytest.param("trm", "v5e:2x2", (2, 2, 1), marks=pytest.mark.slow),
         pytest.param("trm", "v6e:2x2", (1, 1, 1), marks=pytest.mark.slow),
         pytest.param("bird", "v4:2x2x1*2", (2, 4, 1), marks=pytest.mark.slow),
+        pytest.param("trm, recomputed", "v4:2x2x1", (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("trm, recomputed", "v5e:2x2", (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("trm, recomputed", "v6e:2x2", (1, 1, 1), marks=pytest.mark.slow),
     ],
 )
 def test_bytes_on_a_tpu_are_its_compilers(workload, topology, mesh, tmp_path, monkeypatch):
