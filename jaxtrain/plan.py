@@ -10,6 +10,7 @@ TPUs pad to. Compiling for a TPU needs the package libtpu (extra: topology) and 
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -256,21 +257,34 @@ def remedies(config: config_lib.Config, target: Target, *, factor: float = 1.0) 
 
     ``factor``: by which a compiler's figure for the config was larger than the estimate.
     """
-    found = []
-    done: set[str] = set()
-    for text, changed in _changes(config, target):
-        direction = text.partition("=")[0]
-        if direction in done:
-            continue
+
+    @functools.cache
+    def needed(text: str) -> float:
+        """Bytes on a device; NaN where the change does not go with the rest of the config."""
         try:
-            assembly = abstractly(changed, target)
+            assembly = abstractly(changed[text], target)
+            parts = held(assembly.plan, assembly.layout, tiled=target.tiled)
+            whole = parts["parameters"] + parts["optimizer"] + parts["average of the parameters"]
+            if factor * whole > memory:  # hopeless: seen without a trace
+                return math.inf
             stage = assembly.task.stage(config.train.steps - 1)
-            needed = estimate(assembly, assembly.trace(stage), target)
-        except (ValueError, TypeError):  # this change does not go with the rest of the config
-            continue
-        if factor * needed.peak <= target.memory:
-            found.append(f"{text} would make it {_bytes(factor * needed.peak)}")
-            done.add(direction)
+            return factor * estimate(assembly, assembly.trace(stage), target).peak
+        except (ValueError, TypeError):
+            return math.nan
+
+    changed, memory = dict(_changes(config, target)), target.memory
+    kinds: dict[str, list[str]] = {}
+    for text in changed:
+        kinds.setdefault(text.partition("=")[0], []).append(text)
+    found = []
+    for texts in kinds.values():
+        for text in texts:
+            if needed(text) <= memory:
+                found.append(f"{text} would make it {_bytes(needed(text))}")
+                break
+            # The last changes most: where that does not fit, none of its kind does.
+            if needed(text) > memory and next(n for n in map(needed, reversed(texts)) if not math.isnan(n)) > memory:
+                break
     return found
 
 
