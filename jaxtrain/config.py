@@ -554,7 +554,10 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
     takes_argument = bool(inspect.signature(module.get_config).parameters)
     if argument and not takes_argument:
         raise ConfigError([("", f"file {file} takes no argument, and {argument!r} is given")])
-    config = module.get_config(argument) if takes_argument else module.get_config()
+    try:
+        config = module.get_config(argument) if takes_argument else module.get_config()
+    except ValueError as error:  # how a config tells that it cannot do with the argument
+        raise ConfigError([("", f"file {file} says: {error}")]) from error
     return file.stem, config.to_dict() if hasattr(config, "to_dict") else dict(config)
 
 

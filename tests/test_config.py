@@ -362,6 +362,11 @@ def test_a_file_that_offers_no_config_is_told(here):
     assert "defines no function get_config" in mistakes(source="configs/empty.py")[""]
 
 
+def test_what_a_file_says_against_its_argument_is_a_mistake_of_the_config(here):
+    (here / "configs" / "picky.py").write_text('def get_config(path=""):\n    raise ValueError(f"no data at {path!r}")\n')
+    assert mistakes(source="configs/picky.py:x") == {"": "file configs/picky.py says: no data at 'x'"}
+
+
 def test_an_argument_that_a_file_does_not_take_is_told(here):
     (here / "configs" / "fixed.py").write_text(FILE.replace('argument=""', "").replace('argument or "a"', '"a"'))
     assert load(source="configs/fixed.py").model.text == "a"
