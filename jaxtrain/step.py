@@ -204,6 +204,7 @@ def gradients(
 
     def local(params: PyTree, frozen: PyTree, carry: PyTree, batch: Batch, key: Key) -> tuple:
         """This data group's share: sums over its microbatches, then one reduction."""
+        given = carry
         if grouped:
             params, frozen, key = jax.lax.pcast((params, frozen, key), (DATA,), to="varying")
             carry = jax.tree.map(_varying, carry)
@@ -226,8 +227,10 @@ def gradients(
             sums, carry = _accumulate(one, task.specs.carry, carry, batch, accumulate, cast)
         if grouped:
             sums = jax.lax.psum(sums, DATA)
-            carry = jax.tree.map(lambda x, p: x if DATA in p else _alike(x), carry, carry_parts)
-        return *sums, carry
+            if carry is not None:
+                carry = jax.tree.map(lambda x, p: x if DATA in p else _alike(x), carry, carry_parts)
+        # What the loss leaves alone is alike on every group already, and needs no reduction.
+        return *sums, given if carry is None else carry
 
     if grouped:
         whole = PartitionSpec()
@@ -247,7 +250,8 @@ def gradients(
 def _accumulate(
     one: Callable, carry_table: PyTree, carry: PyTree, batch: Batch, n: int, cast: Callable[[PyTree], PyTree]
 ) -> tuple[tuple, PyTree]:
-    """Scans ``one`` over n microbatches. A carry with a batch axis is split like the batch; any other is handed on.
+    """Scans ``one`` over n microbatches. A carry with a batch axis is split like the batch; any other is handed on. None comes
+    back for one that the loss leaves alone.
 
     Microbatch j takes the rows r with r mod n = j: a reshape to (rows / n, n) that leaves every row on its device, where
     (n, rows / n) would move them between the shards of "fsdp".
@@ -272,7 +276,8 @@ def _accumulate(
     def body(state: tuple[tuple, list[Array]], xs: tuple[Batch, list[Array]]) -> tuple[tuple[tuple, list[Array]], list[Array]]:
         (sums, shared), (rows, own) = state, xs
         grads, out = one(whole(own, shared), rows)
-        own, shared = part(out.carry)
+        if out.carry is not None:
+            own, shared = part(out.carry)
         sums = jax.tree.map(jnp.add, sums, (grads, out.loss, out.metrics, out.touched))
         return cast((sums, shared)), own
 
@@ -282,7 +287,7 @@ def _accumulate(
     grads, out = jax.eval_shape(one, whole(own, shared), rows)
     zeros = cast(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, out.loss, out.metrics, out.touched)))
     (sums, shared), own = jax.lax.scan(body, (zeros, shared), xs)
-    return sums, whole(jax.tree.map(join, own), shared)
+    return sums, None if out.carry is None else whole(jax.tree.map(join, own), shared)
 
 
 def make_eval_step(task: Task, layout: Layout) -> Callable[[Variables, Batch], Metrics]:

@@ -41,7 +41,7 @@ class Variables(NamedTuple):
 class LossOut(NamedTuple):
     loss: Mean
     metrics: dict[str, Mean]
-    carry: PyTree = ()
+    carry: PyTree = ()  # as the loss leaves it; None = as it was, which spares a reduction of it over the data axis
     touched: Mapping[str, Array] = {}  # path of a table -> int32 [rows]: how often the loss read each row
 
 

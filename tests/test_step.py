@@ -17,7 +17,7 @@ from jaxtrain import step as step_lib
 from jaxtrain.layout import LayoutError, make_layout, make_mesh
 from jaxtrain.nn import augment
 from jaxtrain.optim import make_optimizer
-from jaxtrain.specs import fan_in, zeros
+from jaxtrain.specs import fan_in, ones, zeros
 from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
 from jaxtrain.workloads import bird
 from loaders.base import Field
@@ -239,6 +239,42 @@ def test_a_rows_carry_stays_in_its_place(toy_alone):
         latent = 0.5 * latent + rng.normal(size=(BATCH, 4)).astype("f4")
         rng.random(BATCH)
         np.testing.assert_allclose(state.variables.carry["latent"], latent, rtol=1e-5, atol=1e-6)
+
+
+def follower_task():
+    """Whose carry only `advance` changes."""
+
+    def loss(variables, batch, key):
+        y = batch["x"] @ (variables.params["w"] + variables.carry["teacher"])
+        return LossOut(Mean((y**2 * batch["weight"]).sum(), batch["weight"].sum()), {}, None)
+
+    def advance(params, carry, step):
+        return {"rows": carry["rows"], "teacher": 0.9 * carry["teacher"] + 0.1 * params["w"]}
+
+    carry = {"teacher": Spec((4,), ("embed",), fan_in(4)), "rows": Spec((BATCH,), ("batch",), ones)}
+    return toy_task()._replace(
+        specs=Variables({"w": Spec((4,), ("embed",), fan_in(4))}, carry=carry), loss=loss, advance=advance
+    )
+
+
+def test_a_carry_that_the_loss_leaves_alone_is_not_reduced():
+    """It is the same on every mesh and in parts; summed over data are the gradient, the loss, its weight and who stops."""
+    found = {}
+    for mesh, accumulate in (("alone", 1), ("data", 1), ("data", 2)):
+        run = Run(mesh, accumulate, task=follower_task(), fields=TOY_FIELDS)
+        state, rng = run.init(), np.random.default_rng(0)
+        for _ in range(2):
+            batch = {"x": rng.normal(size=(BATCH, 4)).astype("f4"), "weight": rng.random(BATCH).astype("f4")}
+            before = host(state.variables.carry)
+            state, _ = run.step(state, run.put(batch))
+        found[mesh, accumulate] = host(state.variables)
+        reduced = [c for c in hlo.collectives(run.compiled.as_text()) if "data" in c.axes(run.layout.mesh.shape)]
+        sizes = sorted(math.prod(shape) for c in reduced for shape in c.shapes)
+        assert sizes == ([] if mesh == "alone" else [1, 1, 1, 4]), sizes
+    expected = found.pop(("alone", 1))
+    np.testing.assert_allclose(expected.carry["teacher"], 0.9 * before["teacher"] + 0.1 * expected.params["w"], rtol=1e-5)
+    for variables in found.values():
+        assert_close(expected, variables, atol=1e-5)
 
 
 def test_advance_sees_the_new_parameters_and_the_step(toy_alone):
