@@ -25,7 +25,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,9 +39,10 @@ from jaxtrain.nn import vit
 from jaxtrain.types import PyTree
 from jaxtrain.workloads import bird
 from loaders import columnar, spectrogram
-from loaders.base import DataError
+from loaders.base import DataError, Rows
 
 KINDS = ("mean", "cls", "patches")
+AHEAD = 3  # [batches] that the loader may have on the device before it computes them
 FLUSH = 20  # [s] between notes of how far it is
 PROGRESS = "embeddings.json"
 
@@ -113,6 +114,45 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
     return config_lib.section(spectrogram.Config, {**data, **own, **changes})
 
 
+class Setup(NamedTuple):
+    """What it takes to embed a split."""
+
+    run: Callable[[PyTree, Mapping[str, jax.Array]], dict[str, jax.Array]]  # compiled: weights, a batch -> what is written
+    weights: PyTree
+    shapes: Mapping[str, jax.ShapeDtypeStruct]  # of what is written
+    abstract: Mapping[str, jax.ShapeDtypeStruct]  # a batch
+    rows: Rows
+    loader: spectrogram.Spectrograms
+    batch: int  # recordings
+    n: int  # recordings of the split
+    facts: Mapping[str, Any]
+
+    def feed(self) -> feed.Feed:
+        return feed.Feed(self.loader, self.abstract, self.rows, depth=AHEAD)
+
+
+def set_up(
+    model: Model, data: spectrogram.Config, *, split: str = "train", kinds: Sequence[str] = ("mean", "cls"), batch: int = 64
+) -> Setup:
+    """Raises DataError."""
+    layout = make_layout(make_mesh(-1, 1, 1), {})
+    batch = -(-batch // len(jax.devices())) * len(jax.devices())
+    abstract = {
+        name: jax.ShapeDtypeStruct(
+            (batch, *f.shape), f.dtype, sharding=layout.sharding(("batch", *(None,) * len(f.shape)), (batch, *f.shape))
+        )
+        for name, f in spectrogram.fields(data).items()
+    }
+    rows = feed.rows_for(abstract)
+    for where, text in data.problems():
+        raise DataError(f"data.{where} {text}")
+    loader = spectrogram.make_loader(data, split=split, rows=rows, seed=0, in_order=True)
+    facts = spectrogram.facts(data)
+    weights = jax.device_put((model.params, model.head), layout.replicated())
+    run = _program(model, layout, kinds, data.views).lower(weights, abstract)
+    return Setup(run.compile(), weights, run.out_info, abstract, rows, loader, batch, facts[f"n_{split}"], facts)
+
+
 def embed(
     model: Model,
     data: spectrogram.Config,
@@ -129,21 +169,8 @@ def embed(
     """
     out = pathlib.Path(out).expanduser()
     out.mkdir(parents=True, exist_ok=True)
-    layout = make_layout(make_mesh(-1, 1, 1), {})
-    batch = -(-batch // len(jax.devices())) * len(jax.devices())
-    fields = spectrogram.fields(data)
-    abstract = {
-        name: jax.ShapeDtypeStruct(
-            (batch, *f.shape), f.dtype, sharding=layout.sharding(("batch", *(None,) * len(f.shape)), (batch, *f.shape))
-        )
-        for name, f in fields.items()
-    }
-    rows = feed.rows_for(abstract)
-    for where, text in data.problems():
-        raise DataError(f"data.{where} {text}")
-    loader = spectrogram.make_loader(data, split=split, rows=rows, seed=0, in_order=True)
-    facts = spectrogram.facts(data)
-    n = facts[f"n_{split}"]
+    setup = set_up(model, data, split=split, kinds=kinds, batch=batch)
+    loader, batch, n, facts = setup.loader, setup.batch, setup.n, setup.facts
     made_of = {
         "encoder": model.digest,
         "data": loader.state(0)["fingerprint"],
@@ -157,20 +184,17 @@ def embed(
     progress = _progress(out, made_of)
     progress |= {"model": model.name, "class_names": list(facts.get("class_names", ())), "multilabel": data.multilabel}
     start = progress.get("done", 0)
-    run = _program(model, layout, kinds, data.views)
-    params = jax.device_put((model.params, model.head), layout.replicated())
-    shapes = jax.eval_shape(run, params, abstract)
     files = {
         name: np.lib.format.open_memmap(
             out / f"{name}.npy", mode="r+" if start else "w+", dtype=x.dtype, shape=(n, *x.shape[1:])
         )
-        for name, x in shapes.items()
+        for name, x in setup.shapes.items()
     }
     if not start:
         for name in columns:
             np.save(out / f"{name}.npy", _column(data, split, name)[:n])
     loader.seek(start // batch)
-    stream = feed.Feed(loader, abstract, rows, depth=3)
+    stream = setup.feed()
     began = noted = time.perf_counter()
     pending: list[tuple[int, Any]] = []
 
@@ -182,7 +206,7 @@ def embed(
 
     try:
         for position, arrays in stream:
-            pending.append((position * batch, run(params, arrays)))
+            pending.append((position * batch, setup.run(setup.weights, arrays)))
             if len(pending) > 1:  # the device has its next batch before we wait for this one
                 write(*pending.pop(0))
             if time.perf_counter() - noted > FLUSH:

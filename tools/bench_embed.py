@@ -1,0 +1,78 @@
+"""tools.embed beside its parts: the loader without an encoder, and the encoder without a loader. Recordings/s, in turns.
+
+    NPROC=1 python -m tools.bench_embed RUN --data '/path/to/esc10/*/*.arrow' --repeat 4 --threads 1
+
+Each part makes one pass in a round, with empty queues and a compiled program; medians, and of ratios those within a round.
+Where loader and encoder have cores of their own (as in the command, of one thread each on two cores) or a device, embedding can
+be as fast as the slower of them, "slower". Where they share all cores it can be as fast as both parts' times in turn, "turns".
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from tools import embed
+
+
+def measured(model: embed.Model, data: embed.spectrogram.Config, *, batch: int) -> dict[str, float]:
+    """name -> recordings/s of one pass."""
+    setup = embed.set_up(model, data, batch=batch)
+
+    def rate(run: Callable[[], object]) -> float:
+        begun = time.perf_counter()
+        run()
+        return setup.n / (time.perf_counter() - begun)
+
+    def load() -> jax.Array:
+        setup.loader.seek(0)
+        stream = setup.feed()
+        return [jax.block_until_ready(arrays) for _, arrays in stream][-1]
+
+    found, last = {}, {}
+    found["loader"] = rate(lambda: last.update(load()))
+    times = -(-setup.n // setup.batch)
+    jax.block_until_ready(setup.run(setup.weights, last))
+    found["encoder"] = rate(lambda: jax.block_until_ready([setup.run(setup.weights, last) for _ in range(times)]))
+    setup.loader.close()
+    with tempfile.TemporaryDirectory() as folder:
+        found["embed"] = embed.embed(model, data, folder, batch=batch)["samples_per_second"]
+    found["slower"] = min(found["loader"], found["encoder"])
+    found["turns"] = 1 / (1 / found["loader"] + 1 / found["encoder"])
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tools.bench_embed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--data", required=True, help="folder, glob or file of shards")
+    parser.add_argument("--repeat", type=int, default=1, help="how often the shards are read in a pass")
+    parser.add_argument("--threads", type=int, default=0, help="of the loader; 0 = one for each core")
+    parser.add_argument("--views", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args(argv)
+    model = embed.load(args.run)
+    with tempfile.TemporaryDirectory() as folder:
+        shards = embed.spectrogram.find_shards(args.data, "train")
+        for i in range(args.repeat):
+            for shard in shards:
+                name = "-".join(pathlib.Path(shard).parts[-2:])
+                (pathlib.Path(folder) / f"{i}-{name}").symlink_to(pathlib.Path(shard).absolute())
+        data = embed.data_config(model, train=f"{folder}/*.arrow", test="", views=args.views, threads=args.threads)
+        rounds = [measured(model, data, batch=args.batch) for _ in range(args.rounds)]
+    for name in rounds[0]:
+        rate, share = (statistics.median(each) for each in zip(*((r[name], r["embed"] / r[name]) for r in rounds), strict=True))
+        print(f"{name:8} {rate:8.0f}   embed is {share:.2f} of it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
