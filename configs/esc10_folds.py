@@ -30,7 +30,6 @@ from ml_collections import ConfigDict
 
 CLIPS = 80  # in a fold
 FULL = dict(crop=0.4, shift=64, gain=0.2, noise=0.05, time_masks=2, time_mask=40, mel_masks=2, mel_mask=20)
-MILD = dict(crop=0.7, shift=64, gain=0.2, time_masks=1, time_mask=40, mel_masks=1, mel_mask=16)
 SLIGHT = dict(shift=128, gain=0.1)  # where masks make the task already
 DECODER = dict(embed=64, depth=2, heads=2)
 
@@ -39,7 +38,7 @@ OBJECTIVES = {
     "supervised": (400, FULL, dict(supervised=dict(weight=1.0, label_smoothing=0.1))),
     "mae": (800, SLIGHT, dict(mae=dict(weight=1.0, decoder=DECODER))),
     "lejepa": (300, FULL, dict(lejepa=dict(weight=1.0, hidden=512, trade=0.05))),
-    "diet": (350, MILD, dict(diet=dict(weight=1.0, rank=128))),
+    "diet": (350, FULL, dict(diet=dict(weight=1.0, rank=128))),
     "teacher": (400, SLIGHT, dict(teacher=dict(weight=1.0, momentum=0.99, decoder=DECODER))),
 }
 

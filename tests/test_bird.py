@@ -152,6 +152,7 @@ def test_pictures_show_input_and_augmentation_mel_up(batch):
     + [("supervised.loss", dict(supervised=bird.Supervised(loss="hinge"))), ("mae.weight", dict(mae=bird.Mae(-1.0)))]
     + [("supervised.weight", dict(supervised=bird.Supervised(0.0))), ("mask.ratio", dict(mask=bird.Mask(1.0)))]
     + [("augment.noise", dict(augment=augment.Config(noise=-0.1))), ("lejepa.norm", dict(lejepa=bird.Lejepa(norm="none")))]
+    + [("diet.norm", dict(diet=bird.Diet(norm="instance"))), ("diet.temperature", dict(diet=bird.Diet(temperature=-1.0)))]
     + [("mae.decoder.heads", dict(mae=bird.Mae(1.0, masked.Decoder(32, 1, 5)))), ("heads", dict(heads=5))],
 )
 def test_a_model_that_makes_no_sense_names_the_field(where, section):
@@ -278,14 +279,15 @@ def test_the_probe_reads_any_objective_and_trains_none():
         assert bool((g != 0).any()) == path.startswith("probe/"), path
 
 
-def test_recordings_are_told_apart_by_their_number_under_mixup_too():
+@pytest.mark.parametrize(("norm", "temperature"), [("batch", 0.1), ("layer", 0.0), ("none", 0.0)])
+def test_recordings_are_told_apart_by_their_number_under_mixup_too(norm, temperature):
     """diet's loss against its formula, whole: hundreds of thousands of logits at once, smoothing, both recordings."""
     n = 300_001
     c = replace(
         TINY,
         **ONLY,
         n_recordings=n,
-        diet=bird.Diet(1.0, rank=4, label_smoothing=0.2, chunk=2),
+        diet=bird.Diet(1.0, rank=4, label_smoothing=0.2, chunk=2, norm=norm, temperature=temperature),
         augment=augment.Config(mixup=0.5),
     )
     task = bird.make_task(config_lib.Config(model=c), alone(), 4)
@@ -296,8 +298,15 @@ def test_recordings_are_told_apart_by_their_number_under_mixup_too():
     out = jit(task.loss)(variables, batch, None)
     mixed = augment.augment(c.augment, 0, batch)
     x = bird.vit.encode(c, variables.params["encoder"], mixed.x, no_shard).cls[:, 0]
-    low = np.maximum(np.asarray(x, np.float64) @ head["w_low"] + head["b_low"], 0)
-    logits = low @ head["w_recordings"][:n].T.astype(np.float64)
+    low, table = np.asarray(x, np.float64) @ head["w_low"] + head["b_low"], head["w_recordings"][:n].astype(np.float64)
+    if norm != "none":
+        axis, rows = (0, np.asarray(batch["weight"]) > 0) if norm == "batch" else (1, slice(None))
+        low = (low - low[rows].mean(axis, keepdims=True)) / np.sqrt(low[rows].var(axis, keepdims=True) + 1e-5)
+    low = np.maximum(low, 0)
+    if temperature:
+        low = low / np.linalg.norm(low, axis=1, keepdims=True) / temperature
+        table /= np.linalg.norm(table, axis=1, keepdims=True)
+    logits = low @ table.T
     log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     own, i = np.asarray(mixed.own)[:, 0], np.asarray(batch["index"])
     target = own * log_p[range(4), i] + (1 - own) * log_p[range(4), i[[1, 0, 3, 2]]]
@@ -340,7 +349,7 @@ def test_an_evaluation_tells_what_needs_no_training_batch():
 def test_statistics_of_a_microbatch_are_announced(caplog):
     train = config_lib.Train(batch=8, accumulate=2)
     bird.make_task(config_lib.Config(model=EVERY, train=train), no_shard, 8)
-    assert "a microbatch's 4 rows" in caplog.text and "mixed within microbatches" in caplog.text
+    assert caplog.text.count("a microbatch's 4 rows") == 2 and "mixed within microbatches" in caplog.text
 
 
 def test_muon_takes_hidden_matrices_and_leaves_tables_and_heads():

@@ -90,6 +90,8 @@ class Diet:
     rank: int = 64  # [values] between the features and the recordings
     label_smoothing: float = 0.0  # [1] share of the target that is spread over all recordings
     chunk: int = 1024  # [views] on each device whose logits are there at the same time
+    norm: str = "batch"  # [name] of the values before the table: batch (over the global batch), layer or none
+    temperature: float = 0.1  # [1] logits are cosines over it (Wu et al. 2018); 0 = products as they are, as published
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ class Config(vit.Config):
             ("form", self.form, (*FORMS, None)),
             ("supervised.loss", self.supervised.loss, LOSSES),
         )
-        for where, value, allowed in (*choices, ("lejepa.norm", self.lejepa.norm, NORMS)):
+        norms = (("lejepa.norm", self.lejepa.norm, NORMS), ("diet.norm", self.diet.norm, (*NORMS, "none")))
+        for where, value, allowed in (*choices, *norms):
             if value not in allowed:
                 yield where, f"is {value!r}; there are: {', '.join(map(str, allowed))}"
         for name in OBJECTIVES:
@@ -145,6 +148,8 @@ class Config(vit.Config):
                 yield where, f"is {value}; it lies in [0, 1)"
         if not 0 <= self.teacher.momentum <= 1:
             yield "teacher.momentum", f"is {self.teacher.momentum}; it lies in [0, 1]"
+        if self.diet.temperature < 0:
+            yield "diet.temperature", f"is {self.diet.temperature}; it must not be negative, and 0 is none"
         sizes = (("mask.block", self.mask.block), ("diet.rank", self.diet.rank), ("diet.chunk", self.diet.chunk))
         for where, value in (*sizes, *((f"lejepa.{n}", getattr(self.lejepa, n)) for n in ("size", "hidden", "slices"))):
             if value < 1:
@@ -244,6 +249,8 @@ def make_specs(c: Config) -> PyTree:
             "b_low": Spec((r,), (None,), zeros),
             "w_recordings": Spec((c.table_rows, r), ("vocab", None), fan_in(r)),
         }
+        if c.diet.norm != "none":
+            objective["diet"] |= {"scale_low": Spec((r,), (None,), ones), "bias_low": Spec((r,), (None,), zeros)}
     if c.has("teacher"):
         objective["teacher"] = masked.decoder_specs(c, c.teacher.decoder, d)
     table = {"encoder": vit.make_specs(c), "objective": objective}
@@ -355,26 +362,28 @@ def accuracy(c: Config, logits_rc: Array, labels: Labels) -> Mean:
     return Mean((right_r * weight_r).sum(), weight_r.sum())
 
 
+def normed(norm: str, x_rh: Array, scale_h: Array, bias_h: Array, weight_r: Array) -> Array:
+    """A projector's hidden values [R, H], each channel over the rows of the global batch that count, or each row."""
+    if norm == "layer":
+        return layer_norm(x_rh, scale_h, bias_h, vit.EPS)
+    zero, counts_r1 = jnp.zeros(x_rh.shape[1]), (weight_r > 0).astype(x_rh.dtype)[:, None]
+    return batch_norm(x_rh, scale_h, bias_h, {"mean": zero, "var": zero}, counts_r1, momentum=0.0, eps=vit.EPS)[0]
+
+
 def project(c: Config, params: PyTree, pooled_rd: Array, weight_r: Array) -> Array:
     """Features through lejepa's projector, [R, P]."""
     x = pooled_rd
     for i in range(2):
         x = jnp.einsum("rd,dh->rh", x, params[f"w{i}"]) + params[f"b{i}"][None]
-        scale, bias = params[f"scale{i}"], params[f"bias{i}"]
-        if c.lejepa.norm == "batch":
-            zero = jnp.zeros(x.shape[1])
-            x, _ = batch_norm(
-                x, scale, bias, {"mean": zero, "var": zero}, (weight_r > 0).astype(x.dtype)[:, None], momentum=0.0, eps=vit.EPS
-            )
-        else:
-            x = layer_norm(x, scale, bias, vit.EPS)
-        x = jax.nn.relu(x)
+        x = jax.nn.relu(normed(c.lejepa.norm, x, params[f"scale{i}"], params[f"bias{i}"], weight_r))
     return jnp.einsum("rh,hp->rp", x, params["w_out"]) + params["b_out"][None]
 
 
 def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
     c: Config = config.model
     if config.train.accumulate > 1:
+        if c.has("diet") and c.diet.norm == "batch":
+            log.warning("diet's batch norm is over a microbatch's %d rows", batch // config.train.accumulate)
         if c.has("lejepa"):
             log.warning("SIGReg is of a microbatch's %d rows, not of the batch's %d", batch // config.train.accumulate, batch)
         if c.augment.mixup:
@@ -499,18 +508,24 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
             metrics["probe_loss"] = found
             metrics["probe_accuracy"] = accuracy(c, logits_rc, labels)
             total += found.total
-        return LossOut(Mean(total, n), metrics, variables.carry)
+        return LossOut(Mean(total, n), metrics, None)
 
     def diet(head: PyTree, features_rd: Array, batch: Batch, own_bv: Array | None) -> tuple[Array, Mean]:
         """Cross-entropy with the recordings' own numbers."""
-        low_rk = jax.nn.relu(features_rd @ head["w_low"] + head["b_low"][None]).astype(jnp.dtype(c.dtype))
+        low_rk = features_rd @ head["w_low"] + head["b_low"][None]
+        if c.diet.norm != "none":
+            low_rk = normed(c.diet.norm, low_rk, head["scale_low"], head["bias_low"], each_view(batch["weight"]))
+        low_rk, table = jax.nn.relu(low_rk), head["w_recordings"]
+        if c.diet.temperature:
+            low_rk, table = unit(low_rk) / c.diet.temperature, unit(table)
+        low_rk = low_rk.astype(jnp.dtype(c.dtype))
         low_bvk = low_rk.reshape(-1, c.n_views, low_rk.shape[1])
         weight_bv = jnp.broadcast_to(batch["weight"][:, None] / c.n_views, low_bvk.shape[:2])
 
         def of(index_b: Array, weight_bv: Array) -> Any:
             label_bv = jnp.broadcast_to(index_b[:, None], weight_bv.shape)
             return chunked_cross_entropy(
-                low_bvk, head["w_recordings"], label_bv, weight_bv, shard, chunk=c.diet.chunk, size=c.n_recordings,
+                low_bvk, table, label_bv, weight_bv, shard, chunk=c.diet.chunk, size=c.n_recordings,
                 smoothing=c.diet.label_smoothing,
             )  # fmt: skip
 
@@ -597,6 +612,11 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         progress=progress,
         **({"advance": advance} if c.has("teacher") else {}),
     )
+
+
+def unit(x: Array) -> Array:
+    """Each row at length 1."""
+    return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-12)
 
 
 def _repeat(x_b: Array, n: int) -> Array:
