@@ -5,8 +5,8 @@
 The path is a folder that Hugging Face `datasets` wrote, whose test/ is fold 5 and whose train/ has a shard for each of the
 others. A row is two views of 2.5 s of a recording; the objectives are those of jaxtrain/workloads/bird.py.
 
-Reached with `python -m tools.esc10_folds PATH --objectives=supervised,mae,lejepa,diet`: the accuracy of a linear probe of frozen
-features on each fold, which neither encoder nor probe has heard, and the margin over the same encoder as it is initialised,
+Reached with `python -m tools.esc10_folds PATH --objectives=supervised,mae,lejepa,diet`: the accuracy of a linear probe of
+frozen features on each fold, which neither encoder nor probe has heard, and the margin over the same encoder before training,
 with its bootstrap interval of 95 % (paired, of the 400 recordings; CPU seconds of one training, on a busy machine):
 
     features    fold 1  fold 2  fold 3  fold 4  fold 5    mean   margin              CPU s
@@ -23,8 +23,8 @@ With --together, where the encoder is trained once, without labels, on all 400 r
     teacher       50.0    67.5    57.5    70.0    67.5    62.5    +3.8 [-0.2,  +7.7]   169
 
 The settings were chosen by a few runs on these same recordings, and from one seed, so the margins are optimistic; that of
-teacher could be none at all, and it has not been run fold by fold. diet needs its head's batch norm: with cosines alone it was
-+5.2 [+1.0, +9.5] where +9.8 [+5.2, +14.2] was with both (--together), and label smoothing of 0.8 without either learned nothing.
+teacher could be none at all, and it has not been run fold by fold. diet needs its head's batch norm: --together it was at
++9.8 [+5.2, +14.2], with cosines alone at +5.2 [+1.0, +9.5], and with products and label smoothing of 0.8 it learned nothing.
 """
 
 from ml_collections import ConfigDict

@@ -1,10 +1,13 @@
 """tools.embed beside its parts: the loader without an encoder, and the encoder without a loader. Recordings/s, in turns.
 
-    NPROC=1 python -m tools.bench_embed RUN --data '/path/to/esc10/*/*.arrow' --repeat 4 --threads 1
+    NPROC=1 python -m tools.bench_embed RUN --data '/path/to/esc10/*/*.arrow' --threads 1
 
 Each part makes one pass in a round, with empty queues and a compiled program; medians, and of ratios those within a round.
 Where loader and encoder have cores of their own (as in the command, of one thread each on two cores) or a device, embedding can
 be as fast as the slower of them, "slower". Where they share all cores it can be as fast as both parts' times in turn, "turns".
+
+Seen with a run of configs/esc10_folds.py on two cores that other work kept busy (load 10), so that the parts had to share them:
+loader 237, encoder 930, embedding 184, which is 0.95 of "turns" and 0.72 of "slower". On free cores it has not been measured.
 """
 
 import argparse
