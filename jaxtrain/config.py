@@ -157,6 +157,25 @@ class Optim:
                 yield name, f"is {getattr(self, name)}; a decay lies in [0, 1)"
 
 
+# Which mesh axes an axis of an array is split over, in the words of `jaxtrain.layout`.
+RULES: dict[str, str] = {
+    "batch": "data,fsdp",
+    "embed": "fsdp",
+    "heads": "model",
+    "kv_heads": "model?",  # often fewer than there are devices
+    "mlp": "model",
+    "vocab": "model?",  # a number of classes is what the data say: often prime
+    "layer": "",
+    "seq": "",
+    "head_dim": "",
+    "patch": "",
+    "puzzle": "fsdp?",  # rows of an embedding table: as many as there are puzzles
+    "rows": "data",  # of a batch, where the devices of a group work on all of its rows together
+    "pixel": "fsdp",  # inputs of a matrix that reads a whole film window
+    "voxel": "model?",  # as many as a brain mask has
+}
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The devices as a grid. At most one axis may be -1: whatever is left."""
@@ -164,7 +183,7 @@ class Mesh:
     data: int = -1  # [devices] replicas, each with its share of the batch
     fsdp: int = 1  # [devices] shards of parameters and optimizer state, each with its share of the batch
     model: int = 1  # [devices] shards of the inner dimensions (heads, mlp, vocabulary)
-    rules: dict[str, str] = field(default_factory=dict)  # [axis: mesh axes] overrides jaxtrain.layout.RULES, "fsdp,model?"
+    rules: dict[str, str] = field(default_factory=dict)  # [axis: mesh axes] overrides RULES, "fsdp,model?"
 
     def problems(self) -> Iterator[tuple[str, str]]:
         sizes = {name: getattr(self, name) for name in ("data", "fsdp", "model")}
@@ -400,8 +419,6 @@ class Config:
 
 def _axis_problems(workload: str, rules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Rules for axes that no array has: neither known to all workloads, nor named, in quotes, in this one's own file."""
-    from jaxtrain.layout import RULES  # brings jax, which a workload has brought already
-
     module = sys.modules.get(workload)
     if module is None:  # it could not be imported, and that is told
         return

@@ -1,8 +1,8 @@
 """Where arrays live: the mesh of devices, and the rules from logical axes to mesh axes.
 
-A rule names the mesh axes that a logical axis is split over, in order: ``"fsdp"``, ``"data,fsdp"``, ``""`` (stays whole).
-A trailing ``?`` allows a dimension that does not divide to stay whole; without it that is an error, with the name of the
-parameter, never a silent replica.
+A rule (`config.RULES`, config.mesh.rules) names the mesh axes that a logical axis is split over, in order: ``"fsdp"``,
+``"data,fsdp"``, ``""`` (stays whole). A trailing ``?`` allows a dimension that does not divide to stay whole; without it that
+is an error, with the name of the parameter, never a silent replica.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,26 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxtrain.config import RULES
 from jaxtrain.types import Array, Axes
 
 MESH_AXES = ("data", "fsdp", "model")
-
-RULES: dict[str, str] = {
-    "batch": "data,fsdp",
-    "embed": "fsdp",
-    "heads": "model",
-    "kv_heads": "model?",  # often fewer than there are devices
-    "mlp": "model",
-    "vocab": "model?",  # a number of classes is what the data say: often prime
-    "layer": "",
-    "seq": "",
-    "head_dim": "",
-    "patch": "",
-    "puzzle": "fsdp?",  # rows of an embedding table: as many as there are puzzles
-    "rows": "data",  # of a batch, where the devices of a group work on all of its rows together
-    "pixel": "fsdp",  # inputs of a matrix that reads a whole film window
-    "voxel": "model?",  # as many as a brain mask has
-}
 
 
 class LayoutError(ValueError):
