@@ -97,7 +97,7 @@ def command(
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
     cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
     env = inherited | cache | {"IDS": str(folder / "ids.jsonl"), "PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu"}
-    env |= {"XLA_FLAGS": xla_flags(devices, several="JAXTRAIN_PROCESSES" in environment)} | environment
+    env |= {"XLA_FLAGS": xla_flags(devices, several=environment.get("JAXTRAIN_PROCESSES", "1") != "1")} | environment
     arguments = [*inside, sys.executable, "-m", "jaxtrain.main", f"--config={source}", *overrides]
     return subprocess.Popen(arguments, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
