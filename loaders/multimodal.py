@@ -110,7 +110,7 @@ def glover(tr: float, seconds: float = 32.0, norm: str = "sum") -> np.ndarray:
         return np.exp(log)
 
     h = gamma(6.0) - 0.35 * gamma(12.0)
-    return (h / (h.sum() if norm == "sum" else h.max())).astype(np.float32)
+    return (h / {"sum": h.sum(), "peak": h.max(), "none": 1.0}[norm]).astype(np.float32)
 
 
 class Data(NamedTuple):
@@ -352,7 +352,13 @@ def split_volumes(config: Config) -> Split:
 def _kernel(config: Config, data: Data) -> np.ndarray:
     if not config.hrf:
         return np.ones(1, np.float32)
-    return glover(data.info["tr"], config.hrf_seconds, config.hrf_norm)
+    tr, seconds = data.info["tr"], config.hrf_seconds
+    if not glover(tr, seconds, "none").sum() > 0:  # nothing but its start at 0, or the undershoot
+        raise DataError(
+            f"{config.path}: data.hrf_seconds={seconds:g} leaves nothing of the haemodynamic response, with {tr:g} s between "
+            "volumes; raise it, or leave data.hrf empty"
+        )
+    return glover(tr, seconds, config.hrf_norm)
 
 
 def _convolved_text(config: Config, data: Data) -> np.ndarray:
@@ -400,6 +406,8 @@ def _open(path: str, wanted: tuple[str, ...]) -> Data:
         if array.ndim != dimensions or array.dtype not in [np.dtype(d) for d in dtypes]:
             kinds = " or ".join(np.dtype(d).name for d in dtypes)
             raise DataError(f"{folder / name} is {array.dtype} {array.shape}; {dimensions} dimensions of {kinds} are wanted")
+        if not array.flags.c_contiguous:
+            raise DataError(f"{folder / name} is in Fortran's order; save it again as numpy.ascontiguousarray has it")
         # A plain array on the map: slices of np.memmap cost more than what they hold.
         return np.ndarray(array.shape, array.dtype, buffer=array.base, offset=array.offset % mmap.ALLOCATIONGRANULARITY)
 

@@ -289,3 +289,10 @@ def test_groups_are_the_same_on_every_mesh():
     c = replace(SMALL, groups=2)
     for mesh in ((2, 2, 2), (4, 2, 1)):
         assert_alike(trained((1, 1, 1), model=c), trained(mesh, model=c))
+
+
+@pytest.mark.parametrize(("groups", "accumulate"), [(3, 1), (1, 8), (2, 4)])
+def test_batch_norm_of_one_row_is_refused(groups, accumulate):
+    train = config_lib.Train(batch=8, accumulate=accumulate)
+    with pytest.raises(config_lib.ConfigError, match=rf"model.groups is {groups}, and train.accumulate {accumulate}"):
+        giblet.make_task(config_lib.Config(model=replace(SMALL, groups=groups), train=train), lambda x, *_: x, 8)

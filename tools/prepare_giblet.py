@@ -85,9 +85,9 @@ def prepare(args: argparse.Namespace) -> str:
         # What is quick to refuse comes first.
         tr, volumes, names = check_fmri(args.fmri, args.tr, args.volumes)
         text = window_text(args, tr, volumes)
-        np.save(partial / "text.npy", text)
+        np.save(partial / "text.npy", np.ascontiguousarray(text))
         audio = read_codes(args.codes) if args.codes else sound_features(args.audio, args.code_rate, args.bands)
-        np.save(partial / "audio.npy", audio)
+        np.save(partial / "audio.npy", np.ascontiguousarray(audio))
         constant = write_fmri(partial, args.fmri, names, args.mask, volumes, np.dtype(args.dtype))
         frames = write_video(args.video, partial / "video.npy", args.fps, args.size, limit=math.ceil(volumes * tr * args.fps))
         info = {
@@ -179,10 +179,10 @@ def write_fmri(
         x = np.ascontiguousarray(_volumes(path, volumes)[inside].T)  # [volumes, voxels]
         if not np.isfinite(x).all():
             raise DataError(f"{path} has values that are not finite in {(~np.isfinite(x)).any(0).sum()} voxels of the mask")
-        deviation = x.std(0)
-        constant += int((deviation == 0).sum())
-        z = (x - x.mean(0)) / np.where(deviation > 0, deviation, 1)
-        np.save(folder / "fmri" / f"{name}.npy", np.where(deviation > 0, z, 0).astype(dtype))
+        varies = x.min(0) < x.max(0)  # exactly: the deviation of a constant is not 0 where its mean is rounded
+        constant += int((~varies).sum())
+        z = (x - x.mean(0)) / np.where(varies, x.std(0), 1)
+        np.save(folder / "fmri" / f"{name}.npy", np.where(varies, z, 0).astype(dtype))
     nibabel.save(nibabel.Nifti1Image(inside.astype(np.uint8), first.affine), folder / "mask.nii.gz")
     return constant
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Config as RunConfig
+from jaxtrain.config import ConfigError
 from jaxtrain.nn import remat
 from jaxtrain.nn.batch_norm import batch_norm, member, over_data
 from jaxtrain.specs import fold_in_path, ones, zeros
@@ -390,10 +391,12 @@ def r_squared(y_bv: Array, target_bv: Array) -> Array:
 
 def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
     c: Config = config.model
-    if batch % c.groups or batch // c.groups < 2:
-        raise ValueError(
-            f"model.groups={c.groups} does not divide train.batch={batch} into groups of 2 rows or more, which batch norm needs"
+    n = c.groups * config.train.accumulate
+    if batch % n or batch // n < 2:
+        text = (
+            f"is {c.groups}, and train.accumulate {config.train.accumulate}: they do not divide train.batch={batch} into groups"
         )
+        raise ConfigError([("model.groups", f"{text} of 2 rows or more, which batch norm needs")])
 
     def loss(variables: Variables, batch_: Batch, key: Key) -> LossOut:
         draws = Draws(key, batch_["row"], member(batch_["row"], c.groups, batch))

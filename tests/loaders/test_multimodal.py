@@ -172,6 +172,7 @@ def test_an_average_is_over_the_viewers(config):
         (dict(subjects=("s9",)), "names s9; .* has s0, s1, s2"),
         ("video.npy", "3 dimensions|no such file|No such file"),
         ("fmri/s1.npy", "all subjects have 30 volumes"),
+        ("text.npy", "text.npy is in Fortran's order"),
         ("short", "the video ends .* s before the last of 30 volumes"),
     ],
 )
@@ -184,11 +185,19 @@ def test_a_folder_that_does_not_fit_together_is_told(config, change, message):
     elif change == "video.npy":
         np.save(folder / change, np.zeros((100, 2, 3), np.uint8))
         message = r"video.npy is uint8 \(100, 2, 3\); 4 dimensions of uint8 are wanted"
+    elif change == "text.npy":
+        np.save(folder / change, np.asfortranarray(np.load(folder / change)))
     else:
         np.save(folder / change, np.zeros((29, 11), np.float16))
     multimodal._open.cache_clear()
     with pytest.raises(DataError, match=message):
         multimodal.fields(config)
+
+
+@pytest.mark.parametrize("seconds", [0.5, TR])
+def test_a_response_that_is_cut_off_at_its_start_is_refused(config, seconds):
+    with pytest.raises(DataError, match=f"hrf_seconds={seconds:g} leaves nothing"):
+        rows_of(replace(config, hrf=("text",), hrf_seconds=seconds))
 
 
 def test_mistakes_of_a_config_are_told_together(tmp_path):

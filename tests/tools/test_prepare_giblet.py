@@ -141,6 +141,18 @@ def test_a_mask_of_ones_own(sources, tmp_path):
     np.testing.assert_allclose(x[:, 1].std(), 1, atol=1e-5)
 
 
+def test_a_constant_voxel_is_constant_whatever_its_value(tmp_path):
+    x = np.random.default_rng(0).normal(100, 1, (3, 1, 1, 200)).astype("f4")
+    x[1], x[2] = 0.1, 30000  # the mean of 200 times 0.1 is not 0.1
+    nibabel.save(nibabel.Nifti1Image(x, np.eye(4)), tmp_path / "a.nii")
+    nibabel.save(nibabel.Nifti1Image(np.ones((3, 1, 1), "u1"), np.eye(4)), tmp_path / "mask.nii")
+    (tmp_path / "fmri").mkdir()
+    where = (tmp_path, [tmp_path / "a.nii"], ["a"], tmp_path / "mask.nii")
+    assert tool.write_fmri(*where, 200, np.float32) == 2
+    found = np.load(tmp_path / "fmri" / "a.npy")
+    assert found[:, 0].std() > 0.9 and not found[:, 1:].any()
+
+
 @pytest.mark.parametrize("table", ["segments.xlsx", "segments.csv"])
 def test_text_and_codes_are_where_their_windows_are(sources, tmp_path, table):
     assert call(sources, tmp_path / "out", annotations=sources[0] / table) == 0
