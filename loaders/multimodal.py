@@ -19,7 +19,8 @@ Continuous features can be convolved with the haemodynamic response (`glover`): 
 Codes cannot: a mean of two codes is no code. Convolved frames leave as float16 in 0..1, all else as it is stored.
 
 Volumes 0 … n - 1 are train, the last ``test_share`` of them test; as many as are needed lie in neither, so that no test window,
-nor what is convolved into it, shares a frame, a code or an embedding with a training window.
+nor what is convolved into it, shares a frame, a code or a row of text.npy with a training window. (An annotated segment that
+lasts over the border is in rows on both of its sides.)
 
 Training sample s = position × batch + row is place s mod n of epoch s // n (`loaders.order`), of all (subject, volume): viewers
 come mixed. "test" goes once through its rows, in an order that is always the same and mixed.
