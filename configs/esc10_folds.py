@@ -5,7 +5,7 @@
 The path is a folder that Hugging Face `datasets` wrote, whose test/ is fold 5 and whose train/ has a shard for each of the
 others. A row is two views of 2.5 s of a recording; the objectives are those of jaxtrain/workloads/bird.py.
 
-Reached with `python -m tools.esc10_folds PATH --objectives=supervised,mae,lejepa,diet`: the accuracy of a linear probe of
+Reached with `python -m tools.esc10_folds PATH`: the accuracy of a linear probe of
 frozen features on each fold, which neither encoder nor probe has heard, and the margin over the same encoder before training,
 with its bootstrap interval of 95 % (paired, of the 400 recordings; CPU seconds of one training, on a busy machine):
 
@@ -15,6 +15,7 @@ with its bootstrap interval of 95 % (paired, of the 400 recordings; CPU seconds 
     mae           60.0    73.8    67.5    70.0    65.0    67.3    +8.5 [+4.2, +13.2]   362
     lejepa        63.7    72.5    60.0    73.8    61.3    66.2    +7.5 [+3.0, +11.8]   209
     diet          60.0    75.0    61.3    75.0    66.2    67.5    +8.8 [+4.7, +13.0]   320
+    teacher       61.3    63.7    60.0    77.5    62.5    65.0    +6.2 [+2.5, +10.5]   478
 
 With --together, where the encoder is trained once, without labels, on all 400 recordings:
 
@@ -22,10 +23,10 @@ With --together, where the encoder is trained once, without labels, on all 400 r
     lejepa        60.0    71.2    58.8    72.5    61.3    64.8    +6.0 [+1.5, +10.5]   159
     teacher                                               70.5   +11.8 [+7.5, +16.0]   451
 
-The settings were chosen by a few runs on these same recordings, and from one seed, so the margins are optimistic; teacher has
-not been run fold by fold, and with half of its steps it was at +3.8 [-0.2, +7.7]: it learns little before step 300. diet needs
-its head's batch norm: --together it was at +9.8 [+5.2, +14.2], with cosines alone at +5.2 [+1.0, +9.5], and with products and
-label smoothing of 0.8 it learned nothing.
+The settings were chosen by a few runs on these same recordings, and from one seed, so the margins are optimistic. With half of
+its steps teacher was at +3.8 [-0.2, +7.7], together: it learns little before step 300. diet needs its head's batch norm:
+--together it was at +9.8 [+5.2, +14.2], with cosines alone at +5.2 [+1.0, +9.5], and with products and label smoothing of 0.8
+it learned nothing.
 """
 
 from ml_collections import ConfigDict
