@@ -100,7 +100,7 @@ def glover(tr: float, seconds: float = 32.0, norm: str = "sum") -> np.ndarray:
     """The canonical haemodynamic response at 0, tr, 2 tr, … below ``seconds``, float32.
 
     g(t; 6 / 0.9, 0.9) - 0.35 g(t; 12 / 0.9, 0.9), with g the gamma density of a shape and a scale [s]: Glover (1999), with the
-    delays, dispersion and undershoot that fMRI packages have agreed on.
+    delays, dispersion and undershoot that fMRI packages have agreed on. Its "sum" or its "peak" is 1, or "none" of them.
     """
     t = np.arange(0, seconds, tr)
     scale = 0.9

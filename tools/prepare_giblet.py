@@ -179,9 +179,10 @@ def write_fmri(
         x = np.ascontiguousarray(_volumes(path, volumes)[inside].T)  # [volumes, voxels]
         if not np.isfinite(x).all():
             raise DataError(f"{path} has values that are not finite in {(~np.isfinite(x)).any(0).sum()} voxels of the mask")
-        varies = x.min(0) < x.max(0)  # exactly: the deviation of a constant is not 0 where its mean is rounded
+        deviation = x.std(0)
+        varies = (x.min(0) < x.max(0)) & (deviation > 0)  # a constant's deviation is not 0 where its mean is rounded
         constant += int((~varies).sum())
-        z = (x - x.mean(0)) / np.where(varies, x.std(0), 1)
+        z = (x - x.mean(0)) / np.where(varies, deviation, 1)
         np.save(folder / "fmri" / f"{name}.npy", np.where(varies, z, 0).astype(dtype))
     nibabel.save(nibabel.Nifti1Image(inside.astype(np.uint8), first.affine), folder / "mask.nii.gz")
     return constant
