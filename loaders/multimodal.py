@@ -3,7 +3,9 @@
     FOLDER/                  made by tools/prepare_giblet.py (or by `write`)
       dataset.json           {"version": 1, "tr": seconds between volumes, "fps": frames/s of the video,
                              "audio_rate": times/s of the audio, "audio": "codes" or "features",
-                             "subjects": [names], "files": {name: sha256}}
+                             "subjects": [names], "files": {name: sha256},
+                             "text_since": [for each volume the first one whose row of text.npy shares a segment with its own]}
+                             (without text_since, no two rows share one)
       video.npy              uint8 [frames, height, width, 3], RGB
       audio.npy              int16 [times, codebooks], codes of 0 … 1023; or float16/32 [times, features]
       text.npy               float16/32 [volumes, values]: the embeddings that belong to the window before each volume
@@ -19,8 +21,7 @@ Continuous features can be convolved with the haemodynamic response (`glover`): 
 Codes cannot: a mean of two codes is no code. Convolved frames leave as float16 in 0..1, all else as it is stored.
 
 Volumes 0 … n - 1 are train, the last ``test_share`` of them test; as many as are needed lie in neither, so that no test window,
-nor what is convolved into it, shares a frame, a code or a row of text.npy with a training window. (An annotated segment that
-lasts over the border is in rows on both of its sides.)
+nor what is convolved into it, shares a frame, a code, a row of text.npy or a segment in it with a training window.
 
 Training sample s = position × batch + row is place s mod n of epoch s // n (`loaders.order`), of all (subject, volume): viewers
 come mixed. "test" goes once through its rows, in an order that is always the same and mixed.
@@ -79,13 +80,15 @@ class Config:
         for name, allowed in (("padding", PADDINGS), ("hrf_norm", NORMS)):
             if getattr(self, name) not in allowed:
                 yield name, f"is {getattr(self, name)!r}; there are: {', '.join(allowed)}"
+        if len(set(self.subjects)) < len(self.subjects):
+            yield "subjects", f"is {', '.join(self.subjects)}; each is read once"
         for name in self.hrf:
             if name not in STREAMS:
                 yield "hrf", f"holds {name!r}; there are: {', '.join(STREAMS)}"
         if "video" in self.hrf and self.hrf_norm == "peak":
             yield "hrf_norm", "is 'peak', which makes frames brighter than white, and hrf holds 'video'; use 'sum'"
-        if self.hrf_seconds <= 0:
-            yield "hrf_seconds", f"is {self.hrf_seconds}; it must be positive"
+        if not 0 < self.hrf_seconds < math.inf:
+            yield "hrf_seconds", f"is {self.hrf_seconds}; it must be positive and finite"
         if not 0 <= self.test_share < 1:
             yield "test_share", f"is {self.test_share}; a share lies in [0, 1)"
         if self.threads < 0:
@@ -335,7 +338,7 @@ def streams(config: Config, info: Mapping[str, Any]) -> tuple[Windows, Windows]:
 
 
 def split_volumes(config: Config) -> Split:
-    """Training volumes, and the test volumes that share nothing with them."""
+    """Training volumes, and the test volumes that share nothing with them. Raises DataError when none are left to test on."""
     data = open_folder(config)
     n = data.n_volumes
     n_train = n - round(config.test_share * n)
@@ -345,9 +348,20 @@ def split_volumes(config: Config) -> Split:
         back = taps - 1 if name in config.hrf else 0
         while first < n and n_train and windows.start(first - back) < windows.stop(n_train - 1):
             first += 1
-    if "text" in config.hrf:
-        first = max(first, n_train - 1 + taps)
-    return Split(np.arange(n_train), np.arange(min(first, n), n))
+    # The oldest volume that a test row's text shares something with, itself or what is convolved into it.
+    since = np.asarray(data.info.get("text_since", np.arange(n)))
+    test = np.arange(first, n)
+    oldest = [since[np.maximum(test - k, 0)] for k in range(taps if "text" in config.hrf else 1)]
+    test = test[np.min(oldest, axis=0) >= n_train]
+    if config.test_share and not test.size:
+        back = (taps - 1) * data.info["tr"]
+        raise DataError(
+            f"{config.path}: data.test_share={config.test_share:g} holds out {n - n_train} of {n} volumes, and none is "
+            "left that shares no frame, sound or text with training"
+            f"{f' (data.hrf reaches {back:g} s back; data.hrf_seconds shortens it)' if back else ''}; raise it, or test on "
+            "nothing with 0"
+        )
+    return Split(np.arange(n_train), test)
 
 
 def _kernel(config: Config, data: Data) -> np.ndarray:
@@ -385,7 +399,7 @@ def open_folder(config: Config) -> Data:
 
             path = str(demo_film.ensure() if path == "demo" else demo_film.ensure_blank(**BLANK))
         data = _open(str(pathlib.Path(path).expanduser().absolute()), config.subjects)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, EOFError, ValueError) as error:
         raise error if isinstance(error, DataError) else DataError(f"{path}: {error}") from error
     if "audio" in config.hrf and data.info["audio"] == "codes":
         raise DataError(f"data.hrf holds 'audio', and {path} has codes, of which there is no mean; prepare features instead")
@@ -395,9 +409,7 @@ def open_folder(config: Config) -> Data:
 @functools.lru_cache(maxsize=4)
 def _open(path: str, wanted: tuple[str, ...]) -> Data:
     folder = pathlib.Path(path)
-    info = json.loads((folder / "dataset.json").read_text())
-    if info["version"] != VERSION:
-        raise DataError(f"{folder} has format version {info['version']}, and this reads {VERSION}; prepare it again")
+    info = _read_info(folder / "dataset.json")
     if unknown := [name for name in wanted if name not in info["subjects"]]:
         raise DataError(f"data.subjects names {', '.join(unknown)}; {folder} has {', '.join(info['subjects'])}")
     subjects = tuple(wanted or info["subjects"])
@@ -407,6 +419,8 @@ def _open(path: str, wanted: tuple[str, ...]) -> Data:
         if array.ndim != dimensions or array.dtype not in [np.dtype(d) for d in dtypes]:
             kinds = " or ".join(np.dtype(d).name for d in dtypes)
             raise DataError(f"{folder / name} is {array.dtype} {array.shape}; {dimensions} dimensions of {kinds} are wanted")
+        if 0 in array.shape:
+            raise DataError(f"{folder / name} is empty: its shape is {array.shape}")
         if not array.flags.c_contiguous:
             raise DataError(f"{folder / name} is in Fortran's order; save it again as numpy.ascontiguousarray has it")
         # A plain array on the map: slices of np.memmap cost more than what they hold.
@@ -416,8 +430,6 @@ def _open(path: str, wanted: tuple[str, ...]) -> Data:
     audio = load("audio.npy", 2, AUDIO[info["audio"]])
     text = load("text.npy", 2, FLOATS)
     fmri = tuple(load(f"fmri/{name}.npy", 2, FLOATS) for name in subjects)
-    if not subjects:
-        raise DataError(f"{folder}: dataset.json names no subjects")
     for name, x in zip(subjects, fmri, strict=True):
         if x.shape != (len(text), fmri[0].shape[1]) or x.dtype != fmri[0].dtype:
             raise DataError(
@@ -425,7 +437,15 @@ def _open(path: str, wanted: tuple[str, ...]) -> Data:
                 f"rows, of {fmri[0].shape[1]} voxels in {fmri[0].dtype}"
             )
     data = Data(info, video, audio, text, fmri, subjects)
+    since = info.get("text_since")
+    if since is not None and (len(since) != len(text) or any(first > i for i, first in enumerate(since))):
+        raise DataError(f"{folder}/dataset.json: text_since does not say for each of {len(text)} volumes one that is not later")
     for name, windows, n in zip(STREAMS, streams(Config(), info), (len(video), len(audio)), strict=False):
+        if not windows.length:
+            raise DataError(
+                f"{folder}: {info['tr']:g} s between volumes at {windows.rate:g} a second hold no whole time of {name}; "
+                "prepare it again with a higher rate"
+            )
         if (missing := int(windows.stop(len(text) - 1)) - n) > windows.length:
             raise DataError(
                 f"{folder}: the {name} ends {missing / windows.rate:.1f} s before the last of {len(text)} volumes; prepare it "
@@ -434,11 +454,42 @@ def _open(path: str, wanted: tuple[str, ...]) -> Data:
     return data
 
 
+def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
+    """dataset.json. Raises DataError for an entry that is missing or has no meaning."""
+    info = json.loads(path.read_text())
+    if not isinstance(info, dict):
+        raise DataError(f"{path} holds a {type(info).__name__}; an object is wanted")
+    if info.get("version") != VERSION:
+        raise DataError(f"{path} has format version {info.get('version')!r}, and this reads {VERSION}; prepare it again")
+
+    def whole(x: Any) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+
+    def rate(x: Any) -> bool:
+        return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
+
+    def names(x: Any) -> bool:
+        return isinstance(x, list) and bool(x) and all(isinstance(n, str) and n for n in x) and len(set(x)) == len(x)
+
+    wanted = {
+        "tr": (rate, "a positive number of seconds"),
+        "fps": (rate, "a positive number"),
+        "audio_rate": (rate, "a positive number"),
+        "audio": (lambda x: isinstance(x, str) and x in AUDIO, " or ".join(AUDIO)),
+        "subjects": (names, "a list of names, each once"),
+        "text_since": (lambda x: x is None or (isinstance(x, list) and all(map(whole, x))), "a list of volumes"),
+    }
+    for name, (right, kind) in wanted.items():
+        if not right(info.get(name)):
+            raise DataError(f"{path}: {name} is {info.get(name)!r}; {kind} is wanted")
+    return info
+
+
 def write(folder: str | os.PathLike, info: Mapping[str, Any]) -> None:
     """Completes a folder whose arrays are there: dataset.json, with their checksums. It is written last, whole or not at all.
 
     Args:
-      info: "tr", "fps", "audio_rate", "audio", "subjects"; further entries are kept.
+      info: "tr", "fps", "audio_rate", "audio", "subjects", and "text_since" where rows share text; further entries are kept.
     """
     folder = pathlib.Path(folder)
     names = ["video.npy", "audio.npy", "text.npy", *(f"fmri/{name}.npy" for name in info["subjects"])]

@@ -92,7 +92,8 @@ def golden_variables(task, head):
 def batch_of(name):
     n = GOLDEN["batch"]
     batch = {field: jnp.asarray(INPUTS[f"{name}.{field}"]) for field in FIELDS}
-    return {**batch, "row": jnp.arange(n, dtype=jnp.int32), "weight": jnp.ones(n), "index": jnp.arange(n)}
+    numbers = {name: jnp.arange(n, dtype=jnp.int32) for name in ("row", "index", "volume")}
+    return {**batch, **numbers, "weight": jnp.ones(n)}
 
 
 def draws(batch, groups=1):
@@ -225,6 +226,22 @@ def test_weights_of_the_losses_and_shapes_that_do_not_match():
         giblet.errors(c, out, {**target, "video": jnp.zeros((2, 6))}, jnp.ones(2))
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_the_null_pairs_rows_that_count_of_other_moments(n):
+    """Also where a batch is not full: r of each prediction with another moment's measurement."""
+    rng = np.random.default_rng(n)
+    y, t = rng.standard_normal((2, 8, 50)).astype("f4")
+    weight, volume = (np.arange(8) < n).astype("f4"), np.array([5, 6, 5, 7, 5, 1, 2, 3])
+    other, has = giblet.shuffled(jnp.asarray(t), jnp.asarray(weight), jnp.asarray(volume))
+    expected = [(i + n // 2) % n for i in range(n)]
+    np.testing.assert_allclose(other[:n], t[expected], rtol=1e-6)
+    wanted = [float(volume[i] != volume[j]) for i, j in enumerate(expected)] + [0.0] * (8 - n)
+    np.testing.assert_array_equal(has, wanted)
+    assert sum(wanted) == {1: 0, 2: 2, 3: 2, 8: 6}[n]
+    r = giblet.pearson(jnp.asarray(y), other)[:n]
+    np.testing.assert_allclose(r, [np.corrcoef(y[i], t[j])[0, 1] for i, j in enumerate(expected)], atol=1e-5)
+
+
 # On meshes and in parts, through the real step.
 
 SMALL = giblet.Config(
@@ -243,7 +260,7 @@ def random_batch(c, seed):
         "audio": rng.integers(0, 1024, (ROWS, c.inputs["audio"]), dtype="i2"),
         "text": rng.standard_normal((ROWS, c.n_text), "f4"),
         "fmri": rng.standard_normal((ROWS, c.n_voxels), "f4"),
-        "index": np.arange(ROWS, dtype="i4"),
+        **{name: np.arange(ROWS, dtype="i4") for name in ("index", "volume")},
         "weight": np.ones(ROWS, "f4"),
     }
 

@@ -13,6 +13,7 @@
     --embeddings   npz with one array [segments, values]; --annotations (CSV or xlsx, with the columns --start and --end in
                    seconds) says when each segment is. A volume has the --slots last segments that touch the window before it,
                    the latest last, zeros where there are fewer. Without --annotations there is a row for each volume
+    Arrays may also come as .npy.
 
 Needs the packages of the extra `giblet` (PyAV, nibabel, openpyxl). The fMRI of one viewer is in memory at a time; video and
 sound are streamed. FOLDER appears whole or not at all; mask.nii.gz in it puts predictions back into the brain.
@@ -25,7 +26,7 @@ import math
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (args.codes is None) == (args.audio is None):
         parser.error("give either --codes or --audio")
     for name in ("fps", "code_rate", "bands", "slots", "tr", "volumes"):
-        if (value := getattr(args, name)) is not None and value <= 0:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be positive")
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be positive and finite")
     try:
         print(prepare(args))
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(f"tools.prepare_giblet: {error}", file=sys.stderr)
         return 2
     return 0
@@ -76,15 +77,15 @@ def prepare(args: argparse.Namespace) -> str:
     paths = [args.video, *args.fmri, args.mask, args.codes, args.audio, args.embeddings, args.annotations]
     if missing := [str(p) for p in paths if p and not p.is_file()]:
         raise DataError(f"no such file: {', '.join(missing)}")
-    if args.out.exists() and any(args.out.iterdir()):
-        raise DataError(f"{args.out} is not empty; choose another --out")
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise DataError(f"{args.out} is {'not empty' if args.out.is_dir() else 'a file'}; choose another --out")
     partial = args.out.with_name(f".{args.out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     (partial / "fmri").mkdir(parents=True)
     try:
         # What is quick to refuse comes first.
         tr, volumes, names = check_fmri(args.fmri, args.tr, args.volumes)
-        text = window_text(args, tr, volumes)
+        text, since, told = window_text(args, tr, volumes)
         np.save(partial / "text.npy", np.ascontiguousarray(text))
         audio = read_codes(args.codes) if args.codes else sound_features(args.audio, args.code_rate, args.bands)
         np.save(partial / "audio.npy", np.ascontiguousarray(audio))
@@ -96,12 +97,16 @@ def prepare(args: argparse.Namespace) -> str:
             "audio_rate": args.code_rate,
             "audio": "codes" if args.codes else "features",
             "subjects": names,
+            "text_since": since.tolist(),
             "made_of": {name: str(value) for name, value in vars(args).items() if isinstance(value, pathlib.Path)},
         }
         multimodal.write(partial, info)
-        facts = multimodal.facts(multimodal.Config(path=str(partial)))  # reads it as training will, or says what does not fit
-    except BaseException:
+        # Reads it as training will, or says what does not fit.
+        facts = multimodal.facts(multimodal.Config(path=str(partial), test_share=0))
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, DataError):
+            raise DataError(str(error).replace(str(partial), str(args.out))) from error
         raise
     if args.out.exists():
         args.out.rmdir()
@@ -110,7 +115,7 @@ def prepare(args: argparse.Namespace) -> str:
         f"{args.out}: {len(names)} viewers, {volumes} volumes of {facts['n_voxels']} voxels every {tr:g} s"
         f"{f' ({constant} constant voxels are 0)' if constant else ''}; {frames} frames, {facts['n_frames']} in a window; "
         f"{len(audio)} times of {audio.shape[1]} {info['audio']}, {facts['audio_frames']} in a window; "
-        f"{text.shape[1]} values of text"
+        f"{text.shape[1]} values of text{told}"
     )
 
 
@@ -126,13 +131,16 @@ def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | N
         image = _nifti(path)
         if len(image.shape) != 4:
             raise DataError(f"{path} has the shape {image.shape}; x, y, z and time are wanted")
+        if image.get_data_dtype().kind not in "iuf":
+            raise DataError(f"{path} holds {image.get_data_dtype()}; real numbers are wanted")
         shapes[path] = image.shape
-        found = float(image.header.get_zooms()[3])
-        found *= {"msec": 1e-3, "usec": 1e-6}.get(image.header.get_xyzt_units()[1], 1.0)
-        if tr is None and found <= 0:
-            raise DataError(f"{path} does not say its TR; give --tr")
+        _same_place(path, image, paths[0])
+        unit = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6, "unknown": 1.0}.get(image.header.get_xyzt_units()[1], 0.0)
+        found = unit * float(image.header.get_zooms()[3])
+        if tr is None and not 0 < found < math.inf:
+            raise DataError(f"{path} does not say its TR in seconds; give --tr")
         tr = found if tr is None else tr
-        if found > 0 and abs(found - tr) > 1e-3:
+        if 0 < found < math.inf and abs(found - tr) > 1e-3:
             raise DataError(
                 f"{path} has a TR of {found:g} s, and {tr:g} s is what {'--tr' if path == paths[0] else paths[0]} says"
             )
@@ -147,6 +155,15 @@ def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | N
     if volumes and volumes > min(lengths):
         raise DataError(f"--volumes={volumes}, and there are as few as {min(lengths)}")
     return round(tr, 6), volumes or lengths.pop(), names
+
+
+def _same_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:
+    """Raises DataError where a voxel of ``image`` lies elsewhere than in the first viewer's scan."""
+    if not np.allclose(image.affine, _nifti(first).affine, atol=1e-3):  # [mm]
+        raise DataError(
+            f"{path} lies elsewhere in space than {first} (their affines differ); resample it to that grid, for example with "
+            "nilearn.image.resample_to_img"
+        )
 
 
 def write_fmri(
@@ -164,7 +181,8 @@ def write_fmri(
         image = _nifti(mask)
         if image.shape[:3] != first.shape[:3] or len(image.shape) != 3:
             raise DataError(f"{mask} has the shape {image.shape}, and the volumes {first.shape[:3]}")
-        inside = np.asanyarray(image.dataobj) > 0
+        _same_place(mask, image, paths[0])
+        inside = _read(mask, lambda: np.asanyarray(image.dataobj)) > 0
     else:
         votes = np.zeros(first.shape[:3])
         for path in paths:
@@ -179,29 +197,35 @@ def write_fmri(
         x = np.ascontiguousarray(_volumes(path, volumes)[inside].T)  # [volumes, voxels]
         if not np.isfinite(x).all():
             raise DataError(f"{path} has values that are not finite in {(~np.isfinite(x)).any(0).sum()} voxels of the mask")
-        deviation = x.std(0)
-        varies = (x.min(0) < x.max(0)) & (deviation > 0)  # a constant's deviation is not 0 where its mean is rounded
-        constant += int((~varies).sum())
-        z = (x - x.mean(0)) / np.where(varies, deviation, 1)
-        np.save(folder / "fmri" / f"{name}.npy", np.where(varies, z, 0).astype(dtype))
+        z = np.empty(x.shape, dtype)
+        for start in range(0, x.shape[1], 4096):  # in float64, of some voxels at a time
+            some = x[:, start : start + 4096].astype(np.float64)
+            varies = some.min(0) < some.max(0)  # a constant's deviation is not 0 where its mean is rounded
+            constant += int((~varies).sum())
+            deviation = np.where(varies, some.std(0), 1)
+            z[:, start : start + 4096] = np.where(varies, (some - some.mean(0)) / deviation, 0)
+        np.save(folder / "fmri" / f"{name}.npy", z)
     nibabel.save(nibabel.Nifti1Image(inside.astype(np.uint8), first.affine), folder / "mask.nii.gz")
     return constant
 
 
 def _volumes(path: pathlib.Path, n: int) -> np.ndarray:
     """float32 [x, y, z, n]."""
-    try:
-        return np.asanyarray(_nifti(path).dataobj[..., :n], np.float32)
-    except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+    return _read(path, lambda: np.asanyarray(_nifti(path).dataobj[..., :n], np.float32))
 
 
 def _nifti(path: pathlib.Path) -> Any:
-    nibabel = _package("nibabel")
+    return _read(path, lambda: _package("nibabel").load(path))
+
+
+def _read(path: pathlib.Path, reading: Callable[[], Any]) -> Any:
+    """What ``reading`` returns. Whatever it stumbles over, the file cannot be read, and that is what is said."""
     try:
-        return nibabel.load(path)
-    except (nibabel.filebasedimages.ImageFileError, OSError, EOFError) as error:
-        raise DataError(f"{path} is no NIfTI file that can be read: {error}") from error
+        return reading()
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # libraries raise what they like for a broken file: zlib.error, BadZipFile, HeaderDataError, …
+        raise DataError(f"{path} cannot be read: {str(error) or type(error).__name__}") from error
 
 
 # Video and sound.
@@ -307,7 +331,7 @@ def read_codes(path: pathlib.Path) -> np.ndarray:
     """int16 [times, codebooks]."""
     codes = _only_array(path)
     codes = codes[0] if codes.ndim == 3 and len(codes) == 1 else codes
-    if codes.ndim != 2 or not np.issubdtype(codes.dtype, np.integer):
+    if codes.ndim != 2 or not codes.size or not np.issubdtype(codes.dtype, np.integer):
         raise DataError(f"{path} holds {codes.dtype} {codes.shape}; integers [codebooks, times] are wanted")
     if codes.shape[0] > codes.shape[1]:
         raise DataError(
@@ -318,40 +342,46 @@ def read_codes(path: pathlib.Path) -> np.ndarray:
     return np.ascontiguousarray(codes.T).astype(np.int16)
 
 
-def window_text(args: argparse.Namespace, tr: float, volumes: int) -> np.ndarray:
-    """float32 [volumes, values]."""
+def window_text(args: argparse.Namespace, tr: float, volumes: int) -> tuple[np.ndarray, np.ndarray, str]:
+    """float32 [volumes, values]; for each volume the first one that has a segment of it too; and words about both."""
     embeddings = _only_array(args.embeddings)
-    if embeddings.ndim != 2 or not np.issubdtype(embeddings.dtype, np.floating) or not np.isfinite(embeddings).all():
-        raise DataError(
-            f"{args.embeddings} holds {embeddings.dtype} {embeddings.shape}; finite numbers [rows, values] are wanted"
-        )
+    if embeddings.ndim != 2 or not embeddings.size or not np.issubdtype(embeddings.dtype, np.floating):
+        raise DataError(f"{args.embeddings} holds {embeddings.dtype} {embeddings.shape}; numbers [rows, values] are wanted")
+    with np.errstate(over="ignore"):
+        embeddings = embeddings.astype(np.float32)
+    if broken := int((~np.isfinite(embeddings)).any(1).sum()):
+        raise DataError(f"{args.embeddings} has values that are not finite in float32, in {broken} of its rows")
     if not args.annotations:
         if len(embeddings) < volumes:
             raise DataError(f"{args.embeddings} has {len(embeddings)} rows for {volumes} volumes; or give --annotations")
-        return embeddings[:volumes].astype(np.float32)
+        return embeddings[:volumes], np.arange(volumes), ""
     times = read_annotations(args.annotations, args.start, args.end)
     if len(times) != len(embeddings):
         raise DataError(f"{args.annotations} has {len(times)} segments, and {args.embeddings} {len(embeddings)} rows")
     text = np.zeros((volumes, args.slots, embeddings.shape[1]), np.float32)
+    first = np.full(len(times), volumes)  # volume that has each segment
+    since = np.arange(volumes)
     for i in range(volumes):
         # The first volume's window lies before the film, and holds what the film begins with.
         low, high = max(i - 1, 0) * tr, max(i, 1) * tr
         touching = np.flatnonzero((times[:, 0] < high) & (times[:, 1] > low))
         latest = touching[np.argsort(times[touching, 0], kind="stable")][-args.slots :]
         text[i, args.slots - len(latest) :] = embeddings[latest]
-    return text.reshape(volumes, -1)
+        first[latest] = np.minimum(first[latest], i)
+        since[i] = min([i, *first[latest]])
+    without, unused = int((~text.any((1, 2))).sum()), int((first == volumes).sum())
+    if without == volumes:
+        raise DataError(
+            f"{args.annotations}: no segment touches the {volumes * tr:g} s of film; they lie from {times.min():g} to "
+            f"{times.max():g} in {args.start} and {args.end}, which are seconds"
+        )
+    told = f" (none in {without} volumes; {unused} of {len(times)} segments are in no volume)"
+    return text.reshape(volumes, -1), since, told if without or unused else ""
 
 
 def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
     """float64 [segments, 2]: when each begins and ends [s]."""
-    if path.suffix.lower() == ".xlsx":
-        book = _package("openpyxl").load_workbook(path, read_only=True, data_only=True)
-        rows = [list(row) for row in book.worksheets[0].iter_rows(values_only=True)]
-        book.close()
-    else:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [list(row) for row in csv.reader(file)]
-    rows = [row for row in rows if any(cell not in (None, "") for cell in row)]
+    rows = [row for row in _read(path, lambda: _table(path)) if any(cell not in (None, "") for cell in row)]
     head = [str(cell).strip() for cell in rows[0]] if rows else []
     if absent := [name for name in (start, end) if name not in head]:
         raise DataError(
@@ -371,18 +401,32 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
     return np.array(found)
 
 
+def _table(path: pathlib.Path) -> list[list[Any]]:
+    if path.suffix.lower() == ".xlsx":
+        book = _package("openpyxl").load_workbook(path, read_only=True, data_only=True)
+        rows = [list(row) for row in book.worksheets[0].iter_rows(values_only=True)]
+        book.close()
+        return rows
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        return [list(row) for row in csv.reader(file)]
+
+
 def _only_array(path: pathlib.Path) -> np.ndarray:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            names = [name for name in arrays.files if arrays[name].ndim >= 2]
-            if len(names) != 1:
-                shapes = ", ".join(f"{name} {arrays[name].shape}" for name in arrays.files)
-                raise DataError(f"{path} holds {shapes or 'nothing'}; one array of two dimensions is wanted")
-            return arrays[names[0]]
-    except (OSError, ValueError, AttributeError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path} is no npz file that can be read: {error}") from error
+    """The array of a .npy, or the one of two dimensions or more of an npz."""
+
+    def read() -> dict[str, np.ndarray]:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {path.name: loaded}
+        with loaded:
+            return {name: loaded[name] for name in loaded.files}
+
+    arrays = _read(path, read)
+    found = [array for array in arrays.values() if array.ndim >= 2]
+    if len(found) != 1:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise DataError(f"{path} holds {shapes or 'nothing'}; one array of two dimensions is wanted")
+    return found[0]
 
 
 def _package(name: str) -> Any:

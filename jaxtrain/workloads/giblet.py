@@ -418,9 +418,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         target, weight_b = targets(c, batch_, shard), batch_["weight"]
         each = errors(c, out, target, weight_b)
         y_bv, t_bv = out.fmri, target["fmri"]
-        # The null: each prediction with the measurement half a batch away. A test split comes in a mixed order, so that these
-        # are no neighbours in time.
-        other_bv, other_b = (jnp.roll(z, len(weight_b) // 2, axis=0) for z in (t_bv, weight_b))
+        other_bv, other_b = shuffled(t_bv, weight_b, batch_["volume"])
         each |= {"fmri_r": pearson(y_bv, t_bv), "fmri_r2": r_squared(y_bv, t_bv)}
         null_b = weight_b * other_b
         found = {_loss_name(name): Mean((value_b * weight_b).sum(), weight_b.sum()) for name, value_b in each.items()}
@@ -450,7 +448,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         evaluate=evaluate,
         axes={
             **{name: ("batch", None) for name in (*MODALITIES, "fmri")},
-            **{name: ("batch",) for name in ("index", "weight")},
+            **{name: ("batch",) for name in ("index", "volume", "weight")},
         },
         flops=6 * matrices * batch,
         pictures=pictures,
@@ -479,6 +477,21 @@ def finish(record: Mapping[str, Any]) -> dict[str, float]:
     residual = voxel["yy"] - 2 * voxel["yt"] + voxel["tt"]
     found["voxel_r2"] = float((1 - residual / np.maximum(var_t, 1e-12)).mean())
     return found
+
+
+def shuffled(x_bv: Array, weight_b: Array, volume_b: Array) -> tuple[Array, Array]:
+    """For the null: each row's partner half of the rows that count away, [B, V], and whether it has one, [B].
+
+    A test split comes in a mixed order, so that partners are no neighbours in time. A row is no partner of itself, nor are two
+    viewers of one moment, who saw the same.
+    """
+    n = weight_b.sum().astype(jnp.int32)
+    place_b = jnp.cumsum(weight_b).astype(jnp.int32) - 1
+    partner_b = (place_b + n // 2) % jnp.maximum(n, 1)
+    pick_bb = (partner_b[:, None] == place_b[None]) * weight_b[:, None] * weight_b[None]
+    exactly = jax.lax.Precision.HIGHEST
+    other_b = (pick_bb * (volume_b[:, None] != volume_b[None])).sum(1)
+    return jnp.matmul(pick_bb, x_bv, precision=exactly), other_b
 
 
 def density(x_bv: Array, y_bv: Array, bins: int = 96, limit: float = 3.0) -> Array:

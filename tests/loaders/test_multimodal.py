@@ -36,6 +36,13 @@ def make(folder, *, viewers=3, audio="codes", volumes=VOLUMES, dtype=np.float16)
     return Config(path=str(folder))
 
 
+def amend(config, **entries):
+    """Changes dataset.json."""
+    path = pathlib.Path(config.path) / "dataset.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    multimodal._open.cache_clear()
+
+
 @pytest.fixture
 def config(tmp_path):
     return make(tmp_path / "film")
@@ -128,6 +135,21 @@ def test_test_windows_share_nothing_with_training_windows(tmp_path, hrf, share):
     assert splits.test[-1] == VOLUMES - 1 and len(splits.train) == VOLUMES - round(share * VOLUMES)
 
 
+@pytest.mark.parametrize(("hrf", "expected"), [((), [26, 28, 29]), (("text",), [29])])
+def test_a_segment_that_lasts_over_the_border_is_tested_on_by_no_row(config, hrf, expected):
+    """Three segments; the second begins in training, volume 20, and is in rows to 25; 27 shows the first one again."""
+    segment = np.repeat([0, 1, 2], [20, 6, 4])
+    segment[27] = 0
+    since = [int(np.flatnonzero(segment == s)[0]) for s in segment]
+    amend(config, text_since=since)
+    config = replace(config, hrf=hrf, hrf_seconds=3.0)  # two taps: a row has its own text, and that of the one before
+    splits = multimodal.split_volumes(config)
+    assert len(splits.train) == 24
+    assert splits.test.tolist() == expected
+    rows = rows_of(config, split="test", batch=4)
+    assert sorted(rows["volume"][rows["weight"] == 1].tolist()) == sorted(expected * 3)
+
+
 def test_glover_is_the_difference_of_two_gamma_densities():
     """scipy's densities, and what is known of the response: a peak after 5 s, an undershoot after it."""
     t = np.arange(0, 32, 0.5)
@@ -139,7 +161,7 @@ def test_glover_is_the_difference_of_two_gamma_densities():
 
 
 def test_continuous_features_are_convolved_and_codes_refused(tmp_path):
-    config = replace(make(tmp_path / "film", audio="features"), hrf=("video", "audio", "text"))
+    config = replace(make(tmp_path / "film", audio="features"), hrf=("video", "audio", "text"), test_share=0.0)
     h = multimodal.glover(TR)
     rows = rows_of(config, batch=4, batches=3)
     assert rows["video"].dtype == np.float16 and rows["audio"].dtype == np.float32
@@ -192,6 +214,62 @@ def test_a_folder_that_does_not_fit_together_is_told(config, change, message):
     multimodal._open.cache_clear()
     with pytest.raises(DataError, match=message):
         multimodal.fields(config)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (dict(tr=0), "tr is 0; a positive number of seconds is wanted"),
+        (dict(tr="1.5"), "tr is '1.5'; a positive"),
+        (dict(fps=-1), "fps is -1; a positive"),
+        (dict(audio_rate=0.5), "hold no whole time of audio.*higher rate"),
+        (dict(audio="noise"), "audio is 'noise'; codes or features is wanted"),
+        (dict(audio=["codes"]), "codes or features is wanted"),
+        (dict(subjects=[]), r"subjects is \[\]; a list of names"),
+        (dict(subjects=["s0", "s0"]), "each once"),
+        (dict(text_since=[0, 1]), "for each of 30 volumes"),
+        (dict(text_since=[1] * 30), "not later"),
+        (dict(text_since=[-1] * 30), "a list of volumes is wanted"),
+        (dict(version=2), "format version 2, and this reads 1"),
+    ],
+)
+def test_an_entry_of_dataset_json_that_means_nothing_is_told(config, entry, message):
+    amend(config, **entry)
+    with pytest.raises(DataError, match=message):
+        multimodal.facts(config)
+
+
+@pytest.mark.parametrize("content", ["[]", "", "{", '"a"', "{}"])
+def test_a_dataset_json_that_is_none_is_told(config, content):
+    (pathlib.Path(config.path) / "dataset.json").write_text(content)
+    multimodal._open.cache_clear()
+    with pytest.raises(DataError, match="film"):
+        multimodal.facts(config)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", None])
+def test_an_array_that_is_broken_or_empty_is_told(config, content):
+    path = pathlib.Path(config.path) / "fmri" / "s1.npy"
+    if content is None:
+        np.save(path, np.zeros((30, 0), np.float16))
+    else:
+        path.write_bytes(content)
+    multimodal._open.cache_clear()
+    with pytest.raises(DataError, match="film"):
+        multimodal.facts(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(hrf=("text",)), "holds out 6 of 30 volumes, and none is left.*reaches 31.5 s back; data.hrf_seconds shortens it"),
+        (dict(test_share=0.01), "holds out 0 of 30 volumes"),
+    ],
+)
+def test_a_test_split_of_nothing_is_refused(config, changes, message):
+    with pytest.raises(DataError, match=message):
+        multimodal.facts(replace(config, **changes))
+    assert multimodal.facts(replace(config, **(changes | dict(test_share=0.0))))["n_test"] == 0
 
 
 @pytest.mark.parametrize("seconds", [0.5, TR])

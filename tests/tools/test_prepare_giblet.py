@@ -47,16 +47,18 @@ def film(path, *, seconds=12.0, tone=3000.0):
                 container.mux(packet)
 
 
-def brain(path, seed, *, volumes=VOLUMES, tr=TR, grid=GRID, broken=False):
+def brain(path, seed, *, volumes=VOLUMES, tr=TR, grid=GRID, broken=False, place=(0, 0, 0), unit="sec"):
     """Voxels of the first plane do not vary; returns the values."""
     rng = np.random.default_rng(seed)
     x = (100 + 10 * rng.standard_normal((*grid, volumes))).astype(np.float32)
     x[0] = 100
     if broken:
         x[2, 2, 2, 3] = np.nan
-    image = nibabel.Nifti1Image(x, np.diag([3, 3, 3, 1]))
+    affine = np.diag([3.0, 3, 3, 1])
+    affine[:3, 3] = place
+    image = nibabel.Nifti1Image(x, affine)
     image.header.set_zooms((3, 3, 3, tr))
-    image.header.set_xyzt_units("mm", "sec")
+    image.header.set_xyzt_units("mm", unit)
     nibabel.save(image, path)
     return x
 
@@ -134,11 +136,20 @@ def test_fmri_is_the_masked_and_z_scored_scan(prepared, sources):
 def test_a_mask_of_ones_own(sources, tmp_path):
     inside = np.zeros(GRID, np.uint8)
     inside[:2, 1, 1] = 1  # one of them constant
-    nibabel.save(nibabel.Nifti1Image(inside, np.eye(4)), tmp_path / "mask.nii")
+    nibabel.save(nibabel.Nifti1Image(inside, np.diag([3, 3, 3, 1])), tmp_path / "mask.nii")
     assert call(sources, tmp_path / "out", mask=tmp_path / "mask.nii", dtype="float32") == 0
     x = np.load(tmp_path / "out" / "fmri" / "sub-2.npy")
     assert x.shape == (VOLUMES, 2) and x.dtype == np.float32 and not x[:, 0].any()
     np.testing.assert_allclose(x[:, 1].std(), 1, atol=1e-5)
+
+
+def test_a_large_mean_is_taken_away_whole(tmp_path):
+    x = np.random.default_rng(0).normal(30_000, 1, (50, 1, 1, 900)).astype("f4")
+    nibabel.save(nibabel.Nifti1Image(x, np.eye(4)), tmp_path / "a.nii")
+    (tmp_path / "fmri").mkdir()
+    assert tool.write_fmri(tmp_path, [tmp_path / "a.nii"], ["a"], None, 900, np.float32) == 0
+    z = np.load(tmp_path / "fmri" / "a.npy").astype(np.float64)
+    assert abs(z.mean(0)).max() < 1e-6 and abs(z.std(0) - 1).max() < 1e-6
 
 
 def test_a_constant_voxel_is_constant_whatever_its_value(tmp_path):
@@ -151,6 +162,25 @@ def test_a_constant_voxel_is_constant_whatever_its_value(tmp_path):
     assert tool.write_fmri(*where, 200, np.float32) == 2
     found = np.load(tmp_path / "fmri" / "a.npy")
     assert found[:, 0].std() > 0.9 and not found[:, 1:].any()
+
+
+def test_rows_say_since_when_they_share_a_segment(prepared):
+    """Segments of 2.5 s, one every 2 s, and volumes of 1.5 s."""
+    since = json.loads((prepared / "dataset.json").read_text())["text_since"]
+    text = np.load(prepared / "text.npy").reshape(VOLUMES, 2, 4)[:, :, 0]
+    for i in range(VOLUMES):
+        alike = [j for j in range(i + 1) if set(text[i]) & set(text[j]) - {0}]
+        assert since[i] == min([i, *alike])
+    assert since != list(range(VOLUMES))
+
+
+def test_arrays_may_come_as_npy_and_what_no_volume_has_is_told(sources, tmp_path, capsys):
+    np.save(tmp_path / "codes.npy", sources[2])
+    np.save(tmp_path / "e.npy", np.ones((3, 4), np.float64))
+    (tmp_path / "late.csv").write_text("start,end\n0,1\n6,7\n100,200\n")
+    changes = dict(codes=tmp_path / "codes.npy", embeddings=tmp_path / "e.npy", annotations=tmp_path / "late.csv")
+    assert call(sources, tmp_path / "out", **changes) == 0
+    assert "(none in 5 volumes; 1 of 3 segments are in no volume)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("table", ["segments.xlsx", "segments.csv"])
@@ -179,7 +209,7 @@ def test_sound_becomes_bands_that_hear_its_pitch(sources, tmp_path):
 
 
 def test_the_loader_reads_what_was_prepared(prepared):
-    config = multimodal.Config(path=str(prepared), hrf=("text",), hrf_seconds=3.0)
+    config = multimodal.Config(path=str(prepared), hrf=("text",), hrf_seconds=3.0, test_share=0.5)
     facts = multimodal.facts(config)
     assert facts["n_frames"] == 15 and facts["audio_frames"] == 112 and facts["n_subjects"] == 2 and facts["n_text"] == 8
     position, batch = next(multimodal.make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=0))
@@ -191,7 +221,7 @@ def test_the_loader_reads_what_was_prepared(prepared):
     [
         (dict(video="none.mp4"), "no such file: .*none.mp4"),
         (dict(video="segments.csv"), "segments.csv cannot be decoded"),
-        (dict(fmri=["sub-1.nii.gz", "codes.npz"]), "codes.npz is no NIfTI file"),
+        (dict(fmri=["sub-1.nii.gz", "codes.npz"]), "codes.npz cannot be read"),
         (dict(fmri=["sub-1.nii.gz", "short.nii.gz"]), r"volumes differ \(sub-1.nii.gz 8, short.nii.gz 6\).*--volumes=6"),
         (dict(fmri=["sub-1.nii.gz", "grid.nii.gz"]), "the grids differ"),
         (dict(fmri=["sub-1.nii.gz", "slow.nii.gz"]), "TR of 2 s, and 1.5 s is what .*sub-1"),
@@ -201,13 +231,28 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(codes="embeddings.npz"), "integers .codebooks, times. are wanted"),
         (dict(codes="large.npz"), "codes from 0 to 1024; 0 … 1023 are wanted"),
         (dict(codes="turned.npz"), "900 codebooks of 8 times.*transpose"),
-        (dict(codes="film.mp4"), "film.mp4 is no npz file"),
+        (dict(codes="film.mp4"), "film.mp4 cannot be read"),
         (dict(annotations="none.csv"), "no such file"),
         (dict(start="onset"), "has no column onset; it has: scene, start, end"),
         (dict(annotations="words.csv"), r"words.csv: row 3 has no seconds in start and end: \['b', 'later', '4'\]"),
         (dict(annotations="few.csv"), "few.csv has 1 segments, and .*embeddings.npz 5 rows"),
         (dict(annotations=None), "has 5 rows for 8 volumes"),
-        (dict(codes="brief.npz"), "the audio ends .* s before the last of 8 volumes"),
+        (dict(codes="brief.npz"), "/out: the audio ends .* s before the last of 8 volumes"),
+        (dict(code_rate=0.4), "/out: 1.5 s between volumes at 0.4 a second hold no whole time of audio"),
+        (dict(codes="none.npz"), r"int64 \(8, 0\); integers"),
+        (dict(codes="cut.npz"), "cut.npz cannot be read"),
+        (dict(codes="nothing.npz"), "nothing.npz cannot be read"),
+        (dict(embeddings="huge.npz"), "huge.npz has values that are not finite in float32, in 1 of its rows"),
+        (dict(embeddings="narrow.npz"), r"float32 \(5, 0\); numbers"),
+        (dict(annotations="latin.csv"), "latin.csv cannot be read.*utf-8"),
+        (dict(annotations="bad.xlsx"), "bad.xlsx cannot be read"),
+        (dict(annotations="ms.csv"), "no segment touches the 12 s of film; they lie from 50000 to 99000 in start and end"),
+        (dict(fmri=["sub-1.nii.gz", "cut.nii.gz"]), "cut.nii.gz cannot be read"),
+        (dict(fmri=["sub-1.nii.gz", "moved.nii.gz"]), "moved.nii.gz lies elsewhere in space than .*sub-1.nii.gz.*resample"),
+        (dict(mask="mask.nii.gz"), "mask.nii.gz lies elsewhere in space"),
+        (dict(fmri=["complex.nii.gz"]), "complex.nii.gz holds complex64; real numbers"),
+        (dict(fmri=["type.nii"]), "type.nii cannot be read"),
+        (dict(fmri=["hertz.nii.gz"]), "hertz.nii.gz does not say its TR in seconds; give --tr"),
     ],
 )
 def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, changes, message):
@@ -219,6 +264,23 @@ def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, c
     np.savez(folder / "large.npz", codes=np.array([[0, 1024], [1, 2]]))
     np.savez(folder / "turned.npz", codes=codes.T)
     np.savez(folder / "brief.npz", codes=codes[:, :100])
+    np.savez(folder / "none.npz", codes=codes[:, :0])
+    (folder / "cut.npz").write_bytes((folder / "codes.npz").read_bytes()[:1000])
+    (folder / "nothing.npz").write_bytes(b"")
+    np.savez(folder / "huge.npz", e=np.diag([1e300, 1, 1, 1, 1]))
+    np.savez(folder / "narrow.npz", e=np.zeros((5, 0), np.float32))
+    (folder / "latin.csv").write_bytes("scene,start,end\ncafé,0,2\n".encode("latin-1"))
+    (folder / "bad.xlsx").write_bytes(b"PK no workbook")
+    (folder / "ms.csv").write_text("start,end\n" + "".join(f"{50 + 10 * i}000,{59 + 10 * i}000\n" for i in range(5)))
+    (folder / "cut.nii.gz").write_bytes((folder / "sub-1.nii.gz").read_bytes()[:-600])
+    brain(folder / "moved.nii.gz", 3, place=(0, 0, 5))
+    nibabel.save(nibabel.Nifti1Image(np.ones(GRID, np.uint8), np.eye(4)), folder / "mask.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(np.ones((*GRID, 8), np.complex64), np.eye(4)), folder / "complex.nii.gz")
+    brain(folder / "type.nii", 3)
+    header = bytearray((folder / "type.nii").read_bytes())
+    header[70:72] = (999).to_bytes(2, "little")  # datatype
+    (folder / "type.nii").write_bytes(header)
+    brain(folder / "hertz.nii.gz", 3, unit="hz")
     (folder / "words.csv").write_text("scene,start,end\na,0,2\nb,later,4\n")
     (folder / "few.csv").write_text("scene,start,end\na,0,2\n")
 
@@ -230,6 +292,20 @@ def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, c
     told = capsys.readouterr().err
     assert re.search(message, told), told
     assert not list(pathlib.Path(tmp_path).glob("*out*")) and not list(pathlib.Path(tmp_path).glob(".*"))
+
+
+def test_an_output_that_is_a_file_is_refused(sources, tmp_path, capsys):
+    (tmp_path / "out").write_text("mine")
+    assert call(sources, tmp_path / "out") == 2 and "out is a file; choose another --out" in capsys.readouterr().err
+    assert call(sources, tmp_path / "out" / "film") == 2 and "out" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize("change", [dict(tr="nan"), dict(fps="inf"), dict(code_rate="-1"), dict(slots=0)])
+def test_a_number_that_is_none_is_refused(sources, tmp_path, capsys, change):
+    with pytest.raises(SystemExit):
+        call(sources, tmp_path / "out", **change)
+    assert "it must be positive and finite" in capsys.readouterr().err
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(sources, tmp_path, capsys, monkeypatch):
