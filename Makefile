@@ -27,7 +27,7 @@ higgs-demo: $(STAMP)
 
 test: $(STAMP) lint
 	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo test --release --quiet --manifest-path rust/Cargo.toml
-	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(STAMP) lint
 	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo test --release --quiet --manifest-path rust/Cargo.toml

@@ -20,6 +20,23 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 distributed.use_compilation_cache()
 
 
+# A file is one worker's: those that take minutes begin first, and what waits most before what computes most.
+LONGEST = (
+    "test_launch_slurm.py",
+    "test_reliability.py",
+    "test_train.py",
+    "test_hosts.py",
+    "test_audio_language_run.py",
+    "test_plan.py",
+    "test_object_store.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
 def pytest_terminal_summary(terminalreporter):
     """A line for each promise that was tried: tests are named test_promise_N_…; a loop says its trials by record_property."""
     rows: dict[str, list[float]] = {}
