@@ -1,9 +1,11 @@
-"""What each objective's features are worth on ESC-10, in five folds: python -m tools.esc10_folds /path/to/esc10 [--together]
+"""What each objective's features are worth on ESC-10, in five folds:
+
+    python -m tools.esc10_folds /path/to/esc10 [--together] [--config.section.field=value …]
 
 For every objective of configs/esc10_folds.py and every fold: an encoder is trained on the other four folds (without their
-labels, but for "supervised"), for --steps; all 400 recordings are embedded, each as the mean over three views; classifiers are
-fitted to the frozen features of the four folds, and judged on the one that neither has seen. "random" is the same encoder as it
-is initialised, with another seed in each fold. Whatever is finished already is not done again.
+labels, but for "supervised"); all 400 recordings are embedded, each as the mean over three views; classifiers are fitted to the
+frozen features of the four folds, and judged on the one that neither has seen. "random" is the same encoder as it is
+initialised, with another seed in each fold. Whatever is finished already is not done again.
 
 With --together, which takes a fifth of the time, what needs no labels is trained once, on all recordings: the classifiers still
 never see the fold that they are judged on, but the encoder has heard it.
@@ -31,15 +33,26 @@ VIEWS = 3
 
 
 def train(path: str, objective: str, fold: int, out: pathlib.Path, overrides: Sequence[str]) -> float:
-    """Trains one run, unless it is finished. Returns its CPU seconds, or those that it once took."""
-    workdir, noted = out / f"{objective}_{fold}", out / f"{objective}_{fold}" / "cpu_seconds.json"
+    """Trains one run, unless it is finished. Returns its CPU seconds, or those that it once took.
+
+    Raises SystemExit where it was finished with other overrides.
+    """
+    workdir = out / f"{objective}_{fold}"
+    noted = workdir / "finished.json"
     if not noted.exists():
         command = [sys.executable, "-m", "jaxtrain.main", f"--config=configs/esc10_folds.py:{path},{objective},{fold}"]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([*command, f"--config.workdir={workdir}", *overrides], check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        noted.write_text(json.dumps(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime))
-    return json.loads(noted.read_text())
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        noted.write_text(json.dumps({"path": path, "overrides": sorted(overrides), "cpu_seconds": seconds}))
+    found = json.loads(noted.read_text())
+    if (found["path"], found["overrides"]) != (path, sorted(overrides)):
+        raise SystemExit(
+            f"tools.esc10_folds: {workdir} was trained on {found['path']} with {found['overrides'] or 'no overrides'}; "
+            "choose another --out"
+        )
+    return found["cpu_seconds"]
 
 
 def embedded(path: str, source: pathlib.Path, fold: int, out: pathlib.Path, *, random: bool) -> probe.Features:
@@ -58,7 +71,10 @@ def margins(found: dict[str, list[np.ndarray]], y: np.ndarray, draws: int) -> di
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="tools.esc10_folds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="tools.esc10_folds",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("path")
     parser.add_argument("--out", default="runs/esc10_folds")
@@ -66,8 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folds", default=",".join(map(str, FOLDS)))
     parser.add_argument("--together", action="store_true", help="train without labels once, on all recordings")
     parser.add_argument("--draws", type=int, default=2000)
-    parser.add_argument("overrides", nargs="*", help="of the configs, for example --config.train.steps=100; after --")
-    args = parser.parse_args(argv)
+    args, overrides = parser.parse_known_args(argv)
+    if unknown := [text for text in overrides if not text.startswith("--config.")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     distributed.use_compilation_cache()
     out = pathlib.Path(args.out).absolute()
     objectives, folds = args.objectives.split(","), [int(fold) for fold in args.folds.split(",")]
@@ -79,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for fold in folds:  # fold by fold, so that an early look compares all objectives
         for objective in objectives:
-            seconds.setdefault(objective, []).append(train(args.path, objective, run(objective, fold), out, args.overrides))
+            seconds.setdefault(objective, []).append(train(args.path, objective, run(objective, fold), out, overrides))
     for name in ("random", *objectives):
         splits = []
         for fold in folds:

@@ -1,5 +1,6 @@
 """The comparison of objectives: its configs, its margins, and what the drawing tool draws."""
 
+import json
 import pathlib
 import runpy
 
@@ -29,6 +30,18 @@ def test_the_folds_leave_out_every_recording_once():
     left_out = [CONFIG["get_config"](f"/esc10,diet,{fold}").data.exclude for fold in range(6)]
     assert left_out[0] == () and sorted(sum(left_out, ())) == list(range(400))
     assert left_out[5][0] == 0 and left_out[1][0] == 80 and left_out[4][-1] == 399
+
+
+def test_what_was_trained_with_other_overrides_is_not_taken_for_it(tmp_path, capsys):
+    (tmp_path / "mae_1").mkdir()
+    noted = {"path": "/esc10", "overrides": ["--config.train.steps=9"], "cpu_seconds": 3.5}
+    (tmp_path / "mae_1" / "finished.json").write_text(json.dumps(noted))
+    assert esc10_folds.train("/esc10", "mae", 1, tmp_path, ["--config.train.steps=9"]) == 3.5
+    with pytest.raises(SystemExit, match="mae_1 was trained on /esc10 with .*steps=9.*choose another --out"):
+        esc10_folds.main(["/esc10", "--out", str(tmp_path), "--folds", "1", "--objectives", "mae", "--config.train.steps=8"])
+    with pytest.raises(SystemExit):
+        esc10_folds.main(["/esc10", "--steps=8"])
+    assert "unrecognized arguments: --steps=8" in capsys.readouterr().err
 
 
 def test_a_margin_is_of_the_same_recordings():
