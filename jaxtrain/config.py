@@ -434,7 +434,8 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[tuple[str, str]]):
         self.problems = tuple(problems)
         count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-        super().__init__("\n".join([f"the config has {count}:", *(f"  config.{path} {text}" for path, text in problems)]))
+        lines = (f"  config.{path} {text}" if path else f"  {text}" for path, text in problems)
+        super().__init__("\n".join([f"the config has {count}:", *lines]))
 
 
 class _Text(str):
@@ -568,11 +569,12 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
     file, module, argument = _module(source)
     if not hasattr(module, "get_config"):
         raise ConfigError([("", f"file {file} defines no function get_config(argument='')")])
-    takes_argument = bool(inspect.signature(module.get_config).parameters)
-    if argument and not takes_argument:
+    parameters = inspect.signature(module.get_config).parameters.values()
+    if argument and not parameters:
         raise ConfigError([("", f"file {file} takes no argument, and {argument!r} is given")])
     try:
-        config = module.get_config(argument) if takes_argument else module.get_config()
+        wanted = argument or any(p.default is inspect.Parameter.empty for p in parameters)
+        config = module.get_config(argument) if wanted else module.get_config()
     except ValueError as error:  # how a config tells that it cannot do with the argument
         raise ConfigError([("", f"file {file} says: {error}")]) from error
     return file.stem, config.to_dict() if hasattr(config, "to_dict") else dict(config)

@@ -619,7 +619,7 @@ def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str
         loader = source.make_loader(config.data, split=split, rows=feed.rows_of_one(assembly.plan.batch), seed=config.seed)
         try:
             if not loader.n_batches:
-                found.append(f"{split} is empty")
+                found.append(f"{split} has no rows")
                 continue
             loader.seek(0)
             next(loader)
@@ -627,7 +627,8 @@ def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str
             return "data", f"{split}: {error}", False
         finally:
             loader.close()
-        found.append(f"{split} has {loader.n_batches:,} batches, the first of them read in {time.perf_counter() - began:.1f} s")
+        count = f"{loader.n_batches:,} batches, the first of them" if loader.n_batches > 1 else "1 batch,"
+        found.append(f"{split} has {count} read in {time.perf_counter() - began:.1f} s")
     return "data", "; ".join(found), True
 
 

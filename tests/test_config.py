@@ -103,7 +103,7 @@ def mistakes(*arguments, source="configs/toy.py"):
     with pytest.raises(ConfigError) as error:
         load(*arguments, source=source)
     for path, text in error.value.problems:
-        assert f"config.{path} {text}" in str(error.value)
+        assert (f"  config.{path} {text}" if path else f"  {text}") in str(error.value)
     assert len(dict(error.value.problems)) == len(error.value.problems)
     return dict(error.value.problems)
 
@@ -363,6 +363,10 @@ def test_a_file_that_offers_no_config_is_told(here):
 
 
 def test_what_a_file_says_against_its_argument_is_a_mistake_of_the_config(here):
+    text = 'def get_config(name="mine"):\n    raise ValueError(f"{name} and nothing else")\n'
+    (here / "configs" / "default.py").write_text(text)
+    assert mistakes(source="configs/default.py")[""].endswith("says: mine and nothing else")
+    assert mistakes(source="configs/default.py:other")[""].endswith("says: other and nothing else")
     (here / "configs" / "picky.py").write_text('def get_config(path=""):\n    raise ValueError(f"no data at {path!r}")\n')
     assert mistakes(source="configs/picky.py:x") == {"": "file configs/picky.py says: no data at 'x'"}
 
