@@ -24,9 +24,10 @@ import time
 from collections.abc import Sequence
 
 CONFIG = "configs/giblet.py:demo"
-# Of the losses of the two runs, on average over steps. Sums round differently on different meshes, and training at a high rate
-# makes differences of 1e-7 grow to a few percent within tens of steps; a run on the same mesh goes on bit for bit.
-TOLERANCE = 0.03
+# Of the losses of the two runs: on average over steps, and of any step. Sums round differently on different meshes, and training
+# at a high rate makes differences of 1e-7 grow to a few percent within tens of steps (seen: 0.6 % and 2.3 %); a run on the same
+# mesh goes on bit for bit.
+MEAN_APART, MOST_APART = 0.015, 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +68,7 @@ def compare(one: pathlib.Path, two: pathlib.Path, seconds: float) -> int:
             f"{folder.name}: held-out r {end['fmri_r']:.3f} (shuffled pairs {end['fmri_r_null']:+.3f}), over time "
             f"{end['voxel_r']:.3f} a voxel ({end['voxel_r_null']:+.3f}), R² {end['fmri_r2']:.3f}; pictures in {folder}/pictures"
         )
-    good = same_steps and apart < TOLERANCE
+    good = same_steps and apart < MEAN_APART and max(differences) < MOST_APART
     good &= all(end["fmri_r"] > 0.3 and abs(end["fmri_r_null"]) < 0.1 for end in ends)
     print("as it should be" if good else "not as it should be")
     return 0 if good else 1
