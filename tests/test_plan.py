@@ -32,6 +32,7 @@ WORKLOADS = {
     "trm": ("configs/trm_sudoku.py:4x4", TRM),
     "language": ("configs/shakespeare_char.py:{text}", LANGUAGE),
     "giblet": ("configs/giblet.py:blank", GIBLET),
+    "language, recomputed": ("configs/shakespeare_char.py:{text}", (*LANGUAGE, ("model.remat", "full"))),
     "trm, recomputed": ("configs/trm_sudoku.py:4x4", (*TRM, ("model.remat", "full"))),
 }
 
@@ -44,15 +45,20 @@ LARGE = {
         ("model.inner_multiple", "256"), ("model.puzzle_embed", "128"), ("model.puzzle_tokens", "16"), DTYPE,
         ("model.cycles_low", "6"),
     ),
+    "language": (
+        ("model.embed", "512"), ("model.depth", "8"), ("model.heads", "8"), ("model.mlp", "1536"), ("data.context", "512"),
+        DTYPE,
+    ),
 }  # fmt: skip
 LARGE["trm, recomputed"] = LARGE["trm"]
+LARGE["language, recomputed"] = LARGE["language"]
 
 
 def load(workload, tmp_path, monkeypatch, *overrides):
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("JAXTRAIN_XCM", raising=False)
     source, own = WORKLOADS[workload]
-    if workload == "language":
+    if "{text}" in source:
         (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 200)
         source = source.format(text=tmp_path / "text.txt")
     return config_lib.load(source, [*own, ("workdir", str(tmp_path)), *overrides])
@@ -111,6 +117,9 @@ def test_bytes_of_halves_and_of_recomputed_layers_on_a_host_device(workload, mes
         pytest.param("trm", "v5e:2x2", (2, 2, 1), marks=pytest.mark.slow),
         pytest.param("trm", "v6e:2x2", (1, 1, 1), marks=pytest.mark.slow),
         pytest.param("bird", "v4:2x2x1*2", (2, 4, 1), marks=pytest.mark.slow),
+        pytest.param("language", "v4:2x2x1", (1, 1, 1), marks=pytest.mark.slow),
+        pytest.param("language", "v5e:2x2", (1, 4, 1), marks=pytest.mark.slow),
+        pytest.param("language, recomputed", "v6e:2x2", (1, 4, 1), marks=pytest.mark.slow),
         pytest.param("trm, recomputed", "v4:2x2x1", (2, 2, 1), marks=pytest.mark.slow),
         pytest.param("trm, recomputed", "v5e:2x2", (2, 2, 1), marks=pytest.mark.slow),
         pytest.param("trm, recomputed", "v6e:2x2", (1, 1, 1), marks=pytest.mark.slow),
@@ -118,7 +127,8 @@ def test_bytes_of_halves_and_of_recomputed_layers_on_a_host_device(workload, mes
 )
 def test_bytes_on_a_tpu_are_its_compilers(workload, topology, mesh, tmp_path, monkeypatch):
     # Large: beside its memory a chip has some 0.1 GB near its cores, where the compiler puts what it can of a small step.
-    config = load(workload, tmp_path, monkeypatch, *LARGE[workload], ("train.batch", str(192 * math.prod(mesh))))
+    rows = 16 if "language" in workload else 192
+    config = load(workload, tmp_path, monkeypatch, *LARGE[workload], ("train.batch", str(rows * math.prod(mesh))))
     target = plan.parse_target(f"tpu:{topology}")
     assembly, found = bytes_agree(config, on(mesh, plan.tpu_devices(target)), target)
     if found.collectives is not None:  # which jaxlib can read depends on libtpu's version

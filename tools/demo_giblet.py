@@ -24,9 +24,9 @@ import time
 from collections.abc import Sequence
 
 CONFIG = "configs/giblet.py:demo"
-# Of the losses of the two runs: on average over steps, and of any step. Sums round differently on different meshes, and training
-# at a high rate makes differences of 1e-7 grow to a few percent within tens of steps (seen: 0.6 % and 2.3 %); a run on the same
-# mesh goes on bit for bit.
+# Of the losses of the two runs: on average over steps, and of any step. Sums round differently on different meshes, and at a
+# high rate differences of 1e-7 grow to a few percent within tens of steps (seen: 0.6 % and 2.3 %); a run on the same mesh goes
+# on bit for bit.
 MEAN_APART, MOST_APART = 0.015, 0.05
 
 
