@@ -137,6 +137,9 @@ class Optim:
         ):
             if (value := getattr(self, name)) not in allowed:
                 yield name, f"is {value!r}; {_choices(value, allowed)}"
+        used = {self.name, *(group.name for group in self.groups if group.name), *([self.rest] if self.name == "muon" else [])}
+        if self.moments != "float32" and used <= {"adafactor", "sign_sgd"}:
+            yield "moments", f"is {self.moments!r}, and {' and '.join(sorted(used))} use no such moments; leave it away"
         for name in ("warmup", "decay", "weight_decay", "clip", "lr_init", "lr_floor"):
             if getattr(self, name) < 0:
                 yield name, f"is {getattr(self, name)}; it must not be negative"
@@ -638,10 +641,12 @@ def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) 
         raise TypeError(f"is {value!r} ({type(value).__name__}); a text is wanted")
     if kind is bool and isinstance(value, _Text) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    value = _literal(value)
+    text, value = value, _literal(value)
     if origin is tuple:
+        if isinstance(text, _Text) and isinstance(value, str) and options[0] is str:
+            value = tuple(filter(None, (name.strip() for name in value.split(","))))  # names, as a shell takes them
         if not isinstance(value, list | tuple):
-            raise TypeError(f"is {value!r}; a tuple is wanted, for example (1, 2)")
+            raise TypeError(f"is {value!r}; a tuple is wanted, for example {'a,b' if options[0] is str else '(1, 2)'}")
         kinds = [options[0]] * len(value) if options[-1] is Ellipsis else options
         if len(kinds) != len(value):
             raise TypeError(f"is {value!r}; {len(kinds)} values are wanted")

@@ -459,11 +459,16 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     flops, chip = assembly.task.flops, target.chip
     lines += ["a step computes", f"  {flops:.3e} FLOP of the model"]
     if chip:
-        ideal = flops / (target.count * chip.flops)
+        computing = flops / (target.count * chip.flops)
+        state = assembly.plan.state
+        written = state_lib.bytes_per_device(state) - state_lib.bytes_per_device(state.variables.frozen)
+        moving = (state_lib.bytes_per_device(state) + written) / chip.bandwidth
+        ideal = max(computing, moving)
         hours = config.train.steps * ideal / MFU / 3600
         lines += [
-            f"  {1e3 * ideal:.2f} ms at the peak of {target.count} × {chip.kind}, {chip.flops / 1e12:g} TFLOP/s each",
-            f"  {hours:.2f} h for {config.train.steps:,} steps at {MFU:.0%} of it",
+            f"  {1e3 * computing:.2f} ms at the peak of {target.count} × {chip.kind}, {chip.flops / 1e12:g} TFLOP/s each",
+            f"  {1e3 * moving:.2f} ms to read the state and write it again once, at {chip.bandwidth / 1e12:g} TB/s",
+            f"  {hours:.2f} h for {config.train.steps:,} steps at {MFU:.0%} of what takes longer",
         ]
         if tokens := assembly.task.tokens:
             lines += [f"  {tokens / ideal * MFU:,.0f} tokens/s at {MFU:.0%} of it, padding included"]

@@ -8,9 +8,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 import jax
+import numpy as np
 import optax
 
 from jaxtrain import checkpoint as checkpoint_lib
@@ -20,7 +21,7 @@ from jaxtrain import layout as layout_lib
 from jaxtrain import plan as plan_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
-from jaxtrain.types import Batch, PyTree, Task
+from jaxtrain.types import Batch, Mean, PyTree, Task
 from loaders.base import DataError
 from loaders.mixing import Mixing
 
@@ -183,6 +184,8 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     if step < config.train.steps:
         alike["step"] = lowered(program_of(step)).as_text()
     distributed.compare(alike)
+    if problem := _best_problem(config, task, evaluations[0].out_info if test.n_batches else None):
+        raise config_lib.ConfigError([("checkpoint.best", problem)])
     programs = closing.enter_context(
         contextlib.closing(step_lib.Programs(program_of, compiled, start=step, stop=config.train.steps))
     )
@@ -402,6 +405,20 @@ def _warm_start(config: config_lib.Config, table: dict[str, jax.ShapeDtypeStruct
 
 def _by_path(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
     return dict(zip(specs.paths(tree), jax.tree.leaves(tree), strict=True))
+
+
+def _best_problem(config: config_lib.Config, task: Task, evaluated: Mapping[str, Mean] | None) -> str:
+    """What is wrong with the metric that config.checkpoint.best names, at the start. None: nothing is tested on."""
+    best = config.checkpoint.best.lstrip("-")
+    if not best:
+        return ""
+    if evaluated is None:
+        return f"is {config.checkpoint.best!r}, and there is nothing to test on; leave it away, and train.patience"
+    with np.errstate(all="ignore"):
+        known = task.finish({name: np.ones(mean.total.shape)[()] for name, mean in evaluated.items()})
+    if task.trials or best in known:  # what a trial finds is only known when it has
+        return ""
+    return f"names {best!r}; an evaluation has {', '.join(sorted(known))}"
 
 
 def _looks(config: config_lib.Config, step: int) -> bool:

@@ -75,7 +75,10 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
     """Parameters of the source by the paths that they have there. Raises WarmStartError."""
     try:
         if stored.is_safetensors(config.source):
-            return stored.open_safetensors(config.source)
+            found = stored.open_safetensors(config.source)
+            return {
+                path: one for path, one in found.items() if not path.startswith("carry/")
+            }  # of tools/orbax_to_safetensors.py
         step_dir = stored.find_step(config.source, config.step)
         group = "ema/" if config.ema else "params/"
         found = {p.removeprefix(group): s for p, s in stored.open_step(step_dir).items() if p.startswith(group)}

@@ -87,8 +87,8 @@ class Config:
                 yield "hrf", f"holds {name!r}; there are: {', '.join(STREAMS)}"
         if "video" in self.hrf and self.hrf_norm == "peak":
             yield "hrf_norm", "is 'peak', which makes frames brighter than white, and hrf holds 'video'; use 'sum'"
-        if not 0 < self.hrf_seconds < math.inf:
-            yield "hrf_seconds", f"is {self.hrf_seconds}; it must be positive and finite"
+        if not 0 < self.hrf_seconds <= 600:  # it is over after 40
+            yield "hrf_seconds", f"is {self.hrf_seconds}; it must be positive, and at most 600"
         if not 0 <= self.test_share < 1:
             yield "test_share", f"is {self.test_share}; a share lies in [0, 1)"
         if self.threads < 0:
@@ -349,17 +349,18 @@ def split_volumes(config: Config) -> Split:
         while first < n and n_train and windows.start(first - back) < windows.stop(n_train - 1):
             first += 1
     # The oldest volume that a test row's text shares something with, itself or what is convolved into it.
-    since = np.asarray(data.info.get("text_since", np.arange(n)))
-    test = np.arange(first, n)
+    since = np.asarray(data.info.get("text_since") or np.arange(n))
+    within = test = np.arange(first, n)
     oldest = [since[np.maximum(test - k, 0)] for k in range(taps if "text" in config.hrf else 1)]
     test = test[np.min(oldest, axis=0) >= n_train]
     if config.test_share and not test.size:
-        back = (taps - 1) * data.info["tr"]
+        shorter = f"lower data.hrf_seconds (data.hrf reaches {(taps - 1) * data.info['tr']:g} s back), " * (taps > 1)
+        remedy = f"{shorter}raise data.test_share, or test on nothing with 0"
+        if within.size and "text_since" in data.info:
+            remedy = "segments of text last over the border, or come back: prepare the film with shorter ones, or fewer --slots"
         raise DataError(
             f"{config.path}: data.test_share={config.test_share:g} holds out {n - n_train} of {n} volumes, and none is "
-            "left that shares no frame, sound or text with training"
-            f"{f' (data.hrf reaches {back:g} s back; data.hrf_seconds shortens it)' if back else ''}; raise it, or test on "
-            "nothing with 0"
+            f"left that shares no frame, sound or text with training; {remedy}"
         )
     return Split(np.arange(n_train), test)
 
@@ -398,16 +399,19 @@ def open_folder(config: Config) -> Data:
             from loaders import demo_film  # makes both
 
             path = str(demo_film.ensure() if path == "demo" else demo_film.ensure_blank(**BLANK))
-        data = _open(str(pathlib.Path(path).expanduser().absolute()), config.subjects)
-    except (OSError, EOFError, ValueError) as error:
-        raise error if isinstance(error, DataError) else DataError(f"{path}: {error}") from error
+        folder = pathlib.Path(path).expanduser().absolute()
+        there = (folder / "dataset.json").stat()
+        data = _open(str(folder), config.subjects, (there.st_ino, there.st_mtime_ns))
+    except OSError as error:
+        raise DataError(f"{path}: {error}") from error
     if "audio" in config.hrf and data.info["audio"] == "codes":
         raise DataError(f"data.hrf holds 'audio', and {path} has codes, of which there is no mean; prepare features instead")
     return data
 
 
 @functools.lru_cache(maxsize=4)
-def _open(path: str, wanted: tuple[str, ...]) -> Data:
+def _open(path: str, wanted: tuple[str, ...], version: tuple[int, int]) -> Data:
+    """``version`` tells one dataset.json of a path from a later one."""
     folder = pathlib.Path(path)
     info = _read_info(folder / "dataset.json")
     if unknown := [name for name in wanted if name not in info["subjects"]]:
@@ -415,7 +419,10 @@ def _open(path: str, wanted: tuple[str, ...]) -> Data:
     subjects = tuple(wanted or info["subjects"])
 
     def load(name: str, dimensions: int, dtypes: Sequence[Any]) -> np.ndarray:
-        array = np.load(folder / name, mmap_mode="r", allow_pickle=False)
+        try:
+            array = np.load(folder / name, mmap_mode="r", allow_pickle=False)
+        except Exception as error:  # numpy has many for what is no array file
+            raise DataError(f"{folder / name} cannot be read as an array: {error}") from error
         if array.ndim != dimensions or array.dtype not in [np.dtype(d) for d in dtypes]:
             kinds = " or ".join(np.dtype(d).name for d in dtypes)
             raise DataError(f"{folder / name} is {array.dtype} {array.shape}; {dimensions} dimensions of {kinds} are wanted")
@@ -456,7 +463,10 @@ def _open(path: str, wanted: tuple[str, ...]) -> Data:
 
 def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
     """dataset.json. Raises DataError for an entry that is missing or has no meaning."""
-    info = json.loads(path.read_text())
+    try:
+        info = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON: {error}") from error
     if not isinstance(info, dict):
         raise DataError(f"{path} holds a {type(info).__name__}; an object is wanted")
     if info.get("version") != VERSION:
@@ -466,7 +476,7 @@ def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
         return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
     def rate(x: Any) -> bool:
-        return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
+        return isinstance(x, int | float) and not isinstance(x, bool) and 1e-6 < x < 1e6
 
     def names(x: Any) -> bool:
         return isinstance(x, list) and bool(x) and all(isinstance(n, str) and n for n in x) and len(set(x)) == len(x)
@@ -477,11 +487,11 @@ def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
         "audio_rate": (rate, "a positive number"),
         "audio": (lambda x: isinstance(x, str) and x in AUDIO, " or ".join(AUDIO)),
         "subjects": (names, "a list of names, each once"),
-        "text_since": (lambda x: x is None or (isinstance(x, list) and all(map(whole, x))), "a list of volumes"),
+        "text_since": (lambda x: isinstance(x, list) and all(map(whole, x)), "a list of volumes"),
     }
     for name, (right, kind) in wanted.items():
-        if not right(info.get(name)):
-            raise DataError(f"{path}: {name} is {info.get(name)!r}; {kind} is wanted")
+        if not right(info.get(name)) and (name in info or name != "text_since"):
+            raise DataError(f"{path}: {name} is {str(info.get(name))[:80]!r}; {kind} is wanted")
     return info
 
 

@@ -371,6 +371,15 @@ def test_what_a_file_says_against_its_argument_is_a_mistake_of_the_config(here):
     assert mistakes(source="configs/picky.py:x") == {"": "file configs/picky.py says: no data at 'x'"}
 
 
+def test_names_are_taken_as_a_shell_has_them(here):
+    load_giblet = lambda *o: config_lib.load(str(ROOT / "configs/giblet.py:blank"), [*o, ("workdir", str(here))])  # noqa: E731
+    assert load_giblet(("data.subjects", "viewer-1,viewer-3")).data.subjects == ("viewer-1", "viewer-3")
+    assert load_giblet(("data.subjects", "viewer-1")).data.subjects == ("viewer-1",)
+    assert load_giblet(("data.subjects", "('viewer-2',)")).data.subjects == ("viewer-2",)
+    with pytest.raises(ConfigError, match=r"optim.moments is 'int8', and adafactor use no such moments"):
+        load_giblet(("optim.name", "adafactor"), ("optim.moments", "int8"))
+
+
 def test_an_argument_that_a_file_does_not_take_is_told(here):
     (here / "configs" / "fixed.py").write_text(FILE.replace('argument=""', "").replace('argument or "a"', '"a"'))
     assert load(source="configs/fixed.py").model.text == "a"

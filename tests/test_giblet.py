@@ -242,6 +242,50 @@ def test_the_null_pairs_rows_that_count_of_other_moments(n):
     np.testing.assert_allclose(r, [np.corrcoef(y[i], t[j])[0, 1] for i, j in enumerate(expected)], atol=1e-5)
 
 
+def averages(y, t, other, has):
+    """A record as `metrics.mean` makes it, from one batch of float32."""
+    record = {}
+    for kind, x, w in (("voxel", t, np.ones(len(y))), ("null", other, has)):
+        sums = {"y": y, "t": x, "yy": y * y, "tt": x * x, "yt": y * x}
+        record |= {f"{kind}/{name}": (product * w[:, None]).sum(0, dtype="f4") / w.sum() for name, product in sums.items()}
+    return record
+
+
+def test_r_of_voxels_is_of_those_that_vary_and_the_null_of_its_own_rows():
+    """Predictions far from zero, a voxel that is constant, one whose prediction is: against numpy's correlations."""
+    rng = np.random.default_rng(0)
+    t = rng.standard_normal((60, 30)).astype("f4")
+    y = (0.5 * t + rng.standard_normal(t.shape) + 30).astype("f4")
+    t[:, 3], y[:, 5] = 0, 30.1
+    has = (np.arange(60) % 6 > 0).astype("f4")
+    other = np.roll(t, 30, axis=0)
+    found = giblet.finish(averages(y, t, other, has) | {"fmri_r": 0.25})
+    voxels = [v for v in range(30) if v != 3]
+    r = [np.corrcoef(y[:, v], t[:, v])[0, 1] if v != 5 else 0 for v in voxels]
+    null = [np.corrcoef(y[has > 0, v], other[has > 0, v])[0, 1] if v != 5 else 0 for v in voxels]
+    r2 = 1 - np.square(y - t)[:, voxels].mean(0) / t[:, voxels].var(0)
+    assert found["voxel_r"] == pytest.approx(np.mean(r), abs=2e-3) and found["fmri_r"] == 0.25
+    assert found["voxel_r_null"] == pytest.approx(np.mean(null), abs=2e-3) and abs(np.mean(null)) < 0.1
+    assert found["voxel_r_best"] == pytest.approx(np.quantile(r, 0.9), abs=2e-3)
+    assert found["voxel_r2"] == pytest.approx(r2.mean(), rel=1e-3)
+    alone = giblet.finish(averages(y[:1], t[:1], other[:1], np.zeros(1, "f4") + 1e-30))
+    assert all(np.isnan(alone[name]) for name in ("voxel_r", "voxel_r2", "voxel_r_best", "voxel_r_null"))
+
+
+def test_a_batch_without_text_is_divided_by_nothing():
+    c = replace(SMALL, normalised=True)
+    shapes = {"video": c.outputs["video"], "audio": c.outputs["audio"], "text": c.n_text, "fmri": c.n_voxels}
+    rng = np.random.default_rng(0)
+    target = {name: jnp.asarray(rng.standard_normal((4, n)), jnp.float32) for name, n in shapes.items()}
+    target |= {"text": jnp.zeros((4, c.n_text)), "video": jnp.full((4, shapes["video"]), 0.1)}
+    out = giblet.Outputs(None, **{name: jnp.ones_like(x) for name, x in target.items()})
+    found = giblet.errors(c, out, target, jnp.ones(4))
+    for name in ("text", "video"):
+        np.testing.assert_allclose(found[name], found[f"{name}_raw"], rtol=1e-6)
+    std = np.asarray(target["fmri"]).std(ddof=1)
+    np.testing.assert_allclose(found["fmri"], found["fmri_raw"] / std, rtol=1e-5)
+
+
 # On meshes and in parts, through the real step.
 
 SMALL = giblet.Config(

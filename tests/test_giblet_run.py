@@ -4,9 +4,12 @@ import json
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import test_train
 
+from jaxtrain import stored
 from loaders import multimodal
+from tools import orbax_to_safetensors as export
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -54,8 +57,24 @@ def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
     kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
     assert 8 in kept and (best["step"] in kept or best["step"] % 4)
     assert {"step000008_fmri_0.png", "frame_0.png"} <= {p.name for p in (workdir / "pictures").iterdir()}
+    exported = folder / "exported"
+    assert export.main([str(workdir), "--out", str(exported)]) == 0
+    arrays = safetensors.numpy.load_file(exported / "model.safetensors")
+    state = stored.open_step(stored.find_step(workdir, None))
+    carry = [path for path in state if path.startswith("carry/")]
+    assert carry and all((arrays[path.replace("/", ".")] == state[path].read(())).all() for path in carry)
+    assert export.main(["--reverse", str(exported), "--out", str(folder / "back")]) == 0
+    back = stored.open_step(stored.find_step(folder / "back", None))
+    assert all((back[path].read(()) == state[path].read(())).all() for path in state if path.startswith(("carry/", "params/")))
     again = test_train.run(folder, "giblet.py")
     assert "ended at step 8" in again and sorted(test_train.records(workdir, "test")) == [2, 4, 6, 8]
+
+
+def test_a_best_metric_that_no_evaluation_has_is_told_at_the_start(folder):
+    output = test_train.run(folder, "giblet.py", "--config.checkpoint.best=-total_los", code=2)
+    assert "config.checkpoint.best names 'total_los'; an evaluation has audio_loss, " in output and "total_loss" in output
+    output = test_train.run(folder, "giblet.py", "--config.data.test_share=0", code=2)
+    assert "config.checkpoint.best is 'fmri_r', and there is nothing to test on" in output
 
 
 def test_what_a_model_and_its_data_disagree_about_is_told_before_a_device_is_touched(folder):

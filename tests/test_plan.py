@@ -195,7 +195,8 @@ def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
     # Two moments and an average of 5,029,378 parameters in float32; 153.1 MB of slots for 768 rows, on eight devices.
     for line in ("parameters                      20.12 MB", "optimizer                       40.23 MB", "19.14 MB"):
         assert line in text
-    assert "data          train has 1 batches" in text
+    assert "data          train has 1 batch, read in" in text
+    assert re.search(r"ms to read the state and write it again once, at 3.35 TB/s", text)
 
 
 def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, monkeypatch):

@@ -16,6 +16,9 @@ safetensors' header follows from shapes alone and is written first. Host memory 
 array: its bytes as they are stored, decoded, and handed out. Two exports of one step are equal byte for byte. DIR appears whole
 or not at all.
 
+Of a workload module with ``EXPORT_CARRY = True`` the carry belongs to the model (running statistics) and is exported with it,
+in its own dtypes, under ``carry.…``; --reverse puts it back. A warm start takes parameters alone.
+
 Of a run with adapters (config.lora) the merged weights are exported; tools/lora_to_peft.py has the adapters alone.
 
 Names are the parameters' paths with dots, unless the workload module offers
@@ -64,6 +67,7 @@ from tools import checkpoint
 SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
 CODES = {dtype: code for code, dtype in stored.DTYPES.items()}
 SUMS = "SHA256SUMS"
+CARRY = "carry/"
 
 
 class Entry(NamedTuple):
@@ -133,6 +137,8 @@ def export(
     meta = stored.read_json(step_dir, "meta") or {}
     config = meta.pop("config", {})
     step = int(everything["step"].read(())) if "step" in everything else None
+    if _offered(config, "EXPORT_CARRY", False):
+        arrays |= {path: one for path, one in everything.items() if path.startswith(CARRY)}
     if any(lora.is_adapter(path) for path in arrays):
         arrays = _merged(arrays, config)
 
@@ -144,7 +150,7 @@ def export(
     # 1. What is called what, and lies where, follows from shapes alone.
     entries: dict[str, list[Entry]] = {}
     for path, one in arrays.items():
-        floating = np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V"
+        floating = (np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V") and not path.startswith(CARRY)
         entries[path] = list(_entries(path, one.shape, dtype if dtype and floating else one.dtype, config))
     # Wide types first: then every array begins at a multiple of its width, for readers that map the file.
     order = sorted(arrays, key=lambda path: -entries[path][0].dtype.itemsize)
@@ -238,10 +244,11 @@ def reverse(folder: str, out: str) -> str:
     read = lambda name: json.loads((source / name).read_text()) if (source / name).exists() else {}  # noqa: E731
     origin = read(stored.EXPORT)
     step = origin.get("step") or 0  # a folder from elsewhere does not count steps
-    params = {f"params/{path}": one._replace(keys=("params", *one.keys)) for path, one in arrays.items()}
+    carry = {path: one for path, one in arrays.items() if path.startswith(CARRY) and origin}
+    params = {f"params/{path}": one._replace(keys=("params", *one.keys)) for path, one in arrays.items() if path not in carry}
     count = Stored((), np.dtype("int32"), lambda index: np.array(step, np.int32), ("step",), ())
     meta = {**origin.get("meta", {}), "config": origin.get("config") or read("config.json")}
-    path = checkpoint.save_weights(out, step, {"step": count, **params}, data={}, meta=meta)
+    path = checkpoint.save_weights(out, step, {"step": count, **params, **carry}, data={}, meta=meta)
     return f"{path}: {len(params)} arrays, weights only, to warm-start from"
 
 

@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(args: argparse.Namespace) -> str:
     """Makes the folder. Returns a line about it. Raises DataError."""
+    args.out = args.out.resolve()
     paths = [args.video, *args.fmri, args.mask, args.codes, args.audio, args.embeddings, args.annotations]
     if missing := [str(p) for p in paths if p and not p.is_file()]:
         raise DataError(f"no such file: {', '.join(missing)}")
@@ -103,14 +104,14 @@ def prepare(args: argparse.Namespace) -> str:
         multimodal.write(partial, info)
         # Reads it as training will, or says what does not fit.
         facts = multimodal.facts(multimodal.Config(path=str(partial), test_share=0))
+        if args.out.exists():
+            args.out.rmdir()
+        partial.rename(args.out)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, DataError):
             raise DataError(str(error).replace(str(partial), str(args.out))) from error
         raise
-    if args.out.exists():
-        args.out.rmdir()
-    partial.rename(args.out)
     return (
         f"{args.out}: {len(names)} viewers, {volumes} volumes of {facts['n_voxels']} voxels every {tr:g} s"
         f"{f' ({constant} constant voxels are 0)' if constant else ''}; {frames} frames, {facts['n_frames']} in a window; "
@@ -124,6 +125,7 @@ def prepare(args: argparse.Namespace) -> str:
 
 def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) -> tuple[float, int, list[str]]:
     """TR [s], volumes to take, and the viewers' names; from the headers."""
+    given: Any = "--tr"
     shapes, names = {}, [path.name.removesuffix(".gz").removesuffix(".nii") for path in paths]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"--fmri: the viewers {', '.join(twice)} are there twice")
@@ -135,14 +137,15 @@ def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | N
             raise DataError(f"{path} holds {image.get_data_dtype()}; real numbers are wanted")
         shapes[path] = image.shape
         _same_place(path, image, paths[0])
-        unit = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6, "unknown": 1.0}.get(image.header.get_xyzt_units()[1], 0.0)
+        unit = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}.get(image.header.get_xyzt_units()[1], 0.0)
         found = unit * float(image.header.get_zooms()[3])
-        if tr is None and not 0 < found < math.inf:
-            raise DataError(f"{path} does not say its TR in seconds; give --tr")
-        tr = found if tr is None else tr
-        if 0 < found < math.inf and abs(found - tr) > 1e-3:
+        said = 0 < found < math.inf  # many writers leave 1 there, and no unit
+        if tr is None and not said:
+            raise DataError(f"{path} does not say its TR with a unit; give --tr")
+        tr, given = (found, path) if tr is None else (tr, given)
+        if said and abs(found - tr) > 1e-3:
             raise DataError(
-                f"{path} has a TR of {found:g} s, and {tr:g} s is what {'--tr' if path == paths[0] else paths[0]} says"
+                f"{path} has a TR of {found:g} s, and {tr:g} s is what {given} says; leave --tr away, or correct the header"
             )
     if len({shape[:3] for shape in shapes.values()}) > 1:
         raise DataError(f"--fmri: the grids differ: {', '.join(f'{p.name} {s[:3]}' for p, s in shapes.items())}")
@@ -158,8 +161,13 @@ def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | N
 
 
 def _same_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:
-    """Raises DataError where a voxel of ``image`` lies elsewhere than in the first viewer's scan."""
-    if not np.allclose(image.affine, _nifti(first).affine, atol=1e-3):  # [mm]
+    """Raises DataError where voxels of ``image`` lie a tenth of a voxel or more from where the first viewer's are."""
+    other = _nifti(first)
+    if not all(int(x.header["qform_code"]) or int(x.header["sform_code"]) for x in (image, other)):
+        return  # one of them does not say where it lies
+    corners = np.array([*np.ndindex(2, 2, 2)]) * (np.array(image.shape[:3]) - 1)
+    apart = corners @ (image.affine - other.affine)[:3, :3].T + (image.affine - other.affine)[:3, 3]
+    if np.linalg.norm(apart, axis=1).max() > 0.1 * min(other.header.get_zooms()[:3]):
         raise DataError(
             f"{path} lies elsewhere in space than {first} (their affines differ); resample it to that grid, for example with "
             "nilearn.image.resample_to_img"
@@ -179,6 +187,8 @@ def write_fmri(
     first = _nifti(paths[0])
     if mask:
         image = _nifti(mask)
+        if image.shape[3:] == (1,):
+            image = image.slicer[..., 0]
         if image.shape[:3] != first.shape[:3] or len(image.shape) != 3:
             raise DataError(f"{mask} has the shape {image.shape}, and the volumes {first.shape[:3]}")
         _same_place(mask, image, paths[0])
@@ -215,7 +225,10 @@ def _volumes(path: pathlib.Path, n: int) -> np.ndarray:
 
 
 def _nifti(path: pathlib.Path) -> Any:
-    return _read(path, lambda: _package("nibabel").load(path))
+    image = _read(path, lambda: _package("nibabel").load(path))
+    if not isinstance(image, _package("nibabel").Nifti1Image):  # which Nifti2Image is too
+        raise DataError(f"{path} is a {type(image).__name__}; NIfTI is wanted")
+    return image
 
 
 def _read(path: pathlib.Path, reading: Callable[[], Any]) -> Any:
@@ -346,14 +359,18 @@ def window_text(args: argparse.Namespace, tr: float, volumes: int) -> tuple[np.n
     """float32 [volumes, values]; for each volume the first one that has a segment of it too; and words about both."""
     embeddings = _only_array(args.embeddings)
     if embeddings.ndim != 2 or not embeddings.size or not np.issubdtype(embeddings.dtype, np.floating):
-        raise DataError(f"{args.embeddings} holds {embeddings.dtype} {embeddings.shape}; numbers [rows, values] are wanted")
+        raise DataError(
+            f"{args.embeddings} holds {embeddings.dtype} {embeddings.shape}; floating-point [rows, values] are wanted"
+        )
     with np.errstate(over="ignore"):
         embeddings = embeddings.astype(np.float32)
     if broken := int((~np.isfinite(embeddings)).any(1).sum()):
         raise DataError(f"{args.embeddings} has values that are not finite in float32, in {broken} of its rows")
     if not args.annotations:
-        if len(embeddings) < volumes:
-            raise DataError(f"{args.embeddings} has {len(embeddings)} rows for {volumes} volumes; or give --annotations")
+        if len(embeddings) < volumes or (len(embeddings) > volumes and args.volumes is None):
+            raise DataError(
+                f"{args.embeddings} has {len(embeddings)} rows for {volumes} volumes; give one for each, or --annotations"
+            )
         return embeddings[:volumes], np.arange(volumes), ""
     times = read_annotations(args.annotations, args.start, args.end)
     if len(times) != len(embeddings):
@@ -364,13 +381,13 @@ def window_text(args: argparse.Namespace, tr: float, volumes: int) -> tuple[np.n
     for i in range(volumes):
         # The first volume's window lies before the film, and holds what the film begins with.
         low, high = max(i - 1, 0) * tr, max(i, 1) * tr
-        touching = np.flatnonzero((times[:, 0] < high) & (times[:, 1] > low))
+        touching = np.flatnonzero((times[:, 0] < high) & ((times[:, 1] > low) | (times[:, 0] >= low)))  # or a moment in it
         latest = touching[np.argsort(times[touching, 0], kind="stable")][-args.slots :]
         text[i, args.slots - len(latest) :] = embeddings[latest]
         first[latest] = np.minimum(first[latest], i)
         since[i] = min([i, *first[latest]])
     without, unused = int((~text.any((1, 2))).sum()), int((first == volumes).sum())
-    if without == volumes:
+    if unused == len(times):
         raise DataError(
             f"{args.annotations}: no segment touches the {volumes * tr:g} s of film; they lie from {times.min():g} to "
             f"{times.max():g} in {args.start} and {args.end}, which are seconds"
@@ -423,6 +440,8 @@ def _only_array(path: pathlib.Path) -> np.ndarray:
 
     arrays = _read(path, read)
     found = [array for array in arrays.values() if array.ndim >= 2]
+    if len(found) > 1:
+        found = [array for array in found if array.size > 1]  # a codec's scale may be there
     if len(found) != 1:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
         raise DataError(f"{path} holds {shapes or 'nothing'}; one array of two dimensions is wanted")

@@ -16,6 +16,7 @@ with ``groups``, of runs of the batch's rows, as the original's devices do.
 Shapes: B rows, I inputs of a layer, O outputs, F frames, V voxels, D any width, G groups.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ MODALITIES = ("video", "audio", "text")
 EPS = 1e-5  # of the norms
 MOMENTUM = 0.1  # of the running statistics
 STD_EPS = 1e-8  # added to a standard deviation that a loss is divided by
+EXPORT_CARRY = True  # running statistics belong to what an evaluation needs
 LARGEST_CODE = 1023.0
 CHANNELS = 3  # of a frame
 
@@ -341,18 +343,21 @@ def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
     return {"video": entry(video_bi), **{name: entry(batch[name]) for name in ("audio", "text", "fmri")}}
 
 
-def spread(x_bd: Array, weight_b: Array) -> Array:
-    """Unbiased standard deviation of all values of all rows of the global batch that count."""
+def scale(x_bd: Array, weight_b: Array) -> Array:
+    """What an error is divided by: the unbiased standard deviation of all values of all rows of the global batch that count,
+    plus 1e-8. Where they are all alike (no text in a batch, a dark film) it is 1.
+    """
     w_b1 = weight_b[:, None]
     n = jnp.maximum(over_data(weight_b.sum()) * x_bd.shape[1], 2)
     mean = over_data((x_bd * w_b1).sum()) / n
-    return jnp.sqrt(over_data((jnp.square(x_bd - mean) * w_b1).sum()) / (n - 1))
+    std = jnp.sqrt(over_data((jnp.square(x_bd - mean) * w_b1).sum()) / (n - 1))
+    return jnp.where(std > 1e-5 * jnp.abs(mean), std + STD_EPS, 1.0)
 
 
 def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array) -> dict[str, Array]:
     """Each loss of each row, [B]: "video", "audio", "text" (mean squares), "fmri"; and "total", weighted.
 
-    With ``normalised``, "video" … are divided by `spread` (a cosine is not), and "video_raw" … are there too.
+    With ``normalised``, "video" … are divided by `scale` (a cosine is not), and "video_raw" … are there too.
 
     Raises ValueError when an output and its target differ in shape.
     """
@@ -371,7 +376,7 @@ def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array
             found[name] = 1 - (y_bd * t_bd).sum(1) / jnp.maximum(lengths_b, 1e-8)
         if c.normalised and kind != "cosine":
             found[f"{name}_raw"] = found[name]
-            found[name] = found[name] / (spread(t_bd, weight_b) + STD_EPS)
+            found[name] = found[name] / scale(t_bd, weight_b)
     found["total"] = sum(getattr(c, f"weight_{name}") * found[name] for name in (*MODALITIES, "fmri"))
     return found
 
@@ -423,10 +428,10 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         null_b = weight_b * other_b
         found = {_loss_name(name): Mean((value_b * weight_b).sum(), weight_b.sum()) for name, value_b in each.items()}
         found["fmri_r_null"] = Mean((pearson(y_bv, other_bv) * null_b).sum(), null_b.sum())
-        products = {"y": y_bv, "t": t_bv, "yy": y_bv * y_bv, "tt": t_bv * t_bv, "yt": y_bv * t_bv}
-        for name, x_bv in products.items():
-            found[f"voxel/{name}"] = Mean((x_bv * weight_b[:, None]).sum(0), weight_b.sum())
-        found["voxel/null"] = Mean((y_bv * other_bv * null_b[:, None]).sum(0), null_b.sum())
+        for kind, x_bv, w_b in (("voxel", t_bv, weight_b), ("null", other_bv, null_b)):
+            products = {"y": y_bv, "t": x_bv, "yy": y_bv * y_bv, "tt": x_bv * x_bv, "yt": y_bv * x_bv}
+            for name, product_bv in products.items():
+                found[f"{kind}/{name}"] = Mean((product_bv * w_b[:, None]).sum(0), w_b.sum())
         return found
 
     def pictures(batch_: Batch) -> dict[str, Array]:
@@ -462,20 +467,29 @@ def _loss_name(name: str) -> str:
 
 
 def finish(record: Mapping[str, Any]) -> dict[str, float]:
-    """Adds what needs the whole split: r and R² of each voxel across moments, from its means, as averages over voxels.
+    """Adds what needs the whole split: r and R² of each voxel across moments, from its means, as averages over the voxels whose
+    measurement varies; nan when none does.
 
     "voxel_r_best" is what the best tenth of the voxels reaches, "voxel_r_null" the average with shuffled pairs.
     """
-    voxel = {name.removeprefix("voxel/"): x for name, x in record.items() if name.startswith("voxel/")}
-    found = {name: x for name, x in record.items() if not name.startswith("voxel/")}
-    var_y, var_t = (np.maximum(voxel[z + z] - voxel[z] ** 2, 0) for z in "yt")
-    for name, product in (("voxel_r", "yt"), ("voxel_r_null", "null")):
-        r = (voxel[product] - voxel["y"] * voxel["t"]) / np.maximum(np.sqrt(var_y * var_t), 1e-12)
-        found[name] = float(r.mean())
-        if product == "yt":
-            found["voxel_r_best"] = float(np.quantile(r, 0.9))
-    residual = voxel["yy"] - 2 * voxel["yt"] + voxel["tt"]
-    found["voxel_r2"] = float((1 - residual / np.maximum(var_t, 1e-12)).mean())
+    found = {name: x for name, x in record.items() if not name.startswith(("voxel/", "null/"))}
+
+    def moments(kind: str) -> tuple[np.ndarray, ...]:
+        """Of the voxels that vary: covariance, variances of prediction and measurement, mean square of their difference."""
+        y, t, yy, tt, yt = (np.asarray(record[f"{kind}/{name}"]) for name in ("y", "t", "yy", "tt", "yt"))
+        # Of squares that were summed in float32, a difference of this size is rounding.
+        var_y, var_t = (np.where(zz - z * z > 1e-5 * zz, zz - z * z, 0) for z, zz in ((y, yy), (t, tt)))
+        varies = var_t > 0
+        return tuple(x[varies] for x in (yt - y * t, var_y, var_t, yy - 2 * yt + tt))
+
+    def r_of(kind: str) -> np.ndarray:
+        covariance, var_y, var_t, _ = moments(kind)
+        return np.clip(np.where(var_y > 0, covariance / np.sqrt(np.where(var_y > 0, var_y * var_t, 1)), 0), -1, 1)
+
+    mean = lambda x: float(x.mean()) if x.size else math.nan  # noqa: E731
+    r, (_, _, var_t, residual) = r_of("voxel"), moments("voxel")
+    found |= {"voxel_r": mean(r), "voxel_r_null": mean(r_of("null")), "voxel_r2": mean(1 - residual / var_t)}
+    found["voxel_r_best"] = float(np.quantile(r, 0.9)) if r.size else math.nan
     return found
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -219,17 +220,20 @@ def test_a_folder_that_does_not_fit_together_is_told(config, change, message):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (dict(tr=0), "tr is 0; a positive number of seconds is wanted"),
+        (dict(tr=0), "tr is '0'; a positive number of seconds is wanted"),
         (dict(tr="1.5"), "tr is '1.5'; a positive"),
-        (dict(fps=-1), "fps is -1; a positive"),
+        (dict(fps=-1), "fps is '-1'; a positive"),
         (dict(audio_rate=0.5), "hold no whole time of audio.*higher rate"),
         (dict(audio="noise"), "audio is 'noise'; codes or features is wanted"),
         (dict(audio=["codes"]), "codes or features is wanted"),
-        (dict(subjects=[]), r"subjects is \[\]; a list of names"),
+        (dict(subjects=[]), r"subjects is '\[\]'; a list of names"),
         (dict(subjects=["s0", "s0"]), "each once"),
         (dict(text_since=[0, 1]), "for each of 30 volumes"),
         (dict(text_since=[1] * 30), "not later"),
         (dict(text_since=[-1] * 30), "a list of volumes is wanted"),
+        (dict(text_since=None), "text_since is 'None'; a list"),
+        (dict(fps=10**400), "fps is '1000*'; a positive"),
+        (dict(tr=1e308), "tr is '1e.308'; a positive"),
         (dict(version=2), "format version 2, and this reads 1"),
     ],
 )
@@ -247,22 +251,23 @@ def test_a_dataset_json_that_is_none_is_told(config, content):
         multimodal.facts(config)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", None])
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"PK\3\4", None])
 def test_an_array_that_is_broken_or_empty_is_told(config, content):
+    """By its name."""
     path = pathlib.Path(config.path) / "fmri" / "s1.npy"
     if content is None:
         np.save(path, np.zeros((30, 0), np.float16))
     else:
         path.write_bytes(content)
     multimodal._open.cache_clear()
-    with pytest.raises(DataError, match="film"):
+    with pytest.raises(DataError, match="s1.npy"):
         multimodal.facts(config)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(hrf=("text",)), "holds out 6 of 30 volumes, and none is left.*reaches 31.5 s back; data.hrf_seconds shortens it"),
+        (dict(hrf=("text",)), "holds out 6 of 30 volumes, and none is left.*lower data.hrf_seconds .*reaches 31.5 s"),
         (dict(test_share=0.01), "holds out 0 of 30 volumes"),
     ],
 )
@@ -281,6 +286,21 @@ def test_a_response_that_is_cut_off_at_its_start_is_refused(config, seconds):
 def test_mistakes_of_a_config_are_told_together(tmp_path):
     wrong = Config(path=str(tmp_path), frame_skip=0, padding="none", hrf=("smell", "video"), hrf_norm="peak", test_share=1.0)
     assert {name for name, _ in wrong.problems()} == {"path", "frame_skip", "padding", "hrf", "hrf_norm", "test_share"}
+    assert {name for name, _ in Config(subjects=("a", "a"), hrf_seconds=1e9).problems()} == {"subjects", "hrf_seconds"}
+
+
+def test_a_folder_that_was_made_anew_is_read_anew(config):
+    assert multimodal.facts(config)["audio"] == "codes"
+    path = pathlib.Path(config.path)
+    shutil.rmtree(path)
+    make(path, audio="features", viewers=2)
+    assert multimodal.facts(config)["audio"] == "features" and multimodal.facts(config)["n_subjects"] == 2
+
+
+def test_a_split_that_segments_leave_nothing_of_names_them(config):
+    amend(config, text_since=[0] * 30)
+    with pytest.raises(DataError, match="segments of text last over the border, or come back"):
+        multimodal.facts(config)
 
 
 def test_the_fingerprint_is_of_the_contents(tmp_path):

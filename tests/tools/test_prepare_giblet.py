@@ -143,6 +143,32 @@ def test_a_mask_of_ones_own(sources, tmp_path):
     np.testing.assert_allclose(x[:, 1].std(), 1, atol=1e-5)
 
 
+def test_scans_that_say_little_or_round_otherwise_are_taken(sources, tmp_path):
+    """A TR without a unit is a placeholder; origins differ by rounding; a mask may have a fourth axis; --out may be a link."""
+    scans = [tmp_path / "a.nii.gz", tmp_path / "b.nii.gz"]
+    for seed, path in enumerate(scans):
+        brain(path, seed, tr=1.0, unit="unknown", place=(-90 + 0.004 * seed, 0, 0))
+    inside = np.ones((*GRID, 1), np.uint8)
+    nibabel.save(nibabel.Nifti1Image(inside, nibabel.load(scans[0]).affine), tmp_path / "mask.nii")
+    np.savez(tmp_path / "codes.npz", codes=sources[2][None], scale=np.ones((1, 1), np.float32))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    changes = dict(fmri=scans, mask=tmp_path / "mask.nii", codes=tmp_path / "codes.npz")
+    assert call(sources, tmp_path / "out", **changes) == 2, "and nothing else says the TR"
+    assert call(sources, tmp_path / "out", tr=TR, **changes) == 0
+    info = json.loads((tmp_path / "elsewhere" / "dataset.json").read_text())
+    assert info["tr"] == TR and not list(tmp_path.glob(".*"))
+
+
+def test_moments_are_in_the_volume_that_they_begin(sources, tmp_path):
+    """Segments without length, each at a multiple of the TR: in the window that begins with it."""
+    rows = "".join(f"{TR * i},{TR * i}\n" for i in range(5))
+    (tmp_path / "points.csv").write_text("start,end\n" + rows)
+    assert call(sources, tmp_path / "out", annotations=tmp_path / "points.csv", slots=1) == 0
+    text = np.load(tmp_path / "out" / "text.npy")[:, 0]
+    assert text.tolist() == [1, 1, 2, 3, 4, 5, 0, 0]
+
+
 def test_a_large_mean_is_taken_away_whole(tmp_path):
     x = np.random.default_rng(0).normal(30_000, 1, (50, 1, 1, 900)).astype("f4")
     nibabel.save(nibabel.Nifti1Image(x, np.eye(4)), tmp_path / "a.nii")
@@ -226,7 +252,7 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(fmri=["sub-1.nii.gz", "grid.nii.gz"]), "the grids differ"),
         (dict(fmri=["sub-1.nii.gz", "slow.nii.gz"]), "TR of 2 s, and 1.5 s is what .*sub-1"),
         (dict(fmri=["sub-1.nii.gz", "broken.nii.gz"]), "broken.nii.gz has values that are not finite in 1 voxels"),
-        (dict(tr=2.0), "TR of 1.5 s, and 2 s is what --tr says"),
+        (dict(tr=2.0), "TR of 1.5 s, and 2 s is what --tr says; leave --tr away, or correct the header"),
         (dict(volumes=9), "--volumes=9, and there are as few as 8"),
         (dict(codes="embeddings.npz"), "integers .codebooks, times. are wanted"),
         (dict(codes="large.npz"), "codes from 0 to 1024; 0 … 1023 are wanted"),
@@ -236,14 +262,16 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(start="onset"), "has no column onset; it has: scene, start, end"),
         (dict(annotations="words.csv"), r"words.csv: row 3 has no seconds in start and end: \['b', 'later', '4'\]"),
         (dict(annotations="few.csv"), "few.csv has 1 segments, and .*embeddings.npz 5 rows"),
-        (dict(annotations=None), "has 5 rows for 8 volumes"),
+        (dict(annotations=None), "has 5 rows for 8 volumes; give one for each, or --annotations"),
+        (dict(annotations=None, embeddings="nine.npy"), "has 9 rows for 8 volumes; give one for each"),
+        (dict(fmri=["scan.mgz"]), "scan.mgz is a MGHImage; NIfTI is wanted"),
         (dict(codes="brief.npz"), "/out: the audio ends .* s before the last of 8 volumes"),
         (dict(code_rate=0.4), "/out: 1.5 s between volumes at 0.4 a second hold no whole time of audio"),
         (dict(codes="none.npz"), r"int64 \(8, 0\); integers"),
         (dict(codes="cut.npz"), "cut.npz cannot be read"),
         (dict(codes="nothing.npz"), "nothing.npz cannot be read"),
         (dict(embeddings="huge.npz"), "huge.npz has values that are not finite in float32, in 1 of its rows"),
-        (dict(embeddings="narrow.npz"), r"float32 \(5, 0\); numbers"),
+        (dict(embeddings="narrow.npz"), r"float32 \(5, 0\); floating-point"),
         (dict(annotations="latin.csv"), "latin.csv cannot be read.*utf-8"),
         (dict(annotations="bad.xlsx"), "bad.xlsx cannot be read"),
         (dict(annotations="ms.csv"), "no segment touches the 12 s of film; they lie from 50000 to 99000 in start and end"),
@@ -252,7 +280,7 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(mask="mask.nii.gz"), "mask.nii.gz lies elsewhere in space"),
         (dict(fmri=["complex.nii.gz"]), "complex.nii.gz holds complex64; real numbers"),
         (dict(fmri=["type.nii"]), "type.nii cannot be read"),
-        (dict(fmri=["hertz.nii.gz"]), "hertz.nii.gz does not say its TR in seconds; give --tr"),
+        (dict(fmri=["hertz.nii.gz"]), "hertz.nii.gz does not say its TR with a unit; give --tr"),
     ],
 )
 def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, changes, message):
@@ -281,6 +309,8 @@ def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, c
     header[70:72] = (999).to_bytes(2, "little")  # datatype
     (folder / "type.nii").write_bytes(header)
     brain(folder / "hertz.nii.gz", 3, unit="hz")
+    np.save(folder / "nine.npy", np.ones((9, 4), np.float32))
+    nibabel.save(nibabel.MGHImage(np.ones((*GRID, 8), np.float32), np.eye(4)), folder / "scan.mgz")
     (folder / "words.csv").write_text("scene,start,end\na,0,2\nb,later,4\n")
     (folder / "few.csv").write_text("scene,start,end\na,0,2\n")
 
