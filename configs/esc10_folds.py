@@ -44,6 +44,9 @@ OBJECTIVES = {
     "diet": (350, FULL, dict(diet=dict(weight=1.0, rank=128))),
     "teacher": (800, SLIGHT, dict(teacher=dict(weight=1.0, momentum=0.99, decoder=DECODER))),
 }
+# Labels as well as they do here: a wider encoder, which hears every recording whole, for longer.
+LONG = dict(shift=250, gain=0.2, noise=0.05, time_masks=2, time_mask=60, mel_masks=2, mel_mask=16)
+OBJECTIVES["supervised_long"] = (800, LONG, OBJECTIVES["supervised"][2])
 
 
 def get_config(argument: str) -> ConfigDict:
@@ -54,17 +57,19 @@ def get_config(argument: str) -> ConfigDict:
     steps, augment, model = OBJECTIVES[objective]
     # A recording is the label of a batch but once in ten: its row of the table has to move further than other parameters.
     groups = [dict(match="^objective/diet/w_recordings", lr=1e-2)] if objective == "diet" else []
+    long = objective == "supervised_long"
+    frames, lr = (512, 1e-3) if long else (256, 2e-3)
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.bird",
             loader="loaders.spectrogram",
             workdir=f"runs/esc10_folds/{objective}_{fold}",
             model=dict(
-                n_frames=256,
+                n_frames=frames,
                 patch=(32, 32),
-                embed=128,
+                embed=192 if long else 128,
                 depth=4,
-                heads=4,
+                heads=3 if long else 4,
                 pool="patches",
                 mask=dict(ratio=0.7, block=1),
                 dtype="float32",
@@ -76,14 +81,14 @@ def get_config(argument: str) -> ConfigDict:
                 test_share=0.0,
                 label="label",
                 exclude=() if fold == "0" else tuple(range(first, first + CLIPS)),
-                views=2,
-                n_frames=256,
-                clip_seconds=2.5,
+                views=1 if long else 2,
+                n_frames=frames,
+                clip_seconds=frames / 102.4,
             ),
-            train=dict(steps=steps, batch=32, eval_every=0, ema=0.99),
+            train=dict(steps=steps, batch=32, eval_every=0, ema=0.995 if long else 0.99),
             optim=dict(
-                lr=2e-3,
-                warmup=25,
+                lr=lr,
+                warmup=100 if long else 25,
                 schedule="cosine",
                 weight_decay=0.05,
                 clip=0.0,

@@ -15,11 +15,13 @@ CONFIG = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "configs" / "esc
 
 
 def test_there_is_a_config_for_every_objective_and_none_for_others():
-    assert set(CONFIG["OBJECTIVES"]) == set(bird.OBJECTIVES) == set(esc10_folds.OBJECTIVES)
-    for objective in bird.OBJECTIVES:
+    assert set(bird.OBJECTIVES) == set(esc10_folds.OBJECTIVES)
+    assert set(CONFIG["OBJECTIVES"]) == {*esc10_folds.OBJECTIVES, esc10_folds.ALONE}
+    for objective in CONFIG["OBJECTIVES"]:
         config = CONFIG["get_config"](f"/esc10,{objective},2")
         on = [name for name in bird.OBJECTIVES if config.model.get(name, {}).get("weight")]
-        assert on == [objective] and config.data.train == "/esc10/*/*.arrow"
+        assert on == [objective.removesuffix("_long")] and config.data.train == "/esc10/*/*.arrow"
+        assert config.data.clip_seconds == config.data.n_frames * 5 / 512
     for bad in ("/esc10", "/esc10,none,1", "/esc10,mae,6", ",mae,1"):
         with pytest.raises(ValueError, match="is not PATH,OBJECTIVE,FOLD"):
             CONFIG["get_config"](bad)
@@ -42,6 +44,9 @@ def test_what_was_trained_with_other_overrides_is_not_taken_for_it(tmp_path, cap
     with pytest.raises(SystemExit):
         esc10_folds.main(["/esc10", "--steps=8"])
     assert "unrecognized arguments: --steps=8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        esc10_folds.main(["/esc10", "--objectives=mae,supervised_long"])
+    assert "give it alone" in capsys.readouterr().err
 
 
 def test_a_margin_is_of_the_same_recordings():
