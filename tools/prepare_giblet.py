@@ -220,8 +220,10 @@ def write_fmri(
 
 
 def _volumes(path: pathlib.Path, n: int) -> np.ndarray:
-    """float32 [x, y, z, n]."""
-    return _read(path, lambda: np.asanyarray(_nifti(path).dataobj[..., :n], np.float32))
+    """float32 [x, y, z, n], or float64 where the file has that."""
+    image = _nifti(path)
+    dtype = np.float64 if image.get_data_dtype().itemsize > 4 else np.float32
+    return _read(path, lambda: np.asanyarray(image.dataobj[..., :n], dtype))
 
 
 def _nifti(path: pathlib.Path) -> Any:
