@@ -140,7 +140,8 @@ def codes(rng: np.random.Generator, happens: np.ndarray) -> np.ndarray:
     """int16 [times, CODEBOOKS]."""
     times = np.arange(round(len(happens) / FPS * AUDIO_RATE)) * FPS / AUDIO_RATE
     level = happens[np.minimum(times.astype(int), len(happens) - 1)][:, np.arange(CODEBOOKS) % 4]
-    return np.clip(1023 * level + rng.normal(0, 60, level.shape), 0, 1023).astype(np.int16)
+    noisy = np.clip(1023 * level + rng.normal(0, 60, level.shape), 0, 1023)
+    return np.ascontiguousarray(noisy, np.int16)  # its order else depends on its size
 
 
 def voxels(rng: np.random.Generator, window: np.ndarray) -> np.ndarray:

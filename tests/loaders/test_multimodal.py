@@ -349,6 +349,13 @@ def test_memory_of_a_process_stays_flat(tmp_path, viewers, volumes, batches):
     assert most < second + 40 and most < 400
 
 
+def test_the_demo_film_can_be_read_at_its_size(tmp_path, monkeypatch):
+    """numpy lays large results out in another order than small ones."""
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    facts = multimodal.facts(Config(path="demo"))
+    assert (facts["n_subjects"], facts["n_train"], facts["n_test"], facts["n_voxels"]) == (4, 576, 144, 2000)
+
+
 def test_the_demo_film_is_a_function_of_its_file_and_predictable(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_film, "VOLUMES", 120)
     for name in "ab":
