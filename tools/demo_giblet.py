@@ -25,9 +25,9 @@ from collections.abc import Sequence
 
 CONFIG = "configs/giblet.py:demo"
 # Of the losses of the two runs: on average over steps, and of any step. Sums round differently on different meshes, and at a
-# high rate differences of 1e-7 grow to a few percent within tens of steps (seen: 0.6 % and 2.3 %); a run on the same mesh goes
+# high rate differences of 1e-7 grow to a few percent within tens of steps (seen: 0.9 % and 3.8 %); a run on the same mesh goes
 # on bit for bit.
-MEAN_APART, MOST_APART = 0.015, 0.05
+MEAN_APART, MOST_APART = 0.02, 0.08
 
 
 def main(argv: Sequence[str] | None = None) -> int:
