@@ -643,10 +643,11 @@ def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) 
         return value.lower() == "true"
     text, value = value, _literal(value)
     if origin is tuple:
-        if isinstance(text, _Text) and isinstance(value, str) and options[0] is str:
+        if isinstance(text, _Text) and isinstance(value, str) and options[0] is str and not set(value) & set("()[]{}'\""):
             value = tuple(filter(None, (name.strip() for name in value.split(","))))  # names, as a shell takes them
         if not isinstance(value, list | tuple):
-            raise TypeError(f"is {value!r}; a tuple is wanted, for example {'a,b' if options[0] is str else '(1, 2)'}")
+            example = ("a", "b") if options[0] is str else (1, 2)
+            raise TypeError(f"is {value!r}; a tuple is wanted, for example {example}")
         kinds = [options[0]] * len(value) if options[-1] is Ellipsis else options
         if len(kinds) != len(value):
             raise TypeError(f"is {value!r}; {len(kinds)} values are wanted")

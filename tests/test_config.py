@@ -376,6 +376,9 @@ def test_names_are_taken_as_a_shell_has_them(here):
     assert load_giblet(("data.subjects", "viewer-1,viewer-3")).data.subjects == ("viewer-1", "viewer-3")
     assert load_giblet(("data.subjects", "viewer-1")).data.subjects == ("viewer-1",)
     assert load_giblet(("data.subjects", "('viewer-2',)")).data.subjects == ("viewer-2",)
+    for text in ("('viewer-1',", "viewer-{1,2}"):
+        with pytest.raises(ConfigError, match=r"data.subjects is .*; a tuple is wanted, for example \('a', 'b'\)"):
+            load_giblet(("data.subjects", text))
     with pytest.raises(ConfigError, match=r"optim.moments is 'int8', and adafactor use no such moments"):
         load_giblet(("optim.name", "adafactor"), ("optim.moments", "int8"))
 

@@ -6,8 +6,9 @@ Each part makes one pass in a round, with empty queues and a compiled program; m
 Where loader and encoder have cores of their own (as in the command, of one thread each on two cores) or a device, embedding can
 be as fast as the slower of them, "slower". Where they share all cores it can be as fast as both parts' times in turn, "turns".
 
-Seen with a run of configs/esc10_folds.py on two cores that other work kept busy (load 10), so that the parts had to share them:
-loader 237, encoder 930, embedding 184, which is 0.95 of "turns" and 0.72 of "slower". On free cores it has not been measured.
+Seen on two free cores, one thread each: with the encoder of configs/esc10_folds.py (2.5 s, 128 wide) loader 227, encoder
+1,045, embedding 238, 1.10 of "slower"; with that of its supervised_long (5 s, 192 wide) loader 146, encoder 218, embedding 120,
+0.76 of "slower" and 1.26 of "turns". On cores that other work kept busy (load 10): 237, 930 and 184, 0.95 of "turns".
 """
 
 import argparse
