@@ -27,6 +27,7 @@ import tensorstore as ts
 from etils import epath
 
 EXPORT = "jaxtrain.json"
+CARRY = "carry/"  # what paths of a carry begin with, in a step and in an export
 INDEX = "model.safetensors.index.json"
 CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
 Index = tuple[slice, ...]  # one slice per dimension; () = everything

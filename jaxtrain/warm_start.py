@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from jaxtrain import checksums, specs, stored
 from jaxtrain.config import RESHAPE, WarmStart
@@ -76,9 +77,8 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
     try:
         if stored.is_safetensors(config.source):
             found = stored.open_safetensors(config.source)
-            return {
-                path: one for path, one in found.items() if not path.startswith("carry/")
-            }  # of tools/orbax_to_safetensors.py
+            ours = (epath.Path(config.source).expanduser() / stored.EXPORT).exists()  # which may have a carry beside parameters
+            return {path: one for path, one in found.items() if not (ours and path.startswith(stored.CARRY))}
         step_dir = stored.find_step(config.source, config.step)
         group = "ema/" if config.ema else "params/"
         found = {p.removeprefix(group): s for p, s in stored.open_step(step_dir).items() if p.startswith(group)}

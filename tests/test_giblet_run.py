@@ -63,6 +63,8 @@ def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
     state = stored.open_step(stored.find_step(workdir, None))
     carry = [path for path in state if path.startswith("carry/")]
     assert carry and all((arrays[path.replace("/", ".")] == state[path].read(())).all() for path in carry)
+    warm = (f"--config.warm_start.source={exported}", "--config.workdir=runs/warm", "--config.train.steps=1")
+    assert "warm start from" in test_train.run(folder, "giblet.py", *warm, "--config.train.eval_every=1")
     assert export.main(["--reverse", str(exported), "--out", str(folder / "back")]) == 0
     back = stored.open_step(stored.find_step(folder / "back", None))
     assert all((back[path].read(()) == state[path].read(())).all() for path in state if path.startswith(("carry/", "params/")))

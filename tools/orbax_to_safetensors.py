@@ -67,7 +67,6 @@ from tools import checkpoint
 SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
 CODES = {dtype: code for code, dtype in stored.DTYPES.items()}
 SUMS = "SHA256SUMS"
-CARRY = "carry/"
 
 
 class Entry(NamedTuple):
@@ -138,7 +137,7 @@ def export(
     config = meta.pop("config", {})
     step = int(everything["step"].read(())) if "step" in everything else None
     if _offered(config, "EXPORT_CARRY", False):
-        arrays |= {path: one for path, one in everything.items() if path.startswith(CARRY)}
+        arrays |= {path: one for path, one in everything.items() if path.startswith(stored.CARRY)}
     if any(lora.is_adapter(path) for path in arrays):
         arrays = _merged(arrays, config)
 
@@ -150,7 +149,7 @@ def export(
     # 1. What is called what, and lies where, follows from shapes alone.
     entries: dict[str, list[Entry]] = {}
     for path, one in arrays.items():
-        floating = (np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V") and not path.startswith(CARRY)
+        floating = (np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V") and not path.startswith(stored.CARRY)
         entries[path] = list(_entries(path, one.shape, dtype if dtype and floating else one.dtype, config))
     # Wide types first: then every array begins at a multiple of its width, for readers that map the file.
     order = sorted(arrays, key=lambda path: -entries[path][0].dtype.itemsize)
@@ -244,7 +243,7 @@ def reverse(folder: str, out: str) -> str:
     read = lambda name: json.loads((source / name).read_text()) if (source / name).exists() else {}  # noqa: E731
     origin = read(stored.EXPORT)
     step = origin.get("step") or 0  # a folder from elsewhere does not count steps
-    carry = {path: one for path, one in arrays.items() if path.startswith(CARRY) and origin}
+    carry = {path: one for path, one in arrays.items() if path.startswith(stored.CARRY) and origin}
     params = {f"params/{path}": one._replace(keys=("params", *one.keys)) for path, one in arrays.items() if path not in carry}
     count = Stored((), np.dtype("int32"), lambda index: np.array(step, np.int32), ("step",), ())
     meta = {**origin.get("meta", {}), "config": origin.get("config") or read("config.json")}

@@ -210,10 +210,10 @@ def write_fmri(
         z = np.empty(x.shape, dtype)
         for start in range(0, x.shape[1], 4096):  # in float64, of some voxels at a time
             some = x[:, start : start + 4096].astype(np.float64)
-            varies = some.min(0) < some.max(0)  # a constant's deviation is not 0 where its mean is rounded
+            deviation = some.std(0)
+            varies = (some.min(0) < some.max(0)) & (deviation > 0)  # a constant's is not 0 where its mean is rounded
             constant += int((~varies).sum())
-            deviation = np.where(varies, some.std(0), 1)
-            z[:, start : start + 4096] = np.where(varies, (some - some.mean(0)) / deviation, 0)
+            z[:, start : start + 4096] = np.where(varies, (some - some.mean(0)) / np.where(varies, deviation, 1), 0)
         np.save(folder / "fmri" / f"{name}.npy", z)
     nibabel.save(nibabel.Nifti1Image(inside.astype(np.uint8), first.affine), folder / "mask.nii.gz")
     return constant

@@ -182,13 +182,17 @@ def test_a_large_mean_is_taken_away_whole(tmp_path, mean, dtype):
 
 
 def test_a_constant_voxel_is_constant_whatever_its_value(tmp_path):
-    x = np.random.default_rng(0).normal(100, 1, (3, 1, 1, 200)).astype("f4")
-    x[1], x[2] = 0.1, 30000  # the mean of 200 times 0.1 is not 0.1
+    x = np.random.default_rng(0).normal(100, 1, (4, 1, 1, 200))
+    x[1], x[2], x[3] = (
+        0.1,
+        30000,
+        1e-200 * (np.arange(200) % 2),
+    )  # the mean of 200 times 0.1 is not 0.1; squares of 1e-200 are 0
     nibabel.save(nibabel.Nifti1Image(x, np.eye(4)), tmp_path / "a.nii")
-    nibabel.save(nibabel.Nifti1Image(np.ones((3, 1, 1), "u1"), np.eye(4)), tmp_path / "mask.nii")
+    nibabel.save(nibabel.Nifti1Image(np.ones((4, 1, 1), "u1"), np.eye(4)), tmp_path / "mask.nii")
     (tmp_path / "fmri").mkdir()
     where = (tmp_path, [tmp_path / "a.nii"], ["a"], tmp_path / "mask.nii")
-    assert tool.write_fmri(*where, 200, np.float32) == 2
+    assert tool.write_fmri(*where, 200, np.float32) == 3
     found = np.load(tmp_path / "fmri" / "a.npy")
     assert found[:, 0].std() > 0.9 and not found[:, 1:].any()
 
