@@ -31,7 +31,8 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxtrain import checksums, distributed, specs, stored
 from jaxtrain import config as config_lib
-from jaxtrain import state as state_lib
+from jaxtrain.guard import GuardState
+from jaxtrain.schedule import is_save_due
 from jaxtrain.state import Plan, TrainState
 from jaxtrain.types import Task
 
@@ -89,9 +90,6 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(preservation_policy=policies.AnyPreservationPolicy(keep), create=True)
         self._manager = ocp.CheckpointManager(self._path, options=options)
 
-    def is_due(self, step: int) -> bool:
-        return step % self._config.checkpoint.every == 0 or step == self._config.train.steps
-
     def save(self, step: int, state: TrainState, data: Mapping[str, Any], history: History) -> Saved:
         """Starts to save ``state``, unless ``step`` is saved already; first waits for the save before to end.
 
@@ -129,27 +127,25 @@ class Checkpointer:
         train, since = self._config.train, self._scores.progress
         return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
 
-    def restore(self, plan: Plan, data: Mapping[str, Any]) -> Restored | None:
-        """The state to go on from; None when there is none anywhere.
-
-        1. The newest checkpoint of this workdir that can be read.
-        2. The newest one of config.resume.path that can be read.
+    def restore(self, plan: Plan, data: Mapping[str, Any], workdir: str = "") -> Restored | None:
+        """The newest checkpoint that can be read, of this run or of another ``workdir``; None when there is none.
 
         Args:
           plan: where every array shall live; the mesh that saved it need not exist any more.
           data: the loader's state now, whose fingerprints must equal the saved ones, unless config.resume.data is "restart".
 
         Raises:
-          CheckpointError: the model or the data are not the ones that were saved; there are checkpoints, and none can be read.
+          CheckpointError: the model or the data are not the ones that were saved; there are checkpoints, and none can be read;
+            ``workdir`` has none.
         """
-        found = self._newest(self._manager, self._path, plan, data)
-        if not found and self._config.resume.path:
-            path = _folder(self._config.resume.path) / "checkpoints"
-            with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-                found = self._newest(manager, path, plan, data)
-            if not found:
-                raise CheckpointError(f"config.resume.path: {path} holds no checkpoint")
-        return found
+        if not workdir:
+            return self._newest(self._manager, self._path, plan, data)
+        path = _folder(workdir) / "checkpoints"
+        with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+            restored = self._newest(manager, path, plan, data)
+        if not restored:
+            raise CheckpointError(f"config.resume.path: {path} holds no checkpoint")
+        return restored
 
     def rewind(self, plan: Plan, before: int) -> tuple[TrainState, int] | None:
         """The newest saved state of at most ``before`` batches, and its step; None when there is none that can be read.
@@ -157,7 +153,7 @@ class Checkpointer:
         Of the regular saves, so that it is the same one however often the run was interrupted.
         """
         self._finish()
-        steps = [step for step in sorted(self._manager.all_steps(), reverse=True) if step <= before and self.is_due(step)]
+        steps = [s for s in sorted(self._manager.all_steps(), reverse=True) if s <= before and is_save_due(self._config, s)]
         for step in distributed.agree_on(steps):
             if not distributed.agree(bool(self._damage(self._path / str(step)))):
                 saved = self._manager.restore(
@@ -387,7 +383,7 @@ def _read_meta(step: epath.Path) -> dict[str, Any]:
 
 def _state(saved: Mapping[str, Any], plan: Plan) -> TrainState:
     variables = plan.state.variables._replace(params=saved["params"], carry=saved["carry"])
-    return TrainState(saved["step"], variables, saved["opt_state"], saved["ema"], state_lib.Norms(**saved["norms"]))
+    return TrainState(saved["step"], variables, saved["opt_state"], saved["ema"], GuardState(**saved["norms"]))
 
 
 def _saved(state: TrainState) -> dict[str, Any]:

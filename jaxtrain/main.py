@@ -4,11 +4,11 @@ import errno
 import sys
 from collections.abc import Sequence
 
-from jaxtrain import config, distributed, metrics, plan, train
+from jaxtrain import config, console, distributed, plan, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    metrics.start_console()
+    console.start_console()
     distributed.use_compilation_cache()
     distributed.use_threads_for_host_devices()
     try:

@@ -26,15 +26,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.interpreters import partial_eval
 
-from jaxtrain import chips, compiler, distributed, feed, hlo, liveness, lora, optim, specs
+from jaxtrain import chips, compiler, distributed, feed, hlo, liveness, specs
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
-from jaxtrain.types import PyTree, Task
+from jaxtrain.assembly import Assembly, assemble
+from jaxtrain.types import PyTree
 
 log = logging.getLogger("jaxtrain")
 MFU = 0.4  # share of the peak that hours are projected with
@@ -102,44 +102,6 @@ def parse_target(text: str) -> Target:
         f"--plan={text} is unknown; say for example --plan=tpu:v4:2x2x4 ({', '.join(known['tpu'])}) or --plan=gpu:h100x8 "
         f"({', '.join(known['gpu'])})"
     )
-
-
-class Assembly(NamedTuple):
-    """A run put together on a mesh, before anything exists."""
-
-    config: config_lib.Config
-    layout: layout_lib.Layout
-    task: Task
-    tx: optax.GradientTransformationExtraArgs
-    plan: state_lib.Plan
-
-    def stages(self) -> dict[Hashable, int]:
-        """Stage -> its first step."""
-        starts: dict[Hashable, int] = {}
-        for step in range(self.config.train.steps):
-            starts.setdefault(self.task.stage(step), step)
-        return starts
-
-    def trace(self, stage: Hashable) -> jax.stages.Traced:
-        c = self.config
-        step = step_lib.make_train_step(
-            self.task, self.tx, self.layout, self.plan,
-            accumulate=c.train.accumulate, ema=c.train.ema, guard=c.guard, seed=c.seed, stage=stage,
-        )  # fmt: skip
-        return step.trace(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
-
-
-def assemble(config: config_lib.Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Assembly:
-    """Raises LayoutError and OptimError, as a run would."""
-    layout = layout_lib.make_layout(mesh, config.mesh.rules)
-    task = importlib.import_module(config.workload).make_task(config, layout.shard, config.train.batch)
-    task = lora.adapt(task, config.lora)
-    tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
-    fields = importlib.import_module(config.loader).fields(config.data)
-    plan = state_lib.make_plan(
-        task, tx, layout, fields, batch=config.train.batch, ema=config.train.ema > 0, offload=config.optim.offload
-    )
-    return Assembly(config, layout, task, tx, plan)
 
 
 def abstractly(config: config_lib.Config, target: Target) -> Assembly:
@@ -310,7 +272,7 @@ def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, c
         yield "--config.train.ema=0", replace(config, train=replace(t, ema=0.0))
 
 
-def refuse(assembly: Assembly, traced: jax.stages.Traced) -> None:
+def refuse_if_too_large(assembly: Assembly) -> None:
     """Raises PlanError when the step needs more than this machine's devices hold, with what would make it fit.
 
     What its arguments and gradients take is exact. Otherwise the estimate only tells when the compiler is to be asked, which
@@ -318,6 +280,7 @@ def refuse(assembly: Assembly, traced: jax.stages.Traced) -> None:
     """
     target = parse_target("")
     memory = target.memory
+    traced = assembly.trace(assembly.task.stage(assembly.config.train.steps - 1))  # of a batch of the largest bucket
     needed = estimate(assembly, traced, target)
     size, factor = _certain(assembly, needed, target), 1.0
     told = f"at least {_bytes(size)}"

@@ -12,17 +12,11 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain import specs
+from jaxtrain.guard import GuardState
 from jaxtrain.layout import Layout, LayoutError
 from jaxtrain.types import Array, Key, PyTree, Task, Variables
 
 HOST = "pinned_host"  # memory kind of what is offloaded
-
-
-class Norms(NamedTuple):
-    """What the guard remembers of the gradient norms of good steps."""
-
-    average: Array  # float32
-    steps: Array  # int32
 
 
 @flax.struct.dataclass
@@ -33,7 +27,7 @@ class TrainState:
     variables: Variables
     opt_state: PyTree
     ema: PyTree
-    norms: Norms
+    norms: GuardState
 
 
 class Plan(NamedTuple):
@@ -73,7 +67,7 @@ def make_plan(
         variables=variables,
         opt_state=_abstract_opt_state(tx, variables.params, layout, offload=offload),
         ema=variables.params if ema else (),
-        norms=Norms(
+        norms=GuardState(
             jax.ShapeDtypeStruct((), jnp.float32, sharding=layout.replicated()),
             jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated()),
         ),
@@ -178,7 +172,7 @@ def make_init(
         variables = variables._replace(params=start(variables.params, given), frozen=start(variables.frozen, given))
         ema = jax.tree.map(jnp.copy, variables.params) if plan.state.ema else ()
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, variables, tx.init(variables.params), ema, Norms(jnp.zeros(()), zero))
+        return TrainState(zero, variables, tx.init(variables.params), ema, GuardState(jnp.zeros(()), zero))
 
     return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, plan.state), donate_argnums=1)
 

@@ -12,7 +12,6 @@ only the position moves on; when any process asks to stop, not even that, so tha
 waits for either: the state is selected on the device.
 """
 
-import concurrent.futures
 import functools
 from collections.abc import Callable, Hashable
 
@@ -24,9 +23,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain import specs
 from jaxtrain.config import Guard
+from jaxtrain.guard import accept
 from jaxtrain.layout import Layout, LayoutError
 from jaxtrain.optim import global_norm
-from jaxtrain.state import HOST, Norms, Plan, TrainState, to_memory
+from jaxtrain.state import HOST, Plan, TrainState, to_memory
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
 
 DATA = "data"
@@ -77,40 +77,6 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated()))
 
 
-class Programs:
-    """The compiled step of every stage that a run has ahead of it.
-
-    They are compiled by one thread, in the order in which they come: the first step waits for the first, and the others are
-    ready long before their stage begins, so that a change of stage does not stall the run.
-
-    Attributes:
-      starts: stage -> the first step of this run that is in it.
-      late: steps that had to wait for their program, the first aside.
-    """
-
-    def __init__(self, stage_of: Callable[[int], Hashable], compiled: Callable[[Hashable], Callable], *, start: int, stop: int):
-        """``compiled(stage)`` compiles one; steps ``start`` … ``stop`` - 1 are to come."""
-        self._stage_of = stage_of
-        self.starts: dict[Hashable, int] = {}
-        for step in range(start, stop):
-            self.starts.setdefault(stage_of(step), step)
-        self.late: list[int] = []
-        self._first = start
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._programs = {stage: self._pool.submit(compiled, stage) for stage in self.starts}
-
-    def at(self, step: int) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
-        """The program of step number ``step``, 0 being the first. Raises what its compilation raised."""
-        program = self._programs[self._stage_of(step)]
-        if not program.done() and step != self._first:
-            self.late.append(step)
-        return program.result()
-
-    def close(self) -> None:
-        """Gives up what is not being compiled yet."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
 def train_step(
     task: Task,
     tx: optax.GradientTransformation,
@@ -136,11 +102,11 @@ def train_step(
         grads, out = gradients(task, layout, variables, with_rows(batch, layout), key, accumulate=accumulate)
     with jax.named_scope("guard"):
         norm, stopped = global_norm(grads), stop.sum() > 0
-        good, norms = judge(guard, state.norms, norm, out.loss.total)
-        counts = good & ~stopped
+        good, norms = accept(guard, state.norms, norm, out.loss.total)
+        accepted = good & ~stopped
 
     def kept(new: PyTree, old: PyTree) -> PyTree:
-        return jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, old)
+        return jax.tree.map(lambda n, o: jnp.where(accepted, n, o), new, old)
 
     with jax.named_scope("update"):
         tx = optax.with_extra_args_support(tx)
@@ -170,16 +136,6 @@ def _norms(name: str, tree: PyTree) -> Metrics:
     """The norm of all, and of each part of the table that is a table itself: ``name_encoder``, …"""
     parts = {f"{name}_{part}": sub for part, sub in tree.items() if isinstance(sub, dict)} if isinstance(tree, dict) else {}
     return {name: _one(global_norm(tree)), **{part: _one(global_norm(sub)) for part, sub in parts.items() if sub}}
-
-
-def judge(guard: Guard, norms: Norms, norm: Array, loss: Array) -> tuple[Array, Norms]:
-    """Whether a step may count, by its gradient norm, and the running average with this norm in it."""
-    finite = jnp.isfinite(norm) & jnp.isfinite(loss)  # a finite loss can have a gradient that is not
-    spike = norm > guard.spike * norms.average if guard.spike else jnp.zeros((), bool)
-    good = finite & ~(spike & (norms.steps >= guard.settle))
-    decay = jnp.minimum(guard.decay, norms.steps / (norms.steps + 1.0))  # a plain mean until the decay takes over
-    average = decay * norms.average + (1 - decay) * norm
-    return good, Norms(jnp.where(good, average, norms.average), norms.steps + good)
 
 
 def abstract_stop(layout: Layout) -> jax.ShapeDtypeStruct:

@@ -65,7 +65,7 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch):
     assert "parameters loaded: blocks/audio/scale_attention, " in whole and "0 freshly initialised" in whole
     assert "2 programs" in whole and "bucket 2 of 2" in whole
     test_train.run(folder, "higgs.py:weights", "--config.workdir=parts", "--config.train.steps=4")
-    assert "going on from step 4" in test_train.run(folder, "higgs.py:weights", "--config.workdir=parts")
+    assert "resuming from step 4" in test_train.run(folder, "higgs.py:weights", "--config.workdir=parts")
     saved = test_train.hashes(folder / "parts", 8)
     assert saved == test_train.hashes(folder / "whole", 8)
     assert {path.rpartition("[")[2] for path in saved if "params" in path and "opt" not in path} == {"'w_a']", "'w_b']"}

@@ -369,7 +369,7 @@ def test_promise_16_a_host_that_drops_off_the_network_ends_the_job_and_the_rest_
     saved = [int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()]
     steps = max(saved) + 2
     output = run(folder, f"tiny.py:{corpus}", *overrides, f"--config.train.steps={steps}")
-    assert "going on from step" in output and step_of(workdir) >= steps - 1
+    assert "resuming from step" in output and step_of(workdir) >= steps - 1
 
 
 def test_promise_16_a_host_that_is_off_the_network_at_the_start_is_named(folder, corpus, hosts):  # noqa: F811

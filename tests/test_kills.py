@@ -98,7 +98,7 @@ def test_promises_4_and_5_one_sequence_whatever_the_processes(folder, corpus):  
         )  # the later processes of a row of devices read the same rows
         outputs = [p.communicate(timeout=400)[0] for p in several]
         assert [p.returncode for p in several] == [0] * processes, outputs
-        assert f"going on from step {steps - 4}" in outputs[0]
+        assert f"resuming from step {steps - 4}" in outputs[0]
         parts += [folder / f"ids{i}.jsonl" for i in range(processes)]
     lines = {line for path in parts for line in path.read_text().splitlines()}
     (folder / "all.jsonl").write_text("\n".join(sorted(lines)) + "\n")

@@ -40,7 +40,7 @@ def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
     whole = test_train.run(folder, "lm.py", "--config.workdir=whole")
     assert "parameters loaded" in whole
     test_train.run(folder, "lm.py", "--config.workdir=parts", "--config.train.steps=3")
-    assert "going on from step 3" in test_train.run(folder, "lm.py", "--config.workdir=parts")
+    assert "resuming from step 3" in test_train.run(folder, "lm.py", "--config.workdir=parts")
     saved = test_train.hashes(folder / "parts", 6)
     assert saved == test_train.hashes(folder / "whole", 6)
     assert not [path for path in saved if path.endswith(("['w_q']", "['embed']"))]

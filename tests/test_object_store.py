@@ -44,7 +44,7 @@ def test_promises_1_and_6_and_7_in_an_object_store(folder, corpus, bucket):  # n
     process.communicate()
     torn = not there("4/commit_success.txt")
     output = run(*args, f"--config.checkpoint.folder={RUN}", **environment)
-    assert f"going on from step {2 if torn else 4}: {RUN}" in output
+    assert f"resuming from step {2 if torn else 4}: {RUN}" in output
     for split in ("train", "test"):
         assert records(folder / "runs" / "tiny", split) == records(folder / "whole", split)
 
@@ -58,7 +58,7 @@ def test_promises_1_and_6_and_7_in_an_object_store(folder, corpus, bucket):  # n
     data[len(data) // 2] ^= 1
     store.put("bucket", largest["name"], bytes(data))
     output = run(*args, "--config.train.steps=8", f"--config.checkpoint.folder={RUN}", **environment)
-    assert "damaged" in output and largest["name"].rsplit("/", 1)[1] in output and "going on from step 4" in output
+    assert "damaged" in output and largest["name"].rsplit("/", 1)[1] in output and "resuming from step 4" in output
 
 
 @pytest.mark.slow
@@ -68,4 +68,4 @@ def test_promise_4_two_processes_share_a_bucket(folder, corpus, bucket):  # noqa
     both = cluster(*args, "--config.train.steps=2", processes=2, only0=environment, only1=environment)
     outputs = [p.communicate(timeout=200)[0] for p in both]
     assert [p.returncode for p in both] == [0, 0], outputs
-    assert "going on from step 2" in run(*args, "--config.train.steps=3", **environment)
+    assert "resuming from step 2" in run(*args, "--config.train.steps=3", **environment)

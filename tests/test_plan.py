@@ -270,12 +270,12 @@ def test_the_compiler_has_the_last_word_where_the_estimate_is_too_high(tmp_path,
     wrong = right._replace(temporaries=right.temporaries._replace(bytes=3 * memory))
     monkeypatch.setattr(plan, "estimate", lambda *_: wrong)
     monkeypatch.setattr(plan, "remedies", lambda *args, **kwargs: [])
-    plan.refuse(assembly, traced)
+    plan.refuse_if_too_large(assembly)
     text, _ = plan.report(config, "")
     assert "compiled for it" in text and "not fit" not in text
     monkeypatch.setattr(plan.Target, "memory", right.peak // 2)
     with pytest.raises(plan.PlanError, match="a step needs .*by its compiler.* too little"):
-        plan.refuse(assembly, traced)
+        plan.refuse_if_too_large(assembly)
     text, well = plan.report(config, "")
     assert not well and "problem: it does not fit: " in text
 

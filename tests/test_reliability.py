@@ -9,7 +9,7 @@ import time
 import pytest
 from test_train import command, corpus, folder, free_port, hashes, ids, records, run  # noqa: F401
 
-from jaxtrain import metrics
+from jaxtrain import writers
 
 # A loader that can poison a batch, and that can stop to deliver.
 UNRULY_LOADER = """
@@ -134,7 +134,7 @@ def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, 
     assert name in outputs[1] and "saved in" in outputs[0]
     again = cluster(folder, f"tiny.py:{corpus}", *overrides, processes=2)
     outputs = [p.communicate(timeout=240)[0] for p in again]
-    assert [p.returncode for p in again] == [0, 0] and "going on from step" in outputs[0], outputs
+    assert [p.returncode for p in again] == [0, 0] and "resuming from step" in outputs[0], outputs
     whole = cluster(folder, f"tiny.py:{corpus}", *overrides, "--config.workdir=whole", processes=2)
     assert [p.wait(timeout=240) for p in whole] == [0, 0]
     assert hashes(folder / "runs" / "tiny", 60) == hashes(folder / "whole", 60)
@@ -155,7 +155,7 @@ def test_promise_9_a_signal_while_the_data_stall(unruly, corpus):  # noqa: F811
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75 and "after step 3" in output, output
-    assert "going on from step 3" in run(unruly, f"tiny.py:{corpus}", "--config.loader=unruly", "--config.train.steps=5")
+    assert "resuming from step 3" in run(unruly, f"tiny.py:{corpus}", "--config.loader=unruly", "--config.train.steps=5")
 
 
 def test_promise_10_a_stuck_process_ends_the_job_by_name_with_every_stack(folder, corpus):  # noqa: F811
@@ -182,7 +182,7 @@ def test_promises_6_and_7_a_damaged_newest_step_falls_back_loudly_and_all_damage
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
     output = run(*args, "--config.train.steps=3")
-    assert "damaged" in output and largest.name in output and "going on from step 2" in output
+    assert "damaged" in output and largest.name in output and "resuming from step 2" in output
     for step in (workdir / "checkpoints").iterdir():
         for file in step.rglob("*"):
             if file.is_file():
@@ -197,7 +197,7 @@ def test_changed_data_start_again_when_told_to_and_go_on_from_there(folder, corp
     changed = (*args, "--config.data.exclude=(3,)", "--config.resume.data=restart")
     assert "from their beginning" in run(*changed, "--config.train.steps=4", IDS=str(folder / "changed.jsonl"))
     output = run(*changed, "--config.train.steps=6", IDS=str(folder / "changed.jsonl"))
-    assert "going on from step 4" in output and "from their beginning" not in output
+    assert "resuming from step 4" in output and "from their beginning" not in output
     run(
         *args, "--config.data.exclude=(3,)", "--config.train.steps=4", "--config.workdir=fresh", IDS=str(folder / "fresh.jsonl")
     )
@@ -244,7 +244,7 @@ def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(f
         assert hashes(disk / "run", 2) == before
         (disk / "ballast").unlink()
         output = run(*args, "--config.train.steps=10")
-        assert "going on from step 2" in output
+        assert "resuming from step 2" in output
         assert sorted(records(disk / "run", "train")) == list(range(1, 11))
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -266,7 +266,7 @@ def test_promise_12_records_wait_for_room(folder, corpus):  # noqa: F811
     """metrics.jsonl on a disk that is full for a while: whole lines, all of them, in order."""
     disk = small_disk(folder / "disk", 64)
     try:
-        writer = metrics.JsonlWriter(str(disk), 0)
+        writer = writers.JsonlWriter(str(disk), 0)
         room = os.statvfs(disk)
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - 4096))

@@ -152,7 +152,7 @@ def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_t
     run(*killed, code=-signal.SIGKILL, KILL_AT="16", KILL_AFTER=after)
     assert not (folder / "killed" / "checkpoints" / "20").exists()
     output = run(*killed)
-    assert "going on from step 10" in output
+    assert "resuming from step 10" in output
     assert hashes(folder / "killed", 20) == hashes(folder / "whole", 20)
     assert len(hashes(folder / "whole", 20)) > 60
     assert ids(folder)[20] == ids(folder, "whole.jsonl")[20]
@@ -296,7 +296,7 @@ def test_control_c_ends_a_run_and_the_same_command_goes_on(folder, corpus):
     assert process.returncode == 130 and "Traceback" not in output, output
     step = max(int(p.name) for p in (folder / "runs" / "tiny" / "checkpoints").iterdir() if p.name.isdigit())
     output = run(folder, f"tiny.py:{corpus}", f"--config.train.steps={step + 1}", "--config.train.eval_every=0")
-    assert f"going on from step {step}" in output
+    assert f"resuming from step {step}" in output
 
 
 def test_another_model_or_other_data_are_refused_with_a_remedy(folder, corpus):
@@ -349,7 +349,7 @@ def test_a_warm_start_on_two_processes_and_its_own_checkpoint_first_afterwards(f
         np.testing.assert_allclose(group["probe/scale"], 1)
         assert not np.allclose(group["probe/w"], first["probe/w"], atol=1e-4)
     output = run(folder, f"tiny.py:{corpus}", *overrides, "--config.train.steps=2", devices=2)
-    assert "going on from step 1" in output and "warm start" not in output
+    assert "resuming from step 1" in output and "warm start" not in output
 
 
 def test_a_warm_start_that_does_not_fit_or_is_damaged_stops_with_every_reason(folder, corpus):

@@ -59,7 +59,7 @@ def test_a_run_killed_between_two_stages_resumes_exactly(folder):
     after = str(folder / "killed" / "checkpoints" / "8")
     test_train.run(*killed, code=-signal.SIGKILL, KILL_AT="12", KILL_AFTER=after)
     output = test_train.run(*killed)
-    assert "going on from step 8" in output
+    assert "resuming from step 8" in output
     assert test_train.hashes(folder / "killed", 16) == test_train.hashes(folder / "whole", 16)
     assert any("z_h" in path for path in test_train.hashes(folder / "whole", 16))
     for split in ("train", "test"):

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
-from jaxtrain import metrics, specs, stored, warm_start
+from jaxtrain import specs, stored, warm_start, writers
 from jaxtrain.types import PyTree
 from jaxtrain.workloads import audio_language
 from loaders import chat_audio, chatml, codec
@@ -170,7 +170,7 @@ def write(speaker: Speaker, out: pathlib.Path, prompts: Sequence[str], answers: 
                 mel = speaker.codec.decode(codes)
                 encode_audio.write_wav(out / f"{name}.wav", codec.sound(mel))
                 picture = (mel - mel.min()) / max(float(np.ptp(mel)), 1e-6)
-                metrics.write_pictures(out, {name: picture.T[None]})
+                writers.write_pictures(out, {name: picture.T[None]})
                 (out / f"{name}_0.png").rename(out / f"{name}.png")
         lines.append(json.dumps(line, ensure_ascii=False))
         print(lines[-1])

@@ -204,14 +204,14 @@ def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_num
     until(lambda: step_of(workdir) >= 3, folder, job)
     assert launch_slurm.state_of(job)["JobState"] == "RUNNING"
     subprocess.run(["scancel", "--signal=USR2", job], check=True)
-    until(lambda: "going on from step" in log_of(folder, job), folder, job)
+    until(lambda: "resuming from step" in log_of(folder, job), folder, job)
     first = step_of(workdir)
     until(lambda: step_of(workdir) > first + 2, folder, job)
     subprocess.run(["scontrol", "requeue", job], check=True)
     until(lambda: launch_slurm.state_of(job)["JobState"] == "COMPLETED", folder, job)
     log = log_of(folder, job)
     assert (
-        "ended by SIGUSR2 after step" in log and "ended by SIGTERM after step" in log and log.count("going on from step") == 2
+        "ended by SIGUSR2 after step" in log and "ended by SIGTERM after step" in log and log.count("resuming from step") == 2
     )
     whole = cluster(
         folder, source, *overrides, "--config.workdir=whole", "--config.loader=recording_loader", processes=2, devices=2
@@ -231,7 +231,7 @@ def test_a_job_that_reaches_its_time_limit_goes_on_and_a_cancelled_one_does_not(
     source, workdir = f"tiny.py:{corpus}", folder / "runs" / "tiny"
     job = slurm(f"--config={source}", *overrides, "--config.loader=slow_loader", "--time=2", pause=1.2)
     until(lambda: launch_slurm.state_of(job)["JobState"] == "COMPLETED", folder, job, seconds=600)
-    assert "going on from step" in log_of(folder, job) and int(launch_slurm.state_of(job)["Restarts"]) >= 1
+    assert "resuming from step" in log_of(folder, job) and int(launch_slurm.state_of(job)["Restarts"]) >= 1
     whole = cluster(folder, source, *overrides, "--config.workdir=whole", processes=2, devices=2)
     assert [p.wait(timeout=240) for p in whole] == [0, 0]
     assert hashes(workdir, 100) == hashes(folder / "whole", 100)

@@ -1,0 +1,97 @@
+"""A run put together on a mesh, before anything of it exists: what training, planning, embedding and the tests begin with."""
+
+import dataclasses
+import importlib
+import logging
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from jaxtrain import compiler, lora, optim, specs
+from jaxtrain import config as config_lib
+from jaxtrain import layout as layout_lib
+from jaxtrain import state as state_lib
+from jaxtrain import step as step_lib
+from jaxtrain.types import Task
+
+log = logging.getLogger("jaxtrain")
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """Everything that a config decides, for one mesh. Nothing in it has been computed or allocated."""
+
+    config: config_lib.Config
+    layout: layout_lib.Layout
+    task: Task
+    tx: optax.GradientTransformationExtraArgs
+    plan: state_lib.Plan
+    _traces: dict[Hashable, jax.stages.Traced] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    def stages(self) -> dict[Hashable, int]:
+        """Stage -> its first step."""
+        starts: dict[Hashable, int] = {}
+        for step in range(self.config.train.steps):
+            starts.setdefault(self.task.stage(step), step)
+        return starts
+
+    def trace(self, stage: Hashable) -> jax.stages.Traced:
+        """The training step of one of the task's stages, traced once."""
+        if stage not in self._traces:
+            c = self.config
+            step = step_lib.make_train_step(
+                self.task, self.tx, self.layout, self.plan,
+                accumulate=c.train.accumulate, ema=c.train.ema, guard=c.guard, seed=c.seed, stage=stage,
+            )  # fmt: skip
+            self._traces[stage] = step.trace(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
+        return self._traces[stage]
+
+    def with_batch(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> "Assembly":
+        """The same run for a batch of another bucket."""
+        if batch == self.plan.batch:
+            return self
+        return dataclasses.replace(self, plan=self.plan._replace(batch=dict(batch)), _traces={})
+
+    def compiler_options(self) -> dict[str, Any]:
+        """What its programs are compiled with, on a mesh of real devices.
+
+        Raises ConfigError for each option of config.compiler that the compiler refuses.
+        """
+        mesh = self.layout.mesh
+        device = mesh.devices.flat[0]
+        nearest = mesh.local_devices[0] if mesh.local_devices else device
+        return compiler.options(self.config.compiler, device.device_kind, count=mesh.size, device=nearest)
+
+
+def assemble(config: config_lib.Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> Assembly:
+    """Puts a config together: layout, task, optimizer, abstract state.
+
+    Args:
+      mesh: None = all devices, as config.mesh says.
+
+    Raises:
+      LayoutError: shapes, axis rules and mesh do not fit together.
+      OptimError, LoraError: parameters that no group, or no adapter, covers as configured.
+    """
+    if mesh is None:
+        mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
+    layout = layout_lib.make_layout(mesh, config.mesh.rules)
+    task = importlib.import_module(config.workload).make_task(config, layout.shard, config.train.batch)
+    task = lora.adapt(task, config.lora)
+    tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
+    fields = importlib.import_module(config.loader).fields(config.data)
+    plan = state_lib.make_plan(
+        task, tx, layout, fields, batch=config.train.batch, ema=config.train.ema > 0, offload=config.optim.offload
+    )
+    return Assembly(config, layout, task, tx, plan)
+
+
+def describe(assembly: Assembly) -> str:
+    """One line: how large the run is, and on what."""
+    mesh, size = assembly.layout.mesh, state_lib.bytes_per_device(assembly.plan.state)
+    return (
+        f"{specs.count(assembly.task.specs.params):,} parameters, {size / 1e6:.1f} MB of state per device; "
+        f"mesh {dict(mesh.shape)} on {mesh.size} × {mesh.devices.flat[0].device_kind}"
+    )

@@ -1,0 +1,73 @@
+"""What a run begins with: the one list of where its state may come from, first that exists."""
+
+import functools
+import logging
+from collections.abc import Callable
+
+import jax
+
+from jaxtrain import distributed, lora, specs, warm_start
+from jaxtrain import state as state_lib
+from jaxtrain.assembly import Assembly
+from jaxtrain.saves import Saves
+from jaxtrain.state import TrainState
+from jaxtrain.types import PyTree
+
+log = logging.getLogger("jaxtrain")
+
+
+def begin(assembly: Assembly, saves: Saves) -> tuple[TrainState, int]:
+    """The state that the run trains from, and how many batches it has read. Every process calls it.
+
+    Raises:
+      CheckpointError: there are checkpoints, and none can be read, or they are of another model or other data. Never
+        followed by a silent start at step 0.
+      WarmStartError: the source of config.warm_start does not fit the parameters.
+    """
+    config, plan = assembly.config, assembly.plan
+    # 1. The newest checkpoint of this workdir that can be read.
+    restored = saves.newest()
+    # 2. The newest one of config.resume.path that can be read.
+    if not restored and config.resume.path:
+        restored = saves.newest(config.resume.path)
+    if restored:
+        log.info("resuming from step %d: %s", restored.step, restored.source)
+        return _with_frozen(assembly, restored.state), restored.step
+    # 3. The initial parameters, and over them those of config.warm_start.source.
+    # 4. The initial parameters.
+    overlay, given = _warm_start(assembly)
+    key = jax.random.key(config.seed)
+    return state_lib.init_state(assembly.task, assembly.tx, plan, key, start=overlay, given=given), 0
+
+
+def _with_frozen(assembly: Assembly, state: TrainState) -> TrainState:
+    """A restored state with its frozen parameters, which no checkpoint holds, as they were at step 0."""
+    frozen = _by_path(assembly.plan.state.variables.frozen)
+    if not frozen:
+        return state
+    overlay, given = _warm_start(assembly)
+    given = {path: x for path, x in given.items() if path in frozen}
+    key = jax.random.key(assembly.config.seed)
+    made = state_lib.init_frozen(assembly.task, assembly.plan, key, start=overlay, given=given)
+    return state.replace(variables=state.variables._replace(frozen=made))
+
+
+def _warm_start(assembly: Assembly) -> tuple[Callable[[PyTree, PyTree], PyTree], dict[str, jax.Array]]:
+    """Both arguments of `state.init_state` that lay the source's arrays over initial parameters. No source has adapters."""
+    config = assembly.config.warm_start
+    if not config.source:
+        return (lambda params, given: params), {}
+    problems = warm_start.damage(config) if distributed.is_main() else []
+    if distributed.agree(len(problems)):
+        raise warm_start.WarmStartError(config.source, problems or ["process 0 found it damaged"])
+    variables = assembly.plan.state.variables
+    table = {**_by_path(variables.params), **_by_path(variables.frozen)}
+    table = {path: x for path, x in table.items() if not lora.is_adapter(path)}
+    source = warm_start.open_source(config)
+    matches = warm_start.match({path: (x.shape, x.dtype) for path, x in table.items()}, source, config)
+    log.info("warm start from %s: %s", config.source, matches.report())
+    return functools.partial(warm_start.overlay, matches), warm_start.load(matches, table)
+
+
+def _by_path(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+    return dict(zip(specs.paths(tree), jax.tree.leaves(tree), strict=True))

@@ -1,0 +1,139 @@
+"""The console: one progress line below the log's messages, the log file of each process, and how long a start took."""
+
+import logging
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+WORTH_NAMING = 0.05  # [share] of the time spent waiting for data, from which on the loader's slowest stage is named
+
+
+class Console:
+    """One progress line that is rewritten in place on a terminal, and printed now and then elsewhere.
+
+    It is also a logging handler: a message clears the line, is printed above it, and the line comes back.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, every: float = 10.0):
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._every = 0.1 if self._live else every  # [s] between lines
+        self._line, self._shown, self._printed = "", "", -math.inf
+
+    def progress(self, line: str) -> None:
+        # A line that wraps could not be cleared.
+        self._line = line[: shutil.get_terminal_size().columns - 1] if self._live else line
+        if time.monotonic() - self._printed >= self._every:
+            self._print()
+
+    def finish(self) -> None:
+        """Leaves the last progress line on the screen."""
+        if self._line:
+            if self._live or self._shown != self._line:
+                self._print()
+            self._stream.write("\n" if self._live else "")
+            self._stream.flush()
+        self._line = ""
+
+    def _print(self) -> None:
+        self._printed, self._shown = time.monotonic(), self._line
+        self._stream.write(f"\r\x1b[2K{self._line}" if self._live else self._line + "\n")
+        self._stream.flush()
+
+    def message(self, text: str) -> None:
+        clear, back = ("\r\x1b[2K", self._line) if self._live and self._line else ("", "")
+        self._stream.write(f"{clear}{text}\n{back}")
+        self._stream.flush()
+
+
+class ConsoleHandler(logging.Handler):
+    """Sends log records above the progress line."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self._console = console
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        self._console.message(prefix + self.format(record))
+
+
+def start_console(*, process: int = 0, folder: str = "") -> Console:
+    """Routes logging (ours from INFO, everybody's from WARNING) through a console, which only process 0 has.
+
+    With ``folder``, every process also logs into ``folder``/process-N.log, with the time.
+    """
+    console = Console() if process == 0 else Console(open(os.devnull, "w"))
+    root = logging.getLogger()
+    # Ours take the place of older ones, and of the plain handler that some library has set up by then.
+    for old in [h for h in root.handlers if isinstance(h, ConsoleHandler | LogFile) or type(h) is logging.StreamHandler]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(ConsoleHandler(console))
+    if folder:
+        root.addHandler(LogFile(folder, process))
+    logging.getLogger("jaxtrain").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    return console
+
+
+class LogFile(logging.FileHandler):
+    """``folder``/process-N.log."""
+
+    def __init__(self, folder: str, process: int):
+        os.makedirs(folder, exist_ok=True)
+        super().__init__(os.path.join(folder, f"process-{process}.log"))
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk costs this file its lines, and the console no tracebacks: they say what matters there."""
+
+
+class StartUp:
+    """How long each phase took, from the command to the first step."""
+
+    def __init__(self):
+        self._last = self._began = _process_start()
+        self._phases: list[tuple[str, float]] = []
+
+    def done(self, phase: str) -> None:
+        """What there was since the phase before was ``phase``."""
+        now = time.time()
+        self._phases.append((phase, now - self._last))
+        self._last = now
+
+    def line(self) -> str:
+        each = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self._phases)
+        return f"{self._last - self._began:.1f} s from the command to the first step: {each}"
+
+
+def _process_start() -> float:
+    """[s since 1970] where /proc tells (proc(5): stat, field 22, in clock ticks since boot); else now."""
+    try:
+        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+            ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
+            return time.time() - float(uptime.read().split()[0]) + ticks / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return time.time()
+
+
+def progress_line(step: int, steps: int, loss: float, rates: Mapping[str, float], *, slowest: str | None = None) -> str:
+    """``slowest``, the loader's stage that takes most time, is named where waiting for data is worth mending."""
+    blame = f" (most in {slowest})" if slowest and rates["data_wait_share"] >= WORTH_NAMING else ""
+    return (
+        f"step {step}/{steps}  loss {loss:.4f}  {rates['samples_per_second']:.1f} samples/s  MFU {rates['mfu']:.1%}  "
+        f"waiting for data {rates['data_wait_share']:.0%}{blame}  {_duration(rates['eta_seconds'])} left"
+    )
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}"

@@ -1,0 +1,54 @@
+"""An evaluation: sums over the test split, pictures of the model at work, and the task's trials."""
+
+import jax
+
+from jaxtrain import distributed, metrics, writers
+from jaxtrain.assembly import Assembly
+from jaxtrain.data import Data
+from jaxtrain.host import Host
+from jaxtrain.programs import Programs
+from jaxtrain.record import Log
+from jaxtrain.saves import Saves
+from jaxtrain.state import TrainState
+
+
+class Evaluator:
+    """Evaluates a state, writes its record, and tells `Saves` how good it is. Every process calls the same methods."""
+
+    def __init__(self, assembly: Assembly, data: Data, programs: Programs, log: Log, saves: Saves, host: Host):
+        self._config, self._task = assembly.config, assembly.task
+        self._data, self._programs, self._log, self._saves, self._host = data, programs, log, saves, host
+        everywhere = assembly.layout.replicated()
+        self._progress = jax.jit(self._task.progress, out_shardings=everywhere)
+        self._trials = [(trial, jax.jit(trial.run, out_shardings=everywhere)) for trial in self._task.trials]
+
+    def __call__(self, state: TrainState, step: int) -> dict[str, float]:
+        """The record of ``state``: over config.train.eval_batches of the test split, at the end of the run over all of it."""
+        config, data = self._config, self._data
+        whole = step == config.train.steps or not config.train.eval_batches
+        n = data.test.n_batches if whole else min(config.train.eval_batches, data.test.n_batches)
+        variables = state.variables._replace(params=state.ema) if config.train.ema else state.variables
+        sums, pictures, batches = [], {}, data.test_batches(n)
+        for i in range(n):
+            self._host.beat(f"batch {i + 1} of the evaluation after step {step}")
+            self._host.stopping()  # Ctrl-C ends it here
+            bucket, batch = next(batches)
+            sums.append(self._programs.evaluate[bucket](variables, batch))
+            if i == 0:
+                pictures = self._progress(variables, batch)  # every process takes part
+        self._log.pictures(pictures, prefix=f"step{step:06}_")
+        record, samples = self._task.finish(metrics.mean(sums)), []
+        for trial, attempt in self._trials:
+            self._host.beat(f"a trial of the evaluation after step {step}")
+            numbers, lines = trial.judge(jax.device_get(attempt(variables)))
+            record |= numbers
+            samples += lines
+        self._log.evaluated(step, record, samples)
+        self._saves.score(step, record)
+        return record
+
+    def if_missed(self, state: TrainState, step: int, *, due: bool) -> dict[str, float]:
+        """Evaluates a restored state whose evaluation a kill came before; {} where there is none to make up for."""
+        if not step or not due or distributed.agree(writers.is_written(self._config.workdir, step, "test")):
+            return {}
+        return self(state, step)

@@ -1,0 +1,53 @@
+"""The guard: which steps are accepted, decided on the device, and what the host makes of several in a row that are not."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxtrain.config import Guard
+from jaxtrain.types import Array
+
+
+class GuardState(NamedTuple):
+    """What the guard remembers of the gradient norms of accepted steps."""
+
+    average: Array  # float32
+    steps: Array  # int32
+
+
+def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[Array, GuardState]:
+    """Whether a step is accepted, by its gradient norm and its loss, and the guard's state after it."""
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss)  # a finite loss can have a gradient that is not
+    spike = norm > guard.spike * state.average if guard.spike else jnp.zeros((), bool)
+    good = finite & ~(spike & (state.steps >= guard.settle))
+    decay = jnp.minimum(guard.decay, state.steps / (state.steps + 1.0))  # a plain mean until the decay takes over
+    average = decay * state.average + (1 - decay) * norm
+    return good, GuardState(jnp.where(good, average, state.average), state.steps + good)
+
+
+class Streak:
+    """Steps skipped in a row, as the host reads them.
+
+    Attributes:
+      last_good: the newest accepted step before the streak became too long.
+      broken: whether config.guard.patience steps in a row were skipped; stays so until `restart`.
+    """
+
+    def __init__(self, guard: Guard, *, step: int):
+        self._patience = guard.patience
+        self._length = 0
+        self.last_good, self.broken = step, False
+
+    def add(self, step: int, *, skipped: bool) -> None:
+        """Counts one step more."""
+        if skipped:
+            self._length += 1
+            self.broken = self.broken or self._length >= self._patience
+        else:
+            self._length = 0
+            if not self.broken:
+                self.last_good = step
+
+    def restart(self, step: int) -> None:
+        """Begins anew behind ``step``, with an older state."""
+        self._length, self.last_good, self.broken = 0, step, False

@@ -1,0 +1,88 @@
+"""This process among the others of a run: it joins them, is asked to stop, has a console, and is watched."""
+
+import contextlib
+import os
+
+from jaxtrain import console as console_lib
+from jaxtrain import distributed, gce, rendezvous
+from jaxtrain.config import Config
+
+
+class Preempted(Exception):
+    """A signal or a notice asked the run to end; it is saved, and rerunning the same command resumes it."""
+
+
+class Host:
+    """A context. Entered, the processes have met: process 0 has the console, each has its log, and a watchdog waits for `beat`.
+
+    Attributes:
+      console: where progress is shown.
+
+    Entering raises:
+      ClusterError: the environment describes no cluster that could work.
+      RendezvousError: a process is late or differs from the others.
+      Preempted: a signal came while others were waited for.
+    """
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._start_up = console_lib.StartUp()
+        self._closing = contextlib.ExitStack()
+
+    def __enter__(self) -> "Host":
+        config = self._config
+        self.phase("imports and config")
+        with contextlib.ExitStack() as stack:
+            self._signals = stack.enter_context(contextlib.closing(distributed.StopSignals(config.preemption.signals)))
+            stack.callback(gce.Notices(gce.server(os.environ), self._signals.ask).close)
+            cluster = distributed.find()
+            logs = os.path.join(config.workdir, "logs")
+            self.console = console_lib.start_console(process=cluster.process, folder=logs)
+            stack.callback(self.console.finish)
+            try:
+                distributed.initialize(cluster, config, leave=self._signals.check)
+            except rendezvous.Stopped as error:
+                raise Preempted(f"ended by {self._signals.reason}: {error}") from error
+            self._signals.install()  # jax.distributed takes SIGTERM for itself
+            self._watchdog = distributed.Watchdog(
+                logs,
+                process=cluster.process,
+                processes=cluster.processes,
+                timeout=config.distributed.step_timeout,
+                start_timeout=config.distributed.start_timeout,
+            )
+            stack.callback(self._watchdog.close)
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closing.__exit__(*exception)
+
+    def stopping(self) -> bool:
+        """Whether this process was asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
+        return self._signals.check()
+
+    @property
+    def reason(self) -> str:
+        """Who asked to stop."""
+        return self._signals.reason
+
+    def beat(self, doing: str) -> None:
+        """Tells the watchdog that progress was made, and that ``doing`` comes next. To be called before every wait."""
+        self._watchdog.beat(doing)
+
+    def starting(self, doing: str) -> None:
+        """Like `beat`, before the first step: what comes next may take config.distributed.start_timeout."""
+        self._watchdog.starting(doing)
+
+    def phase(self, name: str) -> None:
+        """Ends a phase of the start: the time since the phase before is attributed to ``name``."""
+        self._start_up.done(name)
+
+    def start_up_line(self) -> str:
+        """How long each phase of the start took."""
+        return self._start_up.line()
+
+    def meet(self, name: str) -> None:
+        """Returns when every process has come here."""
+        distributed.barrier(name)

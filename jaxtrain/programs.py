@@ -1,0 +1,126 @@
+"""The compiled programs of a run: its step for every stage and bucket, and its evaluation for every bucket."""
+
+import concurrent.futures
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Hashable
+
+import jax
+import numpy as np
+
+from jaxtrain import compiler, distributed
+from jaxtrain import step as step_lib
+from jaxtrain.assembly import Assembly
+from jaxtrain.config import ConfigError
+from jaxtrain.data import Data, Item
+
+log = logging.getLogger("jaxtrain")
+
+
+class Ahead:
+    """Programs that one thread compiles in the order in which steps need them.
+
+    The first step waits for the first, and the others are ready long before they are due, so that a change of stage does not
+    stall the run.
+
+    Attributes:
+      starts: program's key -> the first step that needs it.
+      late: steps that had to wait for their program, the first aside.
+    """
+
+    def __init__(self, key_of: Callable[[int], Hashable], compiled: Callable[[Hashable], Callable], *, start: int, stop: int):
+        """``compiled(key)`` compiles one; steps ``start`` … ``stop`` - 1 are to come."""
+        self._key_of = key_of
+        self.starts: dict[Hashable, int] = {}
+        for step in range(start, stop):
+            self.starts.setdefault(key_of(step), step)
+        self.late: list[int] = []
+        self._first = start
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._programs = {key: self._pool.submit(compiled, key) for key in self.starts}
+
+    def at(self, step: int) -> Callable:
+        """The program of step number ``step``, 0 being the first. Raises what its compilation raised."""
+        program = self._programs[self._key_of(step)]
+        if not program.done() and step != self._first:
+            self.late.append(step)
+        return program.result()
+
+    def close(self) -> None:
+        """Gives up what is not being compiled yet."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Programs:
+    """A context. Made, the programs of the first step and of an evaluation are compiled, and are the same on every process.
+
+    Attributes:
+      evaluate: the compiled evaluation of each bucket of the test split: (variables, batch) -> sums.
+      stop: the last argument of a step, by whether this process asks to stop.
+
+    Making it raises:
+      RendezvousError: processes that lowered different programs, or have other data, by number.
+      ConfigError: config.checkpoint.best names what no evaluation has; the compiler refuses the options of config.compiler.
+    """
+
+    def __init__(self, assembly: Assembly, data: Data, *, first: int):
+        began = time.perf_counter()
+        config, layout, task = assembly.config, assembly.layout, assembly.task
+        options = assembly.compiler_options()
+
+        def key_of(index: int) -> tuple[Hashable, int]:
+            return task.stage(index), data.bucket_of(index)
+
+        @functools.cache
+        def lowered(key: tuple[Hashable, int]) -> jax.stages.Lowered:
+            stage, bucket = key
+            return assembly.with_batch(data.buckets[bucket]).trace(stage).lower()
+
+        def compiled(key: tuple[Hashable, int]) -> jax.stages.Compiled:
+            return compiler.compile(lowered(key), options, config.compiler)
+
+        # 1. Lower, and compare: processes that run different programs would wait for each other for ever.
+        variables = assembly.plan.state.variables
+        evaluations = [step_lib.make_eval_step(task, layout).lower(variables, batch) for batch in data.test_buckets]
+        texts = {"data": json.dumps(data.fingerprints()), "evaluation": "".join(x.as_text() for x in evaluations)}
+        if first < config.train.steps:
+            texts["step"] = lowered(key_of(first)).as_text()
+        distributed.compare(texts)
+        # 2. What an evaluation has is known now; hours of training later would be late.
+        _check_best(assembly, evaluations[0].out_info if data.test.n_batches else None)
+        # 3. Compile: the steps in a thread, the first of them awaited here.
+        self._steps = Ahead(key_of, compiled, start=first, stop=config.train.steps)
+        if len(starts := self._steps.starts) > 1:
+            log.info("%d programs, by (stage, bucket), are compiled ahead; their first steps: %s", len(starts), starts)
+        if starts:
+            self._steps.at(first)
+        self.evaluate = [compiler.compile(evaluation, options, config.compiler) for evaluation in evaluations]
+        self.stop = {asked: step_lib.put_stop(layout, asked) for asked in (False, True)}
+        log.info("compiled in %.1f s", time.perf_counter() - began)
+
+    def __enter__(self) -> "Programs":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._steps.close()
+
+    def at(self, item: Item) -> Callable:
+        """The compiled step for a batch: (state, batch, stop) -> (state, metrics). The state is donated."""
+        return self._steps.at(item.index)
+
+
+def _check_best(assembly: Assembly, evaluated: dict | None) -> None:
+    """Raises ConfigError when config.checkpoint.best names a metric that no evaluation has. None: there is no test split."""
+    config, task = assembly.config, assembly.task
+    best = config.checkpoint.best.lstrip("-")
+    if not best:
+        return
+    if evaluated is None:
+        text = f"is {config.checkpoint.best!r}, and there is no test split; leave it unset, and train.patience too"
+        raise ConfigError([("checkpoint.best", text)])
+    with np.errstate(all="ignore"):
+        known = task.finish({name: np.ones(mean.total.shape)[()] for name, mean in evaluated.items()})
+    if best not in known and not task.trials:  # the metrics of a trial are known once it has run
+        raise ConfigError([("checkpoint.best", f"names {best!r}; expected one of: {', '.join(sorted(known))}")])

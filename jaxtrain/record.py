@@ -1,0 +1,127 @@
+"""What a run says and writes about its steps. Every step is read one step late, so that the device never waits for the host."""
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxtrain import config as config_lib
+from jaxtrain import console, distributed, feed, metrics, writers
+from jaxtrain.assembly import Assembly
+from jaxtrain.checkpoint import Saved
+from jaxtrain.data import Data, Item
+from jaxtrain.guard import Streak
+from jaxtrain.host import Host
+from jaxtrain.types import Mean
+from loaders.mixing import Mixing
+
+log = logging.getLogger("jaxtrain")
+
+
+class Log:
+    """A context. Process 0 writes, and every process reads its steps.
+
+    Attributes:
+      streak: steps skipped in a row.
+    """
+
+    def __init__(self, assembly: Assembly, data: Data, host: Host, *, first: int):
+        config, task = assembly.config, assembly.task
+        self._config, self._task, self._data, self._host, self._first = config, task, data, host, first
+        self._everywhere = assembly.layout.replicated()
+        self.streak = Streak(config.guard, step=first)
+        self._pending: tuple[int, Mapping[str, Mean], Item] | None = None
+        if distributed.is_main():
+            config_lib.save(config, config.workdir)
+        self._writers = writers.make_writers(config, first) if distributed.is_main() else []
+        peak, source = metrics.peak_flops()
+        log.info("MFU is of %.2f TFLOP/s (%s)", peak / 1e12, source)
+        self._meter = metrics.Meter(
+            steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=peak, full_flops=task.full_flops
+        )
+        population = getattr(data.train, "population", None)
+        named = "index" in assembly.plan.batch
+        self._mixing = Mixing(population) if population and named and distributed.is_main() else None
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for writer in reversed(self._writers):
+            writer.close()
+
+    def start_clock(self, step: int) -> None:
+        """Counts the pace from here: what was waited for since the last step is not the training's."""
+        self._host.beat(f"step {step + 1}")
+        self._meter.begin(step, self._data.waited)
+
+    def push(self, out: Mapping[str, Mean], item: Item) -> bool:
+        """Reads the step before this one, and keeps this one. True when that step agreed to stop: it changed nothing."""
+        if self.flush():
+            return True
+        self._pending = (item.step, out, item)
+        return False
+
+    def flush(self) -> bool:
+        """Reads the step that is kept, waiting for it. True when it agreed to stop."""
+        if not self._pending:
+            return False
+        step, out, item = self._pending
+        self._pending = None
+        record = metrics.mean([out])
+        self._host.beat(f"step {step + 1}")
+        if record.pop("stopped"):
+            return True
+        self._read(step, record, item)
+        return False
+
+    def _read(self, step: int, record: dict[str, Any], item: Item) -> None:
+        if step == self._first + 1:
+            self._host.phase("first step")
+            log.info(self._host.start_up_line())
+        if self._mixing:
+            self._mixing.add(feed.local_values(item.arrays["index"]))
+        skipped = bool(record["skipped"])
+        self.streak.add(step, skipped=skipped)
+        if skipped:
+            recordings = feed.local_values(item.arrays["index"]) if "index" in item.arrays else "not named by the loader"
+            loss, norm = record["loss"], record["grad_norm"]
+            log.warning("step %d skipped: loss %g, gradient norm %g; recordings %s", step, loss, norm, recordings)
+        steps = self._config.train.steps
+        if step % self._config.metrics.every == 0 or step == steps or skipped:
+            rates = self._meter.rates(step, self._data.waited)
+            self._write(step, "train", record | rates)
+            if self._mixing:
+                self._write(step, "data", self._mixing.record())
+            slowest = self._data.train.diagnostics().get("slowest")
+            self._host.console.progress(console.progress_line(step, steps, record["loss"], rates, slowest=slowest))
+
+    def evaluated(self, step: int, record: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Writes what an evaluation found."""
+        if samples and distributed.is_main():
+            writers.write_samples(self._config.workdir, step, samples)
+        self._write(step, "test", record)
+        log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
+
+    def saved(self, step: int, saved: Saved) -> None:
+        """Writes how long the loop waited for a save."""
+        steps = saved.seconds / self._meter.seconds_per_step
+        self._write(step, "save", {"seconds": saved.seconds, "steps": steps, "failures": saved.failures})
+        self._host.beat(f"step {step + 1}")
+
+    def inputs(self, item: Item) -> None:
+        """Draws what the model sees of a batch."""
+        self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))  # every process takes part
+
+    def pictures(self, pictures: Mapping[str, jax.Array], *, prefix: str = "") -> None:
+        """Writes named arrays [n, height, width] in 0..1 into workdir/pictures."""
+        if distributed.is_main():
+            named = {f"{prefix}{name}": images for name, images in pictures.items()}
+            writers.write_pictures(os.path.join(self._config.workdir, "pictures"), named)
+
+    def _write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        for writer in self._writers:
+            writer.write(step, split, record)

@@ -1,0 +1,100 @@
+"""The checkpoints of a run as its loop sees them: what goes into one, and the way back after bad steps."""
+
+import logging
+from collections.abc import Mapping
+
+from jaxtrain.assembly import Assembly
+from jaxtrain.checkpoint import Checkpointer, History, Restored, Saved
+from jaxtrain.data import Data
+from jaxtrain.guard import Streak
+from jaxtrain.schedule import Due
+from jaxtrain.state import TrainState
+
+log = logging.getLogger("jaxtrain")
+
+
+class Saves:
+    """A context: saves are asynchronous, and leaving it waits for the last one. Every process calls the same methods.
+
+    Attributes:
+      history: what the run knows besides its state, and saves with it.
+    """
+
+    def __init__(self, assembly: Assembly, data: Data):
+        self._config, self._plan, self._data = assembly.config, assembly.plan, data
+        self._checkpointer = Checkpointer(assembly.config, assembly.task)
+        self.history = History()
+
+    def __enter__(self) -> "Saves":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._checkpointer.close()
+
+    def finished(self) -> bool:
+        """Whether the run has ended with weights only, from which nothing can be resumed."""
+        return self._checkpointer.is_finished()
+
+    def newest(self, path: str = "") -> Restored | None:
+        """The newest readable checkpoint of this workdir, or of the workdir ``path``; None without any.
+
+        Raises CheckpointError: there are some, and none can be read, or they are of another model or other data.
+        """
+        restored = self._checkpointer.restore(self._plan, self._data.fingerprints(), path)
+        if restored:
+            self.history = restored.history
+        return restored
+
+    def save(self, step: int, state: TrainState) -> Saved:
+        """Starts to save a state, unless its step is saved already; waits for the save before this one."""
+        return self._checkpointer.save(step, state, self._data.state(step), self.history)
+
+    def poll(self) -> None:
+        """Lets the checksums of a finished save be written. Costs nothing; to be called at every step."""
+        self._checkpointer.poll()
+
+    def score(self, step: int, record: Mapping[str, float]) -> None:
+        """Notes an evaluation, by which config.checkpoint.best may keep its step."""
+        self._checkpointer.score(step, record)
+
+    def stalled(self, step: int) -> bool:
+        """Whether config.train.patience evaluations in a row up to ``step`` made no progress, which ends the run."""
+        return self._checkpointer.stalled(step)
+
+    def owes(self, due: Due, step: int) -> bool:
+        """Whether a checkpoint is left to make after the evaluation: the weights that end a run, or where it stalled."""
+        return not due.resumable if due.save else due.evaluate and self.stalled(step)
+
+    def rewind(self, state: TrainState, step: int, streak: Streak) -> TrainState:
+        """The state of the last regular save before the streak, at the position of ``state``: what was read since is skipped.
+
+        Raises FloatingPointError when config.guard.rewinds allows no more, or there is no such save.
+        """
+        guard = self._config.guard
+        older = None
+        if self.history.rewinds < guard.rewinds:
+            older = self._checkpointer.rewind(self._plan, streak.last_good)
+        if not older:
+            raise FloatingPointError(
+                f"{guard.patience} steps in a row after {streak.last_good} were skipped: their gradients were not finite, or "
+                f"spikes. Lower config.optim.lr, look at those recordings, or raise config.guard.rewinds (it is "
+                f"{guard.rewinds}, and the run has rewound {self.history.rewinds} times). The last checkpoint in "
+                f"{self._config.workdir} is from before"
+            )
+        restored, at = older
+        self.history = self.history._replace(rewinds=self.history.rewinds + 1)
+        log.warning(
+            "%d steps in a row after %d were skipped: the state is that of step %d again, and batches %d to %d count as "
+            "skipped (rewind %d of %d)",
+            guard.patience,
+            streak.last_good,
+            at,
+            at + 1,
+            step,
+            self.history.rewinds,
+            guard.rewinds,
+        )
+        streak.restart(step)
+        # No checkpoint holds frozen weights: they are those of the state that is given up.
+        variables = restored.variables._replace(frozen=state.variables.frozen)
+        return restored.replace(step=state.step, variables=variables)

@@ -1,0 +1,36 @@
+"""When a run saves and evaluates: a pure function of the step."""
+
+from typing import NamedTuple
+
+from jaxtrain.config import Config
+
+
+class Due(NamedTuple):
+    """What is due after a step."""
+
+    save: bool
+    evaluate: bool
+    resumable: bool  # what is saved can be resumed from; else it is the weights that end the run
+
+
+class Schedule:
+    """The steps of a run, and what is due after each."""
+
+    def __init__(self, config: Config, *, tests: bool):
+        """``tests``: whether there is a test split to evaluate on."""
+        self._config, self._tests = config, tests
+        self.steps = config.train.steps
+
+    def at(self, step: int) -> Due:
+        """What is due after ``step`` batches."""
+        last, every = step == self.steps, self._config.train.eval_every
+        return Due(
+            save=is_save_due(self._config, step),
+            evaluate=self._tests and (last or bool(every and step % every == 0)),
+            resumable=not last or self._config.checkpoint.final == "resumable",
+        )
+
+
+def is_save_due(config: Config, step: int) -> bool:
+    """Whether a regular checkpoint is made after ``step`` batches."""
+    return step % config.checkpoint.every == 0 or step == config.train.steps

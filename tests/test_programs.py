@@ -1,0 +1,41 @@
+"""Programs compiled ahead of the steps that need them."""
+
+import threading
+
+import pytest
+
+from jaxtrain.programs import Ahead
+
+
+def test_programs_are_compiled_once_each_in_order_and_before_they_are_needed():
+    order, gate = [], threading.Event()
+
+    def compiled(stage):
+        if stage == 2:
+            gate.wait(10)
+        order.append(stage)
+        return lambda: stage
+
+    programs = Ahead(lambda step: min(step // 5, 3), compiled, start=3, stop=19)
+    assert programs.starts == {0: 3, 1: 5, 2: 10, 3: 15}
+    assert programs.at(3)() == 0 and programs.at(4)() == 0 and programs.at(5)() == 1
+    late = threading.Thread(target=programs.at, args=(10,))
+    late.start()
+    gate.set()
+    late.join(10)
+    assert [programs.at(step)() for step in (10, 18)] == [2, 3] and order == [0, 1, 2, 3]
+    assert 10 in programs.late and 3 not in programs.late
+    programs.close()
+
+
+def test_a_compilation_that_fails_is_raised_at_its_step_and_not_before():
+    def compiled(stage):
+        if stage:
+            raise ValueError("stage 1 does not fit")
+        return lambda: stage
+
+    programs = Ahead(lambda step: step, compiled, start=0, stop=2)
+    assert programs.at(0)() == 0
+    with pytest.raises(ValueError, match="stage 1 does not fit"):
+        programs.at(1)
+    programs.close()

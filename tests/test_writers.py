@@ -1,0 +1,140 @@
+"""What a run leaves to be read: records, pictures."""
+
+import dataclasses
+import json
+import math
+import struct
+import sys
+import types
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxtrain import writers
+from jaxtrain.config import Config, Metrics
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_promise_15_a_resumed_run_drops_later_steps_and_a_line_cut_short(tmp_path):
+    writer = writers.JsonlWriter(str(tmp_path), 0)
+    for step in (10, 20, 30):
+        writer.write(step, "train", {"loss": 1 / step})
+    writer.write(20, "test", {"loss": 0.5})
+    writer.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "split": "tr')
+    writer = writers.JsonlWriter(str(tmp_path), 20)
+    writer.write(30, "train", {"loss": 3.0})
+    writer.close()
+    assert [(r["step"], r["split"]) for r in lines(tmp_path)] == [(10, "train"), (20, "train"), (20, "test"), (30, "train")]
+    assert lines(tmp_path)[-1]["loss"] == 3.0
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_fresh_run_starts_a_fresh_file(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "split": "train"}\nnonsense\n[]\n')
+    writers.JsonlWriter(str(tmp_path), 0).close()
+    assert lines(tmp_path) == []
+
+
+def test_records_are_json_and_reach_the_disk_at_once(tmp_path):
+    writer = writers.JsonlWriter(str(tmp_path), 0)
+    writer.write(1, "train", {"nan": math.nan, "inf": -math.inf, "x": float(np.float32(0.1)), "tiny": 1e-12})
+    record = lines(tmp_path)[0]  # before close: a killed run has its records
+    assert record["nan"] is None and record["inf"] is None
+    assert np.float32(record["x"]) == np.float32(0.1) and record["tiny"] == 1e-12
+    writer.close()
+
+
+def scalars(folder):
+    """{(tag, step): value} from TensorBoard event files, read as the format says: length, crc, protobuf, crc."""
+    events = pytest.importorskip("tensorboardX.proto.event_pb2")
+    found, purged = {}, 0
+    for path in sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event, data = events.Event.FromString(data[12 : 12 + size]), data[16 + size :]
+            if event.session_log.status == event.session_log.START and event.step:
+                purged = event.step
+                found = {k: v for k, v in found.items() if k[1] < purged}
+            found |= {(v.tag, event.step): v.simple_value for v in event.summary.value}
+    return found, purged
+
+
+def test_tensorboard_holds_the_records(tmp_path):
+    pytest.importorskip("tensorboardX")
+    writer = writers.TensorboardWriter(str(tmp_path), 0)
+    for step in (10, 20, 30):
+        writer.write(step, "train", {"loss": 0.5 * step})
+    writer.close()
+    assert scalars(tmp_path / "tensorboard")[0] == {("train/loss", s): 0.5 * s for s in (10, 20, 30)}
+
+
+def test_promise_15_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX")
+    for start, steps, factor in ((0, (10, 20, 30), 1), (20, (30,), 2)):
+        monkeypatch.setattr("socket.gethostname", lambda start=start: f"host{start}")  # two files, also within a second
+        writer = writers.TensorboardWriter(str(tmp_path), start)
+        for step in steps:
+            writer.write(step, "train", {"loss": factor * step})
+        writer.close()
+    found, purged = scalars(tmp_path / "tensorboard")
+    assert purged == 21
+    assert found == {("train/loss", 10): 10, ("train/loss", 20): 20, ("train/loss", 30): 60}
+
+
+def test_promise_15_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
+    """With a stand-in for the service's client: the id that a workdir keeps is used again, and no step is sent twice."""
+    calls, ids = [], iter(["first", "second"])
+
+    class Run:
+        step = 0
+
+        def log(self, values, step):
+            calls.append((step, values))
+            self.step = step + 1
+
+        def finish(self):
+            calls.append("finish")
+
+    client = types.SimpleNamespace(
+        util=types.SimpleNamespace(generate_id=lambda: next(ids)), init=lambda **options: calls.append(options) or Run()
+    )
+    monkeypatch.setitem(sys.modules, "wandb", client)
+    for _ in range(2):
+        writer = writers.WandbWriter(str(tmp_path), "birds", {"seed": 0})
+        writer.write(10, "train", {"loss": 1.0})
+        writer.write(9, "train", {"loss": 2.0})
+        writer.close()
+    assert [c["id"] for c in calls if isinstance(c, dict)] == ["first", "first"]
+    assert calls.count((10, {"train/loss": 1.0})) == 2 and calls.count("finish") == 2
+    assert (9, {"train/loss": 2.0}) not in calls
+
+
+def test_writers_are_those_that_the_config_asks_for(tmp_path):
+    pytest.importorskip("tensorboardX")
+    config = Config(workdir=str(tmp_path))
+    for wanted in (config, dataclasses.replace(config, metrics=Metrics(tensorboard=True))):
+        made = writers.make_writers(wanted, 0)
+        assert [type(w).__name__ for w in made] == ["JsonlWriter", "TensorboardWriter"][: len(made)]
+        assert len(made) == 1 + wanted.metrics.tensorboard
+        for writer in made:
+            writer.close()
+
+
+def test_pictures_have_one_pixel_for_each_value_with_low_bands_at_the_bottom(tmp_path):
+    images = np.zeros((10, 3, 5), np.float32)
+    images[:, 0, 1] = 1.0  # band 0, frame 1
+    images[:, 2, 4] = 0.5
+    images[:, 1, :3] = (np.nan, -1, 2)
+    paths = writers.write_pictures(tmp_path / "pictures", {"input": images}, limit=4)
+    assert [p.name for p in paths] == [f"input_{i}.png" for i in range(4)]
+    with Image.open(paths[0]) as picture:
+        assert (picture.format, picture.mode, picture.size) == ("PNG", "L", (5, 3))
+        pixels = np.asarray(picture)
+    np.testing.assert_array_equal(pixels, [[0, 0, 0, 0, 127], [0, 0, 255, 0, 0], [0, 255, 0, 0, 0]])
