@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.types import Task
+from loaders.base import Field
 
 log = logging.getLogger("jaxtrain")
 
@@ -65,11 +66,19 @@ class Assembly:
         return compiler.options(self.config.compiler, device.device_kind, count=mesh.size, device=nearest)
 
 
-def assemble(config: config_lib.Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> Assembly:
+def assemble(
+    config: config_lib.Config,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    *,
+    make_task: Callable[..., Task] | None = None,
+    fields: Mapping[str, Field] | None = None,
+) -> Assembly:
     """Puts a config together: layout, task, optimizer, abstract state.
 
     Args:
       mesh: None = all devices, as config.mesh says.
+      make_task: None = that of config.workload.
+      fields: what a row of a batch holds; None = what config.loader says.
 
     Raises:
       LayoutError: shapes, axis rules and mesh do not fit together.
@@ -78,10 +87,11 @@ def assemble(config: config_lib.Config, mesh: jax.sharding.Mesh | jax.sharding.A
     if mesh is None:
         mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
     layout = layout_lib.make_layout(mesh, config.mesh.rules)
-    task = importlib.import_module(config.workload).make_task(config, layout.shard, config.train.batch)
-    task = lora.adapt(task, config.lora)
+    make_task = make_task or importlib.import_module(config.workload).make_task
+    task = lora.adapt(make_task(config, layout.shard, config.train.batch), config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
-    fields = importlib.import_module(config.loader).fields(config.data)
+    if fields is None:
+        fields = importlib.import_module(config.loader).fields(config.data)
     plan = state_lib.make_plan(
         task, tx, layout, fields, batch=config.train.batch, ema=config.train.ema > 0, offload=config.optim.offload
     )

@@ -7,12 +7,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxtrain import config as config_lib
-from jaxtrain import distributed, lora
+from jaxtrain import distributed
 from jaxtrain import specs as specs_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
-from jaxtrain.layout import make_layout, make_mesh
-from jaxtrain.optim import make_optimizer
+from jaxtrain.assembly import assemble
+from jaxtrain.layout import make_mesh
 from loaders.base import Field
 
 # Machine code that is soon there rather than fast; what XLA does to the program before is the same.
@@ -39,18 +39,17 @@ class Run:
         self.case, batch = case, case.batch(0)
         rows = len(next(iter(batch.values())))
         devices = jax.devices()[: int(np.prod(mesh))]
-        self.layout = make_layout(make_mesh(*mesh, devices=devices), rules or {})
-        config = config_lib.Config(model=case.model, train=config_lib.Train(batch=rows, steps=case.steps))
-        self.task = lora.adapt(case.workload.make_task(config, self.layout.shard, rows), case.adapters)
-        self.tx = make_optimizer(case.optim, self.task.specs.params, steps=case.steps)
+        config = config_lib.Config(
+            model=case.model,
+            train=config_lib.Train(batch=rows, steps=case.steps, accumulate=accumulate, ema=case.ema),
+            mesh=config_lib.Mesh(rules=rules or {}),
+            optim=case.optim,
+            lora=case.adapters,
+        )
         fields = {name: Field(x.shape[1:], np.dtype(x.dtype)) for name, x in batch.items()}
-        self.plan = state_lib.make_plan(self.task, self.tx, self.layout, fields, batch=rows, ema=case.ema > 0)
-        step = step_lib.make_train_step(
-            self.task, self.tx, self.layout, self.plan,
-            accumulate=accumulate, ema=case.ema, guard=config_lib.Guard(), seed=0, stage=stage,
-        )  # fmt: skip
-        step = step.lower(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
-        self.step = step.compile(SOON)
+        assembly = assemble(config, make_mesh(*mesh, devices=devices), make_task=case.workload.make_task, fields=fields)
+        self.layout, self.task, self.tx, self.plan = assembly.layout, assembly.task, assembly.tx, assembly.plan
+        self.step = assembly.trace(stage).lower().compile(SOON)
         distributed.barrier("compiled")  # the first collective waits for half a minute only
         self.go_on = step_lib.put_stop(self.layout, False)
 

@@ -97,7 +97,7 @@ def test_loaders_know_neither_jax_nor_the_trainer(path):
 
 def test_only_those_who_hold_data_know_the_loaders():
     users = {name_of(path) for path in MODULES for module in imports(path) if module.split(".")[0] == "loaders"}
-    assert users <= {"train", "data", "feed", "record"}
+    assert users <= {"train", "assembly", "data", "feed", "record"}
 
 
 def test_workloads_do_not_know_each_other():

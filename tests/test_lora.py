@@ -15,10 +15,10 @@ import test_language as language_test
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import lora
-from jaxtrain import optim as optim_lib
 from jaxtrain import specs as specs_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
+from jaxtrain.assembly import assemble
 from jaxtrain.config import Lora
 from jaxtrain.types import Variables
 from jaxtrain.workloads import bird, language, trm
@@ -179,16 +179,17 @@ def test_a_step_moves_the_adapters_alone_and_alike_on_every_mesh(mesh):
     """Frozen weights are no part of what is optimised or saved."""
 
     def run(mesh):
-        layout = layout_lib.make_layout(layout_lib.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]), {})
-        config = config_lib.Config(model=language_test.TINY)
-        task = lora.adapt(language.make_task(config, layout.shard, language_test.BATCH), RANK4)
-        tx = optim_lib.make_optimizer(config_lib.Optim(lr=0.01, schedule="constant", eps=1e-3), task.specs.params, steps=2)
-        plan = state_lib.make_plan(task, tx, layout, language_test.FIELDS, batch=language_test.BATCH, ema=False)
-        step = step_lib.make_train_step(
-            task, tx, layout, plan, accumulate=2, ema=0.0, guard=config_lib.Guard(), seed=0
-        )  # fmt: skip
-        step = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile({"xla_backend_optimization_level": 0})
-        state = state_lib.init_state(task, tx, plan, jax.random.key(0))
+        config = config_lib.Config(
+            model=language_test.TINY,
+            train=config_lib.Train(steps=2, batch=language_test.BATCH, accumulate=2),
+            optim=config_lib.Optim(lr=0.01, schedule="constant", eps=1e-3),
+            lora=RANK4,
+        )
+        devices = layout_lib.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+        run = assemble(config, devices, make_task=language.make_task, fields=language_test.FIELDS)
+        layout, plan = run.layout, run.plan
+        step = run.trace(None).lower().compile({"xla_backend_optimization_level": 0})
+        state = state_lib.init_state(run.task, run.tx, plan, jax.random.key(0))
         before = jax.tree.map(np.asarray, state.variables)
         batch = language_test.packed_batch(0)
         rows = {name: jax.device_put(batch[name], x.sharding) for name, x in plan.batch.items()}

@@ -13,9 +13,9 @@ from jaxtrain import config as config_lib
 from jaxtrain import hlo
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
-from jaxtrain.layout import LayoutError, make_layout, make_mesh
+from jaxtrain.assembly import assemble
+from jaxtrain.layout import LayoutError, make_mesh
 from jaxtrain.nn import augment
-from jaxtrain.optim import make_optimizer
 from jaxtrain.specs import fan_in, ones, zeros
 from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
 from jaxtrain.workloads import bird
@@ -54,18 +54,16 @@ class Run:
 
     def __init__(self, mesh, accumulate=1, *, ema=0.0, task=None, fields=FIELDS):
         sizes = MESHES[mesh]
-        self.layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), {})
-        self.task = task or bird.make_task(config_lib.Config(model=MODEL), self.layout.shard, BATCH)
-        self.tx = make_optimizer(OPTIM, self.task.specs.params, steps=10)
-        self.plan = state_lib.make_plan(self.task, self.tx, self.layout, fields, batch=BATCH, ema=ema > 0)
-        guard = config_lib.Guard()
-        step = step_lib.make_train_step(
-            self.task, self.tx, self.layout, self.plan, accumulate=accumulate, ema=ema, guard=guard, seed=0
+        config = config_lib.Config(
+            model=MODEL, optim=OPTIM, train=config_lib.Train(steps=10, batch=BATCH, accumulate=accumulate, ema=ema)
         )
+        make_task = (lambda *_: task) if task else None
+        mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
+        assembly = assemble(config, mesh, make_task=make_task, fields=fields)
+        self.layout, self.task, self.tx, self.plan = assembly.layout, assembly.task, assembly.tx, assembly.plan
         # Machine code that is soon there rather than fast; what XLA does to the program before is the same.
         options = {"xla_backend_optimization_level": 0}
-        stop = step_lib.abstract_stop(self.layout)
-        self.compiled = step.lower(self.plan.state, self.plan.batch, stop).compile(compiler_options=options)
+        self.compiled = assembly.trace(None).lower().compile(compiler_options=options)
 
     def step(self, state, batch, *, stop=False):
         return self.compiled(state, batch, step_lib.put_stop(self.layout, stop))

@@ -18,10 +18,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import feed, optim, stored
+from jaxtrain import feed, stored
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
+from jaxtrain.assembly import assemble
 from jaxtrain.workloads import bird
 from loaders import demo, spectrogram
 from loaders.base import Rows
@@ -372,15 +373,14 @@ def test_evaluation_is_exact_on_a_ragged_last_batch(corpus):
     found = []
     for batch, devices in ((8, 8), (13, 1)):
         config = config_lib.Config(model=model, data=data, train=config_lib.Train(batch=batch))
-        layout = layout_lib.make_layout(layout_lib.make_mesh(-1, 1, 1, devices=jax.devices()[:devices]), {})
-        task = bird.make_task(config, layout.shard, batch)
-        tx = optim.make_optimizer(config.optim, task.specs.params, steps=1)
-        plan = state_lib.make_plan(task, tx, layout, spectrogram.fields(data), batch=batch, ema=False)
+        mesh = layout_lib.make_mesh(-1, 1, 1, devices=jax.devices()[:devices])
+        assembly = assemble(config, mesh, make_task=bird.make_task, fields=spectrogram.fields(data))
+        plan = assembly.plan
         rows = feed.rows_for(plan.batch)
         assert isinstance(rows, Rows) and len(rows.ranges) == devices
         loader = spectrogram.make_loader(data, split="test", rows=rows, seed=0)
-        state = state_lib.init_state(task, tx, plan, jax.random.key(0))
-        step = step_lib.make_eval_step(task, layout)
+        state = state_lib.init_state(assembly.task, assembly.tx, plan, jax.random.key(0))
+        step = step_lib.make_eval_step(assembly.task, assembly.layout)
         loader.seek(0)
         sums = [
             jax.device_get(step(state.variables, feed.put(next(loader)[1], plan.batch, rows))) for _ in range(loader.n_batches)

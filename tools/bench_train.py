@@ -27,9 +27,9 @@ import torch
 
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
-from jaxtrain import lora, optim
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
+from jaxtrain.assembly import assemble
 from jaxtrain.types import Task
 from jaxtrain.workloads import audio_language, language, trm
 from loaders import chatml
@@ -50,45 +50,39 @@ def make_batch(cells: int, batch: int) -> dict[str, np.ndarray]:
     }
 
 
-def one_device() -> layout_lib.Layout:
-    return layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
-
-
 def ours(
-    task: Task,
+    make_task: Callable[..., Task],
+    model: Any,
     o: config_lib.Optim,
-    layout: layout_lib.Layout,
     batch: dict[str, np.ndarray],
     *,
+    adapters: config_lib.Lora | None = None,
     ema: float = 0.0,
     stage: Any = None,
 ) -> Callable[[], float]:
-    """One step of a task, waited for, its batch's way to the device included; returns its loss."""
-    tx, n = optim.make_optimizer(o, task.specs.params, steps=1000), len(next(iter(batch.values())))
+    """One step on one device, waited for, its batch's way to the device included; returns its loss."""
+    train = config_lib.Train(steps=1000, batch=len(next(iter(batch.values()))), ema=ema)
+    config = config_lib.Config(model=model, train=train, optim=o, lora=adapters or config_lib.Lora())
     fields = {name: Field(x.shape[1:], x.dtype) for name, x in batch.items()}
-    plan = state_lib.make_plan(task, tx, layout, fields, batch=n, ema=ema > 0)
-    guard = config_lib.Guard()
-    step = step_lib.make_train_step(task, tx, layout, plan, accumulate=1, ema=ema, guard=guard, seed=0, stage=stage)
-    step = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile()
-    go_on = step_lib.put_stop(layout, False)
-    state = state_lib.init_state(task, tx, plan, jax.random.key(0))
+    mesh = layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    run = assemble(config, mesh, make_task=make_task, fields=fields)
+    step = run.trace(stage).lower().compile()
+    proceed = step_lib.put_stop(run.layout, False)
+    latest = [state_lib.init_state(run.task, run.tx, run.plan, jax.random.key(0))]
 
-    def one() -> float:
-        nonlocal state
-        rows = {name: jax.device_put(batch[name], x.sharding) for name, x in plan.batch.items()}
-        state, out = step(state, rows, go_on)
+    def take() -> float:
+        rows = {name: jax.device_put(batch[name], x.sharding) for name, x in run.plan.batch.items()}
+        latest[0], out = step(latest[0], rows, proceed)
         return float(out["loss"].total / out["loss"].weight)
 
-    return one
+    return take
 
 
 def make_ours(c: trm.Config, batch: dict[str, np.ndarray]) -> Callable[[], float]:
     o = config_lib.Optim(
         name="adam_atan2", lr=1e-4, b2=0.95, weight_decay=1.0, schedule="constant", clip=0.0, decayed=".", undecayed="^$"
     )
-    layout = one_device()
-    task = trm.make_task(config_lib.Config(model=c), layout.shard, len(batch["weight"]))
-    return ours(task, o, layout, batch, ema=0.999, stage=c.cycles)
+    return ours(trm.make_task, c, o, batch, ema=0.999, stage=c.cycles)
 
 
 def make_theirs(c: trm.Config, batch: dict[str, np.ndarray]) -> Callable[[], float]:
@@ -203,8 +197,7 @@ def language_ours(c: language.Config, batch: dict[str, np.ndarray]) -> Callable[
     o = config_lib.Optim(
         lr=1e-3, b2=0.99, weight_decay=0.1, schedule="constant", decayed=r"(^|/)(w|embed|pos)[^/]*$", undecayed=r"(^|/)scale"
     )
-    layout = one_device()
-    return ours(language.make_task(config_lib.Config(model=c), layout.shard, len(batch["tokens"])), o, layout, batch)
+    return ours(language.make_task, c, o, batch)
 
 
 def language_theirs(c: language.Config, batch: dict[str, np.ndarray]) -> Callable[[], float]:
@@ -281,10 +274,9 @@ def higgs_batch(c: audio_language.Config, batch: int, text: int, times: int) -> 
 def higgs_ours(
     c: audio_language.Config, adapters: config_lib.Lora, batch: dict[str, np.ndarray], *, gathered: bool = True
 ) -> Callable[[], float]:
-    o, layout = config_lib.Optim(lr=2e-4, b2=0.95, weight_decay=0.01, schedule="constant"), one_device()
-    config = config_lib.Config(model=c, lora=adapters)
-    task = audio_language.make_task(config, layout.shard, len(batch["index"]), gathered=gathered)
-    return ours(lora.adapt(task, adapters), o, layout, batch)
+    o = config_lib.Optim(lr=2e-4, b2=0.95, weight_decay=0.01, schedule="constant")
+    make_task = functools.partial(audio_language.make_task, gathered=gathered)
+    return ours(make_task, c, o, batch, adapters=adapters)
 
 
 def higgs_theirs(c: audio_language.Config, adapters: config_lib.Lora, batch: dict[str, np.ndarray]) -> Callable[[], float]:
