@@ -113,7 +113,7 @@ class StartUp:
 
 
 def _process_start() -> float:
-    """[s since 1970] where /proc tells (proc(5): stat, field 22, in clock ticks since boot); else now."""
+    """This process's start [s since 1970], from /proc (proc(5): stat, field 22, in clock ticks since boot); else now."""
     try:
         with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
             ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
@@ -123,7 +123,7 @@ def _process_start() -> float:
 
 
 def progress_line(step: int, steps: int, loss: float, rates: Mapping[str, float], *, slowest: str | None = None) -> str:
-    """``slowest``, the loader's stage that takes most time, is named where waiting for data is worth mending."""
+    """The text of the progress line. ``slowest``, the loader's slowest stage, is named where waiting takes long."""
     blame = f" (most in {slowest})" if slowest and rates["data_wait_share"] >= WORTH_NAMING else ""
     return (
         f"step {step}/{steps}  loss {loss:.4f}  {rates['samples_per_second']:.1f} samples/s  MFU {rates['mfu']:.1%}  "

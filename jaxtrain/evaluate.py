@@ -13,7 +13,7 @@ from jaxtrain.state import TrainState
 
 
 class Evaluator:
-    """Evaluates a state, writes its record, and tells `Saves` how good it is. Every process calls the same methods."""
+    """Evaluates a state, writes its record, and scores its checkpoint. Every process calls the same methods."""
 
     def __init__(self, assembly: Assembly, data: Data, programs: Programs, log: Log, saves: Saves, host: Host):
         self._config, self._task = assembly.config, assembly.task

@@ -35,7 +35,7 @@ def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
     leading = {name: {_rows(index, x.shape[0]) for index in _indices(x).values()} for name, x in batch.items()}
     ranges = next(iter(leading.values()))
     if any(other != ranges for other in leading.values()):
-        raise ValueError(f"all fields of a batch must be split alike over rows, and they are split as {leading}")
+        raise ValueError(f"all fields of a batch must be split over rows in the same way, and they are split as {leading}")
     return Rows(next(iter(batch.values())).shape[0], tuple(sorted(ranges)))
 
 
@@ -63,7 +63,7 @@ def put(host: Mapping[str, list[np.ndarray]], batch: Mapping[str, jax.ShapeDtype
 
 
 def blank(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
-    """A batch of zeros, for a step that will come to nothing."""
+    """A batch of zeros, for a step that will be skipped."""
     return {name: jax.jit(lambda x=x: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)() for name, x in batch.items()}
 
 
@@ -124,7 +124,7 @@ class Feed:
                 pass
         with self._queue.mutex:
             self._queue.queue.clear()
-        self._queue.put(_END)  # a consumer that still waits is let go
+        self._queue.put(_END)  # releases a consumer that still waits
 
     def _run(self, batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> None:
         try:

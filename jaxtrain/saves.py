@@ -17,7 +17,7 @@ class Saves:
     """A context: saves are asynchronous, and leaving it waits for the last one. Every process calls the same methods.
 
     Attributes:
-      history: what the run knows besides its state, and saves with it.
+      history: facts about the run that are saved with its state.
     """
 
     def __init__(self, assembly: Assembly, data: Data):

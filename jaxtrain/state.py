@@ -91,8 +91,8 @@ def make_batch(task: Task, layout: Layout, fields: Mapping[str, Any], batch: int
 def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout, *, offload: bool) -> PyTree:
     """Moments live where their parameter does; counters are everywhere.
 
-    What a rule keeps beside (means of rows, scales of blocks) has its parameter's rank, and is split as it is along each
-    dimension that still divides.
+    Other statistics of an update rule (means of rows, scales of blocks) have their parameter's rank, and are split as it is
+    along each dimension that still divides.
     """
     if offload and isinstance(layout.mesh, jax.sharding.Mesh):  # a plan's mesh may be of devices that are not here
         device = layout.mesh.devices.flat[0]

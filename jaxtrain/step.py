@@ -6,10 +6,10 @@ reduction over "data" would sit inside the scan, once per microbatch. Here the s
 parameters are first cast to varying over "data": else the transpose of their broadcast puts the reduction back inside.
 The axes "fsdp" and "model" stay automatic.
 
-A step may come to nothing, alike on all processes, because what it decides from is one number on all of them: when its
-gradient norm is not finite or a spike (`config.Guard`), the parameters, moments, averages and carry stay as they were and
-only the position moves on; when any process asks to stop, not even that, so that what is saved then is a whole step. No host
-waits for either: the state is selected on the device.
+A step may be skipped, identically on every process, because the decision is taken from one number that all of them have.
+When its gradient norm is not finite, or a spike (`jaxtrain.guard`), the parameters, moments, averages and carry stay as they
+were and only the position advances. When any process asks to stop, not even that, so that the state saved then is that of a
+whole step. No host waits for either decision: the state is selected on the device.
 """
 
 import functools
@@ -184,8 +184,8 @@ def gradients(
         if grouped:
             sums = jax.lax.psum(sums, DATA)
             if carry is not None:
-                carry = jax.tree.map(lambda x, p: x if DATA in p else _alike(x), carry, carry_parts)
-        # What the loss leaves alone is alike on every group already, and needs no reduction.
+                carry = jax.tree.map(lambda x, p: x if DATA in p else _equalised(x), carry, carry_parts)
+        # A carry that the loss does not touch is identical on every group already, and needs no reduction.
         return *sums, given if carry is None else carry
 
     if grouped:
@@ -265,8 +265,8 @@ def _carry_partition(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(DATA if axis == "batch" else None for axis in spec.axes))
 
 
-def _alike(x: Array) -> Array:
-    """What is not a row's own must leave every group alike: a mean, which changes nothing that already is.
+def _equalised(x: Array) -> Array:
+    """An array that is not a row's own, made the same on every group: by its mean, which leaves equal arrays as they are.
 
     A count has no mean of its own type, and is the same everywhere already.
     """

@@ -1,4 +1,4 @@
-"""The few shapes that every room of the program agrees on."""
+"""The types that every module agrees on."""
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ def _no_progress(variables: Variables, batch: Batch) -> dict[str, Array]:
 
 
 class Trial(NamedTuple):
-    """What a task does at an evaluation besides summing over the test split."""
+    """A measurement that an evaluation makes besides summing over the test split."""
 
     run: Callable[[Variables], PyTree]  # on the devices of all processes; arrays
     judge: Callable[[PyTree], tuple[dict[str, float], list[dict[str, Any]]]]  # on one host -> for the record, for samples.jsonl

@@ -85,7 +85,7 @@ class TensorboardWriter:
 
 
 class WandbWriter:
-    """A Weights & Biases run whose id is kept in workdir/wandb_id, so that a resumed run goes on in the same one."""
+    """A Weights & Biases run whose id is kept in workdir/wandb_id, so that a resumed run continues it."""
 
     def __init__(self, workdir: str, project: str, config: Mapping[str, Any]):
         import wandb
@@ -104,7 +104,7 @@ class WandbWriter:
 
 
 def make_writers(config: Config, step: int) -> list[Writer]:
-    """The writers that a config asks for, ready to go on after ``step``."""
+    """The writers that a config asks for, continued after ``step``."""
     writers: list[Writer] = [JsonlWriter(config.workdir, step)]
     if config.metrics.tensorboard:
         writers.append(TensorboardWriter(config.workdir, step))
