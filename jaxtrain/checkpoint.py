@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtrain import checksums, distributed, specs, stored
+from jaxtrain import checksums, cluster, specs, stored
 from jaxtrain import config as config_lib
 from jaxtrain import state as state_lib
 from jaxtrain.state import Plan, TrainState
@@ -73,7 +73,7 @@ class Checkpointer:
         self._meta = {
             "config": json.loads(config_lib.to_json(config)),
             "parameters": specs.digest(task.specs),
-            "versions": distributed.versions(),
+            "versions": cluster.versions(),
         }
         self._path = _folder(config.checkpoint.folder or os.path.join(config.workdir, "checkpoints"))
         self._path.mkdir(parents=True, exist_ok=True)
@@ -158,8 +158,8 @@ class Checkpointer:
         """
         self._finish()
         steps = [step for step in sorted(self._manager.all_steps(), reverse=True) if step <= before and self.is_due(step)]
-        for step in distributed.agree_on(steps):
-            if not distributed.agree(bool(self._damage(self._path / str(step)))):
+        for step in cluster.agree_on(steps):
+            if not cluster.agree(bool(self._damage(self._path / str(step)))):
                 saved = self._manager.restore(
                     step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_saved(plan.state)))
                 )["state"]
@@ -169,7 +169,7 @@ class Checkpointer:
     def is_finished(self) -> bool:
         """Whether the run has ended with a step of weights only, from which nothing can go on."""
         last = self._path / str(self._config.train.steps)
-        return bool(distributed.agree(last.exists() and bool(_read_meta(last).get("weights_only"))))
+        return bool(cluster.agree(last.exists() and bool(_read_meta(last).get("weights_only"))))
 
     def poll(self) -> None:
         """Lets the checksums of a step be written once it is whole. Costs nothing; call it every step."""
@@ -249,9 +249,9 @@ class Checkpointer:
 
     def _newest(self, manager: ocp.CheckpointManager, path: epath.Path, plan: Plan, data: Mapping[str, Any]) -> Restored | None:
         steps = sorted(manager.all_steps(), reverse=True)
-        for step in distributed.agree_on(steps):
+        for step in cluster.agree_on(steps):
             damage = self._damage(path / str(step))
-            if distributed.agree(bool(damage)):
+            if cluster.agree(bool(damage)):
                 log.warning("checkpoint %s is damaged and is left alone: %s", path / str(step), damage)
                 continue
             try:
@@ -358,15 +358,15 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
     """
     if jax.process_count() == 1:
         return
-    token = f".shared-{distributed.agree(uuid.uuid4().int % 2**31)}"
+    token = f".shared-{cluster.agree(uuid.uuid4().int % 2**31)}"
     if jax.process_index() == 0:
         (folder / token).write_text("")
-    distributed.agree(0)  # it is there from here on
+    cluster.agree(0)  # it is there from here on
     deadline = time.monotonic() + seconds
     while not (found := (folder / token).exists()) and time.monotonic() < deadline:
         list(folder.iterdir())  # makes some network file systems look again
         time.sleep(0.2)
-    blind = [i for i, seen in enumerate(distributed.gather(int(found))) if not seen]
+    blind = [i for i, seen in enumerate(cluster.gather(int(found))) if not seen]
     if jax.process_index() == 0:
         (folder / token).unlink()
     if blind:

@@ -29,7 +29,7 @@ import numpy as np
 import optax
 from jax.interpreters import partial_eval
 
-from jaxtrain import chips, compiler, distributed, feed, hlo, liveness, lora, optim, specs
+from jaxtrain import chips, cluster, compiler, feed, hlo, liveness, lora, optim, specs
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
@@ -321,7 +321,7 @@ def refuse(assembly: Assembly, traced: jax.stages.Traced) -> None:
     needed = estimate(assembly, traced, target)
     size, factor = _certain(assembly, needed, target), 1.0
     told = f"at least {_bytes(size)}"
-    if distributed.agree(size <= memory < (1 + SLACK) * needed.peak):
+    if cluster.agree(size <= memory < (1 + SLACK) * needed.peak):
         log.info("a step may need more memory than there is: it is compiled now, to be sure")
         try:
             size = compiled(assembly, traced).peak

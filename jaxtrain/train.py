@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jaxtrain import checkpoint as checkpoint_lib
-from jaxtrain import cluster, compiler, distributed, feed, gce, lora, metrics, optim, rendezvous, specs, warm_start
+from jaxtrain import cluster, compiler, feed, lora, metrics, optim, specs, warm_start
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import plan as plan_lib
@@ -31,7 +31,7 @@ log = logging.getLogger("jaxtrain")
 USER_ERRORS = (
     config_lib.ConfigError,
     cluster.ClusterError,
-    rendezvous.RendezvousError,
+    cluster.RendezvousError,
     layout_lib.LayoutError,
     plan_lib.PlanError,
     optim.OptimError,
@@ -65,18 +65,18 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     start_up.done("imports and config")
 
     # 1. Processes meet; process 0 has the console, and each its log.
-    stop = closing.enter_context(contextlib.closing(distributed.StopSignals(config.preemption.signals)))
-    closing.callback(gce.Notices(gce.server(os.environ), stop.ask).close)
-    found = distributed.find()
+    stop = closing.enter_context(contextlib.closing(cluster.StopSignals(config.preemption.signals)))
+    closing.callback(cluster.Notices(cluster.metadata_server(os.environ), stop.ask).close)
+    found = cluster.find()
     logs = os.path.join(config.workdir, "logs")
     console = metrics.start_console(process=found.process, folder=logs)
     closing.callback(console.finish)
     try:
-        distributed.initialize(found, config, leave=stop.check)
-    except rendezvous.Stopped as error:
+        cluster.initialize(found, config, leave=stop.check)
+    except cluster.Stopped as error:
         raise Preempted(f"ended by {stop.reason}: {error}") from error
     stop.install()  # jax.distributed takes SIGTERM for itself
-    watchdog = distributed.Watchdog(
+    watchdog = cluster.Watchdog(
         logs,
         process=found.process,
         processes=found.processes,
@@ -149,9 +149,9 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     else:
         state, step, history = _initial_state(config, task, tx, plan), 0, checkpoint_lib.History()
     offset = history.offset
-    if distributed.is_main():
+    if cluster.is_main():
         config_lib.save(config, config.workdir)
-    writers = metrics.make_writers(config, step) if distributed.is_main() else []
+    writers = metrics.make_writers(config, step) if cluster.is_main() else []
     for writer in writers:
         closing.callback(writer.close)
     if step >= config.train.steps:
@@ -183,7 +183,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     alike = {"data": json.dumps(loader.state(0)), "evaluation": "".join(x.as_text() for x in evaluations)}
     if step < config.train.steps:
         alike["step"] = lowered(program_of(step)).as_text()
-    distributed.compare(alike)
+    cluster.compare(alike)
     if problem := _best_problem(config, task, evaluations[0].out_info if test.n_batches else None):
         raise config_lib.ConfigError([("checkpoint.best", problem)])
     programs = closing.enter_context(
@@ -205,7 +205,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     )
     skipped_in_a_row, last_good, gone_bad, begins = 0, step, False, step
     population = getattr(loader, "population", None)
-    mixing = Mixing(population) if population and "index" in plan.batch and distributed.is_main() else None
+    mixing = Mixing(population) if population and "index" in plan.batch and cluster.is_main() else None
 
     progress = jax.jit(task.progress, out_shardings=layout.replicated())
     trials = [(trial, jax.jit(trial.run, out_shardings=layout.replicated())) for trial in task.trials]
@@ -224,7 +224,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
             sums.append(eval_steps[test_kinds.at(i)](variables, batch))
             if i == 0:
                 pictures = progress(variables, batch)  # every process takes part
-        if distributed.is_main():
+        if cluster.is_main():
             named = {f"step{step:06}_{name}": images for name, images in pictures.items()}
             metrics.write_pictures(os.path.join(config.workdir, "pictures"), named)
         record, samples = task.finish(metrics.mean(sums)), []
@@ -233,7 +233,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
             numbers, lines = trial.judge(jax.device_get(attempt(variables)))
             record |= numbers
             samples += lines
-        if samples and distributed.is_main():
+        if samples and cluster.is_main():
             metrics.write_samples(config.workdir, step, samples)
         for writer in writers:
             writer.write(step, "test", record)
@@ -312,11 +312,11 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
     # 8. The loop. A step is reported one late, so that the device always has its next one before we wait; where we wait
     #    anyway, for a checkpoint or an evaluation, at once.
     latest, pending, last = [feed.blank(batch) for batch in batches], None, {}
-    distributed.barrier("compiled")
+    cluster.barrier("compiled")
     watchdog.beat(f"step {step + 1}")
     meter.begin(step, stream.waited)
     if restored and test.n_batches and _looks(config, step):
-        if not distributed.agree(metrics.is_written(config.workdir, step, "test")):
+        if not cluster.agree(metrics.is_written(config.workdir, step, "test")):
             last = evaluate(step)  # a kill came between the checkpoint and its evaluation
             checkpointer.score(step, last)
     while step < config.train.steps and not checkpointer.stalled(step):
@@ -327,7 +327,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
         batch = latest[shape]
         if item and step == 1:
             pictures = jax.jit(task.pictures, out_shardings=layout.replicated())(batch)  # every process takes part
-            if distributed.is_main():
+            if cluster.is_main():
                 metrics.write_pictures(os.path.join(config.workdir, "pictures"), pictures)
         asked = stop.check()
         with jax.transfer_guard("disallow"):
@@ -393,8 +393,8 @@ def _warm_start(config: config_lib.Config, table: dict[str, jax.ShapeDtypeStruct
     """What lays the source's arrays over initial parameters: both arguments of `state.init_state`. No source has adapters."""
     if not config.warm_start.source:
         return (lambda params, given: params), {}
-    problems = warm_start.damage(config.warm_start) if distributed.is_main() else []
-    if distributed.agree(len(problems)):
+    problems = warm_start.damage(config.warm_start) if cluster.is_main() else []
+    if cluster.agree(len(problems)):
         raise warm_start.WarmStartError(config.warm_start.source, problems or ["process 0 found it damaged"])
     table = {path: x for path, x in table.items() if not lora.is_adapter(path)}
     source = warm_start.open_source(config.warm_start)

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtrain import cluster, lora
 from jaxtrain import config as config_lib
-from jaxtrain import distributed, lora
 from jaxtrain import specs as specs_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
@@ -51,7 +51,7 @@ class Run:
         )  # fmt: skip
         step = step.lower(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
         self.step = step.compile(SOON)
-        distributed.barrier("compiled")  # the first collective waits for half a minute only
+        cluster.barrier("compiled")  # the first collective waits for half a minute only
         self.go_on = step_lib.put_stop(self.layout, False)
 
     def init(self):

@@ -12,8 +12,8 @@ FLOORS = (
     {"plan"},
     {"state", "step", "feed", "checkpoint", "warm_start"},
     {"workloads"},
-    {"layout", "specs", "optim", "rules", "lora", "environments", "metrics", "distributed", "nn", "compiler"},
-    {"types", "config", "checksums", "stored", "cluster", "rendezvous", "gce", "chips", "hlo", "liveness"},
+    {"layout", "specs", "optim", "rules", "lora", "environments", "metrics", "cluster", "nn", "compiler"},
+    {"types", "config", "checksums", "stored", "chips", "hlo", "liveness"},
 )
 # Neighbours on one floor, and why.
 ALLOWED = {
