@@ -15,12 +15,13 @@ import numpy as np
 import optax
 
 from jaxtrain import checkpoint as checkpoint_lib
-from jaxtrain import cluster, compiler, feed, lora, metrics, optim, specs, warm_start
+from jaxtrain import cluster, compiler, feed, lora, metrics, optim, specs
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import plan as plan_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
+from jaxtrain.checkpoint import warm_start
 from jaxtrain.types import Batch, Mean, PyTree, Task
 from loaders.base import DataError
 from loaders.mixing import Mixing

@@ -9,16 +9,17 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = (
     {"main"},
     {"train"},
-    {"plan"},
-    {"state", "step", "feed", "checkpoint", "warm_start"},
-    {"workloads"},
-    {"layout", "specs", "optim", "rules", "lora", "environments", "metrics", "cluster", "nn", "compiler"},
-    {"types", "config", "checksums", "stored", "chips", "hlo", "liveness"},
+    {"plan", "checkpoint", "workloads", "step", "feed"},
+    {"state", "optim", "rules", "layout", "specs", "nn", "lora", "environments", "metrics", "cluster", "compiler"},
+    {"types", "config", "chips", "hlo", "liveness"},
 )
 # Neighbours on one floor, and why.
 ALLOWED = {
-    ("step", "state"): "a step maps a TrainState to the next, under its Plan",
-    ("checkpoint", "state"): "a checkpoint is restored into a Plan",
+    ("plan", "feed"): "a plan counts the rows that a process holds",
+    ("plan", "step"): "a plan traces and compiles the real step",
+    ("workloads", "checkpoint"): "a workload reads and exports the arrays of others",
+    ("state", "layout"): "a state is planned with its shardings",
+    ("state", "specs"): "a state is made from the parameter table",
     ("specs", "layout"): "abstract arrays carry the layout's shardings",
     ("nn", "specs"): "layers that workloads share come with their part of the table",
     ("lora", "specs"): "adapters are chosen by the paths of the parameter table",

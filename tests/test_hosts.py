@@ -19,7 +19,7 @@ import pytest
 from test_reliability import cluster, step_of, wait_for
 from test_train import ROOT, command, corpus, folder, free_port, records, run  # noqa: F401
 
-from jaxtrain import stored
+from jaxtrain.checkpoint import read as stored
 from jaxtrain.cluster import notices
 from loaders import _rust, spectrogram
 from loaders.base import Rows

@@ -18,10 +18,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import feed, optim, stored
+from jaxtrain import feed, optim
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
+from jaxtrain.checkpoint import read as stored
 from jaxtrain.workloads import bird
 from loaders import demo, spectrogram
 from loaders.base import Rows

@@ -32,8 +32,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import cluster, feed, specs, stored
+from jaxtrain import cluster, feed, specs
 from jaxtrain import config as config_lib
+from jaxtrain.checkpoint import read as stored
 from jaxtrain.layout import Layout, make_layout, make_mesh
 from jaxtrain.nn import vit
 from jaxtrain.types import PyTree

@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain import specs as specs_lib
-from jaxtrain import stored
+from jaxtrain.checkpoint import read as stored
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import remat, sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy

@@ -21,38 +21,31 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtrain import checksums, cluster, specs, stored
+from jaxtrain import cluster, specs
 from jaxtrain import config as config_lib
-from jaxtrain import state as state_lib
-from jaxtrain.state import Plan, TrainState
+from jaxtrain.checkpoint import checksums
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.checkpoint.history import CheckpointError, History, Scores
 from jaxtrain.types import Task
 
+if TYPE_CHECKING:  # a state is rebuilt from the plan's, so that who only reads a step imports no trainer
+    from jaxtrain.state import Plan, TrainState
+
 log = logging.getLogger("jaxtrain")
-
-
-class CheckpointError(RuntimeError):
-    """Saved state that cannot be gone on from. Never followed by a silent fresh start."""
-
-
-class History(NamedTuple):
-    """What a run knows besides its state, and saves with it."""
-
-    offset: int = 0  # batches that were of other data: position = step - offset
-    rewinds: int = 0  # times that bad steps took the run back to a checkpoint
 
 
 class Restored(NamedTuple):
     """A state to go on from."""
 
-    state: TrainState
+    state: "TrainState"
     step: int  # batches read so far
     history: History
     source: epath.Path
@@ -78,7 +71,7 @@ class Checkpointer:
         self._path = _folder(config.checkpoint.folder or os.path.join(config.workdir, "checkpoints"))
         self._path.mkdir(parents=True, exist_ok=True)
         _check_shared(self._path)
-        self._scores = _Scores(self._path.parent / "best.json", config.checkpoint, config.train.min_delta)
+        self._scores = Scores(self._path.parent / "best.json", config.checkpoint, config.train.min_delta)
         keep = [policies.LatestN(config.checkpoint.keep), self._scores]
         if config.checkpoint.keep_every:
             keep.append(policies.EveryNSteps(config.checkpoint.keep_every))
@@ -92,7 +85,7 @@ class Checkpointer:
     def is_due(self, step: int) -> bool:
         return step % self._config.checkpoint.every == 0 or step == self._config.train.steps
 
-    def save(self, step: int, state: TrainState, data: Mapping[str, Any], history: History) -> Saved:
+    def save(self, step: int, state: "TrainState", data: Mapping[str, Any], history: History) -> Saved:
         """Starts to save ``state``, unless ``step`` is saved already; first waits for the save before to end.
 
         Raises CheckpointError when that one failed, or this one at once, unless config.checkpoint.on_error is "continue".
@@ -129,7 +122,7 @@ class Checkpointer:
         train, since = self._config.train, self._scores.progress
         return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
 
-    def restore(self, plan: Plan, data: Mapping[str, Any]) -> Restored | None:
+    def restore(self, plan: "Plan", data: Mapping[str, Any]) -> Restored | None:
         """The state to go on from; None when there is none anywhere.
 
         1. The newest checkpoint of this workdir that can be read.
@@ -151,7 +144,7 @@ class Checkpointer:
                 raise CheckpointError(f"config.resume.path: {path} holds no checkpoint")
         return found
 
-    def rewind(self, plan: Plan, before: int) -> tuple[TrainState, int] | None:
+    def rewind(self, plan: "Plan", before: int) -> "tuple[TrainState, int] | None":
         """The newest saved state of at most ``before`` batches, and its step; None when there is none that can be read.
 
         Of the regular saves, so that it is the same one however often the run was interrupted.
@@ -247,7 +240,9 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             return _first_line(error)
 
-    def _newest(self, manager: ocp.CheckpointManager, path: epath.Path, plan: Plan, data: Mapping[str, Any]) -> Restored | None:
+    def _newest(
+        self, manager: ocp.CheckpointManager, path: epath.Path, plan: "Plan", data: Mapping[str, Any]
+    ) -> Restored | None:
         steps = sorted(manager.all_steps(), reverse=True)
         for step in cluster.agree_on(steps):
             damage = self._damage(path / str(step))
@@ -305,47 +300,6 @@ class Checkpointer:
         )
 
 
-class _Scores:
-    """Which step is the best so far, kept in workdir/best.json; as an Orbax preservation policy, it keeps that one.
-
-    best.json also has the step and value of the last progress: of an improvement on the one before by more than min_delta.
-    """
-
-    def __init__(self, path: epath.Path, config: config_lib.Checkpoint, min_delta: float):
-        self._min_delta = min_delta
-        self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
-        self._best: dict[str, Any] = json.loads(path.read_text()) if config.best and path.exists() else {}
-
-    def add(self, step: int, record: Mapping[str, float]) -> None:
-        if not self._name:
-            return
-        if self._name not in record:
-            raise CheckpointError(f"config.checkpoint.best names {self._name!r}; an evaluation has {', '.join(sorted(record))}")
-        new = {"step": step, "value": record[self._name]}
-
-        def beats(old: Mapping[str, Any] | None, by: float = 0.0) -> bool:
-            return not old or self._sign * (new["value"] - old["value"]) > by
-
-        progress = new if beats(self._best.get("progress"), self._min_delta) else self._best["progress"]
-        best = new if beats(self._best) else {name: self._best[name] for name in new}
-        changed = {**best, "metric": self._name, "progress": progress}
-        if changed != self._best:
-            self._best = changed
-            if jax.process_index() == 0:
-                temporary = self._path.parent / f"{self._path.name}.new"
-                temporary.write_text(json.dumps(self._best))
-                temporary.replace(self._path)
-
-    @property
-    def progress(self) -> int | None:
-        """The step of the last progress; None before the first evaluation."""
-        return self._best["progress"]["step"] if "progress" in self._best else None
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        del context
-        return [checkpoint.step == self._best.get("step") for checkpoint in checkpoints]
-
-
 def _folder(path: str) -> epath.Path:
     """A folder by its absolute path or its URL."""
     return epath.Path(path) if "://" in path else epath.Path(path).expanduser().absolute()
@@ -385,12 +339,15 @@ def _read_meta(step: epath.Path) -> dict[str, Any]:
         return {}
 
 
-def _state(saved: Mapping[str, Any], plan: Plan) -> TrainState:
+def _state(saved: Mapping[str, Any], plan: "Plan") -> "TrainState":
     variables = plan.state.variables._replace(params=saved["params"], carry=saved["carry"])
-    return TrainState(saved["step"], variables, saved["opt_state"], saved["ema"], state_lib.Norms(**saved["norms"]))
+    norms = plan.state.norms._replace(**saved["norms"])
+    return plan.state.replace(
+        step=saved["step"], variables=variables, opt_state=saved["opt_state"], ema=saved["ema"], norms=norms
+    )
 
 
-def _saved(state: TrainState) -> dict[str, Any]:
+def _saved(state: "TrainState") -> dict[str, Any]:
     """What of a state goes to disk. The keys are part of the format."""
     return {
         "step": state.step,
