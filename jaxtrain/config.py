@@ -82,7 +82,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Optim:
-    """A rule (`jaxtrain.optim.RULES` has the formulas) behind a clip of the global gradient norm."""
+    """A rule (`jaxtrain.optim.update_rules.UPDATE_RULES` has the formulas) behind a clip of the global gradient norm."""
 
     name: str = "adamw"  # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd (of a table: only the rows that are read)
     lr: float = 1e-4  # [1/step] peak learning rate

@@ -10,7 +10,7 @@ FLOORS = (
     {"main"},
     {"train"},
     {"plan", "checkpoint", "workloads", "step", "feed"},
-    {"state", "optim", "rules", "layout", "specs", "nn", "lora", "environments", "metrics", "cluster", "compiler"},
+    {"state", "optim", "layout", "specs", "nn", "lora", "environments", "metrics", "cluster", "compiler"},
     {"types", "config", "chips", "hlo", "liveness"},
 )
 # Neighbours on one floor, and why.
@@ -23,8 +23,6 @@ ALLOWED = {
     ("specs", "layout"): "abstract arrays carry the layout's shardings",
     ("nn", "specs"): "layers that workloads share come with their part of the table",
     ("lora", "specs"): "adapters are chosen by the paths of the parameter table",
-    ("optim", "rules"): "an optimizer is made of rules",
-    ("rules", "specs"): "a rule for matrices knows its parameters by path",
     ("optim", "specs"): "groups are chosen by the paths of the parameter table",
 }
 NO_ROOMS = {"utils", "helpers", "common", "base_trainer", "registry", "callbacks", "hooks"}
