@@ -19,6 +19,7 @@ from jaxtrain.cluster import discover, notices, rendezvous
 from jaxtrain.cluster.discover import Cluster
 from jaxtrain.cluster.rendezvous import RendezvousError
 from jaxtrain.config import Config, to_json
+from loaders import machine
 
 log = logging.getLogger("jaxtrain")
 
@@ -125,10 +126,7 @@ def _entries(folder: str) -> list[str]:
 def use_compilation_cache() -> None:
     """Keeps compiled programs between runs, unless JAX_COMPILATION_CACHE_DIR already says where."""
     if not jax.config.jax_compilation_cache_dir:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        jax.config.update(
-            "jax_compilation_cache_dir", os.path.join(os.environ.get("JAXTRAIN_CACHE") or f"{base}/jaxtrain", "xla")
-        )
+        jax.config.update("jax_compilation_cache_dir", str(machine.cache_folder("xla")))
 
 
 def use_threads_for_host_devices() -> None:
