@@ -131,7 +131,7 @@ class Assembly(NamedTuple):
 
 def assemble(config: config_lib.Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Assembly:
     """Raises LayoutError and OptimError, as a run would."""
-    layout = layout_lib.make_layout(mesh, config.mesh.rules)
+    layout = layout_lib.make_layout(mesh, config.mesh.axis_rules)
     task = importlib.import_module(config.workload).make_task(config, layout.shard, config.train.batch)
     task = lora.adapt(task, config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
@@ -580,7 +580,7 @@ def _rules(assembly: Assembly) -> Iterator[str]:
 
 
 def _splits(layout: layout_lib.Layout, axis: str) -> bool:
-    return any(layout.mesh.shape[name] > 1 for name in layout.rules[axis].rstrip("?").split(",") if name)
+    return any(layout.mesh.shape[name] > 1 for name in layout.axis_rules[axis].rstrip("?").split(",") if name)
 
 
 def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Iterator[tuple[str, str, bool]]:

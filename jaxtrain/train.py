@@ -88,7 +88,7 @@ def _run(config: config_lib.Config, closing: contextlib.ExitStack) -> dict[str, 
 
     # 2. Devices, and the rules by which arrays live on them.
     mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
-    layout = layout_lib.make_layout(mesh, config.mesh.rules)
+    layout = layout_lib.make_layout(mesh, config.mesh.axis_rules)
     options = compiler.options(config.compiler, mesh.devices.flat[0].device_kind, count=mesh.size, device=mesh.local_devices[0])
     start_up.done("processes and devices")
 

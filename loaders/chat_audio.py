@@ -43,7 +43,7 @@ log = logging.getLogger("jaxtrain")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(checks.DataSection):
     manifest: str = ""  # [path] JSON list of samples
     test: str = ""  # [path] manifest to test on; empty = a share of the first
     test_share: float = 0.05  # [share] of the samples kept for testing where no path holds any, chosen by number

@@ -1,4 +1,4 @@
-"""The sentences about numbers out of range and unknown names, for the ``problems()`` of configs.
+"""Sections of a config that can name their own mistakes, and the sentences about numbers out of range and unknown names.
 
 Each function yields (field, text) for every field that is wrong, and nothing when all is well:
 
@@ -16,6 +16,22 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Problems = Iterator[tuple[str, str]]
+
+
+class Section:
+    """A part of a config: the base class of its frozen dataclasses."""
+
+    def problems(self) -> Problems:
+        """Yields (field, what is wrong and the remedy) for every mistake that shows in the values, without reading data."""
+        return iter(())
+
+
+class DataSection(Section):
+    """The section ``data`` of a config: the base class of a loader's ``Config``."""
+
+    def exists(self) -> bool:
+        """Whether the data are there; False when reading their facts would first have to make them."""
+        return True
 
 
 def at_least(section: Any, low: float, *names: str) -> Problems:

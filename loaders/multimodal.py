@@ -56,7 +56,7 @@ MADE = ("demo", "blank")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(checks.DataSection):
     path: str = (
         "demo"  # [path] folder of dataset.json; "demo": a film and its viewers, generated at the first use; "blank": `BLANK`
     )

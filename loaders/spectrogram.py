@@ -70,7 +70,7 @@ CACHED_SHARDS = 16  # fewer are indexed in less time than is worth a file
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(checks.DataSection):
     """What is read, and how fast. Fields from ``bad_budget`` on change no number."""
 
     train: str = "demo"  # [path] folder or glob of shards, or "demo": synthetic birds, made at the first use

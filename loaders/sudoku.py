@@ -56,7 +56,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(checks.DataSection):
     sources: tuple[Source, ...] = (Source(),)  # [sources] what a batch is mixed from
     seed: int = 0  # [seed] of what is generated, and of which rows of a CSV are drawn
 

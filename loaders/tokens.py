@@ -70,7 +70,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(checks.DataSection):
     sources: tuple[Source, ...] = ()  # [sources] what rows are mixed from
     context: int = 1024  # [tokens] of a row
     packing: str = "best_fit"  # [name] best_fit, concat or random

@@ -228,11 +228,12 @@ def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):
             from dataclasses import dataclass
             import jax
             import jax.numpy as jnp
+            from jaxtrain.config import ModelSection
             from jaxtrain.specs import fan_in, zeros
             from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
 
             @dataclass(frozen=True)
-            class Config:
+            class Config(ModelSection):
                 n_classes: int | None = None  # [classes] as many as the data have
 
             def make_task(config, shard, batch):
