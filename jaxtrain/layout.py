@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtrain.config import AXIS_RULES
 from jaxtrain.types import Array, Axes
 
-MESH_AXES = ("data", "fsdp", "model")
+DATA = "data"  # the mesh axis of replicas, over which a step reduces its gradients once
+MESH_AXES = (DATA, "fsdp", "model")
 
 
 class LayoutError(ValueError):

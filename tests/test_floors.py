@@ -21,6 +21,7 @@ ALLOWED = {
     ("state", "layout"): "a state is planned with its shardings",
     ("state", "specs"): "a state is made from the parameter table",
     ("specs", "layout"): "abstract arrays carry the layout's shardings",
+    ("nn", "layout"): "statistics of the global batch are summed over the mesh axis of replicas",
     ("nn", "specs"): "layers that workloads share come with their part of the table",
     ("lora", "specs"): "adapters are chosen by the paths of the parameter table",
     ("optim", "specs"): "groups are chosen by the paths of the parameter table",
@@ -117,3 +118,16 @@ def test_nothing_imports_the_tools():
 def test_no_module_is_a_drawer():
     everything = [p for top in ("jaxtrain", "loaders", "configs", "tools") for p in (ROOT / top).rglob("*.py")]
     assert not [str(p) for p in everything if {p.stem, *p.relative_to(ROOT).parts} & NO_ROOMS]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="train.py keeps its loop's state in closures until it is rewritten; then remove this mark"
+)
+def test_no_function_rebinds_the_variables_of_another():
+    """State that changes belongs to an object with a name; a ``nonlocal`` hides it in a function's frame."""
+    assert not {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Nonlocal)
+    }
