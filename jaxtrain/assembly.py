@@ -86,7 +86,7 @@ def assemble(
     """
     if mesh is None:
         mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
-    layout = layout_lib.make_layout(mesh, config.mesh.rules)
+    layout = layout_lib.make_layout(mesh, config.mesh.axis_rules)
     make_task = make_task or importlib.import_module(config.workload).make_task
     task = lora.adapt(make_task(config, layout.shard, config.train.batch), config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import jax
 
-from jaxtrain import distributed, lora, specs, warm_start
+from jaxtrain import cluster, lora, specs
 from jaxtrain import state as state_lib
 from jaxtrain.assembly import Assembly
+from jaxtrain.checkpoint import warm_start
 from jaxtrain.saves import Saves
 from jaxtrain.state import TrainState
 from jaxtrain.types import PyTree
@@ -57,8 +58,8 @@ def _warm_start(assembly: Assembly) -> tuple[Callable[[PyTree, PyTree], PyTree],
     config = assembly.config.warm_start
     if not config.source:
         return (lambda params, given: params), {}
-    problems = warm_start.damage(config) if distributed.is_main() else []
-    if distributed.agree(len(problems)):
+    problems = warm_start.damage(config) if cluster.is_main() else []
+    if cluster.agree(len(problems)):
         raise warm_start.WarmStartError(config.source, problems or ["process 0 found it damaged"])
     variables = assembly.plan.state.variables
     table = {**_by_path(variables.params), **_by_path(variables.frozen)}

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxtrain import distributed, metrics, writers
+from jaxtrain import cluster, metrics, writers
 from jaxtrain.assembly import Assembly
 from jaxtrain.data import Data
 from jaxtrain.host import Host
@@ -49,6 +49,6 @@ class Evaluator:
 
     def if_missed(self, state: TrainState, step: int, *, due: bool) -> dict[str, float]:
         """Evaluates a restored state whose evaluation a kill came before; {} where there is none to make up for."""
-        if not step or not due or distributed.agree(writers.is_written(self._config.workdir, step, "test")):
+        if not step or not due or cluster.agree(writers.is_written(self._config.workdir, step, "test")):
             return {}
         return self(state, step)

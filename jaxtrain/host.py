@@ -3,8 +3,8 @@
 import contextlib
 import os
 
+from jaxtrain import cluster
 from jaxtrain import console as console_lib
-from jaxtrain import distributed, gce, rendezvous
 from jaxtrain.config import Config
 
 
@@ -33,21 +33,21 @@ class Host:
         config = self._config
         self.phase("imports and config")
         with contextlib.ExitStack() as stack:
-            self._signals = stack.enter_context(contextlib.closing(distributed.StopSignals(config.preemption.signals)))
-            stack.callback(gce.Notices(gce.server(os.environ), self._signals.ask).close)
-            cluster = distributed.find()
+            self._signals = stack.enter_context(contextlib.closing(cluster.StopSignals(config.preemption.signals)))
+            stack.callback(cluster.Notices(cluster.metadata_server(os.environ), self._signals.ask).close)
+            membership = cluster.find()
             logs = os.path.join(config.workdir, "logs")
-            self.console = console_lib.start_console(process=cluster.process, folder=logs)
+            self.console = console_lib.start_console(process=membership.process, folder=logs)
             stack.callback(self.console.finish)
             try:
-                distributed.initialize(cluster, config, leave=self._signals.check)
-            except rendezvous.Stopped as error:
+                cluster.initialize(membership, config, leave=self._signals.check)
+            except cluster.Stopped as error:
                 raise Preempted(f"ended by {self._signals.reason}: {error}") from error
             self._signals.install()  # jax.distributed takes SIGTERM for itself
-            self._watchdog = distributed.Watchdog(
+            self._watchdog = cluster.Watchdog(
                 logs,
-                process=cluster.process,
-                processes=cluster.processes,
+                process=membership.process,
+                processes=membership.processes,
                 timeout=config.distributed.step_timeout,
                 start_timeout=config.distributed.start_timeout,
             )
@@ -85,4 +85,4 @@ class Host:
 
     def meet(self, name: str) -> None:
         """Returns when every process has come here."""
-        distributed.barrier(name)
+        cluster.barrier(name)

@@ -1,8 +1,8 @@
 """Where arrays live: the mesh of devices, and the rules from logical axes to mesh axes.
 
-A rule (`config.RULES`, config.mesh.rules) names the mesh axes that a logical axis is split over, in order: ``"fsdp"``,
-``"data,fsdp"``, ``""`` (stays whole). A trailing ``?`` allows a dimension that does not divide to stay whole; without it that
-is an error, with the name of the parameter, never a silent replica.
+An axis rule (`config.AXIS_RULES`, config.mesh.axis_rules) names the mesh axes that a logical axis is split over, in order:
+``"fsdp"``, ``"data,fsdp"``, ``""`` (stays whole). A trailing ``?`` allows a dimension that does not divide to stay whole;
+without it that is an error, with the name of the parameter, never a silent replica.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain.config import RULES
+from jaxtrain.config import AXIS_RULES
 from jaxtrain.types import Array, Axes
 
-MESH_AXES = ("data", "fsdp", "model")
+DATA = "data"  # the mesh axis of replicas, over which a step reduces its gradients once
+MESH_AXES = (DATA, "fsdp", "model")
 
 
 class LayoutError(ValueError):
@@ -74,10 +75,10 @@ def abstract_mesh(data: int, fsdp: int, model: int, *, count: int, what: str) ->
 
 
 class Layout(NamedTuple):
-    """A mesh with rules. ``rules`` are complete: `make_layout` merges overrides into `RULES`."""
+    """A mesh with rules. ``axis_rules`` are complete: `make_layout` merges overrides into `AXIS_RULES`."""
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
-    rules: Mapping[str, str]
+    axis_rules: Mapping[str, str]
 
     def spec(self, axes: Axes, shape: Sequence[int], *, path: str = "array") -> PartitionSpec:
         """The partition of an array of ``shape`` whose dimensions have the logical names ``axes``.
@@ -92,16 +93,17 @@ class Layout(NamedTuple):
             if axis is None:
                 parts.append(None)
                 continue
-            if axis not in self.rules:
+            if axis not in self.axis_rules:
                 raise LayoutError(
-                    f"{path}: axis {axis!r} has no rule; there are {sorted(self.rules)}, and config.mesh.rules adds more"
+                    f"{path}: axis {axis!r} has no rule; expected one of: {sorted(self.axis_rules)}, or add a rule in "
+                    "config.mesh.axis_rules"
                 )
-            rule = self.rules[axis]
+            rule = self.axis_rules[axis]
             names = tuple(name for name in rule.rstrip("?").split(",") if name and self.mesh.shape[name] > 1)
             places = int(np.prod([self.mesh.shape[name] for name in names]))
             if size % places:
                 if not rule.endswith("?"):
-                    remedy = f"let it stay whole with config.mesh.rules = {{{axis!r}: '{rule}?'}}"
+                    remedy = f"let it stay whole with config.mesh.axis_rules = {{{axis!r}: '{rule}?'}}"
                     if axis == "batch":  # each device has rows of its own
                         remedy = f"make train.batch a multiple of {places}"
                     raise LayoutError(
@@ -132,7 +134,7 @@ class Layout(NamedTuple):
         """The mesh axes of more than one device that a logical axis is split over, if its size divides."""
         if axis is None:
             return ()
-        return tuple(n for n in self.rules[axis].rstrip("?").split(",") if n and self.mesh.shape[n] > 1)
+        return tuple(n for n in self.axis_rules[axis].rstrip("?").split(",") if n and self.mesh.shape[n] > 1)
 
 
 class Sharder(NamedTuple):
@@ -236,13 +238,13 @@ class Sharder(NamedTuple):
         return set() if context.empty else set(context.manual_axes)
 
 
-def make_layout(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Mapping[str, str]) -> Layout:
-    """`RULES` with overrides. Raises LayoutError for a rule that names no mesh axis."""
-    merged = {**RULES, **rules}
+def make_layout(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axis_rules: Mapping[str, str]) -> Layout:
+    """A layout of `AXIS_RULES` with overrides. Raises LayoutError for a rule that names no mesh axis."""
+    merged = {**AXIS_RULES, **axis_rules}
     for axis, rule in merged.items():
         unknown = [name for name in rule.rstrip("?").split(",") if name and name not in MESH_AXES]
         if unknown:
-            raise LayoutError(f"config.mesh.rules[{axis!r}] = {rule!r} names {unknown}; the mesh axes are {MESH_AXES}")
+            raise LayoutError(f"config.mesh.axis_rules[{axis!r}] = {rule!r} names {unknown}; the mesh axes are {MESH_AXES}")
     return Layout(mesh, merged)
 
 

@@ -4,13 +4,13 @@ import errno
 import sys
 from collections.abc import Sequence
 
-from jaxtrain import config, console, distributed, plan, train
+from jaxtrain import cluster, config, console, plan, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     console.start_console()
-    distributed.use_compilation_cache()
-    distributed.use_threads_for_host_devices()
+    cluster.use_compilation_cache()
+    cluster.use_threads_for_host_devices()
     try:
         arguments = config.parse_args(sys.argv[1:] if argv is None else argv)
         resolved = config.load(arguments.source, arguments.overrides)

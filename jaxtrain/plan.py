@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.interpreters import partial_eval
 
-from jaxtrain import chips, compiler, distributed, feed, hlo, liveness, specs
+from jaxtrain import chips, cluster, compiler, feed, hlo, liveness, specs
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
@@ -284,7 +284,7 @@ def refuse_if_too_large(assembly: Assembly) -> None:
     needed = estimate(assembly, traced, target)
     size, factor = _certain(assembly, needed, target), 1.0
     told = f"at least {_bytes(size)}"
-    if distributed.agree(size <= memory < (1 + SLACK) * needed.peak):
+    if cluster.agree(size <= memory < (1 + SLACK) * needed.peak):
         log.info("a step may need more memory than there is: it is compiled now, to be sure")
         try:
             size = compiled(assembly, traced).peak
@@ -543,7 +543,7 @@ def _rules(assembly: Assembly) -> Iterator[str]:
 
 
 def _splits(layout: layout_lib.Layout, axis: str) -> bool:
-    return any(layout.mesh.shape[name] > 1 for name in layout.rules[axis].rstrip("?").split(",") if name)
+    return any(layout.mesh.shape[name] > 1 for name in layout.axis_rules[axis].rstrip("?").split(",") if name)
 
 
 def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Iterator[tuple[str, str, bool]]:

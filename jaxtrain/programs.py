@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 import jax
 import numpy as np
 
-from jaxtrain import compiler, distributed
+from jaxtrain import cluster, compiler
 from jaxtrain import step as step_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.config import ConfigError
@@ -87,7 +87,7 @@ class Programs:
         texts = {"data": json.dumps(data.fingerprints()), "evaluation": "".join(x.as_text() for x in evaluations)}
         if first < config.train.steps:
             texts["step"] = lowered(key_of(first)).as_text()
-        distributed.compare(texts)
+        cluster.compare(texts)
         # 2. What an evaluation has is known now; hours of training later would be late.
         _check_best(assembly, evaluations[0].out_info if data.test.n_batches else None)
         # 3. Compile: the steps in a thread, the first of them awaited here.

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from jaxtrain import cluster, console, feed, metrics, writers
 from jaxtrain import config as config_lib
-from jaxtrain import console, distributed, feed, metrics, writers
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import Saved
 from jaxtrain.data import Data, Item
@@ -34,9 +34,9 @@ class Log:
         self._everywhere = assembly.layout.replicated()
         self.streak = Streak(config.guard, step=first)
         self._pending: tuple[int, Mapping[str, Mean], Item] | None = None
-        if distributed.is_main():
+        if cluster.is_main():
             config_lib.save(config, config.workdir)
-        self._writers = writers.make_writers(config, first) if distributed.is_main() else []
+        self._writers = writers.make_writers(config, first) if cluster.is_main() else []
         peak, source = metrics.peak_flops()
         log.info("MFU is of %.2f TFLOP/s (%s)", peak / 1e12, source)
         self._meter = metrics.Meter(
@@ -44,7 +44,7 @@ class Log:
         )
         population = getattr(data.train, "population", None)
         named = "index" in assembly.plan.batch
-        self._mixing = Mixing(population) if population and named and distributed.is_main() else None
+        self._mixing = Mixing(population) if population and named and cluster.is_main() else None
 
     def __enter__(self) -> "Log":
         return self
@@ -101,7 +101,7 @@ class Log:
 
     def evaluated(self, step: int, record: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes what an evaluation found."""
-        if samples and distributed.is_main():
+        if samples and cluster.is_main():
             writers.write_samples(self._config.workdir, step, samples)
         self._write(step, "test", record)
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
@@ -118,7 +118,7 @@ class Log:
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, prefix: str = "") -> None:
         """Writes named arrays [n, height, width] in 0..1 into workdir/pictures."""
-        if distributed.is_main():
+        if cluster.is_main():
             named = {f"{prefix}{name}": images for name, images in pictures.items()}
             writers.write_pictures(os.path.join(self._config.workdir, "pictures"), named)
 

@@ -24,12 +24,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain import specs
 from jaxtrain.config import Guard
 from jaxtrain.guard import accept
-from jaxtrain.layout import Layout, LayoutError
+from jaxtrain.layout import DATA, Layout, LayoutError
 from jaxtrain.optim import global_norm
 from jaxtrain.state import HOST, Plan, TrainState, to_memory
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
 
-DATA = "data"
 Metrics = dict[str, Mean]
 
 

@@ -6,9 +6,10 @@ import logging
 import jax
 
 from jaxtrain import assembly as assembly_lib
-from jaxtrain import checkpoint, cluster, lora, optim, plan, rendezvous, warm_start
+from jaxtrain import checkpoint, cluster, lora, optim, plan
 from jaxtrain import layout as layout_lib
 from jaxtrain.begin import begin
+from jaxtrain.checkpoint import warm_start
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.data import Data
 from jaxtrain.evaluate import Evaluator
@@ -25,7 +26,7 @@ log = logging.getLogger("jaxtrain")
 USER_ERRORS = (
     ConfigError,
     cluster.ClusterError,
-    rendezvous.RendezvousError,
+    cluster.RendezvousError,
     layout_lib.LayoutError,
     plan.PlanError,
     optim.OptimError,

@@ -24,7 +24,6 @@ import concurrent.futures
 import functools
 import hashlib
 import logging
-import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaders import chatml, mixture, order
+from loaders import chatml, checks, machine, mixture, order
 from loaders import codec as codec_lib
 from loaders.base import DataError, Facts, Field, HostBatch, Rows
 
@@ -44,7 +43,7 @@ log = logging.getLogger("jaxtrain")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(checks.DataSection):
     manifest: str = ""  # [path] JSON list of samples
     test: str = ""  # [path] manifest to test on; empty = a share of the first
     test_share: float = 0.05  # [share] of the samples kept for testing where no path holds any, chosen by number
@@ -82,14 +81,10 @@ class Config:
                 yield "codec", str(error)
         if self.audio_root and not pathlib.Path(self.audio_root).expanduser().is_dir():
             yield "audio_root", f"is {self.audio_root!r}, which is no folder"
-        for name, low in (("codebooks", 1), ("codebook_size", 1), ("buckets", 1), ("longest", 1), ("threads", 0)):
-            if getattr(self, name) < low:
-                yield name, f"is {getattr(self, name)}; it must be at least {low}"
-        if self.frame_rate <= 0:
-            yield "frame_rate", f"is {self.frame_rate}; it must be positive"
-        for name in ("test_share", "bad_budget"):
-            if not 0 <= getattr(self, name) <= 1:
-                yield name, f"is {getattr(self, name)}; a share lies in [0, 1]"
+        yield from checks.at_least(self, 1, "codebooks", "codebook_size", "buckets", "longest")
+        yield from checks.not_negative(self, "threads")
+        yield from checks.positive(self, "frame_rate")
+        yield from checks.within(self, "[0, 1]", "test_share", "bad_budget")
 
 
 class Shape(NamedTuple):
@@ -364,11 +359,11 @@ def encode_all(config: Config, manifest: str) -> tuple[int, list[tuple[str, str]
     if not missing():
         return 0, []
     done, bad = 0, []
-    with codec_lib.only_one([pathlib.Path(config.cache).expanduser() if config.cache else root, codec_lib.cache_dir()]):
+    with codec_lib.only_one([pathlib.Path(config.cache).expanduser() if config.cache else root, machine.cache_folder("codes")]):
         todo = missing()
         if todo:
             log.info("encoding %d recordings of %s with %s", len(todo), manifest, codec.name)
-        with concurrent.futures.ThreadPoolExecutor(config.threads or len(os.sched_getaffinity(0))) as pool:
+        with concurrent.futures.ThreadPoolExecutor(config.threads or machine.cores()) as pool:
             jobs = {pool.submit(codec_lib.encode, source, codec, config.cache): source for source in todo}
             for job in concurrent.futures.as_completed(jobs):
                 error = job.exception()

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from loaders import _rust
+from loaders import _rust, machine
 from loaders.base import DataError
 
 VERSION = 1
@@ -269,7 +269,8 @@ class Source(NamedTuple):
         if self.path and not cache:
             return self.path.with_name(f"{self.path.name}.{codec.name}.npy")
         key = hashlib.sha256((str(self.path.absolute()) if self.path else self.raw).encode()).hexdigest()[:24]
-        return pathlib.Path(cache or cache_dir()).expanduser() / f"{key}.{codec.name}.npy"
+        folder = pathlib.Path(cache).expanduser() if cache else machine.cache_folder("codes")
+        return folder / f"{key}.{codec.name}.npy"
 
     def is_kept(self, codes: pathlib.Path) -> bool:
         """Whether the codes are there, and not older than the recording."""
@@ -277,12 +278,6 @@ class Source(NamedTuple):
             return codes.stat().st_mtime_ns >= (self.path.stat().st_mtime_ns if self.path else 0)
         except OSError:
             return False
-
-
-def cache_dir() -> pathlib.Path:
-    """Of codes whose recording has no folder."""
-    base = os.environ.get("JAXTRAIN_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxtrain")
-    return pathlib.Path(base).expanduser() / "codes"
 
 
 def encode(source: Source, codec: Codec, cache: str) -> None:

@@ -58,7 +58,7 @@ import numpy as np
 import pyarrow as pa
 import soundfile
 
-from loaders import base
+from loaders import base, machine
 
 N_TRAIN, N_TEST = 480, 120
 FORMAT_VERSION = 1
@@ -293,7 +293,7 @@ def ensure(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int
     Raises:
       base.DataError: the corpus cannot be written there.
     """
-    cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    cache_dir = machine.cache_folder() if cache_dir is None else Path(cache_dir)
     corpus = cache_dir / f"birds-v{FORMAT_VERSION}-{n_train}+{n_test}-{_recipe_hash()}"
     if corpus.is_dir():
         return corpus
@@ -309,12 +309,6 @@ def ensure(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int
         remedy = "set JAXTRAIN_CACHE to a folder that can be written and has 100 MB free"
         raise base.DataError(f"cannot make the demo corpus in {cache_dir}: {error}; {remedy}") from error
     return corpus
-
-
-def default_cache_dir() -> Path:
-    if folder := os.environ.get("JAXTRAIN_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxtrain"
 
 
 def features() -> dict[str, Any]:
@@ -339,7 +333,7 @@ def _make(corpus: Path, n_train: int, n_test: int) -> None:
     )
     folder = Path(tempfile.mkdtemp(prefix=f"{corpus.name}.tmp-", dir=corpus.parent))
     # Threads are enough: numpy and the encoders do their work without the GIL.
-    pool = concurrent.futures.ThreadPoolExecutor(_n_threads())
+    pool = concurrent.futures.ThreadPoolExecutor(machine.cores())
     try:
         files = pool.map(lambda rec: encode(rec, waveform(rec)), recs)
         for split, numbers in splits.items():
@@ -417,10 +411,6 @@ def _only_one(lock: Path) -> Iterator[bool]:
 @functools.cache
 def _recipe_hash() -> str:
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-
-
-def _n_threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _rng(number: int, what: str) -> np.random.Generator:
@@ -501,7 +491,7 @@ def describe(corpus: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loaders.demo", description="Make the demo corpus and describe it.")
-    parser.add_argument("cache_dir", nargs="?", type=Path, help=f"where to keep it (default: {default_cache_dir()})")
+    parser.add_argument("cache_dir", nargs="?", type=Path, help=f"where to keep it (default: {machine.cache_folder()})")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     corpus = ensure(parser.parse_args().cache_dir)
     print(f"{corpus}\n{describe(corpus)}")

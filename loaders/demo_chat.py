@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 
-from loaders import chatml, codec
+from loaders import chatml, machine
 
 BLANK = dict(samples=256, codebooks=8, seconds=(3, 15), words=(8, 40))
 FRAME_RATE = 25
@@ -25,7 +25,7 @@ def tokenizer(path: str | os.PathLike) -> None:
 
 def blank() -> dict[str, str]:
     """Section ``data`` of 256 spoken answers of 3 to 15 s without content, made at the first use."""
-    folder = codec.cache_dir().parent / "blank-chat-v1"
+    folder = machine.cache_folder("blank-chat-v1")
     files = {"manifest": "manifest.json", "tokenizer": "tokenizer.json", "codes": "codes.npz"}
     if not folder.is_dir():
         rng = np.random.default_rng(0)

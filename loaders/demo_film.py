@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from loaders import demo, multimodal
+from loaders import machine, multimodal
 from loaders.base import DataError
 
 TR, FPS, AUDIO_RATE = 1.5, 8, 16.0
@@ -52,7 +52,7 @@ def _recipe_hash() -> str:
 
 def _made(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
     """The folder ``name`` of the cache, made if it is not there. Of processes that make it together, the first one's stays."""
-    cache = demo.default_cache_dir()
+    cache = machine.cache_folder()
     folder = cache / name
     if folder.is_dir():
         return folder

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaders import order
+from loaders import checks, machine, order
 from loaders.base import DataError, Facts, Field, HostBatch, Rows
 
 VERSION = 1
@@ -56,7 +56,7 @@ MADE = ("demo", "blank")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(checks.DataSection):
     path: str = (
         "demo"  # [path] folder of dataset.json; "demo": a film and its viewers, generated at the first use; "blank": `BLANK`
     )
@@ -75,24 +75,19 @@ class Config:
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.exists() and not (pathlib.Path(self.path).expanduser() / "dataset.json").is_file():
             yield "path", f"is {self.path!r}, which holds no dataset.json; python -m tools.prepare_giblet makes such a folder"
-        if self.frame_skip < 1:
-            yield "frame_skip", f"is {self.frame_skip}; it must be at least 1"
-        for name, allowed in (("padding", PADDINGS), ("hrf_norm", NORMS)):
-            if getattr(self, name) not in allowed:
-                yield name, f"is {getattr(self, name)!r}; there are: {', '.join(allowed)}"
+        yield from checks.at_least(self, 1, "frame_skip")
+        yield from checks.choice(self, PADDINGS, "padding")
+        yield from checks.choice(self, NORMS, "hrf_norm")
         if len(set(self.subjects)) < len(self.subjects):
             yield "subjects", f"is {', '.join(self.subjects)}; each is read once"
         for name in self.hrf:
             if name not in STREAMS:
-                yield "hrf", f"holds {name!r}; there are: {', '.join(STREAMS)}"
+                yield "hrf", f"holds {name!r}; {checks.expected(name, STREAMS)}"
         if "video" in self.hrf and self.hrf_norm == "peak":
             yield "hrf_norm", "is 'peak', which makes frames brighter than white, and hrf holds 'video'; use 'sum'"
-        if not 0 < self.hrf_seconds <= 600:  # it is over after 40
-            yield "hrf_seconds", f"is {self.hrf_seconds}; it must be positive, and at most 600"
-        if not 0 <= self.test_share < 1:
-            yield "test_share", f"is {self.test_share}; a share lies in [0, 1)"
-        if self.threads < 0:
-            yield "threads", f"is {self.threads}; use 0 for one for each core"
+        yield from checks.within(self, "(0, 600]", "hrf_seconds")  # the response is over after 40 s
+        yield from checks.within(self, "[0, 1)", "test_share")
+        yield from checks.not_negative(self, "threads")
 
     def exists(self) -> bool:
         """False when reading the facts would first have to make the data."""
@@ -182,10 +177,7 @@ class Moments:
             raise DataError(f"{config.path}: {self._data.n_volumes} volumes leave none to train on; lower data.test_share")
         self._kernel = _kernel(config, self._data)
         self._text = _convolved_text(config, self._data)
-        n_threads = config.threads or (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
-        self._pool = concurrent.futures.ThreadPoolExecutor(n_threads, thread_name_prefix="windows")
+        self._pool = concurrent.futures.ThreadPoolExecutor(config.threads or machine.cores(), thread_name_prefix="windows")
         self._position, self._closed = 0, False
 
     def __iter__(self) -> "Moments":

@@ -49,7 +49,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from loaders import order
+from loaders import checks, machine, order
 from loaders.base import DataError, Facts, Field, HostBatch, Population, Rows
 
 try:
@@ -70,7 +70,7 @@ CACHED_SHARDS = 16  # fewer are indexed in less time than is worth a file
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(checks.DataSection):
     """What is read, and how fast. Fields from ``bad_budget`` on change no number."""
 
     train: str = "demo"  # [path] folder or glob of shards, or "demo": synthetic birds, made at the first use
@@ -109,9 +109,7 @@ class Config:
             yield "multilabel", "is True, and label names no column"
         if not self.train:
             yield "train", 'is empty; name a folder or glob of Arrow shards, or use "demo"'
-        for field, low, high in (("test_share", 0.0, 1.0), ("bad_budget", 0.0, 1.0)):
-            if not low <= getattr(self, field) <= high:
-                yield field, f"is {getattr(self, field)}; a share lies in [0, 1]"
+        yield from checks.within(self, "[0, 1]", "test_share", "bad_budget")
         if self.test_share == 1:
             yield "test_share", "is 1, which leaves nothing to train on"
         if self.sample_rate != RATE:
@@ -125,9 +123,9 @@ class Config:
                 f"is {self.clip_seconds}, which makes {frames} frames; n_frames={self.n_frames} holds "
                 f"{WINDOW / RATE:g} s to {longest:g} s",
             )
-        for field, names in (("form", FORMS), ("dtype", DTYPES), ("order", ORDERS)):
-            if getattr(self, field) not in names:
-                yield field, f"is {getattr(self, field)!r}; there are: {', '.join(names)}"
+        yield from checks.choice(self, FORMS, "form")
+        yield from checks.choice(self, DTYPES, "dtype")
+        yield from checks.choice(self, ORDERS, "order")
         if self.form == "waveform" and self.dtype != "float32":
             yield "dtype", f"is {self.dtype!r}, of a spectrogram; form='waveform' has rows of int16: leave it out"
         if self.audio_root and not pathlib.Path(self.audio_root).expanduser().is_dir():
@@ -138,9 +136,8 @@ class Config:
         for name in self.exclude_paths:
             if name.startswith("@") and not pathlib.Path(name[1:]).expanduser().is_file():
                 yield "exclude_paths", f"names the list {name[1:]!r}, which is no file{_nearest(pathlib.Path(name[1:]))}"
-        for field, low in (("threads", 0), ("depth", 1), ("views", 1), ("block_rows", 1), ("block_window", 1)):
-            if getattr(self, field) < low:
-                yield field, f"is {getattr(self, field)}; it must be at least {low}"
+        yield from checks.not_negative(self, "threads")
+        yield from checks.at_least(self, 1, "depth", "views", "block_rows", "block_window")
         if bad := [row for row in self.exclude if row < 0]:
             yield "exclude", f"holds {bad[0]}; rows are counted from 0"
         if _rust.build_profile() != "release" and not self.allow_debug_build:
@@ -369,7 +366,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
                 views=config.views,
                 form="waveform" if config.form == "waveform" else config.dtype,
                 block=block,
-                threads=config.threads or n_cores(),
+                threads=config.threads or machine.cores(),
                 depth=config.depth,
                 bad_budget=config.bad_budget,
             )
@@ -390,11 +387,6 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
         lists=lists,
         population=Population(chosen, index.first_rows) if index is not None else None,
     )
-
-
-def n_cores() -> int:
-    """Cores that this process may use; under SLURM or in a container often fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def n_clip_frames(n_samples: int) -> int:
@@ -592,10 +584,7 @@ def _lists_once(stats: tuple[tuple[str, int, int], ...], label: str) -> Lists:
 @functools.lru_cache(maxsize=4)
 def _open_once(stats: tuple[tuple[str, int, int], ...], label: str, root: str | None) -> "_rust.Index":
     """Facts and two loaders read the same shards: they are indexed once, and again when a file changed."""
-    cache = None
-    if len(stats) >= CACHED_SHARDS:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        cache = os.path.join(os.environ.get("JAXTRAIN_CACHE") or os.path.join(base, "jaxtrain"), "index")
+    cache = machine.cache_folder("index") if len(stats) >= CACHED_SHARDS else None
     return _rust.Index([path for path, _, _ in stats], label=label or None, root=root, cache=cache)
 
 

@@ -20,7 +20,6 @@ fair sample.
 
 import functools
 import hashlib
-import os
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.csv
 
-from loaders import _rust, order
+from loaders import _rust, checks, machine, order
 from loaders.base import DataError, Facts, Field, HostBatch, Rows
 
 KINDS = {"sudoku": 9, "sudoku4": 4, "maze": 0}  # name -> side; a maze's is Source.side
@@ -57,7 +56,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(checks.DataSection):
     sources: tuple[Source, ...] = (Source(),)  # [sources] what a batch is mixed from
     seed: int = 0  # [seed] of what is generated, and of which rows of a CSV are drawn
 
@@ -66,15 +65,13 @@ class Config:
             yield "sources", "is empty; name at least one, for example ({'kind': 'sudoku'},)"
         for i, s in enumerate(self.sources):
             where = f"sources[{i}]"
-            if s.kind not in KINDS:
-                yield f"{where}.kind", f"is {s.kind!r}; there are: {', '.join(KINDS)}"
-            if s.share <= 0:
-                yield f"{where}.share", f"is {s.share}; it must be positive"
-            for name, least in (("n_train", 0 if s.path else 1), ("n_test", 0), ("views", 0), ("side", 5)):
-                if getattr(s, name) < least:
-                    yield f"{where}.{name}", f"is {getattr(s, name)}; it must be at least {least}"
+            yield from checks.under(where, checks.choice(s, KINDS, "kind"))
+            yield from checks.under(where, checks.positive(s, "share"))
+            yield from checks.under(where, checks.at_least(s, 0 if s.path else 1, "n_train"))
+            yield from checks.under(where, checks.not_negative(s, "n_test", "views"))
+            yield from checks.under(where, checks.at_least(s, 5, "side"))
             if not 0 <= s.blanks[0] <= s.blanks[1]:
-                yield f"{where}.blanks", f"is {s.blanks}; fewest and most are wanted, for example (46, 64)"
+                yield f"{where}.blanks", f"is {s.blanks}; expected the fewest and the most, for example (46, 64)"
             if s.path and not pathlib.Path(s.path).expanduser().is_dir():
                 yield f"{where}.path", f"is {s.path!r}, which is no folder; leave it empty to generate puzzles"
 
@@ -376,10 +373,9 @@ def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, n
         mazes = [make_maze(source.side, seed, i) for i in range(start, start + n)]
         boards, answers = (np.stack([m[i].reshape(-1) for m in mazes]) for i in range(2))
         return boards, answers, (answers == 1 + MAZE.index("o")).sum(1)
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     side = KINDS[source.kind]
     boards, answers, guesses = _rust.sudoku_generate(
-        n, side=side, seed=seed, start=start, blanks=source.blanks, threads=threads
+        n, side=side, seed=seed, start=start, blanks=source.blanks, threads=machine.cores()
     )
     return boards + np.uint8(1), answers + np.uint8(1), guesses
 

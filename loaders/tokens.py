@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from loaders import _rust, mixture, order
+from loaders import _rust, checks, mixture, order
 from loaders.base import DataError, Facts, Field, HostBatch, Rows
 
 FORMAT = 1
@@ -70,7 +70,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(checks.DataSection):
     sources: tuple[Source, ...] = ()  # [sources] what rows are mixed from
     context: int = 1024  # [tokens] of a row
     packing: str = "best_fit"  # [name] best_fit, concat or random
@@ -89,16 +89,12 @@ class Config:
                 path = getattr(source, name)
                 if (path or name == "path") and not pathlib.Path(path).expanduser().exists():
                     yield f"sources[{i}].{name}", f"is {path!r}, which does not exist; tools/make_tokens.py makes token files"
-            if not 0 < source.share < float("inf"):
-                yield f"sources[{i}].share", f"is {source.share}; it must be a positive number"
-        for name, allowed in (("packing", PACKINGS), ("text", TEXTS), ("exhausted", mixture.POLICIES)):
-            if getattr(self, name) not in allowed:
-                yield name, f"is {getattr(self, name)!r}; there are: {', '.join(allowed)}"
-        for name in ("context", "window", "threads", "ahead"):
-            if getattr(self, name) < 1:
-                yield name, f"is {getattr(self, name)}; it must be at least 1"
-        if not 0 <= self.test_share < 1:
-            yield "test_share", f"is {self.test_share}; it must lie in [0, 1)"
+            yield from checks.under(f"sources[{i}]", checks.positive(source, "share"))
+        yield from checks.choice(self, PACKINGS, "packing")
+        yield from checks.choice(self, TEXTS, "text")
+        yield from checks.choice(self, mixture.POLICIES, "exhausted")
+        yield from checks.at_least(self, 1, "context", "window", "threads", "ahead")
+        yield from checks.within(self, "[0, 1)", "test_share")
         if self.packing == "random" and self.exhausted != "repeat":
             yield "exhausted", f"is {self.exhausted!r}, but random windows never exhaust a source; use 'repeat'"
 

@@ -13,11 +13,11 @@ os.environ["NO_GCE_CHECK"] = "true"  # the tests' runs, on whatever machine, ask
 
 import jax  # noqa: E402
 
-from jaxtrain import distributed  # noqa: E402
+from jaxtrain import cluster  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-distributed.use_compilation_cache()
+cluster.use_compilation_cache()
 
 
 # A file is one worker's: those that take minutes begin first, and what waits most before what computes most.

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtrain import cluster
 from jaxtrain import config as config_lib
-from jaxtrain import distributed
 from jaxtrain import specs as specs_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
@@ -47,10 +47,18 @@ class Run:
             lora=case.adapters,
         )
         fields = {name: Field(x.shape[1:], np.dtype(x.dtype)) for name, x in batch.items()}
+        config = config_lib.Config(
+            model=case.model,
+            train=config_lib.Train(batch=rows, steps=case.steps, accumulate=accumulate, ema=case.ema),
+            mesh=config_lib.Mesh(axis_rules=rules or {}),
+            optim=case.optim,
+            lora=case.adapters,
+        )
+        fields = {name: Field(x.shape[1:], np.dtype(x.dtype)) for name, x in batch.items()}
         assembly = assemble(config, make_mesh(*mesh, devices=devices), make_task=case.workload.make_task, fields=fields)
         self.layout, self.task, self.tx, self.plan = assembly.layout, assembly.task, assembly.tx, assembly.plan
         self.step = assembly.trace(stage).lower().compile(SOON)
-        distributed.barrier("compiled")  # the first collective waits for half a minute only
+        cluster.barrier("compiled")  # the first collective waits for half a minute only
         self.go_on = step_lib.put_stop(self.layout, False)
 
     def init(self):

@@ -14,8 +14,9 @@ import safetensors.numpy
 from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
-from jaxtrain import hlo, lora, plan, warm_start
+from jaxtrain import hlo, lora, plan
 from jaxtrain import specs as specs_lib
+from jaxtrain.checkpoint import warm_start
 from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.types import Variables
 from jaxtrain.workloads import audio_language

@@ -7,7 +7,7 @@ import pytest
 import safetensors.numpy
 import test_train
 
-from jaxtrain import stored
+from jaxtrain.checkpoint import read as stored
 from loaders import multimodal
 from tools import orbax_to_safetensors as export
 

@@ -19,7 +19,8 @@ import pytest
 from test_reliability import cluster, step_of, wait_for
 from test_train import ROOT, command, corpus, folder, free_port, records, run  # noqa: F401
 
-from jaxtrain import gce, stored
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.cluster import notices
 from loaders import _rust, spectrogram
 from loaders.base import Rows
 
@@ -141,17 +142,17 @@ def test_promise_9_a_notice_of_maintenance_saves_and_ends(folder, corpus, metada
 def test_notices_and_the_attributes_of_a_pod(metadata, monkeypatch):
     host, answers = metadata
     told = []
-    notices = gce.Notices(host, told.append, pause=0.05)
+    heard = notices.Notices(host, told.append, pause=0.05)
     time.sleep(0.3)
     assert not told
     answers["preempted"] = "TRUE"
     wait_for(lambda: told, seconds=5)
-    notices.close()
+    heard.close()
     assert told == ["preempted=TRUE"]
-    assert gce.read(host, "attributes/none") is None and gce.read("127.0.0.1:1", "preempted") is None
-    assert gce.server({"NO_GCE_CHECK": "true", "GCE_METADATA_HOST": "h"}) == ""
-    assert gce.server({"GCE_METADATA_HOST": "h"}) == gce.server({"GCE_METADATA_IP": "h"}) == "h"
-    assert gce.tpu_metadata({"GCE_METADATA_HOST": host, "TPU_SKIP_MDS_QUERY": "1"}) == {}
+    assert notices.read(host, "attributes/none") is None and notices.read("127.0.0.1:1", "preempted") is None
+    assert notices.metadata_server({"NO_GCE_CHECK": "true", "GCE_METADATA_HOST": "h"}) == ""
+    assert notices.metadata_server({"GCE_METADATA_HOST": "h"}) == notices.metadata_server({"GCE_METADATA_IP": "h"}) == "h"
+    assert notices.tpu_metadata({"GCE_METADATA_HOST": host, "TPU_SKIP_MDS_QUERY": "1"}) == {}
 
 
 def ticks_during(call, size):
@@ -208,7 +209,7 @@ def test_a_loader_that_one_waits_for_stops_no_other_thread(corpus):  # noqa: F81
 
 def test_promise_10_a_start_that_never_ends_is_ended(tmp_path):
     script = (
-        "import sys, time; from jaxtrain.distributed import Watchdog\n"
+        "import sys, time; from jaxtrain.cluster import Watchdog\n"
         "dog = Watchdog(sys.argv[1], process=0, processes=2, timeout=100, start_timeout=1)\n"
         "dog.starting('its compilation'); time.sleep(60)"
     )

@@ -13,7 +13,7 @@ from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
-from jaxtrain import warm_start
+from jaxtrain.checkpoint import warm_start
 from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import transformer
 from jaxtrain.optim import make_optimizer

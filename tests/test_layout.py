@@ -55,7 +55,7 @@ def test_a_mesh_axis_of_size_one_splits_nothing():
 def test_what_does_not_divide_is_named():
     with pytest.raises(LayoutError) as error:
         layout(1, 4, 2).spec(("embed", "mlp"), (6, 8), path="encoder/w_up")
-    for part in ("encoder/w_up", "'embed'", "6", "'fsdp'", "4", "config.mesh.rules", "'fsdp?'"):
+    for part in ("encoder/w_up", "'embed'", "6", "'fsdp'", "4", "config.mesh.axis_rules", "'fsdp?'"):
         assert part in str(error.value)
 
 
@@ -84,7 +84,7 @@ def test_a_dimension_that_stays_whole_wants_no_mesh_axis():
 
 
 def test_an_unknown_axis_lists_the_known_ones():
-    with pytest.raises(LayoutError, match="w: axis 'embde' has no rule; there are .*'embed'"):
+    with pytest.raises(LayoutError, match="w: axis 'embde' has no rule; expected one of: .*'embed'"):
         layout().spec(("embde",), (4,), path="w")
 
 

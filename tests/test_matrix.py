@@ -17,8 +17,8 @@ import test_train
 import test_trm
 from steps import Run, assert_alike
 
+from jaxtrain import cluster
 from jaxtrain import config as config_lib
-from jaxtrain import distributed
 from jaxtrain.nn import masked
 from jaxtrain.workloads import bird
 
@@ -91,13 +91,13 @@ def test_steps_of_several_processes_are_those_of_one_device(name, processes, mes
 
 def main(name, folder, *mesh):
     """One of the processes."""
-    distributed.initialize(distributed.find(), config_lib.Config(workdir=folder))
-    distributed.use_compilation_cache()
-    distributed.barrier("all are here")
+    cluster.initialize(cluster.find(), config_lib.Config(workdir=folder))
+    cluster.use_compilation_cache()
+    cluster.barrier("all are here")
     found = Run(CASES[name], tuple(map(int, mesh))).take(STEPS)
-    if distributed.is_main():
+    if cluster.is_main():
         (pathlib.Path(folder) / "found").write_bytes(pickle.dumps(found))
-    distributed.barrier("written")
+    cluster.barrier("written")
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import feed, stored
+from jaxtrain import feed
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.assembly import assemble
+from jaxtrain.checkpoint import read as stored
 from jaxtrain.workloads import bird
 from loaders import demo, spectrogram
 from loaders.base import Rows
@@ -228,11 +229,12 @@ def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):
             from dataclasses import dataclass
             import jax
             import jax.numpy as jnp
+            from jaxtrain.config import ModelSection
             from jaxtrain.specs import fan_in, zeros
             from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
 
             @dataclass(frozen=True)
-            class Config:
+            class Config(ModelSection):
                 n_classes: int | None = None  # [classes] as many as the data have
 
             def make_task(config, shard, batch):

@@ -47,7 +47,7 @@ import numpy as np
 import pyarrow as pa
 import soundfile
 
-from loaders import base, demo, order
+from loaders import base, demo, machine, order
 from loaders import spectrogram as ours
 
 SEED = 7
@@ -95,7 +95,7 @@ class Sample(NamedTuple):
 def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | None = None) -> pathlib.Path:
     """The shard with ``n`` recordings of ``seconds`` on average, which is made if it is not there."""
     recipe = zlib.crc32(pathlib.Path(demo.__file__).read_bytes() + repr(CODECS[codec]).encode())
-    shard = (folder or demo.default_cache_dir()) / f"bench-v1-{codec}-{n}x{seconds:g}s-{recipe:08x}.arrow"
+    shard = (folder or machine.cache_folder()) / f"bench-v1-{codec}-{n}x{seconds:g}s-{recipe:08x}.arrow"
     if shard.is_file():
         return shard
     print(f"making {shard}, once", file=sys.stderr)
@@ -114,7 +114,7 @@ def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | No
     # Under another name until it is whole: whoever finds the shard can use it.
     with tempfile.TemporaryDirectory(dir=shard.parent) as folder:
         made = pathlib.Path(folder) / shard.name
-        with pa.ipc.new_stream(str(made), demo.schema()) as sink, futures.ThreadPoolExecutor(ours.n_cores()) as pool:
+        with pa.ipc.new_stream(str(made), demo.schema()) as sink, futures.ThreadPoolExecutor(machine.cores()) as pool:
             for number, data in enumerate(pool.map(encoded, range(n))):
                 audio = {"bytes": data, "path": f"{number:05d}.{CODECS[codec][1].suffix}"}
                 columns = {"audio": [audio], "ebird_code": [number % len(demo.SPECIES)]}
@@ -571,7 +571,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="passes of each peer (default: %(default)s)")
     parser.add_argument("--recordings", type=int, default=100, help="in a corpus, which is a pass (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=38.0, help="of a recording, on average (default: %(default)s)")
-    parser.add_argument("--folder", type=pathlib.Path, help=f"of the corpora (default: {demo.default_cache_dir()})")
+    parser.add_argument("--folder", type=pathlib.Path, help=f"of the corpora (default: {machine.cache_folder()})")
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),

@@ -26,8 +26,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxtrain import checksums, stored
-from jaxtrain.stored import Stored
+from jaxtrain.checkpoint import checksums
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.checkpoint.read import Stored
 
 WEIGHTS = ("step", "params", "ema", "carry")  # of a state, what an export keeps
 

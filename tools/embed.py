@@ -32,8 +32,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain import cluster, feed, specs
 from jaxtrain import config as config_lib
-from jaxtrain import distributed, feed, specs, stored
+from jaxtrain.checkpoint import read as stored
 from jaxtrain.layout import Layout, make_layout, make_mesh
 from jaxtrain.nn import vit
 from jaxtrain.types import PyTree
@@ -299,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ema", action="store_true", help="the average of the parameters")
     parser.add_argument("--random", type=int, metavar="SEED", help="the encoder before training, for comparison")
     args = parser.parse_args(argv)
-    distributed.use_compilation_cache()
+    cluster.use_compilation_cache()
     try:
         kinds = args.kinds.split(",")
         if unknown := [kind for kind in kinds if kind not in KINDS]:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtrain import distributed
+from jaxtrain import cluster
 from tools import embed, probe
 
 FOLDS = (1, 2, 3, 4, 5)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if ALONE in args.objectives.split(",") and args.objectives != ALONE:
         parser.error(f"{ALONE} has an encoder of its own, and so another random one; give it alone")
-    distributed.use_compilation_cache()
+    cluster.use_compilation_cache()
     out = pathlib.Path(args.out).absolute()
     objectives, folds = args.objectives.split(","), [int(fold) for fold in args.folds.split(",")]
     results, right, seconds = {}, {}, {}

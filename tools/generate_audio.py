@@ -25,7 +25,9 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
-from jaxtrain import specs, stored, warm_start, writers
+from jaxtrain import specs, writers
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.checkpoint import warm_start
 from jaxtrain.types import PyTree
 from jaxtrain.workloads import audio_language
 from loaders import chat_audio, chatml, codec

@@ -266,7 +266,7 @@ def machine(device: Any) -> dict[str, Any]:
     import jax
 
     from jaxtrain import chips
-    from loaders.spectrogram import n_cores
+    from loaders import machine
 
     chip = chips.find(device.device_kind)
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -277,7 +277,7 @@ def machine(device: Any) -> dict[str, Any]:
         "chip": chip.name if chip else None,
         "datasheet_flops_per_second": chip.flops if chip else None,
         "datasheet_bytes_per_second": chip.bandwidth if chip else None,
-        "cores": n_cores(),
+        "cores": machine.cores(),
         "python": sys.version.split()[0],
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "backend": device.client.platform_version.splitlines()[0],

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import lora, stored
-from jaxtrain.stored import StoredError
+from jaxtrain import lora
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.checkpoint.read import StoredError
 from tools import orbax_to_safetensors as safetensors
 
 SIDES = {lora.A: "lora_A", lora.B: "lora_B"}

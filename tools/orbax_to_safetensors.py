@@ -58,10 +58,12 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from jaxtrain import checksums, lora, stored, warm_start
 from jaxtrain import config as config_lib
+from jaxtrain import lora
 from jaxtrain import specs as spec_lib
-from jaxtrain.stored import Stored, StoredError
+from jaxtrain.checkpoint import checksums, warm_start
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.checkpoint.read import Stored, StoredError
 from tools import checkpoint
 
 SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain import distributed
+from jaxtrain import cluster
 
 MEASURES = ("accuracy", "cmAP", "AUROC")
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -414,7 +414,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.test is None) == (args.folds is None) or (args.test and len(args.test) != len(args.train)):
         parser.error("give as many --test as --train, or --folds")
-    distributed.use_compilation_cache()
+    cluster.use_compilation_cache()
     try:
         results = {}
         for i, folder in enumerate(args.train):

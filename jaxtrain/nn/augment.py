@@ -18,14 +18,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config import Section
 from jaxtrain.nn.log_mel import MEAN, SCALE
 from jaxtrain.types import Array, Batch, Key
+from loaders import checks
 
 STREAM = 0x61756700  # sets these draws apart from others of the same seed
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section):
     """Nothing by default."""
 
     crop: float = 1.0  # [share] of the area that a random crop, resized to the whole, has at least; 1 = none
@@ -42,17 +44,14 @@ class Config:
     mel_mask: int = 16  # [bands] widest mel mask
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        for name in ("shift", "mixup", "gain", "noise", "time_masks", "time_mask", "mel_masks", "mel_mask"):
-            if getattr(self, name) < 0:
-                yield f"augment.{name}", f"is {getattr(self, name)}; it must not be negative"
-        if not 0 < self.crop <= 1:
-            yield "augment.crop", f"is {self.crop}; it lies in (0, 1], and 1 is no crop"
-        if not 0 <= self.background <= 1:
-            yield "augment.background", f"is {self.background}; a share lies in [0, 1]"
+        counts = ("shift", "mixup", "gain", "noise", "time_masks", "time_mask", "mel_masks", "mel_mask")
+        yield from checks.under("augment", checks.not_negative(self, *counts))
+        yield from checks.under("augment", checks.within(self, "(0, 1]", "crop"))
+        yield from checks.under("augment", checks.within(self, "[0, 1]", "background"))
         for name, low in (("crop_ratio", 0.0), ("background_snr", -float("inf"))):
             least, most = getattr(self, name)
             if not low < least <= most:
-                yield f"augment.{name}", f"is {getattr(self, name)}; a range is wanted, smallest first"
+                yield f"augment.{name}", f"is {getattr(self, name)}; expected a range, smallest first"
 
 
 class Augmented(NamedTuple):

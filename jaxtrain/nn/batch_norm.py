@@ -8,9 +8,8 @@ train.accumulate = n it is of a microbatch, the rows r of the whole batch with t
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.layout import DATA
 from jaxtrain.types import Array, PyTree
-
-DATA = "data"
 
 
 def over_data(x: PyTree) -> PyTree:

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config import Section
 from jaxtrain.types import Array, Axes, Shard
+from loaders import checks
 
 
 @dataclass(frozen=True)
-class Rope:
+class Rope(Section):
     """Rotary positions; with a factor above 1 stretched over a longer context, as Llama 3 does it."""
 
     theta: float = 1e4  # [1] longest wavelength over 2 pi, of the pair that turns slowest
@@ -22,9 +24,7 @@ class Rope:
     original: int = 8192  # [tokens] context that the model was first trained with
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        for name in ("theta", "factor", "low", "original"):
-            if getattr(self, name) <= 0:
-                yield f"rope.{name}", f"is {getattr(self, name)}; it must be positive"
+        yield from checks.under("rope", checks.positive(self, "theta", "factor", "low", "original"))
         if self.high <= self.low:
             yield "rope.high", f"is {self.high}, not above rope.low={self.low}"
 

@@ -12,16 +12,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config import Section
 from jaxtrain.nn import vit
 from jaxtrain.nn.layers import layer_norm
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Key, PyTree, Shard, Spec
+from loaders import checks
 
 VARIANCE_EPS = 1e-6  # added to a patch's variance
 
 
 @dataclass(frozen=True)
-class Decoder:
+class Decoder(Section):
     """Its width and depth."""
 
     embed: int = 512  # [values] width of a token
@@ -29,9 +31,7 @@ class Decoder:
     heads: int = 8  # [heads] of its attention
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        for name in ("embed", "depth", "heads"):
-            if getattr(self, name) < 1:
-                yield name, f"is {getattr(self, name)}; it must be at least 1"
+        yield from checks.at_least(self, 1, "embed", "depth", "heads")
         if self.heads > 0 and self.embed % self.heads:
             yield "heads", f"is {self.heads}, which does not divide embed={self.embed}"
 

@@ -25,7 +25,7 @@ def problems(word: str, names: Sequence[str], depth: int) -> Iterator[str]:
     """What is wrong with a choice for ``depth`` layers whose activations have these names."""
     kind, value = _parse(word)
     if not kind:
-        yield f"is {word!r}; there are: {GLOSS}"
+        yield f"is {word!r}; expected one of: {GLOSS}"
     elif kind == "every" and not 1 <= int(value) <= max(depth, 1):
         yield f"is {word!r}, and there are {depth} layers"
     elif kind == "save":

@@ -17,11 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import remat
 from jaxtrain.nn.layers import Rope, layer_norm, lookup, project, rms_norm, rope_angles, rotate
 from jaxtrain.specs import ones, truncated_normal, zeros
 from jaxtrain.types import Array, PyTree, Shard, Spec
+from loaders import checks
 
 NORMS = ("rms", "layer")
 ACTIVATIONS = ("swiglu", "gelu")
@@ -33,7 +35,7 @@ Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]  # (q, k, v) -> (y [
 
 
 @dataclass(frozen=True)
-class Decoder:
+class Decoder(ModelSection):
     """How a decoder is built; a workload's Config extends it."""
 
     embed: int = 768  # [values] width of a token
@@ -59,26 +61,19 @@ class Decoder:
     unroll: int = 1  # [layers] of the stack's loop that are compiled one after the other; depth = no loop
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        for name in ("embed", "depth", "heads", "mlp", "unroll"):
-            if getattr(self, name) < 1:
-                yield name, f"is {getattr(self, name)}; it must be at least 1"
-        for name in ("kv_heads", "head_dim", "window"):
-            if getattr(self, name) < 0:
-                yield name, f"is {getattr(self, name)}; it must not be negative"
-        choices = {"norm": NORMS, "activation": ACTIVATIONS, "positions": POSITIONS, "dtype": DTYPES}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                yield name, f"is {getattr(self, name)!r}; there are: {', '.join(allowed)}"
+        yield from checks.at_least(self, 1, "embed", "depth", "heads", "mlp", "unroll")
+        yield from checks.not_negative(self, "kv_heads", "head_dim", "window")
+        yield from checks.positive(self, "eps", "init_std")
+        yield from checks.choice(self, NORMS, "norm")
+        yield from checks.choice(self, ACTIVATIONS, "activation")
+        yield from checks.choice(self, POSITIONS, "positions")
+        yield from checks.choice(self, DTYPES, "dtype")
         if self.heads > 0 and not self.head_dim and self.embed % self.heads:
             yield "heads", f"is {self.heads}, which does not divide embed={self.embed}; set head_dim"
         if self.heads > 0 and self.kv_heads > 0 and self.heads % self.kv_heads:
             yield "kv_heads", f"is {self.kv_heads}, which does not divide heads={self.heads}"
         if self.positions == "rope" and self.heads > 0 and self.k % 2:
             yield "head_dim", f"is {self.k}; rotary positions turn pairs, so it must be even"
-        if self.eps <= 0:
-            yield "eps", f"is {self.eps}; it must be positive"
-        if self.init_std <= 0:
-            yield "init_std", f"is {self.init_std}; it must be positive"
         for text in remat.problems(self.remat, KEPT, self.depth):
             yield "remat", text
         yield from self.rope.problems()
@@ -248,7 +243,7 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
             k_bsgk, v_bsgk = (shard(jnp.repeat(x, repeats, axis=2), "batch", "seq", "kv_heads", None) for x in (k_bsgk, v_bsgk))
         if names := shard.names("seq", t):
             if len(names) > 1:
-                raise ValueError(f"config.mesh.rules: a sequence can be split over one mesh axis, and 'seq' has {names}")
+                raise ValueError(f"config.mesh.axis_rules: a sequence can be split over one mesh axis, and 'seq' has {names}")
             segments = jnp.zeros((b, t), jnp.int32) if segments_bt is None else segments_bt
             ring = attention_lib.Ring(names[0], shard.size("seq", t), 0, causal, c.window)
             return _ring(shard, ring, q_bthk, k_bsgk, v_bsgk, segments), None

@@ -21,11 +21,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxtrain.config import ModelSection
 from jaxtrain.nn import remat
 from jaxtrain.nn.attention import attention
 from jaxtrain.nn.layers import layer_norm, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Initializer, Key, PyTree, Shard, Spec
+from loaders import checks
 
 EPS = 1e-5  # of the layer norms
 DTYPES = ("float32", "bfloat16")
@@ -40,7 +42,7 @@ PRESETS = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12), "l": (1024
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ModelSection):
     """ViT-S by default."""
 
     n_frames: int = 512  # [frames] of a spectrogram, 10 ms each
@@ -68,16 +70,12 @@ class Config:
                 object.__setattr__(self, name, value)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        for name in ("n_frames", "n_mels", "embed", "depth", "heads", "mlp_ratio", "n_cls"):
-            if getattr(self, name) < 1:
-                yield name, f"is {getattr(self, name)}; it must be at least 1"
-        for name in ("n_registers", "layer_scale"):
-            if getattr(self, name) < 0:
-                yield name, f"is {getattr(self, name)}; it must not be negative"
-        choices = (("preset", PRESETS), ("dtype", DTYPES), ("positions", POSITIONS), ("mlp", MLPS))
-        for name, allowed in choices:
-            if getattr(self, name) not in allowed:
-                yield name, f"is {getattr(self, name)!r}; there are: {', '.join(allowed)}"
+        yield from checks.at_least(self, 1, "n_frames", "n_mels", "embed", "depth", "heads", "mlp_ratio", "n_cls")
+        yield from checks.not_negative(self, "n_registers", "layer_scale")
+        yield from checks.choice(self, PRESETS, "preset")
+        yield from checks.choice(self, DTYPES, "dtype")
+        yield from checks.choice(self, POSITIONS, "positions")
+        yield from checks.choice(self, MLPS, "mlp")
         for size, part, axis in zip((self.n_frames, self.n_mels), self.patch, ("n_frames", "n_mels"), strict=True):
             if part < 1 or size % part:
                 yield "patch", f"is {self.patch}, which does not divide {axis}={size}"
@@ -91,8 +89,7 @@ class Config:
             )
         if self.rope_base <= 1:
             yield "rope_base", f"is {self.rope_base}; it must be above 1"
-        if not 0 <= self.drop_path < 1:
-            yield "drop_path", f"is {self.drop_path}; it lies in [0, 1)"
+        yield from checks.within(self, "[0, 1)", "drop_path")
         yield from (("remat", text) for text in remat.problems(self.remat, SAVED, self.depth))
 
     @property
@@ -202,7 +199,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 def read_exported(path: str | os.PathLike) -> PyTree:
     """The encoder's parameters, float32, of a model.safetensors that tools/orbax_to_safetensors.py wrote.
 
-    With numpy alone: `jaxtrain.stored`, which reads any folder of them in parts, wants what checkpoints want.
+    With numpy alone: `jaxtrain.checkpoint.read`, which reads any folder of them in parts, wants what checkpoints want.
     """
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

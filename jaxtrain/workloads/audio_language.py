@@ -41,13 +41,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain import specs as specs_lib
-from jaxtrain import stored
+from jaxtrain.checkpoint import read as stored
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import remat, sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded
 from jaxtrain.nn.layers import lookup, rope_angles
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Spec, Task, Variables
+from loaders import checks
 
 Net = Callable[[Array], Array]  # [B, U, D] -> [B, U, D]
 N_SPECIAL = 2  # of each codebook: begin and end of a stream
@@ -71,8 +72,7 @@ class Config(transformer.Decoder):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
-        if self.chunk < 1:
-            yield "chunk", f"is {self.chunk}; it must be at least 1"
+        yield from checks.at_least(self, 1, "chunk")
         wanted = {"norm": "rms", "activation": "swiglu", "positions": "rope", "bias": False}
         for name, value in wanted.items():
             if getattr(self, name) != value:

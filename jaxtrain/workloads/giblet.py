@@ -26,11 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Config as RunConfig
-from jaxtrain.config import ConfigError
+from jaxtrain.config import ConfigError, ModelSection
 from jaxtrain.nn import remat
 from jaxtrain.nn.batch_norm import batch_norm, member, over_data
 from jaxtrain.specs import fold_in_path, ones, zeros
 from jaxtrain.types import Array, Axes, Batch, Initializer, Key, LossOut, Mean, PyTree, Shard, Spec, Task, Variables
+from loaders import checks
 
 DTYPES = ("float32", "bfloat16")
 RECONSTRUCTIONS = ("frame", "window")
@@ -46,7 +47,7 @@ CHANNELS = 3  # of a frame
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ModelSection):
     """The published widths by default."""
 
     n_frames: int | None = None  # [frames] of a window; None = as the data have, like the next six
@@ -88,18 +89,12 @@ class Config:
             )
             if any(size is not None and size < 1 for size in sizes):
                 yield name, f"is {value}; it must be at least 1"
-            if name.startswith("weight_") and value < 0:
-                yield name, f"is {value}; it must not be negative"
-        for name, allowed in (
-            ("reconstruct", RECONSTRUCTIONS),
-            ("fmri_loss", FMRI_LOSSES),
-            ("dtype", DTYPES),
-            ("param_dtype", DTYPES),
-            ("remat", remat.WHOLE),
-            ("audio", (*AUDIO, None)),
-        ):
-            if getattr(self, name) not in allowed:
-                yield name, f"is {getattr(self, name)!r}; there are: {', '.join(map(str, allowed))}"
+        yield from checks.not_negative(self, *(name for name in vars(self) if name.startswith("weight_")))
+        yield from checks.choice(self, RECONSTRUCTIONS, "reconstruct")
+        yield from checks.choice(self, FMRI_LOSSES, "fmri_loss")
+        yield from checks.choice(self, DTYPES, "dtype", "param_dtype")
+        yield from checks.choice(self, remat.WHOLE, "remat")
+        yield from checks.choice(self, (*AUDIO, None), "audio")
         if self.reconstruct == "window" and self.frame:
             yield "frame", f"is {self.frame}, and reconstruct='window' makes all of them; leave it 0"
         if not 0 <= self.dropout < 1 / 0.3:

@@ -31,6 +31,7 @@ from jaxtrain.nn import sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Trial, Variables
+from loaders import checks
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,11 @@ class Config(transformer.Decoder):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
-        if self.chunk < 1:
-            yield "chunk", f"is {self.chunk}; it must be at least 1"
-        if self.z_loss < 0:
-            yield "z_loss", f"is {self.z_loss}; it must not be negative"
-        if not 0 < self.samples.top_p <= 1:
-            yield "samples.top_p", f"is {self.samples.top_p}; it lies in (0, 1]"
+        yield from checks.at_least(self, 1, "chunk")
+        yield from checks.not_negative(self, "z_loss")
+        yield from checks.under("samples", checks.within(self.samples, "(0, 1]", "top_p"))
         for where, one in (("samples", self.samples), *((f"targets[{i}]", t) for i, t in enumerate(self.targets))):
-            if one.tokens < 1:
-                yield f"{where}.tokens", f"is {one.tokens}; it must be at least 1"
+            yield from checks.under(where, checks.at_least(one, 1, "tokens"))
             if one.temperature < 0:
                 yield f"{where}.temperature", f"is {one.temperature}; use 0 for the likeliest token"
         for i, target in enumerate(self.targets):

@@ -25,10 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Config as RunConfig
+from jaxtrain.config import ModelSection
 from jaxtrain.nn import remat
 from jaxtrain.nn.attention import attention
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Spec, Task, Variables
+from loaders import checks
 
 MIXERS = ("mlp", "attention")
 POSITIONS = ("none", "rope", "learned")
@@ -42,7 +44,7 @@ Cycles = tuple[int, int]  # high, low
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ModelSection):
     """The published Sudoku model by default."""
 
     n_cells: int | None = None  # [cells] of a puzzle; None = as the data have
@@ -73,29 +75,22 @@ class Config:
     remat: str = "none"  # [name] none, or full: recompute each application of the net in the backward pass
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        low = ("embed", "heads", "depth", "inner_multiple", "cycles_high", "cycles_low", "halt_steps")
-        for names, least in ((low, 1), (("puzzle_tokens", "puzzle_embed", "first_high", "first_low", "growth"), 0)):
-            for name in names:
-                if getattr(self, name) < least:
-                    yield name, f"is {getattr(self, name)}; it must be at least {least}"
-        for name, allowed in (
-            ("mixer", MIXERS),
-            ("positions", POSITIONS),
-            ("loss", LOSSES),
-            ("dtype", DTYPES),
-            ("remat", remat.WHOLE),
-        ):
-            if getattr(self, name) not in allowed:
-                yield name, f"is {getattr(self, name)!r}; there are: {', '.join(allowed)}"
+        counts = ("embed", "heads", "depth", "inner_multiple", "cycles_high", "cycles_low", "halt_steps")
+        yield from checks.at_least(self, 1, *counts)
+        yield from checks.not_negative(self, "puzzle_tokens", "puzzle_embed", "first_high", "first_low", "growth")
+        yield from checks.choice(self, MIXERS, "mixer")
+        yield from checks.choice(self, POSITIONS, "positions")
+        yield from checks.choice(self, LOSSES, "loss")
+        yield from checks.choice(self, DTYPES, "dtype")
+        yield from checks.choice(self, remat.WHOLE, "remat")
         if self.mixer == "attention" and self.heads > 0 and self.embed % (2 * self.heads):
             yield "heads", f"is {self.heads}; embed={self.embed} must be an even number of values for each"
         if self.mixer == "mlp" and self.positions == "rope":
             yield "positions", "is 'rope', which turns queries and keys, and mixer='mlp' has none; use 'none' or 'learned'"
         if self.puzzle_embed > self.puzzle_tokens * self.embed:
             yield "puzzle_embed", f"is {self.puzzle_embed}, more than puzzle_tokens × embed = {self.puzzle_tokens * self.embed}"
-        for name in ("explore", "explore_end"):
-            if not 0 <= (getattr(self, name) or 0) <= 1:
-                yield name, f"is {getattr(self, name)}; a probability lies in [0, 1]"
+        explore = ("explore",) if self.explore_end is None else ("explore", "explore_end")
+        yield from checks.within(self, "[0, 1]", *explore)
         for first, last in (("first_high", "cycles_high"), ("first_low", "cycles_low")):
             if getattr(self, first) and not self.growth:
                 yield first, f"is {getattr(self, first)}, and growth=0 means no curriculum; set growth to its length in steps"

@@ -242,7 +242,7 @@ def test_codes_that_were_made_elsewhere(tmp_path):
         ({"codec": ""}, "codec", "tools/train_codec.py"),
         ({"codec": "nowhere.npz"}, "codec", "does not exist"),
         ({"codec": "json:nothing"}, "codec", "name a function"),
-        ({"bad_budget": 2.0}, "bad_budget", "share"),
+        ({"bad_budget": 2.0}, "bad_budget", "[0, 1]"),
         ({"buckets": 0}, "buckets", "at least 1"),
         ({"tokenizer": ""}, "tokenizer", "empty"),
     ],

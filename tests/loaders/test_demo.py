@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 import soundfile
 
-from loaders import base, demo
+from loaders import base, demo, machine
 
 ROOT = pathlib.Path(__file__).parents[2]
 N_TRAIN, N_TEST = 24, 12
@@ -195,9 +195,9 @@ def test_where_it_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/h")
     monkeypatch.delenv("JAXTRAIN_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert demo.default_cache_dir() == pathlib.Path("/h/.cache/jaxtrain")
+    assert machine.cache_folder() == pathlib.Path("/h/.cache/jaxtrain")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert demo.default_cache_dir() == pathlib.Path("/x/jaxtrain")
+    assert machine.cache_folder("a", "b") == pathlib.Path("/x/jaxtrain/a/b")
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
     assert demo.ensure(n_train=1, n_test=1).parent == tmp_path
 

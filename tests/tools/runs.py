@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxtrain import checksums
+from jaxtrain.checkpoint import checksums
 
 SHAPES = {
     "encoder": {

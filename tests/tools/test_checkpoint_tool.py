@@ -14,7 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 import runs
 
-from jaxtrain import checksums, stored
+from jaxtrain.checkpoint import checksums
+from jaxtrain.checkpoint import read as stored
 from tools import checkpoint as tool
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

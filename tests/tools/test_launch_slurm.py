@@ -138,7 +138,7 @@ def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder,
     for body, reason in (
         ("", "defines no function sweeps()"),
         ("\ndef sweeps():\n    return []\n", "yields nothing"),
-        ("\ndef sweeps():\n    yield 3\n", "a dictionary is wanted"),
+        ("\ndef sweeps():\n    yield 3\n", "expected a dictionary"),
         ("\ndef sweeps():\n    yield {'workdir': 'a'}\n    yield {'workdir': './a'}\n", "in more than one sweep"),
     ):
         (folder / "other.py").write_text(CONFIG + body)

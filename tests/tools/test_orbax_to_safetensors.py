@@ -18,7 +18,8 @@ import runs
 import safetensors
 import safetensors.numpy
 
-from jaxtrain import specs, stored
+from jaxtrain import specs
+from jaxtrain.checkpoint import read as stored
 from jaxtrain.workloads import bird
 from tools import orbax_to_safetensors as tool
 

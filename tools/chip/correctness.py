@@ -26,7 +26,7 @@ from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.types import PyTree
-from loaders.spectrogram import n_cores
+from loaders import machine
 from tools.chip import cases
 
 LOSS = {"float32": 1e-5, "bfloat16": 2e-2}  # relative
@@ -59,7 +59,7 @@ def measure(data: cases.Data, device: jax.Device, *, quick: bool, models: set[st
         chosen = steppers or chosen
     found = [*attention(quick=quick)]
     # Compilers work side by side.
-    with concurrent.futures.ThreadPoolExecutor(max(1, min(4, n_cores() // 4))) as pool:
+    with concurrent.futures.ThreadPoolExecutor(max(1, min(4, machine.cores() // 4))) as pool:
         pairs = [(case, dtype) for case in chosen for dtype in dtypes if dtype == "float32" or case.name in ATTENDING]
         for checks in pool.map(lambda pair: list(workload(pair[0], data, device, pair[1])), pairs):
             found += checks

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from jaxtrain import feed
+from loaders import machine
 from loaders.base import Loader, Rows
 from tools.chip import cases, trace
 
@@ -58,7 +59,7 @@ def measure_form(
     return {
         "rows": batch,
         "bytes_per_row": sum(x.nbytes for x in steps.batch.values()) // batch,
-        "cores": importlib.import_module(a.config.loader).n_cores(),
+        "cores": machine.cores(),
         "loader_rows_per_second": alone,
         "stage_seconds": spent,
         "demand_rows_per_second": demand,

@@ -17,11 +17,12 @@ from jaxtrain.nn.layers import Rope
 from jaxtrain.workloads import bird, language
 from loaders import spectrogram
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 # A workload and a loader whose fields have every type that a field may have, and which need no data on disk.
 WORKLOAD = '''
 from dataclasses import dataclass, field
+from jaxtrain.config import ModelSection
 
 @dataclass(frozen=True)
 class Layer:
@@ -31,7 +32,7 @@ class Layer:
     bias: bool = True  # [bool] whether it has one
 
 @dataclass(frozen=True)
-class Config:
+class Config(ModelSection):
     """A toy."""
 
     n_classes: int | None = None  # [classes] None = what the data say
@@ -57,9 +58,10 @@ class Config:
 LOADER = '''
 import os
 from dataclasses import dataclass
+from jaxtrain.config import DataSection
 
 @dataclass(frozen=True)
-class Config:
+class Config(DataSection):
     """Toy data."""
 
     path: str = ""  # [path] of the data; empty = none needed
@@ -127,7 +129,7 @@ def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla()
     }
     found = mistakes("--config.compiler.--xla_a=1", "--config.compiler.fast=1", "--config.compiler.xla_b=(1, 2)")
     assert "say xla_a" in found["compiler.--xla_a"] and "begin with xla_" in found["compiler.fast"]
-    assert found["compiler.xla_b"] == "is (1, 2) (tuple); true or false, a number or a text is wanted"
+    assert found["compiler.xla_b"] == "is (1, 2) (tuple); expected true or false, a number or a string"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_sections_within_sections_are_read_too():
     assert (model.first.width, model.first.bias) == (5, True)
     assert [(layer.width, layer.bias) for layer in model.layers] == [(3, True), (8, False)]
     assert load("--config.optim.groups=({'match': '^probe/', 'lr': 1},)").optim.groups == (Group("^probe/", lr=1.0),)
-    assert load("--config.mesh.rules.vocab=fsdp?").mesh.rules == {"vocab": "fsdp?"}
+    assert load("--config.mesh.axis_rules.vocab=fsdp?").mesh.axis_rules == {"vocab": "fsdp?"}
 
 
 def test_the_last_of_two_overrides_counts_and_a_space_may_stand_for_the_sign():
@@ -191,6 +193,7 @@ def test_an_empty_workdir_is_the_default_one():
         ("model.first.widht=1", "'width'"),
         ("data.paht=x", "'path'"),
         ("mesh.modle=1", "'model'"),
+        ("mesh.rules={}", "'axis_rules'"),
         ("optim.weight_dcay=1", "'weight_decay'"),
     ],
 )
@@ -263,13 +266,13 @@ def test_a_file_is_held_to_its_types_without_guessing(value):
         (["optim.warmup=50", "train.steps=40"], "optim.warmup", "train.steps=40"),
         (["optim.schedule=wsd", "optim.warmup=30", "optim.decay=20", "train.steps=40"], "optim.decay", "train.steps=40"),
         (["optim.b2=1"], "optim.b2", "[0, 1)"),
-        (["optim.decayed=("], "optim.decayed", "no regular expression"),
-        (["optim.groups=({'match': '['},)"], "optim.groups[0].match", "no regular expression"),
+        (["optim.decayed=("], "optim.decayed", "not a regular expression"),
+        (["optim.groups=({'match': '['},)"], "optim.groups[0].match", "not a regular expression"),
         (["optim.groups=({'match': 'w', 'lr': -1},)"], "optim.groups[0].lr", "-1"),
         (["mesh.data=-1", "mesh.fsdp=-1"], "mesh.data", "only one axis"),
         (["mesh.model=0"], "mesh.model", "-1 for the rest"),
-        (["mesh.rules.embed=fdsp?"], "mesh.rules.embed", "did you mean 'fsdp'?"),
-        (["mesh.rules.vocap=fsdp"], "mesh.rules.vocap", "no array of toy_workload has; did you mean 'vocab'?"),
+        (["mesh.axis_rules.embed=fdsp?"], "mesh.axis_rules.embed", "did you mean 'fsdp'?"),
+        (["mesh.axis_rules.vocap=fsdp"], "mesh.axis_rules.vocap", "did you mean 'vocab'?"),
         (["checkpoint.every=0"], "checkpoint.every", "at least 1"),
         (["checkpoint.folder=gcs://bucket/run"], "checkpoint.folder", "did you mean 'gs'?"),
         (["metrics.every=0"], "metrics.every", "at least 1"),
@@ -279,6 +282,8 @@ def test_a_file_is_held_to_its_types_without_guessing(value):
         (["data.path=/nowhere/at/all"], "data.path", "does not exist"),
         (["workload=toy_wrkload"], "workload", "toy_wrkload"),
         (["workload=json"], "workload", "without a dataclass named Config"),
+        (["workload=toy_loader"], "workload", "whose Config is not a ModelSection; derive it from jaxtrain.config"),
+        (["loader=toy_workload"], "loader", "whose Config is not a DataSection; derive it from loaders.checks.DataSection"),
         (["train.batch.size=3"], "train.batch.size", "not a section"),
     ],
 )
@@ -377,9 +382,9 @@ def test_names_are_taken_as_a_shell_has_them(here):
     assert load_giblet(("data.subjects", "viewer-1")).data.subjects == ("viewer-1",)
     assert load_giblet(("data.subjects", "('viewer-2',)")).data.subjects == ("viewer-2",)
     for text in ("('viewer-1',", "viewer-{1,2}"):
-        with pytest.raises(ConfigError, match=r"data.subjects is .*; a tuple is wanted, for example \('a', 'b'\)"):
+        with pytest.raises(ConfigError, match=r"data.subjects is .*; expected a tuple, for example \('a', 'b'\)"):
             load_giblet(("data.subjects", text))
-    with pytest.raises(ConfigError, match=r"optim.moments is 'int8', and adafactor use no such moments"):
+    with pytest.raises(ConfigError, match=r"optim.moments is 'int8', and adafactor keep no such moments"):
         load_giblet(("optim.name", "adafactor"), ("optim.moments", "int8"))
 
 
@@ -394,7 +399,7 @@ def test_a_config_survives_json():
         "--config.model.layers=({'width': 3},)",
         "--config.model.table.a=1",
         "--config.model.many=1,2",
-        "--config.mesh.rules.vocab=fsdp?",
+        "--config.mesh.axis_rules.vocab=fsdp?",
         "--config.optim.groups=({'match': '^probe/', 'lr': 1e-7, 'freeze': True},)",
     )
     again = config_lib.from_dict(json.loads(config_lib.to_json(config)))
@@ -477,7 +482,7 @@ def test_explain_touches_no_device_and_trains_nothing(here):
 
 
 def test_xcl_is_xcm_without_five_recordings(tmp_path):
-    paths = {name: pathlib.Path(__file__).parents[1] / "configs" / f"{name}.py" for name in ("xcm", "xcl")}
+    paths = {name: ROOT / "configs" / f"{name}.py" for name in ("xcm", "xcl")}
     xcm, xcl = (runpy.run_path(str(path))["get_config"](str(tmp_path)) for path in paths.values())
     assert xcl.data.exclude == (495640, 495763, 497541, 498645, 501254)
     del xcl.data.exclude

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.cluster import PORTS, Cluster, ClusterError, find, first_host
+from jaxtrain.cluster.discover import PORTS, Cluster, ClusterError, first_host, from_environment
 
 C, N, I = "JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS"
 
@@ -19,7 +19,7 @@ C, N, I = "JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS"
     ],
 )
 def test_an_explicit_environment(environment, expected):
-    found = find(environment)
+    found = from_environment(environment)
     assert (found.processes, found.process, found.coordinator) == expected and not found.local_devices
 
 
@@ -41,7 +41,7 @@ def test_an_explicit_environment(environment, expected):
 )
 def test_an_explicit_environment_that_makes_no_sense_is_told_whole(environment, told):
     with pytest.raises(ClusterError) as error:
-        find(environment)
+        from_environment(environment)
     assert len(error.value.problems) == len(told)
     for part in told:
         assert part in str(error.value)
@@ -69,13 +69,14 @@ def slurm(
 
 
 def test_a_slurm_step_has_its_first_node_as_coordinator_and_a_port_of_its_own():
-    found = [find(slurm(i)) for i in range(4)]
+    found = [from_environment(slurm(i)) for i in range(4)]
     assert [(c.processes, c.process, c.launcher) for c in found] == [(4, i, "SLURM") for i in range(4)]
     assert len({c.coordinator for c in found}) == 1
     host, port = found[0].coordinator.split(":")
     assert host == "node007" and int(port) in PORTS
     others = [
-        find(slurm(**{k: v})) for k, v in (("SLURM_STEP_ID", "1"), ("SLURM_RESTART_COUNT", "1"), ("SLURM_JOB_ID", "8807"))
+        from_environment(slurm(**{k: v}))
+        for k, v in (("SLURM_STEP_ID", "1"), ("SLURM_RESTART_COUNT", "1"), ("SLURM_JOB_ID", "8807"))
     ]
     assert len({c.coordinator for c in [found[0], *others]}) == 4, "steps, restarts, and jobs 4096 apart do not meet"
     assert len({c.job for c in [found[0], *others]}) == 4
@@ -102,15 +103,15 @@ def test_a_part_of_slurms_variables_is_one_process_with_a_reason():
     shell = {k: v for k, v in whole.items() if k not in (*step, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")}  # salloc
     batch = {k: v for k, v in whole.items() if k not in step}  # the batch script, outside srun
     for environment in (shell, batch, {"SLURM_JOB_ID": "4711"}):  # the last one as pam_slurm_adopt leaves it
-        found = find(environment)
+        found = from_environment(environment)
         assert (found.processes, found.coordinator) == (1, "")
         assert "4711" in found.note and "SLURM_STEP_ID" in found.note and "srun" in found.note
-    assert find(slurm(tasks=1, per_node="1", nodes="n")) == Cluster(launcher="SLURM", job="4711.0.0")
+    assert from_environment(slurm(tasks=1, per_node="1", nodes="n")) == Cluster(launcher="SLURM", job="4711.0.0")
 
 
 def test_a_coordinator_alone_overrides_what_slurm_says():
-    assert find(slurm(2, **{C: "10.0.0.9:1234"})).coordinator == "10.0.0.9:1234"
-    assert find(slurm(2, **{C: "h:1", N: "2", I: "1"}))[:3] == (2, 1, "h:1")
+    assert from_environment(slurm(2, **{C: "10.0.0.9:1234"})).coordinator == "10.0.0.9:1234"
+    assert from_environment(slurm(2, **{C: "h:1", N: "2", I: "1"}))[:3] == (2, 1, "h:1")
 
 
 FOUR = {"tasks": 8, "per_node": "4(x2)", "nodes": "a[1-2]"}
@@ -131,7 +132,7 @@ FOUR = {"tasks": 8, "per_node": "4(x2)", "nodes": "a[1-2]"}
     ],
 )
 def test_local_devices_come_from_what_is_visible(environment, gpus, own):
-    assert find(environment, gpus=gpus).local_devices == own
+    assert from_environment(environment, gpus=gpus).local_devices == own
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_local_devices_come_from_what_is_visible(environment, gpus, own):
 )
 def test_gpus_that_would_idle_are_an_error_that_names_the_process(environment, told):
     with pytest.raises(ClusterError, match="process 1 of .* \\(on node008\\)") as error:
-        find(environment, gpus=8)
+        from_environment(environment, gpus=8)
     assert told in str(error.value)
 
 
@@ -154,32 +155,32 @@ def mpi(rank: int, *, size: int, local: int, **more: str) -> dict[str, str]:
 
 
 def test_open_mpi():
-    here = find(mpi(1, size=2, local=2), gpus=4)
+    here = from_environment(mpi(1, size=2, local=2), gpus=4)
     assert here[:2] == (2, 1) and here.coordinator.startswith("127.0.0.1:") and here.local_devices == (2, 3)
     uri = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
-    assert find(mpi(3, size=4, local=2, **uri)).coordinator.startswith("10.96.0.1:")
+    assert from_environment(mpi(3, size=4, local=2, **uri)).coordinator.startswith("10.96.0.1:")
     uri = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp6://[fe80::b9b,2620:10d::2]:43370"}
-    assert find(mpi(3, size=4, local=2, **uri)).coordinator.startswith("[fe80::b9b]:")
+    assert from_environment(mpi(3, size=4, local=2, **uri)).coordinator.startswith("[fe80::b9b]:")
     with pytest.raises(ClusterError, match="mpirun -x JAXTRAIN_COORDINATOR=host:port"):
-        find(mpi(3, size=4, local=2))
-    assert find(mpi(3, size=4, local=2, **{C: "h:5"}))[:3] == (4, 3, "h:5")
-    assert find(mpi(0, size=1, local=1))[:3] == (1, 0, "")
+        from_environment(mpi(3, size=4, local=2))
+    assert from_environment(mpi(3, size=4, local=2, **{C: "h:5"}))[:3] == (4, 3, "h:5")
+    assert from_environment(mpi(0, size=1, local=1))[:3] == (1, 0, "")
     inside = slurm(0, tasks=2, per_node="1(x2)")  # mpirun's own helpers are tasks of a SLURM step; its ranks count
-    assert find({**inside, **mpi(3, size=4, local=2, **uri)})[:2] == (4, 3)
+    assert from_environment({**inside, **mpi(3, size=4, local=2, **uri)})[:2] == (4, 3)
 
 
 def test_tpu_pods():
     gke = {"TPU_WORKER_HOSTNAMES": "w-0.svc,w-1.svc", "TPU_WORKER_ID": "1"}
-    assert find(gke)[:3] == (2, 1, "w-0.svc:8482")
-    assert find({**gke, "JAX_PLATFORMS": "cpu"}) == Cluster()
+    assert from_environment(gke)[:3] == (2, 1, "w-0.svc:8482")
+    assert from_environment({**gke, "JAX_PLATFORMS": "cpu"}) == Cluster()
     slices = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "s-0.svc:8080"}
-    assert find({**gke, **slices})[:3] == (4, 3, "s-0.svc:8482")
-    assert find({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"})[:3] == (1, 0, "")
+    assert from_environment({**gke, **slices})[:3] == (4, 3, "s-0.svc:8482")
+    assert from_environment({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"})[:3] == (1, 0, "")
     vm = {"worker-network-endpoints": "unknown:unknown:10.164.0.2,unknown:unknown:10.164.0.3", "agent-worker-number": "1"}
-    assert find({}, metadata=vm)[:3] == (2, 1, "10.164.0.2:8482")
+    assert from_environment({}, metadata=vm)[:3] == (2, 1, "10.164.0.2:8482")
     vm = {"worker-network-endpoints": "10.0.0.2,10.0.0.3", "agent-worker-number": "0"}
     several = "ACCELERATOR_TYPE: 'v4-16'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"
     several += "MEGASCALE_COORDINATOR_ADDRESS: '10.0.0.9'\n"
-    assert find({}, metadata={**vm, "tpu-env": several})[:3] == (4, 2, "10.0.0.9:8482")
+    assert from_environment({}, metadata={**vm, "tpu-env": several})[:3] == (4, 2, "10.0.0.9:8482")
     with pytest.raises(ClusterError, match="TPU worker 2 of slice 0"):
-        find({**gke, "TPU_WORKER_ID": "2"})
+        from_environment({**gke, "TPU_WORKER_ID": "2"})

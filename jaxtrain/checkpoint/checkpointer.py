@@ -21,39 +21,32 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtrain import checksums, distributed, specs, stored
+from jaxtrain import cluster, specs
 from jaxtrain import config as config_lib
-from jaxtrain.guard import GuardState
+from jaxtrain.checkpoint import checksums
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.checkpoint.history import CheckpointError, History, Scores
 from jaxtrain.schedule import is_save_due
-from jaxtrain.state import Plan, TrainState
 from jaxtrain.types import Task
 
+if TYPE_CHECKING:  # a state is rebuilt from the plan's, so that who only reads a step imports no trainer
+    from jaxtrain.state import Plan, TrainState
+
 log = logging.getLogger("jaxtrain")
-
-
-class CheckpointError(RuntimeError):
-    """Saved state that cannot be gone on from. Never followed by a silent fresh start."""
-
-
-class History(NamedTuple):
-    """What a run knows besides its state, and saves with it."""
-
-    offset: int = 0  # batches that were of other data: position = step - offset
-    rewinds: int = 0  # times that bad steps took the run back to a checkpoint
 
 
 class Restored(NamedTuple):
     """A state to go on from."""
 
-    state: TrainState
+    state: "TrainState"
     step: int  # batches read so far
     history: History
     source: epath.Path
@@ -74,12 +67,12 @@ class Checkpointer:
         self._meta = {
             "config": json.loads(config_lib.to_json(config)),
             "parameters": specs.digest(task.specs),
-            "versions": distributed.versions(),
+            "versions": cluster.versions(),
         }
         self._path = _folder(config.checkpoint.folder or os.path.join(config.workdir, "checkpoints"))
         self._path.mkdir(parents=True, exist_ok=True)
         _check_shared(self._path)
-        self._scores = _Scores(self._path.parent / "best.json", config.checkpoint, config.train.min_delta)
+        self._scores = Scores(self._path.parent / "best.json", config.checkpoint, config.train.min_delta)
         keep = [policies.LatestN(config.checkpoint.keep), self._scores]
         if config.checkpoint.keep_every:
             keep.append(policies.EveryNSteps(config.checkpoint.keep_every))
@@ -90,7 +83,7 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(preservation_policy=policies.AnyPreservationPolicy(keep), create=True)
         self._manager = ocp.CheckpointManager(self._path, options=options)
 
-    def save(self, step: int, state: TrainState, data: Mapping[str, Any], history: History) -> Saved:
+    def save(self, step: int, state: "TrainState", data: Mapping[str, Any], history: History) -> Saved:
         """Starts to save ``state``, unless ``step`` is saved already; first waits for the save before to end.
 
         Raises CheckpointError when that one failed, or this one at once, unless config.checkpoint.on_error is "continue".
@@ -127,7 +120,7 @@ class Checkpointer:
         train, since = self._config.train, self._scores.progress
         return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
 
-    def restore(self, plan: Plan, data: Mapping[str, Any], workdir: str = "") -> Restored | None:
+    def restore(self, plan: "Plan", data: Mapping[str, Any], workdir: str = "") -> Restored | None:
         """The newest checkpoint that can be read, of this run or of another ``workdir``; None when there is none.
 
         Args:
@@ -147,15 +140,15 @@ class Checkpointer:
             raise CheckpointError(f"config.resume.path: {path} holds no checkpoint")
         return restored
 
-    def rewind(self, plan: Plan, before: int) -> tuple[TrainState, int] | None:
+    def rewind(self, plan: "Plan", before: int) -> "tuple[TrainState, int] | None":
         """The newest saved state of at most ``before`` batches, and its step; None when there is none that can be read.
 
         Of the regular saves, so that it is the same one however often the run was interrupted.
         """
         self._finish()
         steps = [s for s in sorted(self._manager.all_steps(), reverse=True) if s <= before and is_save_due(self._config, s)]
-        for step in distributed.agree_on(steps):
-            if not distributed.agree(bool(self._damage(self._path / str(step)))):
+        for step in cluster.agree_on(steps):
+            if not cluster.agree(bool(self._damage(self._path / str(step)))):
                 saved = self._manager.restore(
                     step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_saved(plan.state)))
                 )["state"]
@@ -165,7 +158,7 @@ class Checkpointer:
     def is_finished(self) -> bool:
         """Whether the run has ended with a step of weights only, from which nothing can go on."""
         last = self._path / str(self._config.train.steps)
-        return bool(distributed.agree(last.exists() and bool(_read_meta(last).get("weights_only"))))
+        return bool(cluster.agree(last.exists() and bool(_read_meta(last).get("weights_only"))))
 
     def poll(self) -> None:
         """Lets the checksums of a step be written once it is whole. Costs nothing; call it every step."""
@@ -243,11 +236,13 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             return _first_line(error)
 
-    def _newest(self, manager: ocp.CheckpointManager, path: epath.Path, plan: Plan, data: Mapping[str, Any]) -> Restored | None:
+    def _newest(
+        self, manager: ocp.CheckpointManager, path: epath.Path, plan: "Plan", data: Mapping[str, Any]
+    ) -> Restored | None:
         steps = sorted(manager.all_steps(), reverse=True)
-        for step in distributed.agree_on(steps):
+        for step in cluster.agree_on(steps):
             damage = self._damage(path / str(step))
-            if distributed.agree(bool(damage)):
+            if cluster.agree(bool(damage)):
                 log.warning("checkpoint %s is damaged and is left alone: %s", path / str(step), damage)
                 continue
             try:
@@ -301,47 +296,6 @@ class Checkpointer:
         )
 
 
-class _Scores:
-    """Which step is the best so far, kept in workdir/best.json; as an Orbax preservation policy, it keeps that one.
-
-    best.json also has the step and value of the last progress: of an improvement on the one before by more than min_delta.
-    """
-
-    def __init__(self, path: epath.Path, config: config_lib.Checkpoint, min_delta: float):
-        self._min_delta = min_delta
-        self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
-        self._best: dict[str, Any] = json.loads(path.read_text()) if config.best and path.exists() else {}
-
-    def add(self, step: int, record: Mapping[str, float]) -> None:
-        if not self._name:
-            return
-        if self._name not in record:
-            raise CheckpointError(f"config.checkpoint.best names {self._name!r}; an evaluation has {', '.join(sorted(record))}")
-        new = {"step": step, "value": record[self._name]}
-
-        def beats(old: Mapping[str, Any] | None, by: float = 0.0) -> bool:
-            return not old or self._sign * (new["value"] - old["value"]) > by
-
-        progress = new if beats(self._best.get("progress"), self._min_delta) else self._best["progress"]
-        best = new if beats(self._best) else {name: self._best[name] for name in new}
-        changed = {**best, "metric": self._name, "progress": progress}
-        if changed != self._best:
-            self._best = changed
-            if jax.process_index() == 0:
-                temporary = self._path.parent / f"{self._path.name}.new"
-                temporary.write_text(json.dumps(self._best))
-                temporary.replace(self._path)
-
-    @property
-    def progress(self) -> int | None:
-        """The step of the last progress; None before the first evaluation."""
-        return self._best["progress"]["step"] if "progress" in self._best else None
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        del context
-        return [checkpoint.step == self._best.get("step") for checkpoint in checkpoints]
-
-
 def _folder(path: str) -> epath.Path:
     """A folder by its absolute path or its URL."""
     return epath.Path(path) if "://" in path else epath.Path(path).expanduser().absolute()
@@ -354,15 +308,15 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
     """
     if jax.process_count() == 1:
         return
-    token = f".shared-{distributed.agree(uuid.uuid4().int % 2**31)}"
+    token = f".shared-{cluster.agree(uuid.uuid4().int % 2**31)}"
     if jax.process_index() == 0:
         (folder / token).write_text("")
-    distributed.agree(0)  # it is there from here on
+    cluster.agree(0)  # it is there from here on
     deadline = time.monotonic() + seconds
     while not (found := (folder / token).exists()) and time.monotonic() < deadline:
         list(folder.iterdir())  # makes some network file systems look again
         time.sleep(0.2)
-    blind = [i for i, seen in enumerate(distributed.gather(int(found))) if not seen]
+    blind = [i for i, seen in enumerate(cluster.gather(int(found))) if not seen]
     if jax.process_index() == 0:
         (folder / token).unlink()
     if blind:
@@ -381,12 +335,15 @@ def _read_meta(step: epath.Path) -> dict[str, Any]:
         return {}
 
 
-def _state(saved: Mapping[str, Any], plan: Plan) -> TrainState:
+def _state(saved: Mapping[str, Any], plan: "Plan") -> "TrainState":
     variables = plan.state.variables._replace(params=saved["params"], carry=saved["carry"])
-    return TrainState(saved["step"], variables, saved["opt_state"], saved["ema"], GuardState(**saved["norms"]))
+    norms = plan.state.norms._replace(**saved["norms"])
+    return plan.state.replace(
+        step=saved["step"], variables=variables, opt_state=saved["opt_state"], ema=saved["ema"], norms=norms
+    )
 
 
-def _saved(state: TrainState) -> dict[str, Any]:
+def _saved(state: "TrainState") -> dict[str, Any]:
     """What of a state goes to disk. The keys are part of the format."""
     return {
         "step": state.step,

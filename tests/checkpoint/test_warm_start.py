@@ -11,10 +11,12 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
-from jaxtrain import checksums, config, layout, specs, stored, warm_start
+from jaxtrain import config, layout, specs
+from jaxtrain.checkpoint import checksums, warm_start
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.checkpoint.read import Stored
 from jaxtrain.config import WarmStart
 from jaxtrain.specs import ones, truncated_normal
-from jaxtrain.stored import Stored
 from jaxtrain.types import Spec
 
 normal = truncated_normal(1.0)

@@ -1,4 +1,4 @@
-"""Update rules that optax does not have as they are needed here, and the memory that any rule's moments take.
+"""What an update rule keeps between steps, in how many bits: its moments, and float32 copies of the parameters.
 
 Moments are kept in float32, in bfloat16, or in 8 bits (after Dettmers et al. 2022, with power-law codes instead of a table).
 Both smaller forms are rounded at random, without bias: an average that moves by a thousandth per step would stand still where
@@ -13,25 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.specs import path_name
-from jaxtrain.types import Array, PyTree, Spec
+from jaxtrain.types import Array, PyTree
 
 SMALL = 4096  # [elements] moments of fewer stay in float32 under "int8"
 ROW = 64  # [elements] least that share a scale
 # field of a rule's state -> codes and their law: value = scale × sign(code) (|code| / codes)^power
 LAWS = {"mu": (127, 2, jnp.int8), "nu": (255, 4, jnp.uint8)}
-
-
-class MuonState(NamedTuple):
-    count: Array
-    mu: PyTree
-
-
-class FactoredState(NamedTuple):
-    count: Array
-    row: PyTree  # mean of squares over the columns, [..., rows, 1]
-    column: PyTree  # and over the rows, [..., 1, columns]
-    whole: PyTree  # squares of what is not factored
 
 
 class StoredState(NamedTuple):
@@ -44,145 +31,6 @@ class StoredState(NamedTuple):
 class MasterState(NamedTuple):
     masters: PyTree  # float32
     rule: Any
-
-
-class RuleError(ValueError):
-    """A rule that cannot be applied to a parameter. The message names the remedy."""
-
-
-def matrix_axes(path: str, spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dimensions of the rows and of the columns of a parameter's matrices; every other one counts matrices.
-
-    "layer" counts matrices, and so does a nameless dimension beside two others (query, key and value side by side). "head_dim"
-    goes with the heads before it. Raises RuleError where this does not leave two.
-    """
-    groups: list[list[int]] = []
-    for i, axis in enumerate(spec.axes):
-        if axis == "head_dim" and groups and spec.axes[i - 1] in ("heads", "kv_heads"):
-            groups[-1].append(i)
-        elif axis != "layer":
-            groups.append([i])
-    if len(groups) > 2:
-        groups = [group for group in groups if spec.axes[group[0]] is not None]
-    if len(groups) != 2:
-        raise RuleError(
-            f"{path!r} with the axes {spec.axes} has {len(groups)} dimensions beside its layers, and muon needs "
-            "matrices; give it another rule with optim.groups"
-        )
-    return tuple(groups[0]), tuple(groups[1])
-
-
-def is_hidden_matrix(path: str, spec: Spec) -> bool:
-    """Whether Muon is meant for it: a matrix between hidden states, not a table, a head, a vector."""
-    if {"vocab", "puzzle"} & set(spec.axes):
-        return False
-    try:
-        matrix_axes(path, spec)
-    except RuleError:
-        return False
-    return True
-
-
-def scale_by_muon(specs: dict[str, Spec], *, momentum: float, scale: str) -> optax.GradientTransformation:
-    """B <- momentum B + g; u = g + momentum B; every matrix of u is orthogonalised (Jordan et al. 2024) and scaled.
-
-    scale: "rms" 0.2 sqrt(max(rows, columns)), which moves as far as AdamW does (Liu et al. 2025); "in_out" and "out_in"
-    sqrt(max(1, outputs / inputs)) for parameters stored with the inputs or the outputs first. ``specs``: path -> Spec.
-    """
-
-    def init(params: PyTree) -> MuonState:
-        return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
-
-    def update(grads: PyTree, state: MuonState, params: PyTree = None) -> tuple[PyTree, MuonState]:
-        del params
-        mu = jax.tree.map(lambda b, g: momentum * b + g, state.mu, grads)
-
-        def one(path: tuple, g: Array, b: Array) -> Array:
-            name = path_name(path)
-            rows, columns = matrix_axes(name, specs[name])
-            many = tuple(i for i in range(g.ndim) if i not in rows + columns)
-            order = many + rows + columns
-            u = jnp.transpose(g + momentum * b, order)
-            n, m = (math.prod(g.shape[i] for i in group) for group in (rows, columns))
-            factor = {
-                "rms": 0.2 * math.sqrt(max(n, m)),
-                "in_out": math.sqrt(max(1, m / n)),
-                "out_in": math.sqrt(max(1, n / m)),
-            }[scale]
-            x = factor * orthogonalise(u.reshape(*u.shape[: len(many)], n, m))
-            return jnp.transpose(x.reshape(u.shape), np.argsort(order))
-
-        return jax.tree.map_with_path(one, grads, mu), MuonState(state.count + 1, mu)
-
-    return optax.GradientTransformation(init, update)
-
-
-def orthogonalise(x: Array, *, steps: int = 5, eps: float = 1e-7) -> Array:
-    """[..., n, m] matrices with their singular values near 1: Newton-Schulz, x <- a x + (b g + c g g) x with g = x x^T."""
-    a, b, c = 3.4445, -4.775, 2.0315
-    wide = x.shape[-2] <= x.shape[-1]
-    x = x if wide else jnp.swapaxes(x, -1, -2)
-    x = x / jnp.maximum(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True), eps)
-    for _ in range(steps):
-        g = x @ jnp.swapaxes(x, -1, -2)
-        x = a * x + (b * g + c * g @ g) @ x
-    return x if wide else jnp.swapaxes(x, -1, -2)
-
-
-def scale_by_adafactor(
-    *, power: float = 0.8, eps: float = 1e-30, least: int = 128, clip: float = 1.0
-) -> optax.GradientTransformation:
-    """g / sqrt(v), v of rank one over the two largest dimensions (Shazeer & Stern 2018); no first moment, no relative rates.
-
-    v's average forgets with 1 - t^-power. Parameters whose second largest dimension is below ``least`` keep all of v. An update
-    whose root mean square exceeds ``clip`` is scaled down to it.
-    """
-
-    def two(shape: tuple[int, ...]) -> tuple[int, int] | None:
-        if len(shape) < 2:
-            return None
-        *_, second, first = np.argsort(shape, kind="stable").tolist()
-        return None if shape[second] < least else (first, second)
-
-    def init(params: PyTree) -> FactoredState:
-        def zeros(without: int | None) -> PyTree:
-            """Without one of the two dimensions; or, None, what is not factored. An empty one is a single 0."""
-
-            def one(p: Array) -> Array:
-                shape, dims = list(p.shape), two(p.shape)
-                if (dims is None) != (without is None):
-                    shape = [1] * p.ndim
-                elif dims is not None:
-                    shape[dims[without]] = 1
-                return jnp.zeros(shape, jnp.float32)
-
-            return jax.tree.map(one, params)
-
-        return FactoredState(jnp.zeros((), jnp.int32), zeros(0), zeros(1), zeros(None))
-
-    def update(grads: PyTree, state: FactoredState, params: PyTree = None) -> tuple[PyTree, FactoredState]:
-        del params
-        count = state.count + 1
-        keep = 1 - count.astype(jnp.float32) ** -power
-
-        def one(g: Array, row: Array, column: Array, whole: Array) -> tuple[Array, ...]:
-            squares = g * g + eps
-            if dims := two(g.shape):
-                first, second = dims
-                row = keep * row + (1 - keep) * squares.mean(first, keepdims=True)
-                column = keep * column + (1 - keep) * squares.mean(second, keepdims=True)
-                u = g * jax.lax.rsqrt(row / row.mean(second, keepdims=True)) * jax.lax.rsqrt(column)
-            else:
-                whole = keep * whole + (1 - keep) * squares
-                u = g * jax.lax.rsqrt(whole)
-            return u / jnp.maximum(1.0, jnp.sqrt(jnp.mean(u * u)) / clip), row, column, whole
-
-        leaves, tree = jax.tree.flatten(grads)
-        found = [one(g, *(m for m in ms)) for g, *ms in zip(leaves, *map(jax.tree.leaves, state[1:]), strict=True)]
-        u, row, column, whole = (tree.unflatten(x) for x in zip(*found, strict=True)) if found else [grads] * 4
-        return u, FactoredState(count, row, column, whole)
-
-    return optax.GradientTransformation(init, update)
 
 
 def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:

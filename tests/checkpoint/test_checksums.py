@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxtrain import checksums
+from jaxtrain.checkpoint import checksums
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_kill_while_the_manifest_is_written_leaves_none_and_the_next_write_is_
     """The last instant before the rename: SIGKILL, in a process of its own."""
     (step / checksums.NAME).unlink()
     program = (
-        "import os, signal, sys; from etils import epath; from jaxtrain import checksums\n"
+        "import os, signal, sys; from etils import epath; from jaxtrain.checkpoint import checksums\n"
         "cls = type(epath.Path(sys.argv[1]))\n"
         "cls.rename = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)\n"
         "checksums.write(sys.argv[1])\n"

@@ -7,7 +7,7 @@ The first of these that the environment speaks of:
    where it was started.
 3. A task of a SLURM job step: SLURM_STEP_*. Process 0 is on the step's first node. The port is our own, from the job, the
    step and the count of restarts, below the ports that systems give out by themselves (JAX's is the job id modulo 4096).
-4. A TPU pod: TPU_WORKER_* and MEGASCALE_* (GKE), or the same from the metadata of a TPU VM (`jaxtrain.gce`).
+4. A TPU pod: TPU_WORKER_* and MEGASCALE_* (GKE), or the same from the metadata of a TPU VM (`jaxtrain.cluster.notices`).
 5. None of them: one process.
 """
 
@@ -41,7 +41,7 @@ class Cluster(NamedTuple):
     note: str = ""  # what of the environment was left alone, and why
 
 
-def find(environment: Mapping[str, str], *, gpus: int = 0, metadata: Mapping[str, str] | None = None) -> Cluster:
+def from_environment(environment: Mapping[str, str], *, gpus: int = 0, metadata: Mapping[str, str] | None = None) -> Cluster:
     """The cluster that ``environment`` speaks of.
 
     Args:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxtrain.rendezvous import RendezvousError, Stopped, differences, meet
+from jaxtrain.cluster.rendezvous import RendezvousError, Stopped, differences, meet
 
 
 @pytest.fixture

@@ -28,9 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from jaxtrain import checksums, specs, stored
+from jaxtrain import specs
+from jaxtrain.checkpoint import checksums
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.checkpoint.read import Stored
 from jaxtrain.config import RESHAPE, WarmStart
-from jaxtrain.stored import Stored
 from jaxtrain.types import Array, PyTree
 
 log = logging.getLogger("jaxtrain")

@@ -17,7 +17,7 @@ POD = ("agent-worker-number", "worker-network-endpoints", "tpu-env")  # attribut
 NOTICES = {"maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE",), "preempted": ("TRUE",)}
 
 
-def server(environment: Mapping[str, str]) -> str:
+def metadata_server(environment: Mapping[str, str]) -> str:
     """The metadata server's host, "" when this is no machine of Google's."""
     if environment.get("NO_GCE_CHECK", "").lower() in ("1", "true"):
         return ""
@@ -44,7 +44,7 @@ def tpu_metadata(environment: Mapping[str, str]) -> dict[str, str]:
     """The attributes `POD` of a TPU VM; empty on a machine without TPUs, or without the package libtpu."""
     chips = [p for p in pathlib.Path("/dev").glob("*") if re.fullmatch(r"accel\d+", p.name)]
     chips += pathlib.Path("/dev/vfio").glob("[0-9]*")
-    host = server(environment)
+    host = metadata_server(environment)
     if not host or not chips or "TPU_SKIP_MDS_QUERY" in environment or importlib.util.find_spec("libtpu") is None:
         return {}
     return {name: text for name in POD if (text := read(host, f"attributes/{name}"))}

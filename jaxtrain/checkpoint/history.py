@@ -1,0 +1,65 @@
+"""What a run knows besides its state: how its data and its rewinds went, and which step is the best so far.
+
+workdir/best.json    {"step": 40, "value": 1.25, "metric": "loss", "progress": {"step": 30, "value": 1.3}}
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from etils import epath
+
+from jaxtrain.config import Checkpoint
+
+
+class CheckpointError(RuntimeError):
+    """Saved state that cannot be gone on from. Never followed by a silent fresh start."""
+
+
+class History(NamedTuple):
+    """What a run knows besides its state, and saves with it."""
+
+    offset: int = 0  # batches that were of other data: position = step - offset
+    rewinds: int = 0  # times that bad steps took the run back to a checkpoint
+
+
+class Scores:
+    """Which step is the best so far, kept in workdir/best.json; as an Orbax preservation policy, it keeps that one.
+
+    best.json also has the step and value of the last progress: of an improvement on the one before by more than min_delta.
+    """
+
+    def __init__(self, path: epath.Path, config: Checkpoint, min_delta: float):
+        self._min_delta = min_delta
+        self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
+        self._best: dict[str, Any] = json.loads(path.read_text()) if config.best and path.exists() else {}
+
+    def add(self, step: int, record: Mapping[str, float]) -> None:
+        if not self._name:
+            return
+        if self._name not in record:
+            raise CheckpointError(f"config.checkpoint.best names {self._name!r}; an evaluation has {', '.join(sorted(record))}")
+        new = {"step": step, "value": record[self._name]}
+
+        def beats(old: Mapping[str, Any] | None, by: float = 0.0) -> bool:
+            return not old or self._sign * (new["value"] - old["value"]) > by
+
+        progress = new if beats(self._best.get("progress"), self._min_delta) else self._best["progress"]
+        best = new if beats(self._best) else {name: self._best[name] for name in new}
+        changed = {**best, "metric": self._name, "progress": progress}
+        if changed != self._best:
+            self._best = changed
+            if jax.process_index() == 0:
+                temporary = self._path.parent / f"{self._path.name}.new"
+                temporary.write_text(json.dumps(self._best))
+                temporary.replace(self._path)
+
+    @property
+    def progress(self) -> int | None:
+        """The step of the last progress; None before the first evaluation."""
+        return self._best["progress"]["step"] if "progress" in self._best else None
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        return [checkpoint.step == self._best.get("step") for checkpoint in checkpoints]

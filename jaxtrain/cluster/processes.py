@@ -1,0 +1,170 @@
+"""The processes of a run, joined: what they agree on, compare, gather and wait for."""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxtrain.cluster import discover, notices, rendezvous
+from jaxtrain.cluster.discover import Cluster
+from jaxtrain.cluster.rendezvous import RendezvousError
+from jaxtrain.config import Config, to_json
+from loaders import machine
+
+log = logging.getLogger("jaxtrain")
+
+# What must be the same package everywhere, and what a checkpoint says it was written with.
+VERSIONED = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def find() -> Cluster:
+    """The cluster that this machine's environment speaks of. Raises ClusterError."""
+    gpus = len([name for name in _entries("/dev") if re.fullmatch(r"nvidia\d+", name)])
+    return discover.from_environment(os.environ, gpus=gpus, metadata=notices.tpu_metadata(os.environ))
+
+
+def initialize(found: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False) -> None:
+    """Joins the processes: a roll call in which all must come and be alike, then JAX, with every value explicit.
+
+    Raises:
+      RendezvousError: somebody is late, or differs (in the config, a package, the devices); the port is taken. By number.
+      Stopped: ``leave()`` held while others were waited for.
+    """
+    if found.note:
+        log.warning("%s", found.note)
+    if found.processes == 1:
+        return
+    log.info(
+        "process %d of %d (%s, on %s), coordinator %s",
+        found.process,
+        found.processes,
+        found.launcher,
+        socket.gethostname(),
+        found.coordinator,
+    )
+    bounds = config.distributed
+    rendezvous.meet(
+        found.coordinator,
+        process=found.process,
+        processes=found.processes,
+        job=found.job or f"the run in {os.path.abspath(config.workdir)}",
+        facts={
+            "config": json.loads(to_json(config)),
+            "versions": versions(),
+            "launcher": found.launcher,
+            "gpus": len(found.local_devices),
+        },
+        timeout=bounds.init_timeout,
+        leave=leave,
+    )
+    try:
+        jax.distributed.initialize(
+            coordinator_address=found.coordinator,
+            num_processes=found.processes,
+            process_id=found.process,
+            local_device_ids=list(found.local_devices),
+            cluster_detection_method="deactivate",  # all is said; JAX's guess would take the local rank for an ordinal
+            initialization_timeout=bounds.init_timeout,
+            heartbeat_timeout_seconds=bounds.heartbeat_timeout,
+        )
+    except Exception as error:
+        raise RendezvousError(
+            f"process {found.process} of {found.processes} could not join the run at {found.coordinator}: {error}"
+        ) from error
+    if problem := uneven(Counter(device.process_index for device in jax.devices()), found.processes):
+        raise RendezvousError(problem)
+    if jax.default_backend() == "cpu":
+        # Process 0 alone keeps programs there, and one that is read back takes its collectives in another order than one just
+        # compiled (jax 0.10.2): the processes then wait for each other for ever.
+        jax.config.update("jax_enable_compilation_cache", False)
+
+
+def uneven(devices: Mapping[int, int], processes: int) -> str:
+    """Which processes have another number of devices than most; "" when all have the same."""
+    counts = [devices.get(process, 0) for process in range(processes)]
+    usual = Counter(counts).most_common(1)[0][0]
+    odd = [f"process {p} has {n}" for p, n in enumerate(counts) if n != usual]
+    return f"the processes have different numbers of devices: {', '.join(odd)}, the others {usual}" if odd else ""
+
+
+def compare(texts: Mapping[str, str]) -> None:
+    """Compares named texts over all processes, by their hashes. Raises RendezvousError: which process differs in which.
+
+    Lines with callbacks to the host are left out, since they hold addresses.
+    """
+    if jax.process_count() == 1:
+        return
+    plain = [re.sub(r".*callback.*", "", text) for text in texts.values()]
+    own = np.stack([np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8) for text in plain])
+    every = np.asarray(multihost_utils.process_allgather(own))  # [processes, texts, 32]
+    told = [
+        {"process": p, "facts": {f"{name}'s hash": bytes(row).hex()[:12] for name, row in zip(texts, rows, strict=True)}}
+        for p, rows in enumerate(every)
+    ]
+    if problem := rendezvous.differences(told):
+        raise RendezvousError(problem)
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in VERSIONED}
+
+
+def _entries(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, unless JAX_COMPILATION_CACHE_DIR already says where."""
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(machine.cache_folder("xla")))
+
+
+def use_threads_for_host_devices() -> None:
+    """Gives XLA's CPU client a thread for each of several host devices. Call it before the first device is touched.
+
+    It runs independent collectives of one program at once on as many threads as there are cores (or NPROC says): with fewer
+    threads than devices they can wait for each other for ever (seen with jax 0.10.2: 8 devices on 2 cores).
+    """
+    found = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if found and int(found[1]) > 1:
+        os.environ.setdefault("NPROC", str(max(4 * int(found[1]), os.cpu_count() or 1)))
+
+
+def is_main() -> bool:
+    """Whether this process writes what is written once: console, metrics, pictures."""
+    return jax.process_index() == 0
+
+
+def barrier(name: str) -> None:
+    """Returns when every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def agree(value: int) -> int:
+    """What process 0 says, on all processes: one that looks at a file system may see it late."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def agree_on(values: Sequence[int]) -> list[int]:
+    """Process 0's numbers, on all processes."""
+    return [agree(values[i] if i < len(values) else 0) for i in range(agree(len(values)))]
+
+
+def gather(value: int) -> list[int]:
+    """Every process's number, by process, on all processes."""
+    if jax.process_count() == 1:
+        return [value]
+    return [int(x) for x in multihost_utils.process_allgather(np.int32(value))]

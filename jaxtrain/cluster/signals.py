@@ -1,0 +1,57 @@
+"""Signals that ask a run to save and end."""
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+
+class StopSignals:
+    """Remembers that a signal asked the run to save and end. A second one ends the process there and then.
+
+    Attributes:
+      asked: the name of the signal, or "" so far.
+      notice: what else has asked for the same, a notice of maintenance for example, or "".
+
+    Ctrl-C is remembered too, until `check`: a KeyboardInterrupt anywhere could come in the middle of a library's save.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self.asked = self.notice = ""
+        self._interrupted = False
+        self._numbers = [signal.SIGINT, *(getattr(signal, name) for name in names)]
+        self._before: dict[int, Any] = {}
+        self.install()
+
+    @property
+    def reason(self) -> str:
+        return self.asked or self.notice or "another process"
+
+    def install(self) -> None:
+        """Takes the signals, also back from a library that took them since."""
+        for number in self._numbers:
+            before = signal.signal(number, self._handle)
+            self._before.setdefault(number, before)
+
+    def close(self) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        del frame
+        if self.asked or self._interrupted:
+            os._exit(128 + number)
+        if number == signal.SIGINT:
+            self._interrupted = True
+        else:
+            self.asked = signal.Signals(number).name
+
+    def ask(self, why: str) -> None:
+        """Asks for the same from elsewhere. The signal that usually follows is the first one then."""
+        self.notice = self.notice or why
+
+    def check(self) -> bool:
+        """Whether a signal, or a notice, asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+        return bool(self.asked or self.notice)

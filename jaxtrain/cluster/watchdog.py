@@ -1,0 +1,102 @@
+"""A thread that ends a process whose run makes no progress, and names the process that holds the others up.
+
+folder/alive-N.json    {"count": 12, "doing": "step 12", "time": 1760000000.0}, written by process N, removed at its end
+folder/stacks-N.txt    the stacks of all of its threads, written when the watchdog ends it
+"""
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger("jaxtrain")
+
+
+class Watchdog:
+    """Ends a process whose run makes no progress, after naming the process that holds the others up.
+
+    Every process tells in ``folder``/alive-N.json how far it is. One whose count of `beat`s has not moved for ``timeout``
+    seconds (``start_timeout`` before the first one) compares: who is behind all others, or does not even tell that it is
+    alive, is the one. All stacks of this process go to ``folder``/stacks-N.txt and stderr, and it exits with `EXIT_CODE`.
+    """
+
+    EXIT_CODE = 70
+
+    def __init__(self, folder: str, *, process: int, processes: int, timeout: float, start_timeout: float):
+        self._folder = pathlib.Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._process, self._processes = process, processes
+        self._timeout, self._limit = timeout, start_timeout
+        self._count, self._doing, self._since = 0, "starting", time.monotonic()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        if timeout:
+            self._tell()
+            self._thread.start()
+
+    def beat(self, doing: str) -> None:
+        """Progress was made, and ``doing`` comes next."""
+        self._count, self._doing, self._since, self._limit = self._count + 1, doing, time.monotonic(), self._timeout
+
+    def starting(self, doing: str) -> None:
+        """Like `beat`, before the first step: what restores and compiles may take ``start_timeout`` seconds."""
+        self._count, self._doing, self._since = self._count + 1, doing, time.monotonic()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        (self._folder / f"alive-{self._process}.json").unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        pause = min(self._timeout / 10, 5.0)
+        while not self._closed.wait(pause):
+            self._tell()
+            if self._limit and time.monotonic() - self._since > self._limit:
+                self._end(pause)
+
+    def _tell(self) -> None:
+        path = self._folder / f"alive-{self._process}.json"
+        temporary = path.with_suffix(".new")
+        try:
+            temporary.write_text(json.dumps({"count": self._count, "doing": self._doing, "time": time.time()}))
+            temporary.replace(path)
+        except OSError as error:  # a full disk must not end what it guards
+            log.warning("the watchdog cannot write %s: %s", path, error)
+
+    def _end(self, pause: float) -> None:
+        told = {}
+        for process in range(self._processes):
+            with contextlib.suppress(OSError, ValueError):
+                told[process] = json.loads((self._folder / f"alive-{process}.json").read_text())
+        culprit = blame(told, self._processes, time.time(), 3 * pause)
+        text = f"no progress for {self._limit:g} s; {culprit}; ending process {self._process}"
+        log.error(text)
+        print(text, file=sys.stderr, flush=True)
+        with open(self._folder / f"stacks-{self._process}.txt", "w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        os._exit(self.EXIT_CODE)
+
+
+def blame(told: Mapping[int, Mapping[str, Any]], processes: int, now: float, silence: float) -> str:
+    """Which processes hold the others up, from what each has told (count, doing, time)."""
+    silent = [p for p in range(processes) if p not in told or now - told[p]["time"] > silence]
+    if silent:
+        return "; ".join(
+            f"process {p} has been silent for {now - told[p]['time']:.0f} s, at {told[p]['doing']}" if p in told
+            else f"process {p} has never told that it is alive"
+            for p in silent
+        )  # fmt: skip
+    least = min(t["count"] for t in told.values())
+    behind = [p for p, t in told.items() if t["count"] == least]
+    if len(behind) == processes and processes > 1:
+        return f"all processes are at {told[behind[0]]['doing']}"
+    return "; ".join(f"process {p} is stuck at {told[p]['doing']}" for p in behind)

@@ -1,0 +1,67 @@
+"""The configuration of a run: one frozen `Config`, or every mistake in it at once.
+
+schema      the sections and their fields: value, unit, meaning
+build       a config file and overrides -> `Config`; `Config` -> JSON
+checks      mistakes between sections, or on this machine
+explain     every field with its value, unit and meaning
+sweep       the points of a sweep
+arguments   the command line of a run
+"""
+
+from jaxtrain.config.arguments import Arguments, parse_args
+from jaxtrain.config.build import from_dict, load, save, section, to_json
+from jaxtrain.config.checks import ConfigError
+from jaxtrain.config.explain import explain, gloss
+from jaxtrain.config.schema import (
+    AXIS_RULES,
+    RESHAPE,
+    Checkpoint,
+    Config,
+    Distributed,
+    Group,
+    Guard,
+    Lora,
+    Mesh,
+    Metrics,
+    ModelSection,
+    Optim,
+    Preemption,
+    Resume,
+    Section,
+    Train,
+    WarmStart,
+)
+from jaxtrain.config.sweep import sweeps
+from loaders.checks import DataSection
+
+__all__ = [
+    "AXIS_RULES",
+    "RESHAPE",
+    "Arguments",
+    "Checkpoint",
+    "Config",
+    "ConfigError",
+    "DataSection",
+    "Distributed",
+    "Group",
+    "Guard",
+    "Lora",
+    "Mesh",
+    "Metrics",
+    "ModelSection",
+    "Optim",
+    "Preemption",
+    "Resume",
+    "Section",
+    "Train",
+    "WarmStart",
+    "explain",
+    "from_dict",
+    "gloss",
+    "load",
+    "parse_args",
+    "save",
+    "section",
+    "sweeps",
+    "to_json",
+]

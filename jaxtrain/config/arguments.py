@@ -1,0 +1,62 @@
+"""The command line of a run: which config, with which overrides, and whether to explain or plan it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxtrain.config.build import load
+from jaxtrain.config.checks import ConfigError
+from loaders import checks
+
+
+class Arguments(NamedTuple):
+    """What the command line asks for."""
+
+    source: str  # FILE[:ARG] of --config
+    overrides: list[tuple[str, str]]  # (section.field, text)
+    explain: bool
+    plan: str | None  # the target, "" for this machine; None = no plan
+
+
+def parse_args(argv: Sequence[str]) -> Arguments:
+    """``--config=FILE[:ARG] --config.section.field=value … --explain --plan[=TARGET]``.
+
+    Raises ConfigError for a missing --config and for every argument that is none of these.
+    """
+    source, overrides, explain, plan, problems = "", [], False, None, []
+    rest = iter(argv)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        if flag == "--explain" and not equals:
+            explain = True
+            continue
+        if flag == "--plan":
+            plan = value
+            continue
+        if flag != "--config" and not flag.startswith("--config."):
+            problems.append(
+                (
+                    "",
+                    f"argument {argument!r} is unknown; "
+                    f"{checks.expected(flag, ('--config', '--explain', '--plan', '--config.section.field'))}",
+                )
+            )
+            continue
+        if not equals:
+            value = next(rest, None)
+            if value is None:
+                problems.append((flag.removeprefix("--config").lstrip("."), "is given without a value"))
+                continue
+        if flag == "--config":
+            source = value
+        else:
+            overrides.append((flag.removeprefix("--config."), value))
+    if not source and not problems:
+        problems.append(("", "file is missing; say for example --config=configs/xcm.py"))
+    if problems and source:  # report the config's own mistakes along with these
+        try:
+            load(source, overrides)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return Arguments(source, overrides, explain, plan)

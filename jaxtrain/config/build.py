@@ -1,0 +1,266 @@
+"""From a file and overrides of the command line to one frozen, checked `Config`, and back to JSON.
+
+A config file defines ``get_config(argument="")``, which returns a ``ConfigDict`` or a dictionary of sections. All mistakes are
+collected and raised together, before a device is touched.
+"""
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import pathlib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import ml_collections
+
+from jaxtrain.config.checks import ConfigError, between_sections, on_this_machine
+from jaxtrain.config.schema import Config, ModelSection
+from loaders import checks
+from loaders.checks import DataSection, Section
+
+
+class _Text(str):
+    """A value from the command line, still to be parsed as its field's type."""
+
+
+def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
+    """Reads ``path.py`` or ``path.py:argument`` and applies (dotted path, text) overrides; checks everything.
+
+    Raises:
+      ConfigError: with all mistakes: unknown keys (and the nearest spelling), wrong types, values that do not fit
+        together, data that is not there, a workdir that cannot be written.
+    """
+    name, tree = _read_file(source)
+    problems = []
+    for path, text in overrides:
+        *parents, last = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                problems.append((path, f"cannot be set: {parent!r} is a value, not a section"))
+                break
+        else:
+            node[last] = _Text(text)
+    tree["workdir"] = tree.get("workdir") or f"runs/{name}"
+    try:
+        config = from_dict(tree)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def from_dict(tree: Mapping[str, Any]) -> Config:
+    """A checked `Config` from nested dictionaries. Raises ConfigError with all mistakes."""
+    problems: list[tuple[str, str]] = []
+    tree = dict(tree)
+    sections: dict[str, Any] = {}
+    for section, owner, base in (("model", "workload", ModelSection), ("data", "loader", DataSection)):
+        module_name = str(tree.get(owner, getattr(Config, owner)))
+        try:
+            cls = _section_class(module_name, base)
+        except ModuleNotFoundError as error:
+            problems.append((owner, f"is {module_name!r}, and importing it failed: {error}"))
+        except TypeError as error:
+            problems.append((owner, str(error)))
+        else:
+            sections[section] = _build(cls, tree.get(section) or {}, section, problems)
+        tree.pop(section, None)
+    config = dataclasses.replace(_build(Config, tree, "", problems), **sections)
+    problems += config.problems()
+    for f in dataclasses.fields(config):
+        section = getattr(config, f.name)
+        if isinstance(section, Section):
+            problems += checks.under(f.name, section.problems())
+    problems += between_sections(config)
+    problems += on_this_machine(config)
+    if len(sections) == 2:
+        config = _take_facts(config, problems)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def section(cls: type, tree: Mapping[str, Any]) -> Any:
+    """Builds one section, the dataclass ``cls``, from what a config.json has of it. Raises ConfigError."""
+    problems: list[tuple[str, str]] = []
+    built = _build(cls, tree, cls.__name__.lower(), problems)
+    if problems:
+        raise ConfigError(problems)
+    return built
+
+
+def _section_class(module_name: str, base: type[Section]) -> type[Section]:
+    """The ``Config`` of a workload or a loader. Raises ModuleNotFoundError, and TypeError where there is none of its kind."""
+    cls = getattr(importlib.import_module(module_name), "Config", None)
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise TypeError(f"is {module_name!r}, a module without a dataclass named Config")
+    if not issubclass(cls, base):
+        parent = f"{base.__module__}.{base.__name__}"
+        raise TypeError(f"is {module_name!r}, whose Config is not a {base.__name__}; derive it from {parent}")
+    return cls
+
+
+def _take_facts(config: Config, problems: list[tuple[str, str]]) -> Config:
+    """Fills the model's None fields with facts of the data. Does nothing while the data section has mistakes."""
+    if any(path.startswith(("data", "loader")) for path, _ in problems):
+        return config
+    loader = importlib.import_module(config.loader)
+    if problems and not config.data.exists():
+        return config  # the data would have to be made first, and the config is refused anyway
+    try:
+        facts = loader.facts(config.data)
+    except ValueError as error:
+        problems.append(("data", str(error)))
+        return config
+    names = [f.name for f in dataclasses.fields(config.model) if getattr(config.model, f.name) is None and f.name in facts]
+    model = dataclasses.replace(config.model, **{name: facts[name] for name in names})
+    problems += checks.under("model", model.data_problems(facts))
+    return dataclasses.replace(config, model=model)
+
+
+def _read_file(source: str) -> tuple[str, dict[str, Any]]:
+    """The stem of a config file's name, and the dictionary that its ``get_config`` returns."""
+    file, module, argument = import_file(source)
+    get_config = function_of(module, file, "get_config", "get_config(argument='')")
+    parameters = inspect.signature(get_config).parameters.values()
+    if argument and not parameters:
+        raise ConfigError([("", f"file {file} takes no argument, and {argument!r} is given")])
+    try:
+        takes = argument or any(p.default is inspect.Parameter.empty for p in parameters)
+        config = get_config(argument) if takes else get_config()
+    except ValueError as error:  # how a config refuses its argument
+        raise ConfigError([("", f"file {file} says: {error}")]) from error
+    return file.stem, config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
+
+
+def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
+    """Imports a config file. Returns its path, the module, and what follows the colon. Raises ConfigError."""
+    path, _, argument = source.partition(":")
+    file = pathlib.Path(path)
+    if not file.is_file():
+        there = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        remedy = checks.expected(path, there) if there else f"{file.parent} holds no config"
+        raise ConfigError([("", f"file {path} does not exist; {remedy}")])
+    spec = importlib.util.spec_from_file_location(f"jaxtrain_config_{file.stem}", file)
+    assert spec and spec.loader, f"{file} is a file, and its name ends in .py or not"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return file, module, argument
+
+
+def function_of(module: types.ModuleType, file: pathlib.Path, name: str, what: str) -> Callable[..., Any]:
+    """A function that a config file must define. Raises ConfigError, which describes it as ``what``."""
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError([("", f"file {file} defines no function {what}")])
+    return function
+
+
+def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> Any:
+    """Builds a dataclass from a dictionary. Wrong keys and values are added to ``problems``, and defaults take their place."""
+    if not isinstance(tree, Mapping):
+        problems.append((path, f"is {tree!r}; it is a section with the fields {_names(cls)}"))
+        return cls()
+    kinds = typing.get_type_hints(cls)
+    values = {}
+    for key, value in tree.items():
+        where = f"{path}.{key}".strip(".")
+        if key not in kinds:
+            problems.append((where, f"does not exist; {checks.expected(key, _names(cls))}"))
+            continue
+        try:
+            values[key] = _convert(kinds[key], value, where, problems)
+        except (TypeError, ValueError) as error:
+            problems.append((where, str(error)))
+    try:
+        return cls(**values)
+    except TypeError as error:
+        missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and _has_no_default(f)]
+        if not missing:
+            raise
+        problems += [(f"{path}.{name}".strip("."), "has no default and must be set") for name in missing]
+        raise ConfigError(problems) from error
+
+
+def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) -> Any:
+    """Converts ``value`` to ``kind`` without guessing: 1 is a float, "1" and True are no ints. `_Text` is parsed first."""
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None or (isinstance(value, _Text) and value.lower() == "none"):
+            return None
+        return _convert(next(k for k in options if k is not types.NoneType), value, path, problems)
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, _literal(value), path, problems)
+    if kind is Any:
+        return _literal(value)
+    if kind is str:
+        if isinstance(value, str):
+            return str(value)
+        raise TypeError(f"is {value!r} ({type(value).__name__}); expected a string")
+    if kind is bool and isinstance(value, _Text) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    text, value = value, _literal(value)
+    if origin is tuple:
+        if isinstance(text, _Text) and isinstance(value, str) and options[0] is str and not set(value) & set("()[]{}'\""):
+            value = tuple(filter(None, (name.strip() for name in value.split(","))))  # names, as typed in a shell
+        if not isinstance(value, list | tuple):
+            example = ("a", "b") if options[0] is str else (1, 2)
+            raise TypeError(f"is {value!r}; expected a tuple, for example {example}")
+        kinds = [options[0]] * len(value) if options[-1] is Ellipsis else options
+        if len(kinds) != len(value):
+            raise TypeError(f"is {value!r}; expected {len(kinds)} values")
+        return tuple(_convert(k, v, f"{path}[{i}]", problems) for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise TypeError(f"is {value!r}; expected a dictionary")
+        return {
+            _convert(options[0], k, path, problems): _convert(options[1], v, f"{path}.{k}", problems) for k, v in value.items()
+        }
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"is {value!r} ({type(value).__name__}); expected {_described(kind)}")
+    return value
+
+
+def _literal(value: Any) -> Any:
+    if not isinstance(value, _Text):
+        return value
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return str(value)
+
+
+def to_json(config: Config) -> str:
+    """The resolved config as JSON, ready for `from_dict` again."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def save(config: Config, folder: str | os.PathLike) -> None:
+    """Writes config.json into ``folder``, whole or not at all."""
+    path = pathlib.Path(folder) / "config.json"
+    temporary = path.with_name(f".config.json.{os.getpid()}")
+    temporary.write_text(to_json(config) + "\n")
+    temporary.replace(path)
+
+
+def _names(cls: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def _has_no_default(f: dataclasses.Field) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _described(kind: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, kind.__name__)

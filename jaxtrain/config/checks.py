@@ -1,0 +1,103 @@
+"""Mistakes that show between the sections of a config, or only on this machine: files, packages, a read-only workdir."""
+
+import functools
+import importlib.util
+import inspect
+import operator
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+
+from jaxtrain.config.schema import AXIS_RULES, Config
+from loaders import checks
+from loaders.checks import Problems
+
+
+class ConfigError(ValueError):
+    """Every mistake of a config at once, one line each."""
+
+    def __init__(self, problems: Sequence[tuple[str, str]]):
+        self.problems = tuple(problems)
+        count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+        lines = (f"  config.{path} {text}" if path else f"  {text}" for path, text in problems)
+        super().__init__("\n".join([f"the config has {count}:", *lines]))
+
+
+def between_sections(config: Config) -> Problems:
+    """Yields the mistakes that only show between sections."""
+    yield from _axis_problems(config.workload, config.mesh.axis_rules)
+    train, optim, mesh = config.train, config.optim, config.mesh
+    split = mesh.axis_rules.get("batch", AXIS_RULES["batch"]).rstrip("?").split(",")
+    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "model": mesh.model}
+    known = [sizes[name] for name in split if sizes.get(name, 0) > 0]
+    devices, parts = functools.reduce(operator.mul, known, 1), max(train.accumulate, 1)
+    if train.batch > 0 and not train.batch % parts and train.batch % (devices * parts):
+        low = train.batch // (devices * parts) * devices * parts
+        yield (
+            "train.batch",
+            f"is {train.batch}, which mesh.data × mesh.fsdp × train.accumulate = {devices} × {parts} does not "
+            f"divide; the nearest that do are {low or devices * parts} and {low + devices * parts}",
+        )
+    if train.patience and not config.checkpoint.best:
+        yield "train.patience", f"is {train.patience}, and checkpoint.best names no metric, for example '-loss'"
+    if optim.warmup > train.steps:
+        yield "optim.warmup", f"is {optim.warmup}, longer than train.steps={train.steps}"
+    elif optim.warmup + optim.decay > train.steps:
+        text = f"is {optim.decay}: together with optim.warmup={optim.warmup} longer than train.steps={train.steps}"
+        yield "optim.decay", text
+
+
+def on_this_machine(config: Config) -> Problems:
+    """Yields what is missing here: files, packages, the permission to write. Leaves nothing behind."""
+    yield from _workdir_problems(config.workdir)
+    yield from _url_problems("checkpoint.folder", config.checkpoint.folder)
+    yield from _url_problems("resume.path", config.resume.path)
+    path = config.resume.path
+    if path and "://" not in path and not (pathlib.Path(path).expanduser() / "checkpoints").is_dir():
+        yield "resume.path", f"is {path!r}, which has no folder checkpoints; name the workdir of a run"
+    source = config.warm_start.source
+    if source and "://" not in source and not pathlib.Path(source).expanduser().exists():
+        yield "warm_start.source", f"is {source!r}, which does not exist"
+    metrics = config.metrics
+    for name, is_on, package, extra in (
+        ("tensorboard", metrics.tensorboard, "tensorboardX", "tensorboard"),
+        ("wandb_project", metrics.wandb_project, "wandb", "wandb"),
+    ):
+        if is_on and importlib.util.find_spec(package) is None:
+            yield f"metrics.{name}", f"needs the package {package}; install it with: pip install 'jaxtrain[{extra}]'"
+
+
+def _axis_problems(workload: str, axis_rules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Rules for axes that no array has: neither known to all workloads, nor named, in quotes, in this one's own file."""
+    module = sys.modules.get(workload)
+    if module is None:  # it could not be imported, which is reported already
+        return
+    own = "" if workload.startswith("jaxtrain.") else inspect.getsource(module)
+    for axis in axis_rules:
+        if axis not in AXIS_RULES and not re.search(rf"""["']{re.escape(axis)}["']""", own):
+            text = f"is a rule for an axis that no array of {workload} has; {checks.expected(axis, AXIS_RULES)}"
+            yield f"mesh.axis_rules.{axis}", text
+
+
+def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
+    path = pathlib.Path(workdir).absolute()
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    if not existing.is_dir():
+        yield "workdir", f"is {workdir!r}, but {existing} is a file; choose a folder"
+        return
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        yield "workdir", f"is {workdir!r}, which cannot be written ({error.strerror}: {existing}); choose another folder"
+
+
+def _url_problems(name: str, path: str) -> Iterator[tuple[str, str]]:
+    """What is wrong with a path that may be a URL: its scheme, or a package that reads and writes it is not installed."""
+    scheme, separator, _ = path.partition("://")
+    if separator and scheme != "gs":
+        yield name, f"is {path!r}; {checks.expected(scheme, ('gs',))}, or a path on a file system"
+    elif separator and not importlib.util.find_spec("gcsfs"):
+        yield name, f"is {path!r}, which needs gcsfs; pip install 'jaxtrain[gcs]'"

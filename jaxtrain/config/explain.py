@@ -1,0 +1,56 @@
+"""Every field of a config with its value, unit and meaning, read from the comments of the dataclasses."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import io
+import tokenize
+from typing import Any
+
+from jaxtrain.config.schema import Config
+
+
+def explain(config: Config) -> str:
+    """Every field with its value, unit and meaning, one line each."""
+    lines = []
+
+    def walk(section: Any, path: str) -> None:
+        glosses = gloss(type(section))
+        for f in dataclasses.fields(section):
+            value, where = getattr(section, f.name), f"{path}{f.name}"
+            if dataclasses.is_dataclass(value):
+                walk(value, f"{where}.")
+            else:
+                unit, meaning = glosses[f.name]
+                lines.append((f"config.{where}", repr(value), unit, meaning))
+
+    walk(config, "")
+    widths = [min(max(len(line[i]) for line in lines), 40) for i in range(3)]
+    return "\n".join("  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3])) for line in lines)
+
+
+@functools.cache
+def gloss(cls: type) -> dict[str, tuple[str, str]]:
+    """Field -> (unit, meaning), from the comment that ends the field's line: ``name: type = default  # [unit] meaning``."""
+    found = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            found |= _own_gloss(base)
+    return found
+
+
+def _own_gloss(cls: type) -> dict[str, tuple[str, str]]:
+    source = inspect.getsource(cls)
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    body = ast.parse(inspect.cleandoc(source)).body[0].body
+    found = {}
+    for node in body:
+        if isinstance(node, ast.AnnAssign):
+            unit, _, meaning = comments.get(node.end_lineno, "[]").removeprefix("[").partition("]")
+            found[node.target.id] = (unit, meaning.strip())
+    return found

@@ -1,0 +1,345 @@
+"""The sections of a config: what can be set, in which unit, what it means, and its default.
+
+Defaults live on these dataclasses, on the workload's ``Config`` (section ``model``) and on the loader's ``Config`` (section
+``data``), and nowhere else; a config file states what differs. Every field ends in a gloss, ``# [unit] meaning``, which
+`jaxtrain.config.explain` prints. ``problems()`` names the mistakes that show in a section's own values;
+`jaxtrain.config.checks` has those that show between sections or on this machine.
+"""
+
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from loaders import checks
+from loaders.checks import Problems, Section
+
+OPTIMIZERS = ("adamw", "adam_atan2", "adafactor", "lion", "muon", "sign_sgd")
+CORRECTIONS = ("outside", "inside")
+SCHEDULES = ("constant", "cosine", "wsd", "three_phase")
+MOMENTS = ("float32", "bfloat16", "int8")
+MUON_SCALES = ("rms", "in_out", "out_in")
+DECAY_SHAPES = ("linear", "cosine", "sqrt")
+RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")  # what jaxtrain.checkpoint.warm_start can do
+
+
+class ModelSection(Section):
+    """The section ``model``: the base class of a workload's ``Config``."""
+
+    def data_problems(self, facts: Mapping[str, Any]) -> Problems:
+        """Yields (field, what is wrong and the remedy) for every field that contradicts what the data say of themselves."""
+        del facts
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Train(Section):
+    """How long a run is, how large its steps are, and when it is evaluated."""
+
+    steps: int = 10_000  # [steps] optimizer steps of the whole run
+    batch: int = 64  # [rows] global batch, whatever the number of devices
+    accumulate: int = 1  # [microbatches] parts that a step is computed in; gradients are reduced once
+    ema: float = 0.0  # [1] decay of the average of the parameters that evaluation uses; 0 = no average
+    eval_every: int = 1_000  # [steps] between evaluations; the last step is always evaluated; 0 = only that one
+    eval_batches: int = 0  # [batches] in an evaluation during the run; 0 = all; the evaluation of the last step takes all
+    patience: int = 0  # [evaluations] in a row without progress of checkpoint.best after which a run ends; 0 = never
+    min_delta: float = 0.0  # [1] improvement of checkpoint.best that must be exceeded to count as progress
+
+    def problems(self) -> Problems:
+        yield from checks.at_least(self, 1, "steps", "batch", "accumulate")
+        if self.accumulate > 0 and self.batch % self.accumulate:
+            yield "batch", f"is {self.batch}, which accumulate={self.accumulate} does not divide"
+        yield from checks.within(self, "[0, 1)", "ema")
+        yield from checks.not_negative(self, "eval_batches", "eval_every", "patience", "min_delta")
+        if self.patience and not self.eval_every:
+            yield "patience", f"is {self.patience}, and eval_every=0 evaluates the last step only; set eval_every"
+
+
+@dataclass(frozen=True)
+class Group(Section):
+    """Parameters that are optimised differently: those whose path contains a match of ``match``."""
+
+    match: str = ""  # [regex] searched in the parameter's path, for example "^probe/"; the first group that matches wins
+    lr: float | None = None  # [1/step] peak learning rate; None = optim.lr
+    weight_decay: float | None = None  # [1] None = optim.weight_decay
+    clip: float | None = None  # [norm] largest norm of the group's own gradients, left out of the global one; None = optim.clip
+    name: str | None = None  # [name] update rule; None = optim.name
+    freeze: bool = False  # [bool] leave these parameters as they were initialised
+
+    def problems(self) -> Problems:
+        yield from _regexes({"match": self.match})
+        yield from checks.not_negative(self, *(n for n in ("lr", "weight_decay", "clip") if getattr(self, n) is not None))
+        if self.name is not None:
+            yield from checks.choice(self, OPTIMIZERS, "name")
+
+
+@dataclass(frozen=True)
+class Optim(Section):
+    """An update rule (`jaxtrain.optim.update_rules` has the formulas) behind a clip of the global gradient norm."""
+
+    name: str = "adamw"  # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd (of a table: only the rows that are read)
+    lr: float = 1e-4  # [1/step] peak learning rate
+    schedule: str = "cosine"  # [name] constant, cosine, wsd (warm-up, stable, decay), three_phase (wsd in shares of the run)
+    warmup: int = 0  # [steps] linear rise from lr_init to lr
+    decay: int = 0  # [steps] length of wsd's decay, the last steps of the run; 0 = none, in three_phase 20 %
+    decay_shape: str = "linear"  # [name] of wsd's decay: linear, cosine, sqrt
+    lr_init: float = 0.0  # [ratio of lr] learning rate of the first update when there is a warm-up
+    lr_floor: float = 0.0  # [ratio of lr] learning rate at the end
+    b1: float = 0.9  # [1] decay of the first moment
+    b2: float = 0.999  # [1] decay of the second moment
+    eps: float = 1e-8  # [1] added to the root of the second moment
+    atan2_a: float = 1.0  # [1] adam_atan2: factor of the update; 1.27 makes atan2(1, 1) move by lr
+    atan2_b: float = 1.0  # [1] adam_atan2: factor of the root of the second moment
+    atan2_correction: str = "outside"  # [name] adam_atan2: where the first moment's bias is corrected, outside or inside atan2
+    momentum: float = 0.95  # [1] muon: decay of the sum of gradients
+    muon_scale: str = "rms"  # [name] muon: rms (moves as far as AdamW), or by fan-out / fan-in of kernels in_out or out_in
+    rest: str = "adamw"  # [name] muon: update rule of all but the hidden matrices: tables, heads, vectors
+    moments: str = "float32"  # [name] how moments are kept: float32, bfloat16, int8 (8 bits, a scale for each row)
+    masters: bool = False  # [bool] optimise float32 copies of the parameters: bfloat16 loses what is below a 256th of a value
+    offload: bool = False  # [bool] keep the optimizer's state in host memory, and copy it to the device for each update
+    layer_decay: float = 1.0  # [1] factor of the learning rate from each layer to the one below; 1 = none
+    layer_first: str = r"(^|/)(w_patch|b_patch|embed|pos|cls)[^/]*$"  # [regex] layer_decay: parameters below the first layer
+    weight_decay: float = 0.05  # [1] decoupled, times the learning rate
+    clip: float = 1.0  # [norm] largest global gradient norm; 0 = no clipping
+    decayed: str = r"(^|/)w[^/]*$"  # [regex] parameters that weight decay applies to: the matrices
+    undecayed: str = r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"  # [regex] all others: each parameter must match one of the two
+    groups: tuple[Group, ...] = ()  # [groups] exceptions, tried in order
+
+    def problems(self) -> Problems:
+        yield from _regexes({name: getattr(self, name) for name in ("decayed", "undecayed", "layer_first")})
+        for i, group in enumerate(self.groups):
+            yield from checks.under(f"groups[{i}]", group.problems())
+        yield from checks.choice(self, OPTIMIZERS, "name")
+        yield from checks.choice(self, SCHEDULES, "schedule")
+        yield from checks.choice(self, DECAY_SHAPES, "decay_shape")
+        yield from checks.choice(self, CORRECTIONS, "atan2_correction")
+        yield from checks.choice(self, MOMENTS, "moments")
+        yield from checks.choice(self, MUON_SCALES, "muon_scale")
+        yield from checks.choice(self, [name for name in OPTIMIZERS if name != "muon"], "rest")
+        used = {self.name, *(group.name for group in self.groups if group.name), *([self.rest] if self.name == "muon" else [])}
+        if self.moments != "float32" and used <= {"adafactor", "sign_sgd"}:
+            yield "moments", f"is {self.moments!r}, and {' and '.join(sorted(used))} keep no such moments; leave it unset"
+        yield from checks.not_negative(self, "warmup", "decay", "weight_decay", "clip", "lr_init", "lr_floor")
+        yield from checks.positive(self, "lr", "atan2_a", "atan2_b")
+        if self.decay and self.schedule not in ("wsd", "three_phase"):
+            yield "decay", f"is {self.decay}, and only schedule='wsd' has a decay phase; schedule is {self.schedule!r}"
+        yield from checks.within(self, "(0, 1]", "layer_decay")
+        yield from checks.within(self, "[0, 1)", "b1", "b2", "momentum")
+
+
+# The mesh axes that each logical axis of an array is split over, in the notation of `jaxtrain.layout`.
+AXIS_RULES: dict[str, str] = {
+    "batch": "data,fsdp",
+    "embed": "fsdp",
+    "heads": "model",
+    "kv_heads": "model?",  # often fewer than there are devices
+    "mlp": "model",
+    "vocab": "model?",  # a number of classes comes from the data: often prime
+    "layer": "",
+    "seq": "",
+    "head_dim": "",
+    "patch": "",
+    "puzzle": "fsdp?",  # rows of an embedding table: as many as there are puzzles
+    "rows": "data",  # of a batch, where the devices of a group work on all of its rows together
+    "pixel": "fsdp",  # inputs of a matrix that reads a whole film window
+    "voxel": "model?",  # as many as a brain mask has
+}
+
+
+@dataclass(frozen=True)
+class Mesh(Section):
+    """The devices as a grid. At most one axis may be -1, which stands for all devices that are left."""
+
+    data: int = -1  # [devices] replicas, each with its share of the batch
+    fsdp: int = 1  # [devices] shards of parameters and optimizer state, each with its share of the batch
+    model: int = 1  # [devices] shards of the inner dimensions (heads, mlp, vocabulary)
+    axis_rules: dict[str, str] = field(default_factory=dict)  # [axis: mesh axes] overrides AXIS_RULES; "fsdp,model?"
+
+    def problems(self) -> Problems:
+        sizes = {name: getattr(self, name) for name in ("data", "fsdp", "model")}
+        if sum(size == -1 for size in sizes.values()) > 1:
+            yield "data", f"only one axis may be -1, and the mesh is {sizes}"
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                yield name, f"is {size}; use a positive number of devices, or -1 for the rest"
+        for axis, rule in self.axis_rules.items():
+            for name in rule.removesuffix("?").split(","):
+                if name and name not in sizes:
+                    yield f"axis_rules.{axis}", f"is {rule!r}; {checks.expected(name, sizes)}"
+
+
+@dataclass(frozen=True)
+class WarmStart(Section):
+    """Parameters to start from when there is no checkpoint to resume; the rules are in `jaxtrain.checkpoint.warm_start`."""
+
+    source: str = ""  # [path] of a run, of one of its steps, or of a folder of safetensors; empty = initialise all
+    step: int | None = None  # [step] of a run; None = its newest
+    ema: bool = False  # [bool] take the run's average of the parameters
+    renames: tuple[tuple[str, str], ...] = ()  # [(regex, replacement)] applied in order to the source's paths
+    skip: tuple[str, ...] = ()  # [regex] parameters that stay as they are initialised
+    unused: tuple[str, ...] = ()  # [regex] arrays of the source, by their new paths, that this model has no use for
+    reshape: dict[str, str] = field(default_factory=dict)  # [regex: how] crop, pad, fold, or for example "grid 32x8 to 16x8"
+
+    def problems(self) -> Problems:
+        patterns = {f"renames[{i}]": pattern for i, (pattern, _) in enumerate(self.renames)}
+        patterns |= {f"{name}[{i}]": p for name in ("skip", "unused") for i, p in enumerate(getattr(self, name))}
+        patterns |= {f"reshape.{pattern}": pattern for pattern in self.reshape}
+        yield from _regexes(patterns)
+        for pattern, how in self.reshape.items():
+            if not RESHAPE.fullmatch(how):
+                yield f"reshape.{pattern}", f"is {how!r}; expected one of: crop, pad, fold, or for example 'grid 32x8 to 16x8'"
+        if not self.source and (patterns or self.ema or self.step is not None):
+            yield "source", "is empty, but there are rules for it; name a run or a folder of safetensors"
+
+
+@dataclass(frozen=True)
+class Lora(Section):
+    """Low-rank adapters instead of all parameters (jaxtrain.lora); each parameter must match one of the three patterns."""
+
+    rank: int = 0  # [1] of the adapters; 0 = train the parameters themselves
+    alpha: float = 16.0  # [1] times B A over the rank
+    adapt: str = r"(^|/)blocks/w_"  # [regex] matrices that get adapters
+    train: str = ""  # [regex] parameters that are trained as they are; empty = none
+    freeze: str = r"^(embed|pos|scale|bias|w_head)$|/(b|scale|bias)_[^/]*$"  # [regex] parameters that stay as they are
+    dtype: str = "float32"  # [name] that adapted and frozen parameters are kept in: float32 or bfloat16
+
+    def problems(self) -> Problems:
+        if self.rank < 0:
+            yield "rank", f"is {self.rank}; use a positive rank, or 0 for no adapters"
+        yield from checks.choice(self, ("float32", "bfloat16"), "dtype")
+        yield from _regexes({name: getattr(self, name) for name in ("adapt", "train", "freeze")})
+
+
+@dataclass(frozen=True)
+class Checkpoint(Section):
+    """Asynchronous checkpoints; `jaxtrain.checkpoint.checkpointer` lists the files of one."""
+
+    folder: str = ""  # [path or URL] of the checkpoints, for example gs://bucket/run/checkpoints; empty = workdir/checkpoints
+
+    every: int = 500  # [steps] between saves; the last step is always saved
+    keep: int = 3  # [checkpoints] newest ones that stay on disk
+    keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
+    verify: bool = True  # [bool] compare every byte of a checkpoint with its checksums before resuming from it
+    best: str = ""  # [metric] whose best step stays for good: the largest value, or with "-" before it the smallest
+    final: str = "resumable"  # [name] content of the last step: resumable, or weights (which nothing can resume from)
+    on_error: str = "stop"  # [name] when a save fails: stop the run, or continue without that save
+
+    def problems(self) -> Problems:
+        yield from checks.at_least(self, 1, "every", "keep")
+        yield from checks.not_negative(self, "keep_every")
+        yield from checks.choice(self, ("resumable", "weights"), "final")
+        yield from checks.choice(self, ("stop", "continue"), "on_error")
+
+
+@dataclass(frozen=True)
+class Resume(Section):
+    """What a run resumes from. Checkpoints in its own workdir come first."""
+
+    path: str = ""  # [path] workdir of another run whose newest checkpoint, all of it, this run begins with
+    data: str = "exact"  # [name] "exact": the data must be those of the checkpoint; "restart": others, from their beginning
+
+    def problems(self) -> Problems:
+        yield from checks.choice(self, ("exact", "restart"), "data")
+
+
+@dataclass(frozen=True)
+class Metrics(Section):
+    """What is written besides workdir/metrics.jsonl, which always is."""
+
+    every: int = 10  # [steps] between records
+    tensorboard: bool = False  # [bool] event files in workdir/tensorboard (extra: tensorboard)
+    wandb_project: str = ""  # [name] Weights & Biases project; empty = off (extra: wandb)
+
+    def problems(self) -> Problems:
+        yield from checks.at_least(self, 1, "every")
+
+
+@dataclass(frozen=True)
+class Guard(Section):
+    """Steps that would do harm are skipped, identically on every process: nothing is updated; they are counted and logged."""
+
+    spike: float = 0.0  # [ratio] of the gradient norm to its running average that a step is skipped from; 0 = non-finite only
+    decay: float = 0.99  # [1] of that average
+    settle: int = 100  # [steps] at the start, during which no spike is looked for
+    patience: int = 10  # [steps] skipped in a row after which the run rewinds, or stops
+    rewinds: int = 0  # [times] that it returns to its last checkpoint instead of stopping; all batches since count as skipped
+
+    def problems(self) -> Problems:
+        if self.spike and self.spike <= 1:
+            yield "spike", f"is {self.spike}; expected a ratio above 1, for example 10, or 0 for no limit"
+        yield from checks.within(self, "[0, 1)", "decay")
+        yield from checks.not_negative(self, "settle", "rewinds")
+        yield from checks.at_least(self, 1, "patience")
+
+
+@dataclass(frozen=True)
+class Preemption(Section):
+    """Signals at which a run saves and ends, to be started again. A second one ends it at once."""
+
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR2")  # [names] of the signals that ask for it
+    exit_code: int = 75  # [code] with which the process then ends, for the scheduler to requeue it
+
+    def problems(self) -> Problems:
+        for name in self.signals:
+            if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP", "SIGINT"):
+                yield "signals", f"holds {name!r}, which cannot be used; for example SIGTERM, SIGUSR1, SIGUSR2"
+        yield from checks.within(self, "[1, 255]", "exit_code")
+
+
+@dataclass(frozen=True)
+class Distributed(Section):
+    """How long processes wait for each other."""
+
+    init_timeout: int = 300  # [s] within which all processes must have met
+    start_timeout: int = 3600  # [s] for each part of the start (restore, compilation), after which the job is ended; 0 = never
+    heartbeat_timeout: int = 120  # [s] without a heartbeat after which a process counts as dead
+    step_timeout: int = 1800  # [s] without a step, a batch of an evaluation or a save, after which the job is ended; 0 = never
+
+    def problems(self) -> Problems:
+        yield from checks.at_least(self, 1, "init_timeout", "heartbeat_timeout")
+        yield from checks.not_negative(self, "start_timeout", "step_timeout")
+
+
+@dataclass(frozen=True)
+class Config(Section):
+    """A whole run."""
+
+    workload: str = "jaxtrain.workloads.bird"  # [module] what is trained; its Config is the section `model`
+    loader: str = "loaders.spectrogram"  # [module] where rows come from; its Config is the section `data`
+    workdir: str = ""  # [path] everything that the run writes; empty = runs/<name of the config file>
+    seed: int = 0  # [1] of initialisation, order, crops and augmentation
+    model: Any = None  # [section] of the workload
+    data: Any = None  # [section] of the loader
+    train: Train = field(default_factory=Train)  # [section]
+    optim: Optim = field(default_factory=Optim)  # [section]
+    mesh: Mesh = field(default_factory=Mesh)  # [section]
+    warm_start: WarmStart = field(default_factory=WarmStart)  # [section]
+    lora: Lora = field(default_factory=Lora)  # [section]
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)  # [section]
+    resume: Resume = field(default_factory=Resume)  # [section]
+    metrics: Metrics = field(default_factory=Metrics)  # [section]
+    guard: Guard = field(default_factory=Guard)  # [section]
+    preemption: Preemption = field(default_factory=Preemption)  # [section]
+    distributed: Distributed = field(default_factory=Distributed)  # [section]
+    compiler: dict[str, Any] = field(default_factory=dict)  # [option: value] of XLA, over those of jaxtrain/compiler.py
+
+    def problems(self) -> Problems:
+        if self.seed < 0 or self.seed >= 2**32:
+            yield "seed", f"is {self.seed}; it must lie in [0, 2**32)"
+        for name, value in self.compiler.items():
+            if not name.startswith("xla_"):
+                near = f"; say {name.lstrip('-')}" if name.startswith("--xla_") else ""
+                yield f"compiler.{name}", f"is not an option of XLA: their names begin with xla_{near}"
+            elif not isinstance(value, bool | int | float | str):
+                text = f"is {value!r} ({type(value).__name__}); expected true or false, a number or a string"
+                yield f"compiler.{name}", text
+
+
+def _regexes(patterns: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Those of ``patterns``, field -> text, that are not regular expressions."""
+    for name, pattern in patterns.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield name, f"is {pattern!r}, which is not a regular expression: {error}"

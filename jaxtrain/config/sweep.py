@@ -1,0 +1,45 @@
+"""Many configs from one file: the points of a sweep."""
+
+import os
+from collections.abc import Iterable, Mapping
+
+from jaxtrain.config.build import function_of, import_file, load
+from jaxtrain.config.checks import ConfigError
+from jaxtrain.config.schema import Config
+
+
+def sweeps(source: str, overrides: Iterable[tuple[str, str]] = ()) -> list[tuple[Config, list[tuple[str, str]]]]:
+    """Checks every point of a config's sweep, and returns them: (config, its overrides).
+
+    The file's function ``sweeps()`` yields dictionaries, dotted path -> value. A point without a workdir of its own gets
+    <workdir>/000 and so on.
+
+    Raises:
+      ConfigError: the mistakes of all points; there is no such function, or it yields nothing; a value is both given and
+        swept; two points have one workdir.
+    """
+    overrides = list(overrides)
+    file, module, _ = import_file(source)
+    points_of = function_of(module, file, "sweeps", "sweeps(), which yields dictionaries of overrides")
+    base = os.path.abspath(load(source, overrides).workdir)
+    points, problems = [], []
+    for i, point in enumerate(points_of()):
+        if not isinstance(point, Mapping):
+            problems.append(("", f"sweep {i} is {point!r}; expected a dictionary, for example {{'optim.lr': 1e-3}}"))
+            continue
+        problems += [(path, f"is given, and sweep {i} sets it too") for path, _ in overrides if path in point]
+        point = {"workdir": os.path.join(base, f"{i:03}"), **point}
+        texts = [*overrides, *((path, value if isinstance(value, str) else repr(value)) for path, value in point.items())]
+        try:
+            points.append((load(source, texts), texts))
+        except ConfigError as error:
+            problems += [(path, f"{text} (sweep {i})") for path, text in error.problems]
+    workdirs = [os.path.abspath(config.workdir) for config, _ in points]
+    problems += [
+        ("workdir", f"is {w!r} in more than one sweep") for w in sorted({w for w in workdirs if workdirs.count(w) > 1})
+    ]
+    if not points and not problems:
+        problems.append(("", f"function sweeps of {source} yields nothing"))
+    if problems:
+        raise ConfigError(problems)
+    return points

@@ -1,0 +1,14 @@
+"""The optimizer of a run, made from config.optim and the parameter table.
+
+schedules      learning rate by step
+update_rules   from gradients to updates
+moments        what a rule keeps between steps, in how many bits
+param_groups   which parameters decay, are frozen, have their own rate or rule
+make           all of it, in order
+"""
+
+from jaxtrain.optim.make import global_norm, make_optimizer
+from jaxtrain.optim.param_groups import OptimError
+from jaxtrain.optim.schedules import make_schedule
+
+__all__ = ["OptimError", "global_norm", "make_optimizer", "make_schedule"]

@@ -1,0 +1,86 @@
+"""Which parameters decay, are frozen, and have their own rate or update rule: decided by path, with checked coverage.
+
+A parameter that no pattern names, or a pattern that names no parameter, is an error.
+"""
+
+import re
+
+import jax
+import numpy as np
+
+from jaxtrain.config import Group, Optim
+from jaxtrain.optim.update_rules import RuleError, is_hidden_matrix, matrix_axes
+from jaxtrain.specs import is_spec, map_specs, paths
+from jaxtrain.types import PyTree, Spec
+
+
+class OptimError(ValueError):
+    """Patterns that do not cover the parameters. The message lists what is not covered, and how to name it."""
+
+
+def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
+    """The `Group` of every parameter, after checking that the patterns cover the table."""
+    names, rest, problems = paths(specs), Group(), []
+    for path in names:
+        matches = [bool(re.search(pattern, path)) for pattern in (optim.decayed, optim.undecayed)]
+        if sum(matches) != 1:
+            which = "both" if all(matches) else "neither"
+            problems.append(
+                f"parameter {path!r} matches {which} of optim.decayed={optim.decayed!r} and optim.undecayed={optim.undecayed!r}"
+            )
+    for i, group in enumerate(optim.groups):
+        if not any(re.search(group.match, path) for path in names):
+            problems.append(f"optim.groups[{i}].match={group.match!r} matches no parameter; there are {', '.join(names)}")
+    if problems:
+        raise OptimError("\n".join(problems))
+    return map_specs(lambda path, _: next((g for g in optim.groups if re.search(g.match, path)), rest), specs)
+
+
+def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
+    """The name of every parameter's rule; optim.name="muon" leaves what is no hidden matrix to optim.rest."""
+    problems = []
+
+    def name(path: str, spec: Spec, group: Group) -> str:
+        if group.name == "muon" and not group.freeze:
+            try:
+                matrix_axes(path, spec)
+            except RuleError as error:
+                problems.append(str(error))
+        # Of two dimensions or more are also positions, CLS tokens and biases of several heads: what decay spares is no matrix.
+        hidden = is_hidden_matrix(path, spec) and re.search(optim.decayed, path)
+        if group.name is None and optim.name == "muon" and not hidden:
+            return optim.rest
+        return group.name or optim.name
+
+    leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+    names = [name(*each) for each in zip(paths(specs), leaves, jax.tree.leaves(groups), strict=True)]
+    if problems:
+        raise OptimError("\n".join(problems))
+    return tree.unflatten(names)
+
+
+def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
+    """What each parameter's rate is multiplied by: layer_decay to the number of layers above (Clark et al. 2020).
+
+    Layer i of a stack of n has n - i of them (the head is one), what matches optim.layer_first n + 1, all else none.
+    """
+    stacks = [spec.shape[spec.axes.index("layer")] for spec in jax.tree.leaves(specs, is_leaf=is_spec) if "layer" in spec.axes]
+    if optim.layer_decay == 1:
+        return map_specs(lambda path, spec: 1.0, specs)
+    if not stacks:
+        raise OptimError(f"optim.layer_decay={optim.layer_decay}, but no parameter has an axis 'layer'; leave it at 1")
+    if not any(re.search(optim.layer_first, path) for path in paths(specs)):
+        known = ", ".join(paths(specs))
+        raise OptimError(
+            f"optim.layer_first={optim.layer_first!r} matches no parameter; name those below the layers of {known}"
+        )
+
+    def one(path: str, spec: Spec) -> float | np.ndarray:
+        if "layer" in spec.axes:
+            at = spec.axes.index("layer")
+            above = spec.shape[at] - np.arange(spec.shape[at])
+            shape = [1] * at + [-1] + [1] * (len(spec.shape) - at - 1)
+            return (optim.layer_decay**above).astype(np.float32).reshape(shape)
+        return optim.layer_decay ** (max(stacks) + 1) if re.search(optim.layer_first, path) else 1.0
+
+    return map_specs(one, specs)

@@ -1,0 +1,46 @@
+"""Learning-rate schedules."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from jaxtrain.config import Optim
+from jaxtrain.types import Array
+
+Schedule = Callable[[Array | int], Array]
+
+
+def make_schedule(optim: Optim, steps: int) -> Schedule:
+    """Ratio of the peak learning rate used by update s = 0, 1, …; 1 at s = warmup, floor from s = steps on.
+
+    cosine: floor + (1 - floor) (1 + cos(pi x)) / 2 with x = (s - warmup) / (steps - warmup) (Loshchilov & Hutter 2017).
+    wsd: 1 until s = steps - decay, then 1 - (1 - floor) falls as 1 - x, (1 + cos(pi x)) / 2 or 1 - sqrt(x) (Hu et al. 2024).
+    three_phase: wsd in shares of the run, as prime-rl has it: a warm-up from 1e-8 in the first 5 %, a decay in the last 20 %,
+    where optim does not say otherwise.
+    """
+    warmup, decay, init, floor = optim.warmup, optim.decay, optim.lr_init, optim.lr_floor
+    if optim.schedule == "three_phase":
+        warmup, decay, init = warmup or round(0.05 * steps), decay or round(0.2 * steps), init or 1e-8
+    start, length, shape = {
+        "constant": (steps, 0, "linear"),
+        "cosine": (warmup, steps - warmup, "cosine"),
+        "wsd": (steps - decay, decay, optim.decay_shape),
+        "three_phase": (steps - decay, decay, optim.decay_shape),
+    }[optim.schedule]
+    falls = {
+        "linear": lambda x: 1 - x,
+        "cosine": lambda x: (1 + jnp.cos(jnp.pi * x)) / 2,
+        "sqrt": lambda x: 1 - jnp.sqrt(x),
+    }
+
+    def schedule(s: Array | int) -> Array:
+        s = jnp.asarray(s, jnp.float32)
+        rate = jnp.float32(1)
+        if length:  # without a decay phase the rate stays at its peak, also after the last step
+            x = jnp.clip((s - start) / length, 0, 1)
+            rate = floor + (1 - floor) * falls[shape](x)
+        if warmup:
+            rate = jnp.where(s < warmup, init + (1 - init) * s / warmup, rate)
+        return rate
+
+    return schedule

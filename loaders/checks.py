@@ -1,0 +1,87 @@
+"""Sections of a config that can name their own mistakes, and the sentences about numbers out of range and unknown names.
+
+Each function yields (field, text) for every field that is wrong, and nothing when all is well:
+
+    def problems(self):
+        yield from checks.at_least(self, 1, "steps", "batch")
+        yield from checks.choice(self, SCHEDULES, "schedule")
+        for i, source in enumerate(self.sources):
+            yield from checks.under(f"sources[{i}]", checks.positive(source, "share"))
+
+The text continues the field's path: "train.steps is 0; it must be at least 1".
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+Problems = Iterator[tuple[str, str]]
+
+
+class Section:
+    """A part of a config: the base class of its frozen dataclasses."""
+
+    def problems(self) -> Problems:
+        """Yields (field, what is wrong and the remedy) for every mistake that shows in the values, without reading data."""
+        return iter(())
+
+
+class DataSection(Section):
+    """The section ``data`` of a config: the base class of a loader's ``Config``."""
+
+    def exists(self) -> bool:
+        """Whether the data are there; False when reading their facts would first have to make them."""
+        return True
+
+
+def at_least(section: Any, low: float, *names: str) -> Problems:
+    """Fields of ``section`` whose value is below ``low``, or not a number."""
+    yield from _numbers(section, names, lambda value: value >= low, f"it must be at least {low}")
+
+
+def not_negative(section: Any, *names: str) -> Problems:
+    """Fields of ``section`` whose value is below 0, or not a number."""
+    yield from _numbers(section, names, lambda value: value >= 0, "it must not be negative")
+
+
+def positive(section: Any, *names: str) -> Problems:
+    """Fields of ``section`` whose value is 0, negative, infinite or not a number."""
+    yield from _numbers(section, names, lambda value: 0 < value < float("inf"), "it must be a positive number")
+
+
+def within(section: Any, interval: str, *names: str) -> Problems:
+    """Fields of ``section`` whose value lies outside ``interval``, which is written as in the message: "[0, 1)" excludes 1."""
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+
+    def inside(value: float) -> bool:
+        above = value >= low if interval[0] == "[" else value > low
+        return above and (value <= high if interval[-1] == "]" else value < high)
+
+    yield from _numbers(section, names, inside, f"it must lie in {interval}")
+
+
+def choice(section: Any, allowed: Iterable[Any], *names: str) -> Problems:
+    """Fields of ``section`` whose value is none of ``allowed``."""
+    allowed = list(allowed)
+    for name in names:
+        if (value := getattr(section, name)) not in allowed:
+            yield name, f"is {value!r}; {expected(value, allowed)}"
+
+
+def under(path: str, problems: Iterable[tuple[str, str]]) -> Problems:
+    """The same problems with ``path`` before each field: of "share" under "sources[0]", "sources[0].share"."""
+    for name, text in problems:
+        yield f"{path}.{name}", text
+
+
+def expected(value: Any, allowed: Iterable[Any]) -> str:
+    """What may stand where ``value`` does, and the nearest spelling: "expected one of: cosine, wsd; did you mean 'cosine'?"."""
+    names = [str(name) for name in allowed]
+    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    return f"expected one of: {', '.join(names)}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _numbers(section: Any, names: Iterable[str], is_right: Callable[[Any], bool], rule: str) -> Problems:
+    for name in names:
+        if not is_right(value := getattr(section, name)):
+            yield name, f"is {value}; {rule}"

@@ -1,0 +1,45 @@
+"""Cores that a process may use, whatever the machine has."""
+
+import math
+import os
+
+import pytest
+
+from loaders import machine
+
+
+@pytest.fixture
+def cgroup(tmp_path, monkeypatch):
+    """Quotas of a cgroup and its ancestors, as the kernel writes them."""
+    (tmp_path / "cgroup").write_text("4:memory:/other\n0::/job/step\n")
+    (tmp_path / "job" / "step").mkdir(parents=True)
+
+    def limits(**texts) -> float:
+        for name, text in texts.items():
+            (tmp_path / ("job" if name == "job" else "job/step") / "cpu.max").write_text(text)
+        return machine._quota(str(tmp_path / "cgroup"), str(tmp_path))
+
+    return limits
+
+
+def test_the_smallest_quota_on_the_way_to_the_root_binds(cgroup):
+    assert cgroup() == math.inf
+    assert cgroup(job="max 100000\n", step="max 100000\n") == math.inf
+    assert cgroup(job="150000 100000\n") == 1.5
+    assert cgroup(step="50000 100000\n") == 0.5
+
+
+@pytest.mark.parametrize("quota, expected", [(math.inf, 6), (2.5, 3), (0.1, 1), (64.0, 6)])
+def test_cores_are_those_of_the_mask_within_the_quota(monkeypatch, quota, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr(machine, "_quota", lambda: quota)
+    assert machine.cores() == expected
+
+
+def test_without_affinity_all_cores_count(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(machine, "_quota", lambda: math.inf)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert machine.cores() == 5
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert machine.cores() == 1
