@@ -129,9 +129,14 @@ class Assembly(NamedTuple):
         return step.trace(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
 
 
-def assemble(config: config_lib.Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Assembly:
-    """Raises LayoutError and OptimError, as a run would."""
-    layout = layout_lib.make_layout(mesh, config.mesh.rules)
+def assemble(
+    config: config_lib.Config,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    *,
+    devices: layout_lib.Devices = layout_lib.CPUS,
+) -> Assembly:
+    """Raises LayoutError and OptimError, as a run would. ``devices`` are those that an abstract mesh stands for."""
+    layout = layout_lib.make_layout(mesh, config.mesh.rules, devices=devices)
     task = importlib.import_module(config.workload).make_task(config, layout.shard, config.train.batch)
     task = lora.adapt(task, config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
@@ -145,7 +150,9 @@ def assemble(config: config_lib.Config, mesh: jax.sharding.Mesh | jax.sharding.A
 def abstractly(config: config_lib.Config, target: Target) -> Assembly:
     """The run on a mesh of devices that need not exist."""
     m = config.mesh
-    return assemble(config, layout_lib.abstract_mesh(m.data, m.fsdp, m.model, count=target.count, what=target.name))
+    mesh = layout_lib.abstract_mesh(m.data, m.fsdp, m.model, count=target.count, what=target.name)
+    devices = layout_lib.devices_like(jax.devices()[0]) if target.here else layout_lib.devices_of(target.chip.kind)
+    return assemble(config, mesh, devices=devices)
 
 
 def device_bytes(x: jax.ShapeDtypeStruct, *, tiled: bool) -> int:
