@@ -70,6 +70,7 @@ def assemble(
     config: config_lib.Config,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     *,
+    devices: layout_lib.Devices = layout_lib.CPUS,
     make_task: Callable[..., Task] | None = None,
     fields: Mapping[str, Field] | None = None,
 ) -> Assembly:
@@ -77,6 +78,7 @@ def assemble(
 
     Args:
       mesh: None = all devices, as config.mesh says.
+      devices: those that an abstract mesh stands for, whose kernels the step calls.
       make_task: None = that of config.workload.
       fields: what a row of a batch holds; None = what config.loader says.
 
@@ -86,7 +88,7 @@ def assemble(
     """
     if mesh is None:
         mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
-    layout = layout_lib.make_layout(mesh, config.mesh.axis_rules)
+    layout = layout_lib.make_layout(mesh, config.mesh.axis_rules, devices=devices)
     make_task = make_task or importlib.import_module(config.workload).make_task
     task = lora.adapt(make_task(config, layout.shard, config.train.batch), config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)

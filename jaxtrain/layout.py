@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -17,6 +18,8 @@ from jaxtrain.types import Array, Axes
 
 DATA = "data"  # the mesh axis of replicas, over which a step reduces its gradients once
 MESH_AXES = (DATA, "fsdp", "model")
+# Compute capability by what a device_kind contains (NVIDIA, "CUDA GPU Compute Capability"), where there is no device to ask.
+CAPABILITIES = {"A100": "8.0", "A6000": "8.6", "L40S": "8.9", "H100": "9.0", "H200": "9.0", "B200": "10.0"}
 
 
 class LayoutError(ValueError):
@@ -74,11 +77,38 @@ def abstract_mesh(data: int, fsdp: int, model: int, *, count: int, what: str) ->
     return jax.sharding.AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+class Devices(NamedTuple):
+    """What a program must know of the devices that it is for, which need not be here."""
+
+    platform: str = "cpu"  # cpu, gpu or tpu
+    capability: str = ""  # of an NVIDIA GPU, as "9.0"; "" = unknown
+
+
+def devices_of(kind: str) -> Devices:
+    """Those of a ``device_kind``, as JAX spells it; what is neither a TPU nor an NVIDIA GPU is a CPU."""
+    if kind.startswith("TPU"):
+        return Devices("tpu")
+    if kind.startswith("NVIDIA"):
+        return Devices("gpu", next((capability for name, capability in CAPABILITIES.items() if name in kind), ""))
+    return Devices()
+
+
+def devices_like(device: jax.Device) -> Devices:
+    """Those of which there is one, here or in a topology."""
+    if device.platform in ("cuda", "rocm", "gpu"):
+        return Devices("gpu", str(getattr(device, "compute_capability", "")) or devices_of(device.device_kind).capability)
+    return Devices(device.platform)
+
+
+CPUS = Devices()
+
+
 class Layout(NamedTuple):
     """A mesh with rules. ``axis_rules`` are complete: `make_layout` merges overrides into `AXIS_RULES`."""
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     axis_rules: Mapping[str, str]
+    devices: Devices = CPUS
 
     def spec(self, axes: Axes, shape: Sequence[int], *, path: str = "array") -> PartitionSpec:
         """The partition of an array of ``shape`` whose dimensions have the logical names ``axes``.
@@ -147,17 +177,9 @@ class Sharder(NamedTuple):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), self.spec(x.shape, axes)))
 
     @property
-    def platform(self) -> str:
-        """Of the devices that the program is for, which need not be here: "cpu", "gpu", "tpu"; without any, "cpu"."""
-        if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):
-            return "cpu"
-        platform = self.layout.mesh.devices.flat[0].platform
-        return "gpu" if platform in ("cuda", "rocm") else platform
-
-    @property
-    def nested(self) -> bool:
-        """Whether some axis is manual here: in a training step whose mesh has several groups along "data"."""
-        return bool(self._manual())
+    def devices(self) -> Devices:
+        """What the program is for. Never ask the host: a plan is traced where the devices are not."""
+        return self.layout.devices
 
     def spec(self, shape: Sequence[int], axes: Axes) -> PartitionSpec:
         """The partition of an array as it is seen here."""
@@ -175,19 +197,18 @@ class Sharder(NamedTuple):
         """Into how many parts a dimension of that size is split, manual axes aside."""
         return int(np.prod([self.layout.mesh.shape[n] for n in self.names(axis, size)]))
 
-    def local(self, f: Callable, args: Sequence[Any], axes: Sequence[Axes], out: Any, *, checked: bool = True) -> Any:
+    def local(self, f: Callable, args: Sequence[Any], axes: Sequence[Axes], out: Any) -> Any:
         """f(*args) on every device's own part of the arguments; without more than one device, f as it is.
 
         For what XLA cannot split by itself (gathers, kernels) or splits badly. Not differentiable: what one shard_map inside
         another keeps for its backward pass gets a wrong sharding (jax 0.10), so a caller defines the derivative
-        (`jax.custom_vjp`) by calls of this, or says `differentiable`.
+        (`jax.custom_vjp`) by calls of this, or says `differentiable` or `kernel`.
 
         Args:
           axes: logical axes of every argument.
           out: a tree with, for every result, its PartitionSpec (`spec` makes them).
-          checked: whether JAX tracks what is alike on which devices. Pallas kernels need False, and then cannot be `nested`.
         """
-        return self._map(f, args, [self.spec(x.shape, a) for x, a in zip(args, axes, strict=True)], out, checked)
+        return self._map(f, args, self._specs(args, axes), out)
 
     def differentiable(
         self,
@@ -198,37 +219,94 @@ class Sharder(NamedTuple):
         *,
         constants: Sequence[Array] = (),
         constant_axes: Sequence[Axes] = (),
-        checked: bool = True,
     ) -> Any:
         """`local`, of f(*args, *constants), with a derivative by ``args``: the backward pass computes ``f`` again, in parts."""
         n, everything = len(args), (*axes, *constant_axes)
 
         def forward(*args: Array) -> Array:
-            return self.local(f, args, everything, out, checked=checked)
+            return self.local(f, args, everything, out)
 
         def backward(args: tuple, cotangent: Array) -> tuple:
             def pull(cotangent: Array, *args: Array) -> tuple:
                 return jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])[1](cotangent)
 
-            ins = [self.spec(x.shape, a) for x, a in zip(args, everything, strict=True)]
-            grads = self._map(pull, (cotangent, *args), [out, *ins], tuple(ins[:n]), checked)
-            return (*grads, *(np.zeros(x.shape, jax.dtypes.float0) for x in args[n:]))
+            ins = self._specs(args, everything)
+            grads = self._map(pull, (cotangent, *args), [out, *ins], tuple(ins[:n]))
+            return (*grads, *(_no_derivative(x) for x in args[n:]))
 
         call = jax.custom_vjp(forward)
         call.defvjp(lambda *args: (forward(*args), args), backward)
         return call(*args, *constants)
 
-    def _map(self, f: Callable, args: Sequence[Any], ins: Sequence[PartitionSpec], outs: Any, checked: bool) -> Any:
+    def kernel(
+        self,
+        f: Callable,
+        args: Sequence[Array],
+        axes: Sequence[Axes],
+        out: PartitionSpec,
+        *,
+        constants: Sequence[Array] = (),
+        constant_axes: Sequence[Axes] = (),
+    ) -> Array:
+        """f(*args, *constants) for kernels that XLA must not split: on each device's own part, every axis of the mesh manual.
+
+        Where an axis were left to XLA, it would hand the call to the kernel's own partitioner, which knows no axes that are
+        manual already (cuDNN's), or to none (Pallas). The derivative by ``args`` is f's own, and what f keeps for it is kept:
+        the forward pass is not computed again. One that is an argument or the result is kept once.
+        """
+        n, everything = len(args), (*axes, *constant_axes)
+        free = tuple(name for name in self.layout.mesh.axis_names if name not in self._manual())
+        own = PartitionSpec(free)  # along a new first axis: each device's own, whatever its shape
+        traced: dict[str, Any] = {}  # how f's derivative takes what it keeps; `backward` is traced after `forward`
+
+        def local(*args: Array) -> tuple[Array, list[Array]]:
+            y, pull = jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])
+            leaves, traced["tree"] = jax.tree.flatten(pull)
+            known = (*args, y)
+            traced["known"] = [next((i for i, x in enumerate(known) if x is leaf), None) for leaf in leaves]
+            return y, [leaf[None] for leaf, i in zip(leaves, traced["known"], strict=True) if i is None]
+
+        def forward(*args: Array) -> tuple[Array, tuple]:
+            y, kept = self._map(local, args, self._specs(args, everything), (out, own), every=True)
+            known = (*args, y)
+            shared = {i: known[i] for i in traced["known"] if i is not None}
+            return y, (shared, kept)
+
+        def pull(cotangent: Array, shared: dict[int, Array], kept: list[Array]) -> tuple:
+            rest = iter(kept)
+            leaves = [next(rest)[0] if i is None else shared[i] for i in traced["known"]]
+            return jax.tree.unflatten(traced["tree"], leaves)(cotangent)
+
+        def backward(kept: tuple, cotangent: Array) -> tuple:
+            shared, kept = kept
+            specs = [*self._specs((*args, *constants), everything), out]
+            ins = [out, {i: specs[i] for i in shared}, [own] * len(kept)]
+            grads = self._map(pull, (cotangent, shared, kept), ins, tuple(specs[:n]), every=True)
+            return (*grads, *(_no_derivative(x) for x in constants))
+
+        call = jax.custom_vjp(lambda *args: self._map(f, args, self._specs(args, everything), out, every=True))
+        call.defvjp(forward, backward)
+        return call(*args, *constants)
+
+    def _specs(self, args: Sequence[Array], axes: Sequence[Axes]) -> list[PartitionSpec]:
+        return [self.spec(x.shape, a) for x, a in zip(args, axes, strict=True)]
+
+    def _map(self, f: Callable, args: Sequence[Any], ins: Sequence[Any], outs: Any, *, every: bool = False) -> Any:
+        """``every``: axes of one device too are manual, and what is alike on which devices is not tracked."""
         sizes = {name: size for name, size in self.layout.mesh.shape.items() if name not in self._manual()}
-        # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK); but what
-        # JAX does not track it wants to be all manual.
-        free = {name for name, size in sizes.items() if size > 1 or not checked}
-        if all(size == 1 for size in sizes.values()):
+        # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK).
+        free = {name for name, size in sizes.items() if size > 1 or every}
+        if self.layout.mesh.size == 1 or not any(size > 1 for size in sizes.values()) and not every:
             return f(*args)
-        mapped = jax.shard_map(f, mesh=self._mesh(), in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=checked)
+        nested = tuple(sorted(self._manual())) if every else ()
+        local = (lambda *xs: f(*jax.tree.map(_untracked, xs))) if nested else f
+        mapped = jax.shard_map(
+            local, mesh=self._mesh(), in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=not every
+        )
         # In a loop over layers, JAX computes what depends on no layer (masks) before the loop, and would cut `f` in two; what
         # goes from one part to the other is what it cannot place. Nothing is kept of what is under a checkpoint.
-        return jax.checkpoint(mapped, prevent_cse=False)(*args)
+        found = jax.checkpoint(mapped, prevent_cse=False)(*args)
+        return _varying(found, nested) if nested else found
 
     def _mesh(self) -> Any:
         return jax.sharding.get_abstract_mesh() if self._manual() else self.layout.mesh
@@ -238,14 +316,39 @@ class Sharder(NamedTuple):
         return set() if context.empty else set(context.manual_axes)
 
 
-def make_layout(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axis_rules: Mapping[str, str]) -> Layout:
-    """A layout of `AXIS_RULES` with overrides. Raises LayoutError for a rule that names no mesh axis."""
+def make_layout(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axis_rules: Mapping[str, str], *, devices: Devices = CPUS
+) -> Layout:
+    """A layout of `AXIS_RULES` with overrides.
+
+    Args:
+      devices: those that an abstract mesh stands for. A mesh of devices says it itself.
+
+    Raises LayoutError for a rule that names no mesh axis.
+    """
     merged = {**AXIS_RULES, **axis_rules}
     for axis, rule in merged.items():
         unknown = [name for name in rule.rstrip("?").split(",") if name and name not in MESH_AXES]
         if unknown:
             raise LayoutError(f"config.mesh.axis_rules[{axis!r}] = {rule!r} names {unknown}; the mesh axes are {MESH_AXES}")
-    return Layout(mesh, merged)
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        devices = devices_like(mesh.devices.flat[0])
+    return Layout(mesh, merged, devices)
+
+
+def _untracked(x: Array) -> Array:
+    """Where JAX does not track along which axes arrays differ, arguments say it all the same. A reshape forgets it."""
+    return jnp.squeeze(x[None], 0)
+
+
+def _varying(tree: Any, names: tuple[str, ...]) -> Any:
+    """Says that arrays differ along manual axes, which JAX forgets in part where it does not track it. Nothing is computed."""
+    differs = jax.lax.pcast(jnp.ones((), bool), names, to="varying")
+    return jax.tree.map(lambda x: jnp.where(differs, x, x), tree)
+
+
+def _no_derivative(x: Array) -> np.ndarray:
+    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 def _without(part: str | tuple[str, ...] | None, manual: set[str]) -> tuple[str, ...] | None:

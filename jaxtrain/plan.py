@@ -107,7 +107,9 @@ def parse_target(text: str) -> Target:
 def abstractly(config: config_lib.Config, target: Target) -> Assembly:
     """The run on a mesh of devices that need not exist."""
     m = config.mesh
-    return assemble(config, layout_lib.abstract_mesh(m.data, m.fsdp, m.model, count=target.count, what=target.name))
+    mesh = layout_lib.abstract_mesh(m.data, m.fsdp, m.model, count=target.count, what=target.name)
+    devices = layout_lib.devices_like(jax.devices()[0]) if target.here else layout_lib.devices_of(target.chip.kind)
+    return assemble(config, mesh, devices=devices)
 
 
 def device_bytes(x: jax.ShapeDtypeStruct, *, tiled: bool) -> int:

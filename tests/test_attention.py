@@ -10,6 +10,7 @@ import pytest
 from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import transformer
+from jaxtrain.nn.flash import flash
 
 CASES = [
     dict(causal=False, window=0, packed=False),
@@ -65,18 +66,53 @@ def test_xla_equals_the_definition(case):
     np.testing.assert_allclose(found, expected(**case), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if not c["packed"]], ids=str)
 def test_an_odd_length_sees_nothing_of_what_makes_it_even(case):
     """What cuDNN's kernel is given, by XLA: 127 places, as a ViT's patches and its CLS token are."""
-    t = 127
-    q, key, v, segments = (x[:, :t] for x in inputs())
-    segments = segments if case["packed"] else np.zeros_like(segments)
-    found = attention_lib.fused(
-        q, key, v, causal=case["causal"], window=case["window"], segments_bt=segments if case["packed"] else None,
-        implementation="xla",
-    )  # fmt: skip
+    q, key, v, segments = (x[:, :127] for x in inputs())
+    found = attention_lib.fused(q, key, v, causal=case["causal"], window=case["window"], implementation="xla")
     assert found.shape == q.shape
-    np.testing.assert_allclose(found, plain(q, key, v, segments, causal=case["causal"], window=case["window"]), atol=1e-5)
+    plainly = plain(q, key, v, np.zeros_like(segments), causal=case["causal"], window=case["window"])
+    np.testing.assert_allclose(found, plainly, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [
+        *((case, dict(t=127)) for case in CASES),  # less than two tiles
+        *((CASES[i], dict(b=1, t=300, h=6, g=2, k=24)) for i in (3, 4)),  # three heads of a key head; five tiles
+        (dict(causal=True, window=100, packed=False), dict(b=1, t=300, h=1, g=1, k=16)),
+        (CASES[2], dict(b=1, t=100, h=2, g=1, k=192)),  # smaller tiles, and not a power of two of values
+        (dict(causal=False, window=70, packed=True), dict(b=1, t=200, h=1, g=1, k=16)),
+    ],
+    ids=str,
+)
+def test_flash_equals_the_definition_and_its_gradients(case, shape):
+    """The kernel for GPUs, interpreted; gradients against XLA's own of the formula."""
+    q, key, v, segments = inputs(**shape)
+    segments = segments if case["packed"] else np.zeros_like(segments)
+    dy = np.random.default_rng(1).normal(size=q.shape).astype("f4")
+    mask = dict(causal=case["causal"], window=case["window"])
+
+    def kernel(q, key, v):
+        return flash(q, key, v, **mask, segments_bt=jnp.asarray(segments) if case["packed"] else None, interpret=True)
+
+    def formula(q, key, v):
+        return attention_lib.attention(q, key, v, **mask, segments_bt=segments, platform="cpu")
+
+    found, pull = jax.vjp(kernel, q, key, v)
+    np.testing.assert_allclose(found, plain(q, key, v, segments, **mask), rtol=0, atol=1e-5)
+    for a, b in zip(pull(dy), jax.vjp(formula, q, key, v)[1](dy), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-5)
+
+
+def test_flash_takes_documents_in_any_order():
+    """Which tiles may have something for a query is seen from the smallest and the largest document of each."""
+    q, key, v, _ = inputs(b=2, t=200, h=2, g=1, k=16)
+    segments = np.random.default_rng(2).integers(-3, 3, (2, 200), dtype="i4")
+    segments[1, :150] = np.repeat([7, 2, 5], 50)
+    found = flash(q, key, v, causal=True, window=0, segments_bt=jnp.asarray(segments), interpret=True)
+    np.testing.assert_allclose(found, plain(q, key, v, segments, causal=True, window=0), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -131,31 +167,61 @@ def test_a_device_of_a_ring_holds_no_more_than_its_part_times_a_chunk():
     assert temp < t * t * h * 4 / 8 / 4, "a quarter of one device's rows of weights"
 
 
-def test_cudnn_takes_documents_windows_and_few_key_heads(monkeypatch):
-    """What a GPU is given, from a machine without one: the program is lowered for CUDA, and must hold cuDNN's kernels."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+def lowered(f, *args):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
-    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91002)
-    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
-    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
 
-    def loss(q, key, v, segments):
-        y = attention_lib.attention(q, key, v, causal=True, window=24, segments_bt=segments, platform="gpu")
-        return y.astype(jnp.float32).sum()
+def test_what_a_gpu_is_given():
+    """From a machine without one: the program is lowered for CUDA, and must hold cuDNN's kernels or Triton's."""
 
-    for t in (128, 97):  # JAX itself derives no odd length
+    def loss(**case):
+        def f(*args):
+            q, key, v, *segments = args
+            y = attention_lib.attention(q, key, v, **case, segments_bt=segments[0] if segments else None, platform="gpu")
+            return y.astype(jnp.float32).sum()
+
+        return f
+
+    for t in (128, 97):
         q, key, v, segments = (x[:, :t] for x in inputs())
-        args = (*(jnp.asarray(x, jnp.bfloat16) for x in (q, key, v)), jnp.asarray(segments))
-        text = jax.jit(jax.grad(loss)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-        assert "__cudnn$fmha" in text and "Backward" in text
-    bare = functools.partial(attention_lib.attention, platform="gpu")
-    text = (
-        jax.jit(jax.grad(lambda *x: bare(*x).sum().astype("f4"))).trace(*args[:3]).lower(lowering_platforms=("cuda",)).as_text()
-    )
-    assert "__cudnn$fmha" in text and "Backward" in text
-    wide = (*(jnp.asarray(x) for x in (q, key, v)), jnp.asarray(segments))
-    text = jax.jit(loss).trace(*wide).lower(lowering_platforms=("cuda",)).as_text()
-    assert "cudnn" not in text, "float32 goes through XLA"
+        narrow = tuple(jnp.asarray(x, jnp.bfloat16) for x in (q, key, v))
+        for case in (dict(causal=True, window=24), dict(causal=False)):
+            text = lowered(jax.grad(loss(**case)), *narrow)
+            assert "__cudnn$fmha" in text and "Backward" in text
+        for args, case in (((*narrow, jnp.asarray(segments)), dict(causal=True, window=24)), (narrow, dict(window=24))):
+            text = lowered(jax.grad(loss(**case), (0, 1, 2)), *args)
+            assert "cudnn" not in text and text.count("xla.gpu.triton") == 3, (
+                "forward, and the two kernels of the backward pass"
+            )
+        text = lowered(loss(causal=True, window=24), *(jnp.asarray(x) for x in (q, key, v)), jnp.asarray(segments))
+        assert "cudnn" not in text and "triton" not in text, "float32 goes through XLA"
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "k", "case", "kernel"),
+    [
+        ("gpu", "9.0", 256, dict(causal=True), "cudnn"),
+        ("gpu", "10.0", 256, dict(causal=True), "cudnn"),
+        ("gpu", "8.0", 128, dict(causal=True), "cudnn"),
+        ("gpu", "8.0", 256, dict(causal=True), "xla"),
+        ("gpu", "9.0", 256, dict(causal=True, packed=True), "flash"),
+        ("gpu", "8.0", 136, dict(causal=True, packed=True), "xla"),
+        ("gpu", "9.0", 512, dict(causal=True), "xla"),
+        ("gpu", "9.0", 20, dict(causal=True), "flash"),
+        ("gpu", "9.0", 64, dict(window=8), "flash"),
+        ("gpu", "9.0", 64, dict(causal=True, window=8), "cudnn"),
+        ("gpu", "9.0", 64, dict(causal=True, dtype="float32"), "xla"),
+        ("gpu", "7.0", 64, dict(causal=True), "xla"),
+        ("gpu", "gfx942", 64, dict(causal=True), "xla"),
+        ("tpu", "", 64, dict(causal=True, packed=True), "splash"),
+        ("tpu", "", 80, dict(causal=True), "xla"),
+        ("cpu", "", 64, dict(causal=True), "xla"),
+    ],
+)
+def test_the_kernel_is_that_of_the_devices_that_a_program_is_for(platform, capability, k, case, kernel):
+    case = dict(dtype="bfloat16", causal=False, window=0, packed=False) | case
+    dtype = jnp.dtype(case.pop("dtype"))
+    assert attention_lib.choose((2, 256, 4, k), dtype, **case, platform=platform, capability=capability) == kernel
 
 
 @pytest.mark.slow
@@ -176,4 +242,4 @@ def test_a_tpu_is_given_splash():
         for s, a in (((4, 512, 8, 64), "heads"), ((4, 512, 1, 64), "kv_heads"), ((4, 512, 1, 64), "kv_heads"))
     ]
     text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes).compile().as_text()
-    assert text.count("tpu_custom_call") >= 3, "forward, and the two kernels of the backward pass"
+    assert text.count("tpu_custom_call") == 3, "forward, and the two kernels of the backward pass"

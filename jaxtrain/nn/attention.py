@@ -1,12 +1,14 @@
-"""Attention: one function, the kernel chosen by the platform that the program is for.
+"""Attention: one function, the kernel chosen by the platform that the program is for, wherever it is traced (`choose`).
 
-    gpu   cuDNN's fused kernel, for 16-bit numbers; segments reach it as a mask [B, 1, T, S]
-    tpu   the splash kernel of Pallas, for sequences and heads that fill its lanes; blocks that the mask empties are skipped.
-          In training it takes a mesh with data = 1, the replicas along fsdp (`transformer.mixer` says why)
+    gpu   16-bit numbers: cuDNN's fused kernel; `flash` (Pallas, by Triton) for packed documents, for a window to both sides
+          and for heads that cuDNN does not take. Neither has an array that grows with T × S
+    tpu   the splash kernel of Pallas, for sequences and heads that fill its lanes; blocks that the mask empties are skipped
     else  XLA, which holds all B × H × T × S weights
 
-and `ring`, for sequences that are split over devices. All of them compute softmax(q k^T / sqrt(K)) v (Vaswani et al. 2017)
-with a float32 softmax over the keys that a query may see:
+`within` calls them on a mesh, each device on its own rows and heads (`Sharder.kernel`). XLA splits its own attention by itself.
+
+There is also `Ring`, for sequences that are split over devices. All of them compute
+softmax(q k^T / sqrt(K)) v (Vaswani et al. 2017) with a float32 softmax over the keys that a query may see:
 
 - ``causal``: key s of query t only if s <= t
 - ``window``: and only if t - s < window (Beltagy et al. 2020), 0 for all
@@ -16,17 +18,53 @@ Shapes: B batch, T queries, S keys, H heads, G key/value heads (which divide H: 
 dimension, C keys at a time.
 """
 
+import contextlib
 import functools
+import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.types import Array
+from jaxtrain.nn.flash import NEVER, flash
+from jaxtrain.types import Array, Shard
 
 LANES = 128  # of a TPU's vector registers, which splash fills
 BLOCK = 512  # [queries or keys] of a tile of splash, where it divides the sequence
-NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that no softmax sees; -inf would make nan of an empty row
+HOPPER = (9, 0)  # compute capability from which cuDNN has heads of more than 128 values
+CUDNN = 91000  # [version] that a program for GPUs is traced for where there is none
+_ASKING = threading.Lock()  # what JAX asks the host is replaced for one thread at a time
+
+
+def within(
+    shard: Shard,
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    *,
+    causal: bool = False,
+    window: int = 0,
+    segments_bt: Array | None = None,
+) -> Array:
+    """`attention` of arrays that ``shard`` lays out over a mesh, for the devices of that mesh. Rows and heads are split."""
+    platform, capability = shard.devices
+    run = functools.partial(attention, causal=causal, window=window, platform=platform, capability=capability)
+    kernel = choose(
+        q_bthk.shape, q_bthk.dtype, causal=causal, window=window, packed=segments_bt is not None, platform=platform,
+        capability=capability,
+    )  # fmt: skip
+    if kernel == "xla":
+        return run(q_bthk, k_bsgk, v_bsgk, segments_bt=segments_bt)
+    query, key = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
+    if k_bsgk.shape[2] == q_bthk.shape[2]:
+        key = query
+    constants = () if segments_bt is None else (segments_bt,)
+    return shard.kernel(
+        lambda q, k, v, *s: run(q, k, v, segments_bt=s[0] if s else None), (q_bthk, k_bsgk, v_bsgk), (query, key, key),
+        shard.spec(q_bthk.shape, query), constants=constants, constant_axes=[("batch", None)] * len(constants),
+    )  # fmt: skip
 
 
 def attention(
@@ -38,24 +76,66 @@ def attention(
     window: int = 0,
     segments_bt: Array | None = None,
     platform: str | None = None,
+    capability: str = "",
 ) -> Array:
     """Attention of a sequence to itself. Returns [B, T, H, K].
 
     Args:
       segments_bt: int32; documents that do not see each other.
-      platform: "cpu", "gpu" or "tpu"; None = that of `jax.default_device`, else where this process runs.
+      platform: "cpu", "gpu" or "tpu"; None = where this process computes.
+      capability: of the GPUs, as "9.0"; "" = unknown.
     """
-    device = jax.config.jax_default_device
-    platform = platform or getattr(device, "platform", device) or jax.default_backend()
-    if platform == "gpu" and q_bthk.dtype in (jnp.bfloat16, jnp.float16):
-        return fused(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, segments_bt=segments_bt)
-    if platform == "tpu" and splash_fits(q_bthk.shape):
+    if platform is None:
+        platform, capability = host()
+    kernel = choose(
+        q_bthk.shape, q_bthk.dtype, causal=causal, window=window, packed=segments_bt is not None, platform=platform,
+        capability=capability,
+    )  # fmt: skip
+    if kernel == "cudnn":
+        return fused(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, capability=capability)
+    if kernel == "flash":
+        return flash(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, segments_bt=segments_bt)
+    if kernel == "splash":
         return splash(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, segments_bt=segments_bt)
     t = jnp.arange(q_bthk.shape[1])
     mask_bts = visible(t, t, causal=causal, window=window)[None]
     if segments_bt is not None:
         mask_bts = mask_bts & same_segment(segments_bt, segments_bt)
     return masked(q_bthk, k_bsgk, v_bsgk, mask_bts)
+
+
+def choose(
+    shape: tuple[int, ...], dtype: Any, *, causal: bool, window: int, packed: bool, platform: str, capability: str = ""
+) -> str:
+    """The kernel for queries [B, T, H, K]: "cudnn", "flash", "splash" or "xla".
+
+    What this asks is all that may decide it: a plan, which is traced on another machine, has to get the same.
+    """
+    if platform == "tpu" and splash_fits(shape):
+        return "splash"
+    if platform != "gpu" or dtype not in (jnp.bfloat16, jnp.float16):
+        return "xla"
+    generation = _generation(capability)
+    if generation < (8, 0) or shape[3] > (256 if generation >= HOPPER else 128):
+        return "xla"
+    return "flash" if packed or shape[3] % 8 or window and not causal else "cudnn"
+
+
+def host() -> tuple[str, str]:
+    """(platform, compute capability) of where this process computes: of `jax.default_device`, else of its first device."""
+    device = jax.config.jax_default_device
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    device = device or jax.devices()[0]
+    return ("gpu" if device.platform in ("cuda", "rocm") else device.platform), str(getattr(device, "compute_capability", ""))
+
+
+def _generation(capability: str) -> tuple[int, ...]:
+    """(9, 0) of "9.0". Unknown: the oldest that has the kernels. Another vendor's, as "gfx942": one that has none."""
+    if not capability:
+        return (8, 0)
+    parts = capability.split(".")
+    return tuple(int(n) for n in parts) if all(n.isdecimal() for n in parts) else (0, 0)
 
 
 def fused(
@@ -65,25 +145,51 @@ def fused(
     *,
     causal: bool,
     window: int,
-    segments_bt: Array | None,
+    capability: str = "",
     implementation: str = "cudnn",
 ) -> Array:
-    """The kernel for GPUs. JAX derives it for even lengths only (0.10 to 0.11); an odd one gets a place that nobody sees."""
+    """cuDNN's kernel. An odd length gets a place that nobody sees: with a bias JAX derives even ones only (0.10 to 0.12).
+
+    A window is to the left of a causal query: cuDNN has no other.
+    """
     b, t = q_bthk.shape[:2]
     lengths = None
     if t % 2:
         q_bthk, k_bsgk, v_bsgk = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q_bthk, k_bsgk, v_bsgk))
-        if segments_bt is not None:
-            segments_bt = jnp.pad(segments_bt, ((0, 0), (0, 1)), constant_values=-1)
-        elif not causal:
+        if not causal:
             lengths = jnp.full(b, t, jnp.int32)
-    mask = None if segments_bt is None else same_segment(segments_bt, segments_bt)[:, None]
     left = (window - 1, 0 if causal else window - 1) if window else None
-    y_bthk = jax.nn.dot_product_attention(
-        q_bthk, k_bsgk, v_bsgk, mask=mask, is_causal=causal, local_window_size=left, query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths, implementation=implementation,
-    )  # fmt: skip
+    with _as_on(capability) if implementation == "cudnn" else contextlib.nullcontext():
+        y_bthk = jax.nn.dot_product_attention(
+            q_bthk, k_bsgk, v_bsgk, is_causal=causal, local_window_size=left, query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths, implementation=implementation,
+        )  # fmt: skip
     return y_bthk[:, :t]
+
+
+@contextlib.contextmanager
+def _as_on(capability: str) -> Iterator[None]:
+    """JAX asks this host for its cuDNN and its GPU (0.10 to 0.12); a program for other GPUs is traced as there.
+
+    On a host with such a GPU nothing is replaced: the answers are its own.
+    """
+    if host() in (("gpu", capability), ("gpu", "")):
+        yield
+        return
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    own = _generation(capability)
+
+    def at_least(other: str) -> bool:
+        return own >= _generation(other)
+
+    def equal(other: str) -> bool:
+        return own == _generation(other)
+
+    with _ASKING, mock.patch.multiple(
+        cudnn, check_cudnn_version=lambda: CUDNN, check_compute_capability=at_least, is_cuda_compute_capability_equal=equal
+    ):  # fmt: skip
+        yield
 
 
 def masked(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> Array:

@@ -247,17 +247,8 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
             segments = jnp.zeros((b, t), jnp.int32) if segments_bt is None else segments_bt
             ring = attention_lib.Ring(names[0], shard.size("seq", t), 0, causal, c.window)
             return _ring(shard, ring, q_bthk, k_bsgk, v_bsgk, segments), None
-        # XLA splits its own attention and cuDNN's, but no kernel of Pallas; and where "data" is manual, JAX 0.10 derives none.
-        platform = "cpu" if shard.platform == "tpu" and shard.nested else shard.platform
-        run = functools.partial(attention_lib.attention, causal=causal, window=c.window, platform=platform)
-        if platform != "tpu":
-            return run(q_bthk, k_bsgk, v_bsgk, segments_bt=segments_bt), None
-        axes = (("batch", None, "heads", None), *(("batch", None, "kv_heads", None),) * 2)
-        constants = () if segments_bt is None else (segments_bt,)
-        y_bthk = shard.differentiable(
-            lambda q, k, v, *s: run(q, k, v, segments_bt=s[0] if s else None), (q_bthk, k_bsgk, v_bsgk), axes,
-            shard.spec(q_bthk.shape, axes[0]), constants=constants, constant_axes=[("batch", None)] * len(constants),
-            checked=False,
+        y_bthk = attention_lib.within(
+            shard, q_bthk, k_bsgk, v_bsgk, causal=causal, window=c.window, segments_bt=segments_bt
         )  # fmt: skip
         return y_bthk, None
 

@@ -22,8 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain.config import ModelSection
-from jaxtrain.nn import remat
-from jaxtrain.nn.attention import attention
+from jaxtrain.nn import attention, remat
 from jaxtrain.nn.layers import layer_norm, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Initializer, Key, PyTree, Shard, Spec
@@ -220,10 +219,26 @@ def read_exported(path: str | os.PathLike) -> PyTree:
     return {**params, "blocks": {leaf: np.stack([each[i] for i in sorted(each)]) for leaf, each in layers.items()}}
 
 
-def whole(x: Array, *axes: str | None) -> Array:
-    """The shards of one device: the array itself."""
-    del axes
-    return x
+class Whole(NamedTuple):
+    """The shards of one device, which are the arrays themselves; what a `jaxtrain.layout.Sharder` is to several."""
+
+    def __call__(self, x: Array, *axes: str | None) -> Array:
+        del axes
+        return x
+
+    @property
+    def devices(self) -> tuple[str, str]:
+        return attention.host()
+
+    def spec(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> None:
+        del shape, axes
+
+    def kernel(self, f: Any, args: Any, axes: Any, out: None, *, constants: Any = (), constant_axes: Any = ()) -> Array:
+        del axes, out, constant_axes
+        return f(*args, *constants)
+
+
+whole = Whole()
 
 
 def encode(
@@ -292,7 +307,7 @@ def run_stack(
                 q, k = (layer_norm(z, w[f"scale_{n}"], w[f"bias_{n}"], EPS) for z, n in ((q, "q"), (k, "k")))
             if turns is not None:
                 q, k = rotate(q, turns), rotate(k, turns)
-            y_btd = jnp.einsum("bthk,hkd->btd", attention(q, k, v), w["w_out"].astype(dtype))
+            y_btd = jnp.einsum("bthk,hkd->btd", attention.within(shard, q, k, v), w["w_out"].astype(dtype))
             x_btd = add(x_btd, y_btd + w["b_out"].astype(dtype)[None, None], w, 0, keep_2b)
         with jax.named_scope("mlp"):
             y_btd = layer_norm(x_btd, w["scale_mlp"], w["bias_mlp"], EPS)

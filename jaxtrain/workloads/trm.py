@@ -26,8 +26,7 @@ import numpy as np
 
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.config import ModelSection
-from jaxtrain.nn import remat
-from jaxtrain.nn.attention import attention
+from jaxtrain.nn import attention, remat
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Spec, Task, Variables
 from loaders import checks
@@ -200,7 +199,7 @@ def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
                 q_bthk, k_bthk, v_bthk = (qkv_bt3hk[:, :, i] for i in range(3))
                 if c.positions == "rope":
                     q_bthk, k_bthk = rotate(q_bthk, c.rope_theta), rotate(k_bthk, c.rope_theta)
-                y_bthk = attention(q_bthk, k_bthk, v_bthk)
+                y_bthk = attention.within(shard, q_bthk, k_bthk, v_bthk)
                 x_btd = rms_norm(x_btd + jnp.einsum("bthk,hkd->btd", y_bthk, w["w_out"][l]), 2)
         with jax.named_scope("mlp"):
             y_btcm = shard(jnp.einsum("btd,dcm->btcm", x_btd, w["w_up"][l]), "batch", "seq", None, "mlp")
