@@ -1,6 +1,6 @@
 """What the backward pass recomputes instead of keeping it, as one word of a config, for any stack of layers.
 
-    none         everything is kept
+    none         everything is kept that the backward pass reads, but for what is `cheap`
     full         every layer is recomputed from its input
     every N      only every N-th layer is (the last of each N), the others keep theirs
     save A,B     every layer is, except for the activations of these names (`name`)
@@ -37,6 +37,23 @@ def problems(word: str, names: Sequence[str], depth: int) -> Iterator[str]:
 def name(x: Array, label: str) -> Array:
     """Marks an activation that "save" may keep."""
     return checkpoint_name(x, label)
+
+
+def cheap(f: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """``f`` without what its backward pass reads of its insides: that is recomputed from the arguments, which alone are kept.
+
+    For norms and activations, with the product that reads them: the product itself has no part in its derivative, so that none
+    is computed twice. A norm in float32 of a 16-bit array leaves three float32 arrays of its size for each layer of a loop, a
+    GELU six: reading and writing them takes longer than computing them again. Where the first argument has float32, ``f`` is
+    called as it is: those models' numbers are compared bit by bit.
+    """
+
+    def call(x: PyTree, *args: PyTree) -> PyTree:
+        halves = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
+        # Outside of a loop XLA may still merge the two computations, and does where it has the memory.
+        return (jax.checkpoint(f, prevent_cse=False) if halves else f)(x, *args)
+
+    return call
 
 
 def scan(
