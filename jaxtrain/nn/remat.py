@@ -39,21 +39,25 @@ def name(x: Array, label: str) -> Array:
     return checkpoint_name(x, label)
 
 
-def cheap(f: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """``f`` without what its backward pass reads of its insides: that is recomputed from the arguments, which alone are kept.
+def cheap(word: str) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]:
+    """Decorates a part of a layer: what its backward pass reads of its insides is computed again from its arguments.
 
-    For norms and activations, with the product that reads them: the product itself has no part in its derivative, so that none
-    is computed twice. A norm in float32 of a 16-bit array leaves three float32 arrays of its size for each layer of a loop, a
-    GELU six: reading and writing them takes longer than computing them again. Where the first argument has float32, ``f`` is
-    called as it is: those models' numbers are compared bit by bit.
+    For norms and activations, with the product that reads them: a product has no part in its own derivative, so that none is
+    computed twice. A norm in float32 of a 16-bit array leaves three float32 arrays of its size for each layer of a loop, a GELU
+    six: to write and read them takes longer than to compute them again. Where the first argument has float32, the part is as it
+    is: those models' numbers stay, bit by bit. So it is where ``word`` has the whole layer computed again: to do it twice would
+    gather the layer's matrices once more.
     """
+    whole = _parse(word)[0] in ("full", "save")
 
-    def call(x: PyTree, *args: PyTree) -> PyTree:
-        halves = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
-        # Outside of a loop XLA may still merge the two computations, and does where it has the memory.
-        return (jax.checkpoint(f, prevent_cse=False) if halves else f)(x, *args)
+    def decorate(f: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        def call(x: PyTree, *args: PyTree) -> PyTree:
+            halves = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
+            return (jax.checkpoint(f, prevent_cse=False) if halves and not whole else f)(x, *args)
 
-    return call
+        return call
+
+    return decorate
 
 
 def scan(

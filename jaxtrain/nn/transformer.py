@@ -29,6 +29,7 @@ NORMS = ("rms", "layer")
 ACTIVATIONS = ("swiglu", "gelu")
 POSITIONS = ("rope", "learned")
 DTYPES = ("float32", "bfloat16")
+TABLE = ("vocab", "embed")  # logical axes of the embedding and of the head
 KEPT = ("qkv", "attention", "mlp")  # names for remat="save …"
 Weights = Mapping[str, Array]
 Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]  # (q, k, v) -> (y [B, T, H, K], what the layer hands out)
@@ -160,7 +161,7 @@ def norm(c: Decoder, w: Weights, name: str, x: Array) -> Array:
 def _normed(c: Decoder, name: str, equation: str, x_btd: Array, w: Weights, matrices: list[str]) -> list[Array]:
     """Products of the norm ``name`` of x with several matrices."""
 
-    @remat.cheap
+    @remat.cheap(c.remat)
     def products(x_btd: Array, w: Weights) -> list[Array]:
         y_btd = norm(c, w, name, x_btd)
         return [project(equation, y_btd, w[matrix]) for matrix in matrices]
@@ -171,7 +172,7 @@ def _normed(c: Decoder, name: str, equation: str, x_btd: Array, w: Weights, matr
 def _placed(c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
     """Queries or keys with their norm and rotation, those that the decoder has."""
 
-    @remat.cheap
+    @remat.cheap(c.remat)
     def place(z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
         if c.qk_norm:
             z_bthk = rms_norm(z_bthk, scale_k, c.eps)
@@ -209,7 +210,7 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
 
     names = ("gate", "up") if c.activation == "swiglu" else ("up",)
 
-    @remat.cheap
+    @remat.cheap(c.remat)
     def down(z: list[Array], w_down: Array) -> Array:
         if c.activation == "swiglu":
             gate_btm, up_btm = z
@@ -237,7 +238,8 @@ def layer(
 
 def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shard: Shard) -> Array:
     with jax.named_scope("embed"):
-        x_btd = lookup(params["embed"], tokens_bt, shard)
+        # A sum of two is rounded once.
+        x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE, dtype=None if c.positions == "learned" else c.dtype)
         if c.positions == "learned":
             x_btd += lookup(params["pos"], position_bt, shard, axes=(None, "embed"))
         return shard(x_btd.astype(c.dtype), "batch", "seq", None)

@@ -271,7 +271,7 @@ def run_stack(
     keep_l2b: Array | None = None,
 ) -> Array:
     """Tokens [B, T, D] through the layers of a stack, in its dtype."""
-    dtype = jnp.dtype(s.dtype)
+    dtype, cheap = jnp.dtype(s.dtype), remat.cheap(s.remat)
 
     def add(x_btd: Array, y_btd: Array, w: PyTree, i: int, keep_2b: Array | None) -> Array:
         y_btd = remat.name(y_btd, SAVED[i])
@@ -281,18 +281,18 @@ def run_stack(
             y_btd *= keep_2b[i].astype(dtype)[:, None, None]
         return x_btd + y_btd
 
-    @remat.cheap
+    @cheap
     def project(x_btd: Array, scale: Array, bias: Array, *matrices: Array) -> list[Array]:
         y_btd = layer_norm(x_btd, scale, bias, EPS)
         return [jnp.einsum(("btd,dm->btm", "btd,dchk->btchk")[m.ndim > 2], y_btd, m.astype(dtype)) for m in matrices]
 
-    @remat.cheap
+    @cheap
     def place(z_bthk: Array, scale: Array | None, bias: Array | None, turns: tuple[Array, Array] | None) -> Array:
         if s.qk_norm:
             z_bthk = layer_norm(z_bthk, scale, bias, EPS)
         return z_bthk if turns is None else rotate(z_bthk, turns)
 
-    @remat.cheap
+    @cheap
     def activate(y_btm: Array, gate_btm: Array | None, w_down: Array) -> Array:
         if s.gated:
             y_btm = shard(jax.nn.silu(gate_btm) * y_btm, "batch", "seq", "mlp")
