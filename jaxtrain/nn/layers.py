@@ -98,10 +98,12 @@ def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab",
             n = w_vd.shape[0]
             own_bt = index_bt - jax.lax.axis_index(names) * n
             inside = (own_bt >= 0) & (own_bt < n)
-            rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0).astype(dtype or w_vd.dtype)
+            rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0)
+            # In the table's type: XLA for CPUs fails at a sum of bfloat16 over some of the mesh's axes (jaxlib 0.10.2).
             rows_btd = jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), names)
         else:
-            rows_btd = jnp.take(w_vd, index_bt, axis=0).astype(dtype or w_vd.dtype)
+            rows_btd = jnp.take(w_vd, index_bt, axis=0)
+        rows_btd = rows_btd.astype(dtype or w_vd.dtype)
         if columns:
             rows_btd = jax.lax.all_to_all(rows_btd, columns, split_axis=split, concat_axis=2, tiled=True)
         return rows_btd
