@@ -28,10 +28,14 @@ class Option(NamedTuple):
     name: str
     value: bool | int | str
     kinds: tuple[str, ...]  # what JAX's device_kind begins with
+    alone: bool = False  # also for a program of one device; most of them move collectives, and it has none
 
 
-# All of them move collectives: they are for programs of several devices.
 TABLE = (
+    # Products of one array with several matrices stay several. Merged into one, the matrices are first written side by side, in
+    # every layer of every microbatch: with adapters beside the frozen ones, that was half of a step's bytes.
+    # Without adapters nothing was seen to be merged.
+    Option("xla_gpu_dot_merger_threshold_mb", 0, ("NVIDIA",), alone=True),
     # Collectives begin early and end late, with computation between. JAX's documentation has it off unless it is asked for;
     # NVIDIA's images of JAX ask for it.
     Option("xla_gpu_enable_latency_hiding_scheduler", True, ("NVIDIA",)),
@@ -59,7 +63,7 @@ def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device
     """
     platform = "tpu" if kind.startswith("TPU") else "cpu" if kind == "cpu" else "gpu"
     elsewhere = tuple(f"xla_{p}_" for p in PLATFORMS if p != platform)
-    table = {o.name: o.value for o in TABLE if count > 1 and kind.startswith(o.kinds)}
+    table = {o.name: o.value for o in TABLE if (count > 1 or o.alone) and kind.startswith(o.kinds)}
     wanted = {name: _value(value) for name, value in own.items() if not name.startswith(elsewhere)}
     if others := own.keys() - wanted.keys():
         log.info("compiler options that are not for %s: %s", kind, ", ".join(sorted(others)))

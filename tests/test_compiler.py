@@ -14,7 +14,7 @@ from jaxtrain import compiler, config, plan, train
 
 ROOT = pathlib.Path(__file__).parent.parent
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the extra topology is not installed")
-SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+SCHEDULER, MERGER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_dot_merger_threshold_mb"
 
 
 @needs_libtpu
@@ -31,8 +31,9 @@ def test_libtpu_knows_every_option_of_the_table(target):
 
 def test_jaxlib_knows_every_option_for_gpus_and_a_config_comes_over_the_table():
     cpu, kind = jax.devices()[0], "NVIDIA H100 80GB HBM3"
-    assert compiler.options({}, kind, count=8, device=cpu) == {SCHEDULER: True}
-    assert compiler.options({SCHEDULER: "false"}, kind, count=8, device=cpu) == {SCHEDULER: False}
+    assert compiler.options({}, kind, count=8, device=cpu) == {SCHEDULER: True, MERGER: 0}
+    assert compiler.options({}, kind, count=1, device=cpu) == {MERGER: 0}, "one GPU moves nothing"
+    assert compiler.options({SCHEDULER: "false"}, kind, count=8, device=cpu) == {SCHEDULER: False, MERGER: 0}
     with pytest.raises(config.ConfigError, match=rf"(?s)compiler.{SCHEDULER} is 'fast', .*compiler.xla_gpu_fast is 1, .*leave"):
         compiler.options({"xla_gpu_fast": 1, SCHEDULER: "fast"}, kind, count=8, device=cpu)
 
@@ -40,7 +41,7 @@ def test_jaxlib_knows_every_option_for_gpus_and_a_config_comes_over_the_table():
 def test_an_option_of_the_table_that_a_version_does_not_know_is_left_out_and_told(monkeypatch, caplog):
     monkeypatch.setattr(compiler, "TABLE", (*compiler.TABLE, compiler.Option("xla_gpu_of_tomorrow", True, ("NVIDIA",))))
     with caplog.at_level("INFO", "jaxtrain"):
-        assert compiler.options({}, "NVIDIA H100", count=8, device=jax.devices()[0]) == {SCHEDULER: True}
+        assert compiler.options({}, "NVIDIA H100", count=8, device=jax.devices()[0]) == {SCHEDULER: True, MERGER: 0}
     assert "compiled without xla_gpu_of_tomorrow" in caplog.text
 
 

@@ -1,8 +1,13 @@
 """Cross-entropy over a large vocabulary whose logits are never whole.
 
 Tokens are taken a chunk at a time; each device has the logits of its part of the vocabulary (mesh axes of "vocab") for its own
-tokens, and what the parts must know of each other is the largest logit, the sum of exponentials and the label's logit. The
-derivatives are computed along with the loss, so that no logit is computed twice: with loss = sum_n w_n (lse_n + z lse_n^2 -
+tokens, and what the parts must know of each other is the largest logit, the sum of exponentials and the label's logit.
+
+Where the matrix is split by its columns over the tokens' own devices, as parameters are (fsdp), and has more rows than these
+have tokens, they exchange columns for rows, and each computes the logits of its rows for the tokens of all of them: neither the
+matrix nor its gradient in float32 is whole anywhere. Otherwise it is gathered, and its gradient is summed where it belongs.
+
+The derivatives are computed along with the loss, so that no logit is computed twice: with loss = sum_n w_n (lse_n + z lse_n^2 -
 (1 - s) x_n[label_n] - s mean_v x_nv) and p = exp(x - lse),
 
     d loss / d x_nv = w_n (p_nv (1 + 2 z lse_n) - (1 - s) [v = label_n] - s / V)
@@ -18,7 +23,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtrain.nn.attention import NEVER
-from jaxtrain.types import Array, Shard
+from jaxtrain.nn.layers import shared_columns
+from jaxtrain.types import Array, Axes, Shard
 
 
 class Sums(NamedTuple):
@@ -37,6 +43,7 @@ class How(NamedTuple):
     smoothing: float
     chunk: int
     size: int
+    axes: Axes
 
 
 def cross_entropy(
@@ -50,6 +57,7 @@ def cross_entropy(
     smoothing: float = 0.0,
     chunk: int = 1024,
     size: int | None = None,
+    axes: Axes = ("vocab", None),
 ) -> Sums:
     """Sums of weight × (-log softmax(w x)[label] + z_loss lse^2), lse = log sum exp(w x) (de Brébisson & Vincent 2016).
 
@@ -60,8 +68,9 @@ def cross_entropy(
       smoothing: share of the target that is spread over the whole vocabulary, the label included.
       chunk: [tokens] on each device whose logits are there at the same time.
       size: rows of ``w_vd`` that are a vocabulary; those after them only fill it up to a number that devices can share.
+      axes: logical axes of ``w_vd``; its gradient is returned as they are split.
     """
-    how = How(z_loss, smoothing, chunk, w_vd.shape[0] if size is None else size)
+    how = How(z_loss, smoothing, chunk, w_vd.shape[0] if size is None else size, axes)
     return _total(shard, how, x_btd, w_vd, label_bt, weight_bt)
 
 
@@ -86,44 +95,55 @@ _total.defvjp(_forward, _backward)
 def _run(
     shard: Shard, how: How, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array, *, grads: bool
 ) -> tuple[Sums, tuple]:
-    z_loss, smoothing, chunk, v_used = how
+    z_loss, smoothing, chunk, v_used, (of_rows, of_columns) = how
     b, t, d = x_btd.shape
     v = w_vd.shape[0]
-    vocab, rows = shard.names("vocab", v), (*shard.names("batch", b), *shard.names("seq", t))
+    vocab, rows = shard.names(of_rows, v), (*shard.names("batch", b), *shard.names("seq", t))
+    columns, _ = shared_columns(shard, of_columns, d, (b, t))
+    n_columns = shard.size(of_columns, d) if columns else 1
+    # Gathered, the matrix and its gradient are sent; exchanged, the tokens and theirs.
+    v_here, n_here = v // shard.size(of_rows, v), b * t // (shard.size("batch", b) * shard.size("seq", t))
+    exchanged = columns if v_here % n_columns == 0 and n_here * n_columns <= v_here else ()
+    parts, others = (*vocab, *exchanged), tuple(name for name in rows if name not in exchanged)
+    w_vd = w_vd.astype(x_btd.dtype)  # once, and before it is sent
 
     def local(x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array) -> tuple[Sums, tuple]:
-        n, first = label_bt.size, _place(vocab) * w_vd.shape[0]
+        if exchanged:
+            w_vd = jax.lax.all_to_all(w_vd, exchanged, split_axis=0, concat_axis=1, tiled=True)
+        n, first = label_bt.size, _place(parts) * w_vd.shape[0]
         count = -(-n // min(chunk, n))
         size = -(-n // count)
         pad = [(0, count * size - n)]
         x_ncd = jnp.pad(x_btd.reshape(n, d), [*pad, (0, 0)]).reshape(count, size, d)
         label_nc, weight_nc = (jnp.pad(y.reshape(n), pad).reshape(count, size) for y in (label_bt, weight_bt))
         # What each device adds up is its own until the end.
-        w_vd, x_ncd = _varying(w_vd, rows), _varying(x_ncd, vocab)
+        w_vd, x_ncd = _varying(w_vd, others), _varying(x_ncd, vocab)
 
         def one(state: tuple, xs: tuple) -> tuple[tuple, Array | None]:
             sums, dw_vd = state
-            x_cd, label_c, weight_c = xs
-            w = w_vd.astype(x_cd.dtype)
-            x_cv = jnp.einsum("cd,vd->cv", x_cd, w, preferred_element_type=jnp.float32)
-            place_v = first + jnp.arange(w.shape[0])
+            own_weight_c = xs[2]
+            x_cd, label_c, weight_c = (_over(_gathered, x, exchanged) for x in xs)
+            x_cv = jnp.einsum("cd,vd->cv", x_cd, w_vd, preferred_element_type=jnp.float32)
+            place_v = first + jnp.arange(w_vd.shape[0])
             own_cv = place_v[None] == label_c[:, None]
             if v_used < v:
                 x_cv = jnp.where(place_v[None] < v_used, x_cv, NEVER)
-            top_c = _over(jax.lax.pmax, jax.lax.stop_gradient(x_cv.max(-1)), vocab)
+            top_c = _over(jax.lax.pmax, jax.lax.stop_gradient(x_cv.max(-1)), parts)
             e_cv = jnp.exp(x_cv - top_c[:, None])
-            sum_c = _over(jax.lax.psum, e_cv.sum(-1), vocab)
-            label_x_c = _over(jax.lax.psum, jnp.where(own_cv, x_cv, 0).sum(-1), vocab)
+            sum_c = _over(jax.lax.psum, e_cv.sum(-1), parts)
+            label_x_c = _over(jax.lax.psum, jnp.where(own_cv, x_cv, 0).sum(-1), parts)
             lse_c = top_c + jnp.log(sum_c)
             # The first of the largest, so that equal logits everywhere are not all right.
             best_c = jnp.where(x_cv == top_c[:, None], place_v[None], v).min(-1)
-            right_c = _over(jax.lax.pmin, best_c, vocab) == label_c
+            right_c = _over(jax.lax.pmin, best_c, parts) == label_c
             target_x_c = label_x_c
             if smoothing:
-                sum_x_c = _over(jax.lax.psum, jnp.where(place_v[None] < v_used, x_cv, 0).sum(-1), vocab)
+                sum_x_c = _over(jax.lax.psum, jnp.where(place_v[None] < v_used, x_cv, 0).sum(-1), parts)
                 target_x_c = (1 - smoothing) * label_x_c + smoothing / v_used * sum_x_c
             each = (lse_c - target_x_c + z_loss * lse_c**2, lse_c - label_x_c, lse_c**2, right_c)
-            sums = Sums(*(old + (weight_c * new).sum() for old, new in zip(sums, each, strict=True)))
+            if exchanged:  # of its own tokens each device
+                each = (jax.lax.dynamic_slice_in_dim(y_c, _place(exchanged) * size, size) for y_c in each)
+            sums = Sums(*(old + (own_weight_c * new).sum() for old, new in zip(sums, each, strict=True)))
             if not grads:
                 return (sums, dw_vd), None
             slope_c = weight_c * (1 + 2 * z_loss * lse_c)
@@ -132,8 +152,9 @@ def _run(
                 target_cv = (1 - smoothing) * target_cv + smoothing / v_used * (place_v[None] < v_used)
             dx_cv = (e_cv * (slope_c / sum_c)[:, None] - target_cv * weight_c[:, None]).astype(x_cd.dtype)
             dw_vd = dw_vd + jnp.einsum("cv,cd->vd", dx_cv, x_cd, preferred_element_type=jnp.float32)
-            dx_cd = jnp.einsum("cv,vd->cd", dx_cv, w, preferred_element_type=jnp.float32)
-            return (sums, dw_vd), _over(jax.lax.psum, dx_cd, vocab).astype(x_cd.dtype)
+            dx_cd = jnp.einsum("cv,vd->cd", dx_cv, w_vd, preferred_element_type=jnp.float32)
+            dx_cd = _over(_scattered, _over(jax.lax.psum, dx_cd, vocab), exchanged)
+            return (sums, dw_vd), dx_cd.astype(x_cd.dtype)
 
         zero = (weight_nc * 0).sum()  # made of the weights, to vary over the devices as they do
         state = (Sums(zero, zero, zero, zero), jnp.zeros_like(w_vd, dtype=jnp.float32) + zero if grads else ())
@@ -142,16 +163,30 @@ def _run(
         if not grads:
             return sums, ()
         dx_btd = dx_ncd.reshape(count * size, d)[:n].reshape(x_btd.shape)
-        return sums, (dx_btd, _over(jax.lax.psum, dw_vd, rows))
+        if exchanged:
+            dw_vd = _over(jax.lax.psum, dw_vd, others)
+            return sums, (dx_btd, jax.lax.all_to_all(dw_vd, exchanged, split_axis=1, concat_axis=0, tiled=True))
+        dw_vd = _over(functools.partial(_scattered, axis=1), dw_vd, columns)
+        return sums, (dx_btd, _over(jax.lax.psum, dw_vd, tuple(name for name in rows if name not in columns)))
 
-    axes = (("batch", "seq", None), ("vocab", None), ("batch", "seq"), ("batch", "seq"))
+    axes = (("batch", "seq", None), (of_rows, of_columns if exchanged else None), ("batch", "seq"), ("batch", "seq"))
     none = PartitionSpec()
-    out = (Sums(none, none, none, none), (shard.spec((b, t, d), axes[0]), shard.spec((v, d), axes[1])) if grads else ())
+    of_dw = shard.spec((v, d), (of_rows, of_columns if columns else None))
+    out = (Sums(none, none, none, none), (shard.spec((b, t, d), axes[0]), of_dw) if grads else ())
     return shard.local(local, (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32)), axes, out)
 
 
 def _over(reduce, x: Array, names: tuple[str, ...]) -> Array:
     return reduce(x, names) if names else x
+
+
+def _gathered(x: Array, names: tuple[str, ...]) -> Array:
+    return jax.lax.all_gather(x, names, axis=0, tiled=True)
+
+
+def _scattered(x: Array, names: tuple[str, ...], *, axis: int = 0) -> Array:
+    """Summed, each device having its part of it."""
+    return jax.lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
 
 
 def _varying(x: Array, names: tuple[str, ...]) -> Array:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,22 +74,52 @@ def project(equation: str, x: Array, w: Array) -> Array:
     return jnp.einsum(equation, x, w.astype(x.dtype))
 
 
-def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab", "embed")) -> Array:
-    """Rows w[index], [B, T, D], each device looking into its part of the table; the parts are added up."""
+def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab", "embed"), dtype: Any = None) -> Array:
+    """Rows w[index], [B, T, D], each device looking into its part of the table; the parts are added up, or put together.
+
+    Where the table's columns and the indices are split over the same devices, either the table is gathered or, if there are
+    fewer indices than rows in it, each device looks up its columns of all their indices, and the results are exchanged. Then no
+    device ever has the whole table, nor its gradient.
+
+    Args:
+      dtype: of the result, rounded before it is sent; None = the table's.
+    """
     v, d = w_vd.shape
     b, t = index_bt.shape
-    names = shard.names(axes[0], v)
+    names, (columns, split) = shard.names(axes[0], v), shared_columns(shard, axes[1], d, (b, t))
+    here = b * t // (shard.size("batch", b) * shard.size("seq", t))
+    if here > v // (shard.size(axes[0], v) if names else 1):
+        columns = ()
 
     def local(w_vd: Array, index_bt: Array) -> Array:
-        if not names:
-            return jnp.take(w_vd, index_bt, axis=0)
-        n = w_vd.shape[0]
-        own_bt = index_bt - jax.lax.axis_index(names) * n
-        inside = (own_bt >= 0) & (own_bt < n)
-        rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0)
-        return jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), names)
+        if columns:
+            index_bt = jax.lax.all_gather(index_bt, columns, axis=split, tiled=True)
+        if names:
+            n = w_vd.shape[0]
+            own_bt = index_bt - jax.lax.axis_index(names) * n
+            inside = (own_bt >= 0) & (own_bt < n)
+            rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0)
+            # In the table's type: XLA for CPUs fails at a sum of bfloat16 over some of the mesh's axes (jaxlib 0.10.2).
+            rows_btd = jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), names)
+        else:
+            rows_btd = jnp.take(w_vd, index_bt, axis=0)
+        rows_btd = rows_btd.astype(dtype or w_vd.dtype)
+        if columns:
+            rows_btd = jax.lax.all_to_all(rows_btd, columns, split_axis=split, concat_axis=2, tiled=True)
+        return rows_btd
 
     return shard.differentiable(
-        local, (w_vd,), ((axes[0], None),), shard.spec((b, t, d), ("batch", "seq", None)),
+        local, (w_vd,), ((axes[0], axes[1] if columns else None),), shard.spec((b, t, d), ("batch", "seq", None)),
         constants=(index_bt,), constant_axes=(("batch", "seq"),),
     )  # fmt: skip
+
+
+def shared_columns(shard: Shard, axis: str | None, d: int, shape_bt: tuple[int, int]) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that columns of a table (a dimension ``axis`` of size ``d``) are split over, if B or T of [B, T] is split
+    over all of them as well, and which of the two; else no axes.
+    """
+    names = shard.names(axis, d)
+    for i, (rows, size) in enumerate(zip(("batch", "seq"), shape_bt, strict=True)):
+        if names and set(names) <= set(shard.names(rows, size)):
+            return names, i
+    return (), 0

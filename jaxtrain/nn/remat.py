@@ -1,6 +1,6 @@
 """What the backward pass recomputes instead of keeping it, as one word of a config, for any stack of layers.
 
-    none         everything is kept
+    none         everything is kept that the backward pass reads, but for what is `cheap`
     full         every layer is recomputed from its input
     every N      only every N-th layer is (the last of each N), the others keep theirs
     save A,B     every layer is, except for the activations of these names (`name`)
@@ -37,6 +37,27 @@ def problems(word: str, names: Sequence[str], depth: int) -> Iterator[str]:
 def name(x: Array, label: str) -> Array:
     """Marks an activation that "save" may keep."""
     return checkpoint_name(x, label)
+
+
+def cheap(word: str) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]:
+    """Decorates a part of a layer: what its backward pass reads of its insides is computed again from its arguments.
+
+    For norms and activations, with the product that reads them: a product has no part in its own derivative, so that none is
+    computed twice. A norm in float32 of a 16-bit array leaves three float32 arrays of its size for each layer of a loop, a GELU
+    six: to write and read them takes longer than to compute them again. Where the first argument has float32, the part is as it
+    is: those models' numbers stay, bit by bit. So it is where ``word`` has the whole layer computed again: to do it twice would
+    gather the layer's matrices once more.
+    """
+    whole = _parse(word)[0] in ("full", "save")
+
+    def decorate(f: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        def call(x: PyTree, *args: PyTree) -> PyTree:
+            halves = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
+            return (jax.checkpoint(f, prevent_cse=False) if halves and not whole else f)(x, *args)
+
+        return call
+
+    return decorate
 
 
 def scan(

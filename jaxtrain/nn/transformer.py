@@ -29,6 +29,7 @@ NORMS = ("rms", "layer")
 ACTIVATIONS = ("swiglu", "gelu")
 POSITIONS = ("rope", "learned")
 DTYPES = ("float32", "bfloat16")
+TABLE = ("vocab", "embed")  # logical axes of the embedding and of the head
 KEPT = ("qkv", "attention", "mlp")  # names for remat="save …"
 Weights = Mapping[str, Array]
 Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]  # (q, k, v) -> (y [B, T, H, K], what the layer hands out)
@@ -157,23 +158,43 @@ def norm(c: Decoder, w: Weights, name: str, x: Array) -> Array:
     return layer_norm(x, w[f"scale{suffix}"], w.get(f"bias{suffix}"), c.eps)
 
 
+def _normed(c: Decoder, name: str, equation: str, x_btd: Array, w: Weights, matrices: list[str]) -> list[Array]:
+    """Products of the norm ``name`` of x with several matrices."""
+
+    @remat.cheap(c.remat)
+    def products(x_btd: Array, w: Weights) -> list[Array]:
+        y_btd = norm(c, w, name, x_btd)
+        return [project(equation, y_btd, w[matrix]) for matrix in matrices]
+
+    return products(x_btd, {n: w[n] for n in (f"scale_{name}", f"bias_{name}", *matrices) if n in w})
+
+
+def _placed(c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
+    """Queries or keys with their norm and rotation, those that the decoder has."""
+
+    @remat.cheap(c.remat)
+    def place(z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
+        if c.qk_norm:
+            z_bthk = rms_norm(z_bthk, scale_k, c.eps)
+        return z_bthk if angles is None else rotate(z_bthk, angles)
+
+    return place(z_bthk, scale_k, angles) if c.qk_norm or angles is not None else z_bthk
+
+
 def attend(
     c: Decoder, w: Weights, x_btd: Array, shard: Shard, *, angles: tuple[Array, Array] | None, mix: Mix
 ) -> tuple[Array, PyTree]:
     """x + attention(norm(x)), and what ``mix`` hands out. ``mix`` does what lies between the projections: `mixer`, `cached`."""
     dtype = x_btd.dtype
     with jax.named_scope("attention"):
-        y_btd = norm(c, w, "attention", x_btd)
-        qkv = []
-        for name, heads in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")):
-            z_bthk = project("btd,hkd->bthk", y_btd, w[f"w_{name}"])
+        names, qkv = ("q", "k", "v"), []
+        raw = _normed(c, "attention", "btd,hkd->bthk", x_btd, w, [f"w_{name}" for name in names])
+        for name, heads, z_bthk in zip(names, ("heads", "kv_heads", "kv_heads"), raw, strict=True):
             if c.qkv_bias:
                 z_bthk += w[f"b_{name}"].astype(dtype)[None, None]
             z_bthk = shard(z_bthk, "batch", "seq", heads, "head_dim")
-            if c.qk_norm and name != "v":
-                z_bthk = rms_norm(z_bthk, w[f"scale_{name}"], c.eps)
-            if angles is not None and name != "v":
-                z_bthk = rotate(z_bthk, angles)
+            if name != "v":
+                z_bthk = _placed(c, z_bthk, w.get(f"scale_{name}"), angles)
             qkv.append(remat.name(z_bthk, "qkv"))
         y_bthk, kept = mix(*qkv)
         y_bthk = remat.name(shard(y_bthk, "batch", "seq", "heads", "head_dim"), "attention")
@@ -187,19 +208,22 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
     """x + net(norm(x))."""
     dtype = x_btd.dtype
 
-    def up(name: str) -> Array:
-        z_btm = project("btd,md->btm", y_btd, w[f"w_{name}"])
-        if c.bias:
-            z_btm += w[f"b_{name}"].astype(dtype)[None, None]
-        return remat.name(shard(z_btm, "batch", "seq", "mlp"), "mlp")
+    names = ("gate", "up") if c.activation == "swiglu" else ("up",)
+
+    @remat.cheap(c.remat)
+    def down(z: list[Array], w_down: Array) -> Array:
+        if c.activation == "swiglu":
+            gate_btm, up_btm = z
+            y_btm = jax.nn.silu(gate_btm) * up_btm
+        else:
+            y_btm = jax.nn.gelu(*z, approximate=False)
+        return project("btm,dm->btd", y_btm, w_down)
 
     with jax.named_scope("mlp"):
-        y_btd = norm(c, w, "mlp", x_btd)
-        if c.activation == "swiglu":
-            y_btm = jax.nn.silu(up("gate")) * up("up")
-        else:
-            y_btm = jax.nn.gelu(up("up"), approximate=False)
-        y_btd = project("btm,dm->btd", y_btm, w["w_down"])
+        z = _normed(c, "mlp", "btd,md->btm", x_btd, w, [f"w_{name}" for name in names])
+        if c.bias:
+            z = [z_btm + w[f"b_{name}"].astype(dtype)[None, None] for name, z_btm in zip(names, z, strict=True)]
+        y_btd = down([remat.name(shard(z_btm, "batch", "seq", "mlp"), "mlp") for z_btm in z], w["w_down"])
         if c.bias:
             y_btd += w["b_down"].astype(dtype)[None, None]
         return shard(x_btd + y_btd, "batch", "seq", None)
@@ -214,7 +238,8 @@ def layer(
 
 def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shard: Shard) -> Array:
     with jax.named_scope("embed"):
-        x_btd = lookup(params["embed"], tokens_bt, shard)
+        # A sum of two is rounded once.
+        x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE, dtype=None if c.positions == "learned" else c.dtype)
         if c.positions == "learned":
             x_btd += lookup(params["pos"], position_bt, shard, axes=(None, "embed"))
         return shard(x_btd.astype(c.dtype), "batch", "seq", None)

@@ -286,7 +286,7 @@ def run_stack(
     keep_l2b: Array | None = None,
 ) -> Array:
     """Tokens [B, T, D] through the layers of a stack, in its dtype."""
-    dtype = jnp.dtype(s.dtype)
+    dtype, cheap = jnp.dtype(s.dtype), remat.cheap(s.remat)
 
     def add(x_btd: Array, y_btd: Array, w: PyTree, i: int, keep_2b: Array | None) -> Array:
         y_btd = remat.name(y_btd, SAVED[i])
@@ -296,28 +296,44 @@ def run_stack(
             y_btd *= keep_2b[i].astype(dtype)[:, None, None]
         return x_btd + y_btd
 
+    @cheap
+    def project(x_btd: Array, scale: Array, bias: Array, *matrices: Array) -> list[Array]:
+        y_btd = layer_norm(x_btd, scale, bias, EPS)
+        return [jnp.einsum(("btd,dm->btm", "btd,dchk->btchk")[m.ndim > 2], y_btd, m.astype(dtype)) for m in matrices]
+
+    @cheap
+    def place(z_bthk: Array, scale: Array | None, bias: Array | None, turns: tuple[Array, Array] | None) -> Array:
+        if s.qk_norm:
+            z_bthk = layer_norm(z_bthk, scale, bias, EPS)
+        return z_bthk if turns is None else rotate(z_bthk, turns)
+
+    @cheap
+    def activate(y_btm: Array, gate_btm: Array | None, w_down: Array) -> Array:
+        if s.gated:
+            y_btm = shard(jax.nn.silu(gate_btm) * y_btm, "batch", "seq", "mlp")
+        else:
+            y_btm = jax.nn.gelu(y_btm)
+        return jnp.einsum("btm,md->btd", y_btm, w_down.astype(dtype))
+
     def layer(x_btd: Array, xs: tuple[PyTree, Array | None]) -> tuple[Array, None]:
         w, keep_2b = xs
         with jax.named_scope("attention"):
-            y_btd = layer_norm(x_btd, w["scale_attention"], w["bias_attention"], EPS)
-            qkv_bt3hk = jnp.einsum("btd,dchk->btchk", y_btd, w["w_qkv"].astype(dtype)) + w["b_qkv"].astype(dtype)[None, None]
+            (qkv_bt3hk,) = project(x_btd, w["scale_attention"], w["bias_attention"], w["w_qkv"])
+            qkv_bt3hk += w["b_qkv"].astype(dtype)[None, None]
             qkv_bt3hk = shard(qkv_bt3hk, "batch", "seq", None, "heads", "head_dim")
             q, k, v = (qkv_bt3hk[:, :, i] for i in range(3))
-            if s.qk_norm:
-                q, k = (layer_norm(z, w[f"scale_{n}"], w[f"bias_{n}"], EPS) for z, n in ((q, "q"), (k, "k")))
-            if turns is not None:
-                q, k = rotate(q, turns), rotate(k, turns)
+            if s.qk_norm or turns is not None:
+                q, k = (place(z, w.get(f"scale_{n}"), w.get(f"bias_{n}"), turns) for z, n in ((q, "q"), (k, "k")))
             y_btd = jnp.einsum("bthk,hkd->btd", attention.within(shard, q, k, v), w["w_out"].astype(dtype))
             x_btd = add(x_btd, y_btd + w["b_out"].astype(dtype)[None, None], w, 0, keep_2b)
         with jax.named_scope("mlp"):
-            y_btd = layer_norm(x_btd, w["scale_mlp"], w["bias_mlp"], EPS)
-            y_btm = jnp.einsum("btd,dm->btm", y_btd, w["w_up"].astype(dtype))
+            norm = (w["scale_mlp"], w["bias_mlp"])
             if s.gated:
-                y_btm = jax.nn.silu(jnp.einsum("btd,dm->btm", y_btd, w["w_gate"].astype(dtype))) * y_btm
-                y_btm = shard(y_btm, "batch", "seq", "mlp")
+                y_btm, gate_btm = project(x_btd, *norm, w["w_up"], w["w_gate"])
             else:
-                y_btm = jax.nn.gelu(shard(y_btm + w["b_up"].astype(dtype)[None, None], "batch", "seq", "mlp"))
-            y_btd = jnp.einsum("btm,md->btd", y_btm, w["w_down"].astype(dtype))
+                (y_btm,), gate_btm = project(x_btd, *norm, w["w_up"]), None
+                y_btm = shard(y_btm + w["b_up"].astype(dtype)[None, None], "batch", "seq", "mlp")
+            y_btd = activate(y_btm, gate_btm, w["w_down"])
             if not s.gated:
                 y_btd += w["b_down"].astype(dtype)[None, None]
             x_btd = add(x_btd, y_btd, w, 1, keep_2b)

@@ -215,7 +215,7 @@ def decode(c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool 
         return shard(permute(shard, x_bud, slot_bu, place_bu), "batch", "seq", None)
 
     with jax.named_scope("embed"):
-        text_bsd = lookup(params["embed"], batch["text"], shard).astype(c.dtype)
+        text_bsd = lookup(params["embed"], batch["text"], shard, dtype=c.dtype)
         x_bud = together(text_bsd, embed_codes(c, params, batch["codes"], shard))
     position_bu = jnp.broadcast_to(jnp.arange(u)[None], (b, u))
     angles, run = rope_angles(c.rope, position_bu, c.k), transformer.mixer(c, None, shard)
@@ -269,7 +269,7 @@ def measure(c: Config, params: PyTree, x_bud: Array, batch: Batch, shard: Shard)
 
     def sums(x_bnd: Array, w_vd: Array, target_bn: Array) -> tuple[Array, Array, Array]:
         weight_bn = (target_bn >= 0).astype(jnp.float32)
-        found = cross_entropy(x_bnd, w_vd, target_bn, weight_bn, shard, chunk=c.chunk)
+        found = cross_entropy(x_bnd, w_vd, target_bn, weight_bn, shard, chunk=c.chunk, axes=transformer.TABLE)
         return found.loss, found.correct, weight_bn.sum()
 
     with jax.named_scope("text_head"):
@@ -372,7 +372,7 @@ def extend(
     u = is_audio_bu.shape[1]
     is_audio_bu = jnp.where(jnp.arange(u)[None] == place_b[:, None], is_audio_b[:, None], is_audio_bu)
     seen_bu = sampling.visible(place_b, u, c.window)
-    text_bd = lookup(params["embed"], token_b[:, None], shard).astype(c.dtype)
+    text_bd = lookup(params["embed"], token_b[:, None], shard, dtype=c.dtype)
     x_btd = jnp.where(is_audio_b[:, None, None], embed_codes(c, params, codes_bk[:, None], shard), text_bd)
     angles = rope_angles(c.rope, place_b[:, None], c.k)
     is_audio_bt = is_audio_b[:, None]

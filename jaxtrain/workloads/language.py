@@ -160,7 +160,9 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
 
     def measure(params: PyTree, x_bsd: Array, batch: Batch, mask_bs: Array) -> tuple[Mean, dict[str, Mean]]:
         w_vd = transformer.head(c, params)
-        sums = cross_entropy(x_bsd, w_vd, batch["targets"], mask_bs, shard, z_loss=c.z_loss, chunk=c.chunk)
+        sums = cross_entropy(
+            x_bsd, w_vd, batch["targets"], mask_bs, shard, z_loss=c.z_loss, chunk=c.chunk, axes=transformer.TABLE
+        )
         n = mask_bs.sum()
         found = {"cross_entropy": Mean(sums.cross_entropy, n), "accuracy": Mean(sums.correct, n)}
         if c.z_loss:
