@@ -263,7 +263,7 @@ impl Flac {
     fn mix(&self, stream: &Stream, stereo: Stereo, from: usize, gain: f64, out: &mut [f32]) {
         let channels = &self.channels[..usize::from(stream.channels)];
         let samples = |channel: usize| &self.channels[channel][from..];
-        // Sums of at most 24 bits are exact in float32, and scaling by a power of two rounds nothing: as good as float64.
+        // Sums of at most 24 bits are exact in float32, and scaling by a power of two rounds nothing: nothing is lost compared with float64.
         let exact = stream.bits <= 23;
         let side_is_wide = stream.bits == 32 && stereo != Stereo::Independent;
         match (stereo, channels.len()) {
@@ -411,7 +411,7 @@ impl Int for i32 {
 fn subframe<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
     #[cfg(target_arch = "x86_64")]
     if simd::bit_counts() {
-        // SAFETY: the instruction set was just asked for.
+        // SAFETY: the instruction set was just checked.
         return unsafe { subframe_bmi(bits, depth, out) };
     }
     let _ = simd::bit_counts;
@@ -543,7 +543,7 @@ impl<T: Int> Predictor<T> for Any<'_> {
     }
 }
 
-/// Restores one sample. Not inlined, to keep the loops small, which leave over only a few samples.
+/// Restores one sample. The loops leave only a few samples to it, and stay smaller because it is not inlined.
 #[inline(never)]
 fn restore_one<T: Int>(weights: &[i32], shift: u32, residual: i32, x: &mut [T], at: usize) {
     let before = x[at - weights.len()..at].iter().rev();

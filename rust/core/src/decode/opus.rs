@@ -15,8 +15,9 @@ use super::ogg::{self, Packets};
 use super::{corrupt, Error, Info};
 
 const RATE: u32 = 48_000;
-/// Samples that are decoded before the crop, and as many where SILK was used.
+/// Samples that are decoded before the crop.
 const AHEAD: i64 = 48_000;
+/// Samples that are decoded before the crop where SILK was used.
 const AHEAD_SPEECH: i64 = 30 * 48_000;
 /// Samples of the longest packet: 120 ms.
 const LONGEST: usize = 5760;
@@ -140,7 +141,7 @@ impl Opus {
         let Some(last) = ogg::last_page(bytes, audio, serial) else {
             return Err(Error::NoAudio { format: NAME });
         };
-        let end = last.granule.expect("asked for one with a position");
+        let end = last.granule.expect("last_page returns one with a position");
         // Count the samples up to the first page that has a position: they may be more than the position if that page is also
         // the last, and fewer if the stream was cut out of a longer one.
         let mut packets = Packets::new(bytes, audio, serial, &mut self.pieces);
@@ -261,7 +262,7 @@ enum Kind<'a> {
 }
 
 impl Kind<'_> {
-    /// Whether the packet decoded to `n` samples of each channel.
+    /// Decodes a packet; whether it gave `n` samples of each channel.
     fn decode(self, packet: &[u8], n: usize, out: &mut [f32]) -> bool {
         // A panic would be a bug of the decoder, met on damaged bytes.
         let decoded = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match self {

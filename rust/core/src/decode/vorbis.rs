@@ -19,7 +19,7 @@ use super::bits::Lsb;
 use super::ogg::{self, Packets};
 use super::{corrupt, Error, Info};
 
-/// Prepared decoders that are kept: recordings of one corpus share their few kinds of headers.
+/// Decoders that are kept: the recordings of one corpus share a few different headers.
 const MAX_KEPT: usize = 4;
 /// The most weights that the codebooks of one stream may expand to (a real encoder needs a hundredth).
 const MAX_WEIGHTS: u64 = 1 << 22;
@@ -115,8 +115,8 @@ impl Vorbis {
         let Some(last) = ogg::last_page(bytes, audio, serial) else {
             return Err(Error::NoAudio { format: "OGG Vorbis" });
         };
-        let end = last.granule.expect("asked for one with a position");
-        // Samples on the first page that has a position; none come out of the very first packet.
+        let end = last.granule.expect("last_page returns one with a position");
+        // Count the samples up to the first page that has a position; the very first packet gives none.
         let mut packets = Packets::new(bytes, audio, serial, &mut self.pieces);
         let (mut samples, mut before) = (0i64, None);
         let (first, only) = loop {

@@ -2,7 +2,7 @@
 
 use crate::order;
 
-/// A hash of 128 bits over words, in two lanes. Not for adversaries: it only notices changes.
+/// A hash of 128 bits over words, in two lanes. It detects changes, not attacks.
 pub(super) struct Hash([u64; 2]);
 
 impl Hash {

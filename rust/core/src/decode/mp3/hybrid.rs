@@ -138,7 +138,7 @@ impl Default for Hybrid {
 }
 
 impl Hybrid {
-    /// Forgets the granules before.
+    /// Returns to the initial state.
     pub fn reset(&mut self) {
         self.overlap = [[0.0; SUBBANDS]; SLOTS];
         self.v = [[0.0; 64]; BEFORE + SLOTS];

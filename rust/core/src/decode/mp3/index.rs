@@ -81,7 +81,7 @@ impl Constant {
         let first = bytes.get(begin..).and_then(Header::parse)?;
         let constant = Self { begin, end, first };
         let n = ((end + SLACK).checked_sub(begin)? as u64 * u64::from(first.rate) / first.bytes_by_rate()) as usize;
-        // The last frame may lie a little further than the mean says, and then it is cut off.
+        // The last frame may lie a little further than its mean offset; then it is truncated and does not count.
         let n = (n.saturating_sub(1)..=n).rev().find(|&n| n > 0 && constant.frame(bytes, n - 1).is_some())?;
         let sound = || (0..PROBES).filter(|i| constant.frame(bytes, i * (n - 1) / PROBES).is_some()).count();
         let sure = stated.is_some_and(|stated| stated as usize == n) || n > PROBES && sound() >= PROBES - MAX_DAMAGED;
@@ -136,8 +136,9 @@ impl Index {
         }
         let end = bytes.len() - tags_at_end(bytes);
         let tag = Tag::parse(&bytes[at..], first);
-        let stated =
-            tag.as_ref().and_then(|tag| tag.sure(first, [at, at + first.size].map(|at| end.saturating_sub(at))));
+        let stated = tag
+            .as_ref()
+            .and_then(|tag| tag.trusted_frames(first, [at, at + first.size].map(|at| end.saturating_sub(at))));
         if tag.is_some() {
             at += first.size;
         }
@@ -149,7 +150,7 @@ impl Index {
         (self.constant, self.n) = match (constant, stated) {
             (Some((constant, n)), _) => (Some(constant), n),
             (None, Some(n)) => {
-                self.walked.reserve(n as usize); // `Tag::sure` checked that the bytes can hold so many
+                self.walked.reserve(n as usize); // `Tag::trusted_frames` checked that the bytes can hold so many
                 (None, n as usize)
             }
             (None, None) => {

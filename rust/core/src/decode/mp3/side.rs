@@ -31,7 +31,7 @@ pub(super) struct Granule {
     pub shared: u32,
 }
 
-/// The position of an intensity band that is not coded so.
+/// The position that marks a band without intensity stereo.
 pub(super) const NO_INTENSITY: u8 = u8::MAX;
 
 /// Reads the side information of a frame; None when it is invalid.
@@ -136,7 +136,7 @@ pub(super) fn scale_factors(
     for (count, width) in facts::SCALE_COUNTS[layout][shape].into_iter().zip(widths) {
         for _ in 0..count {
             scale[b] = bits.read(width) as u8;
-            // The largest position stands for none.
+            // The largest position marks a band without intensity stereo.
             if positions && width > 0 && scale[b] == (1 << width) - 1 {
                 scale[b] = NO_INTENSITY;
             }

@@ -1,8 +1,7 @@
 //! The tables of MPEG audio layer III: facts of ISO/IEC 11172-3 (annex B) and 13818-3 (annex B).
 //!
-//! A Huffman code is complete, so it is given by its leaves from left to right (in ascending order of their codes):
-//! each is the length of its code << 8 | what it stands for. Of pairs that is x << 4 | y; of quadruples one bit a
-//! value, the first value on top.
+//! A Huffman code is complete, so its leaves from left to right (in ascending order of their codes) determine it. Each leaf is
+//! the length of its code << 8 | its values: x << 4 | y of a pair; of a quadruple one bit for each value, the first one highest.
 
 pub(super) const PAIRS_1: [u16; 4] = [0x0311, 0x0301, 0x0210, 0x0100];
 pub(super) const PAIRS_2: [u16; 9] = [0x0622, 0x0602, 0x0512, 0x0521, 0x0520, 0x0311, 0x0301, 0x0310, 0x0100];
@@ -201,14 +200,14 @@ pub(super) const SHORT: [[u16; 14]; 9] = {
     ]
 };
 
-/// Added to the scale factors of long blocks where the frame says so.
+/// Added to the scale factors of long blocks where the side information has the flag.
 pub(super) const EMPHASIS: [u8; 22] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3, 2, 0];
 
 /// MPEG 1: bits of the scale factors of low and of high bands, by `scalefac_compress`.
 pub(super) const SCALE_BITS: [[u8; 16]; 2] =
     [[0, 0, 0, 0, 3, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4], [0, 1, 2, 3, 0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 2, 3]];
 
-/// MPEG 2: how many bands have scale factors of each of four numbers of bits, for long, short and mixed blocks.
+/// MPEG 2: how many bands have scale factors of each of the four widths in bits, for long, short and mixed blocks.
 pub(super) const SCALE_COUNTS: [[[u8; 4]; 3]; 6] = [
     [[6, 5, 5, 5], [9, 9, 9, 9], [6, 9, 9, 9]],
     [[6, 5, 7, 3], [9, 9, 12, 6], [6, 9, 12, 6]],

@@ -73,7 +73,7 @@ impl Tag {
 
     /// The number of frames, where it can be trusted, so that the frames need not be walked to the end. `bytes`: the actual
     /// size of the recording, with and without the frame of the tag.
-    pub fn sure(&self, header: Header, bytes: [usize; 2]) -> Option<u32> {
+    pub fn trusted_frames(&self, header: Header, bytes: [usize; 2]) -> Option<u32> {
         let (frames, stated) = (self.frames?, self.bytes? as usize);
         let at = |bit_rate| u64::from(frames) * Header { bit_rate, ..header }.bytes_by_rate() / u64::from(header.rate);
         let possible = at(8_000) <= stated as u64 && stated as u64 <= at(320_000) + header.size as u64;

@@ -37,7 +37,7 @@ impl Page {
         Self { body, first_row, dictionary, values: OnceLock::new() }
     }
 
-    /// The values, where they were found before: by any thread of an uncompressed page, by this one of another.
+    /// The values, if they were found before: by any thread (an uncompressed page), or by this one (a compressed page).
     fn cached(&self, shard: usize, pages: &mut Pages) -> Option<Values> {
         self.values.get().cloned().or_else(|| pages.find(shard, self.body.at))
     }
