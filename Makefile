@@ -5,7 +5,8 @@ CONFIG ?= configs/xcm.py
 CACHE := $(or $(JAXTRAIN_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxtrain)
 export CARGO_TARGET_DIR ?= $(CACHE)/cargo-target
 
-SOURCES := rust/Cargo.toml rust/Cargo.lock $(shell find rust/src -name '*.rs')
+SOURCES := rust/Cargo.lock $(shell find rust/Cargo.toml rust/core rust/python -name '*.rs' -o -name Cargo.toml)
+CARGO_TEST = cargo test --profile test-quick --quiet --manifest-path rust/Cargo.toml
 STAMP := $(VENV)/.installed
 .PHONY: train trm-demo giblet-demo higgs-demo test test-all lint clean
 
@@ -26,17 +27,18 @@ higgs-demo: $(STAMP)
 	$(VENV)/bin/python -m tools.demo_higgs $(ARGS)
 
 test: $(STAMP) lint
-	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo test --release --quiet --manifest-path rust/Cargo.toml
+	$(CARGO_TEST)
 	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(STAMP) lint
-	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo test --release --quiet --manifest-path rust/Cargo.toml
+	$(CARGO_TEST)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	cargo fmt --check --manifest-path rust/Cargo.toml
+	cargo fmt --check --all --manifest-path rust/Cargo.toml
+	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo clippy --profile test-quick --quiet --workspace --all-targets --manifest-path rust/Cargo.toml -- -D warnings
 
 clean:
 	rm -rf $(VENV) loaders/_rust*.so

@@ -1,4 +1,4 @@
-"""The compiled extension (rust/). All arrays are numpy; every wait releases the GIL and answers Ctrl-C."""
+"""The loader's compiled core (rust/). Arrays are numpy's; waits release the GIL, and waits for data answer Ctrl-C."""
 
 import os
 from collections.abc import Sequence
@@ -8,63 +8,101 @@ import numpy as np
 from numpy.typing import NDArray
 
 ORDER_VERSION: int  # of the permutation and of the crops; equals loaders.order.VERSION
-STAGES: list[str]  # keys of diagnostics()["seconds"]
+STAGES: list[str]  # keys of Pipeline.diagnostics()["seconds"]
 
 def build_profile() -> Literal["release", "debug"]:
-    """How the extension was compiled. "debug" is many times slower."""
+    """Return how the extension was compiled: "release", or "debug", which is many times slower."""
 
 def decode(data: bytes, start: int = 0, length: int | None = None) -> tuple[NDArray[np.float32], int, int]:
-    """Encoded audio -> (mono float32 [length], sample rate in Hz, frames in the whole recording).
+    """Decode a recording, or a part of it, to mono.
 
-    WAV, FLAC, MP3, OGG Vorbis and OGG Opus (always 48 kHz), told apart by their content. ``length`` None decodes from
-    ``start`` to the end.
-    Raises ValueError: broken or unknown audio, or samples that the recording does not have.
+    The format is recognised by its content: WAV, FLAC, MP3, OGG Vorbis or OGG Opus (always decoded to 48 kHz).
+    The samples are [start, start + length); length=None decodes to the end.
+
+    Returns (wave, rate, frames): float32 [length], the mean of the channels at the recording's own sample rate;
+    that rate in Hz; the number of samples per channel in the whole recording.
+    Raises ValueError for an unknown format, damaged audio, or a range outside the recording.
     """
 
 def resample(wave: NDArray[np.float32], source_rate: int, target_rate: int) -> NDArray[np.float32]:
-    """float32 [n] -> float32 [round(n * target_rate / source_rate)], without delay. Rates in Hz; ValueError for 0."""
+    """Resample a waveform from source_rate to target_rate (Hz), without delay.
+
+    Returns float32 [round(n * target_rate / source_rate)] for n input samples.
+    Raises ValueError for a rate of 0.
+    """
 
 def fbank(wave: NDArray[np.float32], *, normalise: bool = False) -> NDArray[np.float32]:
-    """float32 [n] at 32 kHz -> Kaldi log-mel, float32 [1 + (n - 800) // 320, 128], in ln(energy).
+    """Compute the Kaldi-compatible log-mel spectrogram of a waveform at 32 kHz.
 
-    normalise=True -> [512, 128] as the model sees it: the clip's mean removed, padded with the clip's minimum, and
-    (x + 7.2) / 8.86. Raises ValueError: fewer than 800 samples; more than 512 frames to normalise.
+    Returns float32 [1 + (n - 800) // 320, 128] for n samples: natural log of the energy.
+    normalise=True returns float32 [512, 128] as the model reads it: padded with the spectrogram's minimum, then
+    (x + 7.2) / 8.86.
+    Raises ValueError for fewer than 800 samples and, with normalise=True, for more than 512 frames.
     """
 
 def front_end(wave: NDArray[np.float32], rate: int, clip_samples: int, n_frames: int) -> NDArray[np.float32]:
-    """float32 [n] at ``rate`` Hz -> [n_frames, 128], as the pipeline makes a row of one view of a test split.
+    """Compute the spectrogram that the pipeline makes of this recording in a test split of one view.
 
-    ``clip_samples`` at 32 kHz. ValueError for a rate of 0, a clip that does not make 1 to n_frames frames, samples of nan.
+    wave: float32 [n] at rate (Hz). clip_samples: length of the clip at 32 kHz, taken from the recording's centre, or
+    the whole recording centred between zeros where it is shorter.
+
+    Returns float32 [n_frames, 128], normalised.
+    Raises ValueError for a rate of 0, a clip of no frames or of more than n_frames, and NaN or huge samples.
     """
 
 def permutation(seed: int, epoch: int, n: int, i: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Places int64 [k] in [0, n) of an epoch -> recordings int64 [k]: a bijection. IndexError for a place outside."""
+    """Map places of an epoch to recordings: a bijection of [0, n).
+
+    i: int64 [k], each in [0, n). Returns int64 [k].
+    Raises IndexError for a place outside [0, n), and ValueError unless 1 <= n < 2^62.
+    """
 
 def block_order(seed: int, epoch: int, stops: NDArray[np.int64], window: int, i: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Places int64 [k] of an epoch -> recordings int64 [k] in the block order; see `loaders.order.block_order`.
+    """Map places of an epoch to recordings in the block order; see loaders.order.block_order.
 
-    ``stops`` [blocks]: after the last recording of each block. IndexError for a place outside, ValueError for stops that
-    decrease or a window of 0.
+    stops: int64 [blocks], the end (exclusive) of each block. window: blocks whose recordings are permuted together.
+    i: int64 [k], places of the epoch. Returns int64 [k].
+    Raises IndexError for a place outside the epoch, and ValueError for stops that decrease or a window of 0.
     """
 
 def sudoku_solve(
     boards: NDArray[np.uint8], *, limit: int = 2, threads: int = 1
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
-    """uint8 [n, 16 or 81], 0 for a blank -> solutions [n], up to ``limit``; guesses [n] of the search; a solution [n, cells].
+    """Solve sudoku boards, counting their solutions.
 
-    A board without a solution gets zeros. 0 guesses: forced cells alone solve it. ValueError for boards of another size.
+    boards: uint8 [n, 16 or 81], row by row, 0 for a blank.
+
+    Returns (solutions, guesses, first): int64 [n], the number of solutions, at most limit; int64 [n], the guesses that
+    the search made, 0 where forced cells alone solve the board; uint8 [n, cells], the first solution, zeros where a
+    board has none.
+    Raises ValueError for boards of another size.
     """
 
 def sudoku_generate(
     n: int, *, side: int = 9, seed: int = 0, start: int = 0, blanks: tuple[int, int] = (0, 81), threads: int = 1
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
-    """Puzzles number start … start + n - 1 of a seed, each with one solution: boards and solutions [n, side²], guesses [n].
+    """Generate sudoku puzzles that have one solution each: numbers start to start + n - 1 of a seed.
 
-    ``blanks``: fewest and most; the number is drawn between them, and is smaller where no more can be dug. ``side``: 4 or 9.
+    side: 4 or 9. blanks: the fewest and the most; each puzzle's number is drawn between them, and is smaller where
+    removing another digit would allow a second solution.
+
+    Returns (boards, solutions, guesses): uint8 [n, side * side], 0 for a blank; uint8 [n, side * side]; int64 [n], the
+    guesses that the solver makes.
+    Raises ValueError for another side.
     """
 
 class Index:
-    """A row index over Arrow IPC and Parquet shards, made without reading audio. rust/src/source.rs has the formats."""
+    """A row index over Arrow IPC and Parquet shards, built without reading audio.
+
+    shards: paths of the shards, in order. audio: the column of recordings, a struct of bytes and path. label: the
+    column of int64 class labels; None for no labels. root: the folder that the paths of recordings without bytes are
+    relative to; None for the folder of each shard. cache: a folder that keeps the index until the name, size or
+    modification time of a shard changes; None for no cache.
+
+    Raises OSError for a shard that cannot be opened. Raises ValueError for a shard that is damaged or compressed, a
+    column that is missing or of another type, a label outside its class names, and classes that differ from those of
+    the first shard.
+    """
 
     def __init__(
         self,
@@ -74,96 +112,119 @@ class Index:
         label: str | None = None,
         root: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
-    ) -> None:
-        """``audio``: a column of struct<bytes, path>. ``label``: a column of int64, or None for no labels.
-
-        ``root``: the folder of recordings whose bytes are null and whose path is not; None = the shard's own. ``cache``: a
-        folder where the index is kept until a shard's name, size or time changes; None = nowhere.
-
-        Raises OSError for a shard that cannot be opened, and ValueError for one that is broken, compressed, without one of
-        the columns or with another type, with a label outside its class names, or with other classes than the first.
-        """
-
+    ) -> None: ...
     @property
-    def n_rows(self) -> int: ...
+    def n_rows(self) -> int:
+        """The number of rows in all shards."""
+
     @property
     def class_names(self) -> list[str] | None:
-        """Of the ClassLabel in the schema's metadata, where there is one."""
+        """The names of the ClassLabel in the schema's metadata; None where it names none."""
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """[n_rows], -1 where null, all -1 without a label column."""
+        """The class of each row, int64 [n_rows]; -1 where it is null, and everywhere without a label column."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the data or their order do, and not when their folder moves."""
+        """A hash that changes with the data or their order, but not when their folder moves."""
 
     @property
     def first_rows(self) -> NDArray[np.int64]:
-        """[n_shards]: the first row of each."""
+        """The first row of each shard, int64 [n_shards]."""
 
     def encoded(self, row: int) -> bytes:
-        """The recording as it lies in the shard, or in the file that its path names where it is null there.
+        """Return the encoded recording of a row: the shard's bytes, or the file at the row's path where they are null.
 
-        Raises IndexError, and ValueError where there is neither.
+        Raises IndexError for a row that does not exist, and ValueError for a row without audio.
         """
 
     def path(self, row: int) -> str | None:
-        """The name under which the recording was stored."""
+        """Return the name that the recording of a row was stored under; None where it is null.
+
+        Raises IndexError for a row that does not exist.
+        """
 
     def paths(self) -> list[str | None]:
-        """`path` of all rows."""
+        """Return path(row) of every row."""
 
     def __len__(self) -> int: ...
 
 class Pipeline:
-    """Batches of spectrograms by ``threads`` workers, in an order that is a function of the position alone."""
+    """Batches of spectrograms or waveforms, prepared by worker threads; the order depends on the position alone.
+
+    index: where the recordings are. rows: int64 [n], the rows of the index that this split uses. batch: rows in the
+    global batch. ranges: [start, stop) pairs of the global batch that this process reads. seed: in [0, 2^64).
+    train: True for permuted, endless batches of random crops; False for one pass in order over centre crops.
+
+    sample_rate: Hz of the waveform that crops are taken at. clip_samples: samples of a crop at sample_rate.
+    n_frames: frames of a spectrogram, at least those of a crop. views: crops of one recording in each row.
+    form: what a row holds of a crop: "float32", its spectrogram; "bfloat16", the same, given as uint16; "waveform", its
+    samples. block: (rows of a block, blocks of a window) for the block order in training; None for a global
+    permutation.
+
+    threads: worker threads. depth: finished batches that may be queued. bad_budget: the share of the recordings that
+    may be unusable: max(1, bad_budget * n) of them, or none for 0.
+
+    The threads start at once and wait for the first seek or next.
+    Raises ValueError for arguments that contradict each other, and IndexError for rows that are not in the index.
+    """
 
     def __init__(
         self,
         index: Index,
         *,
-        rows: NDArray[np.int64],  # [n]: the rows of the index that this split uses
-        batch: int,  # rows of the global batch
-        ranges: Sequence[tuple[int, int]],  # [start, stop) of the global batch that this process reads
-        seed: int,  # in [0, 2^64)
-        train: bool,  # permuted, endless, random crops; or in order, once, centre crops
-        sample_rate: int = 32_000,  # Hz
-        clip_samples: int = 160_000,  # at sample_rate
-        n_frames: int = 512,  # of a row; at least those of a clip
-        views: int = 1,  # crops of one recording in a row
-        form: Literal["float32", "bfloat16", "waveform"] = "float32",  # of a row; bfloat16 is given as uint16
-        block: tuple[int, int] | None = None,  # the block order: rows of a block, blocks of a window
+        rows: NDArray[np.int64],
+        batch: int,
+        ranges: Sequence[tuple[int, int]],
+        seed: int,
+        train: bool,
+        sample_rate: int = 32_000,
+        clip_samples: int = 160_000,
+        n_frames: int = 512,
+        views: int = 1,
+        form: Literal["float32", "bfloat16", "waveform"] = "float32",
+        block: tuple[int, int] | None = None,
         threads: int = 1,
-        depth: int = 2,  # finished batches that may wait
-        bad_budget: float = 0.01,  # share of the recordings that may fail: max(1, budget * n), or 0 if it is 0
-    ) -> None:
-        """Starts threads, which wait for the first seek or next. Raises ValueError or IndexError for a senseless plan."""
-
+        depth: int = 2,
+        bad_budget: float = 0.01,
+    ) -> None: ...
     def seek(self, position: int) -> None:
-        """Goes on with global batch number ``position``, also after the end of a test split."""
+        """Continue with global batch number position, also after the end of a test split.
+
+        Raises ValueError for a position whose samples cannot be numbered in 64 bits.
+        """
 
     def next(self) -> tuple[int, dict[str, list[NDArray[Any]]]]:
-        """The position after this batch, and for each field one array for each range, r rows long.
+        """Wait for the next batch.
 
-        spectrogram float32 (uint16 of form "bfloat16") [r, n_frames, 128], or [r, views, n_frames, 128] when views > 1; of form
-        "waveform" instead waveform int16 [r, clip_samples], or [r, views, clip_samples]: 32768 times the samples that the
-        filter bank would take, rounded to nearest even and clipped; label, index, epoch int32 [r]; weight float32 [r]. Arrays
-        are read-only, contiguous, aligned to 64 bytes, and own their memory.
+        Returns (position, fields). position: the number of the batch after this one. fields: for each field a list of
+        arrays, one for each range, of r rows:
 
-        Raises StopIteration after the end of a test split or close(), and RuntimeError, for good, when more recordings
-        fail than the budget allows. KeyboardInterrupt comes through within a tenth of a second.
+        spectrogram  float32 (uint16 for form="bfloat16") [r, n_frames, 128], or [r, views, n_frames, 128] when views > 1
+        waveform     int16 [r, clip_samples], or [r, views, clip_samples], instead of spectrogram for form="waveform":
+                     the samples times 32768, rounded to nearest even and clipped
+        label        int32 [r], the class, -1 where it is null
+        index        int32 [r], the recording's row in the index, -1 where the last batch of a test split is padded
+        epoch        int32 [r]
+        weight       float32 [r], 1 for a valid row and 0 for padding or an unusable recording
+
+        The arrays are read-only, contiguous, aligned to 64 bytes, and own their memory.
+        Raises StopIteration after the end of a test split and after close. Raises RuntimeError, from then on, when more
+        recordings are unusable than bad_budget allows. KeyboardInterrupt is raised within a tenth of a second.
         """
 
     def diagnostics(self) -> dict[str, Any]:
-        """queued, filling, depth: batches. threads. slabs, slab_bytes: buffers that exist, and the size of each.
+        """Return counters that show where time and memory go.
 
-        rows: written so far. bad, bad_allowed: distinct recordings that failed, and that may. bad_list: (row of the index,
-        reason) of the first hundred. seconds: by stage, of all workers together; "wait" is the consumer's. slowest: the
-        workers' stage with the most of them, None before any work. bytes_recordings: of the recordings that were opened;
-        bytes_used: the share of them that the crops needed; bytes_ahead: asked of the system in advance (block order).
-        faults: page faults of the workers that waited for the disk or the network (0 where the system does not count).
+        queued, filling, depth: batches that are complete, batches that are being filled, and how many may be queued.
+        threads: worker threads. slabs, slab_bytes: batch buffers that exist, and the size of each. rows: rows written.
+        bad, bad_allowed: distinct recordings that were unusable, and how many may be. bad_list: (row of the index,
+        reason) of the first hundred. seconds: by stage, summed over the workers; "wait" is the consumer's. slowest:
+        the workers' stage with the most seconds; None before any work. bytes_recordings: size of the recordings that
+        were opened. bytes_used: the share of it that the crops needed. bytes_ahead: bytes requested from the system in
+        advance (block order). faults: major page faults of the workers (0 where the system does not count them).
         """
 
     def close(self) -> None:
-        """Stops the workers. A wait in ``next`` in another thread ends with StopIteration."""
+        """Stop the workers. A next that waits in another thread raises StopIteration."""

@@ -243,7 +243,7 @@ def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
 
 
 def mel_bands() -> np.ndarray:
-    """float64 [128, 513]: Kaldi's triangles, as rust/src/fbank.rs has them."""
+    """float64 [128, 513]: Kaldi's triangles, as rust/core/src/fbank.rs has them."""
     mel = lambda hz: 1127.0 * np.log1p(hz / 700.0)  # noqa: E731
     low, step = mel(20.0), (mel(RATE / 2) - mel(20.0)) / (N_MELS + 1)
     place = (mel(np.arange(N_FFT // 2 + 1) * RATE / N_FFT) - low) / step - np.arange(N_MELS)[:, None]

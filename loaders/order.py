@@ -1,4 +1,4 @@
-"""The order of the data, as pure functions: the readable reference for rust/src/order.rs.
+"""The order of the data, as pure functions: the readable reference for rust/core/src/order.rs.
 
 Sample number s = position * batch + row is place i = s % n of epoch s // n, and holds recording
 ``rows[permutation(seed, epoch, n, i)]``. Nothing is remembered between calls, so resuming, a change of world size and

@@ -7,7 +7,7 @@ A source is a folder, or, without a path, a generator. Three formats are known, 
   npy    train/, test/: all__inputs.npy and all__labels.npy (uint8 [n, cells], symbols as below), all__puzzle_identifiers.npy
          (int [p]), all__puzzle_indices.npy (int [p + 1]: rows of a puzzle), all__group_indices.npy (int [g + 1]: puzzles of a
          group). Training takes one row of each group in an epoch; it was augmented by who wrote it, and is not again.
-  none   generated: see `rust/src/sudoku.rs` and `make_maze`. A solution is in "train" or in "test" by its hash, so that no
+  none   generated: see `rust/core/src/sudoku.rs` and `make_maze`. A solution is in "train" or in "test" by its hash, so that no
          test board has the solution of a training board.
 
 Symbols of Sudoku: 0 padding, 1 blank, d + 1 for the digit d. Of a maze: 0 padding, then "# SGo": wall, free, start, goal, path.

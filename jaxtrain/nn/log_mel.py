@@ -1,4 +1,4 @@
-"""The spectrogram of a waveform on the device, inside the step: the numbers of the loader's (rust/src/fbank.rs).
+"""The spectrogram of a waveform on the device, inside the step: the numbers of the loader's (rust/core/src/fbank.rs).
 
 Kaldi's log-mel filter bank at 32 kHz (feat/feature-window.cc, feat/mel-computations.cc). Of each frame, 800 samples every 320,
 of which only whole ones count: its mean subtracted, y[i] = x[i] - 0.97 x[i - 1], a symmetric Hann window, zeros up to 1024,

@@ -1,4 +1,4 @@
-"""The file of an index: see rust/src/source.rs."""
+"""The file of an index: see rust/core/src/source/cache.rs."""
 
 import os
 

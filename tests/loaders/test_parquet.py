@@ -121,7 +121,7 @@ def test_columns_that_do_not_fit(tmp_path):
     error(path, corpus.table(ROWS, [0, 1, 2, 0, 0]), r"row 2 \(row 2 of this shard\) has label 2, but there are 2 classes")
     for encoding in ("DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY"):
         column = {"audio.bytes": encoding, "audio.path": "PLAIN", "label": "PLAIN"}
-        error(path, good, "only PLAIN and dictionary are read; write it again", use_dictionary=False, column_encoding=column)
+        error(path, good, "only PLAIN and dictionary are supported; write it again with one of them", use_dictionary=False, column_encoding=column)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -201,7 +201,7 @@ def test_recordings_in_files_of_their_own(tmp_path, write):
         _rust.Index([elsewhere]).encoded(3)
     (tmp_path / "0.wav").unlink()
     (tmp_path / "0.wav").mkdir()
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="is not a file"):
         beside.encoded(0)
     (tmp_path / "1.wav").write_bytes(b"")
     assert beside.encoded(1) == b""
@@ -213,7 +213,7 @@ def test_a_pipe_in_place_of_a_recording_is_no_hang(tmp_path):
     table = files(tmp_path)
     (tmp_path / "2.wav").unlink()
     os.mkfifo(tmp_path / "2.wav")
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="is not a file"):
         _rust.Index([corpus.write(tmp_path / "s.arrow", table)]).encoded(2)
 
 

@@ -373,7 +373,7 @@ def test_plans_that_make_no_sense(mixed):
         with pytest.raises(ValueError, match=match):
             make(mixed, **options)
     for row in (-1, 37):
-        with pytest.raises(IndexError, match=f"row {row} asked for, but there are 37"):
+        with pytest.raises(IndexError, match=f"row {row} does not exist; there are 37 rows"):
             make(mixed, rows=[0, row])
 
 

@@ -89,7 +89,7 @@ def test_a_null_struct_is_a_null_recording(tmp_path):
     shard = corpus.write(tmp_path / "s.arrow", pa.table({"audio": audio}))
     index = _rust.Index([shard])
     assert (index.encoded(0), index.path(0), index.path(1)) == (b"x", "p", None)
-    with pytest.raises(ValueError, match=r"s\.arrow: row 1 \(row 1 of this shard\): holds no audio bytes, no path either"):
+    with pytest.raises(ValueError, match=r"s\.arrow: row 1 \(row 1 of this shard\): holds no audio bytes and no path"):
         index.encoded(1)
 
 
@@ -229,7 +229,7 @@ def test_indexing_reads_no_audio_and_holds_no_descriptors(tmp_path):
 def test_rows_outside_are_errors(tmp_path):
     index = _rust.Index([corpus.write(tmp_path / "s.arrow", rows())])
     for row in (-1, 5):
-        with pytest.raises(IndexError, match=f"row {row} asked for, but there are 5"):
+        with pytest.raises(IndexError, match=f"row {row} does not exist; there are 5 rows"):
             index.encoded(row)
 
 

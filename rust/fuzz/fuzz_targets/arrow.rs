@@ -1,7 +1,7 @@
-//! A shard of any bytes: Arrow IPC stream or file, or Parquet where they begin so.
+//! Arbitrary bytes as a shard: Arrow IPC stream or file, or Parquet, as their first bytes decide.
 #![no_main]
 
-use _rust::source::Index;
+use jaxtrain_loader::source::Index;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     let _ = Index::probe(data, Some("label"));

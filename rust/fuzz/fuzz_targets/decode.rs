@@ -1,6 +1,6 @@
-//! A recording of any bytes: WAV, FLAC, MP3 or OGG by how they begin. What is decoded is finite.
+//! Arbitrary bytes as a recording: WAV, FLAC, MP3 or OGG, as their first bytes decide. Decoded samples must be finite.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    let _ = _rust::decode::probe(data);
+    let _ = jaxtrain_loader::decode::probe(data);
 });

@@ -1,7 +1,7 @@
-//! A Parquet shard of any bytes between its magics, so that no run is spent on finding those.
+//! Arbitrary bytes as a Parquet shard, between its magic numbers, so that no run is spent on finding those.
 #![no_main]
 
-use _rust::source::Index;
+use jaxtrain_loader::source::Index;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     let _ = Index::probe(&[b"PAR1", data, b"PAR1"].concat(), Some("label"));

@@ -1,0 +1,277 @@
+//! Bit readers and checksums.
+
+/// Reads bits, most significant first (FLAC, MP3). Past the end it reads zeros, and `overrun` reports it.
+#[derive(Clone, Copy)]
+pub(super) struct Msb<'a> {
+    data: &'a [u8],
+    /// The next bit, which may be past the end.
+    bit: usize,
+}
+
+impl<'a> Msb<'a> {
+    /// Bits of a [`window`](Self::window) that are valid.
+    pub const WINDOW: u32 = 57;
+
+    pub fn new(data: &'a [u8]) -> Self {
+        Self { data, bit: 0 }
+    }
+
+    pub fn at(data: &'a [u8], bit: usize) -> Self {
+        Self { data, bit }
+    }
+
+    /// The next bits, left-aligned. Of its 64 bits only the first `WINDOW` are valid.
+    #[inline(always)]
+    pub fn window(&self) -> u64 {
+        let at = self.bit >> 3;
+        let word = match self.data.get(at..).and_then(<[u8]>::first_chunk) {
+            Some(word) => u64::from_be_bytes(*word),
+            None => self.last_bytes(at),
+        };
+        word << (self.bit & 7)
+    }
+
+    #[cold]
+    fn last_bytes(&self, at: usize) -> u64 {
+        let mut word = [0; 8];
+        if let Some(rest) = self.data.get(at..) {
+            word[..rest.len()].copy_from_slice(rest);
+        }
+        u64::from_be_bytes(word)
+    }
+
+    #[inline(always)]
+    pub fn skip(&mut self, n: u32) {
+        self.bit += n as usize;
+    }
+
+    /// The next `n` <= 32 bits.
+    #[inline(always)]
+    pub fn read(&mut self, n: u32) -> u32 {
+        let value = ((self.window() >> 1) >> (63 - n)) as u32;
+        self.skip(n);
+        value
+    }
+
+    /// The next `n` <= 33 bits as a two's complement number.
+    #[inline(always)]
+    pub fn signed(&mut self, n: u32) -> i64 {
+        if n == 0 {
+            return 0;
+        }
+        let value = self.window() as i64 >> (64 - n);
+        self.skip(n);
+        value
+    }
+
+    /// Counts the zeros before the next one bit, and consumes both; None past the end.
+    #[inline(always)]
+    pub fn unary(&mut self) -> Option<u32> {
+        let mut zeros = 0u32;
+        loop {
+            let here = self.window().leading_zeros();
+            if here < Self::WINDOW {
+                self.skip(here + 1);
+                return Some(zeros + here);
+            }
+            zeros += Self::WINDOW;
+            self.skip(Self::WINDOW);
+            if self.overrun() {
+                return None;
+            }
+        }
+    }
+
+    /// A Rice code with parameter `k`, as a signed number; None past the end.
+    #[inline(always)]
+    pub fn rice(&mut self, k: u32) -> Option<i32> {
+        let zeros = self.unary()?;
+        Some(unfold((u64::from(zeros) << k) as u32 | self.read(k)))
+    }
+
+    /// Bits read so far.
+    pub fn position(&self) -> usize {
+        self.bit
+    }
+
+    /// Bytes consumed so far, a partly read one included.
+    pub fn bytes(&self) -> usize {
+        self.bit.div_ceil(8)
+    }
+
+    /// Whether bits past the end were read.
+    pub fn overrun(&self) -> bool {
+        self.bytes() > self.data.len()
+    }
+}
+
+/// The zigzag code: 0, 1, 2, 3, 4 .. to 0, -1, 1, -2, 2 ..
+#[inline(always)]
+pub(super) fn unfold(folded: u32) -> i32 {
+    (folded >> 1) as i32 ^ -((folded & 1) as i32)
+}
+
+/// Reads bits, least significant first (Vorbis). Past the end every method returns None.
+pub(super) struct Lsb<'a> {
+    data: &'a [u8],
+    bit: usize,
+}
+
+impl<'a> Lsb<'a> {
+    pub fn new(data: &'a [u8]) -> Self {
+        Self { data, bit: 0 }
+    }
+
+    /// The next `n` <= 32 bits.
+    pub fn read(&mut self, n: u32) -> Option<u32> {
+        let end = self.bit + n as usize;
+        if end > self.data.len() * 8 {
+            return None;
+        }
+        let mut word = [0u8; 8];
+        let first = self.bit / 8;
+        let bytes = &self.data[first..self.data.len().min(first + 8)];
+        word[..bytes.len()].copy_from_slice(bytes);
+        let value = u64::from_le_bytes(word) >> (self.bit % 8) & ((1 << n) - 1);
+        self.bit = end;
+        Some(value as u32)
+    }
+
+    /// Bits read so far.
+    pub fn position(&self) -> usize {
+        self.bit
+    }
+
+    pub fn flag(&mut self) -> Option<bool> {
+        Some(self.read(1)? == 1)
+    }
+
+    pub fn skip(&mut self, n: u64) -> Option<()> {
+        let end = self.bit as u64 + n;
+        if end > self.data.len() as u64 * 8 {
+            return None;
+        }
+        self.bit = end as usize;
+        Some(())
+    }
+}
+
+/// Tables for a cyclic redundancy check of `BITS` bits, most significant bit first, eight bytes at a time: table i
+/// holds the remainder of a byte that is followed by i zero bytes.
+const fn crc_tables<const BITS: u32>(polynomial: u32) -> [[u32; 256]; 8] {
+    let mask = if BITS == 32 { u32::MAX } else { (1 << BITS) - 1 };
+    let mut tables = [[0u32; 256]; 8];
+    let mut byte = 0;
+    while byte < 256 {
+        let mut crc = (byte as u32) << (BITS - 8);
+        let mut bit = 0;
+        while bit < 8 {
+            let carry = crc >> (BITS - 1) & 1 == 1;
+            crc = (crc << 1) & mask;
+            if carry {
+                crc ^= polynomial;
+            }
+            bit += 1;
+        }
+        tables[0][byte] = crc;
+        byte += 1;
+    }
+    let mut i = 1;
+    while i < 8 {
+        let mut byte = 0;
+        while byte < 256 {
+            let crc = tables[i - 1][byte];
+            tables[i][byte] = (crc << 8) & mask ^ tables[0][(crc >> (BITS - 8)) as usize];
+            byte += 1;
+        }
+        i += 1;
+    }
+    tables
+}
+
+#[inline(always)]
+fn crc<const BITS: u32>(tables: &[[u32; 256]; 8], mut crc: u32, data: &[u8]) -> u32 {
+    let mask = if BITS == 32 { u32::MAX } else { (1 << BITS) - 1 };
+    let mut eights = data.chunks_exact(8);
+    for x in &mut eights {
+        let head = (crc << (32 - BITS)) ^ u32::from_be_bytes([x[0], x[1], x[2], x[3]]);
+        crc = tables[7][(head >> 24) as usize]
+            ^ tables[6][(head >> 16 & 255) as usize]
+            ^ tables[5][(head >> 8 & 255) as usize]
+            ^ tables[4][(head & 255) as usize]
+            ^ tables[3][usize::from(x[4])]
+            ^ tables[2][usize::from(x[5])]
+            ^ tables[1][usize::from(x[6])]
+            ^ tables[0][usize::from(x[7])];
+    }
+    for byte in eights.remainder() {
+        crc = (crc << 8) & mask ^ tables[0][((crc >> (BITS - 8)) as u8 ^ byte) as usize];
+    }
+    crc
+}
+
+/// FLAC's frame header checksum: x^8 + x^2 + x + 1.
+pub(super) fn crc8(data: &[u8]) -> u8 {
+    static TABLES: [[u32; 256]; 8] = crc_tables::<8>(0x07);
+    crc::<8>(&TABLES, 0, data) as u8
+}
+
+/// FLAC's frame checksum: x^16 + x^15 + x^2 + 1.
+pub(super) fn crc16(data: &[u8]) -> u16 {
+    static TABLES: [[u32; 256]; 8] = crc_tables::<16>(0x8005);
+    crc::<16>(&TABLES, 0, data) as u16
+}
+
+/// OGG's page checksum; `so_far` is that of the part before.
+pub(super) fn crc32(so_far: u32, data: &[u8]) -> u32 {
+    static TABLES: [[u32; 256]; 8] = crc_tables::<32>(0x04c1_1db7);
+    crc::<32>(&TABLES, so_far, data)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The remainder of a polynomial division, bit by bit.
+    fn slow(bits: u32, polynomial: u64, data: &[u8]) -> u64 {
+        let mut crc = 0u64;
+        for byte in data {
+            crc ^= u64::from(*byte) << (bits - 8);
+            for _ in 0..8 {
+                crc <<= 1;
+                if crc >> bits & 1 == 1 {
+                    crc ^= 1 << bits | polynomial;
+                }
+            }
+        }
+        crc
+    }
+
+    #[test]
+    fn checksums_are_polynomial_remainders() {
+        let data: Vec<u8> = (0..100u32).map(|i| (i * 37 + 11) as u8).collect();
+        for n in [0, 1, 7, 8, 9, 16, 63, 100] {
+            assert_eq!(u64::from(crc8(&data[..n])), slow(8, 0x07, &data[..n]));
+            assert_eq!(u64::from(crc16(&data[..n])), slow(16, 0x8005, &data[..n]));
+            assert_eq!(u64::from(crc32(crc32(0, &data[..n / 2]), &data[n / 2..n])), slow(32, 0x04c1_1db7, &data[..n]));
+        }
+    }
+
+    #[test]
+    fn msb_reads_across_words_and_notices_the_end() {
+        let data = [0b1010_0000, 0, 0, 0, 0, 0, 0, 0, 0, 0b0000_0001, 0xff];
+        let mut bits = Msb::new(&data);
+        assert_eq!((bits.read(3), bits.unary(), bits.signed(4)), (0b101, Some(76), -1));
+        assert_eq!((bits.bytes(), bits.overrun()), (11, false));
+        assert_eq!(bits.signed(4), -1);
+        assert!(!bits.overrun());
+        assert_eq!(bits.unary(), None);
+        assert_eq!(Msb::new(&[]).rice(3), None);
+    }
+
+    #[test]
+    fn lsb_reads_across_bytes_and_ends() {
+        let mut bits = Lsb::new(&[0b1100_0101, 0b0000_1111]);
+        assert_eq!((bits.read(3), bits.read(7), bits.read(6), bits.read(1)), (Some(5), Some(0b1111000), Some(3), None));
+    }
+}

@@ -1,0 +1,637 @@
+//! FLAC, container and codec (RFC 9639).
+//!
+//! A frame is found by bisection over the bytes: frame headers carry their position and a checksum. The result is
+//! accepted only if the whole frame's checksum matches and the frames follow each other without a gap; if not, the
+//! frames are walked from the first one on.
+
+use super::bits::{crc16, crc8, unfold, Msb};
+use super::{corrupt, Error, Info};
+use crate::simd;
+
+/// Frame headers that are tried, from the end backwards, before a recording counts as damaged.
+const LAST_FRAMES: usize = 8;
+
+/// The decoder's memory: the samples of one frame.
+#[derive(Default)]
+pub(super) struct Flac {
+    channels: [Vec<i32>; 8],
+    /// The difference of two 32-bit channels has 33 bits.
+    wide: Vec<i64>,
+}
+
+struct Stream<'a> {
+    /// From the first frame to the end of the file.
+    frames: &'a [u8],
+    max_block: u32,
+    rate: u32,
+    channels: u8,
+    bits: u32,
+    /// Samples in the whole stream; 0 when the encoder did not know.
+    total: u64,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Stereo {
+    Independent,
+    LeftSide,
+    SideRight,
+    MidSide,
+}
+
+#[derive(Clone, Copy)]
+struct Header {
+    /// Bytes of the header itself.
+    size: usize,
+    /// First sample.
+    position: u64,
+    /// Samples in this frame.
+    block: u32,
+    stereo: Stereo,
+}
+
+fn parse(bytes: &[u8]) -> Result<Stream<'_>, Error> {
+    let mut stream = None;
+    let mut at = 4;
+    loop {
+        let Some(&[kind, a, b, c]) = bytes.get(at..).and_then(|rest| rest.first_chunk::<4>()) else {
+            return corrupt("FLAC", "the metadata are cut off");
+        };
+        let size = u32::from_be_bytes([0, a, b, c]) as usize;
+        at += 4;
+        if kind & 0x7f == 0 {
+            let Some(block) = bytes.get(at..at + 34) else {
+                return corrupt("FLAC", "the stream information is cut off");
+            };
+            let word = u64::from_be_bytes(block[10..18].try_into().expect("8 bytes"));
+            stream = Some(Stream {
+                frames: &[],
+                max_block: u32::from(u16::from_be_bytes([block[2], block[3]])),
+                rate: (word >> 44) as u32,
+                channels: (word >> 41 & 7) as u8 + 1,
+                bits: (word >> 36 & 31) as u32 + 1,
+                total: word & ((1 << 36) - 1),
+            });
+        }
+        at += size;
+        if kind & 0x80 != 0 {
+            break;
+        }
+    }
+    let Some(mut stream) = stream else {
+        return corrupt("FLAC", "there is no stream information");
+    };
+    stream.frames = bytes.get(at..).unwrap_or(&[]);
+    if stream.max_block < 16 || stream.rate == 0 {
+        return corrupt("FLAC", "the stream information is not valid");
+    }
+    Ok(stream)
+}
+
+impl Stream<'_> {
+    /// The frame header at `at`, if there is one.
+    fn header(&self, at: usize) -> Option<Header> {
+        let b = self.frames.get(at..)?;
+        let &[0xff, sync, sizes, form, first, ..] = b else { return None };
+        if sync & 0xfe != 0xf8 || form & 1 != 0 {
+            return None;
+        }
+        // A number of up to 36 bits in the coding of UTF-8.
+        let more = match first.leading_ones() {
+            0 => 0,
+            n @ 2..=7 => n as usize - 1,
+            _ => return None,
+        };
+        let mut number = u64::from(first) & (0x7f >> more.min(7)) >> usize::from(more > 0);
+        for byte in b.get(5..5 + more)? {
+            if byte & 0xc0 != 0x80 {
+                return None;
+            }
+            number = number << 6 | u64::from(byte & 0x3f);
+        }
+        let mut size = 5 + more;
+        let block = match sizes >> 4 {
+            0 => return None,
+            1 => 192,
+            code @ 2..=5 => 144 << code,
+            6 => {
+                size += 1;
+                u32::from(*b.get(size - 1)?) + 1
+            }
+            7 => {
+                size += 2;
+                u32::from(u16::from_be_bytes([*b.get(size - 2)?, *b.get(size - 1)?])) + 1
+            }
+            code => 1 << code,
+        };
+        let rate = match sizes & 15 {
+            0 => self.rate,
+            code @ 1..=11 => {
+                [88200, 176400, 192000, 8000, 16000, 22050, 24000, 32000, 44100, 48000, 96000][code as usize - 1]
+            }
+            12 => {
+                size += 1;
+                u32::from(*b.get(size - 1)?) * 1000
+            }
+            code @ 13..=14 => {
+                size += 2;
+                let rate = u32::from(u16::from_be_bytes([*b.get(size - 2)?, *b.get(size - 1)?]));
+                if code == 13 {
+                    rate
+                } else {
+                    rate * 10
+                }
+            }
+            _ => return None,
+        };
+        let (stereo, channels) = match form >> 4 {
+            n @ 0..=7 => (Stereo::Independent, n + 1),
+            8 => (Stereo::LeftSide, 2),
+            9 => (Stereo::SideRight, 2),
+            10 => (Stereo::MidSide, 2),
+            _ => return None,
+        };
+        let bits = match form >> 1 & 7 {
+            0 => self.bits,
+            code @ (1 | 2 | 4 | 5 | 6 | 7) => [8, 12, 0, 16, 20, 24, 32][code as usize - 1],
+            _ => return None,
+        };
+        let same = (rate, channels, bits) == (self.rate, self.channels, self.bits) && block <= self.max_block;
+        if !same || crc8(b.get(..size)?) != *b.get(size)? {
+            return None;
+        }
+        let position = if sync & 1 == 1 { number } else { number * u64::from(self.max_block) };
+        Some(Header { size: size + 1, position, block, stereo })
+    }
+
+    /// The first frame header in [from, to).
+    fn next(&self, mut from: usize, to: usize) -> Option<(usize, Header)> {
+        while from < to {
+            from += self.frames[from..to].iter().position(|&b| b == 0xff)?;
+            if let Some(header) = self.header(from) {
+                return Some((from, header));
+            }
+            from += 1;
+        }
+        None
+    }
+
+    /// The last frame header before `to`.
+    fn previous(&self, mut to: usize) -> Option<(usize, Header)> {
+        loop {
+            to = self.frames[..to].iter().rposition(|&b| b == 0xff)?;
+            if let Some(header) = self.header(to) {
+                return Some((to, header));
+            }
+        }
+    }
+
+    /// Where the frame that holds sample `target` seems to begin.
+    fn seek(&self, target: u64) -> usize {
+        // The frame at `low` begins at or before `target`; every frame in [high, ..) begins after it.
+        let (mut low, mut high) = (0, self.frames.len());
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            match self.next(middle, high) {
+                Some((at, header)) if header.position <= target => low = at,
+                _ => high = middle,
+            }
+        }
+        low
+    }
+}
+
+impl Flac {
+    pub fn info(&mut self, bytes: &[u8]) -> Result<Info, Error> {
+        let stream = parse(bytes)?;
+        // The last frame shows where a recording really ends: it may be truncated, or its length not stated.
+        let mut before = stream.frames.len();
+        for _ in 0..LAST_FRAMES {
+            let Some((at, header)) = stream.previous(before) else {
+                return Err(Error::NoAudio { format: "FLAC" });
+            };
+            let frames = header.position + u64::from(header.block);
+            if frames == stream.total || self.frame(&stream, at).is_ok() {
+                return Ok(Info { rate: stream.rate, channels: u16::from(stream.channels), frames });
+            }
+            before = at;
+        }
+        corrupt("FLAC", "no frame near the end can be decoded")
+    }
+
+    pub fn read(&mut self, bytes: &[u8], start: u64, out: &mut [f32]) -> Result<(), Error> {
+        let stream = parse(bytes)?;
+        let at = stream.seek(start);
+        match self.run(&stream, at, start, out) {
+            Err(_) if at > 0 => self.run(&stream, 0, start, out),
+            result => result,
+        }
+    }
+
+    /// Decodes from the frame at `at` on until `out` is full.
+    fn run(&mut self, stream: &Stream, mut at: usize, start: u64, out: &mut [f32]) -> Result<(), Error> {
+        let Some(first) = stream.header(at) else {
+            return corrupt("FLAC", "a frame header is missing");
+        };
+        let gain = 0.5f64.powi(stream.bits as i32 - 1) / f64::from(stream.channels);
+        let mut position = if at == 0 { 0 } else { first.position };
+        if position > start {
+            return corrupt("FLAC", "a frame is missing");
+        }
+        let mut done = 0;
+        while done < out.len() {
+            let Some(header) = stream.header(at) else {
+                return corrupt("FLAC", "a frame header is missing");
+            };
+            if header.position != position {
+                return corrupt("FLAC", "a frame is missing");
+            }
+            at += self.frame(stream, at)?;
+            let end = position + u64::from(header.block);
+            if end > start {
+                let from = (start + done as u64 - position) as usize;
+                let n = (header.block as usize - from).min(out.len() - done);
+                self.mix(stream, header.stereo, from, gain, &mut out[done..done + n]);
+                done += n;
+            }
+            position = end;
+        }
+        Ok(())
+    }
+
+    /// Mean of the channels of the current frame from sample `from` on. It needs no decorrelation: with
+    /// side = left - right and mid = (left + right) >> 1, whose lost bit is side's last.
+    fn mix(&self, stream: &Stream, stereo: Stereo, from: usize, gain: f64, out: &mut [f32]) {
+        let channels = &self.channels[..usize::from(stream.channels)];
+        let samples = |channel: usize| &self.channels[channel][from..];
+        // Sums of at most 24 bits are exact in float32, and scaling by a power of two rounds nothing: nothing is lost compared with float64.
+        let exact = stream.bits <= 23;
+        let side_is_wide = stream.bits == 32 && stereo != Stereo::Independent;
+        match (stereo, channels.len()) {
+            (Stereo::Independent, 1) if exact => {
+                for (y, x) in out.iter_mut().zip(samples(0)) {
+                    *y = *x as f32 * gain as f32;
+                }
+            }
+            (Stereo::Independent, 1) => {
+                for (y, &x) in out.iter_mut().zip(samples(0)) {
+                    *y = (f64::from(x) * gain) as f32;
+                }
+            }
+            (_, 2) if exact => {
+                let pairs = out.iter_mut().zip(samples(0)).zip(samples(1));
+                // Only damaged frames hold more bits than they state.
+                match stereo {
+                    Stereo::Independent => pairs.for_each(|((y, a), b)| *y = a.wrapping_add(*b) as f32 * gain as f32),
+                    Stereo::LeftSide => {
+                        pairs.for_each(|((y, a), b)| *y = a.wrapping_mul(2).wrapping_sub(*b) as f32 * gain as f32);
+                    }
+                    Stereo::SideRight => {
+                        pairs.for_each(|((y, a), b)| *y = b.wrapping_mul(2).wrapping_add(*a) as f32 * gain as f32);
+                    }
+                    Stereo::MidSide => {
+                        pairs.for_each(|((y, a), b)| *y = a.wrapping_mul(2).wrapping_add(b & 1) as f32 * gain as f32);
+                    }
+                }
+            }
+            _ => {
+                let side = |channel: usize, i: usize| {
+                    if side_is_wide {
+                        self.wide[from + i]
+                    } else {
+                        i64::from(samples(channel)[i])
+                    }
+                };
+                for (i, y) in out.iter_mut().enumerate() {
+                    let sum = match stereo {
+                        Stereo::Independent => channels.iter().map(|c| i64::from(c[from + i])).sum(),
+                        Stereo::LeftSide => 2 * i64::from(samples(0)[i]) - side(1, i),
+                        Stereo::SideRight => 2 * i64::from(samples(1)[i]) + side(0, i),
+                        Stereo::MidSide => 2 * i64::from(samples(0)[i]) + (side(1, i) & 1),
+                    };
+                    *y = (sum as f64 * gain) as f32;
+                }
+            }
+        }
+    }
+
+    /// Decodes the frame at `at` into `channels`, and returns its size in bytes.
+    fn frame(&mut self, stream: &Stream, at: usize) -> Result<usize, Error> {
+        let Some(header) = stream.header(at) else {
+            return corrupt("FLAC", "a frame header is missing");
+        };
+        let frame = &stream.frames[at..];
+        let n = header.block as usize;
+        let mut bits = Msb::new(&frame[header.size..]);
+        for channel in 0..usize::from(stream.channels) {
+            let side = match header.stereo {
+                Stereo::Independent => false,
+                Stereo::SideRight => channel == 0,
+                Stereo::LeftSide | Stereo::MidSide => channel == 1,
+            };
+            let done = if side && stream.bits == 32 {
+                self.wide.resize(n.max(self.wide.len()), 0);
+                subframe(&mut bits, 33, &mut self.wide[..n])
+            } else {
+                let samples = &mut self.channels[channel];
+                samples.resize(n.max(samples.len()), 0);
+                subframe(&mut bits, stream.bits + u32::from(side), &mut samples[..n])
+            };
+            if done.is_none() || bits.overrun() {
+                return corrupt("FLAC", "a frame cannot be decoded or is truncated");
+            }
+        }
+        let size = header.size + bits.bytes();
+        match frame.get(size..size + 2) {
+            Some(check) if crc16(&frame[..size]).to_be_bytes() == check => Ok(size + 2),
+            _ => corrupt("FLAC", "a frame's checksum does not match"),
+        }
+    }
+}
+
+/// The integers that samples are decoded in; arithmetic wraps, since only damaged frames overflow.
+trait Int: Copy + Default {
+    fn wrap(x: i64) -> Self;
+    fn wide(self) -> i64;
+    fn shl(self, n: u32) -> Self;
+    /// The samples after the first `weights.len()` ones, which have `depth` bits: each is its residual + (sum of
+    /// weights\[j\] x\[i - 1 - j\]) >> shift.
+    fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, depth: u32, out: &mut [Self]) -> Option<()>;
+}
+
+impl Int for i64 {
+    #[inline(always)]
+    fn wrap(x: i64) -> Self {
+        x
+    }
+    #[inline(always)]
+    fn wide(self) -> i64 {
+        self
+    }
+    fn shl(self, n: u32) -> Self {
+        self << n
+    }
+    // Only for the side channel of 32-bit stereo, which is not worth specialised loops.
+    fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, _depth: u32, out: &mut [Self]) -> Option<()> {
+        residual(bits, out, &Any { weights, shift })
+    }
+}
+
+impl Int for i32 {
+    #[inline(always)]
+    fn wrap(x: i64) -> Self {
+        x as i32
+    }
+    #[inline(always)]
+    fn wide(self) -> i64 {
+        i64::from(self)
+    }
+    fn shl(self, n: u32) -> Self {
+        self << n
+    }
+    #[inline(always)]
+    fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, depth: u32, out: &mut [Self]) -> Option<()> {
+        let largest = weights.iter().map(|w| u64::from(w.unsigned_abs())).sum::<u64>() << (depth - 1);
+        // Whether no sum can overflow i32.
+        let narrow = largest <= i32::MAX as u64;
+        // With the number of weights as a constant, sums are unrolled and kept in registers.
+        macro_rules! of_order {
+            ($($n:literal)*) => {
+                match weights.len() {
+                    $($n if narrow => residual(bits, out, &Linear::<$n, true>::new(weights, shift)),
+                    $n => residual(bits, out, &Linear::<$n, false>::new(weights, shift)),)*
+                    _ => residual(bits, out, &Any { weights, shift }),
+                }
+            };
+        }
+        of_order!(0 1 2 3 4 5 6 7 8 9 10 11 12)
+    }
+}
+
+/// Decodes one channel of one frame; None when it is invalid.
+fn subframe<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
+    #[cfg(target_arch = "x86_64")]
+    if simd::bit_counts() {
+        // SAFETY: the instruction set was just checked.
+        return unsafe { subframe_bmi(bits, depth, out) };
+    }
+    let _ = simd::bit_counts;
+    subframe_any(bits, depth, out)
+}
+
+/// Decoding codes is counting zeros and shifting by variable amounts, for which these sets have instructions.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "bmi1,bmi2,lzcnt")]
+unsafe fn subframe_bmi<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
+    subframe_any(bits, depth, out)
+}
+
+#[inline(always)]
+fn subframe_any<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
+    if bits.read(1) != 0 {
+        return None;
+    }
+    let kind = bits.read(6);
+    let wasted = if bits.read(1) == 1 { bits.unary()?.checked_add(1)? } else { 0 };
+    let depth = depth.checked_sub(wasted).filter(|&depth| depth > 0)?;
+    match kind {
+        0 => out.fill(T::wrap(bits.signed(depth))),
+        1 => {
+            for x in out.iter_mut() {
+                *x = T::wrap(bits.signed(depth));
+            }
+        }
+        8..=12 => {
+            let order = kind as usize - 8;
+            let weights: &[i32] = [&[][..], &[1], &[2, -1], &[3, -3, 1], &[4, -6, 4, -1]][order];
+            warm_up(bits, depth, order, out)?;
+            T::predicted(bits, weights, 0, depth, out)?;
+        }
+        32.. => {
+            let order = kind as usize - 31;
+            warm_up(bits, depth, order, out)?;
+            let precision = bits.read(4) + 1;
+            let shift = bits.signed(5);
+            if precision == 16 || shift < 0 {
+                return None;
+            }
+            let mut weights = [0i32; 32];
+            for w in &mut weights[..order] {
+                *w = bits.signed(precision) as i32;
+            }
+            T::predicted(bits, &weights[..order], shift as u32, depth, out)?;
+        }
+        _ => return None,
+    }
+    if wasted > 0 {
+        for x in out.iter_mut() {
+            *x = x.shl(wasted);
+        }
+    }
+    Some(())
+}
+
+#[inline(always)]
+fn warm_up<T: Int>(bits: &mut Msb, depth: u32, order: usize, out: &mut [T]) -> Option<()> {
+    for x in out.get_mut(..order)? {
+        *x = T::wrap(bits.signed(depth));
+    }
+    Some(())
+}
+
+/// A linear predictor.
+trait Predictor<T> {
+    /// The weights of the preceding samples, the newest first, and the shift.
+    fn weights(&self) -> (&[i32], u32);
+    /// Restores samples \[at, at + residuals.len()) from those before.
+    fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize);
+}
+
+struct Linear<const N: usize, const NARROW: bool> {
+    weights: [i32; N],
+    shift: u32,
+}
+
+impl<const N: usize, const NARROW: bool> Linear<N, NARROW> {
+    #[inline(always)]
+    fn new(weights: &[i32], shift: u32) -> Self {
+        Self { weights: weights.try_into().expect("N weights"), shift }
+    }
+}
+
+impl<T: Int, const N: usize, const NARROW: bool> Predictor<T> for Linear<N, NARROW> {
+    #[inline(always)]
+    fn weights(&self) -> (&[i32], u32) {
+        (&self.weights, self.shift)
+    }
+
+    #[inline(always)]
+    fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize) {
+        let x = &mut x[at - N..at + M];
+        for m in 0..M {
+            // The newest sample last: the rest of the sum does not wait for it.
+            let mut narrow = 0i32;
+            let mut wide = 0i64;
+            for j in (0..N).rev() {
+                let (w, x) = (self.weights[j], x[m + N - 1 - j].wide());
+                if NARROW {
+                    narrow = narrow.wrapping_add(w.wrapping_mul(x as i32));
+                } else {
+                    wide = wide.wrapping_add(i64::from(w).wrapping_mul(x));
+                }
+            }
+            let sum = if NARROW { i64::from(narrow >> self.shift) } else { wide >> self.shift };
+            x[m + N] = T::wrap(sum.wrapping_add(i64::from(residuals[m])));
+        }
+    }
+}
+
+struct Any<'a> {
+    weights: &'a [i32],
+    shift: u32,
+}
+
+impl<T: Int> Predictor<T> for Any<'_> {
+    fn weights(&self) -> (&[i32], u32) {
+        (self.weights, self.shift)
+    }
+
+    #[inline(always)]
+    fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize) {
+        for (i, &residual) in (at..).zip(residuals) {
+            restore_one(self.weights, self.shift, residual, x, i);
+        }
+    }
+}
+
+/// Restores one sample. The loops leave only a few samples to it, and stay smaller because it is not inlined.
+#[inline(never)]
+fn restore_one<T: Int>(weights: &[i32], shift: u32, residual: i32, x: &mut [T], at: usize) {
+    let before = x[at - weights.len()..at].iter().rev();
+    let sum =
+        weights.iter().zip(before).fold(0i64, |sum, (&w, &x)| sum.wrapping_add(i64::from(w).wrapping_mul(x.wide())));
+    x[at] = T::wrap((sum >> shift).wrapping_add(i64::from(residual)));
+}
+
+/// Decodes the Rice-coded residuals of the samples after the warm-up, and restores those samples. Both happen in one loop:
+/// finding the next code and predicting the next sample are each a chain of dependent steps, and the two overlap.
+#[inline(always)]
+fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>) -> Option<()> {
+    let width = match bits.read(2) {
+        0 => 4,
+        1 => 5,
+        _ => return None,
+    };
+    let partitions = 1usize << bits.read(4);
+    if !out.len().is_multiple_of(partitions) {
+        return None;
+    }
+    let size = out.len() / partitions;
+    let (weights, shift) = predictor.weights();
+    let mut first = weights.len();
+    for partition in 0..partitions {
+        let end = (partition + 1) * size;
+        if first > end {
+            return None;
+        }
+        let k = bits.read(width);
+        if k == (1 << width) - 1 {
+            let depth = bits.read(5);
+            for i in first..end {
+                restore_one(weights, shift, bits.signed(depth) as i32, out, i);
+            }
+        } else {
+            let mut at = first;
+            // As many codes from one window as usually fit.
+            if k < 11 {
+                while at + 4 <= end {
+                    at += restore_some::<T, 4>(bits, k, out, at, predictor)?;
+                }
+            }
+            while at + 2 <= end {
+                at += restore_some::<T, 2>(bits, k, out, at, predictor)?;
+            }
+            if at < end {
+                restore_one(weights, shift, bits.rice(k)?, out, at);
+            }
+        }
+        // Past the end all bits are zeros: a partition without Rice codes would never notice.
+        if bits.overrun() {
+            return None;
+        }
+        first = end;
+    }
+    Some(())
+}
+
+/// Restores the samples from `at` on: `M` if their codes fit in one window, otherwise one. Returns how many.
+#[inline(always)]
+fn restore_some<T: Int, const M: usize>(
+    bits: &mut Msb,
+    k: u32,
+    out: &mut [T],
+    at: usize,
+    predictor: &impl Predictor<T>,
+) -> Option<usize> {
+    let mut window = bits.window();
+    let mut residuals = [0; M];
+    let mut used = 0;
+    for residual in &mut residuals {
+        // Where the codes do not fit in the window, these values are invalid and are not used.
+        let zeros = window.leading_zeros();
+        let n = zeros + 1 + k;
+        // The code's last k + 1 bits: a one, which contributes 2^k, and the remainder.
+        let low = window.wrapping_shr(n.wrapping_neg()) as u32;
+        *residual = unfold(low.wrapping_add(zeros.wrapping_sub(1).wrapping_shl(k)));
+        window = window.wrapping_shl(n);
+        used += n;
+    }
+    if used <= Msb::WINDOW {
+        bits.skip(used);
+        predictor.restore(&residuals, out, at);
+        Some(M)
+    } else {
+        let (weights, shift) = predictor.weights();
+        restore_one(weights, shift, bits.rice(k)?, out, at);
+        Some(1)
+    }
+}

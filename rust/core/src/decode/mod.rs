@@ -1,0 +1,334 @@
+//! Encoded bytes and \[start, length) to mono float32: only the packets that the crop needs are read and decoded.
+//!
+//! WAV, FLAC, MP3, OGG Vorbis and OGG Opus, recognised by their content. Every format has its own index into the bytes
+//! (the containers are read here, so that a seek is exact to the sample); symphonia decodes Vorbis packets, opus-pure Opus
+//! packets. In each format a crop equals the same slice of the whole recording: exactly for WAV and FLAC, and within 1e-5
+//! for MP3, Vorbis and Opus, whose decoders are warmed up on what precedes the crop.
+//!
+//! Damaged recordings: a truncated recording ends with its last complete packet. Only the first link of a chained OGG
+//! stream is decoded, as libsndfile does. Damage inside the crop (a checksum that does not match, a packet that cannot be
+//! decoded) is an error, except in MP3, where every archive has a few bad frames: there a bad frame becomes silence, as in
+//! other decoders. Samples that are not finite are an error. No bytes may make the decoders panic, allocate more than a
+//! small multiple of the input, or loop forever.
+
+mod bits;
+mod flac;
+mod mp3;
+mod ogg;
+mod opus;
+mod vorbis;
+mod wav;
+
+use symphonia::core::audio::{Audio, AudioBuffer};
+
+/// What the headers of a recording state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Info {
+    /// Sample rate in Hz; always 48,000 for Opus, whatever rate was encoded.
+    pub rate: u32,
+    /// Channels in the file; [`Decoder::read`] returns their mean.
+    pub channels: u16,
+    /// Length in samples per channel, without the encoder's delay and padding.
+    pub frames: u64,
+}
+
+/// Why a recording cannot be decoded.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    #[error("the recording is empty (0 bytes)")]
+    NoBytes,
+    #[error("not a WAV, FLAC, MP3, OGG Vorbis or OGG Opus recording (it begins with bytes {0:02x?})")]
+    Unknown([u8; 4]),
+    #[error("{format}: {what} is not supported; convert it to FLAC or 16-bit WAV")]
+    Unsupported { format: &'static str, what: String },
+    #[error("{format}: {what}; the file is damaged, fetch or convert it again")]
+    Corrupt { format: &'static str, what: &'static str },
+    #[error("{format}: the recording holds no audio")]
+    NoAudio { format: &'static str },
+    #[error("non-finite samples (NaN or infinity) at or after sample {0}")]
+    NotFinite(u64),
+    #[error("samples [{start}, {start} + {length}) are not inside the recording's {frames} frames")]
+    Range { start: u64, length: usize, frames: u64 },
+}
+
+/// Writes the mean of the channels' samples from `skip` on.
+fn mix(decoded: &AudioBuffer<f32>, skip: usize, out: &mut [f32]) {
+    let channels = decoded.num_planes();
+    for (i, plane) in decoded.iter_planes().enumerate() {
+        let plane = plane.get(skip..).unwrap_or(&[]);
+        if i == 0 {
+            for (y, x) in out.iter_mut().zip(plane) {
+                *y = *x;
+            }
+        } else {
+            for (y, x) in out.iter_mut().zip(plane) {
+                *y += *x;
+            }
+        }
+    }
+    if channels > 1 {
+        let gain = 1.0 / channels as f32;
+        for y in out {
+            *y *= gain;
+        }
+    }
+}
+
+fn corrupt<T>(format: &'static str, what: &'static str) -> Result<T, Error> {
+    Err(Error::Corrupt { format, what })
+}
+
+enum Format {
+    Wav,
+    Flac,
+    Mp3,
+    /// With the serial number of the stream.
+    Vorbis(u32),
+    Opus(u32),
+}
+
+/// Decoders of all formats and their memory, kept between calls. One per thread.
+#[derive(Default)]
+pub struct Decoder {
+    flac: flac::Flac,
+    mp3: mp3::Mp3,
+    opus: opus::Opus,
+    vorbis: vorbis::Vorbis,
+}
+
+impl Decoder {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Rate, channels and exact length of a recording, without decoding it.
+    ///
+    /// # Errors
+    /// Bytes that are none of the five formats, use a feature that is not supported, or hold no audio.
+    pub fn info(&mut self, bytes: &[u8]) -> Result<Info, Error> {
+        let (format, bytes) = format(bytes)?;
+        let (name, info) = match format {
+            Format::Wav => ("WAV", wav::info(bytes)?),
+            Format::Flac => ("FLAC", self.flac.info(bytes)?),
+            Format::Mp3 => ("MP3", self.mp3.info(bytes)?),
+            Format::Vorbis(serial) => ("OGG Vorbis", self.vorbis.info(bytes, serial)?),
+            Format::Opus(serial) => ("OGG Opus", self.opus.info(bytes, serial)?),
+        };
+        if info.rate == 0 || info.channels == 0 {
+            return corrupt(name, "the sample rate or the number of channels is 0");
+        }
+        if info.frames == 0 {
+            return Err(Error::NoAudio { format: name });
+        }
+        Ok(info)
+    }
+
+    /// Decodes samples \[start, start + out.len()), the mean of all channels at the recording's own rate. `info` is
+    /// the result of [`Decoder::info`] for these bytes.
+    ///
+    /// # Errors
+    /// A range that is not inside the recording, damage in it, or a sample that is not finite.
+    pub fn read(&mut self, bytes: &[u8], info: &Info, start: u64, out: &mut [f32]) -> Result<(), Error> {
+        if start.checked_add(out.len() as u64).is_none_or(|end| end > info.frames) {
+            return Err(Error::Range { start, length: out.len(), frames: info.frames });
+        }
+        if out.is_empty() {
+            return Ok(());
+        }
+        let (format, bytes) = format(bytes)?;
+        match format {
+            Format::Wav => wav::read(bytes, start, out)?,
+            // Integers are always finite.
+            Format::Flac => return self.flac.read(bytes, start, out),
+            Format::Mp3 => self.mp3.read(bytes, start, out)?,
+            Format::Vorbis(serial) => self.vorbis.read(bytes, serial, start, out)?,
+            Format::Opus(serial) => self.opus.read(bytes, serial, start, out)?,
+        }
+        // Without a branch for each sample, so that it is vectorised.
+        let exponent = f32::INFINITY.to_bits();
+        if out.iter().fold(false, |bad, x| bad | (x.to_bits() & exponent == exponent)) {
+            return Err(Error::NotFinite(start));
+        }
+        Ok(())
+    }
+}
+
+/// Reads parts of a recording, for fuzzers: arbitrary bytes may cause nothing worse than an error.
+///
+/// # Errors
+/// Those of `Decoder::info`, and that of the first part that cannot be read.
+///
+/// # Panics
+/// When a decoded sample is not finite, which would be a bug here.
+pub fn probe(bytes: &[u8]) -> Result<Info, Error> {
+    let mut decoder = Decoder::new();
+    let info = decoder.info(bytes)?;
+    let length = info.frames.min(20_000);
+    let mut out = vec![f32::NAN; length as usize];
+    let mut first = Ok(info);
+    for start in [0, (info.frames - length) / 2, info.frames - length] {
+        match decoder.read(bytes, &info, start, &mut out) {
+            Ok(()) => assert!(out.iter().all(|x| x.is_finite())),
+            Err(error) => first = first.and(Err(error)),
+        }
+    }
+    first
+}
+
+/// Recognises the format by the first bytes after any ID3v2 tags (which some tools also write before FLAC).
+fn format(bytes: &[u8]) -> Result<(Format, &[u8]), Error> {
+    if bytes.is_empty() {
+        return Err(Error::NoBytes);
+    }
+    let mut rest = bytes;
+    while let Some(size) = id3v2(rest) {
+        rest = &rest[size.min(rest.len())..];
+    }
+    let magic = |at: usize| rest.get(at..at + 4).unwrap_or(&[]);
+    let format = match magic(0) {
+        b"RIFF" | b"RF64" | b"BW64" if magic(8) == b"WAVE" => Format::Wav,
+        b"fLaC" => Format::Flac,
+        b"OggS" => match ogg::stream(rest)? {
+            (ogg::Codec::Vorbis, serial) => Format::Vorbis(serial),
+            (ogg::Codec::Opus, serial) => Format::Opus(serial),
+        },
+        _ if mp3::is_mp3(rest) => Format::Mp3,
+        _ => {
+            let mut begin = [0; 4];
+            let n = bytes.len().min(4);
+            begin[..n].copy_from_slice(&bytes[..n]);
+            return Err(Error::Unknown(begin));
+        }
+    };
+    Ok((format, rest))
+}
+
+/// Size in bytes of an ID3v2 tag at the beginning; None where there is none.
+fn id3v2(bytes: &[u8]) -> Option<usize> {
+    let header: &[u8; 10] = bytes.first_chunk()?;
+    if &header[..3] != b"ID3" || header[6..].iter().any(|b| b & 0x80 != 0) {
+        return None;
+    }
+    let size = header[6..].iter().fold(0usize, |size, &b| size << 7 | usize::from(b));
+    let footer = if header[5] & 0x10 != 0 { 10 } else { 0 };
+    Some(10 + size + footer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn recordings() -> Vec<(&'static str, Vec<u8>)> {
+        let data = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/decode");
+        let read = |name| (name, std::fs::read(data.join(name)).expect("the tests' recordings"));
+        vec![
+            read("vorbis_32k_mono.ogg"),
+            read("opus_48k_stereo.opus"),
+            read("mp3_44k_stereo.mp3"),
+            read("flac_48k_stereo.flac"),
+            (
+                "wav",
+                wav(1, 2, 16, &(0..40000u32).map(|i| (i.wrapping_mul(2654435761) >> 24) as u8).collect::<Vec<_>>()),
+            ),
+        ]
+    }
+
+    fn wav(tag: u16, channels: u16, bits: u16, data: &[u8]) -> Vec<u8> {
+        let block = channels * bits / 8;
+        let mut bytes = b"RIFF\0\0\0\0WAVEfmt \x10\0\0\0".to_vec();
+        bytes.extend([tag.to_le_bytes(), channels.to_le_bytes()].concat());
+        bytes.extend([22050u32.to_le_bytes(), (22050 * u32::from(block)).to_le_bytes()].concat());
+        bytes.extend([block.to_le_bytes(), bits.to_le_bytes()].concat());
+        bytes.extend(b"data");
+        bytes.extend((data.len() as u32).to_le_bytes());
+        bytes.extend(data);
+        bytes
+    }
+
+    fn whole(bytes: &[u8]) -> Result<(Info, Vec<f32>), Error> {
+        let mut decoder = Decoder::new();
+        let info = decoder.info(bytes)?;
+        let mut out = vec![0.0; info.frames as usize];
+        decoder.read(bytes, &info, 0, &mut out)?;
+        Ok((info, out))
+    }
+
+    fn random(state: &mut u64, below: u64) -> u64 {
+        *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (*state >> 33) % below
+    }
+
+    #[test]
+    fn a_crop_is_a_slice() {
+        let mut decoder = Decoder::new();
+        let mut state = 1;
+        for (name, bytes) in recordings() {
+            let (info, all) = whole(&bytes).unwrap();
+            let n = info.frames;
+            let mut crops = vec![(0, 1), (n - 1, 1), (0, n), (n - 1000, 1000), (1, 4000)];
+            crops.extend((0..200).map(|_| {
+                let start = random(&mut state, n);
+                (start, 1 + random(&mut state, (n - start).min(20000)))
+            }));
+            for (start, length) in crops {
+                let mut out = vec![f32::NAN; length as usize];
+                decoder.read(&bytes, &info, start, &mut out).unwrap();
+                let slice = &all[start as usize..(start + length) as usize];
+                let worst = out.iter().zip(slice).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                let allowed = if name.ends_with("flac") || name == "wav" { 0.0 } else { 1e-5 };
+                assert!(worst <= allowed, "{name} [{start}, {start} + {length}): {worst}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_cut_off_leaves_what_is_there() {
+        for (name, bytes) in recordings() {
+            let (info, all) = whole(&bytes).unwrap();
+            for share in [3, 5, 9] {
+                let (cut, some) = whole(&bytes[..bytes.len() * share / 10]).unwrap();
+                assert_eq!((cut.rate, cut.channels), (info.rate, info.channels), "{name}");
+                let expected = info.frames * share as u64 / 10;
+                assert!(cut.frames.abs_diff(expected) < info.frames / 5, "{name}: {} of {}", cut.frames, info.frames);
+                // An MP3's first frame states what was trimmed at the end; everything else is unchanged.
+                let worst = some.iter().zip(&all).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(worst <= 1e-5, "{name} cut at {share}0 %: {worst}");
+            }
+        }
+    }
+
+    #[test]
+    fn wav_holds_what_was_put_in() {
+        let values = |bytes: &[u8]| whole(bytes).unwrap().1;
+        assert_eq!(values(&wav(1, 1, 8, &[0, 128, 192])), [-1.0, 0.0, 0.5]);
+        assert_eq!(values(&wav(1, 1, 16, &[0, 0x80, 0, 0x40])), [-1.0, 0.5]);
+        assert_eq!(values(&wav(1, 1, 24, &[0, 0, 0x80, 0, 0, 0x40])), [-1.0, 0.5]);
+        assert_eq!(values(&wav(1, 2, 32, &[0, 0, 0, 0x80, 0, 0, 0, 0x40])), [-0.25]);
+        let floats: Vec<u8> = [0.25f32, 0.75, -3.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+        assert_eq!(values(&wav(3, 3, 32, &floats)), [-2.0 / 3.0]);
+        let doubles: Vec<u8> = [0.1f64].iter().flat_map(|x| x.to_le_bytes()).collect();
+        assert_eq!(values(&wav(3, 1, 64, &doubles)), [0.1]);
+    }
+
+    #[test]
+    fn errors_say_what_is_wrong() {
+        let nan: Vec<u8> = [1.0f32, f32::NAN].iter().flat_map(|x| x.to_le_bytes()).collect();
+        let cases: [(&[u8], &str); 7] = [
+            (b"", "empty (0 bytes)"),
+            (b"<html>not found</html>", "not a WAV, FLAC, MP3, OGG Vorbis or OGG Opus recording"),
+            (&wav(3, 1, 32, &nan), "non-finite samples"),
+            (&wav(1, 1, 16, &[]), "holds no audio"),
+            (&wav(7, 1, 8, &[0]), "G.711"),
+            (&wav(1, 0, 16, &[0, 0]), "contradicts itself"),
+            (b"fLaC\0\0\0\x22", "cut off"),
+        ];
+        for (bytes, message) in cases {
+            let error = whole(bytes).unwrap_err().to_string();
+            assert!(error.contains(message), "{error}");
+        }
+        let bytes = wav(1, 1, 16, &[0; 8]);
+        let info = Decoder::new().info(&bytes).unwrap();
+        let error = Decoder::new().read(&bytes, &info, 3, &mut [0.0; 2]).unwrap_err();
+        assert_eq!(error, Error::Range { start: 3, length: 2, frames: 4 });
+    }
+}

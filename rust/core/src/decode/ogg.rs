@@ -1,0 +1,367 @@
+//! The OGG container (RFC 3533): pages, packets, and the search for both. The search is bounded: bytes that only look like
+//! pages are counted, and only a few pages on which no packet both begins and ends are skipped.
+
+use super::bits::crc32;
+use super::{corrupt, Error};
+
+const CONTINUED: u8 = 1;
+const FIRST: u8 = 2;
+const LAST: u8 = 4;
+const HEADER: usize = 27;
+/// False pages (bytes that look like a page) before a search is abandoned: each costs a checksum.
+const MAX_FALSE: usize = 256;
+/// Pages without a complete packet that a seek skips before it falls back to the first page.
+const MAX_PASSED: usize = 16;
+
+/// A page's header; its bytes are `bytes[at..at + size]`.
+#[derive(Clone, Copy)]
+pub(super) struct Page {
+    pub at: usize,
+    pub size: usize,
+    flags: u8,
+    /// Position after the last packet that ends here; None where no packet ends.
+    pub granule: Option<i64>,
+    pub serial: u32,
+    segments: u8,
+}
+
+impl Page {
+    /// The page at `at`, if it is complete. Its checksum is not verified.
+    fn parse(bytes: &[u8], at: usize) -> Option<Self> {
+        let header: &[u8; HEADER] = bytes.get(at..)?.first_chunk()?;
+        if &header[..5] != b"OggS\0" {
+            return None;
+        }
+        let segments = header[26];
+        let lacing = bytes.get(at + HEADER..at + HEADER + usize::from(segments))?;
+        let size = HEADER + lacing.len() + lacing.iter().map(|&n| usize::from(n)).sum::<usize>();
+        bytes.get(at..at + size)?;
+        let granule = i64::from_le_bytes(header[6..14].try_into().expect("8 bytes"));
+        let serial = u32::from_le_bytes(header[14..18].try_into().expect("4 bytes"));
+        Some(Self { at, size, flags: header[5], granule: (granule != -1).then_some(granule), serial, segments })
+    }
+
+    /// Whether the checksum matches.
+    fn is_sound(&self, bytes: &[u8]) -> bool {
+        let page = &bytes[self.at..self.at + self.size];
+        let sum = crc32(crc32(crc32(0, &page[..22]), &[0; 4]), &page[26..]);
+        sum.to_le_bytes() == page[22..26]
+    }
+
+    fn is_first(&self) -> bool {
+        self.flags & FIRST != 0
+    }
+
+    fn is_last(&self) -> bool {
+        self.flags & LAST != 0
+    }
+
+    fn lacing<'a>(&self, bytes: &'a [u8]) -> &'a [u8] {
+        &bytes[self.at + HEADER..self.at + HEADER + usize::from(self.segments)]
+    }
+
+    /// Packets that both begin and end here.
+    fn complete_packets(&self, bytes: &[u8]) -> usize {
+        let ends = self.lacing(bytes).iter().filter(|&&n| n < 255).count();
+        ends.saturating_sub(usize::from(self.flags & CONTINUED != 0))
+    }
+}
+
+/// The first valid page of `serial` (of any stream, if None) that begins in [from, to). `wrong` counts false pages.
+fn find(bytes: &[u8], mut from: usize, to: usize, serial: Option<u32>, wrong: &mut usize) -> Option<Page> {
+    while from < to && *wrong < MAX_FALSE {
+        let end = (to + 3).min(bytes.len());
+        from += bytes.get(from..end)?.windows(4).position(|w| w == b"OggS")?;
+        match Page::parse(bytes, from).filter(|page| page.is_sound(bytes)) {
+            Some(page) if serial.is_none_or(|serial| serial == page.serial) => return Some(page),
+            Some(page) => from += page.size,
+            None => {
+                from += 1;
+                *wrong += 1;
+            }
+        }
+    }
+    None
+}
+
+/// The last valid page that begins before `to`.
+fn find_last(bytes: &[u8], mut to: usize, wrong: &mut usize) -> Option<Page> {
+    while *wrong < MAX_FALSE {
+        let end = (to + 3).min(bytes.len());
+        to = bytes[..end].windows(4).rposition(|w| w == b"OggS")?;
+        if let Some(page) = Page::parse(bytes, to).filter(|page| page.is_sound(bytes)) {
+            return Some(page);
+        }
+        *wrong += 1;
+    }
+    None
+}
+
+/// The codec of a stream.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Codec {
+    Vorbis,
+    Opus,
+}
+
+/// The first stream that can be decoded, and its serial number. Streams may be multiplexed: the first pages of all of them
+/// come at the beginning.
+pub(super) fn stream(bytes: &[u8]) -> Result<(Codec, u32), Error> {
+    let mut at = 0;
+    loop {
+        let Some(page) = Page::parse(bytes, at).filter(Page::is_first) else {
+            return if at > 0 {
+                let what = "a stream without Vorbis or Opus (Speex, FLAC or video)";
+                Err(Error::Unsupported { format: "OGG", what: what.into() })
+            } else {
+                corrupt("OGG", "the first page is cut off")
+            };
+        };
+        at += page.size;
+        let body = &bytes[page.at + HEADER + usize::from(page.segments)..at];
+        if body.starts_with(b"\x01vorbis") {
+            return Ok((Codec::Vorbis, page.serial));
+        } else if body.starts_with(b"OpusHead") {
+            return Ok((Codec::Opus, page.serial));
+        }
+    }
+}
+
+/// The last page of a stream that has a position; `audio` is where its first audio page begins.
+pub(super) fn last_page(bytes: &[u8], audio: usize, serial: u32) -> Option<Page> {
+    let mut wrong = 0;
+    let mut to = bytes.len();
+    while to > audio {
+        let page = find_last(bytes, to, &mut wrong)?;
+        if page.at < audio {
+            return None;
+        }
+        if page.serial != serial {
+            break;
+        }
+        if page.granule.is_some() {
+            return Some(page);
+        }
+        to = page.at;
+    }
+    // Another stream comes last (multiplexed or chained): walk the pages until this one ends.
+    let mut last = None;
+    let mut at = audio;
+    while let Some(page) = find(bytes, at, bytes.len(), Some(serial), &mut wrong) {
+        if page.granule.is_some() {
+            last = Some(page);
+        }
+        if page.is_last() {
+            break;
+        }
+        at = page.at + page.size;
+    }
+    last
+}
+
+/// The last page at or before position `target` from whose last packet decoding can begin; None for the first page.
+pub(super) fn seek(bytes: &[u8], audio: usize, serial: u32, mut target: i64) -> Option<Page> {
+    let mut wrong = 0;
+    for _ in 0..MAX_PASSED {
+        let mut best: Option<Page> = None;
+        // Pages that begin before `low` are no better than `best`; those from `high` on are beyond `target`.
+        let (mut low, mut high) = (audio, bytes.len());
+        while low < high {
+            let middle = low + (high - low) / 2;
+            // Pages without a position are skipped.
+            let mut from = middle;
+            let page = loop {
+                match find(bytes, from, high, Some(serial), &mut wrong) {
+                    Some(page) if page.granule.is_none() => from = page.at + page.size,
+                    page => break page,
+                }
+            };
+            match page {
+                Some(page) if page.granule.is_some_and(|granule| granule <= target) => {
+                    best = Some(page);
+                    low = page.at + page.size;
+                }
+                _ => high = middle,
+            }
+        }
+        let page = best?;
+        if page.complete_packets(bytes) > 0 {
+            return Some(page);
+        }
+        // Its last packet began on an earlier page.
+        target = page.granule?.checked_sub(1)?;
+    }
+    None
+}
+
+/// A packet, and what its page states about it.
+pub(super) struct Packet<'a> {
+    pub data: &'a [u8],
+    /// The page's position, when this is the last packet that ends there.
+    pub granule: Option<i64>,
+    /// Whether the stream ends with that page.
+    pub last_page: bool,
+}
+
+/// The packets of one logical stream, from a page on. The rest of a packet that began on an earlier page is dropped.
+pub(super) struct Packets<'a, 's> {
+    bytes: &'a [u8],
+    serial: u32,
+    page: Option<Page>,
+    /// The next lacing value of the page, and where its bytes begin.
+    segment: usize,
+    body: usize,
+    /// Where the next page is expected.
+    next: usize,
+    /// The packet that spans pages, as far as it was read.
+    pieces: &'s mut Vec<u8>,
+    /// Whether `pieces` holds the beginning of a packet.
+    begun: bool,
+    /// False pages seen so far.
+    wrong: usize,
+}
+
+impl<'a, 's> Packets<'a, 's> {
+    pub fn new(bytes: &'a [u8], at: usize, serial: u32, pieces: &'s mut Vec<u8>) -> Self {
+        Self { bytes, serial, page: None, segment: 0, body: 0, next: at, pieces, begun: false, wrong: 0 }
+    }
+
+    /// Where the next page is expected: after a packet that ends its page, the end of that page.
+    pub fn at(&self) -> usize {
+        self.next
+    }
+
+    /// The next packet; None at the end of the stream.
+    pub fn next(&mut self) -> Result<Option<Packet<'_>>, Error> {
+        loop {
+            let Some(page) = self.page else {
+                if !self.turn()? {
+                    return Ok(None);
+                }
+                continue;
+            };
+            let lacing = page.lacing(self.bytes);
+            let rest = &lacing[self.segment..];
+            let Some(n) = rest.iter().position(|&n| n < 255) else {
+                // The packet continues on the next page.
+                let body = &self.bytes[self.body..page.at + page.size];
+                if self.segment > 0 || page.flags & CONTINUED == 0 {
+                    self.pieces.clear();
+                    self.begun = !rest.is_empty();
+                }
+                if self.begun {
+                    self.pieces.extend_from_slice(body);
+                }
+                self.page = None;
+                continue;
+            };
+            let size = rest[..=n].iter().map(|&n| usize::from(n)).sum::<usize>();
+            let continued = self.segment == 0 && page.flags & CONTINUED != 0;
+            let begin = self.body;
+            self.segment += n + 1;
+            self.body += size;
+            if continued && !self.begun {
+                continue;
+            }
+            let more = lacing[self.segment..].iter().any(|&n| n < 255);
+            let granule = if more { None } else { page.granule };
+            let body = &self.bytes[begin..begin + size];
+            let data = if continued {
+                self.pieces.extend_from_slice(body);
+                self.begun = false;
+                &self.pieces[..]
+            } else {
+                body
+            };
+            return Ok(Some(Packet { data, granule, last_page: page.is_last() }));
+        }
+    }
+
+    /// Moves to the next page of the stream; false at its end.
+    fn turn(&mut self) -> Result<bool, Error> {
+        loop {
+            let Some(page) = Page::parse(self.bytes, self.next) else {
+                // Truncated here, or other bytes between the pages.
+                match find(self.bytes, self.next, self.bytes.len(), Some(self.serial), &mut self.wrong) {
+                    Some(page) => self.next = page.at,
+                    None => return Ok(false),
+                }
+                continue;
+            };
+            self.next += page.size;
+            if page.serial != self.serial {
+                continue;
+            }
+            if !page.is_sound(self.bytes) {
+                return corrupt("OGG", "a page's checksum does not match");
+            }
+            self.begun &= page.flags & CONTINUED != 0;
+            self.page = Some(page);
+            self.segment = 0;
+            self.body = page.at + HEADER + usize::from(page.segments);
+            return Ok(true);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    fn page(flags: u8, granule: i64, serial: u32, lacing: &[u8]) -> Vec<u8> {
+        let mut page = b"OggS\0".to_vec();
+        page.push(flags);
+        page.extend(granule.to_le_bytes());
+        page.extend(serial.to_le_bytes());
+        page.extend([0; 8]);
+        page.push(lacing.len() as u8);
+        page.extend(lacing);
+        page.resize(page.len() + lacing.iter().map(|&n| usize::from(n)).sum::<usize>(), 0);
+        let sum = crc32(0, &page).to_le_bytes();
+        page[22..26].copy_from_slice(&sum);
+        page
+    }
+
+    /// Streams that begin well and then only cost time: more than a megabyte of each is read, or refused, quickly.
+    #[test]
+    fn no_endless_pages_hang() {
+        let data = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/decode");
+        for name in ["vorbis_32k_mono.ogg", "opus_48k_stereo.opus"] {
+            let whole = std::fs::read(data.join(name)).expect("the tests' recordings");
+            let serial = Page::parse(&whole, 0).unwrap().serial;
+            let mut headers = 0;
+            for _ in 0..2 {
+                headers += Page::parse(&whole, headers).unwrap().size;
+            }
+            let false_page = [b"OggS\0\0".as_slice(), &[0; 20], &[255; 9]].concat();
+            type Pages<'a> = (&'a str, &'a dyn Fn(i64) -> Vec<u8>);
+            let pages: [Pages; 8] = [
+                ("empty", &|_| page(0, -1, serial, &[])),
+                ("empty, with positions", &|i| page(0, i, serial, &[])),
+                ("of another stream", &|i| page(0, i, serial ^ 1, &[1])),
+                ("without positions", &|_| page(0, -1, serial, &[1; 255])),
+                ("of a packet that never ends", &|_| page(CONTINUED, -1, serial, &[255; 4])),
+                ("that only end and begin packets", &|i| page(CONTINUED, i, serial, &[1, 255])),
+                ("after many false ones", &|i| [false_page.repeat(MAX_FALSE - 1), page(0, i, serial, &[1])].concat()),
+                ("false", &|_| false_page.clone()),
+            ];
+            for (kind, make) in pages {
+                let mut bytes = whole[..headers].to_vec();
+                for i in 0.. {
+                    bytes.extend(make(i));
+                    if bytes.len() > 3 << 20 {
+                        break;
+                    }
+                }
+                for end in [vec![], page(LAST, i64::MAX, serial, &[1]), page(LAST, 100_000_000, serial, &[1; 255])] {
+                    let begin = Instant::now();
+                    let _ = crate::decode::probe(&[&bytes[..], &end].concat());
+                    let limit = Duration::from_secs(if cfg!(debug_assertions) { 60 } else { 10 });
+                    assert!(begin.elapsed() < limit, "{name}, pages {kind}: {:?}", begin.elapsed());
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! Opus in OGG (RFC 7845): pages and positions are read here, opus-pure decodes the packets (RFC 6716), always to 48 kHz.
+//!
+//! A page's granule position is the number of samples up to the end of its last packet, including the encoder's delay
+//! (`pre-skip`), after which the recording begins. A packet states how many samples it holds, so the packets between a page
+//! and the crop are skipped without decoding, except for the last `AHEAD` samples, within which the state of CELT (the coder
+//! of music) fades away. RFC 7845 recommends 80 ms, after which a difference is hard to hear but far above 1e-5. The state
+//! of SILK (the coder of speech) keeps a sustained tone for many seconds: where it was used, `AHEAD_SPEECH` samples are
+//! decoded. (With several coded streams, the first one decides.)
+//!
+//! One or two channels (mapping family 0) and up to eight in the orders of Vorbis (family 1).
+
+use opus_pure::{OpusDecoder, OpusMSDecoder};
+
+use super::ogg::{self, Packets};
+use super::{corrupt, Error, Info};
+
+const RATE: u32 = 48_000;
+/// Samples that are decoded before the crop.
+const AHEAD: i64 = 48_000;
+/// Samples that are decoded before the crop where SILK was used.
+const AHEAD_SPEECH: i64 = 30 * 48_000;
+/// Samples of the longest packet: 120 ms.
+const LONGEST: usize = 5760;
+/// Bytes of the largest packet of two channels: six frames.
+const LARGEST: usize = 6 * 1275 + 2 * 6 + 2;
+const NAME: &str = "OGG Opus";
+
+/// Decoders by their number of channels, and their memory.
+#[derive(Default)]
+pub(super) struct Opus {
+    plain: [Option<Box<OpusDecoder>>; 2],
+    surround: Option<Box<OpusMSDecoder>>,
+    samples: Vec<f32>,
+    pieces: Vec<u8>,
+}
+
+/// The identification header.
+struct Head {
+    channels: usize,
+    surround: bool,
+    skip: i64,
+    gain: f32,
+}
+
+/// Where a stream's audio is.
+struct Stream {
+    head: Head,
+    /// First audio page.
+    audio: usize,
+    /// Positions of the first decoded sample, and of the recording.
+    origin: i64,
+    begin: i64,
+    end: i64,
+}
+
+impl Head {
+    fn parse(packet: &[u8]) -> Result<Self, Error> {
+        let unsupported = |what: &str| Err(Error::Unsupported { format: NAME, what: what.into() });
+        if packet.len() < 19 {
+            return corrupt(NAME, "the identification header is cut off");
+        }
+        if packet[8] >> 4 != 0 {
+            return unsupported("a later version of the format");
+        }
+        let channels = usize::from(packet[9]);
+        let surround = match (packet[18], channels) {
+            (0, 1..=2) => false,
+            (1, 1..=8) => {
+                // Streams, pairs among them, and where each channel comes from (RFC 7845, 5.1.1.2).
+                let usual: &[u8] = match channels {
+                    1 => &[1, 0, 0],
+                    2 => &[1, 1, 0, 1],
+                    3 => &[2, 1, 0, 2, 1],
+                    4 => &[2, 2, 0, 1, 2, 3],
+                    5 => &[3, 2, 0, 4, 1, 2, 3],
+                    6 => &[4, 2, 0, 4, 1, 2, 3, 5],
+                    7 => &[4, 3, 0, 4, 1, 2, 3, 5, 6],
+                    _ => &[5, 3, 0, 6, 1, 2, 3, 4, 5, 7],
+                };
+                if packet.get(19..21 + channels) != Some(usual) {
+                    return unsupported("an unusual order of channels");
+                }
+                true
+            }
+            (0 | 1, _) => return corrupt(NAME, "the identification header is not valid"),
+            _ => return unsupported("a channel mapping other than 0 and 1"),
+        };
+        let gain = i16::from_le_bytes([packet[16], packet[17]]);
+        Ok(Self {
+            channels,
+            surround,
+            skip: u16::from_le_bytes([packet[10], packet[11]]).into(),
+            // In dB, with eight fractional bits.
+            gain: 10f32.powf(f32::from(gain) / (20.0 * 256.0)),
+        })
+    }
+}
+
+/// Samples that a packet holds (RFC 6716, 3.1 and 3.2); None for an invalid packet.
+fn samples(packet: &[u8]) -> Option<usize> {
+    let toc = *packet.first()?;
+    let frame = match toc >> 3 {
+        config @ 0..=11 => [480, 960, 1920, 2880][usize::from(config & 3)],
+        config @ 12..=15 => [480, 960][usize::from(config & 1)],
+        config => 120 << (config & 3),
+    };
+    let frames = match toc & 3 {
+        0 => 1,
+        1 | 2 => 2,
+        _ => usize::from(*packet.get(1)? & 63),
+    };
+    (1..=LONGEST).contains(&(frame * frames)).then_some(frame * frames)
+}
+
+/// Whether a packet uses SILK (RFC 6716, 3.1).
+fn is_speech(packet: &[u8]) -> bool {
+    packet.first().is_some_and(|toc| toc >> 3 < 16)
+}
+
+impl Opus {
+    pub fn info(&mut self, bytes: &[u8], serial: u32) -> Result<Info, Error> {
+        let stream = self.open(bytes, serial)?;
+        let frames = (stream.end - stream.begin).max(0) as u64;
+        Ok(Info { rate: RATE, channels: stream.head.channels as u16, frames })
+    }
+
+    /// Reads the headers, and finds where the audio begins and ends.
+    fn open(&mut self, bytes: &[u8], serial: u32) -> Result<Stream, Error> {
+        // Enough for any packet that spans pages, so that it is allocated once.
+        self.pieces.clear();
+        self.pieces.reserve(LARGEST);
+        let mut packets = Packets::new(bytes, 0, serial, &mut self.pieces);
+        let head = match packets.next()? {
+            Some(packet) => Head::parse(packet.data)?,
+            None => return corrupt(NAME, "the headers are cut off"),
+        };
+        if !packets.next()?.is_some_and(|packet| packet.data.starts_with(b"OpusTags")) {
+            return corrupt(NAME, "the headers are cut off or out of order");
+        }
+        let audio = packets.at();
+        let Some(last) = ogg::last_page(bytes, audio, serial) else {
+            return Err(Error::NoAudio { format: NAME });
+        };
+        let end = last.granule.expect("last_page returns one with a position");
+        // Count the samples up to the first page that has a position: they may be more than the position if that page is also
+        // the last, and fewer if the stream was cut out of a longer one.
+        let mut packets = Packets::new(bytes, audio, serial, &mut self.pieces);
+        let mut n = 0;
+        let first = loop {
+            let Some(packet) = packets.next()? else {
+                return Err(Error::NoAudio { format: NAME });
+            };
+            n += samples(packet.data).unwrap_or(0) as i64;
+            if let Some(granule) = packet.granule {
+                break granule;
+            }
+        };
+        let origin = first.saturating_sub(n).max(0);
+        Ok(Stream { begin: origin.saturating_add(head.skip), head, audio, origin, end })
+    }
+
+    pub fn read(&mut self, bytes: &[u8], serial: u32, start: u64, out: &mut [f32]) -> Result<(), Error> {
+        let Stream { head, audio, origin, begin, end } = self.open(bytes, serial)?;
+        let begin = begin.saturating_add_unsigned(start);
+        if begin.saturating_add_unsigned(out.len() as u64) > end {
+            return corrupt(NAME, "the pages end before the stated length");
+        }
+        self.reset(&head)?;
+        let mut ahead = begin.saturating_sub(AHEAD);
+        let seek = |ahead| match ogg::seek(bytes, audio, serial, ahead) {
+            Some(page) => (page.at, page.granule.unwrap_or(origin), true),
+            None => (audio, origin, false),
+        };
+        let (at, mut position, mut seeking) = seek(ahead);
+        let mut packets = Packets::new(bytes, at, serial, &mut self.pieces);
+        let (mut done, mut begun) = (0, false);
+        while done < out.len() {
+            let Some(packet) = packets.next()? else {
+                return corrupt(NAME, "the pages end before the stated length");
+            };
+            // Decoding begins at the end of the page that the seek returned.
+            if seeking {
+                seeking = packet.granule.is_none();
+                continue;
+            }
+            let Some(n) = samples(packet.data) else {
+                return corrupt(NAME, "a packet is not valid");
+            };
+            let after = position.saturating_add(n as i64);
+            if after > ahead && !begun && is_speech(packet.data) && ahead > begin.saturating_sub(AHEAD_SPEECH) {
+                ahead = begin.saturating_sub(AHEAD_SPEECH);
+                let at;
+                (at, position, seeking) = seek(ahead);
+                packets = Packets::new(bytes, at, serial, &mut self.pieces);
+                continue;
+            }
+            if after > ahead {
+                begun = true;
+                let decoder = match head.surround {
+                    true => Kind::Surround(self.surround.as_mut()),
+                    false => Kind::Plain(self.plain[head.channels - 1].as_mut()),
+                };
+                self.samples.resize(LONGEST * head.channels, 0.0);
+                if !decoder.decode(packet.data, n, &mut self.samples) {
+                    // The decoder's state is invalid now.
+                    self.plain = Default::default();
+                    self.surround = None;
+                    return corrupt(NAME, "a packet cannot be decoded");
+                }
+                let skip = (begin + done as i64 - position).clamp(0, n as i64) as usize;
+                let take = (n - skip).min(out.len() - done);
+                let gain = head.gain / head.channels as f32;
+                let frames = self.samples[skip * head.channels..].chunks_exact(head.channels);
+                for (y, x) in out[done..done + take].iter_mut().zip(frames) {
+                    *y = x.iter().sum::<f32>() * gain;
+                }
+                done += take;
+            }
+            position = after;
+            if let Some(granule) = packet.granule {
+                // Only the last page may end before its last packet does.
+                let cut = position > granule && granule == end;
+                if position != granule && !cut {
+                    return corrupt(NAME, "a page's position does not agree with its packets");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Provides a decoder for these channels in its initial state.
+    fn reset(&mut self, head: &Head) -> Result<(), Error> {
+        let channels = head.channels;
+        let ready = if head.surround {
+            match &mut self.surround {
+                Some(decoder) if decoder.channels() == channels => decoder.reset_state().is_ok(),
+                place => {
+                    *place = OpusMSDecoder::new(RATE as i32, channels, 1).ok().map(Box::new);
+                    place.is_some()
+                }
+            }
+        } else {
+            match &mut self.plain[channels - 1] {
+                Some(decoder) => decoder.reset_state().is_ok(),
+                place => {
+                    *place = OpusDecoder::new(RATE as i32, channels).ok().map(Box::new);
+                    place.is_some()
+                }
+            }
+        };
+        if ready {
+            Ok(())
+        } else {
+            corrupt(NAME, "there is no decoder for its channels")
+        }
+    }
+}
+
+enum Kind<'a> {
+    Plain(Option<&'a mut Box<OpusDecoder>>),
+    Surround(Option<&'a mut Box<OpusMSDecoder>>),
+}
+
+impl Kind<'_> {
+    /// Decodes a packet; whether it gave `n` samples of each channel.
+    fn decode(self, packet: &[u8], n: usize, out: &mut [f32]) -> bool {
+        // A panic would be a bug of the decoder, met on damaged bytes.
+        let decoded = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match self {
+            Self::Plain(decoder) => decoder.is_some_and(|d| d.decode(packet, n, out).is_ok_and(|decoded| decoded == n)),
+            Self::Surround(decoder) => {
+                decoder.is_some_and(|d| d.decode(packet, n, out).is_ok_and(|decoded| decoded == n))
+            }
+        }));
+        decoded.unwrap_or(false)
+    }
+}

@@ -1,0 +1,128 @@
+//! What a pipeline delivers, and its checks.
+
+use std::ops::RangeInclusive;
+
+use crate::error::Error;
+use crate::fbank::{Fbank, N_MELS};
+use crate::source::Index;
+
+/// Sample rates that are resampled. A header that claims another is damaged, or would need an absurdly large filter.
+pub(super) const RATES: RangeInclusive<u32> = 1_000..=768_000;
+
+/// What a pipeline delivers, and with how many threads.
+pub struct Config {
+    pub rows: Vec<u32>,              // rows of the index that this split uses, before permutation
+    pub batch: usize,                // rows of the global batch
+    pub ranges: Vec<(usize, usize)>, // [start, stop) of the global batch that this process reads
+    pub seed: u64,
+    pub train: bool, // permuted, endless, random crops; otherwise one pass in order over centre crops
+    pub sample_rate: u32, // Hz of the waveform before the filter bank
+    pub clip_samples: usize, // at sample_rate
+    pub n_frames: usize, // of a row's spectrogram
+    pub views: usize, // crops of one recording in a row
+    pub form: Form,  // what a row holds of each crop
+    pub block: Option<Block>, // training in the block order instead of a global permutation
+    pub threads: usize,
+    pub depth: usize,    // finished batches that may be queued
+    pub bad_budget: f64, // share of `rows` that may be unusable
+}
+
+/// What a row holds of a crop.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Form {
+    Float32,  // its spectrogram
+    Bfloat16, // its spectrogram, rounded to nearest even
+    Waveform, // its samples as 16-bit integers: times 32768, rounded to nearest even and clipped
+}
+
+impl Form {
+    pub(super) fn value_bytes(self) -> usize {
+        match self {
+            Form::Float32 => 4,
+            Form::Bfloat16 | Form::Waveform => 2,
+        }
+    }
+}
+
+/// The block order; see `order::Blocks`.
+#[derive(Clone, Copy)]
+pub struct Block {
+    pub rows: u64,   // at most, of a block
+    pub window: u64, // blocks whose rows are permuted together
+}
+
+impl Config {
+    /// # Errors
+    /// A value that is out of range or contradicts another, or a row that is not in the index.
+    pub(super) fn check(&self, index: &Index) -> Result<(), Error> {
+        let fail = |what: String| Err(Error::Config(what));
+        let n_rows = index.n_rows();
+        if self.rows.is_empty() {
+            return fail("rows is empty: this split has no recordings".into());
+        }
+        if let Some(row) = self.rows.iter().find(|&&row| row as usize >= n_rows) {
+            return Err(Error::RowRange { row: i64::from(*row), n: n_rows });
+        }
+        if self.ranges.is_empty() {
+            return fail("ranges is empty: this process would read no rows".into());
+        }
+        if let Some((start, stop)) = self.ranges.iter().find(|(a, b)| a >= b || *b > self.batch) {
+            return fail(format!("range [{start}, {stop}) is not a part of a batch of {} rows", self.batch));
+        }
+        if self.threads == 0 || self.depth == 0 {
+            return fail(format!("threads = {} and depth = {} must be at least 1", self.threads, self.depth));
+        }
+        if self.views == 0 {
+            return fail("views = 0 must be at least 1".into());
+        }
+        if let Some(Block { rows, window }) = self.block {
+            if rows == 0 || window == 0 {
+                return fail(format!("blocks of {rows} rows and windows of {window} blocks must be at least 1"));
+            }
+            if self.rows.windows(2).any(|pair| pair[0] >= pair[1]) {
+                return fail("rows must increase: the block order reads neighbouring rows together".into());
+            }
+        }
+        if !(0.0..=1.0).contains(&self.bad_budget) {
+            return fail(format!("bad_budget = {} must lie in [0, 1]", self.bad_budget));
+        }
+        if !RATES.contains(&self.sample_rate) {
+            return fail(format!("sample_rate = {} Hz must lie in {RATES:?}", self.sample_rate));
+        }
+        let frames = Fbank::n_frames(self.clip_samples);
+        if frames == 0 || frames > self.n_frames {
+            return fail(format!(
+                "a clip of {} samples has {frames} frames, but a row holds 1 to {}",
+                self.clip_samples, self.n_frames
+            ));
+        }
+        Ok(())
+    }
+
+    /// Values of one view; None when they overflow.
+    pub(super) fn view_values(&self) -> Option<usize> {
+        match self.form {
+            Form::Waveform => Some(self.clip_samples),
+            _ => self.n_frames.checked_mul(N_MELS),
+        }
+    }
+
+    /// Rows of each range.
+    pub(super) fn range_rows(&self) -> impl Iterator<Item = usize> + '_ {
+        self.ranges.iter().map(|(start, stop)| stop - start)
+    }
+
+    /// Batches in one pass.
+    pub fn n_batches(&self) -> u64 {
+        (self.rows.len() as u64).div_ceil(self.batch as u64)
+    }
+
+    /// Distinct recordings that may be unusable.
+    pub(super) fn allowed(&self) -> u64 {
+        if self.bad_budget == 0.0 {
+            0
+        } else {
+            ((self.rows.len() as f64 * self.bad_budget) as u64).max(1)
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! One recording to the crops of a row, as spectrograms or samples.
+
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use super::config::RATES;
+use super::crop::Crop;
+use super::diagnostics::{DECODE, FBANK, READ, RESAMPLE, SEEK};
+use super::queue::Slot;
+use super::{panics, Form, Shared};
+use crate::decode::{Decoder, Info};
+use crate::fbank::{self, Fbank};
+use crate::order::crop_start;
+use crate::resample::{Resampler, Resamplers};
+use crate::source::Reader;
+
+/// Samples beyond this would overflow the power spectrum's float32.
+const PEAK: f32 = 1e12;
+
+/// One worker's decoders and buffers. No two workers share any of it, so nothing is locked while a row is written.
+pub(super) struct Scratch {
+    decoder: Decoder,
+    resamplers: Resamplers,
+    fbank: Fbank,
+    reader: Reader,
+    crops: Vec<Crop>,
+    samples: Vec<f32>, // at the recording's rate
+    wave: Vec<f32>,    // at the pipeline's rate
+}
+
+impl Scratch {
+    pub fn new() -> Self {
+        Self {
+            decoder: Decoder::new(),
+            resamplers: Resamplers::new(),
+            fbank: Fbank::new(),
+            reader: Reader::new(),
+            crops: Vec::new(),
+            samples: Vec::new(),
+            wave: Vec::new(),
+        }
+    }
+}
+
+/// Why a row was not written.
+pub(super) enum Miss {
+    Cancelled,
+    Unusable(String),
+}
+
+/// Writes the crops of one recording. A panic makes the recording unusable.
+pub(super) fn load(
+    shared: &Shared,
+    scratch: &mut Scratch,
+    slot: &Slot,
+    row: u32,
+    epoch: u64,
+    out: &mut [f32],
+) -> Result<(), Miss> {
+    let loaded = catch_unwind(AssertUnwindSafe(|| try_load(shared, scratch, slot, row as usize, epoch, out)));
+    loaded.unwrap_or_else(|panic| {
+        *scratch = Scratch::new(); // its contents may be in any state
+        let reason = format!("panic: {}", panics::message(panic.as_ref()));
+        Err(Miss::Unusable(shared.index.bad_row(row as usize, reason).to_string()))
+    })
+}
+
+fn try_load(
+    shared: &Shared,
+    scratch: &mut Scratch,
+    slot: &Slot,
+    row: usize,
+    epoch: u64,
+    out: &mut [f32],
+) -> Result<(), Miss> {
+    let Shared { config, counters, index, .. } = shared;
+    let Scratch { decoder, resamplers, fbank, reader, crops, samples, wave } = scratch;
+    let unusable = |reason: String| Miss::Unusable(index.bad_row(row, reason).to_string());
+    let check_cancelled = || if slot.is_cancelled() { Err(Miss::Cancelled) } else { Ok(()) };
+    check_cancelled()?;
+
+    // 1. Find the recording.
+    let begin = Instant::now();
+    let bytes = index.encoded(row, reader).map_err(|e| Miss::Unusable(e.to_string()))?;
+    counters.time(READ, begin);
+
+    // 2. Its headers give rate and length, and so the crops.
+    let begin = Instant::now();
+    let info = decoder.info(bytes).map_err(|e| unusable(e.to_string()))?;
+    if info.frames == 0 || info.channels == 0 {
+        return Err(unusable("holds no samples".into()));
+    }
+    if !RATES.contains(&info.rate) {
+        return Err(unusable(format!("has a sample rate of {} Hz; expected one in {RATES:?}", info.rate)));
+    }
+    draw_crops(shared, &info, row, epoch, crops);
+    counters.time(SEEK, begin);
+
+    // 3. Views that overlap are decoded once, together with what lies between them.
+    let begin = Instant::now();
+    let same_rate = info.rate == config.sample_rate;
+    let context = if same_rate { 0 } else { resamplers.get(info.rate, config.sample_rate).context() as u64 };
+    let span = |crop: &Crop| crop.span(context, info.frames);
+    let low = crops.iter().map(|crop| span(crop).0).min().unwrap_or(0);
+    let high = crops.iter().map(|crop| span(crop).1).max().unwrap_or(0);
+    let apart: u64 = crops.iter().map(|crop| span(crop).1 - span(crop).0).sum();
+    let together = config.views > 1 && high - low <= apart;
+    let used = u128::from(apart.min(high - low)) * bytes.len() as u128 / u128::from(info.frames);
+    counters.bytes_recordings.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+    counters.bytes_used.fetch_add(used as u64, Ordering::Relaxed);
+    if together {
+        samples.resize((high - low) as usize, 0.0);
+        decoder.read(bytes, &info, low, samples).map_err(|e| unusable(e.to_string()))?;
+    }
+    counters.time(DECODE, begin);
+
+    wave.resize(config.clip_samples, 0.0);
+    for (crop, out) in crops.iter().zip(out.chunks_exact_mut(shared.view_values)) {
+        check_cancelled()?;
+
+        // 4. Decode the view, straight into its place where the rate already matches.
+        let begin = Instant::now();
+        let (first, last) = span(crop);
+        wave[..crop.offset].fill(0.0);
+        wave[crop.offset + crop.out..].fill(0.0);
+        let clip = &mut wave[crop.offset..][..crop.out];
+        if !together && same_rate {
+            decoder.read(bytes, &info, first, clip).map_err(|e| unusable(e.to_string()))?;
+        } else if !together {
+            samples.resize((last - first) as usize, 0.0);
+            decoder.read(bytes, &info, first, samples).map_err(|e| unusable(e.to_string()))?;
+        }
+        counters.time(DECODE, begin);
+        check_cancelled()?;
+
+        // 5. Resample it.
+        let begin = Instant::now();
+        let part = if together { &samples[(first - low) as usize..(last - low) as usize] } else { samples.as_slice() };
+        if !same_rate {
+            let lead = (crop.start - first) as usize;
+            resamplers.get(info.rate, config.sample_rate).process(part, lead, clip);
+        } else if together {
+            clip.copy_from_slice(part);
+        }
+        // The filter bank's logarithm would turn a NaN into silence.
+        if !clip.iter().fold(true, |fine, x| fine & (x.abs() <= PEAK)) {
+            return Err(unusable("has samples that are NaN or too large".into()));
+        }
+        counters.time(RESAMPLE, begin);
+        check_cancelled()?;
+
+        // 6. Its spectrogram, unless the row holds samples.
+        if config.form == Form::Waveform {
+            out.copy_from_slice(wave);
+            continue;
+        }
+        let begin = Instant::now();
+        fbank.normalised(wave, config.n_frames, out);
+        counters.time(FBANK, begin);
+    }
+    Ok(())
+}
+
+/// The crops of a recording's views: each drawn independently in training, otherwise spread evenly.
+fn draw_crops(shared: &Shared, info: &Info, row: usize, epoch: u64, crops: &mut Vec<Crop>) {
+    let config = &shared.config;
+    let views = config.views as u64;
+    let pick = |view: u64, surplus: u64| match config.train {
+        true => crop_start(config.seed, epoch, row as u64, view, surplus + 1),
+        false => (u128::from(surplus) * u128::from(2 * view + 1) / u128::from(2 * views)) as u64,
+    };
+    let crop = |view| {
+        Crop::new(info.frames, info.rate, config.sample_rate, config.clip_samples, !config.train, |n| pick(view, n))
+    };
+    crops.clear();
+    crops.extend((0..views).map(crop));
+}
+
+/// Writes the row that a test split of one view would hold of this mono recording into `out` \[n_frames, 128\]: its centre at
+/// 32 kHz, or all of it between zeros. `None` where samples are NaN or too large.
+pub fn front_end(wave: &[f32], rate: u32, clip_samples: usize, n_frames: usize, out: &mut [f32]) -> Option<()> {
+    let crop = Crop::new(wave.len() as u64, rate, fbank::RATE, clip_samples, true, |surplus| surplus / 2);
+    let resampler = Resampler::new(rate, fbank::RATE);
+    let (first, last) = crop.span(resampler.context() as u64, wave.len() as u64);
+    let mut clip = vec![0.0; clip_samples];
+    let part = &wave[first as usize..last as usize];
+    resampler.process(part, (crop.start - first) as usize, &mut clip[crop.offset..][..crop.out]);
+    if !clip.iter().all(|x| x.abs() <= PEAK) {
+        return None;
+    }
+    Fbank::new().normalised(&clip, n_frames, out);
+    Some(())
+}

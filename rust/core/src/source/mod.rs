@@ -1,0 +1,463 @@
+//! A row index over many shards, built without reading audio, and the bytes of one recording on demand.
+//!
+//! Shards are Arrow IPC streams (what Hugging Face `datasets` writes), Arrow IPC files, or Parquet (what the Hub stores),
+//! recognised by their first bytes; `arrow` and `parquet` describe the formats. In each, `audio` is a struct of bytes (binary
+//! or large_binary) and path; where bytes are null the recording is the file at path, relative to a root.
+//!
+//! Class names are `info.features.<label>.names` in the JSON under the schema's metadata key `huggingface`.
+//!
+//! # Memory
+//!
+//! A row of an Arrow shard takes 28 bytes (two spans and a label), a row of a Parquet shard 4, and 12 more once a row of
+//! its page is read; a shard takes its path and its mapping. A mapping needs no file descriptor, so any number of shards can
+//! be open at once. A shard must not change while it is mapped: if it is truncated, the process is killed with SIGBUS.
+//! Each thread keeps in its `Reader` one recording that is a file of its own, also as a mapping, and decompressed pages of
+//! Parquet: 64 MiB of them, or the page in use and its dictionary where they are larger.
+//!
+//! With a folder for it, the index is cached in a file: see `cache`.
+
+mod arrow;
+mod cache;
+mod hash;
+mod parquet;
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
+
+use memmap2::Mmap;
+
+use crate::error::Error;
+use hash::Hash;
+use parquet::Body;
+
+/// Where a value lies in its shard. A null is `len == NULL`.
+#[derive(Clone, Copy)]
+#[repr(C, packed(4))] // 12 bytes, not 16
+struct Span {
+    start: u64,
+    len: u32,
+}
+
+const NULL: u32 = u32::MAX;
+
+/// Bytes of one request to read ahead. Linux ignores what exceeds the device's read-ahead, 128 KiB by default.
+const ADVICE: usize = 128 << 10;
+
+impl Span {
+    const NULL: Self = Self { start: 0, len: NULL };
+
+    /// The bytes of the value, of the file or page that it lies in.
+    fn slice(self, bytes: &[u8]) -> &[u8] {
+        // In range: checked when the index was built or the page was opened.
+        &bytes[self.start as usize..][..self.len as usize]
+    }
+}
+
+struct Shard {
+    path: PathBuf,
+    map: Mmap,
+    first_row: usize,
+    table: Table,
+}
+
+/// Where the values of a shard's rows lie.
+enum Table {
+    Arrow { audio: Vec<Span>, paths: Vec<Span> },
+    Parquet(parquet::Pair),
+}
+
+/// What the index takes from one shard.
+struct Metadata {
+    class_names: Option<Vec<String>>,
+    labels: Vec<i32>,
+    table: Table,
+}
+
+/// Which columns to index, and where to look for files.
+#[derive(Clone, Copy, Default)]
+pub struct Options<'a> {
+    pub audio: &'a str,          // the column of recordings
+    pub label: Option<&'a str>,  // the column of class labels
+    pub root: Option<&'a Path>,  // of `path` where bytes are null; None: the folder of the shard
+    pub cache: Option<&'a Path>, // a folder to keep the index in
+}
+
+/// A row index over many shards.
+pub struct Index {
+    shards: Vec<Shard>,
+    labels: Vec<i32>,
+    class_names: Option<Vec<String>>,
+    fingerprint: String,
+    root: Option<PathBuf>,
+}
+
+/// What one thread keeps between recordings.
+#[derive(Default)]
+pub struct Reader {
+    pages: parquet::Pages,
+    page: Option<Arc<Vec<u8>>>, // that holds the recording that was read last
+    file: Option<Mmap>,
+}
+
+impl Reader {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Bytes of decompressed pages that are kept.
+    pub fn bytes(&self) -> usize {
+        self.pages.bytes()
+    }
+}
+
+impl Index {
+    /// Reads the metadata of every shard, in the order given, or the cached index of these shards.
+    ///
+    /// # Errors
+    /// A shard that cannot be opened or is damaged, a column that is missing or of another type, compressed record
+    /// batches, labels outside the class names, or class names that differ between shards.
+    pub fn open(shards: &[PathBuf], options: Options) -> Result<Self, Error> {
+        if shards.is_empty() {
+            return Err(Error::NoShards);
+        }
+        let mut maps = Vec::with_capacity(shards.len());
+        let mut key = Hash::new();
+        for path in shards {
+            let open = |source| Error::Open { path: path.clone(), source };
+            let file = File::open(path).map_err(open)?;
+            let stat = file.metadata().map_err(open)?;
+            if stat.len() == 0 {
+                return Err(shard_error(path, 0, "is empty"));
+            }
+            let time = stat.modified().ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
+            key.text(&path.to_string_lossy());
+            [stat.len(), time.as_secs(), time.subsec_nanos().into()].into_iter().for_each(|word| key.feed(word));
+            // SAFETY: the map is only read, and the module requires that nobody truncates the file meanwhile.
+            maps.push(unsafe { Mmap::map(&file) }.map_err(open)?);
+        }
+        let place = options.cache.map(|folder| folder.join(cache::name(shards, options)));
+        let mut index = match &place {
+            None => Self::read(shards, maps, options)?,
+            Some(place) => {
+                match std::fs::read(place).ok().and_then(|b| cache::load(&b, key.words(), shards, &mut maps)) {
+                    Some(index) => index,
+                    None => {
+                        let index = Self::read(shards, maps, options)?;
+                        let _ = cache::save(&index, key.words(), place); // without it, the next run takes longer
+                        index
+                    }
+                }
+            }
+        };
+        index.root = options.root.map(Path::to_path_buf);
+        Ok(index)
+    }
+
+    fn read(shards: &[PathBuf], maps: Vec<Mmap>, options: Options) -> Result<Self, Error> {
+        let mut index =
+            Self { shards: Vec::new(), labels: Vec::new(), class_names: None, fingerprint: String::new(), root: None };
+        for (path, map) in shards.iter().zip(maps) {
+            index.add(path, map, options)?;
+        }
+        index.fingerprint = index.digest(options.label);
+        Ok(index)
+    }
+
+    /// An index of n recordings that lie outside their shard, which `open` would refuse: reading one panics.
+    #[cfg(test)]
+    pub(crate) fn broken(n: usize) -> Self {
+        let map = memmap2::MmapMut::map_anon(1).and_then(memmap2::MmapMut::make_read_only).unwrap();
+        let table = Table::Arrow { audio: vec![Span { start: 10, len: 10 }; n], paths: vec![Span::NULL; n] };
+        Self {
+            shards: vec![Shard { path: "broken.arrow".into(), map, first_row: 0, table }],
+            labels: vec![-1; n],
+            class_names: None,
+            fingerprint: String::new(),
+            root: None,
+        }
+    }
+
+    /// Reads one shard from memory, and every row of it, for fuzzers: arbitrary bytes may cause nothing worse than an error.
+    ///
+    /// # Errors
+    /// Those of `open`, and that of the first row that cannot be read.
+    pub fn probe(bytes: &[u8], label: Option<&str>) -> Result<usize, Error> {
+        let path = Path::new("probe");
+        if bytes.is_empty() {
+            return Err(shard_error(path, 0, "is empty"));
+        }
+        let open = |source| Error::Open { path: path.to_path_buf(), source };
+        let mut map = memmap2::MmapMut::map_anon(bytes.len()).map_err(open)?;
+        map.copy_from_slice(bytes);
+        let map = map.make_read_only().map_err(open)?;
+        // A root that does not exist, so that the bytes cannot name a file to open.
+        let mut index =
+            Self::read(&[path.to_path_buf()], vec![map], Options { audio: "audio", label, ..Options::default() })?;
+        index.root = Some("/nonexistent".into());
+        let mut reader = Reader::new();
+        let mut first = Ok(index.n_rows());
+        for row in 0..index.n_rows() {
+            let read = index.encoded(row, &mut reader).map(drop);
+            let read = read.and_then(|()| index.path(row, &mut reader).map(drop));
+            if let (Err(error), true) = (read, first.is_ok()) {
+                first = Err(error);
+            }
+        }
+        first
+    }
+
+    pub fn n_rows(&self) -> usize {
+        self.labels.len()
+    }
+
+    /// The class of each row; -1 where it is null, and everywhere without a label column.
+    pub fn labels(&self) -> &[i32] {
+        &self.labels
+    }
+
+    /// Names of the label's classes, where the schema declares a ClassLabel.
+    pub fn class_names(&self) -> Option<&[String]> {
+        self.class_names.as_deref()
+    }
+
+    /// 32 hex digits that change with the shards' names, sizes, order, row boundaries, labels or class names, but not when
+    /// the folder moves.
+    pub fn fingerprint(&self) -> &str {
+        &self.fingerprint
+    }
+
+    /// The first row of each shard.
+    pub fn first_rows(&self) -> impl Iterator<Item = usize> + '_ {
+        self.shards.iter().map(|shard| shard.first_row)
+    }
+
+    /// The encoded recording of a row. In Arrow, in uncompressed Parquet and in a file of its own it stays in the mapped
+    /// file: nothing is read before the caller accesses the bytes.
+    ///
+    /// # Errors
+    /// A row that does not exist, or one without audio.
+    pub fn encoded<'a>(&'a self, row: usize, reader: &'a mut Reader) -> Result<&'a [u8], Error> {
+        let (number, shard) = self.shard(row)?;
+        let local = row - shard.first_row;
+        match &shard.table {
+            Table::Arrow { audio, .. } if audio[local].len != NULL => return Ok(audio[local].slice(&shard.map)),
+            Table::Arrow { .. } => {}
+            Table::Parquet(pair) => {
+                let value = pair.bytes.value(&shard.map, number, local, &mut reader.pages);
+                match value.map_err(|what| self.bad_row(row, format!("its page {what}")))? {
+                    parquet::Value::Null => {}
+                    parquet::Value::InFile(span) => return Ok(span.slice(&shard.map)),
+                    parquet::Value::Decompressed(page, span) => return Ok(span.slice(reader.page.insert(page))),
+                }
+            }
+        }
+        let Some(path) = self.path(row, reader)? else {
+            return Err(self.bad_row(row, "holds no audio bytes and no path".into()));
+        };
+        let folder = self.root.as_deref().or(shard.path.parent()).unwrap_or(Path::new(""));
+        let place = folder.join(&path);
+        let map = map_file(&place).map_err(|e| {
+            let what = format!("holds no audio bytes, only the path {path:?}, and {}: {e}", place.display());
+            self.bad_row(
+                row,
+                format!("{what}. Embed the audio in the shards, or set audio_root to the folder of the files"),
+            )
+        })?;
+        Ok(match map {
+            Some(map) => reader.file.insert(map),
+            None => &[],
+        })
+    }
+
+    /// The name that the recording was stored under; None where it is null.
+    ///
+    /// # Errors
+    /// A row that does not exist, or a name that cannot be read.
+    pub fn path(&self, row: usize, reader: &mut Reader) -> Result<Option<String>, Error> {
+        let (number, shard) = self.shard(row)?;
+        let local = row - shard.first_row;
+        let text = match &shard.table {
+            Table::Arrow { paths, .. } if paths[local].len == NULL => return Ok(None),
+            Table::Arrow { paths, .. } => std::str::from_utf8(paths[local].slice(&shard.map)).map(str::to_owned),
+            Table::Parquet(pair) => {
+                let Some(column) = &pair.path else { return Ok(None) };
+                let value = column.value(&shard.map, number, local, &mut reader.pages);
+                match value.map_err(|what| self.bad_row(row, format!("the page of its path {what}")))? {
+                    parquet::Value::Null => return Ok(None),
+                    parquet::Value::InFile(span) => std::str::from_utf8(span.slice(&shard.map)).map(str::to_owned),
+                    parquet::Value::Decompressed(page, span) => {
+                        std::str::from_utf8(span.slice(&page)).map(str::to_owned)
+                    }
+                }
+            }
+        };
+        text.map(Some).map_err(|_| self.bad_row(row, "its path is not UTF-8".into()))
+    }
+
+    /// Asks the system to read a recording's bytes into memory soon, at most `limit` of them. Returns how many: 0 for a
+    /// recording that is a file of its own.
+    pub fn advise(&self, row: usize, limit: u64) -> u64 {
+        let Ok((_, shard)) = self.shard(row) else { return 0 };
+        let (start, len) = match &shard.table {
+            Table::Arrow { audio, .. } => match audio[row - shard.first_row] {
+                Span { len: NULL, .. } => return 0,
+                Span { start, len } => (start, len),
+            },
+            Table::Parquet(pair) => match pair.bytes.page(row - shard.first_row) {
+                Some(body) => (body.at, body.packed),
+                None => return 0,
+            },
+        };
+        let len = u64::from(len).min(limit).min((shard.map.len() as u64).saturating_sub(start));
+        #[cfg(unix)]
+        for begin in (start..start + len).step_by(ADVICE) {
+            let size = ADVICE.min((start + len - begin) as usize);
+            // Only advice: without it, the bytes are read when they are accessed.
+            let _ = shard.map.advise_range(memmap2::Advice::WillNeed, begin as usize, size);
+        }
+        len
+    }
+
+    /// An error about one recording, with the shard and the row's place in it.
+    pub fn bad_row(&self, row: usize, what: String) -> Error {
+        match self.shard(row) {
+            Ok((_, shard)) => {
+                Error::Recording { path: shard.path.clone(), row, row_in_shard: row - shard.first_row, what }
+            }
+            Err(error) => error,
+        }
+    }
+
+    /// The number of the shard that holds a row, and the shard.
+    fn shard(&self, row: usize) -> Result<(usize, &Shard), Error> {
+        if row >= self.n_rows() {
+            return Err(Error::RowRange { row: row as i64, n: self.n_rows() });
+        }
+        let number = self.shards.partition_point(|s| s.first_row <= row) - 1;
+        Ok((number, &self.shards[number]))
+    }
+
+    /// Appends a shard.
+    fn add(&mut self, path: &Path, map: Mmap, options: Options) -> Result<(), Error> {
+        let Options { audio, label, .. } = options;
+        let metadata = if map.starts_with(b"PAR1") {
+            parquet::read(&map, audio, label).map_err(|broken| {
+                let (path, label) = (path.to_path_buf(), label.unwrap_or_default().to_owned());
+                match broken {
+                    parquet::Broken::Invalid(at, what) => Error::Shard { path, at, what },
+                    parquet::Broken::NoColumn(name, have) => Error::NoColumn { path, name, have },
+                    parquet::Broken::NotAudio(found) => Error::NotAudio { path, name: audio.into(), found },
+                    parquet::Broken::StringLabel => Error::StringLabel { path, name: label },
+                    parquet::Broken::NotLabel(found) => Error::NotLabel { path, name: label, found },
+                }
+            })?
+        } else {
+            arrow::read(path, &map, audio, label)?
+        };
+        if let Some(first) = self.shards.first() {
+            if metadata.class_names != self.class_names {
+                return Err(Error::ClassNames {
+                    path: path.to_path_buf(),
+                    first: first.path.clone(),
+                    name: label.unwrap_or_default().to_owned(),
+                    what: difference(self.class_names.as_deref(), metadata.class_names.as_deref()),
+                });
+            }
+        } else {
+            self.class_names = metadata.class_names;
+        }
+        let first_row = self.n_rows();
+        let n = self.class_names.as_ref().map_or(i32::MAX as usize, Vec::len);
+        if let Some(k) = metadata.labels.iter().position(|&l| l >= 0 && l as usize >= n) {
+            return Err(Error::LabelRange {
+                path: path.to_path_buf(),
+                row: first_row + k,
+                row_in_shard: k,
+                label: metadata.labels[k].into(),
+                n,
+            });
+        }
+        self.labels.extend(metadata.labels);
+        self.shards.push(Shard { path: path.to_path_buf(), map, first_row, table: metadata.table });
+        Ok(())
+    }
+
+    /// The fingerprint.
+    fn digest(&self, label: Option<&str>) -> String {
+        let mut hash = Hash::new();
+        hash.text(label.unwrap_or_default());
+        for name in self.class_names.iter().flatten() {
+            hash.text(name);
+        }
+        for shard in &self.shards {
+            hash.text(&shard.path.file_name().unwrap_or_default().to_string_lossy());
+        }
+        for shard in &self.shards {
+            hash.feed(shard.map.len() as u64);
+            hash.feed(shard.first_row as u64);
+        }
+        for (number, shard) in self.shards.iter().enumerate() {
+            let end = self.shards.get(number + 1).map_or(self.n_rows(), |next| next.first_row);
+            let labels = &self.labels[shard.first_row..end];
+            match &shard.table {
+                Table::Arrow { audio, .. } => {
+                    for (span, label) in audio.iter().zip(labels) {
+                        hash.feed(u64::from(span.len));
+                        hash.feed(*label as u64);
+                    }
+                }
+                Table::Parquet(pair) => {
+                    labels.iter().for_each(|label| hash.feed(*label as u64));
+                    for page in &pair.bytes.pages {
+                        let Body { at, packed, n, .. } = page.body;
+                        [at, packed.into(), n.into()].into_iter().for_each(|word| hash.feed(word));
+                    }
+                }
+            }
+        }
+        hash.hex()
+    }
+}
+
+/// Maps a file; None for an empty one, which cannot be mapped.
+fn map_file(path: &Path) -> std::io::Result<Option<Mmap>> {
+    // Checked before it is opened, since opening a pipe waits for its writer.
+    let stat = std::fs::metadata(path)?;
+    if !stat.is_file() {
+        return Err(std::io::Error::other("is not a file"));
+    }
+    if stat.len() == 0 {
+        return Ok(None);
+    }
+    // SAFETY: the map is only read, and the module requires that nobody truncates the file meanwhile.
+    unsafe { Mmap::map(&File::open(path)?) }.map(Some)
+}
+
+fn shard_error(path: &Path, at: u64, what: impl Into<String>) -> Error {
+    Error::Shard { path: path.to_path_buf(), at, what: what.into() }
+}
+
+/// How the class names of two shards differ.
+fn difference(first: Option<&[String]>, here: Option<&[String]>) -> String {
+    let (a, b) = match (first, here) {
+        (Some(a), Some(b)) => (a, b),
+        (None, _) => return "the latter does not name its classes".into(),
+        (_, None) => return "the former does not name its classes".into(),
+    };
+    match (0..a.len().min(b.len())).find(|&i| a[i] != b[i]) {
+        Some(i) => format!("class {i} is {:?} and {:?}", b[i], a[i]),
+        None => format!("{} and {} classes", b.len(), a.len()),
+    }
+}
+
+/// The names of a label's classes in the JSON of the metadata key `huggingface`.
+fn class_names(text: Option<&str>, label: &str) -> Result<Option<Vec<String>>, String> {
+    let Some(text) = text else { return Ok(None) };
+    let json: serde_json::Value = serde_json::from_str(text)
+        .map_err(|e| format!("has invalid JSON under its metadata key \"huggingface\": {e}"))?;
+    let names = json.pointer("/info/features").and_then(|f| f.get(label)).and_then(|f| f.get("names"));
+    let names = names.and_then(|n| n.as_array()).map(|n| n.iter().map(|v| v.as_str().map(str::to_owned)).collect());
+    Ok(names.flatten())
+}

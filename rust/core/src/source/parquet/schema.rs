@@ -1,0 +1,103 @@
+//! The columns that the index reads, found in a Parquet schema.
+
+use super::metadata::{Element, BYTE_ARRAY};
+use super::{Broken, Result};
+
+/// A leaf column of the schema: its number among the leaves, and the level of a value that is present.
+pub struct Leaf {
+    pub number: usize,
+    pub levels: u8,
+}
+
+/// The leaf columns that the index reads.
+pub struct Chosen {
+    pub bytes: Leaf,
+    pub path: Option<Leaf>,
+    pub label: Option<Leaf>,
+}
+
+impl Chosen {
+    pub fn find(schema: &[Element], audio: &str, label: Option<&str>) -> Result<Self, Broken> {
+        let mut walk = Walk { schema, at: 0, leaf: 0 };
+        let root = schema.first().ok_or("has an empty schema".to_owned())?;
+        walk.at = 1;
+        let (mut found, mut label_leaf, mut names) = (None, None, Vec::new());
+        for _ in 0..root.n_children {
+            let element = walk.element()?;
+            let before = (walk.at, walk.leaf);
+            let text = walk.describe(0)?;
+            names.push(format!("{} ({text})", element.name));
+            let wrong = || Broken::NotAudio(text.clone());
+            if element.name == audio {
+                (walk.at, walk.leaf) = before;
+                let levels = element.level().ok_or_else(wrong)?;
+                walk.at += 1;
+                let (mut bytes, mut path) = (None, None);
+                for _ in 0..element.n_children {
+                    let child = walk.element()?;
+                    let leaf = child.level().map(|l| Leaf { number: walk.leaf, levels: levels + l });
+                    if child.physical == Some(BYTE_ARRAY) {
+                        match child.name.as_str() {
+                            "bytes" => bytes = leaf,
+                            "path" => path = leaf,
+                            _ => {}
+                        }
+                    }
+                    walk.describe(0)?;
+                }
+                found = Some((bytes.ok_or_else(wrong)?, path));
+            } else if Some(element.name.as_str()) == label {
+                label_leaf = match (element.physical, element.converted, element.level()) {
+                    (Some(2), None | Some(18), Some(levels)) => Some(Leaf { number: before.1, levels }),
+                    (Some(BYTE_ARRAY), _, _) => return Err(Broken::StringLabel),
+                    _ => return Err(Broken::NotLabel(text)),
+                };
+            }
+        }
+        let missing = |name: &str| Broken::NoColumn(name.into(), names.join(", "));
+        let (bytes, path) = found.ok_or_else(|| missing(audio))?;
+        if let (Some(name), None) = (label, &label_leaf) {
+            return Err(missing(name));
+        }
+        Ok(Self { bytes, path, label: label_leaf })
+    }
+}
+
+/// A walk through the schema, which is a tree written depth first.
+struct Walk<'a> {
+    schema: &'a [Element],
+    at: usize,
+    leaf: usize,
+}
+
+impl<'a> Walk<'a> {
+    fn element(&self) -> Result<&'a Element> {
+        self.schema.get(self.at).ok_or("has a schema with missing columns".into())
+    }
+
+    /// A readable name of the next column's type; moves past the column.
+    fn describe(&mut self, depth: usize) -> Result<String> {
+        let element = self.element()?;
+        self.at += 1;
+        if depth > 32 {
+            return Err("has a schema that is nested too deeply".into());
+        }
+        if element.physical.is_none() {
+            let mut inner = Vec::new();
+            for _ in 0..element.n_children {
+                let name = &self.element()?.name;
+                inner.push(format!("{name}: {}", self.describe(depth + 1)?));
+            }
+            return Ok(format!("struct<{}>", inner.join(", ")));
+        }
+        self.leaf += 1;
+        let kind = match element.physical {
+            Some(BYTE_ARRAY) if element.converted == Some(0) => "string",
+            Some(k) => *["bool", "int32", "int64", "int96", "float", "double", "binary", "fixed_size_binary"]
+                .get(k as usize)
+                .unwrap_or(&"an unknown type"),
+            None => "struct",
+        };
+        Ok(if element.repetition == 2 { format!("list of {kind}") } else { kind.into() })
+    }
+}

@@ -1,0 +1,110 @@
+//! The row index.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use jaxtrain_loader::error::Error;
+use jaxtrain_loader::source::{self, Reader};
+use numpy::{IntoPyArray, PyArray1};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::exception;
+
+/// A row index over Arrow IPC and Parquet shards, built without reading audio.
+///
+/// shards: paths of the shards, in order. audio: the column of recordings, a struct of bytes and path. label: the
+/// column of int64 class labels; None for no labels. root: the folder that the paths of recordings without bytes are
+/// relative to; None for the folder of each shard. cache: a folder that keeps the index until the name, size or
+/// modification time of a shard changes; None for no cache.
+///
+/// Raises OSError for a shard that cannot be opened. Raises ValueError for a shard that is damaged or compressed, a
+/// column that is missing or of another type, a label outside its class names, and classes that differ from those of
+/// the first shard.
+#[pyclass(frozen)]
+pub struct Index(pub Arc<source::Index>);
+
+impl Index {
+    fn row(&self, row: i64) -> PyResult<usize> {
+        usize::try_from(row).map_err(|_| exception(Error::RowRange { row, n: self.0.n_rows() }))
+    }
+}
+
+#[pymethods]
+impl Index {
+    #[new]
+    #[pyo3(signature = (shards, *, audio = "audio", label = None, root = None, cache = None))]
+    fn new(
+        py: Python<'_>,
+        shards: Vec<PathBuf>,
+        audio: &str,
+        label: Option<&str>,
+        root: Option<PathBuf>,
+        cache: Option<PathBuf>,
+    ) -> PyResult<Self> {
+        let options = source::Options { audio, label, root: root.as_deref(), cache: cache.as_deref() };
+        let index = py.detach(|| source::Index::open(&shards, options)).map_err(exception)?;
+        Ok(Self(Arc::new(index)))
+    }
+
+    /// The number of rows in all shards.
+    #[getter]
+    fn n_rows(&self) -> usize {
+        self.0.n_rows()
+    }
+
+    /// The names of the ClassLabel in the schema's metadata; None where it names none.
+    #[getter]
+    fn class_names(&self) -> Option<Vec<String>> {
+        self.0.class_names().map(<[String]>::to_vec)
+    }
+
+    /// The class of each row, int64 [n_rows]; -1 where it is null, and everywhere without a label column.
+    #[getter]
+    fn labels<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        let labels: Vec<i64> = self.0.labels().iter().map(|&label| label.into()).collect();
+        labels.into_pyarray(py)
+    }
+
+    /// A hash that changes with the data or their order, but not when their folder moves.
+    #[getter]
+    fn fingerprint(&self) -> &str {
+        self.0.fingerprint()
+    }
+
+    /// The first row of each shard, int64 [n_shards].
+    #[getter]
+    fn first_rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        let rows: Vec<i64> = self.0.first_rows().map(|row| row as i64).collect();
+        rows.into_pyarray(py)
+    }
+
+    /// Return the encoded recording of a row: the shard's bytes, or the file at the row's path where they are null.
+    ///
+    /// Raises IndexError for a row that does not exist, and ValueError for a row without audio.
+    fn encoded<'py>(&self, py: Python<'py>, row: i64) -> PyResult<Bound<'py, PyBytes>> {
+        let (row, mut reader) = (self.row(row)?, Reader::new());
+        Ok(PyBytes::new(py, py.detach(|| self.0.encoded(row, &mut reader)).map_err(exception)?))
+    }
+
+    /// Return the name that the recording of a row was stored under; None where it is null.
+    ///
+    /// Raises IndexError for a row that does not exist.
+    fn path(&self, py: Python<'_>, row: i64) -> PyResult<Option<String>> {
+        let row = self.row(row)?;
+        py.detach(|| self.0.path(row, &mut Reader::new())).map_err(exception)
+    }
+
+    /// Return path(row) of every row.
+    fn paths(&self, py: Python<'_>) -> PyResult<Vec<Option<String>>> {
+        let all = || {
+            let mut reader = Reader::new();
+            (0..self.0.n_rows()).map(|row| self.0.path(row, &mut reader)).collect::<Result<_, _>>()
+        };
+        py.detach(all).map_err(exception)
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.n_rows()
+    }
+}

@@ -1,0 +1,54 @@
+//! The extension module `loaders._rust`: arguments in, numpy arrays out. What it does is in the crate `jaxtrain_loader`.
+//!
+//! Every function releases the GIL while it works; waits for data also check for signals. The doc comments of what
+//! Python sees are its docstrings, and loaders/_rust.pyi repeats them: tests/loaders/test_stub.py compares the two.
+
+mod audio;
+mod batch;
+mod index;
+mod order;
+mod pipeline;
+mod sudoku;
+
+use jaxtrain_loader::error::Error;
+use pyo3::exceptions::{PyIndexError, PyOSError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+/// The loader's compiled core (rust/). Arrays are numpy's; waits release the GIL, and waits for data answer Ctrl-C.
+#[pymodule]
+fn _rust(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(build_profile, module)?)?;
+    module.add_function(wrap_pyfunction!(audio::decode, module)?)?;
+    module.add_function(wrap_pyfunction!(audio::resample, module)?)?;
+    module.add_function(wrap_pyfunction!(audio::fbank, module)?)?;
+    module.add_function(wrap_pyfunction!(audio::front_end, module)?)?;
+    module.add_function(wrap_pyfunction!(order::permutation, module)?)?;
+    module.add_function(wrap_pyfunction!(order::block_order, module)?)?;
+    module.add_function(wrap_pyfunction!(sudoku::sudoku_solve, module)?)?;
+    module.add_function(wrap_pyfunction!(sudoku::sudoku_generate, module)?)?;
+    module.add("ORDER_VERSION", jaxtrain_loader::order::VERSION)?;
+    module.add("STAGES", jaxtrain_loader::pipeline::STAGES)?;
+    module.add_class::<index::Index>()?;
+    module.add_class::<pipeline::Pipeline>()
+}
+
+/// Return how the extension was compiled: "release", or "debug", which is many times slower.
+#[pyfunction]
+fn build_profile() -> &'static str {
+    if cfg!(debug_assertions) {
+        "debug"
+    } else {
+        "release"
+    }
+}
+
+/// The Python exception for an error of the loader.
+fn exception(error: Error) -> PyErr {
+    let text = error.to_string();
+    match error {
+        Error::Open { .. } => PyOSError::new_err(text),
+        Error::RowRange { .. } => PyIndexError::new_err(text),
+        Error::Failed(_) | Error::Thread(_) => PyRuntimeError::new_err(text),
+        _ => PyValueError::new_err(text),
+    }
+}

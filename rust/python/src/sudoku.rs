@@ -1,0 +1,68 @@
+//! Sudoku boards as arrays.
+
+use jaxtrain_loader::sudoku::{parallel, Rules};
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+type Boards<'py> = Bound<'py, PyArray2<u8>>;
+type Counts<'py> = Bound<'py, PyArray1<i64>>;
+
+/// Solve sudoku boards, counting their solutions.
+///
+/// boards: uint8 [n, 16 or 81], row by row, 0 for a blank.
+///
+/// Returns (solutions, guesses, first): int64 [n], the number of solutions, at most limit; int64 [n], the guesses that
+/// the search made, 0 where forced cells alone solve the board; uint8 [n, cells], the first solution, zeros where a
+/// board has none.
+/// Raises ValueError for boards of another size.
+#[pyfunction]
+#[pyo3(signature = (boards, *, limit = 2, threads = 1))]
+pub fn sudoku_solve<'py>(
+    py: Python<'py>,
+    boards: PyReadonlyArray2<'py, u8>,
+    limit: u32,
+    threads: usize,
+) -> PyResult<(Counts<'py>, Counts<'py>, Boards<'py>)> {
+    let (n, cells) = boards.as_array().dim();
+    let rules = Rules::new(cells.isqrt()).filter(|rules| rules.n_cells() == cells);
+    let rules = rules.ok_or_else(|| PyValueError::new_err(format!("boards have {cells} cells; expected 16 or 81")))?;
+    let boards = boards.as_slice()?;
+    let searches = py.detach(|| parallel(n, threads, |i| rules.solve(&boards[i * cells..(i + 1) * cells], limit)));
+    let solutions: Vec<i64> = searches.iter().map(|search| search.solutions.into()).collect();
+    let guesses: Vec<i64> = searches.iter().map(|search| search.guesses.into()).collect();
+    let first: Vec<u8> =
+        searches.into_iter().flat_map(|search| search.first.unwrap_or_else(|| vec![0; cells])).collect();
+    Ok((solutions.into_pyarray(py), guesses.into_pyarray(py), first.into_pyarray(py).reshape([n, cells])?))
+}
+
+/// Generate sudoku puzzles that have one solution each: numbers start to start + n - 1 of a seed.
+///
+/// side: 4 or 9. blanks: the fewest and the most; each puzzle's number is drawn between them, and is smaller where
+/// removing another digit would allow a second solution.
+///
+/// Returns (boards, solutions, guesses): uint8 [n, side * side], 0 for a blank; uint8 [n, side * side]; int64 [n], the
+/// guesses that the solver makes.
+/// Raises ValueError for another side.
+#[pyfunction]
+#[pyo3(signature = (n, *, side = 9, seed = 0, start = 0, blanks = (0, 81), threads = 1))]
+pub fn sudoku_generate(
+    py: Python<'_>,
+    n: usize,
+    side: usize,
+    seed: u64,
+    start: u64,
+    blanks: (usize, usize),
+    threads: usize,
+) -> PyResult<(Boards<'_>, Boards<'_>, Counts<'_>)> {
+    let rules = Rules::new(side).ok_or_else(|| PyValueError::new_err(format!("side = {side} must be 4 or 9")))?;
+    let puzzles = py.detach(|| parallel(n, threads, |i| rules.generate(seed, start + i as u64, blanks.0, blanks.1)));
+    let guesses: Vec<i64> = puzzles.iter().map(|puzzle| puzzle.guesses.into()).collect();
+    let (mut boards, mut solutions) = (Vec::new(), Vec::new());
+    for puzzle in puzzles {
+        boards.extend(puzzle.board);
+        solutions.extend(puzzle.solution);
+    }
+    let shape = [n, side * side];
+    Ok((boards.into_pyarray(py).reshape(shape)?, solutions.into_pyarray(py).reshape(shape)?, guesses.into_pyarray(py)))
+}

@@ -1,0 +1,54 @@
+"""loaders/_rust.pyi says what the compiled extension has: the same names, parameters and docstrings."""
+
+import ast
+import inspect
+import pathlib
+
+import pytest
+
+from loaders import _rust
+
+STUB = ast.parse((pathlib.Path(_rust.__file__).parent / "_rust.pyi").read_text())
+CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
+FUNCTIONS = {node.name: node for node in STUB.body if isinstance(node, ast.FunctionDef)}
+MEMBERS = {(name, sub.name): sub for name, node in CLASSES.items() for sub in node.body if isinstance(sub, ast.FunctionDef)}
+PUBLIC = {(name, member): node for (name, member), node in MEMBERS.items() if not member.startswith("__")}
+
+
+def parameters(node: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+
+
+def test_the_stub_has_every_name_of_the_extension():
+    constants = {node.target.id for node in STUB.body if isinstance(node, ast.AnnAssign)}
+    public = {name for name in dir(_rust) if not name.startswith("_")}
+    assert public == constants | set(FUNCTIONS) | set(CLASSES)
+    for name in CLASSES:
+        members = {member for member in vars(getattr(_rust, name)) if not member.startswith("_")}
+        assert members == {member for owner, member in PUBLIC if owner == name}
+
+
+def test_the_docstrings_are_those_of_the_extension():
+    assert inspect.getdoc(_rust) == ast.get_docstring(STUB)
+    for name, node in (FUNCTIONS | CLASSES).items():
+        assert inspect.getdoc(getattr(_rust, name)) == ast.get_docstring(node), name
+    for (name, member), node in PUBLIC.items():
+        assert inspect.getdoc(getattr(getattr(_rust, name), member)) == ast.get_docstring(node), (name, member)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *CLASSES])
+def test_every_docstring_begins_with_a_sentence(name):
+    for text in [inspect.getdoc(getattr(_rust, name))] + [ast.get_docstring(MEMBERS[key]) for key in PUBLIC if key[0] == name]:
+        assert text and text.splitlines()[0].rstrip().endswith((".", ":")), text
+
+
+def test_the_parameters_are_those_of_the_extension():
+    for name, node in FUNCTIONS.items():
+        assert list(inspect.signature(getattr(_rust, name)).parameters) == parameters(node), name
+    for name in CLASSES:
+        built = list(inspect.signature(getattr(_rust, name)).parameters)
+        assert built == parameters(MEMBERS[name, "__init__"])[1:], name
+    for (name, member), node in PUBLIC.items():
+        value = getattr(getattr(_rust, name), member)
+        if callable(value):
+            assert list(inspect.signature(value).parameters) == parameters(node), (name, member)
