@@ -1,0 +1,154 @@
+"""Attention compiled for eight H100s and for TPUs, without any: which kernels are called, and what a device holds and moves.
+
+It needs the compilers that `--plan-setup gpu` and `--plan-setup tpu` fetch once, and skips itself without them. `FULL` has
+every mesh with every mask; it is slow.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+FORWARD, BACKWARD, TRITON, TPU = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__gpu$xla.gpu.triton", "tpu_custom_call"
+VARIANTS = (
+    {},
+    {"accumulate": 2},
+    {"remat": "full"},
+    {"remat": "save attention"},
+    {"packed": True},
+    {"packed": True, "remat": "full", "accumulate": 2},
+    {"packed": True, "kv_heads": 2, "window": 64},
+    {"window": 64},
+    {"causal": False, "window": 64},
+    {"kv_heads": 2},
+    {"kv_heads": 1},
+    {"tokens": 257, "causal": False},
+    {"tokens": 257},
+    {"tokens": 257, "packed": True},
+    {"head_dim": 16},
+    {"head_dim": 80},
+    {"head_dim": 128},
+    {"head_dim": 256},
+    {"head_dim": 256, "packed": True},
+    {"dtype": "float32"},
+    {"dtype": "float32", "packed": True},
+    {"train": False},
+    {"train": False, "packed": True},
+)
+MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2))
+WIDE = {"heads": 8, "kv_heads": 8}
+FULL = [
+    *({**variant, "mesh": mesh} for mesh in MESHES for variant in VARIANTS),
+    *({**WIDE, "mesh": mesh, **v} for mesh in ((4, 1, 2), (1, 4, 2), (1, 1, 8)) for v in ({}, {"packed": True})),
+    *({**WIDE, "chips": "h100:1x2x8", "mesh": mesh} for mesh in ((16, 1, 1), (2, 8, 1), (2, 4, 2))),
+]
+FEW = [
+    {},
+    {"mesh": (2, 2, 2), "accumulate": 2, "remat": "full", "kv_heads": 2},
+    {"packed": True, "kv_heads": 2},
+    {"mesh": (1, 8, 1), "tokens": 257, "causal": False},
+    {"chips": "h100:1x2x8", "mesh": (2, 4, 2), "train": False},
+]
+LONG = {"rows": 1, "tokens": 32768, "heads": 4, "kv_heads": 2, "head_dim": 64, "packed": True, "remat": "full"}
+
+
+def compiler(kind: str) -> pathlib.Path:
+    """The folder of its packages; skips where it is missing."""
+    if kind == "tpu" and importlib.util.find_spec("libtpu"):
+        return ROOT
+    base = os.environ.get("JAXTRAIN_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxtrain")
+    jaxlib, python = importlib.metadata.version("jaxlib"), f"{sys.version_info.major}{sys.version_info.minor}"
+    folder = pathlib.Path(base).expanduser() / "envs" / f"plan-{kind}-jaxlib-{jaxlib}-py{python}"
+    if not (folder / "whole.json").exists():
+        pytest.skip(f"no compiler at {folder}; python -m jaxtrain.main --plan-setup {kind} makes it, once")
+    return folder
+
+
+def compiled(kind: str, cases: list[dict], seconds: int = 600) -> list[dict]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
+    env["PYTHONPATH"] = os.pathsep.join([str(compiler(kind)), str(ROOT), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "attention_programs.py")], input=json.dumps(cases), env=env, capture_output=True,
+        text=True, timeout=seconds,
+    )  # fmt: skip
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == len(cases), done.stderr[-3000:]
+    return found
+
+
+def expected(case: dict) -> dict[str, int]:
+    """Calls of the kernels. A loop over the layers has each once; what is recomputed, twice, unless it is kept."""
+    forward = 2 if case.get("remat") == "full" and case.get("train", True) else 1
+    train = case.get("train", True)
+    if case.get("dtype") == "float32":
+        return {}
+    if case.get("packed") or (case.get("window") and not case.get("causal", True)):
+        return {TRITON: forward + 2 * train}
+    return {FORWARD: forward, **({BACKWARD: 1} if train else {})}
+
+
+def right(found: dict) -> None:
+    case = found["case"]
+    assert "error" not in found, f"{case}: {found['error']}"
+    if "save" in case.get("remat", ""):  # what the kernel keeps beside its result has no name, and is made again
+        assert found["kernels"][BACKWARD] == 1 and found["kernels"][FORWARD] <= 2, found
+    else:
+        assert found["kernels"] == expected(case), found
+    assert not found["gathered"], f"{case}: q, k or v is gathered: {found['gathered']}"
+    if case.get("dtype") != "float32":
+        assert not found["square"], f"{case}: {found['square']}"
+
+
+def test_attention_on_eight_h100s():
+    """The kernels are in the program, each device's on its own rows and heads; there is no array of all weights or masks."""
+    for found in compiled("gpu", FEW):
+        right(found)
+
+
+@pytest.mark.slow
+def test_attention_on_h100s_on_every_mesh_with_every_mask():
+    for found in compiled("gpu", FULL, seconds=3000):
+        right(found)
+
+
+def test_a_packed_row_of_32k_tokens_on_h100s_holds_nothing_that_grows_with_its_square():
+    """Twice the tokens are twice the bytes: an array of T² bits would be 134 MB for a row."""
+    whole, half = compiled("gpu", [LONG, {**LONG, "tokens": LONG["tokens"] // 2}])
+    right(whole), right(half)
+    assert whole["temporaries"] < 2.1 * half["temporaries"], (whole, half)
+
+
+SPLASH = {"chips": "v5e:2x4", "mesh": (8, 1, 1), "tokens": 512, "packed": True}
+
+
+def spoken(found: list[dict], forward: int = 1) -> None:
+    for one in found:
+        assert "error" not in one, one
+        assert one["kernels"] == {TPU: forward + 2} and not one["square"] and not one["gathered"], one
+
+
+def test_splash_on_a_tpu_whose_replicas_are_along_data():
+    """Forward, and the two kernels of the backward pass."""
+    spoken(compiled("tpu", [SPLASH]))
+
+
+@pytest.mark.slow
+def test_splash_on_every_generation_and_mesh():
+    cases = [{**SPLASH, "mesh": mesh} for mesh in ((1, 8, 1), (2, 2, 2))]
+    cases += [{**SPLASH, "chips": chips, "mesh": (4, 2, 1), "accumulate": 2} for chips in ("v6e:2x4", "v4:2x2x2")]
+    spoken(compiled("tpu", cases, seconds=1800))
+    spoken(compiled("tpu", [{**SPLASH, "chips": "v4:2x2x1", "mesh": (2, 1, 2), "remat": "full"}]), forward=2)
+
+
+@pytest.mark.slow
+def test_a_packed_row_of_32k_tokens_on_a_tpu_holds_nothing_that_grows_with_its_square():
+    long = {**LONG, "chips": "v5e:2x4"}
+    whole, half = compiled("tpu", [long, {**long, "tokens": LONG["tokens"] // 2}], seconds=1800)
+    spoken([whole, half], forward=2)
+    assert whole["temporaries"] < 2.1 * half["temporaries"], (whole, half)
