@@ -11,8 +11,8 @@ reached is exported for transformers by
 
 With adapters instead of all weights (--config.lora.rank=16 --config.optim.lr=2e-4) that exports the merged weights, and
 tools/lora_to_peft.py the adapters. On several devices --config.mesh.fsdp splits parameters, --config.mesh.model heads, inner
-widths and vocabulary (on TPUs leave --config.mesh.data=1: `jaxtrain.nn.attention` says why). Rows too long for one device are
-split over the mesh axis fsdp by "--config.mesh.axis_rules={'batch': 'data', 'seq': 'fsdp'}".
+widths and vocabulary. Rows too long for one device are split over the mesh axis fsdp by
+"--config.mesh.axis_rules={'batch': 'data', 'seq': 'fsdp'}".
 """
 
 from ml_collections import ConfigDict

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from jaxtrain import assembly as assembly_lib
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import plan
@@ -73,7 +74,7 @@ def test_a_plan_traces_what_its_target_would(workload, target, mesh, tmp_path, m
     told = layout_lib.devices_of(where.chip.kind)
     with monkeypatch.context() as context:
         context.setattr(layout_lib, "devices_like", lambda device: told)
-        there = plan.assemble(config, layout_lib.make_mesh(*mesh, devices=jax.devices()[: np.prod(mesh)]))
+        there = assembly_lib.assemble(config, layout_lib.make_mesh(*mesh, devices=jax.devices()[: np.prod(mesh)]))
     programs = []
     for assembly in (planned, there):
         assert assembly.layout.devices == told
