@@ -42,14 +42,6 @@ class Run:
         config = config_lib.Config(
             model=case.model,
             train=config_lib.Train(batch=rows, steps=case.steps, accumulate=accumulate, ema=case.ema),
-            mesh=config_lib.Mesh(rules=rules or {}),
-            optim=case.optim,
-            lora=case.adapters,
-        )
-        fields = {name: Field(x.shape[1:], np.dtype(x.dtype)) for name, x in batch.items()}
-        config = config_lib.Config(
-            model=case.model,
-            train=config_lib.Train(batch=rows, steps=case.steps, accumulate=accumulate, ema=case.ema),
             mesh=config_lib.Mesh(axis_rules=rules or {}),
             optim=case.optim,
             lora=case.adapters,

@@ -11,7 +11,7 @@ import sys
 import jax._src.cudnn.fused_attention_stablehlo as cudnn
 from jax.experimental import topologies
 
-from jaxtrain import compiler, hlo, layout, plan
+from jaxtrain import assembly, compiler, hlo, layout
 from jaxtrain import config as config_lib
 
 # XLA's description of an H100 SXM (xla/backends/gpu/target_config/specs/h100_sxm.txtpb), abridged.
@@ -30,8 +30,8 @@ def main() -> None:
     config = config_lib.load(arguments.source, arguments.overrides)
     devices = topologies.get_topology_desc("", "cuda", target_config=H100, topology="1x1x8").devices
     mesh = layout.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices=list(devices))
-    assembly = plan.assemble(config, mesh)
-    traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
+    run = assembly.assemble(config, mesh)
+    traced = run.trace(run.task.stage(config.train.steps - 1))
     options = compiler.options(config.compiler, "NVIDIA H100 80GB HBM3", count=8, device=None)
     program = traced.lower().compile({**options, "xla_gpu_enable_triton_gemm": False})
     text = program.as_text()
