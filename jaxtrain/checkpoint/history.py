@@ -1,4 +1,4 @@
-"""What a run knows besides its state: how its data and its rewinds went, and which step is the best so far.
+"""What a run knows besides its state: changes of its data, rewinds, and which step is the best so far.
 
 workdir/best.json    {"step": 40, "value": 1.25, "metric": "loss", "progress": {"step": 30, "value": 1.3}}
 """
@@ -14,20 +14,20 @@ from jaxtrain.config import Checkpoint
 
 
 class CheckpointError(RuntimeError):
-    """Saved state that cannot be gone on from. Never followed by a silent fresh start."""
+    """Saved state that a run cannot resume from. It is never followed by a silent fresh start."""
 
 
 class History(NamedTuple):
-    """What a run knows besides its state, and saves with it."""
+    """What a run knows besides its state and saves with it."""
 
-    offset: int = 0  # batches that were of other data: position = step - offset
+    offset: int = 0  # batches of data that were exchanged since: position = step - offset
     rewinds: int = 0  # times that bad steps took the run back to a checkpoint
 
 
 class Scores:
-    """Which step is the best so far, kept in workdir/best.json; as an Orbax preservation policy, it keeps that one.
+    """The best step so far, kept in workdir/best.json. As an Orbax preservation policy, it keeps that step.
 
-    best.json also has the step and value of the last progress: of an improvement on the one before by more than min_delta.
+    best.json also has the step and value of the last progress: an improvement on the previous one by more than min_delta.
     """
 
     def __init__(self, path: epath.Path, config: Checkpoint, min_delta: float):

@@ -1,4 +1,4 @@
-"""A step directory whose bytes are vouched for: what is flipped, cut or gone is named."""
+"""A step directory whose every byte is verified: a file that is changed, cut or gone is named."""
 
 import json
 import os
