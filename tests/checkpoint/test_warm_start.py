@@ -17,7 +17,6 @@ from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.read import Stored
 from jaxtrain.config import WarmStart
 from jaxtrain.config.checks import on_this_machine
-from jaxtrain.config.checks import on_this_machine
 from jaxtrain.specs import ones, truncated_normal
 from jaxtrain.types import Spec
 
