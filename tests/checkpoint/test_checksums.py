@@ -71,7 +71,7 @@ def test_a_file_that_is_cut_or_gone_is_named(step, written, keep):
         (step / name).write_bytes(content)
 
 
-def test_several_problems_are_told_together(step, written):
+def test_several_problems_are_reported_together(step, written):
     first, second, *_ = [name for name in written if name.startswith("state/")]
     (step / first).unlink()
     (step / second).write_bytes(b"")

@@ -133,7 +133,7 @@ def test_every_part_is_read_once_and_only_parts(run):
     assert sorted(parts) == sorted(((0, 2), e, m) for e in ((0, 4), (4, 8)) for m in ((0, 8), (8, 16)))
 
 
-def test_what_is_missing_unwanted_or_different_is_told_at_once_with_its_remedy():
+def test_what_is_missing_unwanted_or_different_is_reported_at_once_with_its_remedy():
     arrays = numbers(0)
     arrays["encoder/positions"] = arrays.pop("encoder/pos")
     arrays["head/w"] = np.zeros((8, 7), np.float32)
@@ -237,7 +237,7 @@ def test_floats_are_rounded_to_the_tables_dtype_and_it_is_said():
     assert made["encoder/blocks/b"].dtype == jnp.bfloat16
 
 
-def test_a_source_that_is_damaged_or_not_there_is_told(run, tmp_path):
+def test_a_source_that_is_damaged_or_not_there_is_reported(run, tmp_path):
     import shutil
 
     rules = WarmStart(source=str(run))
@@ -251,7 +251,7 @@ def test_a_source_that_is_damaged_or_not_there_is_told(run, tmp_path):
             warm_start.open_source(bad)
 
 
-def test_mistakes_of_the_section_are_told_with_the_configs_others(tmp_path):
+def test_mistakes_of_the_section_are_reported_with_the_configs_others(tmp_path):
     tell = lambda rules: dict(rules.problems())  # noqa: E731
     assert tell(WarmStart()) == {}
     assert tell(WarmStart(source=str(tmp_path), reshape={"x": "grid 1x2 to 2x2", "y": "pad"})) == {}

@@ -39,7 +39,7 @@ def test_an_explicit_environment(environment, expected):
         ({C: "h:", N: "x"}, [I, "not host:port", f"{N}='x'"]),
     ],
 )
-def test_an_explicit_environment_that_makes_no_sense_is_told_whole(environment, told):
+def test_an_explicit_environment_that_makes_no_sense_is_reported_whole(environment, told):
     with pytest.raises(ClusterError) as error:
         from_environment(environment)
     assert len(error.value.problems) == len(told)
