@@ -247,7 +247,7 @@ class Checkpointer:
                 continue
             try:
                 self._check_model(manager, path / str(step), step)
-                found = manager.restore(
+                saved = manager.restore(
                     step,
                     args=ocp.args.Composite(state=ocp.args.StandardRestore(_saved(plan.state)), data=ocp.args.JsonRestore()),
                 )
@@ -256,9 +256,9 @@ class Checkpointer:
             except Exception as error:  # noqa: BLE001  whatever a damaged file raises
                 log.warning("checkpoint %s cannot be read and is skipped: %s", path / str(step), _first_line(error))
                 continue
-            offset = self._check_data(path / str(step), step, found["data"], data)
-            history = History(offset, found["data"].get("rewinds", 0))
-            return Restored(_state(found["state"], plan), step, history, path / str(step))
+            offset = self._check_data(path / str(step), step, saved["data"], data)
+            history = History(offset, saved["data"].get("rewinds", 0))
+            return Restored(_state(saved["state"], plan), step, history, path / str(step))
         if steps:
             raise CheckpointError(
                 f"none of the checkpoints {steps} in {path} can be read; move that folder away to start from the "
@@ -313,10 +313,10 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
         (folder / token).write_text("")
     cluster.agree(0)  # it is there from here on
     deadline = time.monotonic() + seconds
-    while not (found := (folder / token).exists()) and time.monotonic() < deadline:
+    while not (sees := (folder / token).exists()) and time.monotonic() < deadline:
         list(folder.iterdir())  # makes some network file systems look again
         time.sleep(0.2)
-    blind = [i for i, seen in enumerate(cluster.gather(int(found))) if not seen]
+    blind = [i for i, seen in enumerate(cluster.gather(int(sees))) if not seen]
     if jax.process_index() == 0:
         (folder / token).unlink()
     if blind:

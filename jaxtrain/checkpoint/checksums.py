@@ -74,8 +74,8 @@ def verify(step_dir: epath.PathLike) -> list[str]:
     if not intact:
         return [f"{NAME}: is damaged (it does not match its own hash), so that no other file can be verified"]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(lambda item: _problem(folder, *item), files.items())
-        return [problem for problem in found if problem]
+        results = pool.map(lambda item: _problem(folder, *item), files.items())
+        return [problem for problem in results if problem]
 
 
 def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | None:
@@ -84,12 +84,12 @@ def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | N
         length = path.stat().length
         if length != expected["bytes"]:
             return f"{name}: has {length} bytes, and {expected['bytes']} were written"
-        found = _measure(folder, name)
+        actual = _measure(folder, name)
     except FileNotFoundError:
         return f"{name}: is missing ({expected['bytes']} bytes were written)"
     except OSError as error:
         return f"{name}: cannot be read ({error})"
-    if found != expected:
+    if actual != expected:
         return f"{name}: its {length} bytes are not those that were written ({ALGORITHM} differs)"
     return None
 

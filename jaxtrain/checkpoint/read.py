@@ -151,12 +151,11 @@ def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
         raise StoredError(f"{folder / INDEX} names {', '.join(missing)}, which is missing")
     if not files:
         raise StoredError(f"{folder} holds no *.safetensors")
-    found = stack({path: s for file in files for path, s in _open_file(file, paths).items()})
-    return {path: fold(one, tuple(shapes[path])) if path in shapes else one for path, one in found.items()}
+    stacked = stack({path: s for file in files for path, s in _open_file(file, paths).items()})
+    return {path: fold(array, tuple(shapes[path])) if path in shapes else array for path, array in stacked.items()}
 
 
 def is_safetensors(path: str | os.PathLike) -> bool:
-    """Whether ``path`` is a safetensors file or a folder that holds one."""
     """Whether ``path`` is a safetensors file or a folder that holds one."""
     path = epath.Path(path).expanduser()
     return path.name.endswith(".safetensors") or (path.is_dir() and any(path.glob("*.safetensors")))
@@ -164,35 +163,35 @@ def is_safetensors(path: str | os.PathLike) -> bool:
 
 def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """Stacks entries ``x[0]`` … ``x[n-1]`` to one array ``x`` [n, …]. Raises StoredError for a gap, or entries that differ."""
-    found: dict[str, Stored] = {}
+    whole: dict[str, Stored] = {}
     parts: dict[str, dict[int, Stored]] = {}
-    for path, one in stored.items():
+    for path, array in stored.items():
         entry = re.fullmatch(r"(.*)\[(\d+)\]", path)
         if entry:
-            parts.setdefault(entry[1], {})[int(entry[2])] = one
+            parts.setdefault(entry[1], {})[int(entry[2])] = array
         else:
-            found[path] = one
+            whole[path] = array
     for path, entries in parts.items():
         kinds = {(s.shape, s.dtype) for s in entries.values()}
-        if sorted(entries) != list(range(len(entries))) or len(kinds) != 1 or path in found:
+        if sorted(entries) != list(range(len(entries))) or len(kinds) != 1 or path in whole:
             raise StoredError(
                 f"{path}[…] cannot be stacked: entries {sorted(entries)} of {sorted(map(str, kinds))}"
-                f"{', next to an array of that name' if path in found else ''}"
+                f"{', next to an array of that name' if path in whole else ''}"
             )
         ((shape, dtype),) = kinds
         read = functools.partial(_read_stack, [entries[i] for i in range(len(entries))])
-        found[path] = Stored((len(entries), *shape), dtype, read, tuple(path.split("/")), (1, *shape))
-    return found
+        whole[path] = Stored((len(entries), *shape), dtype, read, tuple(path.split("/")), (1, *shape))
+    return whole
 
 
-def fold(one: Stored, shape: tuple[int, ...]) -> Stored:
+def fold(array: Stored, shape: tuple[int, ...]) -> Stored:
     """Reshapes an array without reading it. Raises StoredError if the sizes differ.
 
     Where a dimension is split, only the rows that are needed are read; where several are joined, all is read and cut in memory.
     """
-    if math.prod(one.shape) != math.prod(shape):
-        raise StoredError(f"{list(one.shape)} and {list(shape)} do not have equally many elements")
-    groups = list(_equal_groups(one.shape, shape))
+    if math.prod(array.shape) != math.prod(shape):
+        raise StoredError(f"{list(array.shape)} and {list(shape)} do not have equally many elements")
+    groups = list(_equal_groups(array.shape, shape))
 
     def read(index: Index) -> np.ndarray:
         index = index or tuple(slice(0, n) for n in shape)
@@ -207,13 +206,13 @@ def fold(one: Stored, shape: tuple[int, ...]) -> Stored:
                 inner += [slice(None), *rest]
                 seen += [first.stop - first.start, *shape[c + 1 : d]]
             else:
-                outer += [slice(0, n) for n in one.shape[a:b]]
+                outer += [slice(0, n) for n in array.shape[a:b]]
                 inner += [first, *rest][: d - c]
                 seen += shape[c:d]
-        return one.read(tuple(outer)).reshape(seen)[tuple(inner)]
+        return array.read(tuple(outer)).reshape(seen)[tuple(inner)]
 
-    chunk = (one.chunk[0] if one.chunk and shape and shape[0] == one.shape[0] else 1, *shape[1:]) if shape else ()
-    return one._replace(shape=tuple(shape), read=read, chunk=chunk)
+    chunk = (array.chunk[0] if array.chunk and shape and shape[0] == array.shape[0] else 1, *shape[1:]) if shape else ()
+    return array._replace(shape=tuple(shape), read=read, chunk=chunk)
 
 
 def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
@@ -307,7 +306,7 @@ def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
             header = json.loads(file.read(length))
         except ValueError as error:
             raise StoredError(f"{path}: the header is not JSON: {error}") from error
-    found = {}
+    arrays = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -320,8 +319,8 @@ def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
         where = paths.get(name) or name.replace(".", "/")
         read = functools.partial(_read_file, path, 8 + length + start, shape, dtype)
         # Row by row, so that a large table is read in pieces.
-        found[where] = Stored(shape, dtype, read, tuple(where.split("/")), (1, *shape[1:]) if shape else ())
-    return found
+        arrays[where] = Stored(shape, dtype, read, tuple(where.split("/")), (1, *shape[1:]) if shape else ())
+    return arrays
 
 
 def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.dtype, index: Index) -> np.ndarray:

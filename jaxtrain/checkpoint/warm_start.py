@@ -79,19 +79,18 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
     """Opens the parameters of the source, by the paths that they have there. Raises WarmStartError."""
     try:
         if stored.is_safetensors(config.source):
-            found = stored.open_safetensors(config.source)
-            ours = (
-                epath.Path(config.source).expanduser() / stored.EXPORT
-            ).exists()  # which may have a carry next to its parameters
-            return {path: one for path, one in found.items() if not (ours and path.startswith(stored.CARRY))}
+            arrays = stored.open_safetensors(config.source)
+            # Only our own exports may have a carry next to the parameters.
+            ours = (epath.Path(config.source).expanduser() / stored.EXPORT).exists()
+            return {path: array for path, array in arrays.items() if not (ours and path.startswith(stored.CARRY))}
         step_dir = stored.find_step(config.source, config.step)
         group = "ema/" if config.ema else "params/"
-        found = {p.removeprefix(group): s for p, s in stored.open_step(step_dir).items() if p.startswith(group)}
+        arrays = {p.removeprefix(group): s for p, s in stored.open_step(step_dir).items() if p.startswith(group)}
     except stored.StoredError as error:
         raise WarmStartError(config.source, [str(error)]) from error
-    if not found:
+    if not arrays:
         raise WarmStartError(config.source, [f"{step_dir} holds no {group[:-1]!r}"])
-    return found
+    return arrays
 
 
 def damage(config: WarmStart) -> list[str]:
@@ -127,21 +126,21 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
                 f"{path} {list(shape)} is not in the source{hint}: rename it, or declare it in config.warm_start.skip"
             )
             continue
-        one = source[path]
+        array = source[path]
         how = next((how for pattern, how in config.reshape.items() if tried.any("reshape", [pattern], path)), "")
-        if one.shape == tuple(shape):
+        if array.shape == tuple(shape):
             how = ""
-        elif problem := _misfit(one.shape, tuple(shape), how):
+        elif problem := _misfit(array.shape, tuple(shape), how):
             problems.append(f"{path}: {problem}")
             continue
         else:
-            notes.append(f"{path} {list(one.shape)} → {list(shape)}: {how}")
-        if one.dtype != (wanted := jnp.dtype(dtype)):
-            if not (jnp.issubdtype(one.dtype, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
-                problems.append(f"{path}: is {one.dtype.name} in the source and {wanted.name} here")
+            notes.append(f"{path} {list(array.shape)} → {list(shape)}: {how}")
+        if array.dtype != (wanted := jnp.dtype(dtype)):
+            if not (jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
+                problems.append(f"{path}: is {array.dtype.name} in the source and {wanted.name} here")
                 continue
-            notes.append(f"{path}: {one.dtype.name} → {wanted.name}")
-        loaded[path] = Match(one, how)
+            notes.append(f"{path}: {array.dtype.name} → {wanted.name}")
+        loaded[path] = Match(array, how)
     unused = []
     for path in source:
         if path in table:
@@ -165,14 +164,14 @@ def load(matches: Matches, params: PyTree) -> dict[str, Array]:
       params: abstract arrays with shardings (`jaxtrain.state.Plan`), at least those that are loaded.
     """
     targets = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
-    found = {}
+    by_path = {}
     for path, (one, how) in matches.loaded.items():
         target = targets[path]
         read = _reader(one, how, target.shape, np.dtype(target.dtype))
-        found[path] = jax.make_array_from_callback(
+        by_path[path] = jax.make_array_from_callback(
             target.shape, target.sharding, lambda index, read=read: read(tuple((s.start, s.stop) for s in index))
         )
-    return found
+    return by_path
 
 
 def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> PyTree:
@@ -202,9 +201,9 @@ class _Patterns:
         self._matched: set[tuple[str, str]] = set()
 
     def any(self, field: str, patterns: Iterable[str], path: str) -> bool:
-        found = [pattern for pattern in patterns if re.search(pattern, path)]
-        self._matched |= {(field, pattern) for pattern in found}
-        return bool(found)
+        hits = [pattern for pattern in patterns if re.search(pattern, path)]
+        self._matched |= {(field, pattern) for pattern in hits}
+        return bool(hits)
 
     def without_effect(self, config: WarmStart) -> list[str]:
         declared = {
@@ -224,21 +223,21 @@ class _Patterns:
 def _renamed(
     source: Mapping[str, Stored], renames: Iterable[tuple[str, str]], tried: _Patterns, problems: list[str]
 ) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+    by_path: dict[str, Stored] = {}
     origin: dict[str, str] = {}
     for path, one in source.items():
         name = path
         for pattern, replacement in renames:
             if tried.any("renames", [pattern], name):
                 name = re.sub(pattern, replacement, name)
-        if name in found:
+        if name in by_path:
             problems.append(f"{origin[name]} and {path} of the source are both renamed to {name}")
-        found[name], origin[name] = one, path
+        by_path[name], origin[name] = one, path
     try:
-        return stored.stack(found)
+        return stored.stack(by_path)
     except stored.StoredError as error:
         problems.append(str(error))
-        return found
+        return by_path
 
 
 def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:

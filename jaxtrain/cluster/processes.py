@@ -33,55 +33,56 @@ def find() -> Cluster:
     return discover.from_environment(os.environ, gpus=gpus, metadata=notices.tpu_metadata(os.environ))
 
 
-def initialize(found: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False) -> None:
+def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False) -> None:
     """Joins the processes: first a roll call in which all must be present and identical, then JAX, with every value explicit.
 
     Raises:
       RendezvousError: processes, by number, are late, or differ (in the config, a package, the devices); the port is taken.
       Stopped: ``leave()`` returned true during the wait for others.
     """
-    if found.note:
-        log.warning("%s", found.note)
-    if found.processes == 1:
+    if membership.note:
+        log.warning("%s", membership.note)
+    if membership.processes == 1:
         return
     log.info(
         "process %d of %d (%s, on %s), coordinator %s",
-        found.process,
-        found.processes,
-        found.launcher,
+        membership.process,
+        membership.processes,
+        membership.launcher,
         socket.gethostname(),
-        found.coordinator,
+        membership.coordinator,
     )
     bounds = config.distributed
     rendezvous.meet(
-        found.coordinator,
-        process=found.process,
-        processes=found.processes,
-        job=found.job or f"the run in {os.path.abspath(config.workdir)}",
+        membership.coordinator,
+        process=membership.process,
+        processes=membership.processes,
+        job=membership.job or f"the run in {os.path.abspath(config.workdir)}",
         facts={
             "config": json.loads(to_json(config)),
             "versions": versions(),
-            "launcher": found.launcher,
-            "gpus": len(found.local_devices),
+            "launcher": membership.launcher,
+            "gpus": len(membership.local_devices),
         },
         timeout=bounds.init_timeout,
         leave=leave,
     )
     try:
         jax.distributed.initialize(
-            coordinator_address=found.coordinator,
-            num_processes=found.processes,
-            process_id=found.process,
-            local_device_ids=list(found.local_devices),
+            coordinator_address=membership.coordinator,
+            num_processes=membership.processes,
+            process_id=membership.process,
+            local_device_ids=list(membership.local_devices),
             cluster_detection_method="deactivate",  # every value is given; JAX's guess would take the local rank for an ordinal
             initialization_timeout=bounds.init_timeout,
             heartbeat_timeout_seconds=bounds.heartbeat_timeout,
         )
     except Exception as error:
         raise RendezvousError(
-            f"process {found.process} of {found.processes} could not join the run at {found.coordinator}: {error}"
+            f"process {membership.process} of {membership.processes} could not join the run at "
+            f"{membership.coordinator}: {error}"
         ) from error
-    if problem := uneven(Counter(device.process_index for device in jax.devices()), found.processes):
+    if problem := uneven(Counter(device.process_index for device in jax.devices()), membership.processes):
         raise RendezvousError(problem)
     if jax.default_backend() == "cpu":
         # Process 0 alone writes programs there, and one that is read back runs its collectives in another order than one just
@@ -135,9 +136,9 @@ def use_threads_for_host_devices() -> None:
     It runs independent collectives of one program at once on as many threads as there are cores (or NPROC says): with fewer
     threads than devices they can wait for each other for ever (seen with jax 0.10.2: 8 devices on 2 cores).
     """
-    found = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    if found and int(found[1]) > 1:
-        os.environ.setdefault("NPROC", str(max(4 * int(found[1]), os.cpu_count() or 1)))
+    count = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if count and int(count[1]) > 1:
+        os.environ.setdefault("NPROC", str(max(4 * int(count[1]), os.cpu_count() or 1)))
 
 
 def is_main() -> bool:

@@ -212,18 +212,18 @@ def _answer_roll_call(hello: dict, host: str, port: int, deadline: float, timeou
     return {"error": f"{name} was asked to stop while it waited for others", "stopped": True}
 
 
-def differences(told: Sequence[Mapping[str, Any]]) -> str:
+def differences(reports: Sequence[Mapping[str, Any]]) -> str:
     """Lists the processes that differ from most others, and in which facts; "" when they are identical."""
-    flat = [_flat(t["facts"]) for t in told]
+    flat = [_flat(report["facts"]) for report in reports]
     lines = []
     for key in sorted({key for f in flat for key in f}):
         values = [f.get(key, "nothing") for f in flat]
         usual = Counter(values).most_common(1)[0][0]  # the first of equals is process 0's
         for value in sorted({v for v in values if v != usual}):
-            who = [t["process"] for t, v in zip(told, values, strict=True) if v == value]
-            hosts = ", ".join(sorted({t["host"] for t in told if t["process"] in who and "host" in t}))
+            who = [report["process"] for report, v in zip(reports, values, strict=True) if v == value]
+            hosts = ", ".join(sorted({report["host"] for report in reports if report["process"] in who and "host" in report}))
             lines.append(f"  {_numbered(who)}{hosts and f' ({hosts})'}: {key} is {value}, elsewhere {usual}")
-    return "\n".join([f"the {len(told)} processes of this run differ:", *lines]) if lines else ""
+    return "\n".join([f"the {len(reports)} processes of this run differ:", *lines]) if lines else ""
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, str]:
