@@ -20,7 +20,7 @@ class CheckpointError(RuntimeError):
 class History(NamedTuple):
     """What a run knows besides its state and saves with it."""
 
-    offset: int = 0  # batches of data that were exchanged since: position = step - offset
+    offset: int = 0  # batches read of earlier data, before the data were exchanged: position = step - offset
     rewinds: int = 0  # times that bad steps took the run back to a checkpoint
 
 
@@ -36,6 +36,10 @@ class Scores:
         self._best: dict[str, Any] = json.loads(path.read_text()) if config.best and path.exists() else {}
 
     def add(self, step: int, record: Mapping[str, float]) -> None:
+        """Compares the evaluation of ``step`` with the best one so far; process 0 writes best.json.
+
+        Raises CheckpointError when the evaluation has no metric of the name that config.checkpoint.best gives.
+        """
         if not self._name:
             return
         if self._name not in record:
@@ -61,5 +65,6 @@ class Scores:
         return self._best["progress"]["step"] if "progress" in self._best else None
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Which of Orbax's checkpoints stay: the best one."""
         del context
         return [checkpoint.step == self._best.get("step") for checkpoint in checkpoints]

@@ -31,7 +31,7 @@ def test_every_field_has_a_unit_and_a_meaning(cls):
 
 @pytest.mark.parametrize("cls", [c for c in sections() if c is not Config], ids=lambda c: f"{c.__module__}.{c.__name__}")
 def test_every_field_has_a_default_which_is_fine(cls):
-    """Defaults live on the dataclasses alone, and a config that states nothing is told of nothing."""
+    """Defaults live on the dataclasses alone, and a config that states nothing has no mistake."""
     assert list(getattr(cls(), "problems", list)()) == []
 
 
