@@ -48,7 +48,7 @@ def test_promise_14_a_late_process_is_named(folder, corpus):  # noqa: F811
         command(folder, f"tiny.py:{corpus}", "--config.distributed.init_timeout=4", **at(port, i, processes=4)) for i in (0, 2)
     ]
     for process, output in zip(both, ended(both, within=60), strict=True):
-        assert process.returncode == 2 and "processes 1, 3 of 4 did not come" in output and "within 4 s" in output
+        assert process.returncode == 2 and "processes 1, 3 of 4 did not connect" in output and "within 4 s" in output
         assert "Traceback" not in output and "core dumped" not in output
     logs = folder / "runs" / "tiny" / "logs"
     assert "process 2 of 4" in (logs / "process-2.log").read_text()
@@ -214,7 +214,7 @@ def test_promise_10_a_start_that_never_ends_is_ended(tmp_path):
         "dog.starting('its compilation'); time.sleep(60)"
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 70 and "process 1 has never told that it is alive" in done.stderr
+    assert done.returncode == 70 and "process 1 has never sent a heartbeat" in done.stderr
     assert "no progress for 1 s" in done.stderr and "Thread" in (tmp_path / "stacks-0.txt").read_text()
 
 
@@ -379,5 +379,5 @@ def test_promise_16_a_host_that_is_off_the_network_at_the_start_is_named(folder,
     both = on_hosts(names, folder, f"tiny.py:{corpus}", "--config.distributed.init_timeout=5")
     outputs = ended(both, within=60)
     assert [p.returncode for p in both] == [2, 2], outputs
-    assert "process 1 of 2 did not come" in outputs[0]
+    assert "process 1 of 2 did not connect" in outputs[0]
     assert "process 1" in outputs[1] and "no process 0 at 10.77.0.1:27508 within 5 s" in outputs[1]

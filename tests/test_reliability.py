@@ -239,8 +239,8 @@ def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(f
         before = hashes(disk / "run", 2)
         (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 100_000))
         output = run(*args, "--config.train.steps=8", code=0 if policy == "continue" else 2)
-        assert "could not be written" in output and "the newest whole one is 2" in output
-        assert ("training goes on" if policy == "continue" else "Make room") in output
+        assert "could not be written" in output and "the newest complete one is 2" in output
+        assert ("training continues" if policy == "continue" else "Make room") in output
         assert hashes(disk / "run", 2) == before
         (disk / "ballast").unlink()
         output = run(*args, "--config.train.steps=10")

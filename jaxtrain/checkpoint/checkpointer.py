@@ -2,17 +2,17 @@
 
     workdir/checkpoints/<step>/        or config.checkpoint.folder/<step>/, which may be in an object store
       state/   step, params, carry, optimizer state, average, the guard's norms: sharded arrays
-      data/    JSON: what the loader needs to go on (position, seed, fingerprints of the data and its order), the offset
-               between step and position when the data were changed on the way, and how often the run was rewound
+      data/    JSON: what the loader needs to continue (position, seed, fingerprints of the data and its order), the offset
+               between step and position if the data were changed during the run, and how often the run was rewound
       meta/    JSON: the resolved config, the digest of the parameter table, package versions
       manifest.json   size and hash of every file (`checksums`), checked before anything is read
 
 Frozen base weights are not here: they are reloaded from their source. A save is asynchronous, one at a time; Orbax writes
-into a temporary directory and renames it, so that a step directory is whole or is not there. An object store has no renames:
-there, Orbax writes a file commit_success.txt last, and a step without one is not there.
+into a temporary directory and renames it, so that a step directory is complete or does not exist. An object store has no
+renames: there, Orbax writes a file commit_success.txt last, and a step without one does not count.
 
 With config.checkpoint.final="weights" the step that ends a run has under state/ only step, params, carry and the average, and
-its meta says ``"weights_only": true``: to evaluate, to export and to warm-start from, not to go on from.
+its meta says ``"weights_only": true``: enough to evaluate, export and warm-start from, and not to resume.
 """
 
 import concurrent.futures
@@ -44,7 +44,7 @@ log = logging.getLogger("jaxtrain")
 
 
 class Restored(NamedTuple):
-    """A state to go on from."""
+    """A state to resume from."""
 
     state: "TrainState"
     step: int  # batches read so far
@@ -53,10 +53,10 @@ class Restored(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a call of `Checkpointer.save` found out."""
+    """How a call of `Checkpointer.save` went."""
 
-    seconds: float  # that it took: what the next step had to wait for it
-    failures: int  # saves of this process that have failed so far, this one aside
+    seconds: float  # that the call took, for which the next step had to wait
+    failures: int  # saves of this process that have failed so far, not counting this one
 
 
 class Checkpointer:
@@ -84,9 +84,9 @@ class Checkpointer:
         self._manager = ocp.CheckpointManager(self._path, options=options)
 
     def save(self, step: int, state: "TrainState", data: Mapping[str, Any], history: History) -> Saved:
-        """Starts to save ``state``, unless ``step`` is saved already; first waits for the save before to end.
+        """Starts to save ``state``, unless ``step`` is saved already; first waits for the previous save to end.
 
-        Raises CheckpointError when that one failed, or this one at once, unless config.checkpoint.on_error is "continue".
+        Raises CheckpointError when that one failed, or this one fails at once, unless config.checkpoint.on_error is "continue".
         """
         began = time.perf_counter()
         self._finish()
@@ -112,7 +112,7 @@ class Checkpointer:
         return Saved(time.perf_counter() - began, self._failures)
 
     def score(self, step: int, record: Mapping[str, float]) -> None:
-        """Tells how good a step is; by config.checkpoint.best, it may be kept for that."""
+        """Records how good a step is; the best one by config.checkpoint.best is kept for good."""
         self._scores.add(step, record)
 
     def stalled(self, step: int) -> bool:
@@ -121,14 +121,14 @@ class Checkpointer:
         return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
 
     def restore(self, plan: "Plan", data: Mapping[str, Any], workdir: str = "") -> Restored | None:
-        """The newest checkpoint that can be read, of this run or of another ``workdir``; None when there is none.
+        """Reads the newest checkpoint that can be read, of this run or of another ``workdir``; None when there is none.
 
         Args:
-          plan: where every array shall live; the mesh that saved it need not exist any more.
+          plan: where every array will live; the mesh that saved it need not exist any more.
           data: the loader's state now, whose fingerprints must equal the saved ones, unless config.resume.data is "restart".
 
         Raises:
-          CheckpointError: the model or the data are not the ones that were saved; there are checkpoints, and none can be read;
+          CheckpointError: the model or the data differ from what was saved; there are checkpoints, and none can be read;
             ``workdir`` has none.
         """
         if not workdir:
@@ -141,9 +141,9 @@ class Checkpointer:
         return restored
 
     def rewind(self, plan: "Plan", before: int) -> "tuple[TrainState, int] | None":
-        """The newest saved state of at most ``before`` batches, and its step; None when there is none that can be read.
+        """Reads the newest state of at most ``before`` batches, with its step; None when none can be read.
 
-        Of the regular saves, so that it is the same one however often the run was interrupted.
+        Only regular saves are considered, so that it is the same one however often the run was interrupted.
         """
         self._finish()
         steps = [s for s in sorted(self._manager.all_steps(), reverse=True) if s <= before and is_save_due(self._config, s)]
@@ -156,12 +156,12 @@ class Checkpointer:
         return None
 
     def is_finished(self) -> bool:
-        """Whether the run has ended with a step of weights only, from which nothing can go on."""
+        """Whether the run has ended with a step of weights only, from which nothing can resume."""
         last = self._path / str(self._config.train.steps)
         return bool(cluster.agree(last.exists() and bool(_read_meta(last).get("weights_only"))))
 
     def poll(self) -> None:
-        """Lets the checksums of a step be written once it is whole. Costs nothing; call it every step."""
+        """Starts to write the checksums of a save once it is complete. Costs nothing; call it every step."""
         if self._unsealed and not self._manager.is_saving_in_progress():
             self._settle()
 
@@ -183,7 +183,7 @@ class Checkpointer:
                 self._failed(error, step)
 
     def _settle(self) -> None:
-        """Waits for the save in flight; a step that is whole goes on to its checksums."""
+        """Waits for the save in flight, and starts to write the checksums of a step that is complete."""
         step, self._unsealed = self._unsealed, None
         if step is None:
             return
@@ -196,25 +196,25 @@ class Checkpointer:
                 self._seals.append((step, self._sealing.submit(checksums.write, step)))
 
     def _failed(self, error: Exception, step: epath.Path) -> None:
-        """A save came to nothing: what config.checkpoint.on_error says. The steps before it are as they were."""
+        """Handles a save that failed, as config.checkpoint.on_error says. The steps before it are untouched."""
         self._drain()
         self._failures += 1
         self._manager.reload()
         whole = max(self._manager.all_steps(), default=None)
-        newest = f"the newest whole one is {whole}" if whole is not None else "there is none yet"
+        newest = f"the newest complete one is {whole}" if whole is not None else "there is none yet"
         message = f"checkpoint {step} could not be written: {_first_line(error)}; {newest}"
         if self._config.checkpoint.on_error == "stop":
             raise CheckpointError(
-                f"{message}. Make room, or mend the disk, and say the same command again; to train on without, set "
+                f"{message}. Make room, or fix the disk, and rerun the same command; to train on without this checkpoint, set "
                 "config.checkpoint.on_error='continue'"
             ) from error
-        log.error("%s; training goes on (config.checkpoint.on_error), and the next save is at its time", message)
+        log.error("%s; training continues (config.checkpoint.on_error), and so do later saves", message)
 
     def _drain(self) -> None:
-        """Takes what else Orbax holds against a save that failed.
+        """Collects the other errors that Orbax holds for a save that failed.
 
-        Its threads fail one by one, and each error is raised once, at whoever asks next: the next save, which would be taken
-        for failed without having begun, or the close.
+        Its threads fail one by one, and each error is raised once, in the next call: in the next save, which would count as
+        failed without having begun, or in the close.
         """
         while True:
             try:
@@ -222,16 +222,16 @@ class Checkpointer:
                 self._manager._checkpointer.wait_until_finished()  # its thread may outlive the manager's; no public name for it
                 return
             except Exception as error:  # noqa: BLE001  whatever a disk raises
-                log.debug("of the same save: %s", error)
+                log.debug("another error of the same save: %s", error)
 
     def _damage(self, path: epath.Path) -> str:
-        """What the checksums say against a step, "" if nothing. Process 0 reads them for all."""
+        """Describes the damage that a step's checksums show; "" if there is none. Process 0 reads them for all."""
         if not self._config.checkpoint.verify or jax.process_index() != 0:
             return ""
         try:
             return "; ".join(checksums.verify(path))
         except checksums.NoManifest:
-            log.info("checkpoint %s has no checksums: the run was ended between its last two renames, or wrote none", path)
+            log.info("checkpoint %s has no checksums: the run was killed between its last two renames, or wrote none", path)
             return ""
         except (OSError, ValueError) as error:
             return _first_line(error)
@@ -243,26 +243,26 @@ class Checkpointer:
         for step in cluster.agree_on(steps):
             damage = self._damage(path / str(step))
             if cluster.agree(bool(damage)):
-                log.warning("checkpoint %s is damaged and is left alone: %s", path / str(step), damage)
+                log.warning("checkpoint %s is damaged and is skipped: %s", path / str(step), damage)
                 continue
             try:
                 self._check_model(manager, path / str(step), step)
-                found = manager.restore(
+                saved = manager.restore(
                     step,
                     args=ocp.args.Composite(state=ocp.args.StandardRestore(_saved(plan.state)), data=ocp.args.JsonRestore()),
                 )
             except CheckpointError:
                 raise
             except Exception as error:  # noqa: BLE001  whatever a damaged file raises
-                log.warning("checkpoint %s cannot be read and is left alone: %s", path / str(step), _first_line(error))
+                log.warning("checkpoint %s cannot be read and is skipped: %s", path / str(step), _first_line(error))
                 continue
-            offset = self._check_data(path / str(step), step, found["data"], data)
-            history = History(offset, found["data"].get("rewinds", 0))
-            return Restored(_state(found["state"], plan), step, history, path / str(step))
+            offset = self._check_data(path / str(step), step, saved["data"], data)
+            history = History(offset, saved["data"].get("rewinds", 0))
+            return Restored(_state(saved["state"], plan), step, history, path / str(step))
         if steps:
             raise CheckpointError(
-                f"none of the checkpoints {steps} in {path} can be read; move that folder away to start afresh, "
-                "or choose another config.workdir"
+                f"none of the checkpoints {steps} in {path} can be read; move that folder away to start from the "
+                "beginning, or choose another config.workdir"
             )
         return None
 
@@ -270,8 +270,8 @@ class Checkpointer:
         meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         if meta.get("weights_only"):
             raise CheckpointError(
-                f"checkpoint {path} holds weights only, without the optimizer: nothing can go on from it. Start another run "
-                f"from it with another config.workdir and config.warm_start.source={str(path)!r}"
+                f"checkpoint {path} holds weights only, without the optimizer: nothing can resume from it. Start another "
+                f"run from it with another config.workdir and config.warm_start.source={str(path)!r}"
             )
         if meta["parameters"] != self._meta["parameters"]:
             changed = _differences(meta["config"]["model"] or {}, self._meta["config"]["model"] or {})
@@ -281,7 +281,7 @@ class Checkpointer:
             )
 
     def _check_data(self, path: epath.Path, step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
-        """The offset from which positions count, after a look at the fingerprints."""
+        """Compares the fingerprints. Returns the offset that positions are counted from."""
         own = {"position", *History._fields}
         changed = _differences({k: v for k, v in saved.items() if k not in own}, {k: v for k, v in now.items() if k not in own})
         if not changed:
@@ -290,21 +290,21 @@ class Checkpointer:
             log.warning("the data or their order changed (%s): they are read from their beginning", changed)
             return step
         raise CheckpointError(
-            f"checkpoint {path} was trained on other data or in another order ({changed}), so that going on would repeat and "
+            f"checkpoint {path} was trained on other data or in another order ({changed}), so that resuming would repeat and "
             "miss recordings; set it back, choose another config.workdir, or read the data from their beginning with "
             "config.resume.data='restart'"
         )
 
 
 def _folder(path: str) -> epath.Path:
-    """A folder by its absolute path or its URL."""
+    """Makes a path absolute; a URL stays as it is."""
     return epath.Path(path) if "://" in path else epath.Path(path).expanduser().absolute()
 
 
 def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
-    """Raises CheckpointError, naming the processes, unless all see the same folder: a checkpoint is written by all of them.
+    """Raises CheckpointError, naming the processes, unless all see the same folder: every process writes its part there.
 
-    Process 0 leaves a file there, which the others look for: that long, since a network file system may show it late.
+    Process 0 leaves a file there, which the others look for during ``seconds``: a network file system may show it late.
     """
     if jax.process_count() == 1:
         return
@@ -313,22 +313,22 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
         (folder / token).write_text("")
     cluster.agree(0)  # it is there from here on
     deadline = time.monotonic() + seconds
-    while not (found := (folder / token).exists()) and time.monotonic() < deadline:
+    while not (sees := (folder / token).exists()) and time.monotonic() < deadline:
         list(folder.iterdir())  # makes some network file systems look again
         time.sleep(0.2)
-    blind = [i for i, seen in enumerate(cluster.gather(int(found))) if not seen]
+    blind = [i for i, seen in enumerate(cluster.gather(int(sees))) if not seen]
     if jax.process_index() == 0:
         (folder / token).unlink()
     if blind:
         raise CheckpointError(
-            f"{folder} is not one folder for all processes: {', '.join(map(str, blind))} of {jax.process_count()} do not see "
-            "what process 0 writes there. It must be on a file system that all hosts share, or in an object store: set "
+            f"{folder} is not the same folder for all processes: {', '.join(map(str, blind))} of {jax.process_count()} do not "
+            "see what process 0 writes there. It must be on a file system that all hosts share, or in an object store: set "
             "config.workdir, or config.checkpoint.folder"
         )
 
 
 def _read_meta(step: epath.Path) -> dict[str, Any]:
-    """What is readable of a step's meta; a damaged one is found when the step is read."""
+    """Reads a step's meta, as far as it can be read; damage is reported when the step itself is read."""
     try:
         return json.loads((step / "meta" / "metadata").read_text())
     except (OSError, ValueError):
@@ -344,7 +344,7 @@ def _state(saved: Mapping[str, Any], plan: "Plan") -> "TrainState":
 
 
 def _saved(state: "TrainState") -> dict[str, Any]:
-    """What of a state goes to disk. The keys are part of the format."""
+    """Selects what goes to disk of a state. The keys are part of the format."""
     return {
         "step": state.step,
         "params": state.variables.params,

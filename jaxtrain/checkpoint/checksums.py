@@ -1,18 +1,18 @@
-"""Checksums of a finished step directory: what was written is what is read.
+"""Checksums of a finished step directory, by which a reader knows that it reads what was written.
 
     <step>/manifest.json
       {"algorithm": "sha256",
        "files": {"state/d/0f3a…": {"bytes": 1725, "hash": "<hex>"}, …},      every file below <step>, sorted, but this one
        "hash": "<hex>"}                                                      of the canonical JSON of the rest
 
-Orbax makes a step directory whole by renaming it; the manifest is read off the disk after that, and appears by a rename of its
-own. A SIGKILL in between leaves a whole step without a manifest: `verify` raises `NoManifest`, and who calls it decides to
-verify by reading instead, and says so. So a missing manifest is never a reason to throw a step away, and a manifest that
-disagrees with one byte always is. What the manifest cannot see is damage between the device and the first read of the disk.
+Orbax completes a step directory by renaming it. The manifest is then computed from the files on disk, and appears by a rename
+of its own. A SIGKILL in between leaves a complete step without a manifest: `verify` raises `NoManifest`, and its caller decides
+to read the step unverified, and says so. So a missing manifest is never a reason to reject a step, and a manifest that
+disagrees with one byte always is. Damage before the first read of the disk cannot be seen.
 
 SHA-256, because processors have instructions for it (2.7 times as fast as BLAKE2b on one with them), and because `sha256sum`
-checks it without this program. Files that the manifest does not list are not read by Orbax either, and are left alone: network
-file systems leave some.
+checks it without this program. Orbax does not read files that the manifest does not list, so they are ignored: network file
+systems leave some.
 """
 
 import concurrent.futures
@@ -33,7 +33,7 @@ THREADS = 8
 
 
 class NoManifest(FileNotFoundError):
-    """The step directory has no manifest: it was cut off after its commit, or is from another program."""
+    """The step directory has no manifest: the run was killed right after its commit, or another program wrote it."""
 
 
 def write(step_dir: epath.PathLike) -> None:
@@ -56,10 +56,10 @@ def write(step_dir: epath.PathLike) -> None:
 
 
 def verify(step_dir: epath.PathLike) -> list[str]:
-    """What is wrong with a step directory, one line per file, its name first; an empty list when every byte is as written.
+    """Lists what is wrong with a step directory, a line per file, its name first; empty when every byte is as written.
 
     Raises:
-      NoManifest: there is nothing to compare with.
+      NoManifest: there is no manifest to compare with.
     """
     folder = epath.Path(step_dir)
     try:
@@ -69,13 +69,13 @@ def verify(step_dir: epath.PathLike) -> list[str]:
     try:
         files = json.loads(raw)["files"]
         intact = _encode(files) == raw
-    except Exception:  # noqa: BLE001  whatever a damaged text makes of itself
+    except Exception:  # noqa: BLE001  a damaged text may fail in any way
         intact = False
     if not intact:
-        return [f"{NAME}: is damaged (it does not match its own hash), so that no other file can be vouched for"]
+        return [f"{NAME}: is damaged (it does not match its own hash), so that no other file can be verified"]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(lambda item: _problem(folder, *item), files.items())
-        return [problem for problem in found if problem]
+        results = pool.map(lambda item: _problem(folder, *item), files.items())
+        return [problem for problem in results if problem]
 
 
 def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | None:
@@ -84,12 +84,12 @@ def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | N
         length = path.stat().length
         if length != expected["bytes"]:
             return f"{name}: has {length} bytes, and {expected['bytes']} were written"
-        found = _measure(folder, name)
+        actual = _measure(folder, name)
     except FileNotFoundError:
         return f"{name}: is missing ({expected['bytes']} bytes were written)"
     except OSError as error:
         return f"{name}: cannot be read ({error})"
-    if found != expected:
+    if actual != expected:
         return f"{name}: its {length} bytes are not those that were written ({ALGORITHM} differs)"
     return None
 
@@ -104,7 +104,7 @@ def _measure(folder: epath.Path, name: str) -> dict[str, Any]:
 
 
 def _encode(files: dict[str, Any]) -> bytes:
-    """The manifest's only spelling, so that every byte of it is checked."""
+    """Encodes a manifest in its only valid form, so that every byte of it is checked."""
     body = {"algorithm": ALGORITHM, "files": files}
     digest = hashlib.new(ALGORITHM, json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "hash": digest}, indent=1, sort_keys=True) + "\n").encode()

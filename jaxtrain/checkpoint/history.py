@@ -1,4 +1,4 @@
-"""What a run knows besides its state: how its data and its rewinds went, and which step is the best so far.
+"""What a run knows besides its state: changes of its data, rewinds, and which step is the best so far.
 
 workdir/best.json    {"step": 40, "value": 1.25, "metric": "loss", "progress": {"step": 30, "value": 1.3}}
 """
@@ -14,20 +14,20 @@ from jaxtrain.config import Checkpoint
 
 
 class CheckpointError(RuntimeError):
-    """Saved state that cannot be gone on from. Never followed by a silent fresh start."""
+    """Saved state that a run cannot resume from. It is never followed by a silent fresh start."""
 
 
 class History(NamedTuple):
-    """What a run knows besides its state, and saves with it."""
+    """What a run knows besides its state and saves with it."""
 
-    offset: int = 0  # batches that were of other data: position = step - offset
+    offset: int = 0  # batches read of earlier data, before the data were exchanged: position = step - offset
     rewinds: int = 0  # times that bad steps took the run back to a checkpoint
 
 
 class Scores:
-    """Which step is the best so far, kept in workdir/best.json; as an Orbax preservation policy, it keeps that one.
+    """The best step so far, kept in workdir/best.json. As an Orbax preservation policy, it keeps that step.
 
-    best.json also has the step and value of the last progress: of an improvement on the one before by more than min_delta.
+    best.json also has the step and value of the last progress: an improvement on the previous one by more than min_delta.
     """
 
     def __init__(self, path: epath.Path, config: Checkpoint, min_delta: float):
@@ -36,6 +36,10 @@ class Scores:
         self._best: dict[str, Any] = json.loads(path.read_text()) if config.best and path.exists() else {}
 
     def add(self, step: int, record: Mapping[str, float]) -> None:
+        """Compares the evaluation of ``step`` with the best one so far; process 0 writes best.json.
+
+        Raises CheckpointError when the evaluation has no metric of the name that config.checkpoint.best gives.
+        """
         if not self._name:
             return
         if self._name not in record:
@@ -61,5 +65,6 @@ class Scores:
         return self._best["progress"]["step"] if "progress" in self._best else None
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Which of Orbax's checkpoints stay: the best one."""
         del context
         return [checkpoint.step == self._best.get("step") for checkpoint in checkpoints]

@@ -1,12 +1,12 @@
-"""Arrays on disk, read without the program, the mesh or the devices that wrote them, and no more of them than is asked for.
+"""Reads arrays on disk without the program, the mesh or the devices that wrote them, and no more of them than is needed.
 
-Two formats give the same thing, path -> `Stored`:
+Both formats are read as path -> `Stored`:
 
 - a step directory of `jaxtrain.checkpoint` (any Orbax directory of arrays): ``params/encoder/w_patch``, ``opt_state/0/count``;
 - a folder of safetensors: eight bytes, the length n of the header, little-endian; n bytes of JSON, name -> dtype, shape,
   data_offsets; then the arrays, row-major, little-endian. ``model.safetensors.index.json`` says which file holds which name.
-  Names turn into paths by their dots. `EXPORT`, beside them, is written by tools/orbax_to_safetensors.py and gives the paths
-  themselves: {"paths": {name: path}, "shapes": {path: shape of those that were reshaped}, …}.
+  Dots in names become slashes of paths. The file `EXPORT` next to them, which tools/orbax_to_safetensors.py writes, gives
+  the paths themselves: {"paths": {name: path}, "shapes": {path: shape of those that were reshaped}, …}.
 
 A path that ends in ``[i]`` is entry i of an array that is stacked along a first axis; `stack` puts such entries together.
 """
@@ -53,7 +53,7 @@ DTYPES = {
 
 
 class StoredError(ValueError):
-    """Something that is not there, or that is none of the formats."""
+    """Something that does not exist, or is in neither of the formats."""
 
 
 class Stored(NamedTuple):
@@ -62,16 +62,16 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[Index], np.ndarray]
-    keys: tuple[str | int, ...]  # its place in the tree; a number is a place in a list
-    chunk: tuple[int, ...]  # what is read and decoded together
-    sharding: str = ""  # as saved, for people
+    keys: tuple[str | int, ...]  # its path in the tree; a number is an index into a list
+    chunk: tuple[int, ...]  # shape of the part that is read and decoded together
+    sharding: str = ""  # as saved, for people to read to read
 
     @property
     def n_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pieces(self, limit: int = 64 << 20) -> Iterator[Index]:
-        """The array in pieces along its first axis, each of about ``limit`` bytes, but whole chunks."""
+        """Yields slices along the first axis, of whole chunks and about ``limit`` bytes each."""
         if self.n_bytes <= limit or not self.shape:
             yield ()
             return
@@ -82,9 +82,9 @@ class Stored(NamedTuple):
 
 
 def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
-    """The step directory that ``run`` means: itself, or the newest (or ``step``) of a workdir or its ``checkpoints``.
+    """Finds the step directory that ``run`` names: itself, or the newest (or ``step``) of a workdir or its ``checkpoints``.
 
-    Raises StoredError, with the steps there are.
+    Raises StoredError, with the steps that exist.
     """
     run = _absolute(run)
     if step is None and _item(run) is not None:
@@ -92,17 +92,17 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
     if not steps or (step is not None and step not in steps):
-        raise StoredError(f"{folder} holds {f'no step {step}; there are {steps}' if steps else 'no step directory'}")
+        raise StoredError(f"{folder} holds {f'no step {step}; expected one of: {steps}' if steps else 'no step directory'}")
     return folder / str(steps[-1] if step is None else step)
 
 
 def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
-    """Every array of a step directory, in tree order. Only the tree is read now. Raises StoredError."""
+    """Opens every array of a step directory, in tree order. Only the tree is read now. Raises StoredError."""
     folder = _item(_absolute(step_dir))
     if folder is None:
-        raise StoredError(f"{step_dir} is no step directory: it holds no _METADATA of arrays")
+        raise StoredError(f"{step_dir} is not a step directory: it holds no _METADATA of arrays")
     try:
-        # The handler, not a Checkpointer, which looks for (and misses) what only a whole step directory has.
+        # The handler, not an Orbax Checkpointer, which requires files that only a complete step directory has.
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
     except Exception as error:
         raise StoredError(f"the tree of arrays in {folder} cannot be read: {error}") from error
@@ -123,7 +123,7 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
 
 
 def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
-    """``data`` or ``meta`` of a step directory; None when it is not there. Raises StoredError when it is damaged."""
+    """Reads ``data`` or ``meta`` of a step directory; None when it does not exist. Raises StoredError when it is damaged."""
     path = epath.Path(step_dir) / item / "metadata"
     try:
         return json.loads(path.read_text()) if path.exists() else None
@@ -132,7 +132,7 @@ def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
 
 
 def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
-    """Every array of a folder of safetensors (or of one such file). Only the headers are read now.
+    """Opens every array of a folder of safetensors (or of one such file). Only the headers are read now.
 
     Raises:
       StoredError: no such file; a header that contradicts itself or the index; a type that numpy does not have.
@@ -151,46 +151,47 @@ def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
         raise StoredError(f"{folder / INDEX} names {', '.join(missing)}, which is missing")
     if not files:
         raise StoredError(f"{folder} holds no *.safetensors")
-    found = stack({path: s for file in files for path, s in _open_file(file, paths).items()})
-    return {path: fold(one, tuple(shapes[path])) if path in shapes else one for path, one in found.items()}
+    stacked = stack({path: s for file in files for path, s in _open_file(file, paths).items()})
+    return {path: fold(array, tuple(shapes[path])) if path in shapes else array for path, array in stacked.items()}
 
 
 def is_safetensors(path: str | os.PathLike) -> bool:
+    """Whether ``path`` is a safetensors file or a folder that holds one."""
     path = epath.Path(path).expanduser()
     return path.name.endswith(".safetensors") or (path.is_dir() and any(path.glob("*.safetensors")))
 
 
 def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Entries ``x[0]`` … ``x[n-1]`` as one array ``x`` [n, …]. Raises StoredError for a gap, or entries that differ."""
-    found: dict[str, Stored] = {}
+    """Stacks entries ``x[0]`` … ``x[n-1]`` to one array ``x`` [n, …]. Raises StoredError for a gap, or entries that differ."""
+    whole: dict[str, Stored] = {}
     parts: dict[str, dict[int, Stored]] = {}
-    for path, one in stored.items():
+    for path, array in stored.items():
         entry = re.fullmatch(r"(.*)\[(\d+)\]", path)
         if entry:
-            parts.setdefault(entry[1], {})[int(entry[2])] = one
+            parts.setdefault(entry[1], {})[int(entry[2])] = array
         else:
-            found[path] = one
+            whole[path] = array
     for path, entries in parts.items():
         kinds = {(s.shape, s.dtype) for s in entries.values()}
-        if sorted(entries) != list(range(len(entries))) or len(kinds) != 1 or path in found:
+        if sorted(entries) != list(range(len(entries))) or len(kinds) != 1 or path in whole:
             raise StoredError(
                 f"{path}[…] cannot be stacked: entries {sorted(entries)} of {sorted(map(str, kinds))}"
-                f"{', beside an array of that name' if path in found else ''}"
+                f"{', next to an array of that name' if path in whole else ''}"
             )
         ((shape, dtype),) = kinds
         read = functools.partial(_read_stack, [entries[i] for i in range(len(entries))])
-        found[path] = Stored((len(entries), *shape), dtype, read, tuple(path.split("/")), (1, *shape))
-    return found
+        whole[path] = Stored((len(entries), *shape), dtype, read, tuple(path.split("/")), (1, *shape))
+    return whole
 
 
-def fold(one: Stored, shape: tuple[int, ...]) -> Stored:
-    """The same numbers in the same order as an array of another shape. Raises StoredError if they are not as many.
+def fold(array: Stored, shape: tuple[int, ...]) -> Stored:
+    """Reshapes an array without reading it. Raises StoredError if the sizes differ.
 
-    Of dimensions that are split, the first is read in part; of those that are joined, all is read and cut in memory.
+    Where a dimension is split, only the rows that are needed are read; where several are joined, all is read and cut in memory.
     """
-    if math.prod(one.shape) != math.prod(shape):
-        raise StoredError(f"{list(one.shape)} and {list(shape)} do not hold equally many numbers")
-    groups = list(_equal_groups(one.shape, shape))
+    if math.prod(array.shape) != math.prod(shape):
+        raise StoredError(f"{list(array.shape)} and {list(shape)} do not have equally many elements")
+    groups = list(_equal_groups(array.shape, shape))
 
     def read(index: Index) -> np.ndarray:
         index = index or tuple(slice(0, n) for n in shape)
@@ -205,17 +206,17 @@ def fold(one: Stored, shape: tuple[int, ...]) -> Stored:
                 inner += [slice(None), *rest]
                 seen += [first.stop - first.start, *shape[c + 1 : d]]
             else:
-                outer += [slice(0, n) for n in one.shape[a:b]]
+                outer += [slice(0, n) for n in array.shape[a:b]]
                 inner += [first, *rest][: d - c]
                 seen += shape[c:d]
-        return one.read(tuple(outer)).reshape(seen)[tuple(inner)]
+        return array.read(tuple(outer)).reshape(seen)[tuple(inner)]
 
-    chunk = (one.chunk[0] if one.chunk and shape and shape[0] == one.shape[0] else 1, *shape[1:]) if shape else ()
-    return one._replace(shape=tuple(shape), read=read, chunk=chunk)
+    chunk = (array.chunk[0] if array.chunk and shape and shape[0] == array.shape[0] else 1, *shape[1:]) if shape else ()
+    return array._replace(shape=tuple(shape), read=read, chunk=chunk)
 
 
 def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Ranges of dimensions of two shapes that hold equally many numbers, as short as can be."""
+    """Yields the shortest ranges of dimensions of two shapes that have equally many elements."""
     i = j = 0
     while i < len(a) or j < len(b):
         start, m, n = (i, j), 1, 1
@@ -230,12 +231,12 @@ def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tupl
 
 
 def in_chunks(tree: Any) -> Any:
-    """How to save each array: in chunks that a reader can decode one at a time, however large a device's part of it is."""
+    """Returns how to save each array: in chunks that a reader can decode one at a time, however large a device's part is."""
     return jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), tree)
 
 
 def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
-    """A tree of dictionaries and lists from (keys, leaf)."""
+    """Builds a tree of dictionaries and lists from (keys, leaf)."""
     leaves = list(leaves)
     if len(leaves) == 1 and not leaves[0][0]:
         return leaves[0][1]
@@ -247,13 +248,13 @@ def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
 
 
 def _absolute(path: epath.PathLike) -> epath.Path:
-    """Orbax and tensorstore know no working directory."""
+    """Makes a path absolute: Orbax and tensorstore ignore the working directory."""
     text = os.path.expanduser(os.fspath(path))
     return epath.Path(text if "://" in text else os.path.abspath(text))
 
 
 def _item(folder: epath.Path) -> epath.Path | None:
-    """Where in a step directory the arrays are: ``state`` is this program's, ``default`` other people's habit."""
+    """Finds the arrays in a step directory: in ``state``, as this program writes them, or in ``default``, as many others do."""
     return next((p for p in (folder / "state", folder / "default", folder) if (p / "_METADATA").exists()), None)
 
 
@@ -300,32 +301,30 @@ def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= size - 8:
-            raise StoredError(f"{path}: a header of {length} bytes does not fit into a file of {size}")
+            raise StoredError(f"{path}: a header of {length} bytes does not fit in a file of {size}")
         try:
             header = json.loads(file.read(length))
         except ValueError as error:
-            raise StoredError(f"{path}: the header is no JSON: {error}") from error
-    found = {}
+            raise StoredError(f"{path}: the header is not JSON: {error}") from error
+    arrays = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in DTYPES:
-            raise StoredError(f"{path}: {name} is {entry['dtype']}; there are: {', '.join(DTYPES)}")
+            raise StoredError(f"{path}: {name} is {entry['dtype']}; expected one of: {', '.join(DTYPES)}")
         shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
         start, stop = entry["data_offsets"]
         if stop - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= stop <= size - 8 - length:
-            raise StoredError(
-                f"{path}: {name} {shape} {entry['dtype']} is not what bytes {start} to {stop} of the file can hold"
-            )
+            raise StoredError(f"{path}: {name} {shape} {entry['dtype']} does not fit bytes {start} to {stop} of the file")
         where = paths.get(name) or name.replace(".", "/")
         read = functools.partial(_read_file, path, 8 + length + start, shape, dtype)
         # Row by row, so that a large table is read in pieces.
-        found[where] = Stored(shape, dtype, read, tuple(where.split("/")), (1, *shape[1:]) if shape else ())
-    return found
+        arrays[where] = Stored(shape, dtype, read, tuple(where.split("/")), (1, *shape[1:]) if shape else ())
+    return arrays
 
 
 def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.dtype, index: Index) -> np.ndarray:
-    """Reads the rows that the first slice asks for, and cuts the rest off in memory."""
+    """Reads the rows of the first slice, and applies the other slices in memory."""
     first, last, _ = index[0].indices(shape[0]) if index else (0, shape[0] if shape else 1, 1)
     row = math.prod(shape[1:]) * dtype.itemsize
     with path.open("rb") as file:

@@ -1,13 +1,14 @@
-"""Parameters of another run as the start of this one, by declared rules; nothing is left out that was not declared.
+"""Parameters of another run as the start of this one, by declared rules; what is not declared is not left out.
 
 The source is a step of a run (`jaxtrain.checkpoint`) or a folder of safetensors; only parameters are taken from it. The
-optimizer starts afresh, the average of the parameters as a copy of them, the carry as it is initialised. In this order:
+optimizer starts from its initial state, the average of the parameters as a copy of them, the carry as it is initialised. In
+this order:
 
 1. ``renames`` turn each path of the source into one of the table. A path that ends in ``[i]`` is layer i of a stack, so that
-   ``("layers/(\\d+)/w", "blocks/w[\\1]")`` stacks what others keep apart.
+   ``("layers/(\\d+)/w", "blocks/w[\\1]")`` stacks what others keep separately.
 2. Parameters that ``skip`` matches stay as they are initialised; every other one must be in the source.
-3. Arrays of the source that are not wanted must be matched by ``unused``.
-4. Shapes must be equal, unless a rule of ``reshape`` says how they become so:
+3. ``unused`` must match every array of the source that this model has no use for.
+4. Shapes must be equal, unless a rule of ``reshape`` says how they are made so:
    ``crop``                  the first entries along each axis that is longer in the source
    ``pad``                   the source's entries first; the rest stays as it is initialised
    ``fold``                  the same numbers in the same order: [heads × head dimension, D] as [heads, head dimension, D]
@@ -39,7 +40,7 @@ log = logging.getLogger("jaxtrain")
 
 
 class WarmStartError(ValueError):
-    """Everything that does not fit between a source and a table, at once."""
+    """A source that does not fit the parameter table. The message lists every misfit."""
 
     def __init__(self, source: str, problems: Iterable[str]):
         self.problems = tuple(problems)
@@ -54,7 +55,7 @@ class Match(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """What becomes of every parameter of the table and every array of the source."""
+    """What happens to every parameter of the table and every array of the source."""
 
     loaded: dict[str, Match]
     skipped: tuple[str, ...]  # in the source, and declared to stay as initialised
@@ -63,7 +64,7 @@ class Matches(NamedTuple):
     notes: tuple[str, ...]  # reshaped and rounded parameters
 
     def report(self) -> str:
-        """For the log: how many of each, and which."""
+        """Returns lines for the log: how many parameters of each kind, and which."""
         lines = [f"{len(self.loaded)} parameters loaded: {_listed(self.loaded)}"]
         for names, text in (
             (self.skipped, "skipped, although in the source"),
@@ -75,30 +76,31 @@ class Matches(NamedTuple):
 
 
 def open_source(config: WarmStart) -> dict[str, Stored]:
-    """Parameters of the source by the paths that they have there. Raises WarmStartError."""
+    """Opens the parameters of the source, by the paths that they have there. Raises WarmStartError."""
     try:
         if stored.is_safetensors(config.source):
-            found = stored.open_safetensors(config.source)
-            ours = (epath.Path(config.source).expanduser() / stored.EXPORT).exists()  # which may have a carry beside parameters
-            return {path: one for path, one in found.items() if not (ours and path.startswith(stored.CARRY))}
+            arrays = stored.open_safetensors(config.source)
+            # Only our own exports may have a carry next to the parameters.
+            ours = (epath.Path(config.source).expanduser() / stored.EXPORT).exists()
+            return {path: array for path, array in arrays.items() if not (ours and path.startswith(stored.CARRY))}
         step_dir = stored.find_step(config.source, config.step)
         group = "ema/" if config.ema else "params/"
-        found = {p.removeprefix(group): s for p, s in stored.open_step(step_dir).items() if p.startswith(group)}
+        arrays = {p.removeprefix(group): s for p, s in stored.open_step(step_dir).items() if p.startswith(group)}
     except stored.StoredError as error:
         raise WarmStartError(config.source, [str(error)]) from error
-    if not found:
+    if not arrays:
         raise WarmStartError(config.source, [f"{step_dir} holds no {group[:-1]!r}"])
-    return found
+    return arrays
 
 
 def damage(config: WarmStart) -> list[str]:
-    """What the checksums of the source say; reads it once. One process is enough."""
+    """Lists the damage that the source's checksums show; reads all of it once. One process is enough."""
     if stored.is_safetensors(config.source):
         return []
     try:
         return checksums.verify(stored.find_step(config.source, config.step))
     except checksums.NoManifest as error:
-        log.warning("%s: warm start takes it as it is read, unverified", error)
+        log.warning("%s: the warm start reads it unverified", error)
         return []
 
 
@@ -124,21 +126,21 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
                 f"{path} {list(shape)} is not in the source{hint}: rename it, or declare it in config.warm_start.skip"
             )
             continue
-        one = source[path]
+        array = source[path]
         how = next((how for pattern, how in config.reshape.items() if tried.any("reshape", [pattern], path)), "")
-        if one.shape == tuple(shape):
+        if array.shape == tuple(shape):
             how = ""
-        elif problem := _misfit(one.shape, tuple(shape), how):
+        elif problem := _misfit(array.shape, tuple(shape), how):
             problems.append(f"{path}: {problem}")
             continue
         else:
-            notes.append(f"{path} {list(one.shape)} → {list(shape)}: {how}")
-        if one.dtype != (wanted := jnp.dtype(dtype)):
-            if not (jnp.issubdtype(one.dtype, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
-                problems.append(f"{path}: is {one.dtype.name} in the source and {wanted.name} here")
+            notes.append(f"{path} {list(array.shape)} → {list(shape)}: {how}")
+        if array.dtype != (wanted := jnp.dtype(dtype)):
+            if not (jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
+                problems.append(f"{path}: is {array.dtype.name} in the source and {wanted.name} here")
                 continue
-            notes.append(f"{path}: {one.dtype.name} → {wanted.name}")
-        loaded[path] = Match(one, how)
+            notes.append(f"{path}: {array.dtype.name} → {wanted.name}")
+        loaded[path] = Match(array, how)
     unused = []
     for path in source:
         if path in table:
@@ -147,7 +149,7 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
         if not tried.any("unused", config.unused, path):
             shape = list(source[path].shape)
             problems.append(
-                f"{path} {shape} of the source has no place here: rename it, or declare it in config.warm_start.unused"
+                f"{path} {shape} of the source is not in this model: rename it, or declare it in config.warm_start.unused"
             )
     problems += tried.without_effect(config)
     if problems:
@@ -156,24 +158,24 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
 
 
 def load(matches: Matches, params: PyTree) -> dict[str, Array]:
-    """The arrays, each device reading its own part, no part twice on a process.
+    """Reads the arrays: each device its own part, and no part twice on a process.
 
     Args:
       params: abstract arrays with shardings (`jaxtrain.state.Plan`), at least those that are loaded.
     """
     targets = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
-    found = {}
+    by_path = {}
     for path, (one, how) in matches.loaded.items():
         target = targets[path]
         read = _reader(one, how, target.shape, np.dtype(target.dtype))
-        found[path] = jax.make_array_from_callback(
+        by_path[path] = jax.make_array_from_callback(
             target.shape, target.sharding, lambda index, read=read: read(tuple((s.start, s.stop) for s in index))
         )
-    return found
+    return by_path
 
 
 def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> PyTree:
-    """``params`` as they are initialised, with what is loaded in its place. To be traced."""
+    """Replaces initial ``params`` by what is loaded. To be traced."""
 
     def choose(path: tuple, fresh: Array) -> Array:
         name = specs.path_name(path)
@@ -188,20 +190,20 @@ def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> Py
 
 
 def folded(match: Match, shape: tuple[int, ...]) -> Stored:
-    """A source's array in its shape here. Raises StoredError where that takes more than folding."""
+    """Returns a source's array in its new shape. Raises StoredError where that takes more than folding."""
     return match.stored if match.stored.shape == tuple(shape) else stored.fold(match.stored, tuple(shape))
 
 
 class _Patterns:
-    """Regular expressions, and which of them ever matched."""
+    """Applies regular expressions, and remembers which of them ever matched."""
 
     def __init__(self):
         self._matched: set[tuple[str, str]] = set()
 
     def any(self, field: str, patterns: Iterable[str], path: str) -> bool:
-        found = [pattern for pattern in patterns if re.search(pattern, path)]
-        self._matched |= {(field, pattern) for pattern in found}
-        return bool(found)
+        hits = [pattern for pattern in patterns if re.search(pattern, path)]
+        self._matched |= {(field, pattern) for pattern in hits}
+        return bool(hits)
 
     def without_effect(self, config: WarmStart) -> list[str]:
         declared = {
@@ -221,43 +223,43 @@ class _Patterns:
 def _renamed(
     source: Mapping[str, Stored], renames: Iterable[tuple[str, str]], tried: _Patterns, problems: list[str]
 ) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+    by_path: dict[str, Stored] = {}
     origin: dict[str, str] = {}
     for path, one in source.items():
         name = path
         for pattern, replacement in renames:
             if tried.any("renames", [pattern], name):
                 name = re.sub(pattern, replacement, name)
-        if name in found:
+        if name in by_path:
             problems.append(f"{origin[name]} and {path} of the source are both renamed to {name}")
-        found[name], origin[name] = one, path
+        by_path[name], origin[name] = one, path
     try:
-        return stored.stack(found)
+        return stored.stack(by_path)
     except stored.StoredError as error:
         problems.append(str(error))
-        return found
+        return by_path
 
 
 def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
-    """Why ``how`` does not make ``source`` into ``target``; empty when it does."""
+    """Explains why ``how`` does not turn ``source`` into ``target``; "" when it does."""
     shapes = f"is {list(source)} in the source and {list(target)} here"
     if not how:
-        return f"{shapes}: declare how it becomes so in config.warm_start.reshape, or declare it in config.warm_start.skip"
+        return f"{shapes}: declare how to reshape it in config.warm_start.reshape, or declare it in config.warm_start.skip"
     if how.startswith("grid"):
         a, b, c, d = map(int, RESHAPE.fullmatch(how).groups())
         if source and target and (a * b, c * d) == (source[0], target[0]) and source[1:] == target[1:]:
             return ""
-        return f"{shapes}, which {how!r} does not lead to"
+        return f"{shapes}, which {how!r} does not fit"
     if how == "fold":
-        return "" if math.prod(source) == math.prod(target) else f"{shapes}, which {how!r} does not lead to"
+        return "" if math.prod(source) == math.prod(target) else f"{shapes}, which {how!r} does not fit"
     fits = len(source) == len(target) and all(s >= t if how == "crop" else s <= t for s, t in zip(source, target, strict=True))
-    return "" if fits else f"{shapes}, which {how!r} does not lead to"
+    return "" if fits else f"{shapes}, which {how!r} does not fit"
 
 
 def _reader(
     one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> Callable[[tuple[tuple[int | None, int | None], ...]], np.ndarray]:
-    """(start, stop) per axis of the target -> its numbers. Kept, because replicas on other devices ask for them again."""
+    """Makes a reader: (start, stop) for each axis of the target -> values. It caches: replicas ask for the same part."""
     if how == "fold":
         one = stored.fold(one, shape)
 

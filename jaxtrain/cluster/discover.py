@@ -1,12 +1,12 @@
-"""From an environment to the processes of a run: a pure function, whoever started them.
+"""Discovers the processes of a run in the environment that their launcher gave them: a pure function.
 
-The first of these that the environment speaks of:
+The first of these that the environment describes:
 
 1. JAXTRAIN_COORDINATOR (host:port of process 0), JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS.
-2. Open MPI: OMPI_COMM_WORLD_*. On several hosts JAXTRAIN_COORDINATOR must come along (mpirun -x), unless Open MPI says itself
-   where it was started.
-3. A task of a SLURM job step: SLURM_STEP_*. Process 0 is on the step's first node. The port is our own, from the job, the
-   step and the count of restarts, below the ports that systems give out by themselves (JAX's is the job id modulo 4096).
+2. Open MPI: OMPI_COMM_WORLD_*. On several hosts JAXTRAIN_COORDINATOR must be passed on (mpirun -x), unless Open MPI itself
+   says where it was started.
+3. A task of a SLURM job step: SLURM_STEP_*. Process 0 is on the step's first node. The port is derived from the
+   job, the step and the count of restarts, below the ports that systems hand out (JAX takes the job id modulo 4096).
 4. A TPU pod: TPU_WORKER_* and MEGASCALE_* (GKE), or the same from the metadata of a TPU VM (`jaxtrain.cluster.notices`).
 5. None of them: one process.
 """
@@ -18,15 +18,17 @@ from typing import NamedTuple
 
 VARIABLES = ("JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS")
 TPU_PORT = 8482  # the one that JAX documents for pods, and that their firewalls leave open
-PORTS = range(20_000, 32_000)  # below Linux' ephemeral ports, so that no connection of somebody's has one by chance
+PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports, so that no other connection holds one by chance
 
 
 class ClusterError(ValueError):
-    """An environment from which the processes of a run cannot be told; every reason at once."""
+    """An environment that does not determine the processes of a run. The message lists every reason."""
 
     def __init__(self, problems: list[str]):
         self.problems = tuple(problems)
-        super().__init__("\n".join(["the environment does not say which processes there are:", *(f"  {p}" for p in problems)]))
+        super().__init__(
+            "\n".join(["the environment does not determine the processes of the run:", *(f"  {p}" for p in problems)])
+        )
 
 
 class Cluster(NamedTuple):
@@ -38,11 +40,11 @@ class Cluster(NamedTuple):
     local_devices: tuple[int, ...] = ()  # which of the GPUs that this process sees are its own; () = all of them
     launcher: str = "one process"  # who started them
     job: str = ""  # the launcher's name for this start of the run, the same in all its processes
-    note: str = ""  # what of the environment was left alone, and why
+    note: str = ""  # what part of the environment was ignored, and why
 
 
 def from_environment(environment: Mapping[str, str], *, gpus: int = 0, metadata: Mapping[str, str] | None = None) -> Cluster:
-    """The cluster that ``environment`` speaks of.
+    """Returns the cluster that ``environment`` describes.
 
     Args:
       gpus: how many NVIDIA GPUs the machine has; CUDA_VISIBLE_DEVICES may hide some.
@@ -52,14 +54,15 @@ def from_environment(environment: Mapping[str, str], *, gpus: int = 0, metadata:
       ClusterError: the environment contradicts itself, or a process would see the wrong GPUs.
     """
     given = {name: environment[name] for name in VARIABLES if environment.get(name)}
-    found = _open_mpi(environment, gpus) or _slurm(environment, gpus) or _tpu(environment, metadata or {})
-    if found and found.processes > 1 and set(given) == {VARIABLES[0]}:
-        return found._replace(coordinator=_address(given[VARIABLES[0]]))
+    launched = _open_mpi(environment, gpus) or _slurm(environment, gpus) or _tpu(environment, metadata or {})
+    if launched and launched.processes > 1 and set(given) == {VARIABLES[0]}:
+        return launched._replace(coordinator=_address(given[VARIABLES[0]]))
     if given:
         return _explicit(given)
-    if found and found.processes > 1 and not found.coordinator:
-        raise ClusterError([f"{found.launcher} does not say where process 0 is; mpirun -x JAXTRAIN_COORDINATOR=host:port does"])
-    return found or Cluster()
+    if launched and launched.processes > 1 and not launched.coordinator:
+        remedy = "pass it on with mpirun -x JAXTRAIN_COORDINATOR=host:port"
+        raise ClusterError([f"{launched.launcher} does not say where process 0 runs; {remedy}"])
+    return launched or Cluster()
 
 
 def _explicit(given: Mapping[str, str]) -> Cluster:
@@ -67,7 +70,7 @@ def _explicit(given: Mapping[str, str]) -> Cluster:
     numbers = {}
     for name in VARIABLES[1:]:
         if name in given and not given[name].isdecimal():
-            problems.append(f"{name}={given[name]!r} is no number")
+            problems.append(f"{name}={given[name]!r} is not a number")
         numbers[name] = int(given[name]) if given.get(name, "").isdecimal() else 0
     try:
         address = _address(given[VARIABLES[0]]) if VARIABLES[0] in given else ""
@@ -75,7 +78,7 @@ def _explicit(given: Mapping[str, str]) -> Cluster:
         problems += error.problems
     processes, process = numbers.values()
     if not problems and not 0 <= process < processes:
-        problems.append(f"process {process} of {processes} does not exist; they count from 0")
+        problems.append(f"process {process} of {processes} does not exist; processes are numbered from 0")
     if problems:
         raise ClusterError(problems)
     return Cluster(processes, process, address if processes > 1 else "", launcher="JAXTRAIN variables")
@@ -84,7 +87,7 @@ def _explicit(given: Mapping[str, str]) -> Cluster:
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ClusterError([f"{VARIABLES[0]}={text!r} is no host:port, for example 10.0.0.1:27508"])
+        raise ClusterError([f"{VARIABLES[0]}={text!r} is not host:port; write for example 10.0.0.1:27508"])
     return text
 
 
@@ -109,11 +112,13 @@ def _open_mpi(environment: Mapping[str, str], gpus: int) -> Cluster | None:
 def _slurm(environment: Mapping[str, str], gpus: int) -> Cluster | None:
     if not environment.get("SLURM_JOB_ID"):
         return None
-    wanted = ("STEP_ID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "PROCID", "LOCALID", "NODEID")
-    values = {name: environment.get(f"SLURM_{name}", "") for name in wanted}
+    names = ("STEP_ID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "PROCID", "LOCALID", "NODEID")
+    values = {name: environment.get(f"SLURM_{name}", "") for name in names}
     if missing := [f"SLURM_{name}" for name, value in values.items() if not value]:
-        note = f"this is no task of a step of SLURM job {environment['SLURM_JOB_ID']} ({', '.join(missing)} not set), so it "
-        return Cluster(note=note + "is a run of one process; srun starts tasks")
+        note = (
+            f"this process is not a task of a step of SLURM job {environment['SLURM_JOB_ID']} ({', '.join(missing)} not set), "
+        )
+        return Cluster(note=note + "so the run has one process; start several with srun")
     tasks, process = int(values["STEP_NUM_TASKS"]), int(values["PROCID"])
     job = f"{environment['SLURM_JOB_ID']}.{values['STEP_ID']}.{environment.get('SLURM_RESTART_COUNT', '0')}"
     local = _tasks_per_node(values["STEP_TASKS_PER_NODE"])[int(values["NODEID"])]
@@ -124,7 +129,7 @@ def _slurm(environment: Mapping[str, str], gpus: int) -> Cluster | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a SLURM node list: node[003-007,12],gpu1 → node003."""
+    """Returns the first host of a SLURM node list: node[003-007,12],gpu1 → node003."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if not first:
         raise ClusterError([f"the SLURM node list {nodes!r} is empty"])
@@ -145,16 +150,17 @@ def _tpu(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster
     if platforms and "tpu" not in platforms:
         return None
     # Lines of tpu-env are NAME: 'value'.
-    told = dict(re.findall(r"^(\w+): *'?([^'\n]*)'?$", metadata.get("tpu-env", ""), re.MULTILINE)) | dict(environment)
-    hosts = told.get("TPU_PROCESS_ADDRESSES") or told.get("TPU_WORKER_HOSTNAMES") or ""
-    worker = told.get("TPU_WORKER_ID", "")
+    settings = dict(re.findall(r"^(\w+): *'?([^'\n]*)'?$", metadata.get("tpu-env", ""), re.MULTILINE)) | dict(environment)
+    hosts = settings.get("TPU_PROCESS_ADDRESSES") or settings.get("TPU_WORKER_HOSTNAMES") or ""
+    worker = settings.get("TPU_WORKER_ID", "")
     if metadata.get("worker-network-endpoints"):  # host,host or name:id:address,name:id:address
         hosts, worker = metadata["worker-network-endpoints"], metadata.get("agent-worker-number", "")
     if not hosts or not worker.isdecimal():
         return None
     workers = [_tpu_host(host) for host in hosts.split(",")]
-    slices, own = int(told.get("MEGASCALE_NUM_SLICES") or 1), int(told.get("MEGASCALE_SLICE_ID") or 0)
-    first = _tpu_host(told["MEGASCALE_COORDINATOR_ADDRESS"]) if told.get("MEGASCALE_COORDINATOR_ADDRESS") else workers[0]
+    slices, own = int(settings.get("MEGASCALE_NUM_SLICES") or 1), int(settings.get("MEGASCALE_SLICE_ID") or 0)
+    leader = settings.get("MEGASCALE_COORDINATOR_ADDRESS")
+    first = _tpu_host(leader) if leader else workers[0]
     process, processes = own * len(workers) + int(worker), slices * len(workers)
     if process >= processes:
         raise ClusterError([f"TPU worker {worker} of slice {own} does not exist: {slices} × {len(workers)} are listed"])
@@ -167,8 +173,10 @@ def _tpu_host(text: str) -> str:
 
 
 def _own_gpus(environment: Mapping[str, str], gpus: int, allocated: int, tasks: int, task: int, name: str) -> tuple[int, ...]:
-    """Which of the GPUs that a process sees are its own. ``task`` is one of ``tasks`` on a node with ``allocated`` GPUs (0 =
-    not known). A local rank is no ordinal: a process that was given its GPUs alone sees them from 0 on.
+    """Returns the ordinals of a process's own GPUs among those that it sees.
+
+    ``task`` is one of ``tasks`` on a node with ``allocated`` GPUs (0 = not known). A local rank is not an ordinal: a process
+    that was given only its own GPUs sees them numbered from 0.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

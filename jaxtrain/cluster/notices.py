@@ -1,7 +1,7 @@
-"""What Google's metadata server tells a machine: the pod that a TPU VM belongs to, and that it will soon be taken away.
+"""What Google's metadata server reports: the pod that a TPU VM belongs to, and that the machine will soon be taken away.
 
-GCE_METADATA_HOST (or GCE_METADATA_IP) names another server than the usual one; NO_GCE_CHECK=true asks none. Elsewhere than on
-Google's machines none is asked.
+GCE_METADATA_HOST (or GCE_METADATA_IP) names another server than the usual one. With NO_GCE_CHECK=true, and on machines that
+are not Google's, no server is asked.
 """
 
 import importlib.util
@@ -13,12 +13,12 @@ import urllib.request
 from collections.abc import Callable, Mapping
 
 POD = ("agent-worker-number", "worker-network-endpoints", "tpu-env")  # attributes of a TPU VM
-# What tells of an end, and the answers that do: a VM with TPUs or GPUs is not moved while it runs, but stopped.
+# What announces the machine's end, and by which answers: a VM with TPUs or GPUs is not moved while it runs, but stopped.
 NOTICES = {"maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE",), "preempted": ("TRUE",)}
 
 
 def metadata_server(environment: Mapping[str, str]) -> str:
-    """The metadata server's host, "" when this is no machine of Google's."""
+    """Returns the metadata server's host; "" when this is not a machine of Google's."""
     if environment.get("NO_GCE_CHECK", "").lower() in ("1", "true"):
         return ""
     named = environment.get("GCE_METADATA_HOST") or environment.get("GCE_METADATA_IP")
@@ -29,7 +29,7 @@ def metadata_server(environment: Mapping[str, str]) -> str:
 
 
 def read(host: str, name: str, *, timeout: float = 5.0) -> str | None:
-    """instance/``name``; None when the server has no such thing or does not answer."""
+    """Reads instance/``name``; None when the server has no such value or does not answer."""
     url = f"http://{host}/computeMetadata/v1/instance/{name}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a proxy
@@ -41,7 +41,7 @@ def read(host: str, name: str, *, timeout: float = 5.0) -> str | None:
 
 
 def tpu_metadata(environment: Mapping[str, str]) -> dict[str, str]:
-    """The attributes `POD` of a TPU VM; empty on a machine without TPUs, or without the package libtpu."""
+    """Reads the attributes `POD` of a TPU VM; empty on a machine without TPUs, or without the package libtpu."""
     chips = [p for p in pathlib.Path("/dev").glob("*") if re.fullmatch(r"accel\d+", p.name)]
     chips += pathlib.Path("/dev/vfio").glob("[0-9]*")
     host = metadata_server(environment)
@@ -51,10 +51,10 @@ def tpu_metadata(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Notices:
-    """Asks every ``pause`` seconds whether this machine will be taken away, and calls ``tell`` once with what was said."""
+    """Asks every ``pause`` seconds whether this machine will be taken away, and calls ``report`` once with the answer."""
 
-    def __init__(self, host: str, tell: Callable[[str], None], *, pause: float = 5.0):
-        self._host, self._tell, self._pause = host, tell, pause
+    def __init__(self, host: str, report: Callable[[str], None], *, pause: float = 5.0):
+        self._host, self._report, self._pause = host, report, pause
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
         if host:
@@ -66,7 +66,7 @@ class Notices:
     def _run(self) -> None:
         while not self._closed.is_set():
             for name, ends in NOTICES.items():
-                if (said := read(self._host, name)) in ends:
-                    self._tell(f"{name}={said}")
+                if (answer := read(self._host, name)) in ends:
+                    self._report(f"{name}={answer}")
                     return
             self._closed.wait(self._pause)

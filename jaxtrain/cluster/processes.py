@@ -23,74 +23,75 @@ from loaders import machine
 
 log = logging.getLogger("jaxtrain")
 
-# What must be the same package everywhere, and what a checkpoint says it was written with.
+# Packages whose versions must be equal in all processes, and which a checkpoint records.
 VERSIONED = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def find() -> Cluster:
-    """The cluster that this machine's environment speaks of. Raises ClusterError."""
+    """Returns the cluster that this machine's environment describes. Raises ClusterError."""
     gpus = len([name for name in _entries("/dev") if re.fullmatch(r"nvidia\d+", name)])
     return discover.from_environment(os.environ, gpus=gpus, metadata=notices.tpu_metadata(os.environ))
 
 
-def initialize(found: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False) -> None:
-    """Joins the processes: a roll call in which all must come and be alike, then JAX, with every value explicit.
+def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False) -> None:
+    """Joins the processes: first a roll call in which all must be present and identical, then JAX, with every value explicit.
 
     Raises:
-      RendezvousError: somebody is late, or differs (in the config, a package, the devices); the port is taken. By number.
-      Stopped: ``leave()`` held while others were waited for.
+      RendezvousError: processes, by number, are late, or differ (in the config, a package, the devices); the port is taken.
+      Stopped: ``leave()`` returned true during the wait for others.
     """
-    if found.note:
-        log.warning("%s", found.note)
-    if found.processes == 1:
+    if membership.note:
+        log.warning("%s", membership.note)
+    if membership.processes == 1:
         return
     log.info(
         "process %d of %d (%s, on %s), coordinator %s",
-        found.process,
-        found.processes,
-        found.launcher,
+        membership.process,
+        membership.processes,
+        membership.launcher,
         socket.gethostname(),
-        found.coordinator,
+        membership.coordinator,
     )
     bounds = config.distributed
     rendezvous.meet(
-        found.coordinator,
-        process=found.process,
-        processes=found.processes,
-        job=found.job or f"the run in {os.path.abspath(config.workdir)}",
+        membership.coordinator,
+        process=membership.process,
+        processes=membership.processes,
+        job=membership.job or f"the run in {os.path.abspath(config.workdir)}",
         facts={
             "config": json.loads(to_json(config)),
             "versions": versions(),
-            "launcher": found.launcher,
-            "gpus": len(found.local_devices),
+            "launcher": membership.launcher,
+            "gpus": len(membership.local_devices),
         },
         timeout=bounds.init_timeout,
         leave=leave,
     )
     try:
         jax.distributed.initialize(
-            coordinator_address=found.coordinator,
-            num_processes=found.processes,
-            process_id=found.process,
-            local_device_ids=list(found.local_devices),
-            cluster_detection_method="deactivate",  # all is said; JAX's guess would take the local rank for an ordinal
+            coordinator_address=membership.coordinator,
+            num_processes=membership.processes,
+            process_id=membership.process,
+            local_device_ids=list(membership.local_devices),
+            cluster_detection_method="deactivate",  # every value is given; JAX's guess would take the local rank for an ordinal
             initialization_timeout=bounds.init_timeout,
             heartbeat_timeout_seconds=bounds.heartbeat_timeout,
         )
     except Exception as error:
         raise RendezvousError(
-            f"process {found.process} of {found.processes} could not join the run at {found.coordinator}: {error}"
+            f"process {membership.process} of {membership.processes} could not join the run at "
+            f"{membership.coordinator}: {error}"
         ) from error
-    if problem := uneven(Counter(device.process_index for device in jax.devices()), found.processes):
+    if problem := uneven(Counter(device.process_index for device in jax.devices()), membership.processes):
         raise RendezvousError(problem)
     if jax.default_backend() == "cpu":
-        # Process 0 alone keeps programs there, and one that is read back takes its collectives in another order than one just
+        # Process 0 alone writes programs there, and one that is read back runs its collectives in another order than one just
         # compiled (jax 0.10.2): the processes then wait for each other for ever.
         jax.config.update("jax_enable_compilation_cache", False)
 
 
 def uneven(devices: Mapping[int, int], processes: int) -> str:
-    """Which processes have another number of devices than most; "" when all have the same."""
+    """Names the processes that have another number of devices than most; "" when all have the same."""
     counts = [devices.get(process, 0) for process in range(processes)]
     usual = Counter(counts).most_common(1)[0][0]
     odd = [f"process {p} has {n}" for p, n in enumerate(counts) if n != usual]
@@ -98,7 +99,7 @@ def uneven(devices: Mapping[int, int], processes: int) -> str:
 
 
 def compare(texts: Mapping[str, str]) -> None:
-    """Compares named texts over all processes, by their hashes. Raises RendezvousError: which process differs in which.
+    """Compares named texts between all processes, by their hashes. Raises RendezvousError, with who differs in which text.
 
     Lines with callbacks to the host are left out, since they hold addresses.
     """
@@ -107,11 +108,11 @@ def compare(texts: Mapping[str, str]) -> None:
     plain = [re.sub(r".*callback.*", "", text) for text in texts.values()]
     own = np.stack([np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8) for text in plain])
     every = np.asarray(multihost_utils.process_allgather(own))  # [processes, texts, 32]
-    told = [
+    reports = [
         {"process": p, "facts": {f"{name}'s hash": bytes(row).hex()[:12] for name, row in zip(texts, rows, strict=True)}}
         for p, rows in enumerate(every)
     ]
-    if problem := rendezvous.differences(told):
+    if problem := rendezvous.differences(reports):
         raise RendezvousError(problem)
 
 
@@ -135,36 +136,36 @@ def use_threads_for_host_devices() -> None:
     It runs independent collectives of one program at once on as many threads as there are cores (or NPROC says): with fewer
     threads than devices they can wait for each other for ever (seen with jax 0.10.2: 8 devices on 2 cores).
     """
-    found = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    if found and int(found[1]) > 1:
-        os.environ.setdefault("NPROC", str(max(4 * int(found[1]), os.cpu_count() or 1)))
+    count = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if count and int(count[1]) > 1:
+        os.environ.setdefault("NPROC", str(max(4 * int(count[1]), os.cpu_count() or 1)))
 
 
 def is_main() -> bool:
-    """Whether this process writes what is written once: console, metrics, pictures."""
+    """Whether this process is the one that writes what is written once: console, metrics, pictures."""
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Returns when every process has come here."""
+    """Returns when every process has reached it."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def agree(value: int) -> int:
-    """What process 0 says, on all processes: one that looks at a file system may see it late."""
+    """Returns process 0's value on all processes, which may not see the same state of a file system yet."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def agree_on(values: Sequence[int]) -> list[int]:
-    """Process 0's numbers, on all processes."""
+    """Returns process 0's numbers on all processes."""
     return [agree(values[i] if i < len(values) else 0) for i in range(agree(len(values)))]
 
 
 def gather(value: int) -> list[int]:
-    """Every process's number, by process, on all processes."""
+    """Returns every process's number, in the order of the processes, on all processes."""
     if jax.process_count() == 1:
         return [value]
     return [int(x) for x in multihost_utils.process_allgather(np.int32(value))]

@@ -7,13 +7,13 @@ from typing import Any
 
 
 class StopSignals:
-    """Remembers that a signal asked the run to save and end. A second one ends the process there and then.
+    """Remembers that a signal asked the run to save and end. A second signal ends the process at once.
 
     Attributes:
-      asked: the name of the signal, or "" so far.
-      notice: what else has asked for the same, a notice of maintenance for example, or "".
+      asked: the name of the signal; "" until one came.
+      notice: another reason to stop, such as announced maintenance; "" until there is one.
 
-    Ctrl-C is remembered too, until `check`: a KeyboardInterrupt anywhere could come in the middle of a library's save.
+    Ctrl-C is remembered too, until `check`: a KeyboardInterrupt could interrupt a library in the middle of a save.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -28,7 +28,7 @@ class StopSignals:
         return self.asked or self.notice or "another process"
 
     def install(self) -> None:
-        """Takes the signals, also back from a library that took them since."""
+        """Takes the signals, also those that a library has taken since."""
         for number in self._numbers:
             before = signal.signal(number, self._handle)
             self._before.setdefault(number, before)
@@ -47,7 +47,7 @@ class StopSignals:
             self.asked = signal.Signals(number).name
 
     def ask(self, why: str) -> None:
-        """Asks for the same from elsewhere. The signal that usually follows is the first one then."""
+        """Asks the run to stop for the reason ``why``. The signal that usually follows still counts as the first."""
         self.notice = self.notice or why
 
     def check(self) -> bool:

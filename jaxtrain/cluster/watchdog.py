@@ -22,9 +22,9 @@ log = logging.getLogger("jaxtrain")
 class Watchdog:
     """Ends a process whose run makes no progress, after naming the process that holds the others up.
 
-    Every process tells in ``folder``/alive-N.json how far it is. One whose count of `beat`s has not moved for ``timeout``
-    seconds (``start_timeout`` before the first one) compares: who is behind all others, or does not even tell that it is
-    alive, is the one. All stacks of this process go to ``folder``/stacks-N.txt and stderr, and it exits with `EXIT_CODE`.
+    Every process reports its progress in ``folder``/alive-N.json. A process whose count of `beat`s has not moved for
+    ``timeout`` seconds (``start_timeout`` before the first one) compares all reports: the process that is behind the others, or
+    has stopped reporting, is to blame. Its own stacks go to ``folder``/stacks-N.txt and stderr; it exits with `EXIT_CODE`.
     """
 
     EXIT_CODE = 70
@@ -38,15 +38,15 @@ class Watchdog:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         if timeout:
-            self._tell()
+            self._report()
             self._thread.start()
 
     def beat(self, doing: str) -> None:
-        """Progress was made, and ``doing`` comes next."""
+        """Reports that progress was made, and that ``doing`` comes next."""
         self._count, self._doing, self._since, self._limit = self._count + 1, doing, time.monotonic(), self._timeout
 
     def starting(self, doing: str) -> None:
-        """Like `beat`, before the first step: what restores and compiles may take ``start_timeout`` seconds."""
+        """Like `beat`, before the first step: a restore or a compilation may take ``start_timeout`` seconds."""
         self._count, self._doing, self._since = self._count + 1, doing, time.monotonic()
 
     def close(self) -> None:
@@ -58,11 +58,11 @@ class Watchdog:
     def _run(self) -> None:
         pause = min(self._timeout / 10, 5.0)
         while not self._closed.wait(pause):
-            self._tell()
+            self._report()
             if self._limit and time.monotonic() - self._since > self._limit:
                 self._end(pause)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         path = self._folder / f"alive-{self._process}.json"
         temporary = path.with_suffix(".new")
         try:
@@ -72,11 +72,11 @@ class Watchdog:
             log.warning("the watchdog cannot write %s: %s", path, error)
 
     def _end(self, pause: float) -> None:
-        told = {}
+        reports = {}
         for process in range(self._processes):
             with contextlib.suppress(OSError, ValueError):
-                told[process] = json.loads((self._folder / f"alive-{process}.json").read_text())
-        culprit = blame(told, self._processes, time.time(), 3 * pause)
+                reports[process] = json.loads((self._folder / f"alive-{process}.json").read_text())
+        culprit = blame(reports, self._processes, time.time(), 3 * pause)
         text = f"no progress for {self._limit:g} s; {culprit}; ending process {self._process}"
         log.error(text)
         print(text, file=sys.stderr, flush=True)
@@ -86,17 +86,17 @@ class Watchdog:
         os._exit(self.EXIT_CODE)
 
 
-def blame(told: Mapping[int, Mapping[str, Any]], processes: int, now: float, silence: float) -> str:
-    """Which processes hold the others up, from what each has told (count, doing, time)."""
-    silent = [p for p in range(processes) if p not in told or now - told[p]["time"] > silence]
+def blame(reports: Mapping[int, Mapping[str, Any]], processes: int, now: float, silence: float) -> str:
+    """Names the processes that hold the others up, by what each has reported (count, doing, time)."""
+    silent = [p for p in range(processes) if p not in reports or now - reports[p]["time"] > silence]
     if silent:
         return "; ".join(
-            f"process {p} has been silent for {now - told[p]['time']:.0f} s, at {told[p]['doing']}" if p in told
-            else f"process {p} has never told that it is alive"
+            f"process {p} has been silent for {now - reports[p]['time']:.0f} s, at {reports[p]['doing']}" if p in reports
+            else f"process {p} has never sent a heartbeat"
             for p in silent
         )  # fmt: skip
-    least = min(t["count"] for t in told.values())
-    behind = [p for p, t in told.items() if t["count"] == least]
+    least = min(report["count"] for report in reports.values())
+    behind = [p for p, report in reports.items() if report["count"] == least]
     if len(behind) == processes and processes > 1:
-        return f"all processes are at {told[behind[0]]['doing']}"
-    return "; ".join(f"process {p} is stuck at {told[p]['doing']}" for p in behind)
+        return f"all processes are at {reports[behind[0]]['doing']}"
+    return "; ".join(f"process {p} is stuck at {reports[p]['doing']}" for p in behind)

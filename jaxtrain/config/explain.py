@@ -33,11 +33,11 @@ def explain(config: Config) -> str:
 @functools.cache
 def gloss(cls: type) -> dict[str, tuple[str, str]]:
     """Field -> (unit, meaning), from the comment that ends the field's line: ``name: type = default  # [unit] meaning``."""
-    found = {}
+    glosses = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
-            found |= _own_gloss(base)
-    return found
+            glosses |= _own_gloss(base)
+    return glosses
 
 
 def _own_gloss(cls: type) -> dict[str, tuple[str, str]]:
@@ -48,9 +48,9 @@ def _own_gloss(cls: type) -> dict[str, tuple[str, str]]:
         if token.type == tokenize.COMMENT
     }
     body = ast.parse(inspect.cleandoc(source)).body[0].body
-    found = {}
+    glosses = {}
     for node in body:
         if isinstance(node, ast.AnnAssign):
             unit, _, meaning = comments.get(node.end_lineno, "[]").removeprefix("[").partition("]")
-            found[node.target.id] = (unit, meaning.strip())
-    return found
+            glosses[node.target.id] = (unit, meaning.strip())
+    return glosses

@@ -17,7 +17,7 @@ from jaxtrain.types import Array, PyTree
 
 
 def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> optax.GradientTransformationExtraArgs:
-    """Clip the global norm, apply each parameter's rule, add decoupled decay, scale by each parameter's own rate.
+    """Makes the optimizer: clip the global norm, apply each update rule, add decoupled decay, scale by each parameter's rate.
 
     p -= lr(s) (u + weight_decay p), where u comes from one of `UPDATE_RULES`. ``update`` takes ``touched`` (`types.LossOut`):
     of a table under sign_sgd that is named there, only the rows that the step has read move or decay.
@@ -38,7 +38,7 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> optax.Gradient
     frozen = jax.tree.map(lambda g: g.freeze, groups)
     names = update_rule_of_each(optim, specs, groups)
     tx = optax.chain(
-        # Frozen gradients leave first: they must not count in the norm that the others are clipped by.
+        # Frozen gradients are dropped first: they must not count in the norm that the others are clipped by.
         optax.masked(optax.set_to_zero(), frozen) if any(jax.tree.leaves(frozen)) else optax.identity(),
         *_clips(optim, groups),
         *_by_rule(optim, specs, names),
@@ -54,7 +54,7 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> optax.Gradient
 
 
 def _by_rule(optim: Optim, specs: PyTree, names: PyTree) -> list[optax.GradientTransformation]:
-    """Each rule on its own parameters, keeping moments of these alone, as optim.moments says."""
+    """Applies each rule to its own parameters, and keeps moments of these alone, as optim.moments says."""
     table = dict(zip(paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True))
     used = sorted(set(jax.tree.leaves(names)))
     made = {name: UPDATE_RULES[name](optim, table) for name in used}
@@ -70,12 +70,12 @@ def _by_rule(optim: Optim, specs: PyTree, names: PyTree) -> list[optax.GradientT
 
 
 def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformation]:
-    """The clip of the global norm, and one for each group that has its own: a probe must not shrink what it looks at."""
-    own = list(dict.fromkeys(g for g in jax.tree.leaves(groups) if g.clip is not None))
-    for one, most in ((None, optim.clip), *((g, g.clip) for g in own)):
+    """Yields the clip of the global norm, and one for each group with its own: a probe must not shrink the encoder's steps."""
+    clipped_alone = list(dict.fromkeys(g for g in jax.tree.leaves(groups) if g.clip is not None))
+    for group, most in ((None, optim.clip), *((g, g.clip) for g in clipped_alone)):
         if most:
-            counts = jax.tree.map(lambda g, one=one: (g if g.clip is not None else None) == one, groups)
-            yield optax.masked(_clip(most), counts) if own else _clip(most)
+            members = jax.tree.map(lambda g, group=group: (g if g.clip is not None else None) == group, groups)
+            yield optax.masked(_clip(most), members) if clipped_alone else _clip(most)
 
 
 def _clip(most: float) -> optax.GradientTransformation:
@@ -91,18 +91,18 @@ def _clip(most: float) -> optax.GradientTransformation:
 
 
 def global_norm(tree: PyTree) -> Array:
-    """The root of the sum of all squares, in float32."""
+    """Returns the root of the sum of all squares, in float32."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
 
 
 def _only_touched(sparse: PyTree) -> optax.GradientTransformationExtraArgs:
-    """Leaves the rows of a sparse table where they are that no row of the batch has read.
+    """Keeps the rows of a sparse table that the batch has not read as they are.
 
-    The gradient itself is dense. It cannot say which rows were read, since the gradients of one row's readers may cancel,
-    and then the row still decays; so the workload counts. A gradient of indices and values would have to be carried through
-    microbatches, the reduction over data, clipping and norms by rules of its own. The dense one goes through all of them as
-    any other, is split over devices like its table, and costs a few passes over it: at 876,406 puzzles of 512 values 1.8 GB,
-    some milliseconds beside a step of seconds.
+    The gradient itself is dense. It does not show which rows were read, since the gradients of one row's readers may cancel,
+    and that row still decays; so the workload counts the reads. A gradient of indices and values would need rules of its own
+    in microbatches, the reduction over data, clipping and norms. The dense one passes through all of them like any other, is
+    split over devices like its table, and costs a few passes over it: for 876,406 puzzles of 512 values 1.8 GB, some
+    milliseconds of a step that takes seconds.
     """
 
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, touched: PyTree = None, **_) -> tuple:
@@ -127,7 +127,7 @@ def _add_decayed(weights: PyTree) -> optax.GradientTransformation:
 def _scale_by_rates(rates: PyTree, schedule: Schedule) -> optax.GradientTransformation:
     def update(updates: PyTree, state: optax.ScaleByScheduleState, params: PyTree) -> tuple[PyTree, optax.ScaleByScheduleState]:
         ratio = schedule(state.count)
-        # No more digits than the parameter has to which it is added: wider ones would be the largest array of a step.
+        # In the dtype of the parameter that it is added to: a wider one would be the largest array of a step.
         moves = jax.tree.map(lambda u, r, p: (-r * ratio * u).astype(p.dtype), updates, rates, params)
         return moves, optax.ScaleByScheduleState(count=state.count + 1)
 

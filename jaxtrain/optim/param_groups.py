@@ -15,11 +15,11 @@ from jaxtrain.types import PyTree, Spec
 
 
 class OptimError(ValueError):
-    """Patterns that do not cover the parameters. The message lists what is not covered, and how to name it."""
+    """Patterns that do not cover the parameters. The message lists what is not covered, and the remedy."""
 
 
 def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
-    """The `Group` of every parameter, after checking that the patterns cover the table."""
+    """Returns the `Group` of every parameter. Raises OptimError unless the patterns cover the table."""
     names, rest, problems = paths(specs), Group(), []
     for path in names:
         matches = [bool(re.search(pattern, path)) for pattern in (optim.decayed, optim.undecayed)]
@@ -30,14 +30,19 @@ def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
             )
     for i, group in enumerate(optim.groups):
         if not any(re.search(group.match, path) for path in names):
-            problems.append(f"optim.groups[{i}].match={group.match!r} matches no parameter; there are {', '.join(names)}")
+            problems.append(
+                f"optim.groups[{i}].match={group.match!r} matches no parameter; the parameters are {', '.join(names)}"
+            )
     if problems:
         raise OptimError("\n".join(problems))
     return map_specs(lambda path, _: next((g for g in optim.groups if re.search(g.match, path)), rest), specs)
 
 
 def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
-    """The name of every parameter's rule; optim.name="muon" leaves what is no hidden matrix to optim.rest."""
+    """Returns the name of every parameter's update rule. optim.name="muon" leaves what is no hidden matrix to optim.rest.
+
+    Raises OptimError for a rule that a parameter cannot have.
+    """
     problems = []
 
     def name(path: str, spec: Spec, group: Group) -> str:
@@ -46,7 +51,7 @@ def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
                 matrix_axes(path, spec)
             except RuleError as error:
                 problems.append(str(error))
-        # Of two dimensions or more are also positions, CLS tokens and biases of several heads: what decay spares is no matrix.
+        # Positions, CLS tokens and biases of several heads have two dimensions too; but what decay spares is no matrix.
         hidden = is_hidden_matrix(path, spec) and re.search(optim.decayed, path)
         if group.name is None and optim.name == "muon" and not hidden:
             return optim.rest
@@ -60,9 +65,10 @@ def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
 
 
 def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
-    """What each parameter's rate is multiplied by: layer_decay to the number of layers above (Clark et al. 2020).
+    """Returns each parameter's factor of the learning rate: layer_decay to the number of layers above (Clark et al. 2020).
 
-    Layer i of a stack of n has n - i of them (the head is one), what matches optim.layer_first n + 1, all else none.
+    Layer i of a stack of n has n - i layers above it (the head counts), what matches optim.layer_first n + 1, all else none.
+    Raises OptimError where no parameter has a layer, or is below the first.
     """
     stacks = [spec.shape[spec.axes.index("layer")] for spec in jax.tree.leaves(specs, is_leaf=is_spec) if "layer" in spec.axes]
     if optim.layer_decay == 1:
@@ -75,12 +81,12 @@ def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
             f"optim.layer_first={optim.layer_first!r} matches no parameter; name those below the layers of {known}"
         )
 
-    def one(path: str, spec: Spec) -> float | np.ndarray:
+    def factor(path: str, spec: Spec) -> float | np.ndarray:
         if "layer" in spec.axes:
-            at = spec.axes.index("layer")
-            above = spec.shape[at] - np.arange(spec.shape[at])
-            shape = [1] * at + [-1] + [1] * (len(spec.shape) - at - 1)
+            axis = spec.axes.index("layer")
+            above = spec.shape[axis] - np.arange(spec.shape[axis])
+            shape = [1] * axis + [-1] + [1] * (len(spec.shape) - axis - 1)
             return (optim.layer_decay**above).astype(np.float32).reshape(shape)
         return optim.layer_decay ** (max(stacks) + 1) if re.search(optim.layer_first, path) else 1.0
 
-    return map_specs(one, specs)
+    return map_specs(factor, specs)

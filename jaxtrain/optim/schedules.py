@@ -11,12 +11,12 @@ Schedule = Callable[[Array | int], Array]
 
 
 def make_schedule(optim: Optim, steps: int) -> Schedule:
-    """Ratio of the peak learning rate used by update s = 0, 1, …; 1 at s = warmup, floor from s = steps on.
+    """Makes update s = 0, 1, … -> ratio of the peak learning rate: 1 at s = warmup, the floor from s = steps on.
 
     cosine: floor + (1 - floor) (1 + cos(pi x)) / 2 with x = (s - warmup) / (steps - warmup) (Loshchilov & Hutter 2017).
     wsd: 1 until s = steps - decay, then 1 - (1 - floor) falls as 1 - x, (1 + cos(pi x)) / 2 or 1 - sqrt(x) (Hu et al. 2024).
-    three_phase: wsd in shares of the run, as prime-rl has it: a warm-up from 1e-8 in the first 5 %, a decay in the last 20 %,
-    where optim does not say otherwise.
+    three_phase: wsd in shares of the run, as in prime-rl: a warm-up from 1e-8 in the first 5 %, a decay in the last 20 %,
+    unless optim sets them.
     """
     warmup, decay, init, floor = optim.warmup, optim.decay, optim.lr_init, optim.lr_floor
     if optim.schedule == "three_phase":

@@ -34,10 +34,10 @@ class RuleError(ValueError):
 
 
 def matrix_axes(path: str, spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dimensions of the rows and of the columns of a parameter's matrices; every other one counts matrices.
+    """Returns the dimensions of the rows and of the columns of a parameter's matrices; every other one counts matrices.
 
-    "layer" counts matrices, and so does a nameless dimension beside two others (query, key and value side by side). "head_dim"
-    goes with the heads before it. Raises RuleError where this does not leave two.
+    "layer" counts matrices, and so does a nameless dimension next to two others (query, key and value stacked). "head_dim"
+    belongs to the heads before it. Raises RuleError where this does not leave two.
     """
     groups: list[list[int]] = []
     for i, axis in enumerate(spec.axes):
@@ -49,14 +49,14 @@ def matrix_axes(path: str, spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]
         groups = [group for group in groups if spec.axes[group[0]] is not None]
     if len(groups) != 2:
         raise RuleError(
-            f"{path!r} with the axes {spec.axes} has {len(groups)} dimensions beside its layers, and muon needs "
+            f"{path!r} with the axes {spec.axes} has {len(groups)} dimensions besides its layers, and muon needs "
             "matrices; give it another rule with optim.groups"
         )
     return tuple(groups[0]), tuple(groups[1])
 
 
 def is_hidden_matrix(path: str, spec: Spec) -> bool:
-    """Whether Muon is meant for it: a matrix between hidden states, not a table, a head, a vector."""
+    """Whether Muon is meant for the parameter: a matrix between hidden states, not a table, a head or a vector."""
     if {"vocab", "puzzle"} & set(spec.axes):
         return False
     try:
@@ -80,7 +80,7 @@ def scale_by_muon(specs: dict[str, Spec], *, momentum: float, scale: str) -> opt
         del params
         mu = jax.tree.map(lambda b, g: momentum * b + g, state.mu, grads)
 
-        def one(path: tuple, g: Array, b: Array) -> Array:
+        def orthogonal(path: tuple, g: Array, b: Array) -> Array:
             name = path_name(path)
             rows, columns = matrix_axes(name, specs[name])
             many = tuple(i for i in range(g.ndim) if i not in rows + columns)
@@ -95,13 +95,13 @@ def scale_by_muon(specs: dict[str, Spec], *, momentum: float, scale: str) -> opt
             x = factor * orthogonalise(u.reshape(*u.shape[: len(many)], n, m))
             return jnp.transpose(x.reshape(u.shape), np.argsort(order))
 
-        return jax.tree.map_with_path(one, grads, mu), MuonState(state.count + 1, mu)
+        return jax.tree.map_with_path(orthogonal, grads, mu), MuonState(state.count + 1, mu)
 
     return optax.GradientTransformation(init, update)
 
 
 def orthogonalise(x: Array, *, steps: int = 5, eps: float = 1e-7) -> Array:
-    """[..., n, m] matrices with their singular values near 1: Newton-Schulz, x <- a x + (b g + c g g) x with g = x x^T."""
+    """Brings the singular values of [..., n, m] matrices near 1: Newton-Schulz, x <- a x + (b g + c g g) x with g = x x^T."""
     a, b, c = 3.4445, -4.775, 2.0315
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else jnp.swapaxes(x, -1, -2)
@@ -115,8 +115,8 @@ def orthogonalise(x: Array, *, steps: int = 5, eps: float = 1e-7) -> Array:
 def scale_by_adam_atan2(b1: float, b2: float, *, a: float, b: float, correction: str) -> optax.GradientTransformation:
     """Adam's quotient as an angle, which needs no eps and does not see the gradient's scale (Everett et al. 2024).
 
-    inside: a atan2(m_hat, b sqrt(v_hat)), as published. outside: a / (1 - b1^t) atan2(m, b sqrt(v_hat)), what the package
-    adam-atan2 computes (0.0.3); the two differ while 1 - b1^t is far from 1.
+    inside: a atan2(m_hat, b sqrt(v_hat)), as published. outside: a / (1 - b1^t) atan2(m, b sqrt(v_hat)), as the package
+    adam-atan2 computes it (0.0.3); the two differ while 1 - b1^t is far from 1.
     """
 
     def init(params: PyTree) -> optax.ScaleByAdamState:
@@ -143,11 +143,11 @@ def scale_by_adafactor(
 ) -> optax.GradientTransformation:
     """g / sqrt(v), v of rank one over the two largest dimensions (Shazeer & Stern 2018); no first moment, no relative rates.
 
-    v's average forgets with 1 - t^-power. Parameters whose second largest dimension is below ``least`` keep all of v. An update
+    The average v decays by 1 - t^-power. Parameters whose second largest dimension is below ``least`` keep all of v. An update
     whose root mean square exceeds ``clip`` is scaled down to it.
     """
 
-    def two(shape: tuple[int, ...]) -> tuple[int, int] | None:
+    def factored(shape: tuple[int, ...]) -> tuple[int, int] | None:
         if len(shape) < 2:
             return None
         *_, second, first = np.argsort(shape, kind="stable").tolist()
@@ -155,17 +155,17 @@ def scale_by_adafactor(
 
     def init(params: PyTree) -> FactoredState:
         def zeros(without: int | None) -> PyTree:
-            """Without one of the two dimensions; or, None, what is not factored. An empty one is a single 0."""
+            """Zeros for the factor without that dimension; with None, for what is not factored. Unused ones are a single 0."""
 
-            def one(p: Array) -> Array:
-                shape, dims = list(p.shape), two(p.shape)
+            def zero(p: Array) -> Array:
+                shape, dims = list(p.shape), factored(p.shape)
                 if (dims is None) != (without is None):
                     shape = [1] * p.ndim
                 elif dims is not None:
                     shape[dims[without]] = 1
                 return jnp.zeros(shape, jnp.float32)
 
-            return jax.tree.map(one, params)
+            return jax.tree.map(zero, params)
 
         return FactoredState(jnp.zeros((), jnp.int32), zeros(0), zeros(1), zeros(None))
 
@@ -174,9 +174,9 @@ def scale_by_adafactor(
         count = state.count + 1
         keep = 1 - count.astype(jnp.float32) ** -power
 
-        def one(g: Array, row: Array, column: Array, whole: Array) -> tuple[Array, ...]:
+        def scaled(g: Array, row: Array, column: Array, whole: Array) -> tuple[Array, ...]:
             squares = g * g + eps
-            if dims := two(g.shape):
+            if dims := factored(g.shape):
                 first, second = dims
                 row = keep * row + (1 - keep) * squares.mean(first, keepdims=True)
                 column = keep * column + (1 - keep) * squares.mean(second, keepdims=True)
@@ -187,8 +187,8 @@ def scale_by_adafactor(
             return u / jnp.maximum(1.0, jnp.sqrt(jnp.mean(u * u)) / clip), row, column, whole
 
         leaves, tree = jax.tree.flatten(grads)
-        found = [one(g, *(m for m in ms)) for g, *ms in zip(leaves, *map(jax.tree.leaves, state[1:]), strict=True)]
-        u, row, column, whole = (tree.unflatten(x) for x in zip(*found, strict=True)) if found else [grads] * 4
+        each = [scaled(g, *ms) for g, *ms in zip(leaves, *map(jax.tree.leaves, state[1:]), strict=True)]
+        u, row, column, whole = (tree.unflatten(x) for x in zip(*each, strict=True)) if each else [grads] * 4
         return u, FactoredState(count, row, column, whole)
 
     return optax.GradientTransformation(init, update)

@@ -418,7 +418,8 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
             vocab=h["vocab_size"], context=h["n_positions"], eps=h["layer_norm_epsilon"],
         )  # fmt: skip
     if family not in _FAMILIES:
-        raise HuggingFaceError(f"{path}: model_type is {family!r}; there are: {', '.join(_FAMILIES)}, gpt2 (sizes alone)")
+        known = checks.expected(family, (*_FAMILIES, "gpt2 (sizes alone)"))
+        raise HuggingFaceError(f"{path}: model_type is {family!r}; {known}")
     if h.get("use_sliding_window") or (family == "llama" and h.get("sliding_window")):
         problems.append("use_sliding_window is set; only attention to all of a document is read")
     return dict(

@@ -1,4 +1,4 @@
-"""A step directory whose bytes are vouched for: what is flipped, cut or gone is named."""
+"""A step directory whose every byte is verified: a file that is changed, cut or gone is named."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_a_file_that_is_cut_or_gone_is_named(step, written, keep):
         (step / name).write_bytes(content)
 
 
-def test_several_problems_are_told_together(step, written):
+def test_several_problems_are_reported_together(step, written):
     first, second, *_ = [name for name in written if name.startswith("state/")]
     (step / first).unlink()
     (step / second).write_bytes(b"")

@@ -16,6 +16,7 @@ from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.read import Stored
 from jaxtrain.config import WarmStart
+from jaxtrain.config.checks import on_this_machine
 from jaxtrain.specs import ones, truncated_normal
 from jaxtrain.types import Spec
 
@@ -132,7 +133,7 @@ def test_every_part_is_read_once_and_only_parts(run):
     assert sorted(parts) == sorted(((0, 2), e, m) for e in ((0, 4), (4, 8)) for m in ((0, 8), (8, 16)))
 
 
-def test_what_is_missing_unwanted_or_different_is_told_at_once_with_its_remedy():
+def test_what_is_missing_unwanted_or_different_is_reported_at_once_with_its_remedy():
     arrays = numbers(0)
     arrays["encoder/positions"] = arrays.pop("encoder/pos")
     arrays["head/w"] = np.zeros((8, 7), np.float32)
@@ -143,7 +144,7 @@ def test_what_is_missing_unwanted_or_different_is_told_at_once_with_its_remedy()
     assert "encoder/pos [8, 8] is not in the source" in missing and "'encoder/positions'" in missing and "skip" in missing
     assert "head/w: is [8, 7] in the source and [8, 4] here" in shape and "reshape" in shape
     assert "head/b: is int32 in the source and float32 here" in dtype
-    assert "encoder/positions [8, 8] of the source has no place here" in unwanted and "unused" in unwanted
+    assert "encoder/positions [8, 8] of the source is not in this model" in unwanted and "unused" in unwanted
     assert "'^nothing/' matches nothing" in idle
 
 
@@ -203,7 +204,7 @@ def test_crop_takes_the_first_and_pad_leaves_the_rest_as_initialised(mesh):
     expected[:5, :3] = short
     assert made["head/w"].tobytes() == expected.tobytes()
     wrong = dataclasses.replace(rules, reshape={"blocks/w$": "pad", "^head/w$": "crop"})
-    assert ["which 'pad' does not lead to" in p or "which 'crop' does not lead to" in p for p in problems(arrays, wrong)] == [
+    assert ["which 'pad' does not fit" in p or "which 'crop' does not fit" in p for p in problems(arrays, wrong)] == [
         1,
         1,
     ]
@@ -219,7 +220,7 @@ def test_a_grid_of_positions_is_resampled_along_both_of_its_axes():
     np.testing.assert_allclose(pos[:, 0, 0], [0, 0.25, 0.75, 1], atol=1e-6)
     np.testing.assert_allclose(pos[..., 1], [[0, 1]] * 4, atol=1e-6)
     np.testing.assert_allclose(pos[..., 2:], 1, atol=1e-6)
-    assert "does not lead to" in problems(arrays, dataclasses.replace(rules, reshape={"pos$": "grid 2x2 to 4x3"}))[0]
+    assert "does not fit" in problems(arrays, dataclasses.replace(rules, reshape={"pos$": "grid 2x2 to 4x3"}))[0]
 
 
 def test_floats_are_rounded_to_the_tables_dtype_and_it_is_said():
@@ -236,7 +237,7 @@ def test_floats_are_rounded_to_the_tables_dtype_and_it_is_said():
     assert made["encoder/blocks/b"].dtype == jnp.bfloat16
 
 
-def test_a_source_that_is_damaged_or_not_there_is_told(run, tmp_path):
+def test_a_source_that_is_damaged_or_not_there_is_reported(run, tmp_path):
     import shutil
 
     rules = WarmStart(source=str(run))
@@ -250,11 +251,12 @@ def test_a_source_that_is_damaged_or_not_there_is_told(run, tmp_path):
             warm_start.open_source(bad)
 
 
-def test_mistakes_of_the_section_are_told_with_the_configs_others(tmp_path):
+def test_mistakes_of_the_section_are_reported_with_the_configs_others(tmp_path):
     tell = lambda rules: dict(rules.problems())  # noqa: E731
     assert tell(WarmStart()) == {}
     assert tell(WarmStart(source=str(tmp_path), reshape={"x": "grid 1x2 to 2x2", "y": "pad"})) == {}
-    assert "does not exist" in tell(WarmStart(source="/no/such/run"))["source"]
+    run = config.Config(workdir=str(tmp_path), warm_start=WarmStart(source="/no/such/run"))
+    assert "does not exist" in dict(on_this_machine(run))["warm_start.source"]
     assert "is empty" in tell(WarmStart(skip=("x",)))["source"]
     found = tell(WarmStart(source=str(tmp_path), renames=(("(", ""),), unused=("[",), reshape={"x": "stretch"}))
     assert found.keys() == {"renames[0]", "unused[0]", "reshape.x"} and "crop, pad" in found["reshape.x"]

@@ -33,13 +33,13 @@ def test_an_explicit_environment(environment, expected):
         ({C: "h:1", N: "2", I: "2"}, ["process 2 of 2"]),
         ({C: "h:1", N: "0", I: "0"}, ["process 0 of 0"]),
         ({C: "h:1", N: "two", I: "-1"}, [f"{N}='two'", f"{I}='-1'"]),
-        ({C: "h", N: "2", I: "0"}, [f"{C}='h' is no host:port"]),
-        ({C: ":80", N: "2", I: "0"}, ["no host:port"]),
-        ({C: "h:70000", N: "2", I: "0"}, ["no host:port"]),
-        ({C: "h:", N: "x"}, [I, "no host:port", f"{N}='x'"]),
+        ({C: "h", N: "2", I: "0"}, [f"{C}='h' is not host:port"]),
+        ({C: ":80", N: "2", I: "0"}, ["not host:port"]),
+        ({C: "h:70000", N: "2", I: "0"}, ["not host:port"]),
+        ({C: "h:", N: "x"}, [I, "not host:port", f"{N}='x'"]),
     ],
 )
-def test_an_explicit_environment_that_makes_no_sense_is_told_whole(environment, told):
+def test_an_explicit_environment_that_makes_no_sense_is_reported_whole(environment, told):
     with pytest.raises(ClusterError) as error:
         from_environment(environment)
     assert len(error.value.problems) == len(told)

@@ -49,7 +49,7 @@ def test_all_come_in_any_order_and_the_port_is_free_again(port):
 def test_late_processes_are_named_to_all_within_the_bound(port):
     found = call(port, 0, 2, of=5, timeout=1.0)
     for error, seconds in found:
-        assert "processes 1, 3, 4 of 5 did not come" in str(error) and "within 1 s" in str(error)
+        assert "processes 1, 3, 4 of 5 did not connect" in str(error) and "within 1 s" in str(error)
         assert seconds < 4
     ((error, seconds),) = call(port, 1, of=2, timeout=1.0)
     assert "process 1" in str(error) and "no process 0" in str(error) and "refused" in str(error) and seconds < 4
@@ -99,14 +99,14 @@ def test_a_run_that_finds_anothers_process_0_does_not_mix_with_it(port):
         ((error, _),) = call(port, 1, of=2, job="another", timeout=1.0)
         assert "another run's process 0" in str(error)
         ((error, _),) = call(port, 1, of=3, timeout=1.0)
-        assert "is of 3 processes" in str(error)
+        assert "belongs to a run of 3 processes" in str(error)
         assert [error for error, _ in ours.result()] == [None, None]
 
 
 def test_two_processes_of_one_number(port):
     found = call(port, 0, 1, 1, of=3, timeout=2.0, delay={0: 0.2})
-    assert sum("there is a process 1 already" in str(error) for error, _ in found) == 1
-    assert "process 2 of 3 did not come" in str(found[0][0])
+    assert sum("two processes have the number 1" in str(error) for error, _ in found) == 1
+    assert "process 2 of 3 did not connect" in str(found[0][0])
 
 
 @pytest.mark.parametrize("who", [0, 1])

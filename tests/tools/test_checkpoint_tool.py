@@ -186,9 +186,9 @@ def test_export_keeps_the_weights_and_says_so(run, tmp_path, capsys):
 
 def test_what_is_no_checkpoint_is_told_with_what_there_is(saved, tmp_path, capsys):
     code, out = call(capsys, "inspect", tmp_path)
-    assert code == 2 and "no step directory" in out
+    assert code == 2 and "holds no step directory" in out
     code, out = call(capsys, "inspect", saved, "--step", "15")
-    assert code == 2 and "no step 15; there are [10, 20]" in out
+    assert code == 2 and "no step 15; expected one of: [10, 20]" in out
     code, out = call(capsys, "inspect", saved, "--step", "10")
     assert code == 0 and "step 10" in out
 

@@ -1,0 +1,45 @@
+"""The best step and the last progress, over restarts."""
+
+from types import SimpleNamespace
+
+import pytest
+from etils import epath
+
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.checkpoint.history import Scores
+from jaxtrain.config import Checkpoint
+
+
+def scores(folder, best="-loss", min_delta=0.1):
+    return Scores(epath.Path(folder) / "best.json", Checkpoint(best=best), min_delta)
+
+
+def kept(policy, steps):
+    return policy.should_preserve([SimpleNamespace(step=step) for step in steps], context=None)
+
+
+def test_the_best_step_stays_and_progress_needs_more_than_min_delta(tmp_path):
+    ours = scores(tmp_path)
+    assert ours.progress is None and kept(ours, [1]) == [False]
+    for step, loss in ((10, 2.0), (20, 1.95), (30, 1.8), (40, 1.9)):
+        ours.add(step, {"loss": loss})
+    assert kept(ours, [10, 20, 30, 40]) == [False, False, True, False]
+    assert ours.progress == 30
+    again = scores(tmp_path)  # as after a restart
+    assert kept(again, [20, 30]) == [False, True] and again.progress == 30
+    again.add(50, {"loss": 1.75})
+    assert kept(again, [30, 50]) == [False, True] and again.progress == 30, "better, but not by enough to be progress"
+
+
+def test_the_largest_value_is_the_best_without_a_minus(tmp_path):
+    ours = scores(tmp_path, best="accuracy", min_delta=0.0)
+    for step, accuracy in ((1, 0.5), (2, 0.7), (3, 0.6)):
+        ours.add(step, {"accuracy": accuracy})
+    assert kept(ours, [1, 2, 3]) == [False, True, False]
+
+
+def test_an_unknown_metric_is_an_error_that_lists_those_of_the_evaluation(tmp_path):
+    with pytest.raises(CheckpointError, match="names 'loss'; an evaluation has accuracy, loss_2"):
+        scores(tmp_path).add(1, {"loss_2": 1.0, "accuracy": 0.5})
+    scores(tmp_path, best="").add(1, {})
+    assert not (tmp_path / "best.json").exists()

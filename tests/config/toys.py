@@ -1,0 +1,82 @@
+"""A config of a toy workload and a toy loader, for the tests of this folder."""
+
+import pytest
+
+from jaxtrain import config as config_lib
+from jaxtrain.config import ConfigError
+
+# A workload and a loader whose fields have every type that a field may have, and which need no data on disk.
+WORKLOAD = '''
+from dataclasses import dataclass, field
+from jaxtrain.config import ModelSection
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer."""
+
+    width: int = 8  # [values] of its output
+    bias: bool = True  # [bool] whether it has one
+
+@dataclass(frozen=True)
+class Config(ModelSection):
+    """A toy."""
+
+    n_classes: int | None = None  # [classes] None = what the data say
+    whole: int = 1  # [1] a whole number
+    real: float = 0.5  # [1] a number
+    text: str = "a"  # [name] some text
+    flag: bool = False  # [bool] a switch
+    pair: tuple[int, int] = (1, 2)  # [1] two numbers
+    many: tuple[float, ...] = ()  # [1] any number of numbers
+    maybe: float | None = None  # [1] a number or nothing
+    table: dict[str, float] = field(default_factory=dict)  # [name: 1] named numbers
+    first: Layer = field(default_factory=Layer)  # [section]
+    layers: tuple[Layer, ...] = ()  # [layers] any number of layers
+
+    def problems(self):
+        if self.whole < 0:
+            yield "whole", f"is {self.whole}; it must not be negative"
+
+    def data_problems(self, facts):
+        if self.n_classes != facts["n_classes"]:
+            yield "n_classes", f"is {self.n_classes}, and the data have {facts['n_classes']} classes"
+'''
+LOADER = '''
+import os
+from dataclasses import dataclass
+from jaxtrain.config import DataSection
+
+@dataclass(frozen=True)
+class Config(DataSection):
+    """Toy data."""
+
+    path: str = ""  # [path] of the data; empty = none needed
+
+    def problems(self):
+        if self.path and not os.path.exists(self.path):
+            yield "path", f"is {self.path!r}, which does not exist"
+
+def facts(config):
+    if config.path.endswith("broken"):
+        raise ValueError("shard 3 is cut short")
+    return {"n_classes": 3, "n_train": 7}
+'''
+FILE = """
+def get_config(argument=""):
+    return dict(workload="toy_workload", loader="toy_loader", model=dict(text=argument or "a"), train=dict(batch=32))
+"""
+
+
+def load(*arguments, source="configs/toy.py"):
+    found = config_lib.parse_args([f"--config={source}", *arguments])
+    return config_lib.load(found.source, found.overrides)
+
+
+def mistakes(*arguments, source="configs/toy.py"):
+    """{path: text} of everything that is wrong."""
+    with pytest.raises(ConfigError) as error:
+        load(*arguments, source=source)
+    for path, text in error.value.problems:
+        assert (f"  config.{path} {text}" if path else f"  {text}") in str(error.value)
+    assert len(dict(error.value.problems)) == len(error.value.problems)
+    return dict(error.value.problems)
