@@ -44,14 +44,14 @@ class Config(Section):
     mel_mask: int = 16  # [bands] widest mel mask
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        counts = ("shift", "mixup", "gain", "noise", "time_masks", "time_mask", "mel_masks", "mel_mask")
-        yield from checks.under("augment", checks.not_negative(self, *counts))
-        yield from checks.under("augment", checks.within(self, "(0, 1]", "crop"))
-        yield from checks.under("augment", checks.within(self, "[0, 1]", "background"))
+        sizes = ("shift", "mixup", "gain", "noise", "time_masks", "time_mask", "mel_masks", "mel_mask")
+        yield from checks.not_negative(self, *sizes)
+        yield from checks.within(self, "(0, 1]", "crop")
+        yield from checks.within(self, "[0, 1]", "background")
         for name, low in (("crop_ratio", 0.0), ("background_snr", -float("inf"))):
             least, most = getattr(self, name)
             if not low < least <= most:
-                yield f"augment.{name}", f"is {getattr(self, name)}; expected a range, smallest first"
+                yield name, f"is {getattr(self, name)}; expected a range, its smallest value first"
 
 
 class Augmented(NamedTuple):

@@ -111,6 +111,11 @@ def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: 
     return jnp.einsum("bne,ep->bnp", x_bne, params["w_out"]) + params["b_out"][None, None]
 
 
+def decoder_flops(c: vit.Config, d: Decoder, size: int) -> int:
+    """Floating-point operations of a decoder's matrix products for one spectrogram, forward."""
+    return vit.stack_flops(d.stack(c), 1 + c.n_patches) + 2 * c.n_patches * d.embed * (c.embed + size)
+
+
 def normalised(patches_bnp: Array) -> Array:
     """(x - mean) / sqrt(var + 1e-6) of each patch, with the variance over its P values."""
     centred = patches_bnp - patches_bnp.mean(-1, keepdims=True)

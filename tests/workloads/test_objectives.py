@@ -15,7 +15,7 @@ from jaxtrain.nn.cross_entropy import cross_entropy
 
 # Machine code that is soon there rather than fast.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 
 
 def golden(name):
