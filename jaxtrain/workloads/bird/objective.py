@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxtrain import config as config_lib
 from jaxtrain.nn import masked, vit
 from jaxtrain.types import Array, Batch, Key, Mean, PyTree, Shard
 from jaxtrain.workloads.bird.classes import Labels
@@ -20,7 +21,7 @@ ALL, VISIBLE = "all", "visible"  # the passes of the encoder: over every patch, 
 
 
 @dataclass(frozen=True)
-class Section:
+class Section(config_lib.Section):
     """An objective's part of the config; each extends it by fields of its own."""
 
     weight: float = 0.0  # [1] in the loss; 0 = off

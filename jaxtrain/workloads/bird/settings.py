@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxtrain.config import Section
 from jaxtrain.nn import augment as augment_lib
 from jaxtrain.nn import vit
 from loaders import checks
@@ -13,7 +14,7 @@ FORMS = ("spectrogram", "waveform")
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(Section):
     """Which patches are hidden from a pass over visible patches."""
 
     ratio: float = 0.75  # [1] share of the patches
