@@ -4,6 +4,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from loaders import checks
+
 LAYER = {
     "scale_attention": "input_layernorm.weight",
     "w_q": "self_attn.q_proj.weight",
@@ -43,7 +45,7 @@ def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[
     rope = h.get("rope_parameters") or {**(h.get("rope_scaling") or {}), "rope_theta": h.get("rope_theta", 1e4)}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        problems.append(f"rope_type is {kind!r}; there are: default, llama3")
+        problems.append(f"rope_type is {kind!r}; {checks.expected(kind, ('default', 'llama3'))}")
     if h.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act is {h['hidden_act']!r}; only silu is there")
     if h.get("attention_bias") or h.get("mlp_bias"):

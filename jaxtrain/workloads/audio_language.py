@@ -82,7 +82,7 @@ class Config(transformer.Decoder):
         for name in ("vocab", "codebooks", "codebook_size"):
             value, needed = getattr(self, name), facts.get(name)
             if value is None:
-                yield name, "is None, and the data do not say it; set it"
+                yield name, "is None, and the data do not give it; set it"
             elif needed is not None and (value < needed if name == "vocab" else value != needed):
                 yield name, f"is {value}, and the data have {needed}"
 
@@ -286,7 +286,7 @@ def measure(c: Config, params: PyTree, x_bud: Array, batch: Batch, shard: Shard)
 
 
 class Model(NamedTuple):
-    """What every function of the task knows of the run."""
+    """The part of the run that every function of the task reads."""
 
     c: Config
     shard: Shard
@@ -404,7 +404,7 @@ def extend(
 
 
 class Grammar(NamedTuple):
-    """What may follow what: the tokens around a recording, and how its codebooks begin and end."""
+    """The rules of a row: the tokens around a recording, and how its codebooks begin and end."""
 
     opens: int  # the token that a recording's columns follow
     closes: int  # the token after them
@@ -447,8 +447,8 @@ def generate(
     """Continues each prompt: text, and from a token ``opens`` on a recording's columns, until its codebooks have ended.
 
     Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column; with a delay, codebook k
-    follows k columns later. Then ``closes`` is written. A row draws by its own key, fold_in(key, row), place and stream: what
-    is written for a prompt does not depend on the others.
+    follows k columns later. Then ``closes`` is written. A row draws by its own key, fold_in(key, row), place and stream: a
+    prompt's continuation does not depend on the others.
 
     Args:
       prompt: "text", "codes", "place", "slot" of `loaders.chatml.row`, of ``length_b`` valid places.
@@ -502,7 +502,7 @@ def draw(
 
 
 def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
-    """What is written of a drawn token and drawn codes: by where each row is, and which codebooks have begun or ended."""
+    """The next place of each row from a drawn token and drawn codes, by its state and which codebooks have begun or ended."""
     # A recording continues until its last codebook has ended; after that its closing token.
     inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + grammar.shift_k[-1]))
     closing_b = (state.was_b < 0) & ~inside_b

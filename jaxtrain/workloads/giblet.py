@@ -106,7 +106,7 @@ class Config(ModelSection):
         for name in (*SIZES, "audio"):
             value, needed = getattr(self, name), facts.get(name)
             if value is None:
-                yield name, "is None, and the data do not say it; set it"
+                yield name, "is None, and the data do not give it; set it"
             elif needed is not None and value != needed:
                 yield name, f"is {value}, and the data have {needed}; nothing is cut or padded to fit"
         if self.n_frames is not None and not -self.n_frames <= self.frame < self.n_frames:
@@ -398,7 +398,7 @@ def r_squared(y_bv: Array, target_bv: Array) -> Array:
 
 
 class Model(NamedTuple):
-    """What every function of the task knows of the run."""
+    """The part of the run that every function of the task reads."""
 
     c: Config
     shard: Shard

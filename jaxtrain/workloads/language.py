@@ -88,7 +88,7 @@ class Config(transformer.Decoder):
         for name in ("vocab", "context"):
             value, needed = getattr(self, name), facts.get(name)
             if value is None:
-                yield name, "is None, and the data do not say it; set it"
+                yield name, "is None, and the data do not give it; set it"
             elif needed is not None and value < needed:
                 yield name, f"is {value}, and the data need {needed}"
         for where, section in self._writers():
@@ -159,7 +159,7 @@ def logits(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
 
 
 class Model(NamedTuple):
-    """What every function of the task knows of the run."""
+    """The part of the run that every function of the task reads."""
 
     c: Config
     shard: Shard

@@ -101,7 +101,7 @@ class Config(ModelSection):
         for name in ("n_cells", "vocab", "n_puzzles", "n_difficulties"):
             value, needed = getattr(self, name), facts.get(name)
             if value is None:
-                yield name, "is None, and the data do not say it; set it"
+                yield name, "is None, and the data do not give it; set it"
             elif needed is not None and (value < needed or (name == "n_cells" and value != needed)):
                 yield name, f"is {value}, and the data need {needed}"
 
@@ -340,7 +340,7 @@ def curriculum(c: Config, step: int) -> Cycles:
 
 
 class Model(NamedTuple):
-    """What every function of the task knows of the run."""
+    """The part of the run that every function of the task reads."""
 
     c: Config
     shard: Shard

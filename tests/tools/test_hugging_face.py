@@ -135,7 +135,10 @@ def test_what_cannot_be_read_is_told(tmp_path):
     for change, text in (
         ({"model_type": "mamba"}, "model_type is 'mamba'"),
         ({"hidden_act": "relu", "attention_bias": True}, "hidden_act is 'relu'.*attention_bias"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'; there are: default, llama3"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "is 'yarn'; expected one of: default, llama3",
+        ),
     ):
         (tmp_path / "config.json").write_text(json.dumps(h | change))
         with pytest.raises(language.HuggingFaceError, match=text):

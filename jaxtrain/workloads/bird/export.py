@@ -1,4 +1,4 @@
-"""What an exported bird encoder is called, and what lies beside it: the contract of tools/orbax_to_safetensors.py."""
+"""Names and extra files of an exported bird encoder: the contract of tools/orbax_to_safetensors.py."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an objective is: one term of the loss, as a value.
+"""An objective is one term of the loss, as a value.
 
 A file of `jaxtrain.workloads.bird.objectives` defines ``OBJECTIVE``. The file's name, say "mae", is the name of everything that
 belongs to it: its section of the config (model.mae.weight), its parameters (objective/mae/…), its carry (mae/…) and its metric
@@ -35,7 +35,7 @@ class Features(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What an objective computes its term from: some rows of the batch, and the pass of the encoder that it needs."""
+    """The arguments of an objective's functions: some rows of the batch, and the pass of the encoder that it needs."""
 
     c: Settings
     shard: Shard
@@ -66,6 +66,11 @@ def no_data_problems(c: Settings, section: Any, facts: Mapping[str, Any]) -> Ite
     return iter(())
 
 
+def no_batch_statistic(section: Any) -> str:
+    del section
+    return ""
+
+
 class Objective(NamedTuple):
     """One term of the loss: its parameters, what it computes, what it costs, and what may be wrong with its config.
 
@@ -83,4 +88,4 @@ class Objective(NamedTuple):
     carry: Callable[[PyTree], PyTree] | None = None  # the model's table of parameters -> the table of what it keeps
     advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = None  # (…, new params, carry, step, steps) -> carry
     progress: Callable[[Any, Inputs], dict[str, Array]] | None = None  # pictures at an evaluation
-    batch_statistic: Callable[[Any], str] = lambda section: ""  # name of what is taken over the global batch, if something is
+    batch_statistic: Callable[[Any], str] = no_batch_statistic  # name of a statistic of the global batch; "" = none

@@ -1,4 +1,4 @@
-"""What a bird model is set to, whatever it learns from: the encoder, the rows, the masks, the augmentation."""
+"""Settings of a bird model that do not depend on its objectives: the encoder, the rows, the masks, the augmentation."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,10 +26,10 @@ class Settings(vit.Config):
     """ViT-S by default."""
 
     n_classes: int | None = None  # [classes] None = as many as the data have names for; without any there is no probe
-    multilabel: bool | None = None  # [bool] a recording has any number of classes; None = as the data say
-    n_recordings: int | None = None  # [recordings] that diet tells apart; None = as many as the data have
-    views: int | None = None  # [views] of a recording in a row; None = as the data say
-    form: str | None = None  # [name] what a row holds of a view: spectrogram, or waveform, int16; None = as the data say
+    multilabel: bool | None = None  # [bool] a recording has any number of classes; None = as the data have it
+    n_recordings: int | None = None  # [recordings] that diet distinguishes; None = as many as the data have
+    views: int | None = None  # [views] of a recording in a row; None = as the data have it
+    form: str | None = None  # [name] of a view's values: spectrogram, or waveform, int16; None = as the data have it
     pool: str = "cls"  # [name] the features that objectives and probe read: the mean of "cls" or of "patches"
     mask: Mask = field(default_factory=Mask)  # [section]
     augment: augment_lib.Config = field(default_factory=augment_lib.Config)  # [section]
@@ -49,7 +49,7 @@ class Settings(vit.Config):
             if value is not None and value < needed:
                 yield name, f"is {value}, and the data have {needed}"
         if self.multilabel is not None and bool(facts.get("multilabel")) != self.multilabel:
-            yield "multilabel", f"is {self.multilabel}, and data.label names a column that says otherwise"
+            yield "multilabel", f"is {self.multilabel}, and data.label names a column of the other kind"
         if self.views not in (None, facts.get("views", 1)):
             yield "views", f"is {self.views}, and the data have {facts.get('views', 1)}; set data.views"
         if self.form not in (None, facts.get("form", "spectrogram")):

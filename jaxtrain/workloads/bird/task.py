@@ -1,4 +1,4 @@
-"""The bird workload as a `Task`: encode, let each objective compute its term, add them up, and train the probe beside them.
+"""The bird workload as a `Task`: encode, let each objective compute its term, add them up, and train the probe too.
 
 Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, N patches, C classes.
 """
@@ -23,7 +23,7 @@ log = logging.getLogger("jaxtrain")
 
 
 class Model(NamedTuple):
-    """What every function of the task knows of the run."""
+    """The part of the run that every function of the task reads."""
 
     c: Config
     shard: Shard
@@ -154,7 +154,7 @@ def of_objective(shared: Inputs, variables: Variables, name: str) -> Inputs:
 
 
 def advance(model: Model, params: PyTree, carry: PyTree, step: Array) -> PyTree:
-    """What objectives keep, moved on by the new parameters."""
+    """The carry after a step, by the new parameters."""
     c = model.c
     moved = {
         name: objective.advance(c.section(name), params, carry[name], step, model.steps)

@@ -15,13 +15,13 @@ _FIRST = ("supervised", "lejepa", "diet", "mae", "teacher")
 def _find() -> dict[str, Objective]:
     """Name -> objective. Raises TypeError for a module without one."""
     others = sorted({module.name for module in pkgutil.iter_modules(__path__)} - set(_FIRST))
-    found = {}
+    objectives = {}
     for name in (*_FIRST, *others):
         objective = getattr(importlib.import_module(f"{__name__}.{name}"), "OBJECTIVE", None)
         if not isinstance(objective, Objective):
             raise TypeError(f"{__name__}.{name} has to define OBJECTIVE, an {Objective.__module__}.Objective")
-        found[name] = objective
-    return found
+        objectives[name] = objective
+    return objectives
 
 
 OBJECTIVES = _find()

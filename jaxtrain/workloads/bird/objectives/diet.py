@@ -45,7 +45,7 @@ def problems(c: Settings, s: Diet) -> Iterator[tuple[str, str]]:
 def data_problems(c: Settings, s: Diet, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     del s, facts
     if c.n_recordings is None:
-        yield "n_recordings", "is None, and the data do not say how many recordings there are; set it"
+        yield "n_recordings", "is None, and the data do not give the number of recordings; set it"
 
 
 def table_rows(c: Settings) -> int:
