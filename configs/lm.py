@@ -1,4 +1,4 @@
-"""A language model on packed documents: at a published size from nothing, or on from weights of Hugging Face.
+"""A language model on packed documents: from scratch at a published size, or starting from weights of Hugging Face.
 
     python -m jaxtrain.main --config=configs/lm.py:qwen3-0.6b            "--config.data.sources=({'path': 'tokens'},)"
     python -m jaxtrain.main --config=configs/lm.py:path/to/Qwen2.5-0.5B  "--config.data.sources=({'path': 'tokens'},)"

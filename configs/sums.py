@@ -1,4 +1,4 @@
-"""Sums of two numbers, character by character: a language model that is judged by what it writes, on a CPU in minutes.
+"""Sums of two numbers, character by character: a language model that is scored by what it writes, on a CPU in minutes.
 
     python -m jaxtrain.main --config=configs/sums.py
 

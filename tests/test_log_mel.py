@@ -117,7 +117,7 @@ def test_a_form_that_does_not_go_together_is_refused(tmp_path):
         (dict(data=dict(form="wave")), "config.data.form is 'wave'; expected one of: spectrogram, waveform"),
         (dict(data=dict(form="waveform", dtype="bfloat16")), "config.data.dtype is 'bfloat16', of a spectrogram"),
         (dict(model=dict(form="waveform")), "config.model.form is 'waveform', and data.form is 'spectrogram'"),
-        (dict(model=dict(form="mel")), "config.model.form is 'mel'; there are: spectrogram, waveform"),
+        (dict(model=dict(form="mel")), "config.model.form is 'mel'; expected one of: spectrogram, waveform"),
     ):
         tree = {"data": {**data, **changes.get("data", {})}, "model": changes.get("model", {}), "workdir": str(tmp_path / "x")}
         with pytest.raises(config_lib.ConfigError, match=re.escape(said)):

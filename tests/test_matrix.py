@@ -23,6 +23,7 @@ from jaxtrain.nn import masked
 from jaxtrain.workloads import bird
 
 STEPS = 5
+WORKLOADS = pathlib.Path(__file__).parent / "workloads"
 # Eight devices along "model" want so many heads.
 BIRD = replace(test_bird.EVERY, heads=8, mae=bird.Mae(), teacher=bird.Teacher())
 PREDICTOR = masked.Decoder(16, 1, 8)
@@ -72,7 +73,10 @@ def test_steps_of_several_processes_are_those_of_one_device(name, processes, mes
     try:
         for i in range(processes):
             env = {k: v for k, v in os.environ.items() if not k.startswith("XLA")}
-            env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes}", "PYTHONPATH": str(test_train.ROOT)}
+            env |= {
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes}",
+                "PYTHONPATH": f"{test_train.ROOT}:{WORKLOADS}",
+            }
             env |= {
                 "JAXTRAIN_COORDINATOR": f"127.0.0.1:{port}",
                 "JAXTRAIN_PROCESSES": f"{processes}",

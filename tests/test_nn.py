@@ -102,5 +102,5 @@ def test_recomputing_keeps_less():
 def test_a_wrong_choice_is_told():
     names = ("qkv", "mlp")
     assert not [*remat.problems("every 2", names, 3), *remat.problems("save qkv,mlp", names, 3)]
-    for word, text in (("some", "expected one of: none, full"), ("every 5", "there are 3 layers"), ("save x", "qkv, mlp")):
+    for word, text in (("some", "expected one of: none, full"), ("every 5", "the stack has 3 layers"), ("save x", "qkv, mlp")):
         assert text in " ".join(remat.problems(word, names, 3))

@@ -37,7 +37,8 @@ def gloss(cls: type) -> dict[str, tuple[str, str]]:
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
             glosses |= _own_gloss(base)
-    return glosses
+    # Sections that no line of the source declares (jaxtrain.workloads.bird.config.with_objectives).
+    return glosses | {f.name: ("section", "") for f in dataclasses.fields(cls) if f.name not in glosses}
 
 
 def _own_gloss(cls: type) -> dict[str, tuple[str, str]]:

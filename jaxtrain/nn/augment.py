@@ -1,7 +1,7 @@
 """Augmentation of log-mel spectrograms on the device, inside the step.
 
 All that is drawn for a view is a pure function of (seed, epoch, recording, view): neither batch, mesh nor microbatches change
-it. What a recording is mixed with is the row beside it in the batch: rows 2 k and 2 k + 1 are partners, which follow each other
+it. A recording is mixed with the row next to it in the batch: rows 2 k and 2 k + 1 are partners, which follow each other
 in the data's order, so that the partner is a function of (seed, epoch, recording) too, on every mesh that gives each device an
 even number of rows. With train.accumulate = n it is the next row of the microbatch, n further on.
 
@@ -44,14 +44,14 @@ class Config(Section):
     mel_mask: int = 16  # [bands] widest mel mask
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        counts = ("shift", "mixup", "gain", "noise", "time_masks", "time_mask", "mel_masks", "mel_mask")
-        yield from checks.under("augment", checks.not_negative(self, *counts))
-        yield from checks.under("augment", checks.within(self, "(0, 1]", "crop"))
-        yield from checks.under("augment", checks.within(self, "[0, 1]", "background"))
+        sizes = ("shift", "mixup", "gain", "noise", "time_masks", "time_mask", "mel_masks", "mel_mask")
+        yield from checks.not_negative(self, *sizes)
+        yield from checks.within(self, "(0, 1]", "crop")
+        yield from checks.within(self, "[0, 1]", "background")
         for name, low in (("crop_ratio", 0.0), ("background_snr", -float("inf"))):
             least, most = getattr(self, name)
             if not low < least <= most:
-                yield f"augment.{name}", f"is {getattr(self, name)}; expected a range, smallest first"
+                yield name, f"is {getattr(self, name)}; expected a range, its smallest value first"
 
 
 class Augmented(NamedTuple):
@@ -82,7 +82,7 @@ def augment(c: Config, seed: int, batch: Batch) -> Augmented:
 
 
 def view_key(seed: int, epoch: Array, index: Array, view: Array) -> Key:
-    """Of one view of one recording in one epoch."""
+    """The key of one view of one recording in one epoch."""
     key = jax.random.key(seed ^ STREAM)
     for part in (epoch, index, view):
         key = jax.random.fold_in(key, part)
@@ -104,7 +104,7 @@ def _part(key: Key, i: int) -> Key:
 
 
 def _place(c: Config, x_fw: Array, key: Key) -> Array:
-    """What is seen of the recording, and where."""
+    """The visible part of the recording, and its place."""
     if c.crop < 1:
         x_fw = _crop(c, x_fw, _part(key, 0))
     if c.shift:
@@ -137,7 +137,7 @@ def _add_background(c: Config, x_fw: Array, y_fw: Array, key: Key) -> Array:
 
 
 def _own_share(c: Config, key: Key) -> Array:
-    """At least half, so that a row is still rather its own recording than its partner's."""
+    """The share of a row's own recording: at least half, so that its own label stays the stronger one."""
     share = jax.random.beta(key, c.mixup, c.mixup)
     return jnp.maximum(share, 1 - share)
 
@@ -150,7 +150,7 @@ def _mix(x_fw: Array, y_fw: Array, own: Array) -> Array:
 
 
 def _spoil(c: Config, x_fw: Array, key: Key) -> Array:
-    """Level, noise, and what is masked."""
+    """Level, noise and masks."""
     mean = x_fw.mean()
     if c.gain:
         x_fw += jax.random.uniform(_part(key, 4), (), minval=-c.gain, maxval=c.gain)

@@ -13,7 +13,7 @@ from jaxtrain.types import Array, PyTree
 
 
 def over_data(x: PyTree) -> PyTree:
-    """Adds what the groups along "data" have, of an array or each of a tree.
+    """The sum over the groups along "data" of an array, or of each array of a tree.
 
     ``x`` itself where there is one group, or where the step sees all rows.
     """
@@ -23,7 +23,7 @@ def over_data(x: PyTree) -> PyTree:
 
 
 def member(row_b: Array, groups: int, batch: int) -> Array:
-    """float32 [B, G], one-hot: to which of G runs of the batch's rows, alike in length, a row belongs.
+    """float32 [B, G], one-hot: to which of G runs of the batch's rows, of equal length, a row belongs.
 
     Args:
       row_b: int32 [B] places in the global batch of ``batch`` rows.
@@ -37,7 +37,7 @@ def batch_norm(
     """(x - mean) / sqrt(var + eps) scale + bias for each channel, in float32 (Ioffe & Szegedy 2015).
 
     Args:
-      running: {"mean": [D], "var": [D]}; what an evaluation normalises with.
+      running: {"mean": [D], "var": [D]}; the statistics of an evaluation.
       member_bg: `member` in training: mean and (biased) variance are of each group's rows. None in an evaluation.
       momentum: share of this batch in the new running values; of the unbiased variance there, n / (n - 1) times the biased.
         Of several groups, their mean.
@@ -62,6 +62,6 @@ def batch_norm(
         var_bd = (member_bg[:, :, None] * (square_gd / jnp.broadcast_to(n_g1, square_gd.shape))[None]).sum(1)
         unbiased_gd = square_gd / jnp.broadcast_to(jnp.maximum(n_g1 - 1, 1), square_gd.shape)
         now = jax.lax.stop_gradient({"mean": mean_gd.mean(0), "var": unbiased_gd.mean(0)})
-        new = jax.tree.map(lambda old, one: (1 - momentum) * old + momentum * one, running, now)
+        new = jax.tree.map(lambda old, new: (1 - momentum) * old + momentum * new, running, now)
     y_bd = (x_bd - mean_bd) * jax.lax.rsqrt(var_bd + eps)
     return y_bd * jnp.broadcast_to(scale_d, y_bd.shape) + jnp.broadcast_to(bias_d, y_bd.shape), new

@@ -1,6 +1,6 @@
 """Prediction of masked patches from visible ones (He et al. 2022): the masks, the decoder, the error.
 
-What the decoder predicts is up to its caller: a patch's own values (a masked autoencoder), or what another encoder makes of it.
+The caller chooses what the decoder predicts: a patch's own values (a masked autoencoder), or another encoder's features of it.
 
 Shapes: B batch, N patches, V visible patches, D embed of the encoder, E of the decoder, P values predicted for a patch.
 """
@@ -24,11 +24,11 @@ VARIANCE_EPS = 1e-6  # added to a patch's variance
 
 @dataclass(frozen=True)
 class Decoder(Section):
-    """Its width and depth."""
+    """Width and depth of the decoder."""
 
     embed: int = 512  # [values] width of a token
-    depth: int = 8  # [layers] that it has
-    heads: int = 8  # [heads] of its attention
+    depth: int = 8  # [layers] of the decoder
+    heads: int = 8  # [heads] of the attention
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, "embed", "depth", "heads")
@@ -57,7 +57,7 @@ def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> 
     places = (rows + high - 1, columns + wide - 1)
     n_blocks = n_masked // (high * wide)
 
-    def one(key: Key) -> Array:
+    def mask(key: Key) -> Array:
         key_blocks, key_rest = jax.random.split(key)
         drawn = (rank(jax.random.uniform(key_blocks, (places[0] * places[1],))) < n_blocks).reshape(places)
         covered = jnp.zeros(grid, bool)
@@ -67,7 +67,7 @@ def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> 
         # Covered patches come first, and they are never too many.
         return rank(jax.random.uniform(key_rest, (n,)) - covered.reshape(n)) < n_masked
 
-    masked_bn = jax.vmap(one)(key_b)
+    masked_bn = jax.vmap(mask)(key_b)
     place_bn = jnp.cumsum(~masked_bn, axis=1) - 1
     visible_bvn = ~masked_bn[:, None] & (place_bn[:, None] == jnp.arange(n - n_masked)[None, :, None])
     return Masks(masked_bn.astype(jnp.float32), visible_bvn.astype(jnp.float32))
@@ -81,7 +81,7 @@ def rank(x_n: Array) -> Array:
 
 
 def decoder_specs(c: vit.Config, d: Decoder, size: int) -> PyTree:
-    """Of a decoder that predicts ``size`` values for each patch."""
+    """The parameters of a decoder that predicts ``size`` values for each patch."""
     e = d.embed
     return {
         "w_in": Spec((c.embed, e), ("embed", "mlp"), fan_in(c.embed)),
@@ -97,7 +97,7 @@ def decoder_specs(c: vit.Config, d: Decoder, size: int) -> PyTree:
 
 
 def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: Masks, shard: Shard) -> Array:
-    """float32 [B, N, P]: predictions for all patches from what the encoder made of the visible ones.
+    """float32 [B, N, P]: predictions for all patches from the encoder's states of the visible ones.
 
     The mean CLS goes first, without a position; a learned token stands where a patch is masked.
     """
@@ -109,6 +109,11 @@ def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: 
     x_bte = vit.run_stack(d.stack(c), params["layers"], x_bte, shard)[:, 1:]
     x_bne = layer_norm(x_bte.astype(jnp.float32), params["scale"], params["bias"], vit.EPS)
     return jnp.einsum("bne,ep->bnp", x_bne, params["w_out"]) + params["b_out"][None, None]
+
+
+def decoder_flops(c: vit.Config, d: Decoder, size: int) -> int:
+    """Floating-point operations of a decoder's matrix products for one spectrogram, forward."""
+    return vit.stack_flops(d.stack(c), 1 + c.n_patches) + 2 * c.n_patches * d.embed * (c.embed + size)
 
 
 def normalised(patches_bnp: Array) -> Array:

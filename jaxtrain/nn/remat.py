@@ -1,4 +1,4 @@
-"""What the backward pass recomputes instead of keeping it, as one word of a config, for any stack of layers.
+"""The rematerialisation policy of a stack of layers, as one word of a config: what the backward pass recomputes.
 
     none         everything is kept that the backward pass reads, but for what is `cheap`
     full         every layer is recomputed from its input
@@ -17,17 +17,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.types import Array, PyTree
 
-WHOLE = ("none", "full")  # the words for what is not a stack of layers
+WHOLE = ("none", "full")  # the policies of models that are not a stack of layers
 GLOSS = "none, full, 'every 2', or 'save attention,mlp'"
 
 
 def problems(word: str, names: Sequence[str], depth: int) -> Iterator[str]:
-    """What is wrong with a choice for ``depth`` layers whose activations have these names."""
+    """Yields what is wrong with a policy for ``depth`` layers whose activations have these names."""
     kind, value = _parse(word)
     if not kind:
         yield f"is {word!r}; expected one of: {GLOSS}"
     elif kind == "every" and not 1 <= int(value) <= max(depth, 1):
-        yield f"is {word!r}, and there are {depth} layers"
+        yield f"is {word!r}, and the stack has {depth} layers"
     elif kind == "save":
         for name in value.split(","):
             if name not in names:

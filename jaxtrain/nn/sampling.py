@@ -29,9 +29,9 @@ def generate(
     top_p: float = 1.0,
     end: int = -1,
 ) -> Array:
-    """int32 [B, N]: what follows each prompt; after a token ``end``, ends.
+    """int32 [B, N]: the continuation of each prompt; after a token ``end``, ends.
 
-    A row draws by its own key, fold_in(key, row): what is written for a prompt does not depend on the others.
+    A row draws by its own key, fold_in(key, row): a prompt's continuation does not depend on the others.
 
     Args:
       prompt_bp: int32; places from ``length_b`` on are not read.
@@ -41,7 +41,7 @@ def generate(
     keys_b = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(length_b)))
     logits_bv, cache = prefill(c, params, prompt_bp, length_b, shard, n_new=n_new)
 
-    def one(state: tuple[Array, Cache, Array], i: Array) -> tuple[tuple[Array, Cache, Array], Array]:
+    def write(state: tuple[Array, Cache, Array], i: Array) -> tuple[tuple[Array, Cache, Array], Array]:
         logits_bv, cache, ended_b = state
         draw = functools.partial(choose, temperature=temperature, top_p=top_p)
         token_b = jax.vmap(lambda logits_v, key: draw(logits_v, jax.random.fold_in(key, i)))(logits_bv, keys_b)
@@ -49,7 +49,7 @@ def generate(
         logits_bv, cache = extend(c, params, token_b, length_b + i, cache, shard)
         return (logits_bv, cache, ended_b | (token_b == end)), token_b
 
-    _, tokens_nb = jax.lax.scan(one, (logits_bv, cache, jnp.zeros(len(length_b), bool)), jnp.arange(n_new))
+    _, tokens_nb = jax.lax.scan(write, (logits_bv, cache, jnp.zeros(len(length_b), bool)), jnp.arange(n_new))
     return tokens_nb.T
 
 
@@ -71,7 +71,7 @@ def choose(logits_v: Array, key: Key, *, temperature: float, top_p: float = 1.0,
 def prefill(
     c: transformer.Decoder, params: PyTree, prompt_bp: Array, length_b: Array, shard: Shard, *, n_new: int
 ) -> tuple[Array, Cache]:
-    """Logits [B, V] after each prompt, and the cache with room for what is new."""
+    """Logits [B, V] after each prompt, and the cache with ``n_new`` free places."""
     b, p = prompt_bp.shape
     place_bp = jnp.broadcast_to(jnp.arange(p)[None], (b, p))
     run = transformer.mixer(c, None, shard)
@@ -83,8 +83,8 @@ def prefill(
     body = functools.partial(transformer.layer, c, shard, transformer.angles(c, place_bp), mix)
     x_bpd, cache = jax.lax.scan(body, x_bpd, params["blocks"])
     last_bd = jnp.take_along_axis(x_bpd, (length_b - 1)[:, None, None], axis=1)[:, 0]
-    room = [(0, 0), (0, 0), (0, n_new), (0, 0), (0, 0)]
-    return _logits(c, params, last_bd), tuple(jnp.pad(x, room) for x in cache)
+    padding = [(0, 0), (0, 0), (0, n_new), (0, 0), (0, 0)]
+    return _logits(c, params, last_bd), tuple(jnp.pad(x, padding) for x in cache)
 
 
 def extend(

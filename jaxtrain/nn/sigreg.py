@@ -29,7 +29,7 @@ def sigreg(z_vbp: Array, a_ps: Array, weight_b: Array) -> Array:
     phi_k = exp(-t_k^2 / 2); w_k = phi_k times the trapezoid rule's weights, twice, for the half line that symmetry leaves out.
 
     Args:
-      weight_b: rows of weight 0 do not count; B is the sum over the global batch.
+      weight_b: rows of weight 0 are left out; B is the sum over the global batch.
     """
     t = np.linspace(0, LAST, KNOTS)
     phi = np.exp(-(t**2) / 2)

@@ -198,7 +198,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 def read_exported(path: str | os.PathLike) -> PyTree:
     """The encoder's parameters, float32, of a model.safetensors that tools/orbax_to_safetensors.py wrote.
 
-    With numpy alone: `jaxtrain.checkpoint.read`, which reads any folder of them in parts, wants what checkpoints want.
+    With numpy alone: `jaxtrain.checkpoint.read`, which reads any folder of them in parts, needs what checkpoints need.
     """
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

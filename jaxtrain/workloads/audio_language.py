@@ -2,7 +2,7 @@
 
 A row is a conversation. Every place of it is a text token or a column of K codes, one of each codebook, delayed against each
 other (loaders/chatml.py lays them out). All places share the causal attention; the norms before it, and the feed-forward net
-with its norm, are chosen by what a place is. The input of a column is the sum of its codes' embeddings.
+with its norm, are chosen by the kind of a place. The input of a column is the sum of its codes' embeddings.
 
 The batch has text and columns apart, so that each place goes through its own net alone. Its fields, of a row with U = S + A
 places, S of them text and A of them columns (those of a bucket, the same for all its rows; a row's spare ones are its last):
@@ -68,21 +68,21 @@ class Config(transformer.Decoder):
     buckets: tuple[tuple[int, int, int, int, float], ...] | None = (
         None  # [S, A, N, M, share] of the rows; None = as the data have
     )
-    chunk: int = 1024  # [labels] of each device whose logits are there at the same time
+    chunk: int = 1024  # [labels] of each device whose logits exist at the same time
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         yield from checks.at_least(self, 1, "chunk")
-        wanted = {"norm": "rms", "activation": "swiglu", "positions": "rope", "bias": False}
-        for name, value in wanted.items():
+        required = {"norm": "rms", "activation": "swiglu", "positions": "rope", "bias": False}
+        for name, value in required.items():
             if getattr(self, name) != value:
-                yield name, f"is {getattr(self, name)!r}; with two feed-forward nets there is only {value!r}"
+                yield name, f"is {getattr(self, name)!r}; with two feed-forward nets it must be {value!r}"
 
     def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("vocab", "codebooks", "codebook_size"):
             value, needed = getattr(self, name), facts.get(name)
             if value is None:
-                yield name, "is None, and the data do not say it; set it"
+                yield name, "is None, and the data do not give it; set it"
             elif needed is not None and (value < needed if name == "vocab" else value != needed):
                 yield name, f"is {value}, and the data have {needed}"
 
@@ -176,14 +176,14 @@ def layer(
     mix: transformer.Mix,
     audio_attend: Callable[[PyTree, Array], tuple[Array, PyTree]],
 ) -> tuple[Array, PyTree]:
-    """One layer, and what ``mix`` and ``audio_attend`` hand out.
+    """One layer, and the second results of ``mix`` and ``audio_attend``.
 
     Args:
       nets: (text net, audio net, x) -> x: which places go through which.
-      audio_attend: (weights, x) -> x after the columns' own attention, and what it hands out.
+      audio_attend: (weights, x) -> x after the columns' own attention, and keys and values to keep.
     """
-    own, kept = w["audio"], ()
-    before = own["scale_attention"]
+    audio, kept = w["audio"], ()
+    before = audio["scale_attention"]
     if c.audio_attention:
         with jax.named_scope("audio_attention"):
             x_bud, kept = audio_attend({**w["audio_attention"], "scale_attention": before}, x_bud)
@@ -192,7 +192,7 @@ def layer(
     chosen = jnp.where(is_audio_bu[..., None], *scales)
     x_bud, more = transformer.attend(c, {**w, "scale_attention": chosen}, x_bud, shard, angles=angles, mix=mix)
     net = functools.partial(transformer.feed_forward, c, shard=shard)
-    return nets(lambda x: net(w, x), lambda x: net(own, x), x_bud), (more, kept)
+    return nets(lambda x: net(w, x), lambda x: net(audio, x), x_bud), (more, kept)
 
 
 def decode(c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool = False, gathered: bool = True) -> Any:
@@ -245,7 +245,7 @@ def decode(c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool 
 
 
 def _spread(x_bagk: Array, place_ba: Array, u: int) -> Array:
-    """What columns have, at their places in the row."""
+    """Values of columns, at their places in the row; zeros elsewhere."""
     b, _, g, k = x_bagk.shape
     rows = jnp.arange(b)[:, None]
     return jnp.zeros((b, u, g, k), x_bagk.dtype).at[rows, place_ba].set(x_bagk)
@@ -269,59 +269,66 @@ def measure(c: Config, params: PyTree, x_bud: Array, batch: Batch, shard: Shard)
 
     def sums(x_bnd: Array, w_vd: Array, target_bn: Array) -> tuple[Array, Array, Array]:
         weight_bn = (target_bn >= 0).astype(jnp.float32)
-        found = cross_entropy(x_bnd, w_vd, target_bn, weight_bn, shard, chunk=c.chunk, axes=transformer.TABLE)
-        return found.loss, found.correct, weight_bn.sum()
+        labelled = cross_entropy(x_bnd, w_vd, target_bn, weight_bn, shard, chunk=c.chunk, axes=transformer.TABLE)
+        return labelled.loss, labelled.correct, weight_bn.sum()
 
     with jax.named_scope("text_head"):
         nats, right, n = sums(states(shard, x_bud, batch["text_at"]), transformer.head(c, params), batch["text_target"])
     total = nats * scale[0]
-    found = {"text": Mean(nats, n), "text_accuracy": Mean(right, n)}
+    metrics = {"text": Mean(nats, n), "text_accuracy": Mean(right, n)}
     with jax.named_scope("audio_head"):
         x_bmd = states(shard, x_bud, batch["audio_at"])
         for k in range(c.codebooks):
             nats, right, n = sums(x_bmd, params["w_head_audio"][k], batch["audio_target"][..., k])
             total += nats * scale[1 + k]
-            found |= {f"audio_{k}": Mean(nats, n), f"audio_accuracy_{k}": Mean(right, n)}
-    return total, found
+            metrics |= {f"audio_{k}": Mean(nats, n), f"audio_accuracy_{k}": Mean(right, n)}
+    return total, metrics
+
+
+class Model(NamedTuple):
+    """The part of the run that every function of the task reads."""
+
+    c: Config
+    shard: Shard
+    gathered: bool  # `decode`'s
 
 
 def make_task(config: RunConfig, shard: Shard, batch: int, *, gathered: bool = True) -> Task:
     """``gathered`` is `decode`'s."""
     c: Config = config.model
-
-    def measured(variables: Variables, batch: Batch) -> tuple[Array, dict[str, Mean]]:
-        x_bud = decode(c, variables.params, batch, shard, gathered=gathered)
-        return measure(c, variables.params, x_bud, batch, shard)
-
-    def loss(variables: Variables, batch: Batch, key: Key) -> LossOut:
-        del key  # nothing is random
-        total, found = measured(variables, batch)
-        return LossOut(Mean(total, jnp.float32(batch["row"].shape[0])), found)
-
-    def evaluate(variables: Variables, batch: Batch) -> dict[str, Mean]:
-        return measured(variables, batch)[1]
-
-    def finish(record: Mapping[str, Any]) -> dict[str, float]:
-        """The loss over a whole split, whose labels no batch's scale counts."""
-        found = dict(record)
-        heard = [found[f"audio_{k}"] for k in range(c.codebooks) if not math.isnan(found[f"audio_{k}"])]
-        found["audio"] = sum(heard) / len(heard) if heard else math.nan
-        found["loss"] = sum(x for x in (found["text"], found["audio"]) if not math.isnan(x))
-        return found
-
+    model = Model(c, shard, gathered)
     row = {name: ("batch", None) for name in ("text", "place", "slot", "text_at", "text_target", "audio_at", "label_scale")}
     frozen = bool(config.lora.rank)
     flops = [batch * sum(b[4] * step_flops(c, b, causal=x, frozen=frozen) for b in c.buckets or ()) for x in (True, False)]
     return Task(
         specs=Variables(make_specs(c)),
-        loss=loss,
-        evaluate=evaluate,
+        loss=functools.partial(loss, model),
+        evaluate=functools.partial(evaluate, model),
         axes={"index": ("batch",), **row, **{name: ("batch", None, None) for name in ("codes", "audio_target")}},
         flops=int(flops[0]),
         full_flops=int(flops[1]),
-        finish=finish,
+        finish=functools.partial(finish, c),
         tokens=batch * sum(b[4] * (b[0] + b[1]) for b in c.buckets or ()),
     )
+
+
+def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
+    del key  # nothing is random
+    x_bud = decode(model.c, variables.params, batch, model.shard, gathered=model.gathered)
+    total, metrics = measure(model.c, variables.params, x_bud, batch, model.shard)
+    return LossOut(Mean(total, jnp.float32(batch["row"].shape[0])), metrics)
+
+
+def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
+    x_bud = decode(model.c, variables.params, batch, model.shard, gathered=model.gathered)
+    return measure(model.c, variables.params, x_bud, batch, model.shard)[1]
+
+
+def finish(c: Config, record: Mapping[str, Any]) -> dict[str, float]:
+    """Adds the loss over a whole split, whose labels no batch's scale counts."""
+    audio = [record[f"audio_{k}"] for k in range(c.codebooks) if not math.isnan(record[f"audio_{k}"])]
+    parts = {"text": record["text"], "audio": sum(audio) / len(audio) if audio else math.nan}
+    return {**record, **parts, "loss": sum(x for x in parts.values() if not math.isnan(x))}
 
 
 class Streams(NamedTuple):
@@ -332,35 +339,36 @@ class Streams(NamedTuple):
     temperature: tuple[float, ...] = (1.0,)  # 0 = always the likeliest code
     top_k: tuple[int, ...] = (0,)
 
-    def of(self, codebook: int) -> dict[str, Any]:
-        pick = lambda values: values[codebook if len(values) > 1 else 0]  # noqa: E731
+    def codebook(self, k: int) -> dict[str, Any]:
+        """The arguments of `sampling.choose` for a codebook."""
+        pick = lambda values: values[k if len(values) > 1 else 0]  # noqa: E731
         return {"temperature": pick(self.temperature), "top_k": pick(self.top_k)}
 
 
 class Written(NamedTuple):
-    """What followed each prompt: at every place a token, or a column."""
+    """The continuation of each prompt: at every place a token, or a column."""
 
-    tokens: Array  # int32 [B, N], -1 where a column stands and behind the end
+    tokens: Array  # int32 [B, N], -1 where a column stands and after the end
     columns: Array  # int32 [B, N, K], -1 where none stands
 
 
 class Writing(NamedTuple):
-    """Where a row is, between two places."""
+    """The state of each row between two places."""
 
     x_bd: Array  # last hidden state, normalised
     cache: PyTree
     was_b: Array  # int32: the token that was written last; -1 after a column
-    column_b: Array  # int32: columns of the recording at hand so far; 0 outside
-    end_b: Array  # int32: the column where the first codebook ended; far away before
+    column_b: Array  # int32: columns of the current recording so far; 0 outside
+    end_b: Array  # int32: the column where the first codebook ended; `NEVER` before
     done_b: Array  # bool
 
 
 def prefill(c: Config, params: PyTree, prompt: Batch, length_b: Array, shard: Shard, *, n_new: int) -> tuple[Array, PyTree]:
-    """The last state [B, D] of each prompt, laid out as rows are, and the cache with room for what is new."""
+    """The last state [B, D] of each prompt, laid out as rows are, and the cache with ``n_new`` free places."""
     x_bud, kept = decode(c, params, prompt, shard, keep=True)
-    room = [(0, 0), (0, 0), (0, n_new), (0, 0), (0, 0)]
+    padding = [(0, 0), (0, 0), (0, n_new), (0, 0), (0, 0)]
     is_audio_bu = jnp.pad(prompt["slot"] >= prompt["text"].shape[1], [(0, 0), (0, n_new)])
-    cache = (jax.tree.map(lambda x: jnp.pad(x, room), kept), is_audio_bu)
+    cache = (jax.tree.map(lambda x: jnp.pad(x, padding), kept), is_audio_bu)
     return _take(x_bud, (length_b - 1)[:, None])[:, 0], cache
 
 
@@ -368,7 +376,7 @@ def extend(
     c: Config, params: PyTree, token_b: Array, codes_bk: Array, is_audio_b: Array, place_b: Array, cache: PyTree, shard: Shard
 ) -> tuple[Array, PyTree]:
     """State [B, D] of one more place of each row, a token or a column, and the cache with it. Both nets run: rows differ."""
-    (shared, own), is_audio_bu = cache
+    (shared, columns), is_audio_bu = cache
     u = is_audio_bu.shape[1]
     is_audio_bu = jnp.where(jnp.arange(u)[None] == place_b[:, None], is_audio_b[:, None], is_audio_bu)
     seen_bu = sampling.visible(place_b, u, c.window)
@@ -381,18 +389,43 @@ def extend(
         return jnp.where(is_audio_bt[..., None], audio(x_btd), text(x_btd))
 
     def body(x_btd: Array, w_kv: tuple) -> tuple[Array, PyTree]:
-        w, kept, own = w_kv
+        w, kept, kept_columns = w_kv
 
         def audio_attend(w: PyTree, x_btd: Array) -> tuple[Array, PyTree]:
-            mix = sampling.cached(own, place_b, seen_bu & is_audio_bu)
+            mix = sampling.cached(kept_columns, place_b, seen_bu & is_audio_bu)
             y_btd, new = transformer.attend(c, w, x_btd, shard, angles=angles, mix=mix)
             return jnp.where(is_audio_bt[..., None], y_btd, x_btd), new
 
         mix = sampling.cached(kept, place_b, seen_bu)
         return layer(c, w, x_btd, is_audio_bt, nets, shard, angles=angles, mix=mix, audio_attend=audio_attend)
 
-    x_btd, kept = jax.lax.scan(body, x_btd, (params["blocks"], shared, own))
+    x_btd, kept = jax.lax.scan(body, x_btd, (params["blocks"], shared, columns))
     return transformer.norm(c, params, "", x_btd)[:, 0], (kept, is_audio_bu)
+
+
+class Grammar(NamedTuple):
+    """The rules of a row: the tokens around a recording, and how its codebooks begin and end."""
+
+    opens: int  # the token that a recording's columns follow
+    closes: int  # the token after them
+    ends: int  # the token after which a row is done
+    begin: int  # the code before a codebook's stream
+    end: int  # the code after it
+    longest: int  # [columns] of codes after which a recording is ended; 0 = no limit
+    shift_k: Array  # int32 [K]: columns by which each codebook is late
+
+
+class Place(NamedTuple):
+    """The content of the next place of each row: a token, or a column of codes."""
+
+    token_b: Array
+    codes_bk: Array
+    is_audio_b: Array  # bool
+    column_b: Array  # int32: its number in the recording
+    end_b: Array  # int32: the column where the first codebook ended; `NEVER` before
+
+
+NEVER = jnp.iinfo(jnp.int32).max // 2  # a column that no recording reaches
 
 
 def generate(
@@ -411,66 +444,76 @@ def generate(
     longest: int = 0,
     streams: Streams = Streams(),  # noqa: B008
 ) -> Written:
-    """Goes on with each prompt: text, and from a token ``opens`` on a recording's columns, until its codebooks have ended.
+    """Continues each prompt: text, and from a token ``opens`` on a recording's columns, until its codebooks have ended.
 
     Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column; with a delay, codebook k
-    follows k columns later. Then ``closes`` is written. A row draws by its own key, fold_in(key, row), place and stream: what
-    is written for a prompt does not depend on the others.
+    follows k columns later. Then ``closes`` is written. A row draws by its own key, fold_in(key, row), place and stream: a
+    prompt's continuation does not depend on the others.
 
     Args:
-      prompt: "text", "codes", "place", "slot" of `loaders.chatml.row`, of ``length_b`` places that count.
+      prompt: "text", "codes", "place", "slot" of `loaders.chatml.row`, of ``length_b`` valid places.
       n_new: [places] that are written at most.
       ends: the token after which a row is done.
-      longest: [columns] of codes at most, after which a recording is ended; 0 = as many as there is room for.
+      longest: [columns] of codes at most, after which a recording is ended; 0 = as many as fit.
     """
-    k, begin, end = c.codebooks, c.codebook_size, c.codebook_size + 1
-    shift_k = jnp.arange(k) * delay
-    rows = jnp.arange(len(length_b))
-    keys_b = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
-    never = jnp.iinfo(jnp.int32).max // 2
-    allowed_kc = jnp.broadcast_to(jnp.arange(c.n_codes)[None] < begin, (k, c.n_codes)).at[0, end].set(True)
+    grammar = Grammar(
+        opens, closes, ends, c.codebook_size, c.codebook_size + 1, longest, jnp.arange(c.codebooks) * delay
+    )  # fmt: skip
+    keys_b = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(length_b)))
 
-    def draw(state: Writing, i: Array) -> tuple[Array, Array]:
-        x_btd, at_b = state.x_bd[:, None], jax.vmap(lambda key: jax.random.fold_in(key, i))(keys_b)
-
-        def each(logits_bv: Array, stream: int, **how: Any) -> Array:
-            one = functools.partial(sampling.choose, **how)
-            return jax.vmap(lambda logits_v, key: one(logits_v, jax.random.fold_in(key, stream)))(logits_bv, at_b)
-
-        how = {"temperature": streams.text_temperature, "top_k": streams.text_top_k}
-        token_b = each(text_logits(c, params, x_btd)[:, 0], 0, **how)
-        logits_bkc = jnp.where(allowed_kc[None], audio_logits(params, x_btd)[:, 0], -jnp.inf)
-        return token_b, jnp.stack([each(logits_bkc[:, j], 1 + j, **streams.of(j)) for j in range(k)], axis=1)
-
-    def one(state: Writing, i: Array) -> tuple[Writing, tuple[Array, Array]]:
-        token_b, drawn_bk = draw(state, i)
-        # A recording goes on until its last codebook has ended; after that its closing token.
-        inside_b = (state.was_b == opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + shift_k[-1]))
-        closing_b = (state.was_b < 0) & ~inside_b
-        at_b = jnp.where(inside_b, state.column_b, 0)
-        full_b = (at_b > longest) if longest else jnp.zeros_like(inside_b)
-        ending_b = inside_b & (at_b > 0) & (state.end_b == never) & ((drawn_bk[:, 0] == end) | full_b)
-        end_b = jnp.where(ending_b, at_b, jnp.where(inside_b, state.end_b, never))
-        own_bk = at_b[:, None] - shift_k[None]  # column of each codebook's own sequence
-        over_bk = own_bk >= end_b[:, None]
-        codes_bk = jnp.where(own_bk <= 0, begin, jnp.where(over_bk, end, drawn_bk))
-        token_b = jnp.where(closing_b, closes, token_b)
-        is_audio_b = inside_b & ~state.done_b
-        fed_b = jnp.where(state.done_b, ends, token_b)
-        x_bd, cache = extend(c, params, fed_b, codes_bk, is_audio_b, length_b + i, state.cache, shard)
+    def write(state: Writing, i: Array) -> tuple[Writing, tuple[Array, Array]]:
+        token_b, drawn_bk = draw(c, params, streams, grammar, state.x_bd, keys_b, i)
+        place = next_place(grammar, state, token_b, drawn_bk)
+        is_audio_b = place.is_audio_b
+        fed_b = jnp.where(state.done_b, ends, place.token_b)
+        x_bd, cache = extend(c, params, fed_b, place.codes_bk, is_audio_b, length_b + i, state.cache, shard)
         new = Writing(
-            x_bd, cache, jnp.where(is_audio_b, -1, token_b), jnp.where(is_audio_b, at_b + 1, 0), end_b,
-            state.done_b | (~is_audio_b & (token_b == ends)),
+            x_bd, cache, jnp.where(is_audio_b, -1, place.token_b), jnp.where(is_audio_b, place.column_b + 1, 0), place.end_b,
+            state.done_b | (~is_audio_b & (place.token_b == ends)),
         )  # fmt: skip
-        written = jnp.where(is_audio_b | state.done_b, -1, token_b), jnp.where(is_audio_b[:, None], codes_bk, -1)
-        return new, written
+        tokens_b = jnp.where(is_audio_b | state.done_b, -1, place.token_b)
+        return new, (tokens_b, jnp.where(is_audio_b[:, None], place.codes_bk, -1))
 
     x_bd, cache = prefill(c, params, prompt, length_b, shard, n_new=n_new)
     last_b = _last_tokens(prompt, length_b)
     zero_b = jnp.zeros_like(length_b)
-    start = Writing(x_bd, cache, last_b, zero_b, zero_b + never, zero_b > 0)
-    _, (tokens_nb, columns_nbk) = jax.lax.scan(one, start, jnp.arange(n_new))
+    start = Writing(x_bd, cache, last_b, zero_b, zero_b + NEVER, zero_b > 0)
+    _, (tokens_nb, columns_nbk) = jax.lax.scan(write, start, jnp.arange(n_new))
     return Written(tokens_nb.T, jnp.moveaxis(columns_nbk, 0, 1))
+
+
+def draw(
+    c: Config, params: PyTree, streams: Streams, grammar: Grammar, x_bd: Array, keys_b: Array, i: Array
+) -> tuple[Array, Array]:
+    """A token [B] and a code of each codebook [B, K] from the last state; stream s draws by fold_in(fold_in(key, i), s)."""
+    x_btd, at_b = x_bd[:, None], jax.vmap(lambda key: jax.random.fold_in(key, i))(keys_b)
+    allowed_kc = jnp.broadcast_to(jnp.arange(c.n_codes)[None] < grammar.begin, (c.codebooks, c.n_codes))
+    allowed_kc = allowed_kc.at[0, grammar.end].set(True)
+
+    def choose(logits_bv: Array, stream: int, **how: Any) -> Array:
+        of_row = functools.partial(sampling.choose, **how)
+        return jax.vmap(lambda logits_v, key: of_row(logits_v, jax.random.fold_in(key, stream)))(logits_bv, at_b)
+
+    text = {"temperature": streams.text_temperature, "top_k": streams.text_top_k}
+    token_b = choose(text_logits(c, params, x_btd)[:, 0], 0, **text)
+    logits_bkc = jnp.where(allowed_kc[None], audio_logits(params, x_btd)[:, 0], -jnp.inf)
+    codes_bk = [choose(logits_bkc[:, k], 1 + k, **streams.codebook(k)) for k in range(c.codebooks)]
+    return token_b, jnp.stack(codes_bk, axis=1)
+
+
+def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
+    """The next place of each row from a drawn token and drawn codes, by its state and which codebooks have begun or ended."""
+    # A recording continues until its last codebook has ended; after that its closing token.
+    inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + grammar.shift_k[-1]))
+    closing_b = (state.was_b < 0) & ~inside_b
+    at_b = jnp.where(inside_b, state.column_b, 0)
+    full_b = (at_b > grammar.longest) if grammar.longest else jnp.zeros_like(inside_b)
+    ending_b = inside_b & (at_b > 0) & (state.end_b == NEVER) & ((drawn_bk[:, 0] == grammar.end) | full_b)
+    end_b = jnp.where(ending_b, at_b, jnp.where(inside_b, state.end_b, NEVER))
+    stream_bk = at_b[:, None] - grammar.shift_k[None]  # column of each codebook's own sequence
+    over_bk = stream_bk >= end_b[:, None]
+    codes_bk = jnp.where(stream_bk <= 0, grammar.begin, jnp.where(over_bk, grammar.end, drawn_bk))
+    return Place(jnp.where(closing_b, grammar.closes, token_b), codes_bk, inside_b & ~state.done_b, at_b, end_b)
 
 
 def _last_tokens(prompt: Batch, length_b: Array) -> Array:
@@ -480,9 +523,9 @@ def _last_tokens(prompt: Batch, length_b: Array) -> Array:
 
 
 def step_flops(c: Config, bucket: tuple[int, int, int, int, float], *, causal: bool, frozen: bool) -> int:
-    """Of one row of a bucket, forward and backward: each place through its own net, labelled places alone through the heads.
+    """FLOPs of one row of a bucket, forward and backward: each place through its own net, labelled ones alone through heads.
 
-    Matrices that are ``frozen`` have no derivative of their own, and what their adapters compute is not counted.
+    Matrices that are ``frozen`` have no derivative of their own; their adapters' products are left out.
     """
     s, a, n, m, _ = bucket
     size = lambda specs: sum(math.prod(x.shape) for name, x in specs.items() if name.startswith("w_"))  # noqa: E731
@@ -495,7 +538,7 @@ def step_flops(c: Config, bucket: tuple[int, int, int, int, float], *, causal: b
     return (2 if frozen else 3) * 2 * (matrices + heads) + 3 * scores
 
 
-# The original's names. Theirs and ours hold the same numbers in the same order; only names and shapes differ.
+# Names in the released weights, which hold the same numbers in the same order under other names and shapes.
 
 _TOP = {
     "embed": "embed_tokens.weight",
@@ -517,14 +560,14 @@ _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tok
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
-    """``config`` is this section as it was saved."""
+    """The released weights' names of a parameter. ``config`` is the saved section ``model``."""
     if path in _TOP:
         return _TOP[path]
     return [f"layers.{i}.{_LAYER[path.removeprefix('blocks/')]}" for i in range(config["depth"])]
 
 
 def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of one exported array: heads and their dimensions are one axis there, codebooks and codes another."""
+    """The shape of one exported array: heads and their dimensions are one axis there, codebooks and codes another."""
     if path in ("embed_audio", "w_head_audio"):
         return (shape[0] * shape[1], shape[2])
     return folded(path.rpartition("/")[2], shape)
@@ -534,10 +577,10 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """config.json and the tokenizer's files of the weights that a run began with. ``config`` is the whole run's."""
     del dtype
     source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
-    found = {name: (source / name).read_bytes() for name in _FILES if (source / name).is_file()}
+    files = {name: (source / name).read_bytes() for name in _FILES if (source / name).is_file()}
     if (source / stored.EXPORT).is_file():  # our own export, whose config.json is a run's
-        found.pop("config.json", None)
-    return found
+        files.pop("config.json", None)
+    return files
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:

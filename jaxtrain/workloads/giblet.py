@@ -16,8 +16,9 @@ with ``groups``, of runs of the batch's rows, as the original's devices do.
 Shapes: B rows, I inputs of a layer, O outputs, F frames, V voxels, D any width, G groups.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,20 +84,19 @@ class Config(ModelSection):
     remat: str = "none"  # [name] none, or full: compute the forward pass again in the backward pass (statistics move once)
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        yield from checks.at_least(self, 1, *(name for name in SIZES if getattr(self, name) is not None))
+        yield from checks.at_least(self, 1, "bottleneck", "head_width", "groups")
         for name, value in vars(self).items():
-            sizes = (
-                value if name.endswith("widths") else (value,) if name in (*SIZES, "bottleneck", "head_width", "groups") else ()
-            )
-            if any(size is not None and size < 1 for size in sizes):
-                yield name, f"is {value}; it must be at least 1"
-        yield from checks.not_negative(self, *(name for name in vars(self) if name.startswith("weight_")))
+            if name.endswith("widths") and min(value) < 1:
+                yield name, f"is {value}; each must be at least 1"
+        yield from checks.not_negative(self, *(f"weight_{name}" for name in (*MODALITIES, "fmri")))
         yield from checks.choice(self, RECONSTRUCTIONS, "reconstruct")
         yield from checks.choice(self, FMRI_LOSSES, "fmri_loss")
         yield from checks.choice(self, DTYPES, "dtype", "param_dtype")
         yield from checks.choice(self, remat.WHOLE, "remat")
         yield from checks.choice(self, (*AUDIO, None), "audio")
         if self.reconstruct == "window" and self.frame:
-            yield "frame", f"is {self.frame}, and reconstruct='window' makes all of them; leave it 0"
+            yield "frame", f"is {self.frame}, and reconstruct='window' makes all of them; unset it"
         if not 0 <= self.dropout < 1 / 0.3:
             yield "dropout", f"is {self.dropout}; the largest rate, 0.3 of it, must lie in [0, 1)"
         if not any(getattr(self, f"weight_{name}") for name in (*MODALITIES, "fmri")):
@@ -106,7 +106,7 @@ class Config(ModelSection):
         for name in (*SIZES, "audio"):
             value, needed = getattr(self, name), facts.get(name)
             if value is None:
-                yield name, "is None, and the data do not say it; set it"
+                yield name, "is None, and the data do not give it; set it"
             elif needed is not None and value != needed:
                 yield name, f"is {value}, and the data have {needed}; nothing is cut or padded to fit"
         if self.n_frames is not None and not -self.n_frames <= self.frame < self.n_frames:
@@ -203,7 +203,7 @@ def normal(stddev: float) -> Initializer:
 def make_specs(c: Config) -> PyTree:
     """part / branch / number / w, b, and scale, bias of the norm."""
 
-    def one(part: str, layer: Layer) -> dict[str, Spec]:
+    def specs(part: str, layer: Layer) -> dict[str, Spec]:
         matrix, bias = uniform(layer.n_in**-0.5), uniform(layer.n_in**-0.5)
         if part == "decoder":  # He et al. 2015, by outputs
             matrix, bias = normal((2 / layer.n_out) ** 0.5), zeros
@@ -216,7 +216,7 @@ def make_specs(c: Config) -> PyTree:
         }
 
     return {
-        part: {branch: {str(i): one(part, layer) for i, layer in enumerate(chain)} for branch, chain in branches.items()}
+        part: {branch: {str(i): specs(part, layer) for i, layer in enumerate(chain)} for branch, chain in branches.items()}
         for part, branches in layers(c).items()
     }
 
@@ -224,23 +224,23 @@ def make_specs(c: Config) -> PyTree:
 def make_carry(c: Config) -> PyTree:
     """The running statistics of every norm, float32."""
 
-    def one(layer: Layer) -> dict[str, Spec]:
+    def norm(layer: Layer) -> dict[str, Spec]:
         return {"mean": Spec((layer.n_out,), (None,), zeros), "var": Spec((layer.n_out,), (None,), ones)}
 
     return {
         part: {
-            branch: {str(i): one(layer) for i, layer in enumerate(chain) if layer.norm} for branch, chain in branches.items()
+            branch: {str(i): norm(layer) for i, layer in enumerate(chain) if layer.norm} for branch, chain in branches.items()
         }
         for part, branches in layers(c).items()
     }
 
 
 class Draws(NamedTuple):
-    """What training draws and measures with; an evaluation has none."""
+    """The randomness and the groups of a training step; an evaluation has none."""
 
     key: Key
-    row_b: Array
-    member_bg: Array
+    row_b: Array  # int32 [B]: places in the global batch
+    member_bg: Array  # `member` of batch norm's groups
 
 
 class Outputs(NamedTuple):
@@ -254,7 +254,7 @@ class Outputs(NamedTuple):
 
 
 def entry(x: Array) -> Array:
-    """The one place where what the loader gives becomes float32: bytes of frames to 0..1, integer codes as they are."""
+    """The one place where the loader's integers become float32: bytes of frames in 0..1, codes with the same values."""
     return x.astype(jnp.float32) * (1 / 255) if x.dtype == jnp.uint8 else x.astype(jnp.float32)
 
 
@@ -267,68 +267,75 @@ def forward(
       inputs: "video", "audio", "text", [B, values] each, as the loader gives them.
       draws: in training; None normalises with ``running``, drops nothing and rounds the codes.
     """
-    dtype, table = jnp.dtype(c.dtype), layers(c)
-    new: PyTree = {part: {branch: {} for branch in branches} for part, branches in table.items()}
+    table = layers(c)
 
-    def run(part: str, branch: str, x_bi: Array) -> Array:
-        for i, layer in enumerate(table[part][branch]):
-            path = f"{part}/{branch}/{i}"
-            w = params[part][branch][str(i)]
-            with jax.named_scope(path):
-                # "rows" and not "batch": every device has its slice of the inputs of all its group's rows.
-                x_bi = shard(x_bi.astype(dtype), "rows", layer.axes[0])
-                y_bo = jnp.dot(x_bi, w["w"].astype(dtype), preferred_element_type=jnp.float32)
-                # Pinned whole over fsdp: its gradient too is then gathered before it meets x, not the matrix instead.
-                y_bo = shard(y_bo, "rows", layer.axes[1])
-                y_bo += jnp.broadcast_to(w["b"].astype(jnp.float32), y_bo.shape)
-                if layer.norm:
-                    y_bo, new[part][branch][str(i)] = batch_norm(
-                        y_bo,
-                        w["scale"],
-                        w["bias"],
-                        running[part][branch][str(i)],
-                        draws.member_bg if draws else None,
-                        momentum=MOMENTUM,
-                        eps=EPS,
-                    )
-                if layer.relu:
-                    y_bo = jax.nn.relu(y_bo)
-                if draws and layer.rate and c.dropout:
-                    y_bo = drop(y_bo, c.dropout * layer.rate, fold_in_path(draws.key, path), draws.row_b)
-            x_bi = y_bo
-        return x_bi
+    def run(part: str, branch: str, x_bi: Array) -> tuple[Array, PyTree]:
+        name, chain = f"{part}/{branch}", table[part][branch]
+        return run_chain(c, chain, name, params[part][branch], running[part][branch], x_bi, shard, draws)
 
+    encoder, decoder = {}, {}  # the new running statistics
     # Bytes travel to where the pixels' weights are; there they become floats.
-    video_bi = entry(shard(inputs["video"], "rows", "pixel"))
-    parts = [
-        run("encoder", name, x_bi) for name, x_bi in (("video", video_bi), *((k, entry(inputs[k])) for k in ("audio", "text")))
-    ]
-    joined = shard(jnp.concatenate([shard(x_bi, "rows", None) for x_bi in parts], axis=1), "rows", None)
-    bottleneck = run("encoder", "trunk", joined)
-    shared = run("decoder", "trunk", bottleneck)
-    audio = run("decoder", "audio", shared)
+    video, encoder["video"] = run("encoder", "video", entry(shard(inputs["video"], "rows", "pixel")))
+    audio, encoder["audio"] = run("encoder", "audio", entry(inputs["audio"]))
+    text, encoder["text"] = run("encoder", "text", entry(inputs["text"]))
+    joined = jnp.concatenate([shard(x_bi, "rows", None) for x_bi in (video, audio, text)], axis=1)
+    bottleneck, encoder["trunk"] = run("encoder", "trunk", shard(joined, "rows", None))
+    shared, decoder["trunk"] = run("decoder", "trunk", bottleneck)
+    audio, decoder["audio"] = run("decoder", "audio", shared)
     if c.audio == "codes":
         audio = LARGEST_CODE * jax.nn.sigmoid(audio)
         if not draws:
             audio = jnp.clip(jnp.round(audio), 0, LARGEST_CODE)
-    out = Outputs(
-        bottleneck,
-        shard(run("encoder", "fmri", bottleneck), "batch", None),
-        jax.nn.sigmoid(run("decoder", "video", shared)),
-        audio,
-        run("decoder", "text", shared),
-    )
-    return out, new
+    fmri, encoder["fmri"] = run("encoder", "fmri", bottleneck)
+    fmri = shard(fmri, "batch", None)
+    video, decoder["video"] = run("decoder", "video", shared)
+    video = jax.nn.sigmoid(video)
+    text, decoder["text"] = run("decoder", "text", shared)
+    return Outputs(bottleneck, fmri, video, audio, text), {"encoder": encoder, "decoder": decoder}
+
+
+def run_chain(
+    c: Config,
+    chain: Sequence[Layer],
+    name: str,
+    params: PyTree,
+    running: PyTree,
+    x_bi: Array,
+    shard: Shard,
+    draws: Draws | None,
+) -> tuple[Array, PyTree]:
+    """The layers of one branch, called ``name``, one after the other; float32 [B, O], and the new running statistics."""
+    new, dtype = {}, jnp.dtype(c.dtype)
+    for i, layer in enumerate(chain):
+        path, w = f"{name}/{i}", params[str(i)]
+        with jax.named_scope(path):
+            # "rows" and not "batch": every device has its slice of the inputs of all its group's rows.
+            x_bi = shard(x_bi.astype(dtype), "rows", layer.axes[0])
+            y_bo = jnp.dot(x_bi, w["w"].astype(dtype), preferred_element_type=jnp.float32)
+            # Pinned whole over fsdp: its gradient too is then gathered before it meets x, not the matrix instead.
+            y_bo = shard(y_bo, "rows", layer.axes[1])
+            y_bo += jnp.broadcast_to(w["b"].astype(jnp.float32), y_bo.shape)
+            if layer.norm:
+                member_bg = draws.member_bg if draws else None
+                y_bo, new[str(i)] = batch_norm(
+                    y_bo, w["scale"], w["bias"], running[str(i)], member_bg, momentum=MOMENTUM, eps=EPS
+                )
+            if layer.relu:
+                y_bo = jax.nn.relu(y_bo)
+            if draws and layer.rate and c.dropout:
+                y_bo = drop(y_bo, c.dropout * layer.rate, fold_in_path(draws.key, path), draws.row_b)
+        x_bi = y_bo
+    return x_bi, new
 
 
 def drop(x_bd: Array, rate: float, key: Key, row_b: Array) -> Array:
-    """Dropout (Srivastava et al. 2014). What a row drops is a function of its place in the global batch alone."""
+    """Dropout (Srivastava et al. 2014). A row's mask is a function of the key and its place in the global batch alone."""
     keep_bd = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1 - rate, x_bd.shape[1:]))(row_b)
     return jnp.where(keep_bd, x_bd / (1 - rate), 0)
 
 
 def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
-    """What each output is compared with, float32."""
+    """The target of each output, float32."""
     video_bi = batch["video"]
     if c.reconstruct == "frame":
         start = c.frame % c.n_frames * c.frame_size
@@ -339,8 +346,9 @@ def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
 
 
 def scale(x_bd: Array, weight_b: Array) -> Array:
-    """What an error is divided by: the unbiased standard deviation of all values of all rows of the global batch that count,
-    plus 1e-8. Where they are all alike (no text in a batch, a dark film) it is 1.
+    """The divisor of an error: the unbiased standard deviation of all values of the valid rows of the global batch, plus 1e-8.
+
+    Where the values are all equal (no text in a batch, a dark film) it is 1.
     """
     w_b1 = weight_b[:, None]
     n = jnp.maximum(over_data(weight_b.sum()) * x_bd.shape[1], 2)
@@ -352,28 +360,28 @@ def scale(x_bd: Array, weight_b: Array) -> Array:
 def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array) -> dict[str, Array]:
     """Each loss of each row, [B]: "video", "audio", "text" (mean squares), "fmri"; and "total", weighted.
 
-    With ``normalised``, "video" … are divided by `scale` (a cosine is not), and "video_raw" … are there too.
+    With ``normalised``, "video" … are divided by `scale` (a cosine is not), and "video_raw" … are the undivided ones.
 
     Raises ValueError when an output and its target differ in shape.
     """
-    found = {}
+    losses = {}
     for name in (*MODALITIES, "fmri"):
         y_bd, t_bd = getattr(out, name), target[name]
         if y_bd.shape != t_bd.shape:
             raise ValueError(f"{name}: the model makes {y_bd.shape} and the target is {t_bd.shape}; nothing is cut to fit")
         kind = c.fmri_loss if name == "fmri" else "mse"
         if kind == "mse":
-            found[name] = jnp.square(y_bd - t_bd).mean(1)
+            losses[name] = jnp.square(y_bd - t_bd).mean(1)
         elif kind == "mae":
-            found[name] = jnp.abs(y_bd - t_bd).mean(1)
+            losses[name] = jnp.abs(y_bd - t_bd).mean(1)
         else:
             lengths_b = jnp.sqrt(jnp.square(y_bd).sum(1) * jnp.square(t_bd).sum(1))
-            found[name] = 1 - (y_bd * t_bd).sum(1) / jnp.maximum(lengths_b, 1e-8)
+            losses[name] = 1 - (y_bd * t_bd).sum(1) / jnp.maximum(lengths_b, 1e-8)
         if c.normalised and kind != "cosine":
-            found[f"{name}_raw"] = found[name]
-            found[name] = found[name] / scale(t_bd, weight_b)
-    found["total"] = sum(getattr(c, f"weight_{name}") * found[name] for name in (*MODALITIES, "fmri"))
-    return found
+            losses[f"{name}_raw"] = losses[name]
+            losses[name] = losses[name] / scale(t_bd, weight_b)
+    losses["total"] = sum(getattr(c, f"weight_{name}") * losses[name] for name in (*MODALITIES, "fmri"))
+    return losses
 
 
 def pearson(x_bv: Array, y_bv: Array) -> Array:
@@ -389,72 +397,90 @@ def r_squared(y_bv: Array, target_bv: Array) -> Array:
     return 1 - jnp.square(target_bv - y_bv).sum(1) / jnp.maximum(total_b, 1e-12)
 
 
+class Model(NamedTuple):
+    """The part of the run that every function of the task reads."""
+
+    c: Config
+    shard: Shard
+    batch: int  # rows of the global batch
+
+
 def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
+    """Raises ConfigError where batch norm would get groups of fewer than two rows."""
     c: Config = config.model
-    n = c.groups * config.train.accumulate
-    if batch % n or batch // n < 2:
+    n_groups = c.groups * config.train.accumulate
+    if batch % n_groups or batch // n_groups < 2:
         text = (
             f"is {c.groups}, and train.accumulate {config.train.accumulate}: they do not divide train.batch={batch} into groups"
         )
         raise ConfigError([("model.groups", f"{text} of 2 rows or more, which batch norm needs")])
-
-    def loss(variables: Variables, batch_: Batch, key: Key) -> LossOut:
-        draws = Draws(key, batch_["row"], member(batch_["row"], c.groups, batch))
-
-        def run(params: PyTree, running: PyTree, inputs: Mapping[str, Array]) -> tuple[Outputs, PyTree]:
-            return forward(c, params, running, inputs, shard, draws)
-
-        inputs = {name: batch_[name] for name in MODALITIES}
-        out, running = (jax.checkpoint(run) if c.remat == "full" else run)(variables.params, variables.carry, inputs)
-        target, weight_b = targets(c, batch_, shard), batch_["weight"]
-        each = errors(c, out, target, weight_b)
-        each["fmri_r"] = pearson(jax.lax.stop_gradient(out.fmri), target["fmri"])
-        n = weight_b.sum()
-        metrics = {_loss_name(name): Mean((value_b * weight_b).sum(), n) for name, value_b in each.items()}
-        return LossOut(metrics.pop("total_loss"), metrics, running)
-
-    def evaluate(variables: Variables, batch_: Batch) -> dict[str, Mean]:
-        out, _ = forward(c, variables.params, variables.carry, batch_, shard)
-        target, weight_b = targets(c, batch_, shard), batch_["weight"]
-        each = errors(c, out, target, weight_b)
-        y_bv, t_bv = out.fmri, target["fmri"]
-        other_bv, other_b = shuffled(t_bv, weight_b, batch_["volume"])
-        each |= {"fmri_r": pearson(y_bv, t_bv), "fmri_r2": r_squared(y_bv, t_bv)}
-        null_b = weight_b * other_b
-        found = {_loss_name(name): Mean((value_b * weight_b).sum(), weight_b.sum()) for name, value_b in each.items()}
-        found["fmri_r_null"] = Mean((pearson(y_bv, other_bv) * null_b).sum(), null_b.sum())
-        for kind, x_bv, w_b in (("voxel", t_bv, weight_b), ("null", other_bv, null_b)):
-            products = {"y": y_bv, "t": x_bv, "yy": y_bv * y_bv, "tt": x_bv * x_bv, "yt": y_bv * x_bv}
-            for name, product_bv in products.items():
-                found[f"{kind}/{name}"] = Mean((product_bv * w_b[:, None]).sum(0), w_b.sum())
-        return found
-
-    def pictures(batch_: Batch) -> dict[str, Array]:
-        """The last frames of the first windows, in grey."""
-        frame = entry(batch_["video"][:8, -c.frame_size :]).reshape(-1, c.height, c.width, CHANNELS)
-        return {"frame": frame.mean(-1)[:, ::-1]}
-
-    def progress(variables: Variables, batch_: Batch) -> dict[str, Array]:
-        """Of the first rows: how many voxels measure (to the right) and are predicted (upwards) what, within ±3."""
-        out, _ = forward(c, variables.params, variables.carry, batch_, shard)
-        return {"fmri": density(batch_["fmri"][:4].astype(jnp.float32), out.fmri[:4])}
-
-    matrices = sum(
-        layer.n_in * layer.n_out for branches in layers(c).values() for chain in branches.values() for layer in chain
-    )
+    model = Model(c, shard, batch)
     return Task(
         specs=Variables(make_specs(c), carry=make_carry(c)),
-        loss=loss,
-        evaluate=evaluate,
+        loss=functools.partial(loss, model),
+        evaluate=functools.partial(evaluate, model),
         axes={
             **{name: ("batch", None) for name in (*MODALITIES, "fmri")},
             **{name: ("batch",) for name in ("index", "volume", "weight")},
         },
-        flops=6 * matrices * batch,
-        pictures=pictures,
-        progress=progress,
+        flops=6 * n_weights(c) * batch,
+        pictures=functools.partial(pictures, c),
+        progress=functools.partial(progress, model),
         finish=finish,
     )
+
+
+def n_weights(c: Config) -> int:
+    """Numbers in all matrices."""
+    return sum(layer.n_in * layer.n_out for branches in layers(c).values() for chain in branches.values() for layer in chain)
+
+
+def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
+    c, shard = model.c, model.shard
+    draws = Draws(key, batch["row"], member(batch["row"], c.groups, model.batch))
+
+    def run(params: PyTree, running: PyTree, inputs: Mapping[str, Array]) -> tuple[Outputs, PyTree]:
+        return forward(c, params, running, inputs, shard, draws)
+
+    inputs = {name: batch[name] for name in MODALITIES}
+    out, running = (jax.checkpoint(run) if c.remat == "full" else run)(variables.params, variables.carry, inputs)
+    target, weight_b = targets(c, batch, shard), batch["weight"]
+    each = errors(c, out, target, weight_b)
+    each["fmri_r"] = pearson(jax.lax.stop_gradient(out.fmri), target["fmri"])
+    n = weight_b.sum()
+    metrics = {_loss_name(name): Mean((value_b * weight_b).sum(), n) for name, value_b in each.items()}
+    return LossOut(metrics.pop("total_loss"), metrics, running)
+
+
+def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
+    """Losses, correlations and those of shuffled pairs of each row; and the sums of each voxel that `finish` needs."""
+    c, shard = model.c, model.shard
+    out, _ = forward(c, variables.params, variables.carry, batch, shard)
+    target, weight_b = targets(c, batch, shard), batch["weight"]
+    each = errors(c, out, target, weight_b)
+    y_bv, t_bv = out.fmri, target["fmri"]
+    partner_bv, has_partner_b = shuffled(t_bv, weight_b, batch["volume"])
+    each |= {"fmri_r": pearson(y_bv, t_bv), "fmri_r2": r_squared(y_bv, t_bv)}
+    null_b = weight_b * has_partner_b
+    metrics = {_loss_name(name): Mean((value_b * weight_b).sum(), weight_b.sum()) for name, value_b in each.items()}
+    metrics["fmri_r_null"] = Mean((pearson(y_bv, partner_bv) * null_b).sum(), null_b.sum())
+    for kind, x_bv, w_b in (("voxel", t_bv, weight_b), ("null", partner_bv, null_b)):
+        products = {"y": y_bv, "t": x_bv, "yy": y_bv * y_bv, "tt": x_bv * x_bv, "yt": y_bv * x_bv}
+        for name, product_bv in products.items():
+            metrics[f"{kind}/{name}"] = Mean((product_bv * w_b[:, None]).sum(0), w_b.sum())
+    return metrics
+
+
+def pictures(c: Config, batch: Batch) -> dict[str, Array]:
+    """The last frames of the first windows, in grey."""
+    frame = entry(batch["video"][:8, -c.frame_size :]).reshape(-1, c.height, c.width, CHANNELS)
+    return {"frame": frame.mean(-1)[:, ::-1]}
+
+
+def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """Of the first rows: the number of voxels by measured (to the right) and predicted value (upwards), within ±3."""
+    out, _ = forward(model.c, variables.params, variables.carry, batch, model.shard)
+    return {"fmri": density(batch["fmri"][:4].astype(jnp.float32), out.fmri[:4])}
 
 
 def _loss_name(name: str) -> str:
@@ -465,31 +491,47 @@ def finish(record: Mapping[str, Any]) -> dict[str, float]:
     """Adds what needs the whole split: r and R² of each voxel across moments, from its means, as averages over the voxels whose
     measurement varies; nan when none does.
 
-    "voxel_r_best" is what the best tenth of the voxels reaches, "voxel_r_null" the average with shuffled pairs.
+    "voxel_r_best" is the 90 % quantile over the voxels, "voxel_r_null" the average with shuffled pairs.
     """
-    found = {name: x for name, x in record.items() if not name.startswith(("voxel/", "null/"))}
+    voxel, null = spread(record, "voxel"), spread(record, "null")
+    r, r2 = correlation(voxel), 1 - voxel.residual / voxel.var_t
+    return {
+        **{name: x for name, x in record.items() if not name.startswith(("voxel/", "null/"))},
+        "voxel_r": _mean(r),
+        "voxel_r_null": _mean(correlation(null)),
+        "voxel_r2": _mean(r2),
+        "voxel_r_best": float(np.quantile(r, 0.9)) if r.size else math.nan,
+    }
 
-    def moments(kind: str) -> tuple[np.ndarray, ...]:
-        """Of the voxels that vary: covariance, variances of prediction and measurement, mean square of their difference."""
-        y, t, yy, tt, yt = (np.asarray(record[f"{kind}/{name}"]) for name in ("y", "t", "yy", "tt", "yt"))
-        # Of squares that were summed in float32, a difference of this size is rounding.
-        var_y, var_t = (np.where(zz - z * z > 1e-5 * zz, zz - z * z, 0) for z, zz in ((y, yy), (t, tt)))
-        varies = var_t > 0
-        return tuple(x[varies] for x in (yt - y * t, var_y, var_t, yy - 2 * yt + tt))
 
-    def r_of(kind: str) -> np.ndarray:
-        covariance, var_y, var_t, _ = moments(kind)
-        return np.clip(np.where(var_y > 0, covariance / np.sqrt(np.where(var_y > 0, var_y * var_t, 1)), 0), -1, 1)
+class Spread(NamedTuple):
+    """How predictions y and measurements t of voxels vary over moments; of the voxels whose measurement varies."""
 
-    mean = lambda x: float(x.mean()) if x.size else math.nan  # noqa: E731
-    r, (_, _, var_t, residual) = r_of("voxel"), moments("voxel")
-    found |= {"voxel_r": mean(r), "voxel_r_null": mean(r_of("null")), "voxel_r2": mean(1 - residual / var_t)}
-    found["voxel_r_best"] = float(np.quantile(r, 0.9)) if r.size else math.nan
-    return found
+    covariance: np.ndarray
+    var_y: np.ndarray
+    var_t: np.ndarray
+    residual: np.ndarray  # mean square of t - y
+
+
+def spread(record: Mapping[str, Any], kind: str) -> Spread:
+    y, t, yy, tt, yt = (np.asarray(record[f"{kind}/{name}"]) for name in ("y", "t", "yy", "tt", "yt"))
+    # Of squares that were summed in float32, a difference of this size is rounding.
+    var_y, var_t = (np.where(zz - z * z > 1e-5 * zz, zz - z * z, 0) for z, zz in ((y, yy), (t, tt)))
+    varies = var_t > 0
+    return Spread(*(x[varies] for x in (yt - y * t, var_y, var_t, yy - 2 * yt + tt)))
+
+
+def correlation(s: Spread) -> np.ndarray:
+    """Pearson's r of each voxel; 0 where the prediction is constant."""
+    return np.clip(np.where(s.var_y > 0, s.covariance / np.sqrt(np.where(s.var_y > 0, s.var_y * s.var_t, 1)), 0), -1, 1)
+
+
+def _mean(x: np.ndarray) -> float:
+    return float(x.mean()) if x.size else math.nan
 
 
 def shuffled(x_bv: Array, weight_b: Array, volume_b: Array) -> tuple[Array, Array]:
-    """For the null: each row's partner half of the rows that count away, [B, V], and whether it has one, [B].
+    """For the null: each row's partner, half of the valid rows away, [B, V], and whether it has one, [B].
 
     A test split comes in a mixed order, so that partners are no neighbours in time. A row is no partner of itself, nor are two
     viewers of one moment, who saw the same.

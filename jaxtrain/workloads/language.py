@@ -2,11 +2,11 @@
 
 A row of a batch is S tokens of one or several documents. Its fields, all [B, S]:
 
-    tokens     int32    what is read
+    tokens     int32    the inputs
     targets    int32    the token after each; any value where ``mask`` is 0
     positions  int32    places within the document
     segments   int32    documents, numbered from 1 in a row; 0 is padding. Nothing is seen across them
-    mask       float32  1 where the target counts: not in padding, not at a document's last token
+    mask       float32  1 where the target is valid: not in padding, not at a document's last token
 
 The architecture is `jaxtrain.nn.transformer.Decoder`; `PRESETS` has published sizes, `from_hugging_face` reads a folder with
 config.json and safetensors, and `export_names`, `export_shape` and `export_files` let tools/orbax_to_safetensors.py write one.
@@ -14,6 +14,7 @@ config.json and safetensors, and `export_names`, `export_shape` and `export_file
 Shapes: B batch, S tokens, D embed, V vocabulary.
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -36,7 +37,7 @@ from loaders import checks
 
 @dataclass(frozen=True)
 class Samples:
-    """Continuations that are written at every evaluation, beside the metrics, in samples.jsonl."""
+    """Continuations that are written to samples.jsonl at every evaluation."""
 
     prompts: tuple[str, ...] = ()  # [texts] to be continued; empty = none
     tokens: int = 64  # [tokens] of each continuation
@@ -62,8 +63,8 @@ class Config(transformer.Decoder):
     vocab: int | None = None  # [tokens] known to the model; None = as the data have
     bytes_per_token: float | None = None  # [bytes] of text behind a token, for bits per byte; None = as the data have
     z_loss: float = 0.0  # [1] times the square of the softmax's log normaliser, added to the loss; 0 = none
-    chunk: int = 1024  # [tokens] of each device whose logits are there at the same time
-    n_test: tuple[int, ...] | None = None  # [documents] held out of each source; several are also told apart; None = the data's
+    chunk: int = 1024  # [tokens] of each device whose logits exist at the same time
+    n_test: tuple[int, ...] | None = None  # [documents] held out of each source; several: reported apart too; None = the data's
     samples: Samples = field(default_factory=Samples)  # [section]
     targets: tuple[Target, ...] = ()  # [environments] to evaluate on
     tokenizer: str | None = None  # [path] of a tokenizer.json, for prompts, or "bytes"; None = as the data have
@@ -74,10 +75,9 @@ class Config(transformer.Decoder):
         yield from checks.at_least(self, 1, "chunk")
         yield from checks.not_negative(self, "z_loss")
         yield from checks.under("samples", checks.within(self.samples, "(0, 1]", "top_p"))
-        for where, one in (("samples", self.samples), *((f"targets[{i}]", t) for i, t in enumerate(self.targets))):
-            yield from checks.under(where, checks.at_least(one, 1, "tokens"))
-            if one.temperature < 0:
-                yield f"{where}.temperature", f"is {one.temperature}; use 0 for the likeliest token"
+        for where, section in self._writers():
+            yield from checks.under(where, checks.at_least(section, 1, "tokens"))
+            yield from checks.under(where, checks.not_negative(section, "temperature"))
         for i, target in enumerate(self.targets):
             try:
                 environments.load(target.module, target.arguments, target.prompts)
@@ -88,12 +88,12 @@ class Config(transformer.Decoder):
         for name in ("vocab", "context"):
             value, needed = getattr(self, name), facts.get(name)
             if value is None:
-                yield name, "is None, and the data do not say it; set it"
+                yield name, "is None, and the data do not give it; set it"
             elif needed is not None and value < needed:
                 yield name, f"is {value}, and the data need {needed}"
-        for where, n in (("samples", self.samples.tokens), *((f"targets[{i}]", t.tokens) for i, t in enumerate(self.targets))):
-            if self.context is not None and n >= self.context:
-                yield f"{where}.tokens", f"is {n}, and the model's context is {self.context}, prompt included"
+        for where, section in self._writers():
+            if self.context is not None and section.tokens >= self.context:
+                yield f"{where}.tokens", f"is {section.tokens}, and the model's context is {self.context}, prompt included"
         try:
             codec = make_codec(self)
             for prompt in self.samples.prompts:
@@ -101,6 +101,15 @@ class Config(transformer.Decoder):
         except CodecError as error:
             if self.samples.prompts or self.targets:
                 yield "samples.prompts", str(error)
+
+    def _writers(self) -> Iterator[tuple[str, Samples | Target]]:
+        """The sections that have the model write: (path, section)."""
+        yield "samples", self.samples
+        yield from ((f"targets[{i}]", target) for i, target in enumerate(self.targets))
+
+    @property
+    def n_sources(self) -> int:
+        return len(self.n_test or ())
 
 
 _LLAMA = dict(eps=1e-5, head_dim=128, vocab=128256)
@@ -149,67 +158,78 @@ def logits(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
     return jnp.einsum("bsd,vd->bsv", x_bsd, w_vd, preferred_element_type=jnp.float32)
 
 
+class Model(NamedTuple):
+    """The part of the run that every function of the task reads."""
+
+    c: Config
+    shard: Shard
+
+
 def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
     c: Config = config.model
-    specs = make_specs(c)
-
-    n_sources = len(c.n_test or ())
-
-    def hidden(params: PyTree, batch: Batch) -> Array:
-        return transformer.decode(c, params, batch["tokens"], batch["positions"], batch["segments"], shard)
-
-    def measure(params: PyTree, x_bsd: Array, batch: Batch, mask_bs: Array) -> tuple[Mean, dict[str, Mean]]:
-        w_vd = transformer.head(c, params)
-        sums = cross_entropy(
-            x_bsd, w_vd, batch["targets"], mask_bs, shard, z_loss=c.z_loss, chunk=c.chunk, axes=transformer.TABLE
-        )
-        n = mask_bs.sum()
-        found = {"cross_entropy": Mean(sums.cross_entropy, n), "accuracy": Mean(sums.correct, n)}
-        if c.z_loss:
-            found["z_loss"] = Mean(c.z_loss * sums.z, n)
-        return Mean(sums.loss, n), found
-
-    def loss(variables: Variables, batch: Batch, key: Key) -> LossOut:
-        del key  # nothing is random
-        params = variables.params
-        total, found = measure(params, hidden(params, batch), batch, batch["mask"].astype(jnp.float32))
-        found["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))  # that count, in a row
-        return LossOut(total, found)
-
-    def evaluate(variables: Variables, batch: Batch) -> dict[str, Mean]:
-        params, x_bsd = variables.params, hidden(variables.params, batch)
-        mask_bs = batch["mask"].astype(jnp.float32)
-        if n_sources < 2:
-            return measure(params, x_bsd, batch, mask_bs)[1]
-        each = [
-            measure(params, x_bsd, batch, jnp.where((batch["source"] == source)[:, None], mask_bs, 0))[1]
-            for source in range(n_sources)
-        ]
-        found = jax.tree.map(lambda *sums: sum(sums), *each)  # every row is of one source
-        return found | {f"cross_entropy_source_{i}": one["cross_entropy"] for i, one in enumerate(each)}
-
-    def finish(record: Mapping[str, Any]) -> dict[str, float]:
-        """exp(nats per token), and bits for each byte of the text behind the tokens."""
-        found = dict(record)
-        for name in [name for name in record if name.startswith("cross_entropy")]:
-            suffix = name.removeprefix("cross_entropy")
-            found[f"perplexity{suffix}"] = math.exp(min(record[name], 700.0))  # exp(700) is the last that a float holds
-        if c.bytes_per_token:
-            found["bits_per_byte"] = record["cross_entropy"] / math.log(2) / c.bytes_per_token
-        return found
-
+    model = Model(c, shard)
     fields = {name: ("batch", "seq") for name in ("tokens", "targets", "positions", "segments", "mask")}
     return Task(
-        specs=Variables(specs),
-        loss=loss,
-        evaluate=evaluate,
-        axes={**fields, **({"source": ("batch",)} if n_sources > 1 else {})},
+        specs=Variables(make_specs(c)),
+        loss=functools.partial(loss, model),
+        evaluate=functools.partial(evaluate, model),
+        axes={**fields, **({"source": ("batch",)} if c.n_sources > 1 else {})},
         flops=3 * batch * forward_flops(c, causal=True),
         full_flops=3 * batch * forward_flops(c, causal=False),
         tokens=batch * c.context,
-        finish=finish,
+        finish=functools.partial(finish, c),
         trials=tuple(_trials(c, shard, config.seed)),
     )
+
+
+def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
+    del key  # nothing is random
+    x_bsd = hidden(model, variables.params, batch)
+    total, metrics = measure(model, variables.params, x_bsd, batch, batch["mask"].astype(jnp.float32))
+    metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))  # valid ones in a row
+    return LossOut(total, metrics)
+
+
+def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
+    c, params, x_bsd = model.c, variables.params, hidden(model, variables.params, batch)
+    mask_bs = batch["mask"].astype(jnp.float32)
+    if c.n_sources < 2:
+        return measure(model, params, x_bsd, batch, mask_bs)[1]
+    by_source = [
+        measure(model, params, x_bsd, batch, jnp.where((batch["source"] == source)[:, None], mask_bs, 0))[1]
+        for source in range(c.n_sources)
+    ]
+    metrics = jax.tree.map(lambda *sums: sum(sums), *by_source)  # every row is of one source
+    return metrics | {f"cross_entropy_source_{i}": of_source["cross_entropy"] for i, of_source in enumerate(by_source)}
+
+
+def hidden(model: Model, params: PyTree, batch: Batch) -> Array:
+    """Last hidden states [B, S, D]."""
+    return transformer.decode(model.c, params, batch["tokens"], batch["positions"], batch["segments"], model.shard)
+
+
+def measure(model: Model, params: PyTree, x_bsd: Array, batch: Batch, mask_bs: Array) -> tuple[Mean, dict[str, Mean]]:
+    """The loss over the targets of ``mask_bs``, and metrics."""
+    c, w_vd = model.c, transformer.head(model.c, params)
+    sums = cross_entropy(
+        x_bsd, w_vd, batch["targets"], mask_bs, model.shard, z_loss=c.z_loss, chunk=c.chunk, axes=transformer.TABLE
+    )
+    n = mask_bs.sum()
+    metrics = {"cross_entropy": Mean(sums.cross_entropy, n), "accuracy": Mean(sums.correct, n)}
+    if c.z_loss:
+        metrics["z_loss"] = Mean(c.z_loss * sums.z, n)
+    return Mean(sums.loss, n), metrics
+
+
+def finish(c: Config, record: Mapping[str, Any]) -> dict[str, float]:
+    """Adds exp(nats per token), and bits for each byte of the text behind the tokens."""
+    complete = dict(record)
+    for name in [name for name in record if name.startswith("cross_entropy")]:
+        suffix = name.removeprefix("cross_entropy")
+        complete[f"perplexity{suffix}"] = math.exp(min(record[name], 700.0))  # exp(700) is the last that a float holds
+    if c.bytes_per_token:
+        complete["bits_per_byte"] = record["cross_entropy"] / math.log(2) / c.bytes_per_token
+    return complete
 
 
 def _trials(c: Config, shard: Shard, seed: int) -> Iterator[Trial]:
@@ -238,12 +258,12 @@ def _trial(
     seed: int,
     codec: "Codec",
     prompts: Sequence[str],
-    how: Samples | Target,
+    section: Samples | Target,
     top_p: float,
-    judge: Callable,
+    judge: Callable[[Sequence[str]], tuple[dict[str, float], list[dict[str, Any]]]],
 ) -> Trial:
-    """Continues prompts; of those that leave no room for it, the last tokens."""
-    ids = [codec.encode(prompt)[-(c.context - how.tokens) :] for prompt in prompts]
+    """Continues prompts, of which too long ones keep their last tokens; ``judge`` gets the texts."""
+    ids = [codec.encode(prompt)[-(c.context - section.tokens) :] for prompt in prompts]
     length_b = np.array([len(i) for i in ids], np.int32)
     prompt_bp = np.zeros((len(ids), length_b.max()), np.int32)
     for row, i in enumerate(ids):
@@ -252,7 +272,7 @@ def _trial(
     def run(variables: Variables) -> Array:
         return sampling.generate(
             c, variables.params, jnp.asarray(prompt_bp), jnp.asarray(length_b), jax.random.key(seed), shard,
-            n_new=how.tokens, temperature=how.temperature, top_p=top_p, end=codec.end,
+            n_new=section.tokens, temperature=section.temperature, top_p=top_p, end=codec.end,
         )  # fmt: skip
 
     def texts(tokens_bn: Array) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -280,37 +300,40 @@ def make_codec(c: Config) -> Codec:
             tokenizer = tokenizers.Tokenizer.from_file(c.tokenizer)
         except Exception as error:  # tokenizers raises plain Exceptions
             raise CodecError(f"{c.tokenizer} cannot be read as a tokenizer.json: {error}") from error
-        known = [tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")]
-        end = next((i for i in known if i is not None), -1)
-        return Codec(lambda text: _some(tokenizer.encode(text, add_special_tokens=False).ids, text), tokenizer.decode, end)
+        ends = [tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")]
+        end = next((i for i in ends if i is not None), -1)
+        return Codec(lambda text: _not_empty(tokenizer.encode(text, add_special_tokens=False).ids, text), tokenizer.decode, end)
     if c.symbols:
         place = {symbol: i for i, symbol in enumerate(c.symbols)}
 
         def encode(text: str) -> list[int]:
             if unknown := sorted(set(text) - set(place)):
-                raise CodecError(f"{text!r} has {unknown}, which no token of the data is")
-            return _some([place[x] for x in text], text)
+                raise CodecError(f"{text!r} has the characters {unknown}, and no token of the data stands for them")
+            return _not_empty([place[x] for x in text], text)
 
         return Codec(encode, lambda ids: "".join(c.symbols[i] for i in ids if i < len(c.symbols)), -1)
     if c.vocab != 256 and c.tokenizer != "bytes":
         raise CodecError(
-            'there is no way from text to tokens: the data name none; set tokenizer to a tokenizer.json, or to "bytes"'
+            'text cannot be turned into tokens: the data name no tokenizer; set tokenizer to a tokenizer.json, or to "bytes"'
         )
 
     def decode(ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    return Codec(lambda text: _some(list(text.encode()), text), decode, -1)
+    return Codec(lambda text: _not_empty(list(text.encode()), text), decode, -1)
 
 
-def _some(ids: list[int], text: str) -> list[int]:
+def _not_empty(ids: list[int], text: str) -> list[int]:
     if not ids:
         raise CodecError(f"{text!r} has no tokens, and a continuation must begin with one")
     return ids
 
 
 def forward_flops(c: Config, *, causal: bool) -> int:
-    """Of one full row, forward; the backward pass costs twice as much. With attention to all places, or to those not masked."""
+    """Floating-point operations of one full row, forward; the backward pass costs twice as much.
+
+    With ``causal``, places that the mask or a window hides are left out of attention.
+    """
     return c.context * transformer.token_flops(c, make_specs(c)) + transformer.attention_flops(c, c.context, causal=causal)
 
 
@@ -323,7 +346,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 
 def _family(model: Mapping[str, Any]) -> str | None:
-    """The architecture of Hugging Face that a model section is; None where there is none."""
+    """The Hugging Face model_type of a model section; None where there is none."""
     plain = (model["norm"], model["activation"], model["positions"], model["bias"], model["window"])
     if plain != ("rms", "swiglu", "rope", False, 0) or (model["qk_norm"] and model["qkv_bias"]):
         return None
@@ -331,7 +354,7 @@ def _family(model: Mapping[str, Any]) -> str | None:
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
-    """Hugging Face's names where it has this architecture, else paths with dots. ``config`` is this section as it was saved."""
+    """Hugging Face's names where it has this architecture, else paths with dots. ``config`` is the saved section ``model``."""
     stack, _, name = path.rpartition("blocks/")
     if _family(config) is None:
         return [f"blocks.{i}.{name}" for i in range(config["depth"])] if path != name else path.replace("/", ".")
@@ -339,7 +362,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 
 
 def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of one exported array: heads and their dimensions are one axis at Hugging Face."""
+    """The shape of one exported array: Hugging Face has heads and their dimensions as one axis."""
     if _family(config) is None:
         return shape
     return folded(path.rpartition("/")[2], shape)
@@ -348,7 +371,7 @@ def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """config.json, and the tokenizer's files where the run knows them. ``config`` is the whole run's, ``dtype`` the arrays'.
 
-    What the config.json of config.warm_start.source says beyond the architecture (token ids, for one) is kept.
+    Fields of the config.json of config.warm_start.source beyond the architecture (token ids, for one) are kept.
     """
     model, family = config["model"], _family(config["model"])
     if family is None:
@@ -360,20 +383,25 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     }
     source = next((folder / "config.json" for folder in folders[:1] if (folder / "config.json").is_file()), None)
     kept = json.loads(source.read_text()) if source else {}
-    kept = kept if kept.get("model_type") in _FAMILIES else {}
+    if kept.get("model_type") not in _FAMILIES:
+        kept = {}
     for key in ("rope_parameters", "torch_dtype", "dtype"):
         kept.pop(key, None)
+    fields = kept | _hugging_face_fields(model, family, dtype, least_context=kept.get("max_position_embeddings", 0))
+    return {"config.json": (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode(), **files}
+
+
+def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, least_context: int) -> dict[str, Any]:
+    """A model section as fields of config.json."""
     rope = model["rope"]
-    scaling = None
-    if rope["factor"] != 1:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": rope["factor"],
-            "low_freq_factor": rope["low"],
-            "high_freq_factor": rope["high"],
-            "original_max_position_embeddings": rope["original"],
-        }
-    kept |= {
+    scaling = {
+        "rope_type": "llama3",
+        "factor": rope["factor"],
+        "low_freq_factor": rope["low"],
+        "high_freq_factor": rope["high"],
+        "original_max_position_embeddings": rope["original"],
+    }
+    return {
         "architectures": [_FAMILIES[family]],
         "model_type": family,
         "hidden_act": "silu",
@@ -383,10 +411,10 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
         "num_attention_heads": model["heads"],
         "num_key_value_heads": model["kv_heads"] or model["heads"],
         "head_dim": model["head_dim"] or model["embed"] // model["heads"],
-        "max_position_embeddings": max(model["context"], kept.get("max_position_embeddings", 0)),
+        "max_position_embeddings": max(model["context"], least_context),
         "rms_norm_eps": model["eps"],
         "rope_theta": rope["theta"],
-        "rope_scaling": scaling,
+        "rope_scaling": scaling if rope["factor"] != 1 else None,
         "tie_word_embeddings": model["tied"],
         "vocab_size": model["vocab"],
         "initializer_range": model["init_std"],
@@ -395,14 +423,13 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
         **({"mlp_bias": False} if family == "llama" else {}),
         **({"use_sliding_window": False} if family != "llama" else {}),
     }
-    return {"config.json": (json.dumps(kept, indent=2, sort_keys=True) + "\n").encode(), **files}
 
 
 def read_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """Our fields from a config.json, in the spelling of transformers 4 or 5: what the section ``model`` shall hold.
+    """The fields of the section ``model`` from a config.json, in the spelling of transformers 4 or 5.
 
     Raises:
-      HuggingFaceError: an architecture, an activation, biases, rotary positions or a sliding window that are not here.
+      HuggingFaceError: an architecture, an activation, biases, rotary positions or a sliding window that this model lacks.
     """
     path = pathlib.Path(path).expanduser()
     path = path / "config.json" if path.is_dir() else path

@@ -3,9 +3,9 @@
 A row is a puzzle: S cells in, S cells out. Two states, z_h (the answer) and z_l (the thought), are refined in cycles:
 z_l <- net(z_l + z_h + x) some times, then z_h <- net(z_h + z_l). One supervision step is H such cycles, of which only the last
 is differentiated: the others run on stopped values, and nothing of them is kept for the backward pass. The states stay in
-the train state's carry, a slot for each row of the batch: the next step goes on from them, until the q-head says that the
-answer is right, or ``halt_steps`` are over. Then the slot takes the row that the batch brings; what the batch brings to the
-other slots is dropped. All of it happens on the device.
+the train state's carry, a slot for each row of the batch: the next step continues from them, until the q-head says that the
+answer is right, or ``halt_steps`` are over. Then the slot takes the row that the batch brings; rows that the batch brings to
+the other slots are dropped. All of it happens on the device.
 
 The net is two post-norm blocks: a mixer over positions (a SwiGLU along the sequence, or attention), then a SwiGLU along the
 channels. Its norm has no weights.
@@ -16,9 +16,9 @@ MLP, N inner width of the token MLP, V symbols, L layers.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,10 @@ POSITIONS = ("none", "rope", "learned")
 LOSSES = ("stablemax", "softmax")
 DTYPES = ("float32", "bfloat16")
 EPS = 1e-5  # of the norms
-IGNORED = -100  # a label that does not count
+IGNORED = -100  # a label that is left out of loss and accuracy
 Q_BIAS = -5.0  # the q-head starts closed: nothing halts before it has learned to
 TABLE = "puzzle/w_rows"  # the parameter whose touched rows the loss reports
+ACCURACIES = ("accuracy", "exact_accuracy", "q_halt_accuracy")  # of finished rows
 Cycles = tuple[int, int]  # high, low
 
 
@@ -49,7 +50,7 @@ class Config(ModelSection):
     n_cells: int | None = None  # [cells] of a puzzle; None = as the data have
     vocab: int | None = None  # [symbols] in and out; 0 is padding
     n_puzzles: int | None = None  # [ids] rows of the puzzle embedding
-    n_difficulties: int | None = None  # [classes] that the accuracy is told by
+    n_difficulties: int | None = None  # [classes] by which the exact accuracy is reported
     mixer: str = "mlp"  # [name] what mixes positions: mlp (a SwiGLU along the sequence) or attention
     positions: str = "none"  # [name] none, rope (attention only) or learned
     embed: int = 512  # [values] width of a token
@@ -66,9 +67,9 @@ class Config(ModelSection):
     first_low: int = 0  # [cycles] of the thought at step 0 of a curriculum; 0 = cycles_low
     growth: int = 0  # [steps] over which the cycles grow, linearly; 0 = no curriculum
     halt_steps: int = 16  # [supervision steps] after which a row is always done; an evaluation takes them all
-    explore: float = 0.1  # [probability] that a row must go on for a random number of steps, whatever the q-head says
+    explore: float = 0.1  # [probability] that a row must continue for a random number of steps, whatever the q-head says
     explore_end: float | None = None  # [probability] at the end of the run, reached linearly; None = explore
-    q_continue: bool = False  # [bool] halt by comparing with the value of going on, learned from one more forward pass
+    q_continue: bool = False  # [bool] halt by comparing with the value of another step, learned from one more forward pass
     loss: str = "stablemax"  # [name] of the cells' cross-entropy: stablemax or softmax
     dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms and losses are float32
     remat: str = "none"  # [name] none, or full: recompute each application of the net in the backward pass
@@ -100,7 +101,7 @@ class Config(ModelSection):
         for name in ("n_cells", "vocab", "n_puzzles", "n_difficulties"):
             value, needed = getattr(self, name), facts.get(name)
             if value is None:
-                yield name, "is None, and the data do not say it; set it"
+                yield name, "is None, and the data do not give it; set it"
             elif needed is not None and (value < needed or (name == "n_cells" and value != needed)):
                 yield name, f"is {value}, and the data need {needed}"
 
@@ -186,7 +187,7 @@ def rotate(x_bthk: Array, theta: float) -> Array:
 
 
 def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
-    """The one net, on the sum of what it refines and what it reads. ``w`` is in the activations' dtype."""
+    """The net, on the sum of the state that it refines and the inputs that it reads. ``w`` has the activations' dtype."""
     for l in range(c.depth):
         with jax.named_scope("mix"):
             if c.mixer == "mlp":
@@ -242,7 +243,7 @@ def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles,
 
 
 def embed(c: Config, params: PyTree, inputs_bs: Array, puzzle_b: Array) -> Array:
-    """x [B, T, D]: the puzzle's vector over the first tokens, padded with zeros, then the cells; of unit variance."""
+    """x [B, T, D], of unit variance: the puzzle's vector over the first tokens, padded with zeros, then the cells."""
     dtype, b = jnp.dtype(c.dtype), inputs_bs.shape[0]
     # A product, not a gather: the symbols are few, and XLA's partitioner cannot yet split a gather inside a manual axis.
     x_btd = jax.nn.one_hot(inputs_bs, c.vocab, dtype=dtype) @ params["w_cells"].astype(dtype)
@@ -259,7 +260,7 @@ def embed(c: Config, params: PyTree, inputs_bs: Array, puzzle_b: Array) -> Array
 
 
 def begin(carry: PyTree, batch: Batch) -> PyTree:
-    """Where a row is done, its slot starts afresh on the row that the batch brings."""
+    """The slots of a step: where a row is done, its slot starts again on the row that the batch brings."""
     done_b = carry["halted"]
 
     def pick(new: Array, old: Array) -> Array:
@@ -281,14 +282,14 @@ def halt(c: Config, steps_b: Array, q_b2: Array, least_b: Array) -> Array:
 
 
 def least_steps(c: Config, probability: Array | float, key: Key, row_b: Array) -> Array:
-    """int32 [B]: exploration. With ``probability``, uniform in 2 … halt_steps, else 0; a row's draw is of its place alone."""
+    """int32 [B]: exploration. With ``probability``, uniform in 2 … halt_steps, else 0; drawn from the key and the row alone."""
 
-    def one(row: Array) -> Array:
+    def steps_of(row: Array) -> Array:
         key_whether, key_steps = jax.random.split(jax.random.fold_in(key, row))
         steps = jax.random.randint(key_steps, (), min(2, c.halt_steps), c.halt_steps + 1)
         return jnp.where(jax.random.uniform(key_whether) < probability, steps, 0)
 
-    return jax.vmap(one)(row_b)
+    return jax.vmap(steps_of)(row_b)
 
 
 def cross_entropy(logits: Array, label: Array, kind: str) -> Array:
@@ -314,8 +315,8 @@ def binary_cross_entropy(logit: Array, target: Array) -> Array:
     return jnp.maximum(logit, 0) - logit * target + jnp.log1p(jnp.exp(-jnp.abs(logit)))
 
 
-def judge(c: Config, logits_bsv: Array, q_b2: Array, labels_bs: Array) -> dict[str, Array]:
-    """What each row is worth, [B]: its losses, and what is right. A row without a valid label is exact, and not ``valid``."""
+def scores(c: Config, logits_bsv: Array, q_b2: Array, labels_bs: Array) -> dict[str, Array]:
+    """Losses and accuracies of each row, [B]. A row without a valid label is exact, and not ``valid``."""
     valid_bs = labels_bs != IGNORED
     right_bs = (logits_bsv.argmax(-1) == labels_bs) & valid_bs
     n_b = valid_bs.sum(-1)
@@ -338,76 +339,21 @@ def curriculum(c: Config, step: int) -> Cycles:
     return high, low
 
 
+class Model(NamedTuple):
+    """The part of the run that every function of the task reads."""
+
+    c: Config
+    shard: Shard
+    steps: int  # of the whole run
+
+
 def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
     c: Config = config.model
-    counted = ("accuracy", "exact_accuracy", "q_halt_accuracy")
-
-    def explore(step: Array) -> Array | float:
-        if c.explore_end is None:
-            return c.explore
-        return c.explore + (c.explore_end - c.explore) * jnp.minimum(step / config.train.steps, 1)
-
-    def loss(variables: Variables, batch: Batch, key: Key, stage: Cycles = c.cycles) -> LossOut:
-        rows = begin(variables.carry, batch)
-        z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, rows, stage, shard)
-        steps_b = rows["steps"] + 1
-        least_b = least_steps(c, explore(rows["step"]), key, batch["row"])
-        done_b = halt(c, steps_b, q_b2, least_b)
-        carry = jax.lax.stop_gradient({**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b})
-        each = judge(c, logits_bsv, q_b2, rows["labels"])
-        q_loss_b = each["q_halt_loss"]
-        losses = {"lm_loss": each["lm_loss"], "q_halt_loss": q_loss_b}
-        if c.q_continue:
-            # What going on is worth: the better of the next step's two values; at the end only its first.
-            *_, next_b2 = jax.lax.stop_gradient(refine(c, variables.params, carry, stage, shard))
-            value_b = jnp.where(steps_b >= c.halt_steps, next_b2[:, 0], next_b2.max(-1))
-            losses["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
-            q_loss_b += losses["q_continue_loss"]
-        n, counts_b = jnp.float32(steps_b.shape[0]), (done_b & each["valid"]).astype(jnp.float32)
-        metrics = {name: Mean(value_b.sum(), n) for name, value_b in losses.items()}
-        metrics |= {name: Mean((each[name] * counts_b).sum(), counts_b.sum()) for name in counted}
-        metrics["steps"] = Mean((steps_b * counts_b).sum(), counts_b.sum())
-        metrics["halted"] = Mean(counts_b.sum(), n)
-        touched = {}
-        if c.puzzle_embed:
-            # The rows that the slots hold, not those that the batch brings.
-            touched[TABLE] = shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "puzzle")
-        return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, touched)
-
-    def solve(variables: Variables, batch: Batch, keep: Any = None) -> tuple[Array, Array, Any]:
-        """All the steps, from the start: last logits and q, and ``keep(logits)`` of each step, stacked."""
-        n = batch["inputs"].shape[0]
-        z = {f"z_{k}": jnp.broadcast_to(variables.carry[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
-        z = {name: x.astype(c.dtype) for name, x in z.items()}
-
-        def step(state: tuple, _: None) -> tuple[tuple, Any]:
-            z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, {**batch, **state[0]}, c.cycles, shard)
-            return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), keep(logits_bsv) if keep else None
-
-        start = (z, jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
-        (_, logits_bsv, q_b2), kept = jax.lax.scan(step, start, length=c.halt_steps)
-        return logits_bsv, q_b2, kept
-
-    def evaluate(variables: Variables, batch: Batch) -> dict[str, Mean]:
-        logits_bsv, q_b2, _ = solve(variables, batch)
-        each = judge(c, logits_bsv, q_b2, batch["labels"])
-        weight_b = batch["weight"] * each["valid"]
-        found = {name: Mean((each[name] * weight_b).sum(), weight_b.sum()) for name in ("lm_loss", "q_halt_loss", *counted)}
-        for k in range(c.n_difficulties if c.n_difficulties > 1 else 0):
-            own_b = weight_b * (batch["difficulty"] == k)
-            found[f"exact_accuracy_difficulty_{k}"] = Mean((each["exact_accuracy"] * own_b).sum(), own_b.sum())
-        return found
-
-    def progress(variables: Variables, batch: Batch) -> dict[str, Array]:
-        """The first boards, one picture each: the puzzle, then the guess after each step, then the solution."""
-        first = {name: x[:4] for name, x in batch.items()}
-        _, _, guess_kbs = solve(variables, first, lambda logits_bsv: logits_bsv.argmax(-1))
-        return {"steps": draw(first["inputs"], first["labels"], guess_kbs)}
-
+    model = Model(c, shard, config.train.steps)
     return Task(
         specs=Variables(make_specs(c), carry=make_carry(c, batch)),
-        loss=loss,
-        evaluate=evaluate,
+        loss=functools.partial(loss, model),
+        evaluate=functools.partial(evaluate, model),
         axes={
             "inputs": ("batch", None),
             "labels": ("batch", None),
@@ -418,8 +364,82 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         flops=batch * train_flops(c, c.cycles),
         advance=lambda params, carry, step: {**carry, "step": step + 1},
         stage=functools.partial(curriculum, c),
-        progress=progress,
+        progress=functools.partial(progress, model),
     )
+
+
+def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
+    """One supervision step of every slot; ``stage`` as `curriculum` gives it, None = the last."""
+    c, cycles = model.c, stage or model.c.cycles
+    rows = begin(variables.carry, batch)
+    z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, rows, cycles, model.shard)
+    steps_b = rows["steps"] + 1
+    least_b = least_steps(c, exploration(model, rows["step"]), key, batch["row"])
+    done_b = halt(c, steps_b, q_b2, least_b)
+    carry = jax.lax.stop_gradient({**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b})
+    each = scores(c, logits_bsv, q_b2, rows["labels"])
+    q_loss_b = each["q_halt_loss"]
+    losses = {"lm_loss": each["lm_loss"], "q_halt_loss": q_loss_b}
+    if c.q_continue:
+        # The value of another step: the better of that step's two values; at the end only its first.
+        *_, next_b2 = jax.lax.stop_gradient(refine(c, variables.params, carry, cycles, model.shard))
+        value_b = jnp.where(steps_b >= c.halt_steps, next_b2[:, 0], next_b2.max(-1))
+        losses["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
+        q_loss_b += losses["q_continue_loss"]
+    n, finished_b = jnp.float32(steps_b.shape[0]), (done_b & each["valid"]).astype(jnp.float32)
+    metrics = {name: Mean(value_b.sum(), n) for name, value_b in losses.items()}
+    metrics |= {name: Mean((each[name] * finished_b).sum(), finished_b.sum()) for name in ACCURACIES}
+    metrics["steps"] = Mean((steps_b * finished_b).sum(), finished_b.sum())
+    metrics["halted"] = Mean(finished_b.sum(), n)
+    touched = {}
+    if c.puzzle_embed:
+        # The rows that the slots hold, not those that the batch brings.
+        touched[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "puzzle")
+    return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, touched)
+
+
+def exploration(model: Model, step: Array) -> Array | float:
+    """The probability of exploring at a step, annealed linearly."""
+    c = model.c
+    if c.explore_end is None:
+        return c.explore
+    return c.explore + (c.explore_end - c.explore) * jnp.minimum(step / model.steps, 1)
+
+
+def solve(
+    model: Model, variables: Variables, batch: Batch, keep: Callable[[Array], PyTree] | None = None
+) -> tuple[Array, Array, PyTree]:
+    """All supervision steps, from the start: last logits and q, and ``keep(logits)`` of each step, stacked."""
+    c, n = model.c, batch["inputs"].shape[0]
+    z = {f"z_{k}": jnp.broadcast_to(variables.carry[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
+    z = {name: x.astype(c.dtype) for name, x in z.items()}
+
+    def step(state: tuple, _: None) -> tuple[tuple, PyTree]:
+        z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, {**batch, **state[0]}, c.cycles, model.shard)
+        return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), keep(logits_bsv) if keep else None
+
+    start = (z, jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
+    (_, logits_bsv, q_b2), kept = jax.lax.scan(step, start, length=c.halt_steps)
+    return logits_bsv, q_b2, kept
+
+
+def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
+    c = model.c
+    logits_bsv, q_b2, _ = solve(model, variables, batch)
+    each = scores(c, logits_bsv, q_b2, batch["labels"])
+    weight_b = batch["weight"] * each["valid"]
+    metrics = {name: Mean((each[name] * weight_b).sum(), weight_b.sum()) for name in ("lm_loss", "q_halt_loss", *ACCURACIES)}
+    for k in range(c.n_difficulties if c.n_difficulties > 1 else 0):
+        weight_of_k_b = weight_b * (batch["difficulty"] == k)
+        metrics[f"exact_accuracy_difficulty_{k}"] = Mean((each["exact_accuracy"] * weight_of_k_b).sum(), weight_of_k_b.sum())
+    return metrics
+
+
+def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """The first boards, one picture each: the puzzle, then the guess after each step, then the solution."""
+    first = {name: x[:4] for name, x in batch.items()}
+    _, _, guess_kbs = solve(model, variables, first, lambda logits_bsv: logits_bsv.argmax(-1))
+    return {"steps": draw(first["inputs"], first["labels"], guess_kbs)}
 
 
 def net_flops(c: Config) -> int:

@@ -3,19 +3,16 @@
 import dataclasses
 import json
 import pathlib
-import sys
 
 import numpy as np
 import pytest
 import runs
 import safetensors
 import safetensors.numpy
+import test_language as language_test
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
-import test_language as language_test  # noqa: E402
-
-from jaxtrain.workloads import language  # noqa: E402
-from tools import orbax_to_safetensors as tool  # noqa: E402
+from jaxtrain.workloads import language
+from tools import orbax_to_safetensors as tool
 
 DATA = language_test.DATA
 

@@ -22,7 +22,7 @@ from jaxtrain.types import Variables
 from jaxtrain.workloads import audio_language
 from loaders import chatml
 
-DATA = pathlib.Path(__file__).parent / "data" / "higgs"
+DATA = pathlib.Path(__file__).parents[1] / "data" / "higgs"
 IDS = json.loads((DATA / "config.json").read_text())["special_token_ids"]
 RUNS = ("plain_rope", "llama3_rope", "audio_attention")
 K, SIZE = 4, 32
@@ -392,7 +392,7 @@ def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers
 def test_the_plan_of_the_published_size_says_its_tokens_a_second(tmp_path, monkeypatch):
     """At 40 % of the peak; eight GPUs make eight times as many of one's, and the weights are an eighth on each."""
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
-    monkeypatch.chdir(pathlib.Path(__file__).parent.parent)
+    monkeypatch.chdir(pathlib.Path(__file__).parents[2])
     rates = {}
     for n in (1, 8):
         mesh = [("mesh.data", "1"), ("mesh.fsdp", str(n)), ("train.batch", "64")]

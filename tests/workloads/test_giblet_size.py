@@ -11,7 +11,7 @@ from jaxtrain import layout as layout_lib
 from jaxtrain import main, specs, state
 from jaxtrain import plan as plan_lib
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 FIRST = 1_641_600 * 4096  # values of the first matrix
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the extra topology is not installed")
 NARROW, NARROW_MOMENTS = ("model.param_dtype", "bfloat16"), ("optim.moments", "bfloat16")

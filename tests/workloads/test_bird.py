@@ -12,7 +12,7 @@ from steps import Case, Run
 from jaxtrain import config as config_lib
 from jaxtrain import specs
 from jaxtrain.layout import make_layout, make_mesh
-from jaxtrain.nn import augment, masked
+from jaxtrain.nn import augment, masked, vit
 from jaxtrain.optim import make_optimizer
 from jaxtrain.types import Variables
 from jaxtrain.workloads import bird
@@ -297,7 +297,7 @@ def test_recordings_are_told_apart_by_their_number_under_mixup_too(norm, tempera
     batch["spectrogram"] = batch["spectrogram"][:, 0]
     out = jit(task.loss)(variables, batch, None)
     mixed = augment.augment(c.augment, 0, batch)
-    x = bird.vit.encode(c, variables.params["encoder"], mixed.x, no_shard).cls[:, 0]
+    x = vit.encode(c, variables.params["encoder"], mixed.x, no_shard).cls[:, 0]
     low, table = np.asarray(x, np.float64) @ head["w_low"] + head["b_low"], head["w_recordings"][:n].astype(np.float64)
     if norm != "none":
         axis, rows = (0, np.asarray(batch["weight"]) > 0) if norm == "batch" else (1, slice(None))
@@ -336,7 +336,7 @@ def test_an_evaluation_tells_what_needs_no_training_batch():
     found = {name: float(m.total / m.weight) for name, m in jit(task.evaluate)(made, batch).items()}
     total = sum(getattr(c, name).weight * found[f"{name}_loss"] for name in ("supervised", "mae", "teacher"))
     assert found["objective_loss"] == pytest.approx(total, rel=1e-5)
-    features = bird.vit.encode(c, made.params["encoder"], batch["spectrogram"].reshape(8, 64, 32)).patches.mean(1)
+    features = vit.encode(c, made.params["encoder"], batch["spectrogram"].reshape(8, 64, 32)).patches.mean(1)
     head = made.params["objective"]["supervised"]
     logits = (features @ head["w"] + head["b"][None]).reshape(4, 2, 5).mean(1)
     each = bird.cross_entropy(logits, batch["label"]) * batch["weight"]
@@ -373,7 +373,7 @@ def test_several_classes_in_a_recording():
     batch["spectrogram"] = batch["spectrogram"][:, 0]
     out = task.loss(variables, batch, None)
     head = variables.params["objective"]["supervised"]
-    x = bird.vit.encode(c, variables.params["encoder"], augment.augment(c.augment, 0, batch).x, no_shard).cls[:, 0]
+    x = vit.encode(c, variables.params["encoder"], augment.augment(c.augment, 0, batch).x, no_shard).cls[:, 0]
     union = jnp.asarray(labels | labels[[1, 0, 3, 2]], jnp.float32)
     each = bird.asymmetric_loss(x @ head["w"] + head["b"][None], union, gamma_positive=1.0, gamma_negative=4.0, clip=0.05)
     assert float(out.metrics["supervised_loss"].total) == pytest.approx(float((each * batch["weight"]).sum()), rel=1e-5)

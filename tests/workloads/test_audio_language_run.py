@@ -12,7 +12,7 @@ from test_reliability import cluster
 
 from tools import generate_audio, lora_to_peft, orbax_to_safetensors
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "loaders"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "loaders"))
 import chat  # noqa: E402
 
 CONFIG = """

@@ -17,7 +17,7 @@ from jaxtrain.optim import make_optimizer
 from jaxtrain.types import Variables
 from jaxtrain.workloads import trm
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 VARIANTS = ("mlp_t", "attention")
 GOLDEN = json.loads((DATA / "trm" / "config.json").read_text())
 BATCH = 8

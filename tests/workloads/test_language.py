@@ -21,7 +21,7 @@ from jaxtrain.types import Variables
 from jaxtrain.workloads import language
 from loaders.base import Field
 
-DATA = pathlib.Path(__file__).parent / "data" / "lm"
+DATA = pathlib.Path(__file__).parents[1] / "data" / "lm"
 MODELS = ("llama3", "qwen2", "qwen3")
 
 

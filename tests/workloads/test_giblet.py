@@ -16,7 +16,7 @@ from jaxtrain import specs as specs_lib
 from jaxtrain.types import Variables
 from jaxtrain.workloads import giblet
 
-DATA = pathlib.Path(__file__).parent / "data" / "giblet"
+DATA = pathlib.Path(__file__).parents[1] / "data" / "giblet"
 GOLDEN = json.loads((DATA / "config.json").read_text())
 RESULTS, GRADS, WEIGHTS, INPUTS = (dict(np.load(DATA / f"{name}.npz")) for name in ("results", "grads", "weights", "inputs"))
 HEADS = {"first_frame": dict(reconstruct="frame", frame=0), "full_window": dict(reconstruct="window")}

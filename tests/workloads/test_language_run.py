@@ -10,7 +10,7 @@ import test_train
 
 from tools import lora_to_peft, orbax_to_safetensors
 
-DATA = pathlib.Path(__file__).parent / "data" / "lm"
+DATA = pathlib.Path(__file__).parents[1] / "data" / "lm"
 CONFIG = f"""
 from ml_collections import ConfigDict
 from jaxtrain.workloads import language

@@ -1,7 +1,12 @@
-"""Objectives against reference values: SIGReg and LeJEPA, masks and masked errors, the cross-entropy over recordings."""
+"""Objectives: their folder; and against reference values: SIGReg and LeJEPA, masks, errors, the cross-entropy of recordings."""
 
+import ast
 import functools
+import os
 import pathlib
+import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +17,13 @@ from jaxtrain import specs
 from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import masked, sigreg, vit
 from jaxtrain.nn.cross_entropy import cross_entropy
+from jaxtrain.workloads import bird
+from jaxtrain.workloads.bird import objectives
 
 # Machine code that is soon there rather than fast.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-DATA = pathlib.Path(__file__).parent / "data"
+FOLDER = pathlib.Path(objectives.__file__).parent
+DATA = pathlib.Path(__file__).parents[1] / "data"
 
 
 def golden(name):
@@ -157,3 +165,79 @@ def test_smoothed_labels_over_a_part_of_a_table(mesh):
     np.testing.assert_allclose(dx, slope @ w[:37], rtol=0, atol=1e-5)
     np.testing.assert_allclose(dw[:37], np.einsum("btv,btd->vd", slope, x), rtol=0, atol=1e-5)
     assert (dw[37:] == 0).all()
+
+
+def test_every_file_of_the_folder_is_an_objective_and_a_section_of_the_config():
+    names = {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
+    assert set(bird.OBJECTIVES) == names
+    for name, objective in bird.OBJECTIVES.items():
+        assert type(getattr(bird.Config(), name)) is objective.section and objective.needs in ("all", "visible")
+
+
+def test_objectives_know_neither_each_other_nor_the_task():
+    known = {"classes", "heads", "objective", "settings", "views"}
+    for path in set(FOLDER.glob("*.py")) - {FOLDER / "__init__.py"}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("jaxtrain.workloads"):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                assert all(name.removeprefix("jaxtrain.workloads.bird.").split(".")[0] in known for name in names), path
+
+
+NEW = """
+from jaxtrain.specs import zeros
+from jaxtrain.types import Spec
+from jaxtrain.workloads.bird.objective import ALL, Objective, Section
+
+
+class Energy(Section):
+    pass
+
+
+def specs(c, s):
+    return {"w": Spec((c.embed,), ("embed",), zeros)}
+
+
+def loss(s, x):
+    return ((x.features.pooled_rd @ x.params["w"] - 1) ** 2 * x.weight_r).sum(), {}
+
+
+OBJECTIVE = Objective(Energy, ALL, specs, loss, lambda c, s: 6 * c.embed)
+"""
+USE = """
+import jax, jax.numpy as jnp
+from jaxtrain import config as config_lib, specs
+from jaxtrain.workloads import bird
+small = dict(embed=16, depth=1, heads=2, n_frames=32, n_mels=32, dtype="float32", supervised=dict(weight=0.0))
+c = config_lib.section(bird.Config, dict(small, energy=dict(weight=2.0)))
+assert not list(c.problems()) and config_lib.gloss(bird.Config)["energy"] == ("section", "")
+task = bird.make_task(config_lib.Config(model=c), lambda x, *axes: x, 4)
+assert "objective/energy/w" in specs.paths(task.specs.params)
+variables = specs.materialise(task.specs, jax.random.key(0))
+batch = {"spectrogram": jnp.ones((4, 32, 32)), "weight": jnp.ones(4), **{n: jnp.arange(4) for n in ("index", "epoch", "row")}}
+out = task.loss(variables, batch, jax.random.key(1))
+assert float(out.loss.total) == 8 and float(out.metrics["energy_loss"].total) == 4
+try:
+    config_lib.section(bird.Config, dict(enregy=dict(weight=1.0)))
+except config_lib.ConfigError as error:
+    print(error)
+"""
+
+
+def run_in(folder, program):
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, timeout=300,
+        capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_a_new_file_is_a_new_objective(tmp_path):
+    """It has a section of the config, parameters, a metric and a share of the loss, and nothing else was edited."""
+    root = FOLDER.parents[3]
+    for name in ("jaxtrain", "loaders"):
+        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / FOLDER.relative_to(root) / "energy.py").write_text(NEW)
+    done = run_in(tmp_path, USE)
+    assert done.returncode == 0, done.stderr
+    assert "did you mean 'energy'?" in done.stdout
+    (tmp_path / FOLDER.relative_to(root) / "energy.py").write_text("X = 1")
+    assert "energy has to define OBJECTIVE" in run_in(tmp_path, "import jaxtrain.workloads.bird").stderr

@@ -1,0 +1,75 @@
+"""Classes of recordings: labels of rows and views, losses of scores, the accuracy.
+
+Shapes: B rows, R spectrograms, C classes, D embed.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.specs import fan_in, zeros
+from jaxtrain.types import Array, Mean, PyTree, Spec
+from jaxtrain.workloads.bird.settings import Settings
+
+
+class Labels(NamedTuple):
+    """The classes of R spectrograms; with mixup of two recordings each."""
+
+    own: Array  # int32 [R]; or of several classes uint8 [R, C]
+    other: Array | None  # the partner's
+    share: Array | None  # float32 [R]: weight of `own`, of which `other` has the rest
+    weight: Array  # float32 [R]; 0 where there is no label
+
+
+def specs(c: Settings) -> PyTree:
+    """A linear layer from the features to the classes."""
+    return {
+        "w": Spec((c.embed, c.n_classes), ("embed", "vocab"), fan_in(c.embed)),
+        "b": Spec((c.n_classes,), ("vocab",), zeros),
+    }
+
+
+def scores(params: PyTree, x_rd: Array) -> Array:
+    """Logits [R, C]."""
+    return x_rd @ params["w"] + params["b"][None]
+
+
+def cross_entropy(logits_bc: Array, label_b: Array, *, smoothing: float = 0.0) -> Array:
+    """-sum_c target_c log softmax(logits)_c, [B]; the target is one-hot, ``smoothing`` of it spread evenly."""
+    log_p_bc = jax.nn.log_softmax(logits_bc)
+    # A masked sum, not a gather: classes may be split over devices, and each then adds what it has.
+    picked_b = jnp.where(jnp.arange(log_p_bc.shape[1])[None] == label_b[:, None], log_p_bc, 0).sum(-1)
+    return -(1 - smoothing) * picked_b - smoothing * log_p_bc.mean(-1)
+
+
+def asymmetric_loss(logits_bc: Array, target_bc: Array, *, gamma_positive: float, gamma_negative: float, clip: float) -> Array:
+    """-sum_c [y (1 - p)^g+ log p + (1 - y) q^g- log(1 - q)], q = max(p - clip, 0), [B] (Ridnik et al. 2021).
+
+    With both exponents and the clip 0 it is the binary cross-entropy, summed over the classes.
+    """
+    log_p_bc, log_not_p_bc = jax.nn.log_sigmoid(logits_bc), jax.nn.log_sigmoid(-logits_bc)
+    p_bc = jax.nn.sigmoid(logits_bc)
+    positive_bc = log_p_bc * _power(1 - p_bc, gamma_positive)
+    if clip:
+        q_bc = jnp.maximum(p_bc - clip, 0)
+        log_not_p_bc = jnp.log(jnp.maximum(1 - q_bc, 1e-8))
+    else:
+        q_bc = p_bc
+    negative_bc = log_not_p_bc * _power(q_bc, gamma_negative)
+    return -(target_bc * positive_bc + (1 - target_bc) * negative_bc).sum(-1)
+
+
+def _power(x: Array, exponent: float) -> Array:
+    """x^exponent, with a derivative at 0 that is not nan."""
+    return jnp.ones_like(x) if exponent == 0 else x if exponent == 1 else jnp.maximum(x, 1e-12) ** exponent
+
+
+def accuracy(c: Settings, logits_rc: Array, labels: Labels) -> Mean:
+    """Whether the largest score is of the recording's own class, or of one of its classes; rows without any are left out."""
+    best_r = logits_rc.argmax(-1)
+    if not c.multilabel:
+        return Mean(((best_r == labels.own) * labels.weight).sum(), labels.weight.sum())
+    right_r = ((jnp.arange(c.n_classes)[None] == best_r[:, None]) & (labels.own > 0)).any(-1)
+    weight_r = labels.weight * (labels.own > 0).any(-1)
+    return Mean((right_r * weight_r).sum(), weight_r.sum())

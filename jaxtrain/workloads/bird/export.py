@@ -1,0 +1,28 @@
+"""Names and extra files of an exported bird encoder: the contract of tools/orbax_to_safetensors.py."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.nn import vit
+
+export_names = vit.export_names
+
+EXAMPLE = '''"""The features of a recording: python example.py bird.ogg"""
+import json, pathlib, sys
+import jax
+from jaxtrain.nn import vit
+from loaders import spectrogram
+here = pathlib.Path(__file__).parent
+config = json.loads((here / "config.json").read_text())
+c, data, params = vit.from_saved(config["model"]), config["data"], vit.read_exported(here / "model.safetensors")
+wave, rate, _ = spectrogram.decode(pathlib.Path(sys.argv[1]).read_bytes())
+x = spectrogram.front_end(wave, rate, clip_seconds=data["clip_seconds"], n_frames=data["n_frames"])
+cls, patches = jax.jit(lambda params, x: vit.encode(c, params, x))(params, x[None])
+print(*patches.mean(1)[0].tolist())
+'''
+
+
+def export_files(config: Mapping[str, Any], dtype: Any) -> dict[str, bytes]:
+    """example.py, which needs numpy, JAX and this package."""
+    del config, dtype
+    return {"example.py": EXAMPLE.encode()}

@@ -1,0 +1,91 @@
+"""An objective is one term of the loss, as a value.
+
+A file of `jaxtrain.workloads.bird.objectives` defines ``OBJECTIVE``. The file's name, say "mae", is the name of everything that
+belongs to it: its section of the config (model.mae.weight), its parameters (objective/mae/…), its carry (mae/…) and its metric
+(mae_loss). It is part of the loss where its weight is above 0.
+
+Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, D embed, N patches.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxtrain import config as config_lib
+from jaxtrain.nn import masked, vit
+from jaxtrain.types import Array, Batch, Key, Mean, PyTree, Shard
+from jaxtrain.workloads.bird.classes import Labels
+from jaxtrain.workloads.bird.settings import Settings
+
+ALL, VISIBLE = "all", "visible"  # the passes of the encoder: over every patch, or over those that no mask hides
+
+
+@dataclass(frozen=True)
+class Section(config_lib.Section):
+    """An objective's part of the config; each extends it by fields of its own."""
+
+    weight: float = 0.0  # [1] in the loss; 0 = off
+
+
+class Features(NamedTuple):
+    """One pass of the encoder over R spectrograms, float32."""
+
+    encoded: vit.Encoded
+    pooled_rd: Array  # their mean, as model.pool says
+
+
+class Inputs(NamedTuple):
+    """The arguments of an objective's functions: some rows of the batch, and the pass of the encoder that it needs."""
+
+    c: Settings
+    shard: Shard
+    params: PyTree  # the objective's own parameters
+    carry: PyTree  # its own carry; () where it has none
+    key: Key | None  # of the step; None in an evaluation, which draws nothing new
+    batch: Batch  # the fields of B rows
+    x_rfw: Array  # float32 [R, F, W]: augmented in training
+    weight_b: Array  # float32 [B]; 0 where a row does not count
+    weight_r: Array  # float32 [R]: the same, shared out to the views
+    features: Features
+    masks: masked.Masks | None  # of a pass over visible patches
+    labels: Labels | None  # of R views in training, of B rows in an evaluation; None without classes
+    share_bv: Array | None  # float32 [B, V]: mixup's share of the row itself; None = no mixup
+
+    def by_view(self, x_r: Array) -> Array:
+        """[R, …] -> [B, V, …]."""
+        return x_r.reshape(-1, self.c.n_views, *x_r.shape[1:])
+
+
+def no_problems(c: Settings, section: Any) -> Iterator[tuple[str, str]]:
+    del c, section
+    return iter(())
+
+
+def no_data_problems(c: Settings, section: Any, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    del c, section, facts
+    return iter(())
+
+
+def no_batch_statistic(section: Any) -> str:
+    del section
+    return ""
+
+
+class Objective(NamedTuple):
+    """One term of the loss: its parameters, what it computes, what it costs, and what may be wrong with its config.
+
+    Every function takes the objective's own section of the config; those that see no `Inputs` also take the model's settings.
+    """
+
+    section: type[Section]
+    needs: str  # the pass that it reads: ALL or VISIBLE
+    specs: Callable[[Settings, Any], PyTree]  # its parameters, a tree of Spec
+    loss: Callable[[Any, Inputs], tuple[Array, dict[str, Mean]]]  # the sum over rows, each times its weight; and metrics
+    flops: Callable[[Settings, Any], int]  # of one view in a training step, backward pass included, beyond the encoder's pass
+    evaluate: Callable[[Any, Inputs], tuple[Mean, dict[str, Mean]]] | None = None  # None = only training batches have it
+    problems: Callable[[Settings, Any], Iterator[tuple[str, str]]] = no_problems  # (field of the section, text)
+    data_problems: Callable[[Settings, Any, Mapping[str, Any]], Iterator[tuple[str, str]]] = no_data_problems  # (field, text)
+    carry: Callable[[PyTree], PyTree] | None = None  # the model's table of parameters -> the table of what it keeps
+    advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = None  # (…, new params, carry, step, steps) -> carry
+    progress: Callable[[Any, Inputs], dict[str, Array]] | None = None  # pictures at an evaluation
+    batch_statistic: Callable[[Any], str] = no_batch_statistic  # name of a statistic of the global batch; "" = none

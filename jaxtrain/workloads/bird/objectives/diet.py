@@ -1,0 +1,110 @@
+"""diet: which of all recordings it is; every recording is a class of its own (Ibrahim et al. 2024).
+
+Shapes: B rows, V views, R spectrograms, D embed, K rank.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn import augment
+from jaxtrain.nn.cross_entropy import cross_entropy
+from jaxtrain.specs import fan_in, ones, zeros
+from jaxtrain.types import Array, Mean, PyTree, Spec
+from jaxtrain.workloads.bird import views
+from jaxtrain.workloads.bird.heads import NORMS, normed
+from jaxtrain.workloads.bird.objective import ALL, Inputs, Objective, Section
+from jaxtrain.workloads.bird.settings import Settings
+from loaders import checks
+
+TABLE_MULTIPLE = 128  # rows of the table of recordings come in these, so that devices can share them
+
+
+@dataclass(frozen=True)
+class Diet(Section):
+    """A softmax over all recordings, from features of a low rank."""
+
+    rank: int = 64  # [values] between the features and the recordings
+    label_smoothing: float = 0.0  # [1] share of the target that is spread over all recordings
+    chunk: int = 1024  # [views] on each device whose logits exist at the same time
+    norm: str = "batch"  # [name] of the values before the table: batch (over the global batch), layer or none
+    temperature: float = 0.1  # [1] logits are cosines over it (Wu et al. 2018); 0 = plain products, as published
+
+
+def problems(c: Settings, s: Diet) -> Iterator[tuple[str, str]]:
+    del c
+    yield from checks.choice(s, (*NORMS, "none"), "norm")
+    yield from checks.within(s, "[0, 1)", "label_smoothing")
+    yield from checks.not_negative(s, "temperature")
+    yield from checks.at_least(s, 1, "rank", "chunk")
+
+
+def data_problems(c: Settings, s: Diet, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    del s, facts
+    if c.n_recordings is None:
+        yield "n_recordings", "is None, and the data do not give the number of recordings; set it"
+
+
+def table_rows(c: Settings) -> int:
+    """Rows of the table of recordings; those beyond ``n_recordings`` are never read."""
+    return -(-(c.n_recordings or 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE
+
+
+def specs(c: Settings, s: Diet) -> PyTree:
+    d, k = c.embed, s.rank
+    norm = {"scale_low": Spec((k,), (None,), ones), "bias_low": Spec((k,), (None,), zeros)}
+    return {
+        "w_low": Spec((d, k), ("embed", None), fan_in(d)),
+        "b_low": Spec((k,), (None,), zeros),
+        "w_recordings": Spec((table_rows(c), k), ("vocab", None), fan_in(k)),
+        **(norm if s.norm != "none" else {}),
+    }
+
+
+def loss(s: Diet, x: Inputs) -> tuple[Array, dict[str, Mean]]:
+    """Cross-entropy with the index of the recording, under mixup with those of both, by their shares."""
+    index_b = x.batch["index"]
+    weight_bv = jnp.broadcast_to(x.weight_b[:, None] / x.c.n_views, (index_b.shape[0], x.c.n_views))
+    low_bvk, table = head(s, x)
+    entropy = lambda index_b, weight_bv: cross_entropy(  # noqa: E731
+        low_bvk, table, jnp.broadcast_to(index_b[:, None], weight_bv.shape), weight_bv, x.shard,
+        chunk=s.chunk, size=x.c.n_recordings, smoothing=s.label_smoothing,
+    )  # fmt: skip
+    if x.share_bv is None:
+        own = entropy(index_b, weight_bv)
+        return own.loss, {"diet_accuracy": Mean(own.correct, weight_bv.sum())}
+    own_bv, other_bv = weight_bv * x.share_bv, weight_bv * (1 - x.share_bv)
+    own, other = entropy(index_b, own_bv), entropy(augment.partner(index_b), other_bv)
+    return own.loss + other.loss, {"diet_accuracy": Mean(own.correct, own_bv.sum())}
+
+
+def head(s: Diet, x: Inputs) -> tuple[Array, Array]:
+    """Features of low rank [B, V, K], and the table [rows, K] whose products with them are logits."""
+    low_rk = x.features.pooled_rd @ x.params["w_low"] + x.params["b_low"][None]
+    if s.norm != "none":
+        low_rk = normed(s.norm, low_rk, x.params["scale_low"], x.params["bias_low"], views.repeated(x.c, x.weight_b))
+    low_rk, table = jax.nn.relu(low_rk), x.params["w_recordings"]
+    if s.temperature:
+        low_rk, table = unit(low_rk) / s.temperature, unit(table)
+    return x.by_view(low_rk.astype(jnp.dtype(x.c.dtype))), table
+
+
+def unit(x: Array) -> Array:
+    """Each row at length 1."""
+    return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-12)
+
+
+def flops(c: Settings, s: Diet) -> int:
+    return 3 * 2 * s.rank * (c.embed + table_rows(c))
+
+
+def batch_statistic(s: Diet) -> str:
+    return "diet's batch norm" if s.norm == "batch" else ""
+
+
+OBJECTIVE = Objective(
+    Diet, ALL, specs, loss, flops, problems=problems, data_problems=data_problems, batch_statistic=batch_statistic
+)  # fmt: skip

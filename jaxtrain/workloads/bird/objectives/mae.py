@@ -1,0 +1,59 @@
+"""mae: the values of masked patches, normalised patch by patch, from the visible ones (He et al. 2022)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+
+from jaxtrain.nn import masked, vit
+from jaxtrain.types import Array, Mean, PyTree
+from jaxtrain.workloads.bird import views
+from jaxtrain.workloads.bird.objective import VISIBLE, Inputs, Objective, Section
+from jaxtrain.workloads.bird.settings import Settings
+from loaders import checks
+
+
+@dataclass(frozen=True)
+class Mae(Section):
+    """Values of masked patches."""
+
+    decoder: masked.Decoder = field(default_factory=masked.Decoder)  # [section]
+
+
+def problems(c: Settings, s: Mae) -> Iterator[tuple[str, str]]:
+    del c
+    yield from checks.under("decoder", s.decoder.problems())
+
+
+def specs(c: Settings, s: Mae) -> PyTree:
+    return masked.decoder_specs(c, s.decoder, c.patch_size)
+
+
+def predictions(s: Mae, x: Inputs) -> Array:
+    """float32 [R, N, P]: of every patch."""
+    return masked.decode(x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard)
+
+
+def loss(s: Mae, x: Inputs) -> tuple[Array, dict[str, Mean]]:
+    target_rnp = masked.normalised(vit.patchify(x.c, x.x_rfw))
+    each_r = masked.masked_error(predictions(s, x), target_rnp, x.masks.masked)
+    return (each_r * x.weight_r).sum(), {}
+
+
+def evaluate(s: Mae, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
+    return Mean(loss(s, x)[0], x.weight_b.sum()), {}
+
+
+def progress(s: Mae, x: Inputs) -> dict[str, Array]:
+    """The first view of each row: masked patches as predicted, at their own mean and spread; visible ones as they are."""
+    pred_rnp, x_rnp = predictions(s, x), vit.patchify(x.c, x.x_rfw)
+    mean_rn1, std_rn1 = x_rnp.mean(-1, keepdims=True), x_rnp.std(-1, keepdims=True)
+    restored_rnp = jnp.where(x.masks.masked[:, :, None] > 0, pred_rnp * std_rn1 + mean_rn1, x_rnp)
+    return {"restored": views.as_picture(views.unpatchify(x.c, restored_rnp)[:: x.c.n_views])}
+
+
+def flops(c: Settings, s: Mae) -> int:
+    return 3 * masked.decoder_flops(c, s.decoder, c.patch_size)
+
+
+OBJECTIVE = Objective(Mae, VISIBLE, specs, loss, flops, evaluate=evaluate, problems=problems, progress=progress)

@@ -1,0 +1,63 @@
+"""teacher: the features that an average of the encoder has of masked patches, from the visible ones (Assran et al. 2023)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn import masked, vit
+from jaxtrain.types import Array, Mean, PyTree
+from jaxtrain.workloads.bird.objective import VISIBLE, Inputs, Objective, Section
+from jaxtrain.workloads.bird.settings import Settings
+from loaders import checks
+
+
+@dataclass(frozen=True)
+class Teacher(Section):
+    """Features of masked patches, by an exponential moving average of the encoder."""
+
+    momentum: float = 0.996  # [1] of the average at the start; it rises linearly to 1 at the end
+    decoder: masked.Decoder = field(default_factory=lambda: masked.Decoder(192, 4, 4))  # [section] the predictor
+
+
+def problems(c: Settings, s: Teacher) -> Iterator[tuple[str, str]]:
+    del c
+    yield from checks.within(s, "[0, 1]", "momentum")
+    yield from checks.under("decoder", s.decoder.problems())
+
+
+def specs(c: Settings, s: Teacher) -> PyTree:
+    return masked.decoder_specs(c, s.decoder, c.embed)
+
+
+def carry(params: PyTree) -> PyTree:
+    """The average has the shape of the encoder."""
+    return params["encoder"]
+
+
+def advance(s: Teacher, params: PyTree, average: PyTree, step: Array, steps: int) -> PyTree:
+    """The teacher is the student after the first step, and a slower and slower average of it from then on."""
+    momentum = jnp.where(step == 0, 0.0, s.momentum + (1 - s.momentum) * jnp.minimum(step / steps, 1.0))
+    return jax.tree.map(lambda old, new: momentum * old + (1 - momentum) * new, average, params["encoder"])
+
+
+def loss(s: Teacher, x: Inputs) -> tuple[Array, dict[str, Mean]]:
+    pred_rnd = masked.decode(x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard)
+    target_rnd = vit.encode(x.c, jax.lax.stop_gradient(x.carry), x.x_rfw, x.shard).patches
+    each_r = masked.masked_error(pred_rnd, masked.normalised(target_rnd), x.masks.masked)
+    return (each_r * x.weight_r).sum(), {}
+
+
+def evaluate(s: Teacher, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
+    return Mean(loss(s, x)[0], x.weight_b.sum()), {}
+
+
+def flops(c: Settings, s: Teacher) -> int:
+    """The teacher itself has no backward pass."""
+    return 3 * masked.decoder_flops(c, s.decoder, c.embed) + vit.forward_flops(c)
+
+
+OBJECTIVE = Objective(
+    Teacher, VISIBLE, specs, loss, flops, evaluate=evaluate, problems=problems, carry=carry, advance=advance
+)  # fmt: skip

@@ -1,0 +1,68 @@
+"""Settings of a bird model that do not depend on its objectives: the encoder, the rows, the masks, the augmentation."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtrain.config import Section
+from jaxtrain.nn import augment as augment_lib
+from jaxtrain.nn import vit
+from loaders import checks
+
+POOLS = ("cls", "patches")
+FORMS = ("spectrogram", "waveform")
+
+
+@dataclass(frozen=True)
+class Mask(Section):
+    """Which patches are hidden from a pass over visible patches."""
+
+    ratio: float = 0.75  # [1] share of the patches
+    block: int = 2  # [patches] side of the squares that are masked together
+
+
+@dataclass(frozen=True)
+class Settings(vit.Config):
+    """ViT-S by default."""
+
+    n_classes: int | None = None  # [classes] None = as many as the data have names for; without any there is no probe
+    multilabel: bool | None = None  # [bool] a recording has any number of classes; None = as the data have it
+    n_recordings: int | None = None  # [recordings] that diet distinguishes; None = as many as the data have
+    views: int | None = None  # [views] of a recording in a row; None = as the data have it
+    form: str | None = None  # [name] of a view's values: spectrogram, or waveform, int16; None = as the data have it
+    pool: str = "cls"  # [name] the features that objectives and probe read: the mean of "cls" or of "patches"
+    mask: Mask = field(default_factory=Mask)  # [section]
+    augment: augment_lib.Config = field(default_factory=augment_lib.Config)  # [section]
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        yield from checks.under("augment", self.augment.problems())
+        yield from checks.choice(self, POOLS, "pool")
+        yield from checks.choice(self, (*FORMS, None), "form")
+        yield from checks.under("mask", checks.at_least(self.mask, 1, "block"))
+        if all(part > 0 for part in self.patch) and not 0 < self.n_masked < self.n_patches:
+            yield "mask.ratio", f"is {self.mask.ratio}, which masks {self.n_masked} of {self.n_patches} patches"
+
+    def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        for name in ("n_classes", "n_recordings"):
+            value, needed = getattr(self, name), facts.get(name, 0)
+            if value is not None and value < needed:
+                yield name, f"is {value}, and the data have {needed}"
+        if self.multilabel is not None and bool(facts.get("multilabel")) != self.multilabel:
+            yield "multilabel", f"is {self.multilabel}, and data.label names a column of the other kind"
+        if self.views not in (None, facts.get("views", 1)):
+            yield "views", f"is {self.views}, and the data have {facts.get('views', 1)}; set data.views"
+        if self.form not in (None, facts.get("form", "spectrogram")):
+            yield "form", f"is {self.form!r}, and data.form is {facts.get('form', 'spectrogram')!r}; both must be the same"
+        if self.augment.background and not facts.get("background"):
+            yield "augment.background", f"is {self.augment.background}, and data.background names no recordings"
+        if self.n_frames != facts.get("n_frames", self.n_frames):
+            yield "n_frames", f"is {self.n_frames}, and data.n_frames is {facts['n_frames']}; both must be the same"
+
+    @property
+    def n_views(self) -> int:
+        return self.views or 1
+
+    @property
+    def n_masked(self) -> int:
+        return int(self.n_patches * self.mask.ratio)

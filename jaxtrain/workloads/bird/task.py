@@ -1,0 +1,189 @@
+"""The bird workload as a `Task`: encode, let each objective compute its term, add them up, and train the probe too.
+
+Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, N patches, C classes.
+"""
+
+import functools
+import logging
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config import Config as RunConfig
+from jaxtrain.nn import augment as augment_lib
+from jaxtrain.nn import vit
+from jaxtrain.types import Array, Axes, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
+from jaxtrain.workloads.bird import classes, probe, views
+from jaxtrain.workloads.bird.classes import Labels
+from jaxtrain.workloads.bird.config import Config, make_carry, make_specs, train_flops
+from jaxtrain.workloads.bird.objective import ALL, VISIBLE, Features, Inputs
+
+log = logging.getLogger("jaxtrain")
+
+
+class Model(NamedTuple):
+    """The part of the run that every function of the task reads."""
+
+    c: Config
+    shard: Shard
+    seed: int
+    steps: int  # of the whole run
+
+
+def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
+    c: Config = config.model
+    announce_microbatches(c, batch, config.train.accumulate)
+    model, table = Model(c, shard, config.seed, config.train.steps), make_specs(c)
+    return Task(
+        specs=Variables(table, carry=make_carry(c, table)),
+        loss=functools.partial(loss, model),
+        evaluate=functools.partial(evaluate, model),
+        axes=batch_axes(c),
+        flops=batch * c.n_views * train_flops(c),
+        pictures=functools.partial(pictures, model),
+        progress=functools.partial(progress, model),
+        advance=functools.partial(advance, model),
+    )
+
+
+def announce_microbatches(c: Config, batch: int, accumulate: int) -> None:
+    """Logs what is not the same with train.accumulate > 1: what does not decompose over microbatches."""
+    if accumulate == 1:
+        return
+    for name, objective in c.on.items():
+        if statistic := objective.batch_statistic(c.section(name)):
+            log.warning("%s is over a microbatch's %d rows, not the batch's %d", statistic, batch // accumulate, batch)
+    if c.augment.mixup:
+        log.warning("with train.accumulate=%d rows are mixed within microbatches", accumulate)
+
+
+def batch_axes(c: Config) -> dict[str, Axes]:
+    view = (None,) * (c.n_views > 1)
+    clip = ("batch", *view, None) if c.form == "waveform" else ("batch", *view, None, None)
+    axes: dict[str, Axes] = {c.form or "spectrogram": clip, **({"background": clip} if c.augment.background else {})}
+    if c.n_classes:
+        axes |= {"labels": ("batch", None)} if c.multilabel else {"label": ("batch",)}
+    return {**axes, **{name: ("batch",) for name in ("index", "epoch", "weight")}}
+
+
+def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
+    c, params, weight_b = model.c, variables.params, batch["weight"]
+    batch = views.with_spectrograms(c, batch, model.shard)
+    augmented = augment_lib.augment(c.augment, model.seed, batch)
+    labels = views.labels_of_views(c, batch, augmented.own) if c.n_classes else None
+    make = functools.partial(inputs, model, variables, batch, augmented.x, key=key, labels=labels, share_bv=augmented.own)
+    passes = {needs: make(needs) for needs in (ALL, VISIBLE) if c.reads(needs)}
+    # Sums over the rows: the term of each objective.
+    sums: dict[str, Array] = {}
+    metrics: dict[str, Mean] = {}
+    for name, objective in c.on.items():
+        with jax.named_scope(name):
+            sums[name], more = objective.loss(c.section(name), of_objective(passes[objective.needs], variables, name))
+        metrics |= more
+    total, n = sum(c.section(name).weight * x for name, x in sums.items()), weight_b.sum()
+    metrics |= {f"{name}_loss": Mean(x, n) for name, x in sums.items()}
+    metrics["objective_loss"] = Mean(total, n)
+    if labels is not None:
+        # The features of all patches where some objective reads them, else of the visible ones.
+        logits_rc = probe.scores(params["probe"], next(iter(passes.values())).features.pooled_rd)
+        probe_total = (probe.loss(c, logits_rc, labels) * labels.weight).sum()
+        metrics["probe_loss"] = Mean(probe_total, labels.weight.sum())
+        metrics["probe_accuracy"] = classes.accuracy(c, logits_rc, labels)
+        total += probe_total
+    return LossOut(Mean(total, n), metrics, None)
+
+
+def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
+    """Scores are averaged over the views of a recording. Terms that only a training batch has are left out."""
+    c, weight_b = model.c, batch["weight"]
+    batch = views.with_spectrograms(c, batch, model.shard)
+    labels = views.labels_of_rows(c, batch) if c.n_classes else None
+    make = functools.partial(inputs, model, variables, batch, batch["spectrogram"], labels=labels)
+    terms = {name: objective for name, objective in c.on.items() if objective.evaluate}
+    needed = {objective.needs for objective in terms.values()} | ({ALL} if labels is not None else set())
+    passes = {needs: make(needs) for needs in (ALL, VISIBLE) if needs in needed}
+    metrics: dict[str, Mean] = {}
+    if labels is not None:
+        logits_bc = passes[ALL].by_view(probe.scores(variables.params["probe"], passes[ALL].features.pooled_rd)).mean(1)
+        metrics["probe_loss"] = Mean((probe.loss(c, logits_bc, labels) * labels.weight).sum(), labels.weight.sum())
+        metrics["probe_accuracy"] = classes.accuracy(c, logits_bc, labels)
+    for name, objective in terms.items():
+        with jax.named_scope(name):
+            term, more = objective.evaluate(c.section(name), of_objective(passes[objective.needs], variables, name))
+        metrics |= {f"{name}_loss": term, **more}
+    if terms.keys() == c.on.keys():
+        total = sum(c.section(name).weight * metrics[f"{name}_loss"].total for name in terms)
+        metrics["objective_loss"] = Mean(total, weight_b.sum())
+    return metrics
+
+
+def inputs(
+    model: Model,
+    variables: Variables,
+    batch: Batch,
+    x: Array,
+    needs: str,
+    *,
+    key: Key | None = None,
+    labels: Labels | None = None,
+    share_bv: Array | None = None,
+) -> Inputs:
+    """One pass of the encoder over the spectrograms ``x``; `of_objective` adds what belongs to one objective.
+
+    Args:
+      key: of the step; None = no stochastic depth, in an evaluation.
+    """
+    c, x_rfw = model.c, views.flat(c=model.c, x=x)
+    masks = views.masks(c, model.seed, batch) if needs == VISIBLE else None
+    keep = views.survival(c, batch, key, needs) if key is not None else None
+    visible_rvn = masks.visible if masks else None
+    encoded = vit.encode(c, variables.params["encoder"], x_rfw, model.shard, visible_bvn=visible_rvn, keep_l2b=keep)
+    weight_b = batch["weight"]
+    return Inputs(
+        c=c, shard=model.shard, params=(), carry=(), key=key, batch=batch, x_rfw=x_rfw, weight_b=weight_b,
+        weight_r=views.repeated(c, weight_b) / c.n_views, features=Features(encoded, views.pooled(c, encoded)), masks=masks,
+        labels=labels, share_bv=share_bv,
+    )  # fmt: skip
+
+
+def of_objective(shared: Inputs, variables: Variables, name: str) -> Inputs:
+    """The same with the objective's own parameters and carry."""
+    carry = variables.carry[name] if name in variables.carry else ()
+    return shared._replace(params=variables.params["objective"][name], carry=carry)
+
+
+def advance(model: Model, params: PyTree, carry: PyTree, step: Array) -> PyTree:
+    """The carry after a step, by the new parameters."""
+    c = model.c
+    moved = {
+        name: objective.advance(c.section(name), params, carry[name], step, model.steps)
+        for name, objective in c.on.items()
+        if objective.advance
+    }
+    return {**carry, **moved} if moved else carry
+
+
+def pictures(model: Model, batch: Batch) -> dict[str, Array]:
+    """The first view of the first rows, mel up and time to the right, from the quietest to the loudest value of each."""
+    c = model.c
+    first = views.with_spectrograms(c, {name: x[:8] for name, x in batch.items()}, model.shard)
+    shown = {"input": first["spectrogram"], "augmented": augment_lib.augment(c.augment, model.seed, first).x}
+    if c.reads(VISIBLE):
+        x_rnp = vit.patchify(c, views.flat(c, shown["augmented"]))
+        hidden_rn1 = views.masks(c, model.seed, first).masked[:, :, None]
+        shown["masked"] = views.unpatchify(c, jnp.where(hidden_rn1 > 0, x_rnp.min((1, 2), keepdims=True), x_rnp))
+    return {name: views.as_picture(views.flat(c, x)[:: c.n_views]) for name, x in shown.items()}
+
+
+def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """The pictures of each objective that draws some, of the first rows of an evaluation."""
+    c, images = model.c, {}
+    drawing = {name: objective for name, objective in c.on.items() if objective.progress}
+    if not drawing:
+        return images
+    first = views.with_spectrograms(c, {name: x[:4] for name, x in batch.items()}, model.shard)
+    for name, objective in drawing.items():
+        shared = inputs(model, variables, first, first["spectrogram"], objective.needs)
+        images |= objective.progress(c.section(name), of_objective(shared, variables, name))
+    return images
