@@ -29,6 +29,7 @@ and Rogaway, "Ciphers with arbitrary finite domains", 2002). Its round function 
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -58,6 +59,29 @@ def hash_of(*parts: int | np.ndarray) -> np.ndarray:
 def permutation(seed: int, epoch: int, n: int, i: np.ndarray) -> np.ndarray:
     """int64 [k] places in [0, n) of an epoch -> int64 [k] recordings in [0, n): a bijection for each (seed, epoch)."""
     return _permute(hash_of(ORDER, seed, epoch), n, i)
+
+
+def epochs(
+    seed: int, n: int, number: np.ndarray, permute: Callable[[int, int, int, np.ndarray], np.ndarray] = permutation
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draws number ``number``, int64 [k], of an endless order of n recordings -> int64 [k] epochs, int64 [k] recordings.
+
+    Every recording is drawn once before any comes again. ``permute``: `permutation`, or the extension's.
+    """
+    epoch, place = np.divmod(number, n)
+    recording = np.empty_like(place)
+    for e in np.unique(epoch):
+        recording[epoch == e] = permute(seed, int(e), n, place[epoch == e])
+    return epoch, recording
+
+
+def once(n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Draws of a test split of n recordings -> which of them there are, int64 [m], and those recordings, int64 [m].
+
+    The order is always the same and mixed, so that the first batches are a fair sample; past its end there is nothing.
+    """
+    there = np.flatnonzero(number < n)
+    return there, permutation(0, 0, n, number[there]) if there.size else there
 
 
 def _permute(key: np.ndarray, n: int, i: np.ndarray) -> np.ndarray:

@@ -121,7 +121,13 @@ def test_columns_that_do_not_fit(tmp_path):
     error(path, corpus.table(ROWS, [0, 1, 2, 0, 0]), r"row 2 \(row 2 of this shard\) has label 2, but there are 2 classes")
     for encoding in ("DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY"):
         column = {"audio.bytes": encoding, "audio.path": "PLAIN", "label": "PLAIN"}
-        error(path, good, "only PLAIN and dictionary are supported; write it again with one of them", use_dictionary=False, column_encoding=column)
+        error(
+            path,
+            good,
+            "only PLAIN and dictionary are supported; write it again with one of them",
+            use_dictionary=False,
+            column_encoding=column,
+        )
 
 
 @pytest.mark.parametrize("codec", CODECS)
