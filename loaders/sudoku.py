@@ -191,8 +191,10 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """What the puzzles decide: n_cells, vocab (symbols, padding included), n_puzzles (ids), n_difficulties, and by source n_train
-    and n_test. Raises DataError."""
+    """What the puzzles decide: n_cells, vocab (symbols, padding included), n_puzzles (ids), n_difficulties; n_train and n_test.
+
+    n_train and n_test are of each source. Raises DataError.
+    """
     splits = {split: [_split(s, config.seed, split) for s in config.sources] for split in ("train", "test")}
     everything = [p for puzzles in splits.values() for p in puzzles]
     symbols = [6 if s.kind == "maze" else KINDS[s.kind] + 2 for s in config.sources]
