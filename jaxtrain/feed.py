@@ -24,10 +24,8 @@ class Shapes(NamedTuple):
 
 
 def shapes(loader: Loader) -> Shapes:
-    """Of a loader that offers several, or the one that it has."""
-    if hasattr(loader, "shapes"):
-        return Shapes(loader.shapes, loader.shape_at)
-    return Shapes((loader.fields,), lambda position: 0)
+    """The shapes of a loader's batches."""
+    return Shapes(loader.buckets, loader.bucket_at)
 
 
 def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
