@@ -102,7 +102,7 @@ class Chat(Loader):
             {**bucket.shape._asdict(), "samples": len(bucket.members), "fill": bucket.fill(data.sizes)}
             for bucket in data.buckets
         ]
-        filled, delivered = self._places
+        filled, delivered = self._places.tolist()
         return {"buckets": buckets, "fill": filled / max(delivered, 1), "bad": len(data.bad), "bad_list": data.bad}
 
     def _make_deal(self, position: int) -> "Deal":

@@ -266,8 +266,8 @@ def label_scale(n_text: int, n_audio: np.ndarray, rows: int) -> np.ndarray:
     Summed over rows, times these and divided by ``rows``, cross-entropies are mean over text + mean over codebooks of means.
     """
     n = np.concatenate([[n_text], n_audio]).astype(np.float64)
-    heard = max(np.count_nonzero(n_audio), 1)
-    share = np.array([1.0, *[1 / heard] * len(n_audio)])
+    n_used = max(int(np.count_nonzero(n_audio)), 1)  # codebooks that have a label
+    share = np.array([1.0, *[1 / n_used] * len(n_audio)])
     return np.where(n > 0, rows * share / np.maximum(n, 1), 0).astype(np.float32)
 
 

@@ -49,8 +49,9 @@ class Film(NamedTuple):
     def release(self) -> None:
         """Gives the mapped pages back, so that a process holds a batch and not the film."""
         for array in (self.video, self.audio, self.text, *self.fmri):
-            if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-                array.base.madvise(mmap.MADV_DONTNEED)
+            base: Any = array.base
+            if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on every system
+                base.madvise(mmap.MADV_DONTNEED)
 
 
 class Windows(NamedTuple):

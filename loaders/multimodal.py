@@ -142,7 +142,10 @@ class Volumes(Loader):
         volume = self._volumes[volume_number]
         batch["subject"][valid], batch["volume"][valid] = subject, volume
         batch["index"][valid], batch["weight"][valid] = subject * self._film.n_volumes + volume, 1
-        jobs = [self._pool.submit(self._fill, batch, *job) for job in zip(valid, subject, volume, strict=True)]
+        jobs = [
+            self._pool.submit(self._fill, batch, *job)
+            for job in zip(valid.tolist(), subject.tolist(), volume.tolist(), strict=True)
+        ]
         for job in jobs:
             job.result()
         return batch

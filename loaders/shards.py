@@ -129,7 +129,7 @@ def _by_split(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
 
 def has_test_split(folder: pathlib.Path) -> bool:
     """Whether a folder holds shards of the split "test" besides others."""
-    return bool(_shards(folder / "test")) or "test" in _by_split(folder) or _in_data(folder, "test")
+    return bool(_shards(folder / "test") or "test" in _by_split(folder) or _in_data(folder, "test"))
 
 
 def resolve(path: str) -> str:

@@ -26,7 +26,7 @@ import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import ml_dtypes
 import numpy as np
@@ -145,7 +145,8 @@ class Config(checks.DataSection):
         return round(self.clip_seconds * self.sample_rate)
 
 
-class Split(NamedTuple):
+@dataclass(frozen=True)
+class Split:
     """The recordings of a split: some rows of an index."""
 
     index: "_rust.Index | None"  # None: the split is empty
@@ -287,7 +288,7 @@ def facts(config: Config) -> Facts:
     facts = {
         "n_train": len(train.rows),
         "n_test": len(test.rows),
-        "n_recordings": train.index.n_rows,
+        "n_recordings": train.index.n_rows if train.index else 0,
         "n_unlabelled": sum(
             int((s.index.labels[s.rows] < 0).sum())
             for s in splits.values()
@@ -313,7 +314,8 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
       DataError: shards that cannot be used; in ``next``: more unreadable recordings than ``bad_budget`` allows.
     """
     refuse_problems(config)
-    index, chosen, lists = _splits(config)[split]
+    recordings = _splits(config)[split]
+    index, chosen = recordings.index, recordings.rows
     train = split == "train" and not in_order
     row_order: dict[str, Any] = {
         "version": _rust.ORDER_VERSION,
@@ -364,7 +366,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
         fingerprint=index.fingerprint if index else "",
         order=row_order,
         background=background,
-        lists=lists,
+        lists=recordings.lists,
         population=Population(chosen, index.first_rows) if index is not None else None,
     )
 

@@ -113,7 +113,7 @@ class Boards(Loader):
         digest = hashlib.sha256()
         for puzzles in self._puzzles:
             for array in puzzles:
-                digest.update(np.ascontiguousarray(array))
+                digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()[:16]
 
     @property
@@ -406,10 +406,10 @@ def make_maze(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]
             cells.append(before[cells[-1]])
         return cells
 
-    y, x = np.divmod(np.array(farthest(farthest(first)[0])), n)
+    line, column = np.divmod(np.array(farthest(farthest(first)[0])), n)
     answer = board.copy()
-    answer[1 + 2 * y, 1 + 2 * x] = path
-    answer[1 + y[1:] + y[:-1], 1 + x[1:] + x[:-1]] = path
+    answer[1 + 2 * line, 1 + 2 * column] = path
+    answer[1 + line[1:] + line[:-1], 1 + column[1:] + column[:-1]] = path
     for grid in (board, answer):
-        grid[1 + 2 * y[0], 1 + 2 * x[0]], grid[1 + 2 * y[-1], 1 + 2 * x[-1]] = begin, goal
+        grid[1 + 2 * line[0], 1 + 2 * column[0]], grid[1 + 2 * line[-1], 1 + 2 * column[-1]] = begin, goal
     return board, answer

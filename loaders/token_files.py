@@ -158,8 +158,8 @@ def _read_folder(folder: pathlib.Path) -> Documents:
         length.append(np.diff(index))
     digest = hashlib.sha256("".join(entry["sha256"] for entry in about["shards"]).encode()).hexdigest()
     n_bytes = sum(entry["bytes"] for entry in about["shards"])
-    joined = (np.concatenate(x) if x else np.empty(0, np.int64) for x in (shard, start, length))
-    return Documents(tuple(shards), *joined, n_bytes, about["vocab"], digest)
+    joined = [np.concatenate(x) if x else np.empty(0, np.int64) for x in (shard, start, length)]
+    return Documents(tuple(shards), joined[0], joined[1], joined[2], n_bytes, about["vocab"], digest)
 
 
 def _document_bytes(folder: pathlib.Path) -> np.ndarray:

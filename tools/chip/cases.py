@@ -211,9 +211,8 @@ def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
     loader = importlib.import_module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
     found: list[Batch] = []
     try:
-        shapes = feed.shapes(loader)
         for position in itertools.count():
-            if shapes.at(position) == len(shapes.fields) - 1:
+            if loader.bucket_at(position) == len(loader.buckets) - 1:
                 loader.seek(position)
                 found.append(feed.put(next(loader)[1], assembly.plan.batch, rows))
             if len(found) == n:
