@@ -183,7 +183,10 @@ def nearest(x_np: np.ndarray, book_cp: np.ndarray, chunk: int = 8192) -> tuple[n
 
 
 def k_means(x_np: np.ndarray, n: int, *, rounds: int, rng: np.random.Generator) -> np.ndarray:
-    """Means float32 [n, P] (Lloyd 1982), from random vectors. One that loses all its vectors moves to the worst served vector."""
+    """Means float32 [n, P] (Lloyd 1982), from random vectors.
+
+    A mean that loses all its vectors moves to the vector that is farthest from its own mean.
+    """
     book_cp = x_np[rng.choice(len(x_np), n, replace=len(x_np) < n)].copy()
     for _ in range(rounds):
         entry, distance = nearest(x_np, book_cp)
