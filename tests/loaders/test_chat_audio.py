@@ -32,13 +32,14 @@ def numbers():
 
 def test_the_delay_pattern_equals_the_originals_and_is_undone():
     g = np.load(DATA / "delay.npz")
+    size = json.loads((DATA / "config.json").read_text())["delay_bos"]  # the begin's number is the first after the codes
     for i in range(len(g["shapes"])):
         codes = g[f"case{i}.codes"]
-        columns = chatml.delayed(codes, 1024)
+        columns = chatml.delayed(codes, size)
         np.testing.assert_array_equal(columns.T, g[f"case{i}.delayed"])
-        np.testing.assert_array_equal(chatml.delayed_labels(codes, 1024).T, g[f"case{i}.labels"])
+        np.testing.assert_array_equal(chatml.delayed_labels(codes, size).T, g[f"case{i}.labels"])
         np.testing.assert_array_equal(chatml.undelayed(columns), codes)
-        plain = chatml.delayed(codes, 1024, delay=False)
+        plain = chatml.delayed(codes, size, delay=False)
         np.testing.assert_array_equal(plain.T, g[f"case{i}.with_bos_eos"])
         np.testing.assert_array_equal(chatml.undelayed(plain, delay=False), codes)
 
@@ -58,13 +59,14 @@ def test_a_recipient_is_a_label_wherever_it_stands():
 
 def test_places_and_labels_equal_the_originals(numbers):
     """The codes of what is predicted are those of the recording at that place: with a reference before it, too."""
-    ids = json.loads((DATA / "config.json").read_text())["special_token_ids"]
+    golden = json.loads((DATA / "config.json").read_text())
+    ids, size, codebooks = (golden[name] for name in ("special_token_ids", "audio_codebook_size", "audio_num_codebooks"))
     segments = numbers["expanded.audio_out_segment"]
-    for i in range(2):
+    for i in range(len(segments)):
         audios = np.split(numbers[f"sample{i}.codes"], np.cumsum(numbers[f"sample{i}.code_lengths"])[:-1], axis=1)
         tokens, labels = numbers[f"sample{i}.input_ids"], numbers[f"sample{i}.label_ids"]
         x = chatml.expand(
-            tokens, labels, audios, audio_in=ids["<|AUDIO|>"], audio_out=ids["<|AUDIO_OUT|>"], size=32, codebooks=4
+            tokens, labels, audios, audio_in=ids["<|AUDIO|>"], audio_out=ids["<|AUDIO_OUT|>"], size=size, codebooks=codebooks
         )
         n = len(x.tokens)
         assert n == numbers["expanded.attention_mask"][i].sum()
