@@ -35,15 +35,14 @@ class Data:
 
     def __init__(self, assembly: Assembly):
         config, plan = assembly.config, assembly.plan
-        loader = importlib.import_module(config.loader)
+        module = importlib.import_module(config.loader)
         self._batch, self._steps = plan.batch, config.train.steps
         self.rows, self.offset = feed.rows_for(plan.batch), 0
-        self.train = loader.make_loader(config.data, split="train", rows=self.rows, seed=config.seed)
-        self.test = loader.make_loader(config.data, split="test", rows=self.rows, seed=config.seed)
-        self._shapes, self._test_shapes = feed.shapes(self.train), feed.shapes(self.test)
+        self.train = module.make_loader(config.data, split="train", rows=self.rows, seed=config.seed)
+        self.test = module.make_loader(config.data, split="test", rows=self.rows, seed=config.seed)
         self.buckets, self.test_buckets = (
-            [state.make_batch(assembly.task, assembly.layout, fields, config.train.batch) for fields in shapes.fields]
-            for shapes in (self._shapes, self._test_shapes)
+            [state.make_batch(assembly.task, assembly.layout, fields, config.train.batch) for fields in loader.buckets]
+            for loader in (self.train, self.test)
         )
         self._stream: feed.Feed | None = None
 
@@ -66,7 +65,7 @@ class Data:
 
     def bucket_of(self, index: int) -> int:
         """The bucket of the batch for step number ``index``, the first being 0."""
-        return self._shapes.at(index - self.offset)
+        return self.train.bucket_at(index - self.offset)
 
     def next(self, *, unless: Callable[[], Any]) -> Item:
         """The batch of the next step.
@@ -86,7 +85,7 @@ class Data:
         """Bucket and batch of the first ``n`` of the test split."""
         self.test.seek(0)
         for i in range(n):
-            yield self._test_shapes.at(i), feed.put(next(self.test)[1], self._batch, self.rows)
+            yield self.test.bucket_at(i), feed.put(next(self.test)[1], self._batch, self.rows)
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint of ``step`` must hold of the data, as JSON."""

@@ -3,31 +3,17 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.types import Batch
-from loaders.base import Field, Loader, Rows
+from loaders.base import Loader, Rows
 
 _END = object()
-
-
-class Shapes(NamedTuple):
-    """What a loader's batches look like."""
-
-    fields: Sequence[Mapping[str, Field]]
-    at: Callable[[int], int]  # position -> which of them that batch has
-
-
-def shapes(loader: Loader) -> Shapes:
-    """Of a loader that offers several, or the one that it has."""
-    if hasattr(loader, "shapes"):
-        return Shapes(loader.shapes, loader.shape_at)
-    return Shapes((loader.fields,), lambda position: 0)
 
 
 def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:

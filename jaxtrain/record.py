@@ -16,7 +16,7 @@ from jaxtrain.data import Data, Item
 from jaxtrain.guard import Streak
 from jaxtrain.host import Host
 from jaxtrain.types import Mean
-from loaders.mixing import Mixing
+from loaders.shuffle_stats import ShuffleStats
 
 log = logging.getLogger("jaxtrain")
 
@@ -42,9 +42,9 @@ class Log:
         self._meter = metrics.Meter(
             steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=peak, full_flops=task.full_flops
         )
-        population = getattr(data.train, "population", None)
+        population = data.train.population
         named = "index" in assembly.plan.batch
-        self._mixing = Mixing(population) if population and named and cluster.is_main() else None
+        self._shuffle_stats = ShuffleStats(population) if population and named and cluster.is_main() else None
 
     def __enter__(self) -> "Log":
         return self
@@ -82,8 +82,8 @@ class Log:
         if step == self._first + 1:
             self._host.phase("first step")
             log.info(self._host.start_up_line())
-        if self._mixing:
-            self._mixing.add(feed.local_values(item.arrays["index"]))
+        if self._shuffle_stats:
+            self._shuffle_stats.add(feed.local_values(item.arrays["index"]))
         skipped = bool(record["skipped"])
         self.streak.add(step, skipped=skipped)
         if skipped:
@@ -94,8 +94,8 @@ class Log:
         if step % self._config.metrics.every == 0 or step == steps or skipped:
             rates = self._meter.rates(step, self._data.waited)
             self._write(step, "train", record | rates)
-            if self._mixing:
-                self._write(step, "data", self._mixing.record())
+            if self._shuffle_stats:
+                self._write(step, "data", self._shuffle_stats.record())
             slowest = self._data.train.diagnostics().get("slowest")
             self._host.console.progress(console.progress_line(step, steps, record["loss"], rates, slowest=slowest))
 

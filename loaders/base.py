@@ -1,4 +1,4 @@
-"""What the trainer asks of a data loader.
+"""What every data loader offers the trainer, and the skeleton that all of them share.
 
 A loader module (``config.loader`` names it, e.g. ``loaders.spectrogram``) offers
 
@@ -8,20 +8,28 @@ A loader module (``config.loader`` names it, e.g. ``loaders.spectrogram``) offer
     facts(config) -> Facts                   what the data itself decides (class names, row counts), read without decoding
     make_loader(config, *, split, rows, seed) -> Loader        ``split`` is "train" or "test"
 
-All that can be wrong with the data is a `DataError`.
+Whatever is wrong with the data is raised as a `DataError`.
 """
 
+import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Facts = Mapping[str, Any]
 HostBatch = Mapping[str, Sequence[np.ndarray]]  # field -> one contiguous array for each of Rows.ranges
+ENDLESS = 1 << 40  # [batches] of a training split, which repeats
 
 
 class DataError(ValueError):
     """Data that cannot be used as configured. The message names the path, the value and the remedy."""
+
+
+def refuse_problems(config: Any) -> None:
+    """Raises DataError for the first of ``config.problems()``."""
+    for field, text in config.problems():
+        raise DataError(f"data.{field} {text}")
 
 
 class Field(NamedTuple):
@@ -43,41 +51,133 @@ class Rows(NamedTuple):
 
 
 class Population(NamedTuple):
-    """What a training split is drawn from; by this `loaders.mixing` judges how well it is shuffled."""
+    """The rows that a training split draws from; `loaders.shuffle_stats` compares batches with it."""
 
-    rows: np.ndarray  # int64 [n]: all that "index" can be
+    rows: np.ndarray  # int64 [n]: all values that "index" can have
     first_rows: np.ndarray  # int64 [shards]: the first row of each shard
 
 
-class Loader(Protocol):
+class Loader(abc.ABC):
     """An endless (train) or finite (test) stream of batches, at every moment a pure function of its position.
 
+    A subclass says what the rows are: it gives `_part`, the rows of one range, or `_batch`, if ranges are not made one by one;
+    and `fingerprint` and `order`, by which a checkpoint recognises its data. Everything else has a default here.
+
     Attributes:
-      fields: name -> Field. Every batch holds exactly these. "weight" (float32, ()) is 1 for a row that counts and 0
-        for one that does not: the padding of a ragged last batch, a recording that cannot be decoded in "test".
-      n_batches: batches in one pass over the split (ceiling), which is where a "test" loader stops; 0 for an empty split.
-
-    One whose batches hold "index" may have an attribute ``population`` (`Population`): the run then logs how its order mixes.
-
-    A loader whose batches have several shapes also offers ``shapes``, a sequence of such mappings of which ``fields`` is the
-    largest and last, and ``shape_at(position)``: which of them global batch number ``position`` has, by its position alone. For
-    each of them a program is compiled.
+      buckets: the kinds of batches there are, each a mapping name -> Field, the largest last. A program is compiled for each.
+        Every batch holds exactly the fields of its bucket. "weight" (float32, ()) is 1 for a valid row and 0 for the padding
+        of a ragged last batch, or for a recording of "test" that cannot be decoded.
+      n_batches: batches in one pass over the split (rounded up), which is where a "test" loader stops; 0 for an empty split.
+      population: what "index" is drawn from, if the run shall log how well its order is shuffled; else None.
     """
 
-    fields: Mapping[str, Field]
-    n_batches: int
+    population: Population | None = None
 
-    def seek(self, position: int) -> None:
-        """Goes on with global batch number ``position``."""
+    def __init__(
+        self,
+        *buckets: Mapping[str, Field],
+        train: bool,
+        rows: Rows,
+        seed: int,
+        n_batches: int,
+        threads: int = 0,
+        ahead: int = 0,
+    ):
+        """``threads`` read batches and keep ``ahead`` of them ready; with 0 of them a batch is made when it is asked for."""
+        self.buckets: Sequence[Mapping[str, Field]] = buckets
+        self.n_batches = n_batches
+        self._train, self._rows, self._seed = train, rows, seed
+        self._position, self._closed = 0, False
+        self._threads, self._ahead = threads, ahead
+        self._reading: Any = None  # the iterator of a grain dataset, from the first next or seek on
 
-    def state(self, position: int) -> dict[str, Any]:
-        """What a checkpoint must hold to continue here, as JSON: position, seed, fingerprints of the data and its order."""
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """The fields of the largest bucket."""
+        return self.buckets[-1]
+
+    def bucket_at(self, position: int) -> int:
+        """The bucket of global batch number ``position``, by its position alone."""
+        return 0
+
+    def __iter__(self) -> "Loader":
+        return self
 
     def __next__(self) -> tuple[int, HostBatch]:
         """The position *after* this batch, and this process's rows of it."""
+        if self._closed or (not self._train and self._position >= self.n_batches):
+            raise StopIteration
+        if self._ahead and self._reading is None:
+            self.seek(self._position)
+        batch = next(self._reading) if self._ahead else self._batch(self._position)
+        self._position += 1
+        return self._position, batch
+
+    def seek(self, position: int) -> None:
+        """Continues with global batch number ``position``."""
+        self._stop_reading()
+        self._position = position
+        n = ENDLESS if self._train else self.n_batches
+        if self._ahead and position < n:
+            import grain  # takes a second, which loaders that read nothing ahead need not spend
+
+            options = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=self._ahead)
+            self._reading = iter(grain.MapDataset.source(_Batches(self, n)).to_iter_dataset(options))
+            self._reading.set_state({"next_index": position})
+
+    def state(self, position: int) -> dict[str, Any]:
+        """What a checkpoint must hold to continue here, as JSON: position, seed, fingerprints of the data and its order."""
+        return {"position": position, "seed": self._seed, "fingerprint": self.fingerprint, "order": self.order}
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """A digest of the data: another one when they change, the same when they move."""
+
+    @property
+    @abc.abstractmethod
+    def order(self) -> dict[str, Any]:
+        """Everything but the seed and the data that decides which row stands where, as JSON."""
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters for people: queue depth, bad recordings by id; "slowest", where known: the stage that takes most time."""
+        return {}
 
     def close(self) -> None:
         """Stops the workers. A wait in ``__next__`` in another thread ends with StopIteration."""
+        self._closed = True
+        self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
+
+    def _batch(self, position: int) -> HostBatch:
+        """This process's rows of global batch number ``position``, range by range. Called by several threads if ``threads``."""
+        parts = [self._part(position, np.arange(start, stop)) for start, stop in self._rows.ranges]
+        return {name: [part[name] for part in parts] for name in self.buckets[self.bucket_at(position)]}
+
+    def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows ``row``, int64 [r], of global batch number ``position``."""
+        raise NotImplementedError
+
+    def _empty(self, n: int, bucket: int = -1) -> dict[str, np.ndarray]:
+        """``n`` rows of padding: zeros, and -1 for "index"."""
+        batch = {name: np.zeros((n, *field.shape), field.dtype) for name, field in self.buckets[bucket].items()}
+        if "index" in batch:
+            batch["index"][:] = -1
+        return batch
+
+
+class _Batches:
+    """The batches of a loader as the random-access source that grain reads from."""
+
+    def __init__(self, loader: Loader, n: int):
+        self._loader, self._n = loader, n
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, position: int) -> HostBatch:
+        return self._loader._batch(int(position))

@@ -1,11 +1,11 @@
 """Sound as codes, and back: residual vector quantisation of log-mel frames, learned by k-means.
 
 A recording becomes the log-mel spectrogram of `loaders._rust.fbank` (128 bands, 100 frames/s, ln of the power). Four frames
-together are one vector; its principal components are quantised by one codebook after the other, each taking the rest that those
-before it leave (Gray 1984; Zeghidour et al. 2021): K codes at 25 times a second. Codebooks are means of k-means on the rests,
-one after the other. Back, the codes' entries are added up; `sound` finds a waveform with that spectrogram (Griffin & Lim 1984).
-That is no rival of a neural codec, whose codes can come as files or from a function of one's own (loaders/chat_audio.py); it
-needs no download, and is learned from any recordings in minutes (tools/train_codec.py).
+together are one vector. Its principal components are quantised by one codebook after the other, each on the residual that those
+before it leave (Gray 1984; Zeghidour et al. 2021): K codes at 25 times a second. Codebooks are learned by k-means on the
+residuals, one after the other. To decode, the codes' entries are added up, and `sound` finds a waveform with that spectrogram
+(Griffin & Lim 1984). A neural codec is better, and its codes can come as files or from a user's function
+(loaders/chat_samples.py); this one needs no download, and is learned from any recordings in minutes (tools/train_codec.py).
 
 A codec is one file, codec.npz:
 
@@ -14,7 +14,7 @@ A codec is one file, codec.npz:
     basis     float32 [P, 512]     principal components, orthonormal
     books     float32 [K, C, P]    codebooks
 
-Codes of a recording of n samples at 32 kHz: int16 [K, T], T = ceil(n / 1280), silence behind its end.
+Codes of a recording of n samples at 32 kHz: int16 [K, T], T = ceil(n / 1280), with silence after its end.
 
 Shapes: N vectors, P principal components, K codebooks, C codes of each, T times, S bins of a spectrum.
 """
@@ -43,26 +43,39 @@ FLOOR = float(np.finfo(np.float32).eps)  # smallest energy of a band
 
 
 class Codec(Protocol):
-    """What makes codes of sound."""
+    """An encoder of sound as codes."""
 
-    codebooks: int
-    size: int  # codes of each codebook
-    frame_rate: float  # [1/s]
-    name: str  # changes when the codes do; part of a file's name
+    @property
+    def codebooks(self) -> int:
+        """The number of codebooks."""
+
+    @property
+    def size(self) -> int:
+        """The number of codes of each codebook."""
+
+    @property
+    def frame_rate(self) -> float:
+        """Codes of a codebook in a second [1/s]."""
+
+    @property
+    def name(self) -> str:
+        """Part of the name of files of codes; changes when the codes do."""
 
     def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
-        """float32 [n], Hz -> int16 [codebooks, T]. Raises ValueError for sound that it cannot encode."""
+        """Sound float32 [n] at ``rate`` Hz -> codes int16 [codebooks, T]. Raises ValueError for sound that it cannot encode."""
 
 
 class Rvq(NamedTuple):
-    """The project's own."""
+    """The project's own codec: residual vector quantisation."""
 
     mean: np.ndarray
     basis: np.ndarray
     books: np.ndarray
     name: str = "rvq"
 
-    frame_rate = FRAME_RATE
+    @property
+    def frame_rate(self) -> float:
+        return FRAME_RATE
 
     @property
     def codebooks(self) -> int:
@@ -99,7 +112,7 @@ class Rvq(NamedTuple):
 
 
 class Function(NamedTuple):
-    """One's own: a function of a module, (wave float32 [n], rate in Hz) -> codes [K, T]."""
+    """A user's codec: a function of a module, (wave float32 [n], rate in Hz) -> codes [K, T]."""
 
     call: Callable[[np.ndarray, int], np.ndarray]
     name: str
@@ -110,35 +123,38 @@ class Function(NamedTuple):
     def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
         codes = np.asarray(self.call(wave, rate))
         if codes.ndim != 2 or len(codes) != self.codebooks or codes.dtype.kind not in "iu":
-            raise ValueError(f"{self.name} gives {codes.dtype} {codes.shape}; integers [{self.codebooks}, times] are wanted")
+            raise ValueError(f"{self.name} gives {codes.dtype} {codes.shape}; expected integers [{self.codebooks}, times]")
         return codes.astype(np.int16)
 
 
 def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Codec:
-    """A codec.npz, or "module:function", whose numbers are given. Raises DataError."""
+    """Opens a codec.npz, or "module:function" with the numbers that are given. Raises DataError."""
     path = pathlib.Path(text).expanduser()
     if path.is_file():
         try:
             content = path.read_bytes()
-            with np.load(path, allow_pickle=False) as found:
-                if int(found["version"]) != VERSION:
-                    raise DataError(f"{path} has version {found['version']}, and this reads {VERSION}; train it again")
-                arrays = [found[name].astype(np.float32) for name in ("mean", "basis", "books")]
+            with np.load(path, allow_pickle=False) as file:
+                if int(file["version"]) != VERSION:
+                    raise DataError(f"{path} has version {file['version']}; expected {VERSION}: train it again")
+                arrays = [file[name].astype(np.float32) for name in ("mean", "basis", "books")]
         except (OSError, ValueError, KeyError) as error:
-            raise error if isinstance(error, DataError) else DataError(f"{path} is no codec: {error}") from error
-        return Rvq(*arrays, name=f"rvq-{hashlib.sha256(content).hexdigest()[:10]}")
+            raise error if isinstance(error, DataError) else DataError(f"{path} is not a codec: {error}") from error
+        mean, basis, books = arrays
+        return Rvq(mean, basis, books, name=f"rvq-{hashlib.sha256(content).hexdigest()[:10]}")
     module, colon, function = text.partition(":")
     if not colon:
         raise DataError(f"{text} does not exist; name a codec.npz (tools/train_codec.py makes one) or module:function")
     try:
         call = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise DataError(f"{text}: {error}; name a function that takes (wave, rate) and gives codes [K, T]") from error
+        raise DataError(f"{text}: {error}; name a function that takes (wave, rate) and returns codes [K, T]") from error
     return Function(call, text.replace(":", ".").replace("/", "."), codebooks, size, frame_rate)
 
 
 def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
-    """float32 [n], Hz -> [4 T, 128], ln of the bands' energies; T = ceil(n / 1280) at 32 kHz."""
+    """The log-mel spectrogram of sound float32 [n] at ``rate`` Hz: [4 T, 128], ln of the bands' energies; T = ceil(n / 1280) at
+    32 kHz. Raises ValueError for sound without samples.
+    """
     wave = np.ascontiguousarray(wave, np.float32)
     if rate != RATE:
         wave = _rust.resample(wave, rate, RATE)
@@ -149,33 +165,36 @@ def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
 
 
 def vectors(wave: np.ndarray, rate: int) -> np.ndarray:
-    """float32 [T, 512]."""
+    """The vectors that are quantised, float32 [T, 512], of sound float32 [n] at ``rate`` Hz."""
     return log_mel(wave, rate).reshape(-1, STACK * N_MELS)
 
 
 def nearest(x_np: np.ndarray, book_cp: np.ndarray, chunk: int = 8192) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [N]: the closest entry to each vector; float32 [N]: its squared distance."""
-    found, distance = np.empty(len(x_np), np.int64), np.empty(len(x_np), np.float32)
+    """The closest entry to each vector, int64 [N], and its squared distance, float32 [N]."""
+    entry, distance = np.empty(len(x_np), np.int64), np.empty(len(x_np), np.float32)
     half_c = (book_cp**2).sum(1) / 2
     for start in range(0, len(x_np), chunk):
         x = x_np[start : start + chunk]
         score = x @ book_cp.T - half_c
         at = score.argmax(1)
-        found[start : start + chunk] = at
+        entry[start : start + chunk] = at
         distance[start : start + chunk] = (x**2).sum(1) - 2 * score[np.arange(len(x)), at]
-    return found, distance
+    return entry, distance
 
 
 def k_means(x_np: np.ndarray, n: int, *, rounds: int, rng: np.random.Generator) -> np.ndarray:
-    """float32 [n, P]: means (Lloyd 1982), from random vectors. One that loses all its own goes to the vector served worst."""
+    """Means float32 [n, P] (Lloyd 1982), from random vectors.
+
+    A mean that loses all its vectors moves to the vector that is farthest from its own mean.
+    """
     book_cp = x_np[rng.choice(len(x_np), n, replace=len(x_np) < n)].copy()
     for _ in range(rounds):
-        own, distance = nearest(x_np, book_cp)
-        count = np.bincount(own, minlength=n)
-        by_own = np.argsort(own, kind="stable")
+        entry, distance = nearest(x_np, book_cp)
+        count = np.bincount(entry, minlength=n)
+        by_entry = np.argsort(entry, kind="stable")
         starts = np.concatenate([[0], np.cumsum(count)[:-1]])
         full = np.flatnonzero(count)
-        book_cp[full] = np.add.reduceat(x_np[by_own], starts[full], axis=0) / count[full, None]
+        book_cp[full] = np.add.reduceat(x_np[by_entry], starts[full], axis=0) / count[full, None]
         empty = np.flatnonzero(count == 0)
         book_cp[empty] = x_np[np.argsort(-distance, kind="stable")[: len(empty)]]
     return book_cp
@@ -184,7 +203,7 @@ def k_means(x_np: np.ndarray, n: int, *, rounds: int, rng: np.random.Generator) 
 def train(
     x_nv: np.ndarray, *, codebooks: int = 8, size: int = 1024, components: int = 128, rounds: int = 15, seed: int = 0
 ) -> Rvq:
-    """A codec of vectors [N, 512] (`vectors`). Raises DataError for fewer vectors than codes."""
+    """Trains a codec on vectors [N, 512] (`vectors`). Raises DataError for fewer vectors than codes."""
     if len(x_nv) < size:
         raise DataError(f"{len(x_nv)} vectors (40 ms each) are too few for {size} codes; give more sound or a smaller size")
     rng = np.random.default_rng(seed)
@@ -201,19 +220,19 @@ def train(
 
 
 def errors(codec: Rvq, x_nv: np.ndarray) -> tuple[list[float], float]:
-    """After each codebook, the root of the mean squared error of log-mel values; and that of the mean alone."""
+    """The root of the mean squared error of log-mel values after each codebook, and that of the mean alone."""
     codes = codec.quantise(x_nv).T
     rest = x_nv - codec.mean
-    found = [codec.decode(codes, n + 1).reshape(x_nv.shape) - x_nv for n in range(codec.codebooks)]
-    return [float(np.sqrt((x**2).mean())) for x in found], float(np.sqrt((rest**2).mean()))
+    differences = [codec.decode(codes, n + 1).reshape(x_nv.shape) - x_nv for n in range(codec.codebooks)]
+    return [float(np.sqrt((x**2).mean())) for x in differences], float(np.sqrt((rest**2).mean()))
 
 
 def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndarray:
-    """A waveform float32 [n] at 32 kHz whose log-mel is about this one: Griffin & Lim 1984, with random phases at first."""
+    """A waveform float32 [n] at 32 kHz whose log-mel approximates this one (Griffin & Lim 1984, from random phases)."""
     power_fs = spectrum(np.exp(log_mel_fm.astype(np.float64)))
     response = np.abs(1 - EMPHASIS * np.exp(-2j * np.pi * np.arange(power_fs.shape[1]) / N_FFT)) ** 2
     magnitude = np.sqrt(power_fs / response)
-    magnitude[:, :2] = 0  # the filter bank takes the mean out, and so says nothing of it
+    magnitude[:, :2] = 0  # the filter bank removes the mean, so nothing is known of it
     window = np.zeros(N_FFT)
     window[:WINDOW] = np.hanning(WINDOW)
     n = WINDOW + (len(magnitude) - 1) * HOP
@@ -226,13 +245,13 @@ def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndar
         waves = np.fft.irfft(magnitude * phase, N_FFT)[:, :WINDOW] * window[:WINDOW]
         wave = np.bincount(frames.ravel(), waves.ravel(), n) / weight
         if i < rounds:
-            found = np.fft.rfft(wave[frames] * window[:WINDOW], N_FFT)
-            phase = found / np.maximum(np.abs(found), 1e-12)
+            spectra = np.fft.rfft(wave[frames] * window[:WINDOW], N_FFT)
+            phase = spectra / np.maximum(np.abs(spectra), 1e-12)
     return wave.astype(np.float32)
 
 
 def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
-    """Power [F, 513] whose bands have these energies: not negative, by multiplicative updates (Lee & Seung 2001)."""
+    """The power [F, 513] whose bands have these energies: not negative, by multiplicative updates (Lee & Seung 2001)."""
     bands = mel_bands()
     power = np.maximum(energy_fm @ (bands / np.maximum(bands.sum(1, keepdims=True), 1e-9)), 1e-12)
     total = bands.sum(0)
@@ -243,7 +262,7 @@ def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
 
 
 def mel_bands() -> np.ndarray:
-    """float64 [128, 513]: Kaldi's triangles, as rust/core/src/fbank.rs has them."""
+    """The weights of the mel bands, float64 [128, 513]: Kaldi's triangles, as in rust/core/src/fbank.rs."""
     mel = lambda hz: 1127.0 * np.log1p(hz / 700.0)  # noqa: E731
     low, step = mel(20.0), (mel(RATE / 2) - mel(20.0)) / (N_MELS + 1)
     place = (mel(np.arange(N_FFT // 2 + 1) * RATE / N_FFT) - low) / step - np.arange(N_MELS)[:, None]
@@ -262,10 +281,11 @@ class Source(NamedTuple):
         return str(self.path) if self.path else f"raw_audio of {len(self.raw)} characters"
 
     def read(self) -> bytes:
+        """The encoded recording. Raises OSError, or ValueError for a text that is not base64."""
         return self.path.read_bytes() if self.path else base64.b64decode(self.raw, validate=True)
 
     def codes(self, codec: Codec, cache: str) -> pathlib.Path:
-        """Where its codes are kept: beside it, or in a folder under a name made of its path, or of its content."""
+        """The file of its codes: next to it, or in a folder under a name made of its path, or of its content."""
         if self.path and not cache:
             return self.path.with_name(f"{self.path.name}.{codec.name}.npy")
         key = hashlib.sha256((str(self.path.absolute()) if self.path else self.raw).encode()).hexdigest()[:24]
@@ -273,7 +293,7 @@ class Source(NamedTuple):
         return folder / f"{key}.{codec.name}.npy"
 
     def is_kept(self, codes: pathlib.Path) -> bool:
-        """Whether the codes are there, and not older than the recording."""
+        """Whether the file of codes is there and not older than the recording."""
         try:
             return codes.stat().st_mtime_ns >= (self.path.stat().st_mtime_ns if self.path else 0)
         except OSError:
@@ -281,15 +301,15 @@ class Source(NamedTuple):
 
 
 def encode(source: Source, codec: Codec, cache: str) -> None:
-    """Reads and decodes a recording, once, and keeps its codes.
+    """Reads and decodes a recording, and keeps its codes.
 
-    Raises ValueError or OSError for a recording that cannot be encoded, DataError where the codes cannot be kept.
+    Raises ValueError or OSError for a recording that cannot be encoded, DataError if the codes cannot be kept.
     """
     path = source.codes(codec, cache)
     wave, rate, _ = _rust.decode(source.read())
     codes = codec.encode(wave, rate)
     if codes.size and not (0 <= codes.min() and codes.max() < codec.size):
-        raise ValueError(f"{codec.name} gives codes from {codes.min()} to {codes.max()}; they lie in 0 … {codec.size - 1}")
+        raise ValueError(f"{codec.name} gives codes from {codes.min()} to {codes.max()}; expected 0 to {codec.size - 1}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -302,9 +322,9 @@ def encode(source: Source, codec: Codec, cache: str) -> None:
 
 @contextlib.contextmanager
 def only_one(folders: Sequence[pathlib.Path]) -> Iterator[None]:
-    """Holds a lock among processes in the first folder that can be written, where the file system has locks.
+    """Holds a lock between processes, in the first of the folders that can be written, if the file system has locks.
 
-    In a folder that all hosts share it holds among them. The kernel drops it when its holder dies.
+    In a folder that all hosts share it holds between hosts. The kernel releases it when its holder dies.
     """
     with contextlib.ExitStack() as closing:
         for folder in folders:
@@ -317,49 +337,51 @@ def only_one(folders: Sequence[pathlib.Path]) -> Iterator[None]:
 
 
 def read(path: pathlib.Path) -> np.ndarray:
-    """Codes int16 [K, T]. Raises ValueError or OSError."""
+    """Reads a file of codes, integers [K, T]. Raises ValueError or OSError."""
     codes = np.load(path, allow_pickle=False)
     if codes.ndim != 2 or codes.dtype.kind not in "iu":
-        raise ValueError(f"{path} holds {codes.dtype} {codes.shape}; codes are integers [codebooks, times]")
+        raise ValueError(f"{path} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
     return codes
 
 
 def read_many(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    """Codes made elsewhere, by the recordings' names in the manifest: int16 [K, T] of each.
+    """Reads codes made elsewhere: name of the recording in the manifest -> codes int16 [K, T].
 
-    An .npz has an array of each name. Arrow IPC (.arrow, .feather) and .parquet have the columns audio_url: string and codes: a
-    list of K lists of T integers. Raises DataError.
+    An .npz has an array for each name. Arrow IPC (.arrow, .feather) and .parquet have the columns audio_url (string) and codes
+    (a list of K lists of T integers). Raises DataError.
     """
     path = pathlib.Path(path).expanduser()
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
-                found: dict[str, Any] = {name: file[name] for name in file.files}
+                table: dict[str, Any] = {name: file[name] for name in file.files}
         else:
             import pyarrow as pa
             import pyarrow.parquet as pq
 
             if path.suffix == ".parquet":
-                table = pq.read_table(path, columns=["audio_url", "codes"])
+                columns = pq.read_table(path, columns=["audio_url", "codes"])
             else:
                 with pa.memory_map(str(path)) as source:
                     try:
-                        table = pa.ipc.open_file(source).read_all()
+                        columns = pa.ipc.open_file(source).read_all()
                     except pa.ArrowInvalid:
-                        table = pa.ipc.open_stream(source).read_all()
-            rows = zip(table["audio_url"].to_pylist(), table["codes"].to_pylist(), strict=True)
-            found = {url: np.array(codes) for url, codes in rows}
+                        columns = pa.ipc.open_stream(source).read_all()
+            rows = zip(columns["audio_url"].to_pylist(), columns["codes"].to_pylist(), strict=True)
+            table = {url: np.array(codes) for url, codes in rows}
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} cannot be read as codes: {error}") from error
-    for name, codes in found.items():
+    for name, codes in table.items():
         if codes.ndim != 2 or codes.dtype.kind not in "iu":
-            raise DataError(f"{path}: {name} holds {codes.dtype} {codes.shape}; codes are integers [codebooks, times]")
-    return {name: codes.astype(np.int16) for name, codes in found.items()}
+            raise DataError(f"{path}: {name} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
+    return {name: codes.astype(np.int16) for name, codes in table.items()}
 
 
 def stacked(sources: Sequence[Source], *, limit: int, seed: int = 0) -> tuple[np.ndarray, list[tuple[str, str]]]:
-    """Vectors [N, 512], about ``limit`` of them, drawn from all recordings; and recordings that cannot be read."""
-    rng, found, bad = np.random.default_rng(seed), [], []
+    """About ``limit`` vectors [N, 512] drawn from all recordings, and (recording, reason) of those that cannot be read."""
+    rng = np.random.default_rng(seed)
+    drawn: list[np.ndarray] = []
+    bad: list[tuple[str, str]] = []
     share = -(-limit // max(len(sources), 1))
     for source in sources:
         try:
@@ -368,5 +390,5 @@ def stacked(sources: Sequence[Source], *, limit: int, seed: int = 0) -> tuple[np
         except (ValueError, OSError) as error:
             bad.append((str(source), str(error)))
             continue
-        found.append(x[np.sort(rng.choice(len(x), min(len(x), share), replace=False))])
-    return np.concatenate(found) if found else np.zeros((0, STACK * N_MELS), np.float32), bad
+        drawn.append(x[np.sort(rng.choice(len(x), min(len(x), share), replace=False))])
+    return np.concatenate(drawn) if drawn else np.zeros((0, STACK * N_MELS), np.float32), bad

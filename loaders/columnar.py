@@ -11,9 +11,9 @@ from loaders.base import DataError
 
 
 def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | None]:
-    """A column, and the names of its classes where Hugging Face's metadata name them (also of lists of them).
+    """Reads a column, and the names of its classes if Hugging Face's metadata have them (also for lists of classes).
 
-    Raises DataError: no such column, or a broken shard.
+    Raises DataError: there is no such column, or the shard is broken.
     """
     try:
         schema, table = _open(path)
@@ -25,7 +25,7 @@ def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | No
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether it is a list of whole numbers."""
+    """Whether a type is a list of whole numbers."""
     lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     return lists and pa.types.is_integer(kind.value_type)
 

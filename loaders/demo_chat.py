@@ -2,12 +2,14 @@
 
 import json
 import os
+from typing import Any
 
 import numpy as np
 
 from loaders import chatml, machine
 
-BLANK = dict(samples=256, codebooks=8, seconds=(3, 15), words=(8, 40))
+SAMPLES, CODEBOOKS = 256, 8
+SECONDS, WORDS = (3, 15), (8, 40)  # fewest and most
 FRAME_RATE = 25
 
 
@@ -16,25 +18,26 @@ def tokenizer(path: str | os.PathLike) -> None:
     import tokenizers
 
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens([*chatml.SPECIAL, chatml.RECIPIENT])
-    made.save(str(path))
+    bytewise = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    bytewise.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = tokenizers.decoders.ByteLevel()
+    bytewise.add_special_tokens([*chatml.SPECIAL, chatml.RECIPIENT])
+    bytewise.save(str(path))
 
 
 def blank() -> dict[str, str]:
-    """Section ``data`` of 256 spoken answers of 3 to 15 s without content, made at the first use."""
+    """The config section ``data`` for 256 spoken answers of 3 to 15 s of silence, made at the first use."""
     folder = machine.cache_folder("blank-chat-v1")
     files = {"manifest": "manifest.json", "tokenizer": "tokenizer.json", "codes": "codes.npz"}
     if not folder.is_dir():
         rng = np.random.default_rng(0)
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
         partial.mkdir(parents=True, exist_ok=True)
-        samples, codes = [], {}
-        for i in range(BLANK["samples"]):
-            words, seconds = rng.integers(*BLANK["words"]), rng.uniform(*BLANK["seconds"])
-            codes[f"{i}"] = np.zeros((BLANK["codebooks"], round(FRAME_RATE * seconds)), np.int16)
+        samples: list[dict] = []
+        codes: dict[str, Any] = {}
+        for i in range(SAMPLES):
+            words, seconds = rng.integers(*WORDS), rng.uniform(*SECONDS)
+            codes[f"{i}"] = np.zeros((CODEBOOKS, round(FRAME_RATE * seconds)), np.int16)
             audio = [{"type": "audio", "audio_url": f"{i}"}]
             messages = [{"role": "user", "content": "word " * words}, {"role": "assistant", "content": audio}]
             samples.append({"messages": messages})

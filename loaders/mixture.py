@@ -1,14 +1,14 @@
-"""Which source a sample comes from, and which of that source's samples it is: a pure function of the sample's number.
+"""The mixture of sources: which source a sample comes from, and which of its samples it is, by the sample's number alone.
 
 Samples are numbered over the whole run: row r of global batch p is sample s = p × batch + r, so neither the batch nor the
-world size changes what sample s is. They are dealt in blocks of `BLOCK`. Every block holds each source's share of it, rounded
+world size changes sample s. They are dealt in blocks of `BLOCK`. Every block holds each source's share of it, rounded
 to whole samples, in an order that a permutation of (seed, block) shuffles; so after every block the realised shares are the
 wanted ones within 1 / `BLOCK`, and every source hands out its samples 0, 1, 2, … in order, each once.
 
-When a source has no more samples in its pass, one of `POLICIES` holds:
+When a source has no more samples in its pass, one of `POLICIES` applies:
 
-    repeat  it begins its next pass (and a permutation of its own)
-    stop    it gives no more, and the others share its part from that very sample on
+    repeat  it begins its next pass, in another permutation
+    stop    it gives no more, and the others share its part from that sample on
     error   DataError, with the source and the step
 """
 
@@ -23,14 +23,14 @@ from loaders.base import DataError
 BLOCK = 1 << 16
 POLICIES = ("repeat", "stop", "error")
 VERSION = 1  # changes whenever the same (seed, sample) would come from another source
-MIX = 48  # what a hash is for
+MIX = 48  # domain of the hash: two uses of the same numbers draw independently
 
 
 class Phase(NamedTuple):
-    """From sample ``start`` on, a block holds ``quota[k]`` samples of source k, which has given ``given[k]`` before."""
+    """A part of the run with constant quotas: from sample ``start`` on, a block holds ``quota[k]`` samples of source k."""
 
     start: int
-    given: np.ndarray  # int64 [sources]
+    given: np.ndarray  # int64 [sources] samples that each source has given before
     quota: np.ndarray  # int64 [sources], of sum BLOCK
 
 
@@ -38,54 +38,54 @@ class Mixture:
     """Deals samples to sources.
 
     Attributes:
-      shares: float64 [sources] wanted, of sum 1.
-      ends: the first sample that no source has, under "stop"; None without an end.
+      shares: float64 [sources], of sum 1.
+      ends: with "stop", the first sample that no source has; None if there is no end.
     """
 
     def __init__(self, shares: Sequence[float], *, seed: int, policy: str = "repeat", sizes: Sequence[int] | None = None):
         """``sizes``: samples in one pass of each source; needed unless the policy is "repeat".
 
-        Raises DataError for shares that are no probabilities.
+        Raises DataError for shares that are not positive numbers.
         """
-        shares = np.asarray(shares, np.float64)
-        if not shares.size or not np.isfinite(shares).all() or (shares <= 0).any():
-            raise DataError(f"the sources' shares are {shares.tolist()}; each must be a positive number")
-        self.shares = shares / shares.sum()
+        weights = np.asarray(shares, np.float64)
+        if not weights.size or not np.isfinite(weights).all() or (weights <= 0).any():
+            raise DataError(f"the sources' shares are {weights.tolist()}; each must be a positive number")
+        self.shares = weights / weights.sum()
         self._seed, self._policy = int(order.hash_of(MIX, seed)[0]), policy
-        self._sizes = None if policy == "repeat" else np.asarray(sizes, np.int64)
+        self._sizes = np.asarray([0] * len(shares) if sizes is None else sizes, np.int64)
         self._block: tuple[int, np.ndarray, np.ndarray] | None = None
-        self._phases = [Phase(0, np.zeros(len(shares), np.int64), quotas(self.shares))]
+        self._phases = [Phase(0, np.zeros(len(weights), np.int64), quotas(self.shares))]
         self.ends: int | None = None
         while policy == "stop" and self.ends is None:
             self._end_phase()
 
     def __call__(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [k] samples -> int64 [k] sources, int64 [k] numbers within the source.
+        """Samples int64 [k] -> their sources int64 [k], and their numbers within the source int64 [k].
 
-        Raises DataError past the end of a source under "error", and past the end of all under "stop".
+        Raises DataError past the end of a source with "error", and past the end of all with "stop".
         """
         sample = np.asarray(sample, np.int64)
         if self.ends is not None and sample.size and sample.max() >= self.ends:
             raise DataError(
-                f"all sources are exhausted after {self.ends} samples, and sample {sample.max()} is asked for; make the run "
-                "shorter, or let exhausted='repeat'"
+                f"all sources are exhausted after {self.ends} samples, but sample {sample.max()} is needed; make the run "
+                "shorter, or set exhausted='repeat'"
             )
         source, number = np.zeros_like(sample), np.zeros_like(sample)
         starts = [phase.start for phase in self._phases]
-        of = np.searchsorted(starts, sample, side="right") - 1
-        for p in np.unique(of):
-            at = np.flatnonzero(of == p)
+        phase = np.searchsorted(starts, sample, side="right") - 1
+        for p in np.unique(phase):
+            at = np.flatnonzero(phase == p)
             source[at], number[at] = self._deal(int(p), sample[at] - starts[p])
         if self._policy == "error" and (over := np.flatnonzero(number >= self._sizes[source])).size:
             k = int(source[over[0]])
             raise DataError(
                 f"source {k} has {self._sizes[k]} samples in a pass and is exhausted at sample {sample[over[0]]} of the run; "
-                "lower its share, make the run shorter, or let exhausted='repeat' or 'stop'"
+                "lower its share, make the run shorter, or set exhausted='repeat' or 'stop'"
             )
         return source, number
 
     def _deal(self, p: int, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places counted from the start of phase ``p``."""
+        """The sources and numbers of places counted from the start of phase ``p``."""
         phase = self._phases[p]
         if np.count_nonzero(phase.quota) == 1:
             only = int(np.argmax(phase.quota))
@@ -94,26 +94,27 @@ class Mixture:
         source, number = np.empty_like(place), np.empty_like(place)
         for b in np.unique(block):
             at = np.flatnonzero(block == b)
-            of, rank = self._shuffled(p, int(b))
-            source[at] = of[inside[at]]
+            sources, rank = self._shuffled(p, int(b))
+            source[at] = sources[inside[at]]
             number[at] = rank[inside[at]] + phase.given[source[at]] + b * phase.quota[source[at]]
         return source, number
 
     def _shuffled(self, p: int, b: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each place in a block: its source, and how many of that source come before it. The last block is kept."""
+        """For each place in a block: its source, and how many of that source come before it. The last block is kept."""
         phase, key = self._phases[p], phase_key(p, b)
-        block = self._block  # once: another thread may put its own there
+        block = self._block  # read once: another thread may replace it
         if block is None or block[0] != key:
-            of = np.searchsorted(np.cumsum(phase.quota), _rust.permutation(self._seed, key, BLOCK, np.arange(BLOCK)), "right")
+            places = _rust.permutation(self._seed, key, BLOCK, np.arange(BLOCK))
+            source = np.searchsorted(np.cumsum(phase.quota), places, "right")
             rank = np.empty(BLOCK, np.int64)
             for k in np.flatnonzero(phase.quota):
-                mine = of == k
-                rank[mine] = np.arange(np.count_nonzero(mine))
-            self._block = block = (key, of, rank)
+                of_k = source == k
+                rank[of_k] = np.arange(np.count_nonzero(of_k))
+            self._block = block = (key, source, rank)
         return block[1:]
 
     def _end_phase(self) -> None:
-        """Closes the last phase where its first source runs dry, and begins the next one."""
+        """Ends the last phase where its first source is exhausted, and begins the next one."""
         p, phase = len(self._phases) - 1, self._phases[-1]
         active = np.flatnonzero(phase.quota)
         left = self._sizes - phase.given
@@ -123,11 +124,11 @@ class Mixture:
             length = whole * BLOCK + int(left[active[0]])
             given = phase.given + np.where(phase.quota > 0, self._sizes - phase.given, 0)
         else:
-            of, rank = self._shuffled(p, whole)
+            source, rank = self._shuffled(p, whole)
             dry = [k for k in active if left[k] <= phase.quota[k]]
-            inside = min(int(np.flatnonzero((of == k) & (rank == left[k] - 1))[0]) + 1 if left[k] else 0 for k in dry)
+            inside = min(int(np.flatnonzero((source == k) & (rank == left[k] - 1))[0]) + 1 if left[k] else 0 for k in dry)
             length = whole * BLOCK + inside
-            given = phase.given + whole * phase.quota + np.bincount(of[:inside], minlength=len(self.shares))
+            given = phase.given + whole * phase.quota + np.bincount(source[:inside], minlength=len(self.shares))
         alive = given < self._sizes
         if not alive.any():
             self.ends = phase.start + length
@@ -136,16 +137,17 @@ class Mixture:
 
 
 def phase_key(p: int, b: int) -> int:
+    """The number of block ``b`` of phase ``p`` that its permutation is drawn by."""
     return (p << 48) + b
 
 
 def quotas(shares: np.ndarray) -> np.ndarray:
-    """int64 of sum BLOCK, by largest remainders; a source with a share has at least one sample of a block."""
-    wanted = shares / shares.sum() * BLOCK
-    quota = np.maximum(np.floor(wanted).astype(np.int64), shares > 0)
+    """The samples of each source in a block, int64 of sum BLOCK, by largest remainders; at least one if the share is not 0."""
+    exact = shares / shares.sum() * BLOCK
+    quota = np.maximum(np.floor(exact).astype(np.int64), shares > 0)
     while (missing := BLOCK - int(quota.sum())) != 0:
         step = 1 if missing > 0 else -1
-        may = np.flatnonzero((shares > 0) & ((quota > 1) | (step > 0)))
-        first = np.argsort(step * (quota - wanted)[may], kind="stable")
-        quota[may[first[: abs(missing)]]] += step
+        candidates = np.flatnonzero((shares > 0) & ((quota > 1) | (step > 0)))
+        first = np.argsort(step * (quota - exact)[candidates], kind="stable")
+        quota[candidates[first[: abs(missing)]]] += step
     return quota

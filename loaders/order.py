@@ -4,10 +4,10 @@ Sample number s = position * batch + row is place i = s % n of epoch s // n, and
 ``rows[permutation(seed, epoch, n, i)]``. Nothing is remembered between calls, so resuming, a change of world size and
 any number of reading threads are the same operation. That is the global order: every row anywhere in an epoch.
 
-The block order is for file systems where reading here and there is slow. Runs of at most ``block_rows`` rows that lie side by
-side in a shard are permuted as wholes, then the rows of each ``block_window`` runs among themselves; so what is needed next
-is a few hundred runs, which are read ahead one window at a time. It is a pure function of the place as well, and pays with
-batches that share shards. Of an epoch of 528,422 rows in 690 shards (python -m tools.shuffle_quality, and --batch=256):
+The block order is for file systems where scattered reads are slow. Runs of at most ``block_rows`` neighbouring rows of a shard
+are permuted as a whole, then the rows of each ``block_window`` runs among themselves; so only a few hundred runs are needed
+next, which are read ahead one window at a time. It is a pure function of the place as well. The price is that the rows of a
+batch share shards. Of an epoch of 528,422 rows in 690 shards (python -m tools.shuffle_quality, and --batch=256):
 
                                         batches of 2048                     batches of 256
                                 ACF(1)  shards  chi2/df   unique    ACF(1)  shards  chi2/df  unique
@@ -20,7 +20,7 @@ batches that share shards. Of an epoch of 528,422 rows in 690 shards (python -m 
     a shuffle buffer of 10,000   0.859    72.6    71.94  204,800     0.899    46.1    10.25  25,600
 
 ACF(1): lag-1 autocorrelation of the histograms of shards over the batches. shards: different ones in a batch. chi2/df: of a
-batch's histogram against even use, 1 for independent draws. unique: different rows in 100 batches; independent draws would
+batch's histogram against uniform use, 1 for independent draws. unique: different rows in 100 batches; independent draws would
 give N (1 - (1 - 1/N)^(100 batch)) = 169,780 and 24,990, but no order here repeats a row before the epoch is over. A window
 of 256 runs of 8 rows holds 2,048 rows, in XCL 1.9 GB; two windows are asked for at most.
 
@@ -29,6 +29,7 @@ and Rogaway, "Ciphers with arbitrary finite domains", 2002). Its round function 
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -36,7 +37,7 @@ VERSION = 1  # changes whenever the same (seed, epoch, place) would give another
 
 ROUNDS = 8
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the increment of splitmix64
-ORDER, CROP, SPLIT, BLOCK, WINDOW = 1, 2, 3, 4, 5  # what a hash is for: two uses of the same numbers draw independently
+ORDER, CROP, SPLIT, BLOCK, WINDOW = 1, 2, 3, 4, 5  # domains of the hashes: two uses of the same numbers draw independently
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -48,7 +49,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def hash_of(*parts: int | np.ndarray) -> np.ndarray:
-    """uint64 hash of a tuple of integers below 2^64; the parts broadcast against each other."""
+    """The uint64 hash of a tuple of integers below 2^64; the parts broadcast against each other."""
     h = np.zeros(1, np.uint64)
     for part in parts:
         h = mix((h ^ np.asarray(part, np.uint64)) + GOLDEN)
@@ -56,8 +57,31 @@ def hash_of(*parts: int | np.ndarray) -> np.ndarray:
 
 
 def permutation(seed: int, epoch: int, n: int, i: np.ndarray) -> np.ndarray:
-    """int64 [k] places in [0, n) of an epoch -> int64 [k] recordings in [0, n): a bijection for each (seed, epoch)."""
+    """Places int64 [k] in [0, n) of an epoch -> recordings int64 [k] in [0, n): a bijection for each (seed, epoch)."""
     return _permute(hash_of(ORDER, seed, epoch), n, i)
+
+
+def epochs(
+    seed: int, n: int, number: np.ndarray, permute: Callable[[int, int, int, np.ndarray], np.ndarray] = permutation
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draws number ``number``, int64 [k], of an endless order of n recordings -> int64 [k] epochs, int64 [k] recordings.
+
+    Every recording is drawn once before any comes again. ``permute``: `permutation`, or the extension's.
+    """
+    epoch, place = np.divmod(number, n)
+    recording = np.empty_like(place)
+    for e in np.unique(epoch):
+        recording[epoch == e] = permute(seed, int(e), n, place[epoch == e])
+    return epoch, recording
+
+
+def once(n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Draws of a test split of n recordings -> which of them there are, int64 [m], and those recordings, int64 [m].
+
+    The order is always the same and mixed, so that the first batches are a fair sample; past its end there is nothing.
+    """
+    there = np.flatnonzero(number < n)
+    return there, permutation(0, 0, n, number[there]) if there.size else there
 
 
 def _permute(key: np.ndarray, n: int, i: np.ndarray) -> np.ndarray:
@@ -66,7 +90,7 @@ def _permute(key: np.ndarray, n: int, i: np.ndarray) -> np.ndarray:
     b = np.uint64(-(-n // int(a)))
     place = np.array(i, np.uint64)
     walking = np.ones(place.shape, bool)
-    while walking.any():  # a * b exceeds n by less than a: a place that lands there takes another turn
+    while walking.any():  # a * b exceeds n by less than a: a place that lands there is permuted again
         l, r = np.divmod(place[walking], b)
         for turn, key in enumerate(keys):
             if turn % 2 == 0:
@@ -79,9 +103,9 @@ def _permute(key: np.ndarray, n: int, i: np.ndarray) -> np.ndarray:
 
 
 def block_stops(rows: np.ndarray, first_rows: np.ndarray, size: int) -> np.ndarray:
-    """int64 [blocks]: after the last of each run of at most ``size`` of ``rows`` that lie in one shard.
+    """The ends of the blocks, int64 [blocks]: after the last of each run of at most ``size`` of ``rows`` within one shard.
 
-    ``rows`` increase; ``first_rows`` are the first of each shard.
+    ``rows`` must increase; ``first_rows`` are the first rows of the shards.
     """
     ends = [*np.searchsorted(rows, first_rows[1:]), len(rows)]
     stops: list[int] = []
@@ -92,9 +116,9 @@ def block_stops(rows: np.ndarray, first_rows: np.ndarray, size: int) -> np.ndarr
 
 
 def block_order(seed: int, epoch: int, stops: np.ndarray, window: int, i: np.ndarray) -> np.ndarray:
-    """int64 [k] places of an epoch -> int64 [k] recordings, a bijection of [0, stops[-1]).
+    """Places int64 [k] of an epoch -> recordings int64 [k], a bijection of [0, stops[-1]).
 
-    The blocks are permuted; the places of each ``window`` blocks that follow each other then are permuted among themselves.
+    The blocks are permuted; then the places of each ``window`` consecutive blocks are permuted among themselves.
     """
     sizes = np.diff(stops, prepend=0)
     blocks = _permute(hash_of(BLOCK, seed, epoch), len(stops), np.arange(len(stops)))
@@ -115,13 +139,13 @@ def _below(x: np.ndarray, m: np.uint64) -> np.ndarray:
 
 
 def crop_start(seed: int, epoch: int, recording: int, n_starts: int, view: int = 0) -> int:
-    """First sample, at the recording's own rate, of a training crop among ``n_starts`` possible ones."""
+    """The first sample, at the recording's own rate, of a training crop, among ``n_starts`` possible ones."""
     return int(hash_of(CROP, seed, epoch, recording, view)[0]) % n_starts
 
 
 def held_out(recordings: np.ndarray, share: float) -> np.ndarray:
-    """int64 [n] row numbers -> bool [n]: the recordings kept for testing, about ``share`` of them.
+    """Row numbers int64 [n] -> bool [n]: which recordings are kept for testing, about ``share`` of them.
 
-    Depends on the row number alone, so adding recordings at the end moves no earlier one across the split.
+    It depends on the row number alone, so recordings added at the end move no earlier one across the split.
     """
     return (hash_of(SPLIT, recordings) >> np.uint64(11)).astype(np.float64) < share * 2.0**53

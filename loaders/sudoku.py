@@ -1,21 +1,20 @@
-"""Boards with one right answer: Sudoku of 9 × 9 and 4 × 4, mazes, and mixtures of them, read or generated.
+"""Boards with exactly one solution: Sudoku of 9 × 9 and 4 × 4, mazes, and mixtures of them, read or generated.
 
-A source is a folder, or, without a path, a generator. Three formats are known, each with a split "train" and a split "test":
+A source is a folder or, if its path is empty, a generator. There are three formats, each with the splits "train" and "test":
 
   CSV    train.csv, test.csv: columns source, question, answer, rating; 81 or 16 characters a board, row by row, "." or 0 for
          a blank. Of train, ``n_train`` rows are drawn by config.seed.
   npy    train/, test/: all__inputs.npy and all__labels.npy (uint8 [n, cells], symbols as below), all__puzzle_identifiers.npy
          (int [p]), all__puzzle_indices.npy (int [p + 1]: rows of a puzzle), all__group_indices.npy (int [g + 1]: puzzles of a
-         group). Training takes one row of each group in an epoch; it was augmented by who wrote it, and is not again.
+         group). Training takes one row of each group in an epoch. Its rows are already augmented, and are not augmented again.
   none   generated: see `rust/core/src/sudoku.rs` and `make_maze`. A solution is in "train" or in "test" by its hash, so that no
          test board has the solution of a training board.
 
 Symbols of Sudoku: 0 padding, 1 blank, d + 1 for the digit d. Of a maze: 0 padding, then "# SGo": wall, free, start, goal, path.
 
 Row r of a batch belongs to the source whose share of the batch covers r; sample s of a source (s = position × its rows in a
-batch + r) is place s mod n of its epoch s // n (`loaders.order`). Which augmentation it gets is a function of (seed, epoch,
-index). "test" goes once through all sources, in an order that is always the same and mixed, so that its first batches are a
-fair sample.
+batch + r) is place s mod n of its epoch s // n (`loaders.order`). Its augmentation is a function of (seed, epoch, index).
+"test" goes once through all sources, in an order that is always the same and mixed: its first batches are a fair sample.
 """
 
 import functools
@@ -29,13 +28,14 @@ import numpy as np
 import pyarrow.csv
 
 from loaders import _rust, checks, machine, order
-from loaders.base import DataError, Facts, Field, HostBatch, Rows
+from loaders.base import DataError, Facts, Field, Loader, Rows, refuse_problems
 
 KINDS = {"sudoku": 9, "sudoku4": 4, "maze": 0}  # name -> side; a maze's is Source.side
 VERSION = 1  # changes whenever the same (seed, epoch, index) would give another board
-IGNORED = -100  # a label that does not count
+IGNORED = -100  # the label of a cell that is not predicted
 MAZE = "# SGo"
-PUZZLE, VIEW, HELD_OUT, DIGITS, BANDS, LINES, STACKS, COLUMNS, TURN = range(32, 41)  # what a hash is for
+# Domains of the hashes: two uses of the same numbers draw independently.
+PUZZLE, VIEW, HELD_OUT, DIGITS, BANDS, LINES, STACKS, COLUMNS, TURN = range(32, 41)
 TEST_SHARE = 0.2  # of the solutions that a generator finds
 # Difficulty classes begin at these guesses of the solver (or ratings of a CSV), and at these lengths of a maze's path.
 EDGES = {"sudoku": (1, 4, 16, 64), "sudoku4": (1, 4, 16, 64), "maze": (40, 80, 120, 160)}
@@ -51,7 +51,7 @@ class Source:
     n_train: int = 1000  # [puzzles] to train on, generated or drawn from a CSV; 0 = all of a CSV
     n_test: int = 1000  # [puzzles] generated to test on
     blanks: tuple[int, int] = (46, 64)  # [cells] fewest and most blanks of a generated Sudoku
-    views: int = 1000  # [views] augmentations of a training puzzle beside itself, one in an epoch; 0 = none
+    views: int = 1000  # [views] augmentations of a training puzzle besides itself, one in an epoch; 0 = none
     side: int = 30  # [cells] of a generated maze
 
 
@@ -80,16 +80,16 @@ class Puzzles(NamedTuple):
     """One split of one source."""
 
     inputs: np.ndarray  # uint8 [n, cells]
-    labels: np.ndarray  # uint8 [n, cells]; 0 does not count
+    labels: np.ndarray  # uint8 [n, cells]; 0: not predicted
     puzzle: np.ndarray  # int32 [n] id in the puzzle embedding, within the source
     rating: np.ndarray  # int64 [n] guesses, or a path's length
     groups: np.ndarray  # int64 [g + 1] first row of each group; training takes one row of a group in an epoch
 
 
-class Boards:
-    """A `loaders.base.Loader`. Fields, r rows for each range:
+class Boards(Loader):
+    """Puzzles and their solutions. Fields, r rows for each range:
 
-    inputs, labels      int32 [r, cells]; labels that do not count are -100
+    inputs, labels      int32 [r, cells]; labels that are not predicted are -100
     puzzle              int32 [r] row of the puzzle embedding
     difficulty          int32 [r] class of the puzzle's rating (`EDGES`)
     index, epoch        int32 [r] the puzzle in its source and split, -1 in padding
@@ -97,74 +97,51 @@ class Boards:
     """
 
     def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
-        self.fields = fields(config)
-        self._config, self._rows, self._seed, self._train = config, rows, seed, split == "train"
-        self._cells = self.fields["inputs"].shape[0]
+        self._config = config
         self._puzzles = [_split(source, config.seed, split) for source in config.sources]
         self._first_id = np.cumsum([0, *(_n_ids(source, config.seed) for source in config.sources)])
         shares = np.cumsum([0.0, *(source.share for source in config.sources)])
-        self._bounds = np.round(shares / shares[-1] * rows.batch).astype(int)
-        if self._train and (empty := np.flatnonzero(np.diff(self._bounds) == 0)).size:
+        self._bounds = np.round(shares / shares[-1] * rows.batch).astype(int)  # of each source's rows in a batch
+        if split == "train" and (empty := np.flatnonzero(np.diff(self._bounds) == 0)).size:
             raise DataError(f"sources[{empty[0]}].share gives no row of a batch of {rows.batch}; raise it, or the batch")
         self._starts = np.cumsum([0, *(len(p.inputs) for p in self._puzzles)])
-        self.n_batches = -(-int(self._starts[-1]) // rows.batch)
-        self._position, self._closed = 0, False
+        n_batches = -(-int(self._starts[-1]) // rows.batch)
+        super().__init__(fields(config), train=split == "train", rows=rows, seed=seed, n_batches=n_batches)
 
-    def __iter__(self) -> "Boards":
-        return self
-
-    def __next__(self) -> tuple[int, HostBatch]:
-        if self._closed or (not self._train and self._position >= self.n_batches):
-            raise StopIteration
-        make = self._train_rows if self._train else self._test_rows
-        parts = [make(np.arange(start, stop)) for start, stop in self._rows.ranges]
-        self._position += 1
-        return self._position, {name: [part[name] for part in parts] for name in self.fields}
-
-    def seek(self, position: int) -> None:
-        self._position = position
-
-    def state(self, position: int) -> dict[str, Any]:
+    @functools.cached_property
+    def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for puzzles in self._puzzles:
             for array in puzzles:
-                digest.update(np.ascontiguousarray(array))
+                digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()[:16]
+
+    @property
+    def order(self) -> dict[str, Any]:
         return {
-            "position": position,
-            "seed": self._seed,
-            "fingerprint": digest.hexdigest()[:16],
-            "order": {
-                "version": [order.VERSION, VERSION],
-                "batch": self._rows.batch,
-                "bounds": self._bounds.tolist(),
-                "views": [source.views for source in self._config.sources],
-            },
+            "version": [order.VERSION, VERSION],
+            "batch": self._rows.batch,
+            "bounds": self._bounds.tolist(),
+            "views": [source.views for source in self._config.sources],
         }
 
     def diagnostics(self) -> dict[str, Any]:
         return {"puzzles": [len(p.inputs) for p in self._puzzles]}
 
-    def close(self) -> None:
-        self._closed = True
-
-    def _empty(self, n: int) -> dict[str, np.ndarray]:
-        batch = {name: np.zeros((n, *field.shape), field.dtype) for name, field in self.fields.items()}
+    def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
+        batch = self._empty(len(row))
         batch["labels"][:] = IGNORED
-        batch["index"][:] = -1
+        (self._fill_train if self._train else self._fill_test)(batch, position, row)
         return batch
 
-    def _train_rows(self, row: np.ndarray) -> dict[str, np.ndarray]:
-        batch = self._empty(len(row))
+    def _fill_train(self, batch: dict[str, np.ndarray], position: int, row: np.ndarray) -> None:
         for k, (source, puzzles) in enumerate(zip(self._config.sources, self._puzzles, strict=True)):
             at = np.flatnonzero((row >= self._bounds[k]) & (row < self._bounds[k + 1]))
             if not at.size:
                 continue
-            n, seed = len(puzzles.groups) - 1, self._seed + (k << 32)  # sources draw independently
-            sample = self._position * int(np.diff(self._bounds)[k]) + row[at] - self._bounds[k]
-            epoch, place = np.divmod(sample, n)
-            group = np.empty_like(place)
-            for e in np.unique(epoch):
-                group[epoch == e] = order.permutation(seed, int(e), n, place[epoch == e])
+            seed = self._seed + (k << 32)  # sources draw independently
+            sample = position * int(np.diff(self._bounds)[k]) + row[at] - self._bounds[k]
+            epoch, group = order.epochs(seed, len(puzzles.groups) - 1, sample)
             first, size = puzzles.groups[group], np.diff(puzzles.groups)[group]
             draw = order.hash_of(VIEW, seed, epoch, group)
             index = first + ((draw >> np.uint64(32)) % size.astype(np.uint64)).astype(np.int64)
@@ -173,24 +150,26 @@ class Boards:
                 view = (draw & np.uint64(0xFFFFFFFF)) % np.uint64(source.views + 1)
                 boards, answers = augment(source.kind, seed, index, view, boards, answers)
             self._fill(batch, at, k, index, epoch, boards, answers)
-        return batch
 
-    def _test_rows(self, row: np.ndarray) -> dict[str, np.ndarray]:
-        batch, n = self._empty(len(row)), int(self._starts[-1])
-        place = self._position * self._rows.batch + row
-        there = np.flatnonzero(place < n)
-        if there.size:
-            number = order.permutation(0, 0, n, place[there])
-            of = np.searchsorted(self._starts, number, side="right") - 1
-            for k in np.unique(of):
-                at, index = there[of == k], number[of == k] - self._starts[k]
-                puzzles = self._puzzles[k]
-                self._fill(batch, at, k, index, np.zeros_like(index), puzzles.inputs[index], puzzles.labels[index])
-        return batch
+    def _fill_test(self, batch: dict[str, np.ndarray], position: int, row: np.ndarray) -> None:
+        valid, number = order.once(int(self._starts[-1]), position * self._rows.batch + row)
+        source = np.searchsorted(self._starts, number, side="right") - 1
+        for k in np.unique(source):
+            at, index = valid[source == k], number[source == k] - self._starts[k]
+            puzzles = self._puzzles[k]
+            self._fill(batch, at, k, index, np.zeros_like(index), puzzles.inputs[index], puzzles.labels[index])
 
     def _fill(
-        self, batch: dict, at: np.ndarray, k: int, index: np.ndarray, epoch: np.ndarray, boards: np.ndarray, answers: np.ndarray
-    ):
+        self,
+        batch: dict[str, np.ndarray],
+        at: np.ndarray,
+        k: int,
+        index: np.ndarray,
+        epoch: np.ndarray,
+        boards: np.ndarray,
+        answers: np.ndarray,
+    ) -> None:
+        """Writes puzzles ``index`` of source ``k`` into the places ``at`` of a batch."""
         puzzles, cells = self._puzzles[k], boards.shape[1]
         batch["inputs"][at, :cells] = boards
         batch["labels"][at, :cells] = np.where(answers == 0, IGNORED, answers.astype(np.int32))
@@ -200,7 +179,7 @@ class Boards:
 
 
 def fields(config: Config) -> dict[str, Field]:
-    """Field -> shape of one row, dtype. Smaller boards of a mixture are padded to the largest."""
+    """The fields of a batch: name -> shape of one row, dtype. Smaller boards of a mixture are padded to the largest."""
     cells = Field((max(_split(s, config.seed, "train").inputs.shape[1] for s in config.sources),), np.dtype(np.int32))
     scalar = Field((), np.dtype(np.int32))
     return {
@@ -212,7 +191,10 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """n_cells, vocab (symbols, padding included), n_puzzles (ids), n_difficulties, and n_train, n_test by source."""
+    """What the puzzles decide: n_cells, vocab (symbols, padding included), n_puzzles (ids), n_difficulties; n_train and n_test.
+
+    n_train and n_test are of each source. Raises DataError.
+    """
     splits = {split: [_split(s, config.seed, split) for s in config.sources] for split in ("train", "test")}
     everything = [p for puzzles in splits.values() for p in puzzles]
     symbols = [6 if s.kind == "maze" else KINDS[s.kind] + 2 for s in config.sources]
@@ -228,13 +210,12 @@ def facts(config: Config) -> Facts:
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Boards:
     """A loader of ``split``, "train" or "test". Raises DataError for what cannot be read or generated."""
-    for field, text in config.problems():
-        raise DataError(f"data.{field} {text}")
+    refuse_problems(config)
     return Boards(config, split=split, rows=rows, seed=seed)
 
 
 def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Each [k, cells] array seen another way, the same for all of them: a function of (seed, index, view) alone.
+    """Augments each [k, cells] array in the same way, as a function of (seed, index, view) alone.
 
     Sudoku: the digits are renamed, bands and the rows in them, stacks and the columns in them are permuted, and half of the
     boards are transposed. A maze: one of the eight symmetries of the square. View 0 is the puzzle itself.
@@ -247,12 +228,12 @@ def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: 
         return tuple(np.take_along_axis(x, turned[which], axis=1) for x in boards)
 
     side = KINDS[kind]
-    root, own = round(side**0.5), np.asarray(view) == 0
+    root, unchanged = round(side**0.5), np.asarray(view) == 0
 
-    def shuffled(what: int, n: int, m: int = 1) -> np.ndarray:
+    def shuffled(domain: int, n: int, m: int = 1) -> np.ndarray:
         """[k, m, n]: m permutations of n for each board."""
-        keys = order.hash_of(what, seed, index[:, None], view[:, None], np.arange(m * n)[None]).reshape(-1, m, n)
-        return np.where(own[:, None, None], np.arange(n), np.argsort(keys, axis=2))
+        keys = order.hash_of(domain, seed, index[:, None], view[:, None], np.arange(m * n)[None]).reshape(-1, m, n)
+        return np.where(unchanged[:, None, None], np.arange(n), np.argsort(keys, axis=2))
 
     def lines(bands: int, inside: int) -> np.ndarray:
         """[k, side]: rows (or columns) that stay in their bands, and bands in any order."""
@@ -261,7 +242,7 @@ def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: 
 
     rows, columns = lines(BANDS, LINES), lines(STACKS, COLUMNS)
     digits = np.concatenate([np.tile([0, 1], (len(index), 1)), shuffled(DIGITS, side)[:, 0] + 2], axis=1)
-    turn = (order.hash_of(TURN, seed, index, view) % np.uint64(2) == 1) & ~own
+    turn = (order.hash_of(TURN, seed, index, view) % np.uint64(2) == 1) & ~unchanged
     which = np.arange(len(index))[:, None, None]
 
     def apply(x: np.ndarray) -> np.ndarray:
@@ -285,12 +266,12 @@ def _split(source: Source, seed: int, split: str) -> Puzzles:
         return _read_csv(folder / f"{split}.csv", source, seed, draw=source.n_train if split == "train" else 0)
     if (folder / split / "all__inputs.npy").is_file():
         return _read_npy(folder / split)
-    inside = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else "not there"
-    raise DataError(f"{source.path} has neither {split}.csv nor {split}/all__inputs.npy; it holds {inside or 'nothing'}")
+    content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
+    raise DataError(f"{source.path} has neither {split}.csv nor {split}/all__inputs.npy; it holds {content or 'nothing'}")
 
 
 def _singles(inputs: np.ndarray, labels: np.ndarray, rating: np.ndarray) -> Puzzles:
-    """Puzzles that are a group each, and share one id."""
+    """Puzzles of which each is a group of its own, and all share one id."""
     n = len(inputs)
     return Puzzles(inputs, labels, np.zeros(n, np.int32), rating.astype(np.int64), np.arange(n + 1))
 
@@ -302,7 +283,7 @@ def _read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Pu
         questions, answers = (table[name].to_pylist() for name in ("question", "answer"))
         rating = np.asarray(table["rating"]) if "rating" in table.column_names else np.zeros(len(questions))
     except (KeyError, OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}; the columns source, question, answer, rating are wanted") from error
+        raise DataError(f"{path}: {error}; expected the columns source, question, answer, rating") from error
     chosen = np.arange(len(questions))
     if draw and draw < len(chosen):
         chosen = np.sort(order.permutation(seed, 0, len(chosen), np.arange(draw)))
@@ -311,14 +292,14 @@ def _read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Pu
     for texts in (questions, answers):
         picked = [texts[i] for i in chosen]
         if (wrong := next((i for i, t in zip(chosen, picked, strict=True) if len(t or "") != side * side), None)) is not None:
-            raise DataError(f"{path}: row {wrong} has {len(texts[wrong] or '')} characters, and a board {side * side}")
+            raise DataError(f"{path}: row {wrong} has {len(texts[wrong] or '')} characters; expected {side * side}")
         codes = np.frombuffer("".join(picked).replace(".", "0").encode(), np.uint8).reshape(len(picked), side * side)
         if ((codes < ord("0")) | (codes > ord("0") + side)).any():
-            raise DataError(f"{path}: characters other than . and 0 to {side}")
+            raise DataError(f"{path} has characters other than . and 0 to {side}")
         sides.append(codes - ord("0") + 1)
     inputs, labels = sides
     if (bad := np.flatnonzero(((inputs != 1) & (inputs != labels)).any(1) | (labels == 1).any(1))).size:
-        raise DataError(f"{path}: the answer of row {chosen[bad[0]]} has blanks, or is not one to its question")
+        raise DataError(f"{path}: the answer of row {chosen[bad[0]]} has blanks, or does not solve its question")
     return _singles(inputs, labels, rating[chosen])
 
 
@@ -329,21 +310,23 @@ def _read_npy(folder: pathlib.Path) -> Puzzles:
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: {error}") from error
     if len(inputs) != len(labels) or puzzles[-1] != len(inputs) or groups[-1] != len(ids) or len(puzzles) != len(ids) + 1:
-        raise DataError(f"{folder}: rows, puzzles and groups do not fit together")
+        raise DataError(f"{folder}: rows, puzzles and groups differ in number")
     puzzle = np.repeat(np.asarray(ids, np.int32), np.diff(puzzles))
     return Puzzles(inputs, labels, puzzle, np.zeros(len(inputs), np.int64), np.asarray(puzzles, np.int64)[groups])
 
 
 def generate(source: Source, seed: int) -> dict[str, Puzzles]:
-    """Both splits of a generated source: different boards, and no solution in both."""
-    wanted = {"train": source.n_train, "test": source.n_test}
-    found: dict[str, list[tuple[np.ndarray, ...]]] = {"train": [], "test": []}
+    """Generates both splits of a source: no board twice, and no solution in both splits. Raises DataError."""
+    sizes = {"train": source.n_train, "test": source.n_test}
+    chosen: dict[str, list[tuple[np.ndarray, ...]]] = {"train": [], "test": []}
     seen: set[bytes] = set()
     start, idle, chunk = 0, 0, min(4096, 64 + source.n_train + source.n_test)
-    while any(len(found[split]) < wanted[split] for split in found):
+    while any(len(chosen[split]) < sizes[split] for split in chosen):
         if idle > 20:
-            have = ", ".join(f"{len(found[split])} of {n} for {split}" for split, n in wanted.items())
-            raise DataError(f"no more different {source.kind} puzzles with blanks={source.blanks}: {have}; ask for fewer")
+            have = ", ".join(f"{len(chosen[split])} of {n} for {split}" for split, n in sizes.items())
+            raise DataError(
+                f"no more different {source.kind} puzzles with blanks={source.blanks}, after {have}; lower n_train and n_test"
+            )
         boards, answers, rating = _chunk(source, seed, start, chunk)
         weights = np.arange(1, answers.shape[1] + 1, dtype=np.uint64)
         held = order.hash_of(HELD_OUT, (order.mix(weights) * answers).sum(1, dtype=np.uint64))
@@ -351,9 +334,9 @@ def generate(source: Source, seed: int) -> dict[str, Puzzles]:
         idle += 1
         for board, answer, rate, test in zip(boards, answers, rating, is_test, strict=True):
             split = "test" if test else "train"
-            if len(found[split]) < wanted[split] and (key := board.tobytes()) not in seen:
+            if len(chosen[split]) < sizes[split] and (key := board.tobytes()) not in seen:
                 seen.add(key)
-                found[split].append((board, answer, rate))
+                chosen[split].append((board, answer, rate))
                 idle = 0
         start += chunk
     cells = _chunk(source, seed, 0, 1)[0].shape[1]
@@ -363,12 +346,12 @@ def generate(source: Source, seed: int) -> dict[str, Puzzles]:
             np.array([a for _, a, _ in rows], np.uint8).reshape(-1, cells),
             np.array([r for _, _, r in rows], np.int64),
         )
-        for split, rows in found.items()
+        for split, rows in chosen.items()
     }
 
 
 def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Puzzles start … start + n - 1 of a seed, as symbols: boards, answers, ratings."""
+    """Generates puzzles start … start + n - 1 of a seed, as symbols: boards, answers, ratings."""
     if source.kind == "maze":
         mazes = [make_maze(source.side, seed, i) for i in range(start, start + n)]
         boards, answers = (np.stack([m[i].reshape(-1) for m in mazes]) for i in range(2))
@@ -381,10 +364,10 @@ def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, n
 
 
 def make_maze(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Maze number ``index`` of a seed and its way out, uint8 [side, side] each.
+    """Generates maze number ``index`` of a seed: the board and its solution, uint8 [side, side] each.
 
-    A random spanning tree over every second cell (depth first), so that two cells are joined by one way only. Start and
-    goal are the two ends of a longest way.
+    A random spanning tree over every second cell (depth first), so that exactly one path joins two cells. Start and goal are
+    the two ends of a longest path.
     """
     wall, free, begin, goal, path = (np.uint8(1 + i) for i in range(len(MAZE)))
     rng = np.random.default_rng([PUZZLE, seed, index])
@@ -401,33 +384,32 @@ def make_maze(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]
             continue
         y, x = divmod(cell, n)
         dy, dx = ((0, 1), (1, 0), (0, -1), (-1, 0))[turns[cell].pop()]
-        if not (0 <= y + dy < n and 0 <= x + dx < n) or (there := (y + dy) * n + x + dx) in seen:
+        if not (0 <= y + dy < n and 0 <= x + dx < n) or (neighbour := (y + dy) * n + x + dx) in seen:
             continue
-        seen.add(there)
-        joined[cell].append(there)
-        joined[there].append(cell)
-        stack.append(there)
+        seen.add(neighbour)
+        joined[cell].append(neighbour)
+        joined[neighbour].append(cell)
+        stack.append(neighbour)
         board[1 + 2 * y + dy, 1 + 2 * x + dx] = free
     board[1 : 2 * n : 2, 1 : 2 * n : 2] = free
 
     def farthest(start: int) -> list[int]:
-        """The way from the cell farthest from ``start`` back to it."""
-        came, queue = {start: start}, [start]
+        """The path from the cell farthest from ``start`` back to it."""
+        before, queue = {start: start}, [start]
         for cell in queue:
-            for there in joined[cell]:
-                if there not in came:
-                    came[there] = cell
-                    queue.append(there)
-        way = [queue[-1]]
-        while way[-1] != start:
-            way.append(came[way[-1]])
-        return way
+            for neighbour in joined[cell]:
+                if neighbour not in before:
+                    before[neighbour] = cell
+                    queue.append(neighbour)
+        cells = [queue[-1]]
+        while cells[-1] != start:
+            cells.append(before[cells[-1]])
+        return cells
 
-    way = farthest(farthest(first)[0])
-    y, x = np.divmod(np.array(way), n)
+    line, column = np.divmod(np.array(farthest(farthest(first)[0])), n)
     answer = board.copy()
-    answer[1 + 2 * y, 1 + 2 * x] = path
-    answer[1 + y[1:] + y[:-1], 1 + x[1:] + x[:-1]] = path
+    answer[1 + 2 * line, 1 + 2 * column] = path
+    answer[1 + line[1:] + line[:-1], 1 + column[1:] + column[:-1]] = path
     for grid in (board, answer):
-        grid[1 + 2 * y[0], 1 + 2 * x[0]], grid[1 + 2 * y[-1], 1 + 2 * x[-1]] = begin, goal
+        grid[1 + 2 * line[0], 1 + 2 * column[0]], grid[1 + 2 * line[-1], 1 + 2 * column[-1]] = begin, goal
     return board, answer

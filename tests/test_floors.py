@@ -113,6 +113,14 @@ def test_the_ground_of_the_loaders_imports_nothing_of_ours():
         assert not {module for module in used if module.split(".")[0] in ("loaders", "jaxtrain", "tools", "configs")}
 
 
+def test_the_loaders_do_not_import_each_other_in_a_circle():
+    modules = {f"loaders.{path.stem}" for path in LOADERS}
+    above = {f"loaders.{path.stem}": set(imports(path)) | {m.rpartition(".")[0] for m in imports(path)} for path in LOADERS}
+    while leaves := {name for name, used in above.items() if not used & (modules - {name}) & set(above)}:
+        above = {name: used for name, used in above.items() if name not in leaves}
+    assert not above, f"each of {sorted(above)} imports, or is imported by, another of them"
+
+
 def test_workloads_do_not_know_each_other():
     folder = ROOT / "jaxtrain" / "workloads"
     for path in folder.rglob("*.py"):

@@ -115,7 +115,7 @@ def test_a_form_that_does_not_go_together_is_refused(tmp_path):
     data = dict(train=str(tmp_path / "birds"), label="label")
     for changes, said in (
         (dict(data=dict(form="wave")), "config.data.form is 'wave'; expected one of: spectrogram, waveform"),
-        (dict(data=dict(form="waveform", dtype="bfloat16")), "config.data.dtype is 'bfloat16', of a spectrogram"),
+        (dict(data=dict(form="waveform", dtype="bfloat16")), "config.data.dtype is 'bfloat16', which a spectrogram may have"),
         (dict(model=dict(form="waveform")), "config.model.form is 'waveform', and data.form is 'spectrogram'"),
         (dict(model=dict(form="mel")), "config.model.form is 'mel'; expected one of: spectrogram, waveform"),
     ):

@@ -35,10 +35,11 @@ class Golden:
     """The golden adapter on its base model."""
 
     def __init__(self):
-        self.config, self.base = language_test.load(DATA / "lm" / "llama3")
         self.g = np.load(DATA / "lora" / "lora.npz")
+        rows, context = self.g["input_ids"].shape
+        self.config, self.base = language_test.load(DATA / "lm" / "llama3", context)
         self.adapter = safetensors.numpy.load_file(DATA / "lora" / "adapter" / "adapter_model.safetensors")
-        self.plain = language.make_task(config_lib.Config(model=self.config), language_test.alone(), 2)
+        self.plain = language.make_task(config_lib.Config(model=self.config), language_test.alone(), rows)
         self.task = lora.adapt(self.plain, RANK4)
         params = specs_lib.map_specs(self._read, self.task.specs.params)
         frozen = {path: x for path, x in zip(specs_lib.paths(self.base), jax.tree.leaves(self.base), strict=True)}

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from loaders import shards
 from tools import embed
 
 
@@ -65,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     model = embed.load(args.run)
     with tempfile.TemporaryDirectory() as folder:
-        shards = embed.spectrogram.find_shards(args.data, "train")
         for i in range(args.repeat):
-            for shard in shards:
+            for shard in shards.find_shards(args.data, "train"):
                 name = "-".join(pathlib.Path(shard).parts[-2:])
                 (pathlib.Path(folder) / f"{i}-{name}").symlink_to(pathlib.Path(shard).absolute())
         data = embed.data_config(model, train=f"{folder}/*.arrow", test="", views=args.views, threads=args.threads)

@@ -47,7 +47,7 @@ import numpy as np
 import pyarrow as pa
 import soundfile
 
-from loaders import base, demo, machine, order
+from loaders import base, demo, demo_birds, machine, order
 from loaders import spectrogram as ours
 
 SEED = 7
@@ -58,18 +58,18 @@ BATCH = 20
 
 # MP3 and WAV hold as many stereo recordings as mono ones, as archives of field recordings do.
 CODECS = {
-    "ogg": ("OGG 32k", demo.Codec("ogg", "OGG", "VORBIS", 32000, 1, 30, 8.0, (("compression_level", 0.6),))),
+    "ogg": ("OGG 32k", demo_birds.Codec("ogg", "OGG", "VORBIS", 32000, 1, 30, 8.0, (("compression_level", 0.6),))),
     "mp3": (
         "MP3 44.1k",
-        demo.Codec(
+        demo_birds.Codec(
             *("mp3", "MP3", "MPEG_LAYER_III", 44100, 2, 30, 16.0),
             (("bitrate_mode", "CONSTANT"), ("compression_level", 0.5)),
         ),
     ),
-    "flac": ("FLAC 48k", demo.Codec("flac", "FLAC", "PCM_16", 48000, 1, 30, 50.0)),
-    "wav": ("WAV 44.1k", demo.Codec("wav", "WAV", "PCM_16", 44100, 2, 30, 132.3)),
+    "flac": ("FLAC 48k", demo_birds.Codec("flac", "FLAC", "PCM_16", 48000, 1, 30, 50.0)),
+    "wav": ("WAV 44.1k", demo_birds.Codec("wav", "WAV", "PCM_16", 44100, 2, 30, 132.3)),
     # Nothing to decode and nothing to resample: here all agree but for rounding. The tests use it.
-    "wav32": ("WAV 32k", demo.Codec("wav", "WAV", "PCM_16", 32000, 1, 30, 64.0)),
+    "wav32": ("WAV 32k", demo_birds.Codec("wav", "WAV", "PCM_16", 32000, 1, 30, 64.0)),
 }
 
 
@@ -94,7 +94,7 @@ class Sample(NamedTuple):
 
 def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | None = None) -> pathlib.Path:
     """The shard with ``n`` recordings of ``seconds`` on average, which is made if it is not there."""
-    recipe = zlib.crc32(pathlib.Path(demo.__file__).read_bytes() + repr(CODECS[codec]).encode())
+    recipe = zlib.crc32(pathlib.Path(demo_birds.__file__).read_bytes() + repr(CODECS[codec]).encode())
     shard = (folder or machine.cache_folder()) / f"bench-v1-{codec}-{n}x{seconds:g}s-{recipe:08x}.arrow"
     if shard.is_file():
         return shard
@@ -108,8 +108,8 @@ def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | No
         kind = CODECS[codec][1]
         kind = kind._replace(channels=1 + number % 2) if kind.channels == 2 else kind
         # The lengths come out exactly as asked for, whatever the demo would draw.
-        rec = demo.Recording(number, number % len(demo.SPECIES), kind, float(spread_n[number]))
-        return demo.encode(rec, demo.waveform(rec))
+        rec = demo_birds.Recording(number, number % len(demo_birds.SPECIES), kind, float(spread_n[number]))
+        return demo_birds.encode(rec, demo_birds.waveform(rec))
 
     # Under another name until it is whole: whoever finds the shard can use it.
     with tempfile.TemporaryDirectory(dir=shard.parent) as folder:
@@ -117,7 +117,7 @@ def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | No
         with pa.ipc.new_stream(str(made), demo.schema()) as sink, futures.ThreadPoolExecutor(machine.cores()) as pool:
             for number, data in enumerate(pool.map(encoded, range(n))):
                 audio = {"bytes": data, "path": f"{number:05d}.{CODECS[codec][1].suffix}"}
-                columns = {"audio": [audio], "ebird_code": [number % len(demo.SPECIES)]}
+                columns = {"audio": [audio], "ebird_code": [number % len(demo_birds.SPECIES)]}
                 sink.write_batch(pa.RecordBatch.from_pydict(columns, demo.schema()))
         made.replace(shard)
     return shard

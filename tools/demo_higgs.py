@@ -39,7 +39,7 @@ from jaxtrain import layout as layout_lib
 from jaxtrain import metrics
 from jaxtrain.types import Variables
 from jaxtrain.workloads import audio_language
-from loaders import _rust, chat_audio, codec, demo_chat, spectrogram
+from loaders import _rust, chat_audio, codec, demo_chat, shards
 from loaders.base import Rows
 from tools import generate_audio, lora_to_peft, orbax_to_safetensors, train_codec
 from tools.demo_giblet import records
@@ -126,7 +126,7 @@ def unpack(data: str, split: str, out: pathlib.Path) -> list[Recording]:
 
         folder = str(demo.ensure())
     label = "ebird_code" if data == "demo" else "label"
-    index = _rust.Index([str(p) for p in spectrogram.find_shards(folder, split)], label=label)
+    index = _rust.Index([str(p) for p in shards.find_shards(folder, split)], label=label)
     found = []
     for row in range(index.n_rows):
         name = index.class_names[index.labels[row]].replace("_", " ")

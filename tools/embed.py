@@ -39,7 +39,7 @@ from jaxtrain.layout import Layout, make_layout, make_mesh
 from jaxtrain.nn import vit
 from jaxtrain.types import PyTree
 from jaxtrain.workloads import bird
-from loaders import columnar, spectrogram
+from loaders import columnar, shards, spectrogram
 from loaders.base import DataError, Rows
 
 KINDS = ("mean", "cls", "patches")
@@ -274,8 +274,8 @@ def _program(model: Model, layout: Layout, kinds: Sequence[str], views: int) -> 
 
 def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:
     """A column of whole numbers, of all recordings of a split in order."""
-    shards = spectrogram.find_shards(spectrogram.made(data.train if split == "train" else data.test or data.train), split)
-    parts = [columnar.read(path, name)[0].to_numpy() for path in shards]
+    paths = shards.find_shards(shards.resolve(data.train if split == "train" else data.test or data.train), split)
+    parts = [columnar.read(path, name)[0].to_numpy() for path in paths]
     found = np.concatenate(parts)
     if not np.issubdtype(found.dtype, np.integer):
         raise EmbedError(f"column {name!r} holds {found.dtype}; whole numbers are wanted")

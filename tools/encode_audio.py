@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loaders import _rust, chat_audio, codec
+from loaders import _rust, chat_audio, chat_samples, codec
 from loaders.base import DataError
 
 
@@ -47,7 +47,7 @@ def encode(args: argparse.Namespace) -> int:
         manifest=args.manifest, codec=args.codec, audio_root=args.audio_root, cache=args.cache, threads=args.threads,
         codebooks=args.codebooks, codebook_size=args.codebook_size,
     )  # fmt: skip
-    done, bad = chat_audio.encode_all(config, args.manifest)
+    done, bad = chat_samples.encode_all(config, args.manifest)
     for name, reason in bad:
         print(f"{name}: {reason}")
     print(f"{done} recordings encoded, {len(bad)} could not be, in {time.perf_counter() - began:.1f} s")

@@ -30,7 +30,7 @@ from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.types import PyTree
 from jaxtrain.workloads import audio_language
-from loaders import chat_audio, chatml, codec
+from loaders import chat_audio, chat_samples, chatml, codec
 from loaders.base import DataError
 from tools import encode_audio
 
@@ -40,7 +40,7 @@ class Speaker(NamedTuple):
 
     model: audio_language.Config
     params: PyTree
-    tools: chat_audio.Tools
+    tools: chat_samples.Tools
     tokenizer: Any
     codec: codec.Codec | None
 
@@ -96,9 +96,9 @@ def load(weights: str, *, tokenizer: str = "", codec_path: str = "") -> Speaker:
     rules = config_lib.WarmStart(source=str(folder))
     found = warm_start.load(warm_start.match(table, warm_start.open_source(rules), rules), abstract)
     params = jax.tree.unflatten(jax.tree.structure(abstract), [found[p] for p in paths])
-    tools = chat_audio.tools_of(data, data.manifest)
-    voice = chat_audio.open_codec(data) if data.codec else None
-    return Speaker(model, params, tools, chat_audio.read_tokenizer(data.tokenizer), voice)
+    tools = chat_samples.tools_of(data, data.manifest)
+    voice = chat_samples.open_codec(data) if data.codec else None
+    return Speaker(model, params, tools, chat_samples.read_tokenizer(data.tokenizer), voice)
 
 
 def speak(

@@ -35,7 +35,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from loaders import tokens
+from loaders import token_files
 
 TEXT, LINES, PARQUET, ARROW = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
 DOCUMENTS = ("file", "paragraph", "line")
@@ -126,7 +126,7 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
         name = "tokenizer.json"
         (out / name).write_bytes(pathlib.Path(options.tokenizer).read_bytes())
     shards = [entry["shard"] for entry in entries]
-    tokens.write_about(out, vocab=vocab, eos=eos, tokenizer=name, shards=shards)
+    token_files.write_about(out, vocab=vocab, eos=eos, tokenizer=name, shards=shards)
     for path in (*(_entry(out, i) for i in range(len(parts))), marker):
         path.unlink()
     (out / PARTIAL).rmdir()
@@ -255,7 +255,7 @@ def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
         if len(waiting) == 1000:
             flush()
     flush()
-    shard = tokens.write_shard(out, f"{number:05}", documents, sizes, tokens.token_dtype(vocab))
+    shard = token_files.write_shard(out, f"{number:05}", documents, sizes, token_files.token_dtype(vocab))
     temporary = _entry(out, number).with_suffix(".new")
     temporary.write_text(json.dumps({"shard": shard, "bad": bad}))
     temporary.replace(_entry(out, number))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loaders import order, tokens
+from loaders import order, packing, token_files, tokens
 
 
 def lengths_of(path: str) -> np.ndarray:
@@ -26,7 +26,7 @@ def lengths_of(path: str) -> np.ndarray:
     file = pathlib.Path(path)
     if file.is_file():
         return np.array([len(part) for part in file.read_text().split("\n\n") if part], np.int64)
-    return tokens.lengths(file)
+    return token_files.lengths(file)
 
 
 def best_fit(lengths: np.ndarray, context: int, window: int, seed: int = 0) -> tuple[float, float, float]:
@@ -36,7 +36,7 @@ def best_fit(lengths: np.ndarray, context: int, window: int, seed: int = 0) -> t
     seen = 0.0
     for start in range(0, len(lengths), window):
         mine = shuffled[start : start + window]
-        placed = tokens.pack(mine, context)
+        placed = packing.pack(mine, context)
         rows += len(placed.stops)
         pieces = np.bincount(placed.document, minlength=len(mine))
         cut += int(((pieces > 1) & (mine - 1 <= context)).sum())

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from loaders import multimodal
+from loaders import film_files, multimodal
 from loaders.base import DataError
 
 SOUND_RATE = 24_000  # [Hz] that sound is resampled to
@@ -101,7 +101,7 @@ def prepare(args: argparse.Namespace) -> str:
             "text_since": since.tolist(),
             "made_of": {name: str(value) for name, value in vars(args).items() if isinstance(value, pathlib.Path)},
         }
-        multimodal.write(partial, info)
+        film_files.write(partial, info)
         # Reads it as training will, or says what does not fit.
         facts = multimodal.facts(multimodal.Config(path=str(partial), test_share=0))
         if args.out.exists():

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loaders import chat_audio, chatml, codec, order
+from loaders import chat_samples, chatml, codec, order
 from loaders.base import DataError
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga")
@@ -81,7 +81,7 @@ def sources(paths: Sequence[str]) -> list[codec.Source]:
                     clips = [piece.clip for piece in chatml.render(sample) if piece.clip is not None]
                 except chatml.SampleError:
                     continue
-                found |= {str(source): source for source in (chat_audio.source_of(clip, root) for clip in clips)}
+                found |= {str(source): source for source in (chat_samples.source_of(clip, root) for clip in clips)}
             continue
         files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
         if not path.exists():

@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import soundfile
 
-from loaders import _rust, chat_audio, codec, demo_chat
+from loaders import _rust, chat_audio, chat_samples, codec, demo_chat
 
 SIZE = 16  # codes of each of the two codebooks
 DECODE = _rust.decode
@@ -56,7 +56,7 @@ def corpus(folder: pathlib.Path, *, n: int, **changes) -> chat_audio.Config:
 
 def forget() -> None:
     """What this process remembers of manifests and files."""
-    for cached in (chat_audio._splits, chat_audio.tools_of, chat_audio.read_tokenizer):
+    for cached in (chat_audio._splits, chat_samples.tools_of, chat_samples.read_tokenizer):
         cached.cache_clear()
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 
-from loaders import chat_audio, chatml, codec
+from loaders import buckets, chat_audio, chat_samples, chatml, codec
 from loaders.base import DataError, Rows
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -32,13 +32,14 @@ def numbers():
 
 def test_the_delay_pattern_equals_the_originals_and_is_undone():
     g = np.load(DATA / "delay.npz")
+    size = json.loads((DATA / "config.json").read_text())["delay_bos"]  # the begin's number is the first after the codes
     for i in range(len(g["shapes"])):
         codes = g[f"case{i}.codes"]
-        columns = chatml.delayed(codes, 1024)
+        columns = chatml.delayed(codes, size)
         np.testing.assert_array_equal(columns.T, g[f"case{i}.delayed"])
-        np.testing.assert_array_equal(chatml.delayed_labels(codes, 1024).T, g[f"case{i}.labels"])
+        np.testing.assert_array_equal(chatml.delayed_labels(codes, size).T, g[f"case{i}.labels"])
         np.testing.assert_array_equal(chatml.undelayed(columns), codes)
-        plain = chatml.delayed(codes, 1024, delay=False)
+        plain = chatml.delayed(codes, size, delay=False)
         np.testing.assert_array_equal(plain.T, g[f"case{i}.with_bos_eos"])
         np.testing.assert_array_equal(chatml.undelayed(plain, delay=False), codes)
 
@@ -58,13 +59,14 @@ def test_a_recipient_is_a_label_wherever_it_stands():
 
 def test_places_and_labels_equal_the_originals(numbers):
     """The codes of what is predicted are those of the recording at that place: with a reference before it, too."""
-    ids = json.loads((DATA / "config.json").read_text())["special_token_ids"]
+    golden = json.loads((DATA / "config.json").read_text())
+    ids, size, codebooks = (golden[name] for name in ("special_token_ids", "audio_codebook_size", "audio_num_codebooks"))
     segments = numbers["expanded.audio_out_segment"]
-    for i in range(2):
+    for i in range(len(segments)):
         audios = np.split(numbers[f"sample{i}.codes"], np.cumsum(numbers[f"sample{i}.code_lengths"])[:-1], axis=1)
         tokens, labels = numbers[f"sample{i}.input_ids"], numbers[f"sample{i}.label_ids"]
         x = chatml.expand(
-            tokens, labels, audios, audio_in=ids["<|AUDIO|>"], audio_out=ids["<|AUDIO_OUT|>"], size=32, codebooks=4
+            tokens, labels, audios, audio_in=ids["<|AUDIO|>"], audio_out=ids["<|AUDIO_OUT|>"], size=size, codebooks=codebooks
         )
         n = len(x.tokens)
         assert n == numbers["expanded.attention_mask"][i].sum()
@@ -106,12 +108,12 @@ def test_every_recording_is_read_and_decoded_once(tmp_path, monkeypatch):
 
 def test_a_part_of_a_recording_is_cut_from_its_codes(tmp_path):
     config = chat.corpus(tmp_path, n=2)
-    tools = chat_audio.tools_of(config, config.manifest)
-    chat_audio.encode_all(config, config.manifest)
+    tools = chat_samples.tools_of(config, config.manifest)
+    chat_samples.encode_all(config, config.manifest)
     whole = tools.codes(chatml.Clip("0.wav"))
     np.testing.assert_array_equal(tools.codes(chatml.Clip("0.wav", offset=0.2, duration=0.4)), whole[:, 5:15])
     raw = chat.base64_of(tmp_path / "0.wav")
-    codec.encode(codec.Source(None, raw), chat_audio.open_codec(config), str(tmp_path / "cache"))
+    codec.encode(codec.Source(None, raw), chat_samples.open_codec(config), str(tmp_path / "cache"))
     found = np.load(next((tmp_path / "cache").glob("*.npy")))
     np.testing.assert_array_equal(found, whole)
     with pytest.raises(chatml.SampleError, match="offset 9"):
@@ -123,15 +125,15 @@ def test_an_epoch_has_every_sample_once_in_few_shapes(tmp_path):
     config = chat.corpus(tmp_path, n=40, buckets=3, test_share=0.0)
     loader = chat_audio.make_loader(config, split="train", rows=one(), seed=3)
     facts = chat_audio.facts(config)
-    assert len(loader.shapes) == 3 == len(facts["buckets"]) and loader.shapes[-1] == chat_audio.fields(config)
+    assert len(loader.buckets) == 3 == len(facts["buckets"]) and loader.buckets[-1] == chat_audio.fields(config)
     assert sum(b[-1] for b in facts["buckets"]) == pytest.approx(1)
     seen, batches = {}, []
     for position in range(60):
-        shape = loader.shape_at(position)
+        shape = loader.bucket_at(position)
         after, batch = next(loader)
         assert after == position + 1
         batches.append(batch)
-        for name, field in loader.shapes[shape].items():
+        for name, field in loader.buckets[shape].items():
             assert batch[name][0].shape == (4, *field.shape) and batch[name][0].dtype == field.dtype, name
         for index, epoch in zip(batch["index"][0], batch["epoch"][0], strict=True):
             seen.setdefault((shape, int(epoch)), []).append(int(index))
@@ -175,10 +177,10 @@ def test_buckets_are_those_with_the_least_padding():
     rng = np.random.default_rng(0)
     sizes = np.concatenate([rng.integers(1, 40, (9, 2)), rng.integers(200, 260, (9, 2))])
     sizes = np.concatenate([sizes, sizes], axis=1)
-    groups = chat_audio.partition(sizes, 2)
+    groups = buckets.partition(sizes, 2)
     assert [sorted(g.tolist()) for g in groups] == [list(range(9)), list(range(9, 18))]
-    cost = lambda groups: sum(chat_audio._rounded(sizes[g, :2].max(0)).sum() * len(g) for g in groups)  # noqa: E731
-    costs = [cost(chat_audio.partition(sizes, n)) for n in range(1, 6)]
+    cost = lambda groups: sum(buckets.rounded(sizes[g, :2].max(0)).sum() * len(g) for g in groups)  # noqa: E731
+    costs = [cost(buckets.partition(sizes, n)) for n in range(1, 6)]
     assert costs == sorted(costs, reverse=True) and costs[1] < 0.7 * costs[0]
     by_length = np.argsort(sizes[:, :2].sum(1), kind="stable")
     best = min(cost([by_length[:a], by_length[a:b], by_length[b:]]) for a in range(1, 17) for b in range(a + 1, 18))
@@ -198,7 +200,7 @@ def test_what_cannot_be_used_is_left_out_and_told_up_to_a_budget(tmp_path, caplo
     loader = chat_audio.make_loader(config, split="train", rows=one(), seed=0)
     found = dict(loader.diagnostics()["bad_list"])
     assert sorted(found) == [3, 4, 7, 8, 9] and chat_audio.facts(config)["n_bad"] == 5
-    reasons = ("broken.wav", "missing.wav", "role", "nothing to learn", "data.longest")
+    reasons = ("broken.wav", "missing.wav", "role", "no labels", "data.longest")
     for number, text in zip((3, 4, 7, 8, 9), reasons, strict=True):
         assert text in found[number] and f"sample {number} is left out" in caplog.text
     seen = {i for _ in range(60) for i in next(loader)[1]["index"][0].tolist()}
@@ -211,8 +213,8 @@ def test_what_cannot_be_used_is_left_out_and_told_up_to_a_budget(tmp_path, caplo
 def test_codes_that_were_made_elsewhere(tmp_path):
     """As .npz, Parquet or Arrow, and by a function of one's own: the same batches."""
     config = chat.corpus(tmp_path, n=8)
-    chat_audio.encode_all(config, config.manifest)
-    tools = chat_audio.tools_of(config, config.manifest)
+    chat_samples.encode_all(config, config.manifest)
+    tools = chat_samples.tools_of(config, config.manifest)
     codes = {f"{i}.wav": tools.codes(chatml.Clip(f"{i}.wav")) for i in range(3)}
     np.savez(tmp_path / "codes.npz", **codes)
     table = pa.table({"audio_url": list(codes), "codes": [x.tolist() for x in codes.values()]})
@@ -238,7 +240,7 @@ def test_codes_that_were_made_elsewhere(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "field", "text"),
     [
-        ({"manifest": "nowhere.json"}, "manifest", "no file"),
+        ({"manifest": "nowhere.json"}, "manifest", "not a file"),
         ({"codec": ""}, "codec", "tools/train_codec.py"),
         ({"codec": "nowhere.npz"}, "codec", "does not exist"),
         ({"codec": "json:nothing"}, "codec", "name a function"),
@@ -263,7 +265,7 @@ def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path):
 def test_wave_files_of_any_rate(tmp_path):
     """The codes of a recording are those of the sound, whatever its rate: 25 a second."""
     config = chat.corpus(tmp_path, n=2)
-    rvq = chat_audio.open_codec(config)
+    rvq = chat_samples.open_codec(config)
     t = np.arange(48_000) / 48_000
     soundfile.write(tmp_path / "high.wav", np.sin(2 * np.pi * 440 * t), 48_000)
     wave, rate, _ = chat.DECODE((tmp_path / "high.wav").read_bytes())

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 import soundfile
 
-from loaders import base, demo, machine
+from loaders import base, demo, demo_birds, machine
 
 ROOT = pathlib.Path(__file__).parents[2]
 N_TRAIN, N_TEST = 24, 12
@@ -63,14 +63,14 @@ def test_layout_is_what_datasets_writes(corpus):
             assert json.loads(schema.metadata[b"huggingface"]) == {"info": {"features": info["features"]}}
         assert info["features"]["audio"] == {"_type": "Audio"}
         assert info["features"]["ebird_code"]["_type"] == "ClassLabel"
-        assert len(set(info["features"]["ebird_code"]["names"])) == len(demo.SPECIES) >= 12
+        assert len(set(info["features"]["ebird_code"]["names"])) == len(demo_birds.SPECIES) >= 12
         assert len(rows(corpus, split)) == n
 
 
 def test_every_species_in_both_splits_and_no_recording_in_both(corpus):
     train, test = rows(corpus, "train"), rows(corpus, "test")
     for split in (train, test):
-        assert {row["ebird_code"] for row in split} == set(range(len(demo.SPECIES)))
+        assert {row["ebird_code"] for row in split} == set(range(len(demo_birds.SPECIES)))
     for key in ("path", "bytes"):
         assert len({row["audio"][key] for row in train + test}) == N_TRAIN + N_TEST
 
@@ -85,7 +85,7 @@ def test_every_codec_decodes(corpus):
     seen = set()
     for row in rows(corpus, "train") + rows(corpus, "test"):
         path, file = row["audio"]["path"], io.BytesIO(row["audio"]["bytes"])
-        rec = demo.recording(int(path.partition("-")[0]))
+        rec = demo_birds.recording(int(path.partition("-")[0]))
         with soundfile.SoundFile(file) as sound:
             suffix = path.rpartition(".")[2]
             assert (sound.format, sound.subtype, sound.samplerate, sound.channels) == expected[suffix]
@@ -102,25 +102,25 @@ def test_encoded_sound_is_the_waveform(corpus):
     lossless = [row for row in rows(corpus, "train") if row["audio"]["path"].endswith(("flac", "wav"))][:3]
     for row in lossless:
         samples, _ = soundfile.read(io.BytesIO(row["audio"]["bytes"]), dtype="float32")
-        rec = demo.recording(int(row["audio"]["path"].partition("-")[0]))
-        np.testing.assert_allclose(samples, demo.waveform(rec)[:, 0], atol=1.01 / 32768)
+        rec = demo_birds.recording(int(row["audio"]["path"].partition("-")[0]))
+        np.testing.assert_allclose(samples, demo_birds.waveform(rec)[:, 0], atol=1.01 / 32768)
 
 
 def test_full_corpus_is_balanced_small_and_free_of_codec_hints():
-    recs = [demo.recording(number) for number in range(demo.N_TRAIN + demo.N_TEST)]
+    recs = [demo_birds.recording(number) for number in range(demo.N_TRAIN + demo.N_TEST)]
     for split, n in ((recs[: demo.N_TRAIN], demo.N_TRAIN), (recs[demo.N_TRAIN :], demo.N_TEST)):
-        assert set(collections.Counter(rec.label for rec in split).values()) == {n // len(demo.SPECIES)}
-        assert len({(rec.label, rec.codec) for rec in split}) == len(demo.SPECIES) * 4
+        assert set(collections.Counter(rec.label for rec in split).values()) == {n // len(demo_birds.SPECIES)}
+        assert len({(rec.label, rec.codec) for rec in split}) == len(demo_birds.SPECIES) * 4
     assert sum(rec.seconds * rec.codec.kb_per_s for rec in recs) < 80_000  # kB
     seconds = [rec.seconds for rec in recs]
     assert min(seconds) == 3 and 30 < max(seconds) <= 60 and np.median(seconds) < np.mean(seconds)
 
 
-@pytest.mark.parametrize("species", demo.SPECIES, ids=lambda species: species.name)
+@pytest.mark.parametrize("species", demo_birds.SPECIES, ids=lambda species: species.name)
 def test_sings_throughout(species):
     rate = 22050
     for seed in range(5):
-        song = demo.sing(species, 20 * rate, rate, np.random.default_rng(seed))
+        song = demo_birds.sing(species, 20 * rate, rate, np.random.default_rng(seed))
         sounds = np.concatenate([[-1], np.flatnonzero(song), [len(song)]])
         assert np.diff(sounds).max() < 2 * rate
         assert 0.3 < np.abs(song).max() < 2 and np.isfinite(song).all()
@@ -131,8 +131,8 @@ def test_ogg_serial_keeps_sound_and_checksums():
     sound = np.random.default_rng(0).normal(0, 0.1, 40_000)
     soundfile.write(file, sound, 32000, format="OGG", subtype="VORBIS")
     written = file.getvalue()
-    assert demo._with_serial(written, int.from_bytes(written[14:18], "little")) == written
-    other = demo._with_serial(written, 7)
+    assert demo_birds._with_serial(written, int.from_bytes(written[14:18], "little")) == written
+    other = demo_birds._with_serial(written, 7)
     assert other[14:18] == b"\7\0\0\0" and other != written
     a, b = (soundfile.read(io.BytesIO(data))[0] for data in (written, other))
     np.testing.assert_array_equal(a, b)
@@ -178,7 +178,7 @@ def test_a_failed_maker_leaves_nothing(tmp_path, monkeypatch):
     def fail(rec, samples):
         raise RuntimeError("no encoder")
 
-    monkeypatch.setattr(demo, "encode", fail)
+    monkeypatch.setattr(demo_birds, "encode", fail)
     with pytest.raises(RuntimeError, match="no encoder"):
         demo.ensure(tmp_path, n_train=2, n_test=1)
     assert [path.name for path in tmp_path.iterdir()] == ["birds.lock"]
@@ -210,7 +210,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 
 def test_describe_counts_what_is_there(corpus):
     lines = demo.describe(corpus).splitlines()
-    assert len(lines) == 2 * (len(demo.SPECIES) + 2)
+    assert len(lines) == 2 * (len(demo_birds.SPECIES) + 2)
     totals = [line.split() for line in lines if line.startswith("all")]
     assert [int(cells[1]) for cells in totals] == [N_TRAIN, N_TEST]
     assert all(sum(map(int, cells[2:6])) == int(cells[1]) for cells in totals)
@@ -221,8 +221,8 @@ def test_learnable_but_not_trivial():
     """Linear in each band's mean and deviation: no view of order or tempo, so far from chance and far from perfect."""
 
     def moments(number: int) -> tuple[np.ndarray, int]:
-        rec = demo.recording(number)
-        rate, sound = rec.codec.rate, demo.waveform(rec).mean(axis=1)
+        rec = demo_birds.recording(number)
+        rate, sound = rec.codec.rate, demo_birds.waveform(rec).mean(axis=1)
         start = max(len(sound) - 5 * rate, 0) // 2
         frame = rate // 40
         frames = np.lib.stride_tricks.sliding_window_view(sound[start : start + 5 * rate], frame)[:: rate // 100]
@@ -238,11 +238,11 @@ def test_learnable_but_not_trivial():
     n = demo.N_TRAIN
     features, labels = map(np.array, zip(*map(moments, range(n + demo.N_TEST)), strict=True))
     features = (features - features[:n].mean(axis=0)) / features[:n].std(axis=0)
-    one_hot = np.eye(len(demo.SPECIES))[labels]
+    one_hot = np.eye(len(demo_birds.SPECIES))[labels]
 
     means = (one_hot[:n].T @ features[:n]) / one_hot[:n].sum(axis=0)[:, None]
     nearest = np.square(features[:, None] - means).sum(axis=-1).argmin(axis=1)
-    weights, velocity = np.zeros((features.shape[1], len(demo.SPECIES))), 0.0
+    weights, velocity = np.zeros((features.shape[1], len(demo_birds.SPECIES))), 0.0
     for _ in range(1000):
         scores = np.exp(features[:n] @ weights)
         error = scores / scores.sum(axis=1, keepdims=True) - one_hot[:n]
@@ -251,5 +251,5 @@ def test_learnable_but_not_trivial():
     linear = (features @ weights).argmax(axis=1)
 
     nearest, linear = ((guess == labels)[n:].mean() for guess in (nearest, linear))
-    print(f"linear {linear:.3f}, nearest mean {nearest:.3f}, chance {1 / len(demo.SPECIES):.3f}")
+    print(f"linear {linear:.3f}, nearest mean {nearest:.3f}, chance {1 / len(demo_birds.SPECIES):.3f}")
     assert 0.5 < linear < 0.95 and nearest < linear

@@ -101,7 +101,7 @@ def test_lists_that_are_none_are_named(tmp_path):
     with pytest.raises(DataError, match="multilabel=true"):
         spectrogram.facts(spectrogram.Config(train=str(tmp_path / "lists"), **QUICK))
     corpus.save_to_disk(tmp_path / "plain", [corpus.table([corpus.wav(0, 0.25)], [0])])
-    with pytest.raises(DataError, match="wants lists"):
+    with pytest.raises(DataError, match="needs lists"):
         spectrogram.facts(spectrogram.Config(train=str(tmp_path / "plain"), multilabel=True, **QUICK))
     corpus.save_to_disk(tmp_path / "nameless", [lists([corpus.wav(0, 0.25)], [[0]], names=())])
     with pytest.raises(DataError, match="names no classes"):

@@ -45,7 +45,7 @@ def test_a_source_that_stops_leaves_its_share_to_the_others():
     assert 12_000 < last < 16_000  # its 700 samples at one of 20
     after = source[last + 1 : last + 1 + BLOCK]
     np.testing.assert_allclose([(after == k).mean() for k in range(4)], np.array([5, 3, 0, 1.5]) / 9.5, atol=0.002)
-    with pytest.raises(DataError, match="all sources are exhausted after 200700 samples, and sample 200700"):
+    with pytest.raises(DataError, match="all sources are exhausted after 200700 samples, but sample 200700"):
         mixture(np.array([mixture.ends]))
 
 

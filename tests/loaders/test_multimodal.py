@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from loaders import demo_film, multimodal
+from loaders import demo_film, film_files, hrf, multimodal
 from loaders.base import DataError, Rows
 from loaders.multimodal import Config
 
@@ -33,7 +33,7 @@ def make(folder, *, viewers=3, audio="codes", volumes=VOLUMES, dtype=np.float16)
     for name in names:
         np.save(folder / "fmri" / f"{name}.npy", rng.standard_normal((volumes, 11)).astype(dtype))
     info = {"tr": TR, "fps": FPS, "audio_rate": RATE, "audio": audio, "subjects": names}
-    multimodal.write(folder, info)
+    film_files.write(folder, info)
     return Config(path=str(folder))
 
 
@@ -41,7 +41,7 @@ def amend(config, **entries):
     """Changes dataset.json."""
     path = pathlib.Path(config.path) / "dataset.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
-    multimodal._open.cache_clear()
+    film_files._open_once.cache_clear()
 
 
 @pytest.fixture
@@ -156,14 +156,14 @@ def test_glover_is_the_difference_of_two_gamma_densities():
     t = np.arange(0, 32, 0.5)
     gamma = lambda delay: scipy.stats.gamma.pdf(t, delay / 0.9, scale=0.9)  # noqa: E731
     expected = gamma(6) - 0.35 * gamma(12)
-    np.testing.assert_allclose(multimodal.glover(0.5, norm="peak"), expected / expected.max(), atol=1e-6)
-    np.testing.assert_allclose(multimodal.glover(0.5), expected / expected.sum(), atol=1e-6)
+    np.testing.assert_allclose(hrf.glover(0.5, norm="peak"), expected / expected.max(), atol=1e-6)
+    np.testing.assert_allclose(hrf.glover(0.5), expected / expected.sum(), atol=1e-6)
     assert 4.5 <= t[expected.argmax()] <= 5.5 and expected.min() < 0 and 10 < t[expected.argmin()] < 14
 
 
 def test_continuous_features_are_convolved_and_codes_refused(tmp_path):
     config = replace(make(tmp_path / "film", audio="features"), hrf=("video", "audio", "text"), test_share=0.0)
-    h = multimodal.glover(TR)
+    h = hrf.glover(TR)
     rows = rows_of(config, batch=4, batches=3)
     assert rows["video"].dtype == np.float16 and rows["audio"].dtype == np.float32
     for at, v in enumerate(rows["volume"].tolist()):
@@ -175,7 +175,7 @@ def test_continuous_features_are_convolved_and_codes_refused(tmp_path):
         text = sum(w * (max(v - k, 0) * 4 + np.arange(4)) for k, w in enumerate(h))
         np.testing.assert_allclose(rows["text"][at], text, rtol=1e-4, atol=1e-3)
     coded = replace(make(tmp_path / "coded"), hrf=("audio",))
-    with pytest.raises(DataError, match="has codes, of which there is no mean"):
+    with pytest.raises(DataError, match="has codes, which have no mean"):
         multimodal.fields(coded)
 
 
@@ -194,8 +194,8 @@ def test_an_average_is_over_the_viewers(config):
     [
         (dict(subjects=("s9",)), "names s9; .* has s0, s1, s2"),
         ("video.npy", "3 dimensions|no such file|No such file"),
-        ("fmri/s1.npy", "all subjects have 30 volumes"),
-        ("text.npy", "text.npy is in Fortran's order"),
+        ("fmri/s1.npy", "expected 30 volumes"),
+        ("text.npy", "text.npy is Fortran-ordered"),
         ("short", "the video ends .* s before the last of 30 volumes"),
     ],
 )
@@ -207,12 +207,12 @@ def test_a_folder_that_does_not_fit_together_is_told(config, change, message):
         np.save(folder / "video.npy", np.zeros((100, 2, 3, 3), np.uint8))
     elif change == "video.npy":
         np.save(folder / change, np.zeros((100, 2, 3), np.uint8))
-        message = r"video.npy is uint8 \(100, 2, 3\); 4 dimensions of uint8 are wanted"
+        message = r"video.npy is uint8 \(100, 2, 3\); expected 4 dimensions of uint8"
     elif change == "text.npy":
         np.save(folder / change, np.asfortranarray(np.load(folder / change)))
     else:
         np.save(folder / change, np.zeros((29, 11), np.float16))
-    multimodal._open.cache_clear()
+    film_files._open_once.cache_clear()
     with pytest.raises(DataError, match=message):
         multimodal.fields(config)
 
@@ -220,21 +220,21 @@ def test_a_folder_that_does_not_fit_together_is_told(config, change, message):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (dict(tr=0), "tr is '0'; a positive number of seconds is wanted"),
-        (dict(tr="1.5"), "tr is '1.5'; a positive"),
-        (dict(fps=-1), "fps is '-1'; a positive"),
-        (dict(audio_rate=0.5), "hold no whole time of audio.*higher rate"),
-        (dict(audio="noise"), "audio is 'noise'; codes or features is wanted"),
-        (dict(audio=["codes"]), "codes or features is wanted"),
-        (dict(subjects=[]), r"subjects is '\[\]'; a list of names"),
+        (dict(tr=0), "tr is '0'; expected a positive number of seconds"),
+        (dict(tr="1.5"), "tr is '1.5'; expected a positive"),
+        (dict(fps=-1), "fps is '-1'; expected a positive"),
+        (dict(audio_rate=0.5), "hold not one sample of audio.*higher rate"),
+        (dict(audio="noise"), "audio is 'noise'; expected codes or features"),
+        (dict(audio=["codes"]), "expected codes or features"),
+        (dict(subjects=[]), r"subjects is '\[\]'; expected a list of names"),
         (dict(subjects=["s0", "s0"]), "each once"),
         (dict(text_since=[0, 1]), "for each of 30 volumes"),
         (dict(text_since=[1] * 30), "not later"),
-        (dict(text_since=[-1] * 30), "a list of volumes is wanted"),
-        (dict(text_since=None), "text_since is 'None'; a list"),
-        (dict(fps=10**400), "fps is '1000*'; a positive"),
-        (dict(tr=1e308), "tr is '1e.308'; a positive"),
-        (dict(version=2), "format version 2, and this reads 1"),
+        (dict(text_since=[-1] * 30), "expected a list of volumes"),
+        (dict(text_since=None), "text_since is 'None'; expected a list"),
+        (dict(fps=10**400), "fps is '1000*'; expected a positive"),
+        (dict(tr=1e308), "tr is '1e.308'; expected a positive"),
+        (dict(version=2), "format version 2; expected 1"),
     ],
 )
 def test_an_entry_of_dataset_json_that_means_nothing_is_told(config, entry, message):
@@ -246,7 +246,7 @@ def test_an_entry_of_dataset_json_that_means_nothing_is_told(config, entry, mess
 @pytest.mark.parametrize("content", ["[]", "", "{", '"a"', "{}"])
 def test_a_dataset_json_that_is_none_is_told(config, content):
     (pathlib.Path(config.path) / "dataset.json").write_text(content)
-    multimodal._open.cache_clear()
+    film_files._open_once.cache_clear()
     with pytest.raises(DataError, match="film"):
         multimodal.facts(config)
 
@@ -259,7 +259,7 @@ def test_an_array_that_is_broken_or_empty_is_told(config, content):
         np.save(path, np.zeros((30, 0), np.float16))
     else:
         path.write_bytes(content)
-    multimodal._open.cache_clear()
+    film_files._open_once.cache_clear()
     with pytest.raises(DataError, match="s1.npy"):
         multimodal.facts(config)
 
@@ -267,7 +267,7 @@ def test_an_array_that_is_broken_or_empty_is_told(config, content):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(hrf=("text",)), "holds out 6 of 30 volumes, and none is left.*lower data.hrf_seconds .*reaches 31.5 s"),
+        (dict(hrf=("text",)), "holds out 6 of 30 volumes, and each of them shares.*lower data.hrf_seconds .*reaches 31.5 s"),
         (dict(test_share=0.01), "holds out 0 of 30 volumes"),
     ],
 )
@@ -299,7 +299,7 @@ def test_a_folder_that_was_made_anew_is_read_anew(config):
 
 def test_a_split_that_segments_leave_nothing_of_names_them(config):
     amend(config, text_since=[0] * 30)
-    with pytest.raises(DataError, match="segments of text last over the border, or come back"):
+    with pytest.raises(DataError, match="segments of text span the border, or occur again"):
         multimodal.facts(config)
 
 
@@ -314,7 +314,7 @@ def test_the_fingerprint_is_of_the_contents(tmp_path):
 
 FULL = """
 import json, sys
-from loaders import demo_film, multimodal
+from loaders import demo_film, film_files, hrf, multimodal
 from loaders.base import Rows
 
 viewers, volumes, voxels, batches = map(int, sys.argv[1:])

@@ -8,7 +8,7 @@ import corpus
 import numpy as np
 import pytest
 
-from loaders import _rust, order, spectrogram
+from loaders import _rust, order, shards, spectrogram
 from loaders.base import DataError, Rows
 
 QUICK = {"label": "label", "clip_seconds": 0.2, "n_frames": 18, "threads": 2}
@@ -115,9 +115,9 @@ def test_recordings_are_excluded_by_their_path(folder, tmp_path):
     assert spectrogram.facts(found)["n_train"] == 40 - 7  # both shards name theirs 0.wav to 19.wav
     seen = {int(row) for _ in range(10) for row in next(loader(found))[1]["index"][0]}
     assert not seen & {0, 1, 3, 7, 20, 23, 27}
-    with pytest.raises(DataError, match="exclude_paths names '99.wav', which is no audio.path in"):
+    with pytest.raises(DataError, match="exclude_paths names '99.wav', which is not an audio.path in"):
         spectrogram.facts(config(folder, exclude_paths=("99.wav",)))
-    assert "which is no file; did you mean" in problems(exclude_paths=(f"@{tmp_path}/lits",))["exclude_paths"]
+    assert "which is not a file; did you mean" in problems(exclude_paths=(f"@{tmp_path}/lits",))["exclude_paths"]
 
 
 def test_recordings_beside_the_shards(tmp_path):
@@ -126,13 +126,13 @@ def test_recordings_beside_the_shards(tmp_path):
     shard = corpus.write_parquet(tmp_path / "shards" / "s.parquet", corpus.table([None] * 6, [0] * 6))
     found = loader(config(shard, audio_root=str(tmp_path), test_share=0.0, bad_budget=0.0), batch=6)
     assert next(found)[1]["weight"][0].all()
-    assert "which is no folder; did you mean" in problems(audio_root=str(tmp_path / "shard"))["audio_root"]
+    assert "which is not a folder; did you mean" in problems(audio_root=str(tmp_path / "shard"))["audio_root"]
 
 
 def test_many_shards_are_indexed_once(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
-    corpus.save_to_disk(tmp_path / "birds", [small(2)] * spectrogram.CACHED_SHARDS)
-    assert spectrogram.facts(config(tmp_path / "birds", test_share=0.0))["n_train"] == 2 * spectrogram.CACHED_SHARDS
+    corpus.save_to_disk(tmp_path / "birds", [small(2)] * shards.CACHED_SHARDS)
+    assert spectrogram.facts(config(tmp_path / "birds", test_share=0.0))["n_train"] == 2 * shards.CACHED_SHARDS
     assert len(list((tmp_path / "cache" / "index").iterdir())) == 1
 
 
@@ -198,7 +198,7 @@ def test_paths(tmp_path, kind):
         path, sizes = corpus.write(tmp_path / "one.arrow", small(4)), [4]
 
     def rows(split):
-        return [_rust.Index([shard]).n_rows for shard in spectrogram.find_shards(str(path), split)]
+        return [_rust.Index([shard]).n_rows for shard in shards.find_shards(str(path), split)]
 
     assert rows("train") == sizes
     if test:

@@ -217,7 +217,7 @@ def test_a_csv_is_drawn_from_and_its_mistakes_are_named(tmp_path):
     assert [(p.inputs == 1).sum(1).tolist() == p.rating.tolist() for p in found] == [True] * 3
     for broken, message in (
         ([("0", "." * 15, answer, 0)], "row 0 has 15 characters"),
-        ([("0", "2" + answer[1:], answer, 0)], "row 0 .* not one to its question"),
+        ([("0", "2" + answer[1:], answer, 0)], "row 0 .* does not solve its question"),
         ([("0", "7" + answer[1:], answer, 0)], "other than . and 0 to 4"),
     ):
         write_csv(tmp_path, broken)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loaders import tokens
+from loaders import packing, token_files, tokens
 from loaders.base import DataError, Rows
 from tools import packing_report
 
@@ -22,8 +22,8 @@ def corpus(folder, n=300, seed=0, vocab=1000, shards=3, longest=80):
     entries = []
     for i, part in enumerate(np.array_split(np.arange(n), shards)):
         mine = [documents[j] for j in part]
-        entries.append(tokens.write_shard(folder, f"{i:05}", mine, [3 * len(d) for d in mine], np.uint16))
-    tokens.write_about(folder, vocab=vocab, eos=None, tokenizer=None, shards=entries)
+        entries.append(token_files.write_shard(folder, f"{i:05}", mine, [3 * len(d) for d in mine], np.uint16))
+    token_files.write_about(folder, vocab=vocab, eos=None, tokenizer=None, shards=entries)
     return documents
 
 
@@ -89,7 +89,7 @@ def test_best_fit_is_best_fit_decreasing():
     for capacity in (1, 7, 50, 300):
         for n in (0, 1, 40, 400):
             lengths = rng.integers(1, capacity + 1, n)
-            found, n_bins = tokens.best_fit(lengths, capacity)
+            found, n_bins = packing.best_fit(lengths, capacity)
             room: list[int] = []
             for size in sorted(lengths.tolist(), reverse=True):
                 fits = [r for r in room if r >= size]
@@ -212,7 +212,7 @@ def test_mistakes_are_named(tmp_path):
     fails(config_of(tmp_path / "a", packing="random", exhausted="stop"), "never exhaust")
     corpus(tmp_path / "torn")
     (tmp_path / "torn" / "00001.tokens").write_bytes(b"xx")
-    fails(config_of(tmp_path / "torn"), "00001.tokens has 2 bytes, and tokens.json speaks of")
+    fails(config_of(tmp_path / "torn"), "00001.tokens has 2 bytes, but tokens.json names")
     corpus(tmp_path / "b", vocab=500)
     corpus(tmp_path / "c")
     sources = tuple(tokens.Source(str(tmp_path / name)) for name in "bc")

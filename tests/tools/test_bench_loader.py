@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from loaders import demo
+from loaders import demo_birds
 from tools import bench_loader
 
 needs_seek = pytest.mark.skipif(bool(bench_loader.missing("seek")), reason="scipy and soxr are not installed")
@@ -84,5 +84,5 @@ def test_ratios_are_taken_within_rounds():
 
 
 def test_the_demo_still_has_what_the_corpora_are_made_of():
-    wave = demo.waveform(demo.Recording(0, 0, bench_loader.CODECS["wav"][1], 3.0))
+    wave = demo_birds.waveform(demo_birds.Recording(0, 0, bench_loader.CODECS["wav"][1], 3.0))
     assert wave.shape == (3 * 44100, 2) and np.abs(wave).max() <= 1

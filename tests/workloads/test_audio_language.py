@@ -23,9 +23,10 @@ from jaxtrain.workloads import audio_language
 from loaders import chatml
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "higgs"
-IDS = json.loads((DATA / "config.json").read_text())["special_token_ids"]
+GOLDEN = json.loads((DATA / "config.json").read_text())
+IDS = GOLDEN["special_token_ids"]
 RUNS = ("plain_rope", "llama3_rope", "audio_attention")
-K, SIZE = 4, 32
+K, SIZE = GOLDEN["audio_num_codebooks"], GOLDEN["audio_codebook_size"]
 
 
 def alone():
@@ -51,7 +52,7 @@ def folders(tmp_path_factory):
     """The golden weights as a user has them: one folder for each of the three models."""
     weights = safetensors.numpy.load_file(DATA / "weights.safetensors")
     extra = safetensors.numpy.load_file(DATA / "audio_attention_weights.safetensors")
-    config = json.loads((DATA / "config.json").read_text())
+    config = GOLDEN
     found = {}
     for run in RUNS:
         found[run] = folder = tmp_path_factory.mktemp(run)
@@ -68,9 +69,9 @@ def numbers():
 
 
 def laid_out(g):
-    """The two conversations as this project lays them out."""
+    """The conversations as this project lays them out."""
     found = []
-    for i in range(2):
+    for i in range(len(g["expanded.tokens"])):
         audios = np.split(g[f"sample{i}.codes"], np.cumsum(g[f"sample{i}.code_lengths"])[:-1], axis=1)
         found.append(
             chatml.expand(
@@ -132,7 +133,7 @@ def test_losses_equal_the_originals_corrected(folders, numbers, run):
     if run not in RUNS:
         labels = numbers[f"{run}.audio_labels"]
         rows = [x._replace(audio_labels=labels[i, : len(x.tokens)]) for i, x in enumerate(rows)]
-    task = audio_language.make_task(config_lib.Config(model=c), alone(), 2)
+    task = audio_language.make_task(config_lib.Config(model=c), alone(), len(rows))
     value, metrics = jax.jit(lambda p, b: total(task, p, b))(params, batch_of(rows))
     get = lambda name: numbers[f"losses.{run}.{name}"]  # noqa: E731
     np.testing.assert_allclose(value, get("total_loss"), rtol=1e-5)
@@ -152,8 +153,9 @@ def test_losses_equal_the_originals_corrected(folders, numbers, run):
 
 def test_gradients_equal_the_originals(folders, numbers):
     c, params = open_folder(folders["plain_rope"], remat="full")
-    task = audio_language.make_task(config_lib.Config(model=c), alone(), 2)
-    grads = jax.jit(jax.grad(lambda p, b: total(task, p, b)[0]))(params, batch_of(laid_out(numbers)))
+    rows = laid_out(numbers)
+    task = audio_language.make_task(config_lib.Config(model=c), alone(), len(rows))
+    grads = jax.jit(jax.grad(lambda p, b: total(task, p, b)[0]))(params, batch_of(rows))
     found = exported(c, grads)
     g = np.load(DATA / "grads.npz")
     for name in g.files:
@@ -196,7 +198,7 @@ def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
     own = 30 * jnp.eye(width)  # every token and every code has a dimension of its own, and the heads read it off
     codes = own[n:].reshape(K, SIZE + 2, width)
     params |= {"scale": jnp.ones(width), "embed": own[:n], "w_head": own[:n], "embed_audio": codes, "w_head_audio": codes}
-    task = audio_language.make_task(config_lib.Config(model=c), alone(), 2)
+    task = audio_language.make_task(config_lib.Config(model=c), alone(), len(rows))
     batch = batch_of(rows)
     copies = dict(batch)
     for kind, values in (("text", [x.tokens for x in rows]), ("audio", [x.codes for x in rows])):

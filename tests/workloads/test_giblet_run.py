@@ -8,7 +8,7 @@ import safetensors.numpy
 import test_train
 
 from jaxtrain.checkpoint import read as stored
-from loaders import multimodal
+from loaders import film_files
 from tools import orbax_to_safetensors as export
 
 CONFIG = """
@@ -39,7 +39,7 @@ def folder(tmp_path):
     for name in "ab":
         np.save(film / "fmri" / f"{name}.npy", rng.standard_normal((60, 12)).astype(np.float16))
     info = {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "codes", "subjects": ["a", "b"]}
-    multimodal.write(film, info)
+    film_files.write(film, info)
     (tmp_path / "giblet.py").write_text(CONFIG)
     return tmp_path
 

@@ -23,7 +23,7 @@ from jaxtrain import plan as plan_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.types import Batch
-from loaders import demo, tokens
+from loaders import demo, token_files
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROOM = 0.9  # [share] of a device's memory that the plan may fill: its estimate is no bound
@@ -50,8 +50,8 @@ class Data:
         rng = np.random.default_rng(0)
         lengths = np.clip(rng.lognormal(6.0, 0.9, n), 16, 8_000).astype(int) // (20 if self.small else 1) + 2
         documents = [rng.integers(0, vocab, length) for length in lengths]
-        entry = tokens.write_shard(folder, "0", documents, 4 * lengths, tokens.token_dtype(vocab))
-        tokens.write_about(folder, vocab=vocab, eos=None, tokenizer=None, shards=[entry])
+        entry = token_files.write_shard(folder, "0", documents, 4 * lengths, token_files.token_dtype(vocab))
+        token_files.write_about(folder, vocab=vocab, eos=None, tokenizer=None, shards=[entry])
         return str(folder)
 
 
@@ -211,9 +211,8 @@ def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
     loader = importlib.import_module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
     found: list[Batch] = []
     try:
-        shapes = feed.shapes(loader)
         for position in itertools.count():
-            if shapes.at(position) == len(shapes.fields) - 1:
+            if loader.bucket_at(position) == len(loader.buckets) - 1:
                 loader.seek(position)
                 found.append(feed.put(next(loader)[1], assembly.plan.batch, rows))
             if len(found) == n:

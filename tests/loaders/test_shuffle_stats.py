@@ -5,18 +5,18 @@ import pytest
 
 from loaders import order
 from loaders.base import Population
-from loaders.mixing import Mixing
+from loaders.shuffle_stats import ShuffleStats
 
 N, SHARDS, BATCH = 20_000, 40, 256
 STARTS = np.arange(SHARDS) * N // SHARDS
 
 
 def record(batches, rows=None, starts=STARTS):
-    mixing = Mixing(Population(np.arange(N) if rows is None else rows, starts))
+    stats = ShuffleStats(Population(np.arange(N) if rows is None else rows, starts))
     found = []
     for batch in batches:
-        mixing.add(batch)
-        found.append(mixing.record())
+        stats.add(batch)
+        found.append(stats.record())
     return found
 
 

@@ -1,22 +1,23 @@
-"""Is it shuffled? What the recordings of successive batches say, beside what independent draws would give.
+"""How well the data are shuffled: statistics of the recordings in successive batches, compared with independent draws.
 
-Records of the split "data" in a run's metrics, from "index" alone, of the rows of process 0 since it started; each number comes
-with what to expect of it under "…_expected":
+They are the split "data" of a run's metrics, from "index" alone, for the rows of process 0 since it started. Each number comes
+with its expectation under "…_expected":
 
     chi2_NAME         of a batch's histogram over buckets against the population's shares, over its degrees of freedom
-    acf_NAME          lag-1 autocorrelation of these histograms over the last batches: near 0 when a batch says nothing of
-                           the next; a shuffle buffer that is too small has 0.8 and more
+    acf_NAME          lag-1 autocorrelation of these histograms over the last batches: near 0 if batches are independent;
+                      0.8 and more with a shuffle buffer that is too small
     unique            different recordings in a batch
     overlap           recordings that this batch and the one before share
-    bucket_overlap    the same of 4,096 buckets by hash, which is not near 0 by itself
+    bucket_overlap    the same for 4,096 buckets by hash, whose expectation is not near 0
     window_unique     different recordings in the last batches
 
 NAME is how recordings are put into buckets: mod (neighbours apart), div (neighbours together), hash (by 2654435761; Knuth's
-multiplier), shard. What to expect is of independent draws with replacement, save for chi2, which is of draws without: then it
-is (N - B) / (N - 1). An order that never repeats a recording within an epoch has overlap 0 and more unique ones than that.
+multiplier), shard. Expectations are those of independent draws with replacement, except for chi2: without
+replacement, (N - B) / (N - 1). An order that never repeats a recording within an epoch has overlap 0 and more unique ones.
 """
 
 import collections
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +28,8 @@ KNUTH = 2_654_435_761
 WINDOW = 100  # [batches]
 
 
-class Mixing:
-    """Sees the recordings of one batch after another."""
+class ShuffleStats:
+    """Statistics of the recordings of one batch after another."""
 
     def __init__(self, population: Population):
         rows, starts = population
@@ -36,48 +37,49 @@ class Mixing:
         self._first_rows = starts
         self._shares = {name: self._counts(name, rows) / len(rows) for name in ("mod", "div", "hash", "shard", "fine")}
         self._window: collections.deque[np.ndarray] = collections.deque(maxlen=WINDOW)
-        self._histograms = {name: collections.deque(maxlen=WINDOW) for name in self._shares if name != "fine"}
+        self._histograms: dict[str, collections.deque[np.ndarray]] = {
+            name: collections.deque(maxlen=WINDOW) for name in self._shares if name != "fine"
+        }
 
     def add(self, index: np.ndarray) -> None:
-        """``index``: int [B], the recordings of the next batch."""
+        """Takes in the next batch. ``index``: int [B], its recordings."""
         index = np.asarray(index, np.int64)
         self._window.append(index)
         for name, histograms in self._histograms.items():
             histograms.append(self._counts(name, index))
 
     def record(self) -> dict[str, float]:
-        """Of the latest batch, and of as many before it as are remembered. Empty before the first."""
+        """The statistics of the latest batch and of up to 100 before it. Empty before the first."""
         if not self._window:
             return {}
         batch, n = self._window[-1], len(self._rows)
         size = len(batch)
-        found = {}
+        record: dict[str, Any] = {}
         for name, histograms in self._histograms.items():
             expected = self._shares[name] * size
             used = expected > 0
             if used.sum() < 2:
-                continue  # one shard
+                continue  # a single shard
             chi2 = ((histograms[-1] - expected)[used] ** 2 / expected[used]).sum()
-            found[f"chi2_{name}"] = chi2 / (used.sum() - 1)
-            found[f"chi2_{name}_expected"] = (n - size) / max(n - 1, 1)
+            record[f"chi2_{name}"] = chi2 / (used.sum() - 1)
+            record[f"chi2_{name}_expected"] = (n - size) / max(n - 1, 1)
             if len(histograms) > 2:
                 centred = np.stack(histograms) - expected
-                found[f"acf_{name}"] = (centred[1:] * centred[:-1]).sum() / max((centred[:-1] ** 2).sum(), 1e-12)
-                found[f"acf_{name}_expected"] = 0.0
-        found["unique"] = len(np.unique(batch))
-        found["unique_expected"] = n * (1 - (1 - 1 / n) ** size)
+                record[f"acf_{name}"] = (centred[1:] * centred[:-1]).sum() / max((centred[:-1] ** 2).sum(), 1e-12)
+                record[f"acf_{name}_expected"] = 0.0
+        record["unique"] = len(np.unique(batch))
+        record["unique_expected"] = n * (1 - (1 - 1 / n) ** size)
         if len(self._window) > 1:
             before = self._window[-2]
-            found["overlap"] = len(np.intersect1d(batch, before))
-            found["overlap_expected"] = n * (1 - (1 - 1 / n) ** size) * (1 - (1 - 1 / n) ** len(before))
-            fine = [np.unique(self._bucket("fine", x)) for x in (batch, before)]
-            found["bucket_overlap"] = len(np.intersect1d(*fine))
+            record["overlap"] = len(np.intersect1d(batch, before))
+            record["overlap_expected"] = n * (1 - (1 - 1 / n) ** size) * (1 - (1 - 1 / n) ** len(before))
+            record["bucket_overlap"] = len(np.intersect1d(self._bucket("fine", batch), self._bucket("fine", before)))
             hit = [1 - (1 - self._shares["fine"]) ** len(x) for x in (batch, before)]
-            found["bucket_overlap_expected"] = (hit[0] * hit[1]).sum()
+            record["bucket_overlap_expected"] = (hit[0] * hit[1]).sum()
         seen = np.concatenate(self._window)
-        found["window_unique"] = len(np.unique(seen))
-        found["window_unique_expected"] = n * (1 - (1 - 1 / n) ** len(seen))
-        return {name: float(value) for name, value in found.items()}
+        record["window_unique"] = len(np.unique(seen))
+        record["window_unique_expected"] = n * (1 - (1 - 1 / n) ** len(seen))
+        return {name: float(value) for name, value in record.items()}
 
     def _bucket(self, name: str, index: np.ndarray) -> np.ndarray:
         if name == "mod":

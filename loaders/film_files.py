@@ -1,0 +1,197 @@
+"""A film and what viewers' brains did then, as files: the stimulus stored once, fMRI once for each viewer.
+
+FOLDER/                  made by tools/prepare_giblet.py (or by `write`)
+  dataset.json           {"version": 1, "tr": seconds between volumes, "fps": frames/s of the video,
+                         "audio_rate": times/s of the audio, "audio": "codes" or "features",
+                         "subjects": [names], "files": {name: sha256},
+                         "text_since": [for each volume the first one whose row of text.npy shares a segment with its own]}
+                         (without text_since, no two rows share one)
+  video.npy              uint8 [frames, height, width, 3], RGB
+  audio.npy              int16 [times, codebooks], codes of 0 … 1023; or float16/32 [times, features]
+  text.npy               float16/32 [volumes, values]: the embeddings that belong to the window before each volume
+  fmri/<subject>.npy     float16/32 [volumes, voxels], every voxel z-scored over the volumes
+"""
+
+import functools
+import hashlib
+import json
+import math
+import mmap
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loaders.base import DataError
+
+VERSION = 1
+AUDIO = {"codes": (np.int16,), "features": (np.float16, np.float32)}
+FLOATS = (np.float16, np.float32)
+
+
+class Film(NamedTuple):
+    """A folder, mapped. Pages that were read belong to the kernel; `release` gives them back."""
+
+    info: Mapping[str, Any]
+    video: np.ndarray
+    audio: np.ndarray
+    text: np.ndarray
+    fmri: tuple[np.ndarray, ...]  # of the subjects that are read
+    subjects: tuple[str, ...]
+
+    @property
+    def n_volumes(self) -> int:
+        """Volumes of each viewer."""
+        return len(self.text)
+
+    def release(self) -> None:
+        """Gives the mapped pages back, so that a process holds a batch and not the film."""
+        for array in (self.video, self.audio, self.text, *self.fmri):
+            base: Any = array.base
+            if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on every system
+                base.madvise(mmap.MADV_DONTNEED)
+
+
+class Windows(NamedTuple):
+    """Where the window of each volume lies in a stream (the video, or the audio)."""
+
+    rate: float  # [1/s]
+    length: int
+    tr: float
+
+    def stop(self, volume: np.ndarray | int) -> Any:
+        """One past the last sample before t = volume · tr."""
+        return np.ceil(np.asarray(volume) * self.tr * self.rate - 1e-6).astype(np.int64)
+
+    def start(self, volume: np.ndarray | int) -> Any:
+        """The first sample of the window."""
+        return self.stop(volume) - self.length
+
+
+def windows(info: Mapping[str, Any]) -> tuple[Windows, Windows]:
+    """The windows of video and of audio, by the entries of dataset.json."""
+    tr = info["tr"]
+    video = Windows(info["fps"], math.ceil(tr * info["fps"] - 1e-6), tr)
+    return video, Windows(info["audio_rate"], math.floor(tr * info["audio_rate"] + 1e-6), tr)
+
+
+def open_folder(path: str | os.PathLike, subjects: tuple[str, ...] = ()) -> Film:
+    """Maps a folder, once in a process and again when it was made anew.
+
+    Args:
+      subjects: names of the viewers to read; empty: all.
+
+    Raises:
+      DataError: files that are missing, or do not fit together.
+    """
+    try:
+        folder = pathlib.Path(path).expanduser().absolute()
+        stat = (folder / "dataset.json").stat()
+        return _open_once(str(folder), subjects, (stat.st_ino, stat.st_mtime_ns))
+    except OSError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+@functools.lru_cache(maxsize=4)
+def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int]) -> Film:
+    """``version`` distinguishes a dataset.json from a later one at the same path."""
+    folder = pathlib.Path(path)
+    info = _read_info(folder / "dataset.json")
+    if unknown := [name for name in chosen if name not in info["subjects"]]:
+        raise DataError(f"data.subjects names {', '.join(unknown)}; {folder} has {', '.join(info['subjects'])}")
+    subjects = tuple(chosen or info["subjects"])
+
+    def load(name: str, dimensions: int, dtypes: Sequence[Any]) -> np.ndarray:
+        try:
+            array = np.load(folder / name, mmap_mode="r", allow_pickle=False)
+        except Exception as error:  # numpy raises many kinds for files that are no arrays
+            raise DataError(f"{folder / name} cannot be read as an array: {error}") from error
+        if array.ndim != dimensions or array.dtype not in [np.dtype(d) for d in dtypes]:
+            kinds = " or ".join(np.dtype(d).name for d in dtypes)
+            raise DataError(f"{folder / name} is {array.dtype} {array.shape}; expected {dimensions} dimensions of {kinds}")
+        if 0 in array.shape:
+            raise DataError(f"{folder / name} is empty: its shape is {array.shape}")
+        if not array.flags.c_contiguous:
+            raise DataError(f"{folder / name} is Fortran-ordered (column-major); save numpy.ascontiguousarray of it")
+        # A plain array on the map: slices of np.memmap cost more than what they hold.
+        return np.ndarray(array.shape, array.dtype, buffer=array.base, offset=array.offset % mmap.ALLOCATIONGRANULARITY)
+
+    video = load("video.npy", 4, (np.uint8,))
+    audio = load("audio.npy", 2, AUDIO[info["audio"]])
+    text = load("text.npy", 2, FLOATS)
+    fmri = tuple(load(f"fmri/{name}.npy", 2, FLOATS) for name in subjects)
+    for name, x in zip(subjects, fmri, strict=True):
+        if x.shape != (len(text), fmri[0].shape[1]) or x.dtype != fmri[0].dtype:
+            raise DataError(
+                f"{folder}/fmri/{name}.npy is {x.dtype} {x.shape}; expected {len(text)} volumes, as text.npy has "
+                f"rows, of {fmri[0].shape[1]} voxels in {fmri[0].dtype}, as the first subject has"
+            )
+    film = Film(info, video, audio, text, fmri, subjects)
+    since = info.get("text_since")
+    if since is not None and (len(since) != len(text) or any(first > i for i, first in enumerate(since))):
+        raise DataError(f"{folder}/dataset.json: text_since must name for each of {len(text)} volumes one that is not later")
+    for name, window, n in zip(("video", "audio"), windows(info), (len(video), len(audio)), strict=True):
+        if not window.length:
+            raise DataError(
+                f"{folder}: {info['tr']:g} s between volumes at {window.rate:g} a second hold not one sample of {name}; "
+                "prepare it again with a higher rate"
+            )
+        if (missing := int(window.stop(len(text) - 1)) - n) > window.length:
+            raise DataError(
+                f"{folder}: the {name} ends {missing / window.rate:.1f} s before the last of {len(text)} volumes; prepare it "
+                "again with as many volumes as the film lasts"
+            )
+    return film
+
+
+def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
+    """The content of dataset.json. Raises DataError for an entry that is missing or has no meaning."""
+    try:
+        info = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(info, dict):
+        raise DataError(f"{path} holds a {type(info).__name__}; expected an object")
+    if info.get("version") != VERSION:
+        raise DataError(f"{path} has format version {info.get('version')!r}; expected {VERSION}; prepare it again")
+
+    def whole(x: Any) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+
+    def rate(x: Any) -> bool:
+        return isinstance(x, int | float) and not isinstance(x, bool) and 1e-6 < x < 1e6
+
+    def names(x: Any) -> bool:
+        return isinstance(x, list) and bool(x) and all(isinstance(n, str) and n for n in x) and len(set(x)) == len(x)
+
+    rules = {
+        "tr": (rate, "a positive number of seconds"),
+        "fps": (rate, "a positive number"),
+        "audio_rate": (rate, "a positive number"),
+        "audio": (lambda x: isinstance(x, str) and x in AUDIO, " or ".join(AUDIO)),
+        "subjects": (names, "a list of names, each once"),
+        "text_since": (lambda x: isinstance(x, list) and all(map(whole, x)), "a list of volumes"),
+    }
+    for name, (is_right, kind) in rules.items():
+        if not is_right(info.get(name)) and (name in info or name != "text_since"):
+            raise DataError(f"{path}: {name} is {str(info.get(name))[:80]!r}; expected {kind}")
+    return info
+
+
+def write(folder: str | os.PathLike, info: Mapping[str, Any]) -> None:
+    """Completes a folder of arrays with its dataset.json, checksums included; it appears whole or not at all.
+
+    Args:
+      info: "tr", "fps", "audio_rate", "audio", "subjects", and "text_since" if rows share text; further entries are kept.
+    """
+    folder = pathlib.Path(folder)
+    names = ["video.npy", "audio.npy", "text.npy", *(f"fmri/{name}.npy" for name in info["subjects"])]
+    files = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            files[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    temporary = folder / f".dataset.json.{os.getpid()}"
+    temporary.write_text(json.dumps({"version": VERSION, **info, "files": files}, indent=2) + "\n")
+    temporary.replace(folder / "dataset.json")

@@ -1,0 +1,23 @@
+"""The haemodynamic response: how the blood follows what neurons do."""
+
+import math
+
+import numpy as np
+
+
+def glover(tr: float, seconds: float = 32.0, norm: str = "sum") -> np.ndarray:
+    """The canonical haemodynamic response at 0, tr, 2 tr, … below ``seconds``, float32.
+
+    g(t; 6 / 0.9, 0.9) - 0.35 g(t; 12 / 0.9, 0.9), with g the gamma density of a shape and a scale [s]: Glover (1999), with the
+    delays, dispersion and undershoot that fMRI packages have agreed on. ``norm``: its "sum" or its "peak" is 1, or "none".
+    """
+    t = np.arange(0, seconds, tr)
+    scale = 0.9
+
+    def gamma(delay: float) -> np.ndarray:
+        shape = delay / scale
+        log = (shape - 1) * np.log(np.maximum(t, 1e-300) / scale) - t / scale - math.lgamma(shape) - math.log(scale)
+        return np.exp(log)
+
+    h = gamma(6.0) - 0.35 * gamma(12.0)
+    return (h / {"sum": h.sum(), "peak": h.max(), "none": 1.0}[norm]).astype(np.float32)
