@@ -3,12 +3,12 @@
 `loaders.chatml` says what a manifest holds and how a sample becomes tokens, columns of codes and labels. The tokenizer is a
 tokenizer.json of Hugging Face whose vocabulary has the special tokens `chatml.SPECIAL`. Codes of a recording come from
 
-    codec = "codec.npz"          the project's own (loaders/codec.py, tools/train_codec.py)
+    codec = "codec.npz"          the project's own (loaders/codec.py, `jaxtrain train-codec`)
     codec = "module:function"    any function (wave float32 [n], rate) -> codes [K, T]
     codes = "codes.npz"          made elsewhere, by the manifest's names: .npz, Arrow or Parquet (`codec.read_many`)
 
 With a codec every recording is read and decoded once in its life (by the Rust crate), and its codes are kept beside it, as
-clip.wav.<codec>.npy, or in ``cache``. tools/encode_audio.py does that ahead; else the first process of a run does, and the
+clip.wav.<codec>.npy, or in ``cache``. `jaxtrain encode-audio` does that ahead; else the first process of a run does, and the
 others wait. A part of a recording (offset, duration) is cut from its codes.
 
 Rows of a batch have one of a few shapes (S text tokens, A columns, N and M labels): the buckets into which the samples' lengths
@@ -72,7 +72,7 @@ class Config(checks.DataSection):
         if not self.codec and not self.codes:
             yield (
                 "codec",
-                "is empty, and so is codes; name a codec.npz (tools/train_codec.py), module:function, or a file of codes",
+                "is empty, and so is codes; name a codec.npz (`jaxtrain train-codec`), module:function, or a file of codes",
             )
         if self.codec:
             try:

@@ -1,6 +1,6 @@
 """Windows of a film, and what viewers' brains did then: the stimulus stored once, fMRI once for each viewer.
 
-    FOLDER/                  made by tools/prepare_giblet.py (or by `write`)
+    FOLDER/                  made by `jaxtrain prepare-giblet` (or by `write`)
       dataset.json           {"version": 1, "tr": seconds between volumes, "fps": frames/s of the video,
                              "audio_rate": times/s of the audio, "audio": "codes" or "features",
                              "subjects": [names], "files": {name: sha256},
@@ -74,7 +74,7 @@ class Config(checks.DataSection):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.exists() and not (pathlib.Path(self.path).expanduser() / "dataset.json").is_file():
-            yield "path", f"is {self.path!r}, which holds no dataset.json; python -m tools.prepare_giblet makes such a folder"
+            yield "path", f"is {self.path!r}, which holds no dataset.json; `jaxtrain prepare-giblet` makes such a folder"
         yield from checks.at_least(self, 1, "frame_skip")
         yield from checks.choice(self, PADDINGS, "padding")
         yield from checks.choice(self, NORMS, "hrf_norm")

@@ -1,6 +1,6 @@
 """Tokens of documents, by memory map: packed by best fit, or windows of one long stream. Mixed from several sources.
 
-A source is a folder that tools/make_tokens.py wrote, or a text file, which is read as one document of characters (or bytes).
+A source is a folder that `jaxtrain tokens` wrote, or a text file, which is read as one document of characters (or bytes).
 A folder holds the splits train/ and test/, or is itself the training split; a folder of one split holds
 
     tokens.json     {"format": 1, "dtype": "uint16", "vocab": 50257, "eos": 50256, "tokenizer": "tokenizer.json", "shards":
@@ -88,7 +88,7 @@ class Config(checks.DataSection):
             for name in ("path", "test"):
                 path = getattr(source, name)
                 if (path or name == "path") and not pathlib.Path(path).expanduser().exists():
-                    yield f"sources[{i}].{name}", f"is {path!r}, which does not exist; tools/make_tokens.py makes token files"
+                    yield f"sources[{i}].{name}", f"is {path!r}, which does not exist; `jaxtrain tokens` makes token files"
             yield from checks.under(f"sources[{i}]", checks.positive(source, "share"))
         yield from checks.choice(self, PACKINGS, "packing")
         yield from checks.choice(self, TEXTS, "text")
@@ -582,8 +582,8 @@ def _about(folder: pathlib.Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         inside = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else "not there"
         raise DataError(
-            f"{folder} has no tokens.json; it holds {inside or 'nothing'}. tools/make_tokens.py makes token files, and goes on "
-            "where it was ended"
+            f"{folder} has no tokens.json; it holds {inside or 'nothing'}. `jaxtrain tokens` makes token files, and "
+            "resumes where it was interrupted"
         ) from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: {error}") from error

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from tools import embed
+from jaxtrain.inference import embed
 
 
 def measured(model: embed.Model, data: embed.spectrogram.Config, *, batch: int) -> dict[str, float]:

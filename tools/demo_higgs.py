@@ -4,7 +4,7 @@
 
 PATH is a folder of sounds with classes as configs/esc10.py takes it (default: JAXTRAIN_ESC10, else the built-in birds).
 
-1. A codec is learned from the training recordings (tools/train_codec.py), which tells its error after each codebook.
+1. A codec is learned from the training recordings (`jaxtrain train-codec`), which prints its error after each codebook.
 2. The base is trained, all of it, on the first six tenths of the classes: "dog" → sound, and sound → "dog".
 3. Adapters are trained on the other classes, on the frozen base in bfloat16. Half way the run gets SIGTERM, and goes on.
 4. Adapters are exported for peft, and merged as safetensors; the base's file keeps its bytes.
@@ -37,11 +37,13 @@ import numpy as np
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import metrics
+from jaxtrain.commands import train_codec
+from jaxtrain.inference import generate_audio
 from jaxtrain.types import Variables
+from jaxtrain.weights import peft, safetensors
 from jaxtrain.workloads import audio_language
 from loaders import _rust, chat_audio, codec, demo_chat, spectrogram
 from loaders.base import Rows
-from tools import generate_audio, lora_to_peft, orbax_to_safetensors, train_codec
 from tools.demo_giblet import records
 
 SECONDS = 3.2  # of a sample, one of several parts of a recording
@@ -83,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = ["--codebooks=4", "--size=128", "--rounds=10", "--frames=40000", "--components=64"]
     if train_codec.main([str(out / "codec.npz"), *files, *arguments]):
         return 1
-    say("2. the base, on the classes that it shall know")
+    say("2. the base, on its own classes")
     train(out, "base", rest)
     export(out / "base", out / "base-weights")
     base_bytes = hashes(out / "base-weights")
@@ -92,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     train(out, "adapters", [*source, *rest], stop_at=0.5)
     train(out, "adapters", [*source, *rest])
     say("4. export")
-    lora_to_peft.export(str(out / "adapters"), str(out / "peft"))
+    peft.export(str(out / "adapters"), str(out / "peft"))
     export(out / "adapters", out / "merged")
     assert hashes(out / "base-weights") == base_bytes, "the base has changed"
 
@@ -112,9 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"  {name:16} {dict(collections.Counter(found).most_common())}")
     fell = after["loss"] < (1 - FALL) * before["loss"] and after["audio"] < before["audio"]
     good = fell and right >= CHANCES * chance
-    print(
-        f"{seconds:.0f} s, {cpu:.0f} s of CPU; {'as it should be' if good else 'not as it should be'}; listen to {out}/played"
-    )
+    print(f"{seconds:.0f} s, {cpu:.0f} s of CPU; {'within bounds' if good else 'out of bounds'}; listen to {out}/played")
     return 0 if good else 1
 
 
@@ -176,7 +176,7 @@ def train(out: pathlib.Path, kind: str, rest: Sequence[str], *, stop_at: float =
 
 def export(run: pathlib.Path, out: pathlib.Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        orbax_to_safetensors.export(str(run), str(out))
+        safetensors.export(str(run), str(out))
 
 
 def hashes(folder: pathlib.Path) -> dict[str, str]:

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain import cluster
-from tools import embed, probe
+from jaxtrain.inference import embed, probe
 
 FOLDS = (1, 2, 3, 4, 5)
 OBJECTIVES = ("mae", "lejepa", "diet", "teacher", "supervised")

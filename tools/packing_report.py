@@ -1,6 +1,6 @@
 """What packing by best fit spares: python -m tools.packing_report FOLDER [--context 1024 2048 …] [--window 16384]
 
-FOLDER holds token files (tools/make_tokens.py), or is one text, whose paragraphs (between blank lines) are then its documents.
+FOLDER holds token files (`jaxtrain tokens`), or is one text, whose paragraphs (between blank lines) are then its documents.
 For each length of context, over one epoch:
 
     padding    share of positions that hold no token

@@ -5,7 +5,7 @@ Two formats give the same thing, path -> `Stored`:
 - a step directory of `jaxtrain.checkpoint` (any Orbax directory of arrays): ``params/encoder/w_patch``, ``opt_state/0/count``;
 - a folder of safetensors: eight bytes, the length n of the header, little-endian; n bytes of JSON, name -> dtype, shape,
   data_offsets; then the arrays, row-major, little-endian. ``model.safetensors.index.json`` says which file holds which name.
-  Names turn into paths by their dots. `EXPORT`, beside them, is written by tools/orbax_to_safetensors.py and gives the paths
+  Names turn into paths by their dots. `EXPORT`, beside them, is written by `jaxtrain export` and gives the paths
   themselves: {"paths": {name: path}, "shapes": {path: shape of those that were reshaped}, …}.
 
 A path that ends in ``[i]`` is entry i of an array that is stacked along a first axis; `stack` puts such entries together.
@@ -87,12 +87,21 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
     Raises StoredError, with the steps there are.
     """
     run = _absolute(run)
-    if step is None and _item(run) is not None:
-        return run
+    if _item(run) is not None:
+        if step is None or run.name == str(step):
+            return run
+        raise StoredError(
+            f"step {step} is asked of {run}, which is a step directory itself; omit the step, or name the workdir"
+        )
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
-    if not steps or (step is not None and step not in steps):
-        raise StoredError(f"{folder} holds {f'no step {step}; there are {steps}' if steps else 'no step directory'}")
+    if not steps:
+        raise StoredError(
+            f"{run} {'holds no step' if run.exists() else 'does not exist'}; expected a run's workdir, a step directory of it, "
+            "or a folder of `jaxtrain export`"
+        )
+    if step is not None and step not in steps:
+        raise StoredError(f"{folder} holds no step {step}; expected one of: {', '.join(map(str, steps))}")
     return folder / str(steps[-1] if step is None else step)
 
 

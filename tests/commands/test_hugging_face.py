@@ -7,15 +7,16 @@ import sys
 
 import numpy as np
 import pytest
-import runs
 import safetensors
 import safetensors.numpy
+
+import runs
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import test_language as language_test  # noqa: E402
 
+from jaxtrain.commands import export as tool  # noqa: E402
 from jaxtrain.workloads import language  # noqa: E402
-from tools import orbax_to_safetensors as tool  # noqa: E402
 
 DATA = language_test.DATA
 
