@@ -6,13 +6,13 @@ PATH is a folder of sounds with classes as configs/esc10.py takes it (default: J
 
 1. A codec is learned from the training recordings (`jaxtrain train-codec`), which prints its error after each codebook.
 2. The base is trained, all of it, on the first six tenths of the classes: "dog" → sound, and sound → "dog".
-3. Adapters are trained on the other classes, on the frozen base in bfloat16. Half way the run gets SIGTERM, and goes on.
+3. Adapters are trained on the other classes, on the frozen base in bfloat16. Half way the run gets SIGTERM, and is resumed.
 4. Adapters are exported for peft, and merged as safetensors; the base's file keeps its bytes.
 5. The merged model plays each new class: WAV files and spectrograms, in OUT/played.
 
-It ends with the loss on held-out recordings of the new classes, before and after, and with what a classifier, trained on real
-recordings of these classes, takes the played ones for. Exits with 1 when the loss did not fall, of sound alone and by a tenth
-with text, or when fewer than 1.6 times as many as by chance are taken for what was asked.
+It ends with the loss on held-out recordings of the new classes, before and after, and with the share of played recordings that
+a classifier, trained on real recordings of these classes, recognises as the class asked for. Exits with 1 when the loss did
+not fall, of sound alone and by a tenth with text, or when that share is below 1.6 times chance.
 """
 
 import argparse
@@ -107,14 +107,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = time.perf_counter() - began
     right, chance = float(np.mean([guess == asked for asked, guess in played])), 1 / len(new)
     cpu = sum(os.times()[:4])
-    print(f"a classifier of the {len(new)} new classes is right on {real:.0%} of held-out real recordings, and takes "
-          f"{right:.0%} of {len(played)} played ones for what was asked; chance is {chance:.0%}")  # fmt: skip
+    print(f"a classifier of the {len(new)} new classes is right on {real:.0%} of held-out real recordings, and recognises "
+          f"{right:.0%} of {len(played)} played ones as the class asked for; chance is {chance:.0%}")  # fmt: skip
     for name in new:
         found = [guess for asked, guess in played if asked == name]
         print(f"  {name:16} {dict(collections.Counter(found).most_common())}")
     fell = after["loss"] < (1 - FALL) * before["loss"] and after["audio"] < before["audio"]
     good = fell and right >= CHANCES * chance
-    print(f"{seconds:.0f} s, {cpu:.0f} s of CPU; {'within bounds' if good else 'out of bounds'}; listen to {out}/played")
+    bounds = f"out of bounds: the loss must fall by {FALL:.0%}, and {CHANCES} × chance be recognised"
+    print(f"{seconds:.0f} s, {cpu:.0f} s of CPU; {'within bounds' if good else bounds}; listen to {out}/played")
     return 0 if good else 1
 
 
@@ -153,7 +154,7 @@ def data_flags(out: pathlib.Path, kind: str) -> dict[str, str]:
 
 
 def train(out: pathlib.Path, kind: str, rest: Sequence[str], *, stop_at: float = 0.0) -> None:
-    """Runs the program; with ``stop_at`` until that share of its steps."""
+    """Runs the program; with ``stop_at`` only up to that share of its steps."""
     flags = [f"--config.data.{name}={value}" for name, value in data_flags(out, kind).items()]
     command = [
         sys.executable,
@@ -220,7 +221,7 @@ def features(mel: np.ndarray) -> np.ndarray:
 
 
 def classifier(splits: Mapping[str, Sequence[Recording]], out: pathlib.Path) -> tuple[Classifier, float]:
-    """Learned from real recordings, and its accuracy on held-out real ones."""
+    """Fits a classifier to real recordings. Returns it, and its accuracy on held-out real ones."""
 
     def load(split: str) -> tuple[list[np.ndarray], np.ndarray]:
         mels, labels = [], []
@@ -249,7 +250,7 @@ def classifier(splits: Mapping[str, Sequence[Recording]], out: pathlib.Path) -> 
 
 
 def play(out: pathlib.Path, names: Sequence[str], judge: Classifier) -> list[tuple[str, str]]:
-    """(asked, heard as) of every clip; what is judged is the sound in the WAV file."""
+    """Plays every class. Returns (asked, heard as) of every clip, as classified from its WAV file."""
     speaker = generate_audio.load(str(out / "merged"))
     prompts = [name for name in names for _ in range(EACH)]
     streams = audio_language.Streams(temperature=(0.6,))

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("manifest", metavar="MANIFEST", nargs="?", help="a manifest of recordings (loaders/chatml.py)")
     parser.add_argument("--codec", required=True, help="a codec.npz, or module:function")
     parser.add_argument("--audio-root", default="", help="the folder that paths are relative to; default: the manifest's")
-    parser.add_argument("--cache", default="", help="a folder for the codes; default: beside the recordings")
+    parser.add_argument("--cache", default="", help="a folder for the codes; default: next to the recordings")
     parser.add_argument("--threads", type=int, default=0, help="default: one for each core")
     parser.add_argument("--codebooks", type=int, default=8, help="of module:function; default: 8")
     parser.add_argument("--codebook-size", type=int, default=1024, help="of module:function; default: 1024")

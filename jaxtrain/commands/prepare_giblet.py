@@ -87,7 +87,7 @@ def prepare(args: argparse.Namespace) -> str:
     try:
         # What is quick to refuse comes first.
         tr, volumes, names = check_fmri(args.fmri, args.tr, args.volumes)
-        text, since, told = window_text(args, tr, volumes)
+        text, since, note = window_text(args, tr, volumes)
         np.save(partial / "text.npy", np.ascontiguousarray(text))
         audio = read_codes(args.codes) if args.codes else sound_features(args.audio, args.code_rate, args.bands)
         np.save(partial / "audio.npy", np.ascontiguousarray(audio))
@@ -117,7 +117,7 @@ def prepare(args: argparse.Namespace) -> str:
         f"{args.out}: {len(names)} viewers, {volumes} volumes of {facts['n_voxels']} voxels every {tr:g} s"
         f"{f' ({constant} constant voxels are 0)' if constant else ''}; {frames} frames, {facts['n_frames']} in a window; "
         f"{len(audio)} times of {audio.shape[1]} {info['audio']}, {facts['audio_frames']} in a window; "
-        f"{text.shape[1]} values of text{told}"
+        f"{text.shape[1]} values of text{note}"
     )
 
 
@@ -150,9 +150,9 @@ def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | N
         raise DataError(f"--fmri: the grids differ: {', '.join(f'{p.name} {s[:3]}' for p, s in shapes.items())}")
     lengths = {shape[3] for shape in shapes.values()}
     if volumes is None and len(lengths) > 1:
-        told = ", ".join(f"{p.name} {s[3]}" for p, s in shapes.items())
+        listed = ", ".join(f"{p.name} {s[3]}" for p, s in shapes.items())
         raise DataError(
-            f"--fmri: the numbers of volumes differ ({told}); take the first ones of all with --volumes={min(lengths)}"
+            f"--fmri: the numbers of volumes differ ({listed}); take the first ones of all with --volumes={min(lengths)}"
         )
     if volumes and volumes > min(lengths):
         raise DataError(f"--volumes={volumes}, and a viewer has only {min(lengths)}")
@@ -393,8 +393,8 @@ def window_text(args: argparse.Namespace, tr: float, volumes: int) -> tuple[np.n
             f"{args.annotations}: no segment touches the {volumes * tr:g} s of film; they lie from {times.min():g} to "
             f"{times.max():g} in {args.start} and {args.end}, which are seconds"
         )
-    told = f" (none in {without} volumes; {unused} of {len(times)} segments are in no volume)"
-    return text.reshape(volumes, -1), since, told if without or unused else ""
+    note = f" (none in {without} volumes; {unused} of {len(times)} segments are in no volume)"
+    return text.reshape(volumes, -1), since, note if without or unused else ""
 
 
 def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:

@@ -69,8 +69,8 @@ class Source(NamedTuple):
         """The run's config. Raises StoredError unless it is a run of the module ``workload``."""
         config = self.meta().get("config") or {}
         if workload and config.get("workload") != workload:
-            told = f"a run of {config['workload']}" if config.get("workload") else "not a run of this program"
-            raise StoredError(f"{self.path} is {told}; expected a run of {workload}")
+            kind = f"a run of {config['workload']}" if config.get("workload") else "not a run of this program"
+            raise StoredError(f"{self.path} is {kind}; expected a run of {workload}")
         return config
 
     def damage(self) -> list[str]:
