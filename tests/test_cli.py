@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import logging
 import os
 import pathlib
 import subprocess
@@ -17,10 +18,14 @@ FOLDER = ROOT / "jaxtrain" / "commands"
 NAMES = [command.name for command in cli.COMMANDS]
 
 
-def run(*argv, cwd=ROOT):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "jaxtrain.cli", *map(str, argv)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """A command's console writes to a stream that is closed when its test has ended."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def test_the_table_lists_every_file_once():
