@@ -59,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv.insert(0, "train")
     for command in COMMANDS:
         if command.name == argv[0]:
-            return importlib.import_module(command.module).main(argv[1:])
+            try:
+                return importlib.import_module(command.module).main(argv[1:])
+            except KeyboardInterrupt:  # while it imports what takes a second
+                arguments.report("interrupted")
+                return arguments.INTERRUPTED
     remedy = checks.expected(argv[0], (command.name for command in COMMANDS))
     arguments.report(f"command {argv[0]!r} is unknown; {remedy}; see jaxtrain --help")
     return arguments.MISTAKE

@@ -193,6 +193,14 @@ def test_what_ends_a_command_is_its_code(error, code, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_an_interruption_before_the_work_begins_has_no_traceback(capsys, monkeypatch):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxtrain.commands.embed.main", interrupted)
+    assert cli.main(["embed", "run"]) == 130 and capsys.readouterr().err == "error: interrupted\n"
+
+
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         arguments.run(lambda: 1 // 0)

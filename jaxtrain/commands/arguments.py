@@ -44,10 +44,9 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             known = [option for parser in self._with_actions() for a in parser._actions for option in a.option_strings]
-            flag = unknown[0].partition("=")[0]
-            remedy = (
-                checks.expected(flag, (name for name in known if name.startswith("--"))) if flag.startswith("-") else "omit it"
-            )
+            flag, remedy = unknown[0].partition("=")[0], "omit it"
+            if flag.startswith("-"):
+                remedy = checks.expected(flag, (name for name in known if name.startswith("--")))
             self.error(f"argument {unknown[0]!r} is unknown; {remedy}")
         return found
 
