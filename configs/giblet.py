@@ -2,7 +2,7 @@
 
     python -m jaxtrain.main --config=configs/giblet.py:/path/to/folder      (or JAXTRAIN_GIBLET=/path/to/folder)
 
-The path is a folder that tools/prepare_giblet.py made of the film, its codes and embeddings, and the viewers' NIfTI files;
+The path is a folder that `jaxtrain prepare-giblet` made of the film, its codes and embeddings, and the viewers' NIfTI files;
 "blank" has the published shapes and holds nothing, to plan with. Without one, `demo` is trained, a hundredth of the size.
 
 Parameters, gradients and the optimizer's state; a step on eight TPU v4 needs 0.1 GB on each besides, by the compiler

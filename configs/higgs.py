@@ -9,8 +9,8 @@ bfloat16. "blank" has the published sizes, nothing to begin with and conversatio
 At 40 % of the peak that is 34,000 tokens/s on one H100 and 272,000 on eight, says the plan (padding included).
 loaders/chat_audio.py has the manifest's format and the three ways to codes. What was trained is exported by
 
-    python -m tools.lora_to_peft runs/higgs --out adapters                               # for peft
-    python -m tools.orbax_to_safetensors runs/higgs --dtype bf16 --out merged            # the weights, under their own names
+    jaxtrain lora-to-peft runs/higgs --out adapters                               # for peft
+    jaxtrain export runs/higgs --dtype bf16 --out merged            # the weights, under their own names
 
 Other choices of the model: --config.model.audio_attention=true (a second attention, of columns alone), average_codes=true, and
 of the data delay=false; none of the three is how the published weights were made. `make higgs-demo` is a whole small run.

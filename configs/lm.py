@@ -7,10 +7,10 @@ The argument is a size of `jaxtrain.workloads.language.PRESETS`, which is initia
 and tokenizer, whose weights the run begins with. Sources are folders of token files, or texts (loaders/tokens.py). What it
 reached is exported for transformers by
 
-    python -m tools.orbax_to_safetensors runs/lm --dtype bf16 --out Qwen2.5-0.5B-more
+    jaxtrain export runs/lm --dtype bf16 --out Qwen2.5-0.5B-more
 
 With adapters instead of all weights (--config.lora.rank=16 --config.optim.lr=2e-4) that exports the merged weights, and
-tools/lora_to_peft.py the adapters. On several devices --config.mesh.fsdp splits parameters, --config.mesh.model heads, inner
+`jaxtrain lora-to-peft` the adapters. On several devices --config.mesh.fsdp splits parameters, --config.mesh.model heads, inner
 widths and vocabulary. Rows too long for one device are split over the mesh axis fsdp by
 "--config.mesh.axis_rules={'batch': 'data', 'seq': 'fsdp'}".
 """

@@ -82,7 +82,7 @@ class Task(NamedTuple):
     A workload module offers ``Config`` (a frozen dataclass; a field whose value is None takes the data's fact of that
     name) and ``make_task(config, shard, batch) -> Task``, where ``config`` is the whole run's and ``batch`` the rows of a
     global step. It may offer ``export_names(config, path)``, the names that a parameter is exported under
-    (tools/orbax_to_safetensors.py).
+    (`jaxtrain export`).
 
     `loss` and `evaluate` see some rows of the global batch, not all: a microbatch, one device group's share. What they
     return are sums over those rows (law 5). ``batch["row"]`` (int32) is each row's place in the global batch; random draws

@@ -3,12 +3,12 @@
 The tokenizer is a tokenizer.json of Hugging Face whose vocabulary has the special tokens `chatml.SPECIAL`. The codes of a
 recording come from
 
-    codec = "codec.npz"          the project's own (loaders/codec.py, tools/train_codec.py)
+    codec = "codec.npz"          the project's own (loaders/codec.py, `jaxtrain train-codec`)
     codec = "module:function"    any function (wave float32 [n], rate) -> codes [K, T]
     codes = "codes.npz"          made elsewhere, by the manifest's names: .npz, Arrow or Parquet (`codec.read_many`)
 
 With a codec every recording is read and decoded only once (by the Rust crate), and its codes are kept next to it, as
-clip.wav.<codec>.npy, or in ``cache``. tools/encode_audio.py does that in advance; otherwise the first process of a run does,
+clip.wav.<codec>.npy, or in ``cache``. `jaxtrain encode-audio` does that in advance; otherwise the first process of a run does,
 and the others wait. A part of a recording (offset, duration) is cut from its codes.
 """
 
@@ -60,7 +60,7 @@ class Config(checks.DataSection):
         if not self.codec and not self.codes:
             yield (
                 "codec",
-                "is empty, and so is codes; name a codec.npz (tools/train_codec.py), module:function, or a file of codes",
+                "is empty, and so is codes; name a codec.npz (`jaxtrain train-codec`), module:function, or a file of codes",
             )
         if self.codec:
             try:

@@ -5,7 +5,7 @@ together are one vector. Its principal components are quantised by one codebook 
 before it leave (Gray 1984; Zeghidour et al. 2021): K codes at 25 times a second. Codebooks are learned by k-means on the
 residuals, one after the other. To decode, the codes' entries are added up, and `sound` finds a waveform with that spectrogram
 (Griffin & Lim 1984). A neural codec is better, and its codes can come as files or from a user's function
-(loaders/chat_samples.py); this one needs no download, and is learned from any recordings in minutes (tools/train_codec.py).
+(loaders/chat_samples.py); this one needs no download, and is learned from any recordings in minutes (`jaxtrain train-codec`).
 
 A codec is one file, codec.npz:
 
@@ -26,6 +26,7 @@ import hashlib
 import importlib
 import os
 import pathlib
+import wave
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -143,7 +144,7 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
         return Rvq(mean, basis, books, name=f"rvq-{hashlib.sha256(content).hexdigest()[:10]}")
     module, colon, function = text.partition(":")
     if not colon:
-        raise DataError(f"{text} does not exist; name a codec.npz (tools/train_codec.py makes one) or module:function")
+        raise DataError(f"{text} does not exist; name a codec.npz (`jaxtrain train-codec` makes one) or module:function")
     try:
         call = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
@@ -248,6 +249,16 @@ def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndar
             spectra = np.fft.rfft(wave[frames] * window[:WINDOW], N_FFT)
             phase = spectra / np.maximum(np.abs(spectra), 1e-12)
     return wave.astype(np.float32)
+
+
+def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -> None:
+    """Writes 16 bits, mono; samples beyond full scale make the whole recording quieter."""
+    scaled = samples / max(1.0, float(np.abs(samples).max(initial=0)))
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((scaled * 32767).astype("<i2").tobytes())
 
 
 def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:

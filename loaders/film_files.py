@@ -1,6 +1,6 @@
 """A film and what viewers' brains did then, as files: the stimulus stored once, fMRI once for each viewer.
 
-FOLDER/                  made by tools/prepare_giblet.py (or by `write`)
+FOLDER/                  made by `jaxtrain prepare-giblet` (or by `write`)
   dataset.json           {"version": 1, "tr": seconds between volumes, "fps": frames/s of the video,
                          "audio_rate": times/s of the audio, "audio": "codes" or "features",
                          "subjects": [names], "files": {name: sha256},

@@ -56,7 +56,7 @@ class Config(checks.DataSection):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.exists() and not (pathlib.Path(self.path).expanduser() / "dataset.json").is_file():
-            yield "path", f"is {self.path!r}, which holds no dataset.json; python -m tools.prepare_giblet makes such a folder"
+            yield "path", f"is {self.path!r}, which holds no dataset.json; `jaxtrain prepare-giblet` makes such a folder"
         yield from checks.at_least(self, 1, "frame_skip")
         yield from checks.choice(self, PADDINGS, "padding")
         yield from checks.choice(self, NORMS, "hrf_norm")

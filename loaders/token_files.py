@@ -176,7 +176,7 @@ def _read_about(folder: pathlib.Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
         raise DataError(
-            f"{folder} has no tokens.json; it holds {content or 'nothing'}. Make token files with tools/make_tokens.py, which "
+            f"{folder} has no tokens.json; it holds {content or 'nothing'}. Make token files with `jaxtrain tokens`, which "
             "also completes an interrupted folder"
         ) from error
     except (OSError, ValueError) as error:

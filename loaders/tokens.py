@@ -1,6 +1,6 @@
 """Tokens of documents, by memory map: packed by best fit, or windows of one long stream. Mixed from several sources.
 
-A source is a folder that tools/make_tokens.py wrote, or a text file, which is read as one document of characters (or bytes).
+A source is a folder that `jaxtrain tokens` wrote, or a text file, which is read as one document of characters (or bytes).
 `loaders.token_files` has the format of a folder.
 
 A row is one sequence of ``context`` positions, made of documents by `loaders.packing`. There are three ways (``packing``):
@@ -74,7 +74,7 @@ class Config(checks.DataSection):
             for name in ("path", "test"):
                 path = getattr(source, name)
                 if (path or name == "path") and not pathlib.Path(path).expanduser().exists():
-                    yield f"sources[{i}].{name}", f"is {path!r}, which does not exist; tools/make_tokens.py makes token files"
+                    yield f"sources[{i}].{name}", f"is {path!r}, which does not exist; `jaxtrain tokens` makes token files"
             yield from checks.under(f"sources[{i}]", checks.positive(source, "share"))
         yield from checks.choice(self, PACKINGS, "packing")
         yield from checks.choice(self, TEXTS, "text")

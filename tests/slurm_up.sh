@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tests/slurm_up.sh: starts a SLURM of one node on this machine, for tests/tools/test_launch_slurm.py. Needs root on Debian or
+# tests/slurm_up.sh: starts a SLURM of one node on this machine, for tests/commands/test_launch_slurm.py. Needs root on Debian or
 # Ubuntu. Does nothing where a SLURM answers already; `tests/slurm_up.sh down` ends what it started.
 set -euo pipefail
 

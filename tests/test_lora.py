@@ -19,12 +19,13 @@ from jaxtrain import specs as specs_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.assembly import assemble
+from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.config import Lora
 from jaxtrain.types import Variables
+from jaxtrain.weights import peft
 from jaxtrain.workloads import bird, language, trm
-from tools import lora_to_peft, orbax_to_safetensors
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "tools"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "commands"))
 import runs  # noqa: E402
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -50,7 +51,7 @@ class Golden:
     def _names(self, path):
         matrix, _, side = path.rpartition("/")
         names = language.export_names(dataclasses.asdict(self.config), matrix)
-        return [f"base_model.model.{n.removesuffix('.weight')}.{lora_to_peft.SIDES[side]}.weight" for n in names]
+        return [f"base_model.model.{n.removesuffix('.weight')}.{peft.SIDES[side]}.weight" for n in names]
 
     def _read(self, path, spec):
         return jnp.asarray(np.stack([self.adapter[name] for name in self._names(path)]).reshape(spec.shape))
@@ -118,7 +119,7 @@ def test_exports_are_pefts_adapter_and_merged_weights(golden, tmp_path):
     ours["base_model_name_or_path"] = theirs["base_model_name_or_path"]
     assert ours == {name: theirs[name] for name in ours}
 
-    assert orbax_to_safetensors.main([str(tmp_path), "--out", str(tmp_path / "merged")]) == 0
+    assert export.main([str(tmp_path), "--out", str(tmp_path / "merged")]) == 0
     merged = safetensors.numpy.load_file(tmp_path / "merged" / "model.safetensors")
     base = safetensors.numpy.load_file(DATA / "lm" / "llama3" / "model.safetensors")
     assert {name: (x.shape, x.dtype) for name, x in merged.items()} == {name: (x.shape, x.dtype) for name, x in base.items()}

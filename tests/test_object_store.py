@@ -48,7 +48,7 @@ def test_promises_1_and_6_and_7_in_an_object_store(folder, corpus, bucket):  # n
     for split in ("train", "test"):
         assert records(folder / "runs" / "tiny", split) == records(folder / "whole", split)
 
-    verified = tool(folder, environment, "tools.checkpoint", "verify", f"{RUN}/6")
+    verified = tool(folder, environment, "jaxtrain.cli", "checkpoint", "verify", f"{RUN}/6")
     assert verified.returncode == 0, verified.stderr
     exported = tool(folder, environment, "tools.orbax_to_safetensors", RUN.rsplit("/", 1)[0], "--out", str(folder / "out"))
     assert exported.returncode == 0 and list((folder / "out").glob("*.safetensors")), exported.stderr

@@ -256,7 +256,7 @@ def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, corpus):  
         (disk / "run").mkdir()
         (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 8192))
         output = run(folder, f"tiny.py:{corpus}", f"--config.workdir={disk}/run", code=2)
-        assert f"error: {disk}/run" in output and "No space left on device; make room" in output, output
+        assert f"error: {disk}/run" in output and "No space left on device; free some space" in output, output
         assert "Traceback" not in output, output
     finally:
         subprocess.run(["umount", disk], check=True)

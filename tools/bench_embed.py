@@ -1,4 +1,4 @@
-"""tools.embed beside its parts: the loader without an encoder, and the encoder without a loader. Recordings/s, in turns.
+"""`jaxtrain embed` compared with its parts: a loader without an encoder, an encoder without a loader; recordings/s, in turns.
 
     NPROC=1 python -m tools.bench_embed RUN --data '/path/to/esc10/*/*.arrow' --threads 1
 
@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from jaxtrain.inference import embed
 from loaders import shards
-from tools import embed
 
 
 def measured(model: embed.Model, data: embed.spectrogram.Config, *, batch: int) -> dict[str, float]:
-    """name -> recordings/s of one pass."""
+    """Runs one pass of each part. Returns name -> recordings/s."""
     setup = embed.set_up(model, data, batch=batch)
 
     def rate(run: Callable[[], object]) -> float:

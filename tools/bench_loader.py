@@ -1,10 +1,10 @@
-"""The spectrogram loader beside other ways to the same numbers, on this machine: a markdown table of samples/s.
+"""The spectrogram loader compared with other ways to the same numbers, on this machine: a markdown table of samples/s.
 
     python -m tools.bench_loader                                       ours and every peer that is installed, about 10 minutes
     python -m tools.bench_loader --codecs ogg,wav --peers seek,torch --threads 1,2 --rounds 5 --json loader.json
 
 A sample is 5 s of a recording of 38 s on average, as float32 [512, 128]: crop, mono, 32 kHz, Kaldi log-mel, normalised. All
-make the same crops of the same recordings in the same order: those that our loader draws. The peers are told each crop's
+make the same crops of the same recordings in the same order: those that our loader draws. The peers are given each crop's
 start, which ours has to find.
 
     whole         soundfile reads all of the recording, soxr resamples all, then the crop; kaldi-native-fbank
@@ -12,7 +12,7 @@ start, which ours has to find.
     librosa       librosa.load(offset, duration), melspectrogram: the log-mel of a librosa user, not Kaldi's
     torch         a torch DataLoader: soundfile seeks, torchaudio resamples and makes the fbank
     seek          soundfile seeks, soxr, scipy's float32 FFT and a BLAS product: as fast as NumPy could be made
-    seek-malloc   the same, with glibc told to keep freed memory, which saves its page faults
+    seek-malloc   the same, with glibc set to keep freed memory, which saves its page faults
 
 How it is measured. One process for each peer, pinned to one core, its libraries held to one thread; for two threads two such
 processes, whose rates are added (ours and the DataLoader are one process on two cores). They take turns, one pass over the
@@ -20,7 +20,7 @@ recordings each, for some rounds, so that a machine whose speed drifts is as slo
 rounds, each ratio the median of the ratios within a round. Shards are in the page cache. A pass of ours begins with empty
 queues. Compare ratios, and only within one run; on a machine that has other work, with --clock=cpu.
 
-The corpus is loaders.demo's birds in longer recordings, one shard for each codec, made once and kept beside the demo's.
+The corpus is loaders.demo's birds in longer recordings, one shard for each codec, made once and kept next to the demo's.
 """
 
 import argparse
@@ -68,7 +68,7 @@ CODECS = {
     ),
     "flac": ("FLAC 48k", demo_birds.Codec("flac", "FLAC", "PCM_16", 48000, 1, 30, 50.0)),
     "wav": ("WAV 44.1k", demo_birds.Codec("wav", "WAV", "PCM_16", 44100, 2, 30, 132.3)),
-    # Nothing to decode and nothing to resample: here all agree but for rounding. The tests use it.
+    # Nothing to decode and nothing to resample: here all agree up to rounding. The tests use it.
     "wav32": ("WAV 32k", demo_birds.Codec("wav", "WAV", "PCM_16", 32000, 1, 30, 64.0)),
 }
 

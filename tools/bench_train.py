@@ -4,8 +4,8 @@
     python -m tools.bench_train --model=language [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=12] [--rounds=50]
     python -m tools.bench_train --model=higgs [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=8] [--branches]
 
-The recursive model, the small GPT-2 of configs/shakespeare_char.py, or adapters on a small audio language model beside peft
-(rows of --context text tokens and as many times of sound): forward, backward, gradient clipping, AdamW.
+The recursive model, the small GPT-2 of configs/shakespeare_char.py, or adapters on a small audio language model compared with
+peft (rows of --context text tokens and as many times of sound): forward, backward, gradient clipping, AdamW.
 
 Of the recursive model both do what a step of the published recipe does: the slots are refilled, high cycles of low + 1
 applications of the net, the last of them differentiated, stable-max cross-entropy (in float64 there, as the original has it),
@@ -432,7 +432,7 @@ def main(argv: Sequence[str] | None = None) -> float:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--batch", type=int, help="rows; default: 32 puzzles, 12 rows of text, 8 conversations")
     parser.add_argument(
-        "--branches", action="store_true", help="of higgs: instead, places gathered for their net beside both nets"
+        "--branches", action="store_true", help="of higgs: instead, positions gathered for one net compared with both nets"
     )
     parser.add_argument("--dtype", choices=trm.DTYPES, default="float32", help="of trm")
     args = parser.parse_args(argv)

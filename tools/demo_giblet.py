@@ -4,11 +4,11 @@
 
 1. One process with 8 devices, the parameters split over all of them (data 1 × fsdp 8).
 2. Two processes with 4 devices each (data 2 × fsdp 4), asked to stop in the middle: they save and end.
-3. One process again, with data 2 × fsdp 2 × model 2, goes on from what the two have saved.
+3. One process again, with data 2 × fsdp 2 × model 2, resumes from what the two have saved.
 
-Both runs end with what the held-out part of the film says: how well the fMRI of the moments that were never trained on is
-predicted (Pearson r of each moment across 2,000 voxels; no prediction can reach more than about 0.7), beside the r of shuffled
-pairs. Exits with 1 when that is below 0.3, or the two curves are not one.
+Both runs end with an evaluation on the held-out part of the film: how well the fMRI of the moments that were never trained on
+is predicted (Pearson r of each moment across 2,000 voxels; no prediction can reach more than about 0.7), next to the r of
+shuffled pairs. Exits with 1 when that is below 0.3, or the two curves are not one.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from collections.abc import Sequence
 
 CONFIG = "configs/giblet.py:demo"
 # Of the losses of the two runs: on average over steps, and of any step. Sums round differently on different meshes, and at a
-# high rate differences of 1e-7 grow to a few percent within tens of steps (seen: 0.9 % and 3.8 %); a run on the same mesh goes
-# on bit for bit.
+# high rate differences of 1e-7 grow to a few percent within tens of steps (seen: 0.9 % and 3.8 %); a run on the same mesh
+# resumes bit for bit.
 MEAN_APART, MOST_APART = 0.02, 0.08
 
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(one: pathlib.Path, two: pathlib.Path, seconds: float) -> int:
-    """Prints what came of both runs. Returns 0 when they are one curve, and it has learned."""
+    """Prints the results of both runs. Returns 0 when their curves agree, and the model has learned."""
     curves = [{r["step"]: r for r in records(folder, "train")} for folder in (one, two)]
     same_steps = curves[0].keys() == curves[1].keys()
     differences = [abs(a["loss"] - curves[1][step]["loss"]) / a["loss"] for step, a in curves[0].items() if step in curves[1]]
@@ -70,7 +70,11 @@ def compare(one: pathlib.Path, two: pathlib.Path, seconds: float) -> int:
         )
     good = same_steps and apart < MEAN_APART and max(differences) < MOST_APART
     good &= all(end["fmri_r"] > 0.3 and abs(end["fmri_r_null"]) < 0.1 for end in ends)
-    print("as it should be" if good else "not as it should be")
+    print(
+        "within bounds"
+        if good
+        else f"out of bounds: the curves may be {MEAN_APART:.0%} apart, {MOST_APART:.0%} at most; r over 0.3"
+    )
     return 0 if good else 1
 
 
@@ -89,7 +93,7 @@ def start(
 def finished(*processes: subprocess.Popen, code: int = 0) -> None:
     codes = [p.wait() for p in processes]
     if codes != [code] * len(codes):
-        sys.exit(f"tools.demo_giblet: a process ended with {codes}, and {code} was expected")
+        sys.exit(f"tools.demo_giblet: the processes ended with {codes}; expected {code}")
 
 
 def records(folder: pathlib.Path, split: str) -> list[dict]:

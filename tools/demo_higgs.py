@@ -4,15 +4,15 @@
 
 PATH is a folder of sounds with classes as configs/esc10.py takes it (default: JAXTRAIN_ESC10, else the built-in birds).
 
-1. A codec is learned from the training recordings (tools/train_codec.py), which tells its error after each codebook.
+1. A codec is learned from the training recordings (`jaxtrain train-codec`), which prints its error after each codebook.
 2. The base is trained, all of it, on the first six tenths of the classes: "dog" → sound, and sound → "dog".
-3. Adapters are trained on the other classes, on the frozen base in bfloat16. Half way the run gets SIGTERM, and goes on.
+3. Adapters are trained on the other classes, on the frozen base in bfloat16. Half way the run gets SIGTERM, and is resumed.
 4. Adapters are exported for peft, and merged as safetensors; the base's file keeps its bytes.
 5. The merged model plays each new class: WAV files and spectrograms, in OUT/played.
 
-It ends with the loss on held-out recordings of the new classes, before and after, and with what a classifier, trained on real
-recordings of these classes, takes the played ones for. Exits with 1 when the loss did not fall, of sound alone and by a tenth
-with text, or when fewer than 1.6 times as many as by chance are taken for what was asked.
+It ends with the loss on held-out recordings of the new classes, before and after, and with the share of played recordings that
+a classifier, trained on real recordings of these classes, recognises as the class asked for. Exits with 1 when the loss did
+not fall, of sound alone and by a tenth with text, or when that share is below 1.6 times chance.
 """
 
 import argparse
@@ -37,11 +37,13 @@ import numpy as np
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
 from jaxtrain import metrics
+from jaxtrain.commands import train_codec
+from jaxtrain.inference import generate_audio
 from jaxtrain.types import Variables
+from jaxtrain.weights import peft, safetensors
 from jaxtrain.workloads import audio_language
 from loaders import _rust, chat_audio, codec, demo_chat, shards
 from loaders.base import Rows
-from tools import generate_audio, lora_to_peft, orbax_to_safetensors, train_codec
 from tools.demo_giblet import records
 
 SECONDS = 3.2  # of a sample, one of several parts of a recording
@@ -83,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = ["--codebooks=4", "--size=128", "--rounds=10", "--frames=40000", "--components=64"]
     if train_codec.main([str(out / "codec.npz"), *files, *arguments]):
         return 1
-    say("2. the base, on the classes that it shall know")
+    say("2. the base, on its own classes")
     train(out, "base", rest)
     export(out / "base", out / "base-weights")
     base_bytes = hashes(out / "base-weights")
@@ -92,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     train(out, "adapters", [*source, *rest], stop_at=0.5)
     train(out, "adapters", [*source, *rest])
     say("4. export")
-    lora_to_peft.export(str(out / "adapters"), str(out / "peft"))
+    peft.export(str(out / "adapters"), str(out / "peft"))
     export(out / "adapters", out / "merged")
     assert hashes(out / "base-weights") == base_bytes, "the base has changed"
 
@@ -105,16 +107,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = time.perf_counter() - began
     right, chance = float(np.mean([guess == asked for asked, guess in played])), 1 / len(new)
     cpu = sum(os.times()[:4])
-    print(f"a classifier of the {len(new)} new classes is right on {real:.0%} of held-out real recordings, and takes "
-          f"{right:.0%} of {len(played)} played ones for what was asked; chance is {chance:.0%}")  # fmt: skip
+    print(f"a classifier of the {len(new)} new classes is right on {real:.0%} of held-out real recordings, and recognises "
+          f"{right:.0%} of {len(played)} played ones as the class asked for; chance is {chance:.0%}")  # fmt: skip
     for name in new:
         found = [guess for asked, guess in played if asked == name]
         print(f"  {name:16} {dict(collections.Counter(found).most_common())}")
     fell = after["loss"] < (1 - FALL) * before["loss"] and after["audio"] < before["audio"]
     good = fell and right >= CHANCES * chance
-    print(
-        f"{seconds:.0f} s, {cpu:.0f} s of CPU; {'as it should be' if good else 'not as it should be'}; listen to {out}/played"
-    )
+    bounds = f"out of bounds: the loss must fall by {FALL:.0%}, and {CHANCES} × chance be recognised"
+    print(f"{seconds:.0f} s, {cpu:.0f} s of CPU; {'within bounds' if good else bounds}; listen to {out}/played")
     return 0 if good else 1
 
 
@@ -153,7 +154,7 @@ def data_flags(out: pathlib.Path, kind: str) -> dict[str, str]:
 
 
 def train(out: pathlib.Path, kind: str, rest: Sequence[str], *, stop_at: float = 0.0) -> None:
-    """Runs the program; with ``stop_at`` until that share of its steps."""
+    """Runs the program; with ``stop_at`` only up to that share of its steps."""
     flags = [f"--config.data.{name}={value}" for name, value in data_flags(out, kind).items()]
     command = [
         sys.executable,
@@ -176,7 +177,7 @@ def train(out: pathlib.Path, kind: str, rest: Sequence[str], *, stop_at: float =
 
 def export(run: pathlib.Path, out: pathlib.Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        orbax_to_safetensors.export(str(run), str(out))
+        safetensors.export(str(run), str(out))
 
 
 def hashes(folder: pathlib.Path) -> dict[str, str]:
@@ -220,7 +221,7 @@ def features(mel: np.ndarray) -> np.ndarray:
 
 
 def classifier(splits: Mapping[str, Sequence[Recording]], out: pathlib.Path) -> tuple[Classifier, float]:
-    """Learned from real recordings, and its accuracy on held-out real ones."""
+    """Fits a classifier to real recordings. Returns it, and its accuracy on held-out real ones."""
 
     def load(split: str) -> tuple[list[np.ndarray], np.ndarray]:
         mels, labels = [], []
@@ -249,7 +250,7 @@ def classifier(splits: Mapping[str, Sequence[Recording]], out: pathlib.Path) -> 
 
 
 def play(out: pathlib.Path, names: Sequence[str], judge: Classifier) -> list[tuple[str, str]]:
-    """(asked, heard as) of every clip; what is judged is the sound in the WAV file."""
+    """Plays every class. Returns (asked, heard as) of every clip, as classified from its WAV file."""
     speaker = generate_audio.load(str(out / "merged"))
     prompts = [name for name in names for _ in range(EACH)]
     streams = audio_language.Streams(temperature=(0.6,))

@@ -1,19 +1,19 @@
-"""What each objective's features are worth on ESC-10, in five folds:
+"""Measures each objective's features on ESC-10, in five folds.
 
     python -m tools.esc10_folds /path/to/esc10 [--together] [--config.section.field=value …]
 
 For every objective of configs/esc10_folds.py and every fold: an encoder is trained on the other four folds (without their
-labels, but for "supervised"); all 400 recordings are embedded, each as the mean over three views; classifiers are fitted to the
-frozen features of the four folds, and judged on the one that neither has seen. "random" is the same encoder as it is
-initialised, with another seed in each fold. Whatever is finished already is not done again.
+labels, except "supervised"); all 400 recordings are embedded, each as the mean over three views; classifiers are fitted to the
+frozen features of the four folds, and tested on the one that neither has seen. "random" is the same encoder as it is
+initialised, with another seed in each fold. Finished parts are not done again.
 
 --objectives=supervised_long, by itself, is what labels alone reach with a wider encoder that hears each recording whole.
 
-With --together, which takes a fifth of the time, what needs no labels is trained once, on all recordings: the classifiers still
-never see the fold that they are judged on, but the encoder has heard it.
+With --together, which takes a fifth of the time, objectives without labels are trained once, on all recordings: the
+classifiers still never see the fold that they are tested on, but the encoder has.
 
-DIR gets a run for each, embeddings/, and tools.probe's results.json, results.md and pictures, with the margins over "random":
-the differences of the same recordings, with paired bootstrap intervals.
+DIR gets a run for each, embeddings/, and `jaxtrain probe`'s results.json, results.md and pictures, with the margins over
+"random": the differences of the same recordings, with paired bootstrap intervals.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain import cluster
-from tools import embed, probe
+from jaxtrain.inference import embed, probe
 
 FOLDS = (1, 2, 3, 4, 5)
 OBJECTIVES = ("mae", "lejepa", "diet", "teacher", "supervised")
@@ -36,7 +36,7 @@ VIEWS = 3
 
 
 def train(path: str, objective: str, fold: int, out: pathlib.Path, overrides: Sequence[str]) -> float:
-    """Trains one run, unless it is finished. Returns its CPU seconds, or those that it once took.
+    """Trains one run, unless it is finished. Returns the CPU seconds that it took.
 
     Raises SystemExit where it was finished with other overrides.
     """

@@ -1,8 +1,8 @@
 """What an index of XCL's size costs: python -m tools.index_scale [FOLDER] [--rows=N] [--shards=N] [--gigabytes=N]
 
-Writes shards of the real layout, in which the audio is a hole that takes no room on disk, and prints the time and memory of
-indexing them without a cache, of the first run that writes it and of the next that reads it, each in a process of its own
-and, where it says cold, after the system was told to forget the files; then the time of a seek and of the first place of an
+Writes shards of the real layout, in which the audio is a hole that takes no space on disk, and prints the time and memory of
+indexing them without a cache, of the first run that writes it and of the next that reads it, each in a process of its own and,
+where it says cold, after the system has dropped the files from memory; then the time of a seek and of the first place of an
 epoch.
 """
 
@@ -52,7 +52,7 @@ print(f"{time.perf_counter() - begin:.4f}")
 
 
 class Holes(io.RawIOBase):
-    """Keeps what is written by its place, large buffers as nothing but their size."""
+    """A file that keeps small writes with their offsets, and of large ones only the size."""
 
     def __init__(self) -> None:
         self.size, self.parts = 0, []

@@ -6,7 +6,7 @@
 #       --config=configs/xcm.py:/data/XCM --config.workdir=/mnt/runs/xcm
 #
 #   --name=NAME          of the TPU VM and of its queued resource
-#   --zone=ZONE          --type=TYPE     --version=IMAGE    as gcloud wants them
+#   --zone=ZONE          --type=TYPE     --version=IMAGE    as gcloud takes them
 #   --project=PROJECT    (default: gcloud's own)
 #   --queued             waits in the queue for resources, instead of failing while there are none
 #   --spot               may be preempted; implies --queued
@@ -16,7 +16,8 @@
 #   --dry-run            prints the commands, runs none
 #
 # Everything after -- goes to python -m jaxtrain.main. Every worker is a process of one run, which finds the others by the
-# metadata of its VM. A run that was told of an end saves and exits with 75; whatever else ends it ends this, too.
+# metadata of its VM. A run that is notified of a preemption saves and exits with 75; any other exit code ends
+# this script, too.
 set -euo pipefail
 
 usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "$0"; }
@@ -139,7 +140,7 @@ until test -s exit-code; do sleep 1; done; sleep 1; kill $log' | tee -a "$work/l
     done
 }
 
-# Whether the pod is there no more: a connection that ended does not tell.
+# Whether the pod is gone: a lost connection alone does not mean so.
 gone() {
     local state
     state=$(tpu describe "$name" --format='value(state)' 2>/dev/null) || state=""

@@ -1,12 +1,14 @@
-"""What packing by best fit spares: python -m tools.packing_report FOLDER [--context 1024 2048 …] [--window 16384]
+"""Padding and cut documents of packing by best fit, and of concatenation.
 
-FOLDER holds token files (tools/make_tokens.py), or is one text, whose paragraphs (between blank lines) are then its documents.
+    python -m tools.packing_report FOLDER [--context 1024 2048 …] [--window 16384]
+
+FOLDER holds token files (`jaxtrain tokens`), or is one text, whose paragraphs (between blank lines) are then its documents.
 For each length of context, over one epoch:
 
     padding    share of positions that hold no token
     cut        share of the documents that are cut although they are no longer than the context
-    context    mean number of tokens before a predicted one that it may look at, where documents are not seen across
-    us/doc     microseconds of packing for a document
+    context    mean number of tokens that a predicted one may attend to, where attention stays within documents
+    us/doc     microseconds to pack a document
 
 for best fit and for plain concatenation, which pads nothing and cuts wherever a row ends.
 """
@@ -30,7 +32,7 @@ def lengths_of(path: str) -> np.ndarray:
 
 
 def best_fit(lengths: np.ndarray, context: int, window: int, seed: int = 0) -> tuple[float, float, float]:
-    """Padding, cut, mean context of an epoch."""
+    """Returns padding, cut and mean context of an epoch, packed by best fit."""
     shuffled = lengths[order.permutation(seed, 0, len(lengths), np.arange(len(lengths)))]
     rows = cut = 0
     seen = 0.0
@@ -46,7 +48,7 @@ def best_fit(lengths: np.ndarray, context: int, window: int, seed: int = 0) -> t
 
 
 def concat(lengths: np.ndarray, context: int) -> tuple[float, float, float]:
-    """The same of the stream of all documents, cut every ``context`` tokens."""
+    """Returns the same for the stream of all documents, cut every ``context`` tokens."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     first, last = starts // context, np.maximum(ends - 1, starts) // context

@@ -87,12 +87,21 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
     Raises StoredError, with the steps that exist.
     """
     run = _absolute(run)
-    if step is None and _item(run) is not None:
-        return run
+    if _item(run) is not None:
+        if step is None or run.name == str(step):
+            return run
+        raise StoredError(
+            f"step {step} is asked of {run}, which is a step directory itself; omit the step, or name the workdir"
+        )
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
-    if not steps or (step is not None and step not in steps):
-        raise StoredError(f"{folder} holds {f'no step {step}; expected one of: {steps}' if steps else 'no step directory'}")
+    if not steps:
+        raise StoredError(
+            f"{run} {'holds no step' if run.exists() else 'does not exist'}; expected a run's workdir, a step directory of it, "
+            "or a folder of `jaxtrain export`"
+        )
+    if step is not None and step not in steps:
+        raise StoredError(f"{folder} holds no step {step}; expected one of: {', '.join(map(str, steps))}")
     return folder / str(steps[-1] if step is None else step)
 
 

@@ -196,7 +196,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 
 
 def read_exported(path: str | os.PathLike) -> PyTree:
-    """The encoder's parameters, float32, of a model.safetensors that tools/orbax_to_safetensors.py wrote.
+    """The encoder's parameters, float32, of a model.safetensors that `jaxtrain export` wrote.
 
     With numpy alone: `jaxtrain.checkpoint.read`, which reads any folder of them in parts, needs what checkpoints need.
     """

@@ -9,7 +9,7 @@ A row of a batch is S tokens of one or several documents. Its fields, all [B, S]
     mask       float32  1 where the target is valid: not in padding, not at a document's last token
 
 The architecture is `jaxtrain.nn.transformer.Decoder`; `PRESETS` has published sizes, `from_hugging_face` reads a folder with
-config.json and safetensors, and `export_names`, `export_shape` and `export_files` let tools/orbax_to_safetensors.py write one.
+config.json and safetensors, and `export_names`, `export_shape` and `export_files` let `jaxtrain export` write one.
 
 Shapes: B batch, S tokens, D embed, V vocabulary.
 """

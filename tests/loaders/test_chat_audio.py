@@ -241,7 +241,7 @@ def test_codes_that_were_made_elsewhere(tmp_path):
     ("changes", "field", "text"),
     [
         ({"manifest": "nowhere.json"}, "manifest", "not a file"),
-        ({"codec": ""}, "codec", "tools/train_codec.py"),
+        ({"codec": ""}, "codec", "jaxtrain train-codec"),
         ({"codec": "nowhere.npz"}, "codec", "does not exist"),
         ({"codec": "json:nothing"}, "codec", "name a function"),
         ({"bad_budget": 2.0}, "bad_budget", "[0, 1]"),

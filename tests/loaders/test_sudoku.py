@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxtrain.commands import sudoku as sudoku_command
 from loaders import _rust, sudoku
 from loaders.base import DataError, Rows
-from tools import make_sudoku
 
 SMALL = sudoku.Source(n_train=40, n_test=12, blanks=(20, 40))
 SOURCES = {
@@ -182,13 +182,13 @@ def test_what_a_checkpoint_checks():
         assert other != first
 
 
-# Folders, through the tool that writes them
+# Folders, through the command that writes them
 
 
 @pytest.mark.parametrize("kind", ["csv", "npy"])
-def test_what_the_tool_writes_is_what_is_read(tmp_path, kind):
+def test_what_the_command_writes_is_what_is_read(tmp_path, kind):
     arguments = ["--kind=sudoku", "--train=30", "--test=9", "--blanks", "20", "40", "--seed=3", f"--format={kind}"]
-    make_sudoku.main([str(tmp_path / "out"), *arguments])
+    assert sudoku_command.main([str(tmp_path / "out"), *arguments]) == 0
     made = sudoku.generate(sudoku.Source(n_train=30, n_test=9, blanks=(20, 40)), 3)
     source = sudoku.Source(path=str(tmp_path / "out"), n_train=0)
     for split in made:

@@ -205,7 +205,7 @@ def test_mistakes_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     corpus(tmp_path / "a")
     fails(config_of(tmp_path / "nowhere"), r"sources\[0\].path is .*nowhere.*does not exist")
-    fails(config_of(tmp_path / "empty"), "has no tokens.json; it holds nothing.*make_tokens")
+    fails(config_of(tmp_path / "empty"), "has no tokens.json; it holds nothing.*jaxtrain tokens")
     fails(tokens.Config(), "sources is empty")
     fails(config_of(tmp_path / "a", packing="first_fit"), "packing is 'first_fit'; expected one of: best_fit")
     fails(config_of(tmp_path / "a", packing="concat", context=10**6), "too few for a context of 1000000")

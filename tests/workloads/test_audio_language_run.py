@@ -4,13 +4,15 @@ import json
 import pathlib
 import sys
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 import test_train
 from test_reliability import cluster
 
-from tools import generate_audio, lora_to_peft, orbax_to_safetensors
+from jaxtrain.commands import export, generate_audio, lora_to_peft
+from jaxtrain.inference import generate_audio as inference
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "loaders"))
 import chat  # noqa: E402
@@ -45,7 +47,7 @@ def folder(tmp_path):
 def base_of(folder):
     """A base in the original's format: what a first run made, as it is exported, and its config.json."""
     test_train.run(folder, "higgs.py", "--config.workdir=base", "--config.train.steps=4", "--config.checkpoint.final=weights")
-    assert orbax_to_safetensors.main([str(folder / "base"), "--dtype", "bf16", "--out", str(folder / "weights")]) == 0
+    assert export.main([str(folder / "base"), "--dtype", "bf16", "--out", str(folder / "weights")]) == 0
     text = dict(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=32,
         rms_norm_eps=1e-5, rope_theta=1e4, vocab_size=272,
@@ -56,7 +58,7 @@ def base_of(folder):
     return safetensors.numpy.load_file(folder / "weights" / "model.safetensors")
 
 
-def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch):
+def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, capsys):
     """The same bytes at the end; what was trained goes out as adapters and merged, under the original's names."""
     monkeypatch.chdir(folder)
     base = base_of(folder)
@@ -73,7 +75,7 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch):
     assert found[8]["loss"] == pytest.approx(found[8]["text"] + found[8]["audio"]) and found[8]["loss"] < found[4]["loss"] + 0.5
     assert found[8]["audio"] == pytest.approx((found[8]["audio_0"] + found[8]["audio_1"]) / 2)
 
-    assert orbax_to_safetensors.main([str(folder / "whole"), "--out", str(folder / "merged")]) == 0
+    assert export.main([str(folder / "whole"), "--out", str(folder / "merged")]) == 0
     assert lora_to_peft.main([str(folder / "whole"), "--out", str(folder / "adapter")]) == 0
     assert (folder / "weights" / "model.safetensors").read_bytes() == bytes_before
     merged = safetensors.numpy.load_file(folder / "merged" / "model.safetensors")
@@ -92,6 +94,11 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch):
         else:
             np.testing.assert_array_equal(merged[name], base[name], err_msg=name)
 
+    adapters = [str(folder / "whole"), "play", "--out", str(folder / "none")]
+    assert generate_audio.main(adapters) == 2 and "merge them with `jaxtrain export`" in capsys.readouterr().err
+    of_run, of_step = (inference.load(str(folder / path)) for path in ("base", "base/checkpoints/4"))
+    assert of_run.model == of_step.model and of_run.codec is not None
+    jax.tree.map(np.testing.assert_array_equal, of_run.params, of_step.params)
     args = [str(folder / "merged"), "play", "--out", str(folder / "played"), "--each=2", "--seconds=0.4", "--top-k", "8", "4"]
     assert generate_audio.main(args) == 0
     answers = [json.loads(line) for line in (folder / "played" / "answers.jsonl").read_text().splitlines()]

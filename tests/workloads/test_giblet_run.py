@@ -8,8 +8,8 @@ import safetensors.numpy
 import test_train
 
 from jaxtrain.checkpoint import read as stored
+from jaxtrain.commands import export
 from loaders import film_files
-from tools import orbax_to_safetensors as export
 
 CONFIG = """
 from ml_collections import ConfigDict

@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 import test_train
 
-from tools import lora_to_peft, orbax_to_safetensors
+from jaxtrain.commands import export, lora_to_peft
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "lm"
 CONFIG = f"""
@@ -52,7 +52,7 @@ def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
     lines = [json.loads(line) for line in (folder / "whole" / "samples.jsonl").read_text().splitlines()]
     assert [(x["step"], x["prompt"]) for x in lines] == [(3, "one "), (6, "one ")]
 
-    assert orbax_to_safetensors.main([str(folder / "whole"), "--out", str(folder / "merged")]) == 0
+    assert export.main([str(folder / "whole"), "--out", str(folder / "merged")]) == 0
     assert lora_to_peft.main([str(folder / "whole"), "--out", str(folder / "adapter")]) == 0
     merged, base = (safetensors.numpy.load_file(f / "model.safetensors") for f in (folder / "merged", DATA / "qwen2"))
     adapter = safetensors.numpy.load_file(folder / "adapter" / "adapter_model.safetensors")

@@ -43,7 +43,7 @@ class Data:
 
     @functools.cached_property
     def tokens(self) -> str:
-        """Documents of random tokens, 600 long on average, as tools/make_tokens.py writes them."""
+        """Documents of random tokens, 600 long on average, as `jaxtrain tokens` writes them."""
         vocab, n = (512, 200) if self.small else (128_000, 4_000)
         folder = self.folder / f"tokens-{vocab}"
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,17 @@
-"""Learns a codec (loaders/codec.py) from recordings, and tells how well each of its codebooks reconstructs others.
+"""Learns an audio codec (loaders/codec.py) from recordings, and prints how well each of its codebooks reconstructs others.
 
-    python -m tools.train_codec codec.npz folder/**/*.wav manifest.json … [--codebooks 8] [--size 1024] [--frames 200000]
+    jaxtrain train-codec CODEC.npz SOUND … [--codebooks 8] [--size 1024] [--frames 200000]
 
-Sound comes from audio files (WAV, FLAC, MP3, OGG, Opus), folders of them, or manifests (loaders/chatml.py). A share of the
+    jaxtrain train-codec codec.npz sounds/ manifest.json
+
+SOUND are audio files (WAV, FLAC, MP3, OGG, Opus), folders of them, or manifests (loaders/chatml.py). A share of the
 recordings (--test-share) is kept apart to measure on. The error is the root mean square of log-mel values, in nats of power
-(0.23 are 1 dB), after one codebook, two, and so on: of ESC-10 with the defaults, 5.43 with none, then 1.61, 1.38, 1.27, 1.21,
-1.16, 1.12, 1.10, 1.07 (346 of the 400 recordings to learn from, 25 s on two cores).
+(0.23 is 1 dB), after one codebook, two, and so on: of ESC-10 with the defaults, 5.43 with none, then 1.61, 1.38, 1.27, 1.21,
+1.16, 1.12, 1.10, 1.07 (learned from 346 of the 400 recordings, 25 s on two cores).
 """
 
 import argparse
+import functools
 import pathlib
 import sys
 import time
@@ -16,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxtrain.commands import arguments
 from loaders import chat_samples, chatml, codec, order
 from loaders.base import DataError
 
@@ -23,27 +27,31 @@ SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.train_codec", description=__doc__.splitlines()[0])
+    parser = arguments.Parser("jaxtrain train-codec", __doc__)
     parser.add_argument("out", metavar="CODEC.npz")
-    parser.add_argument("sound", nargs="+", help="audio files, folders of them, manifests")
-    parser.add_argument("--codebooks", type=int, default=8, help="default: 8")
-    parser.add_argument("--size", type=int, default=1024, help="codes of each; default: 1024")
-    parser.add_argument("--components", type=int, default=128, help="principal components of four frames; default: 128")
-    parser.add_argument("--rounds", type=int, default=15, help="of k-means; default: 15")
-    parser.add_argument("--frames", type=int, default=200_000, help="times (40 ms) to learn from, at most; default: 200000")
+    parser.add_argument("sound", metavar="SOUND", nargs="+", help="audio files, folders of them, manifests")
+    parser.add_argument("--codebooks", type=arguments.positive, default=8, help="default: 8")
+    parser.add_argument("--size", type=arguments.positive, default=1024, help="codes of each; default: 1024")
+    parser.add_argument(
+        "--components", type=arguments.positive, default=128, help="principal components of four frames; default: 128"
+    )
+    parser.add_argument("--rounds", type=arguments.positive, default=15, help="of k-means; default: 15")
+    parser.add_argument(
+        "--frames", type=arguments.positive, default=200_000, help="times (40 ms) to learn from, at most; default: 200000"
+    )
     parser.add_argument("--test-share", type=float, default=0.1, help="of the recordings; default: 0.1")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
     args = parser.parse_args(argv)
-    try:
-        print(train(args))
-    except DataError as error:
-        print(f"tools.train_codec: {error}", file=sys.stderr)
-        return 2
+    return arguments.run(functools.partial(_train, args), mistakes=(DataError,))
+
+
+def _train(args: argparse.Namespace) -> int:
+    print(train(args))
     return 0
 
 
 def train(args: argparse.Namespace) -> str:
-    """Writes the codec. Returns what is to be told. Raises DataError."""
+    """Writes the codec. Returns a table of its errors. Raises DataError."""
     began = time.perf_counter()
     found = sources(args.sound)
     held = order.held_out(np.arange(len(found)), args.test_share)
@@ -52,7 +60,7 @@ def train(args: argparse.Namespace) -> str:
         some = [source for source, h in zip(found, held, strict=True) if h == of_test]
         x, bad = codec.stacked(some, limit=args.frames, seed=args.seed)
         for name, reason in bad:
-            print(f"tools.train_codec: {name} is left out: {reason}", file=sys.stderr)
+            print(f"warning: {name} is skipped: {reason}", file=sys.stderr)
         parts.append(x)
     made = codec.train(
         parts[0], codebooks=args.codebooks, size=args.size, components=args.components, rounds=args.rounds, seed=args.seed
@@ -70,7 +78,7 @@ def train(args: argparse.Namespace) -> str:
 
 
 def sources(paths: Sequence[str]) -> list[codec.Source]:
-    """The recordings of files, folders and manifests, each once. Raises DataError where there are none."""
+    """Finds the recordings of files, folders and manifests, each once. Raises DataError where there are none."""
     found: dict[str, codec.Source] = {}
     for text in paths:
         path = pathlib.Path(text).expanduser()
@@ -85,12 +93,8 @@ def sources(paths: Sequence[str]) -> list[codec.Source]:
             continue
         files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
         if not path.exists():
-            raise DataError(f"{path} does not exist")
+            raise DataError(f"{path} does not exist; name audio files, folders of them, or manifests")
         found |= {str(file): codec.Source(file) for file in files}
     if not found:
-        raise DataError(f"there are no recordings in {', '.join(paths)}; {', '.join(SUFFIXES)} are looked for")
+        raise DataError(f"no recordings in {', '.join(paths)}; expected files that end in one of: {', '.join(SUFFIXES)}")
     return list(found.values())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

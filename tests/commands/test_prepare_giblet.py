@@ -1,4 +1,4 @@
-"""Real small files through tools.prepare_giblet: what is in the folder is what was in the film, the scanner, the tables."""
+"""Real small files through `jaxtrain prepare-giblet`: the folder holds what was in the film, the scanner, the tables."""
 
 import csv
 import json
@@ -12,9 +12,9 @@ import numpy as np
 import openpyxl
 import pytest
 
+from jaxtrain.commands import prepare_giblet as tool
 from loaders import multimodal
 from loaders.base import Rows
-from tools import prepare_giblet as tool
 
 TR, VOLUMES, FPS = 1.5, 8, 10
 GRID = (4, 5, 3)
@@ -257,35 +257,35 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(fmri=["sub-1.nii.gz", "codes.npz"]), "codes.npz cannot be read"),
         (dict(fmri=["sub-1.nii.gz", "short.nii.gz"]), r"volumes differ \(sub-1.nii.gz 8, short.nii.gz 6\).*--volumes=6"),
         (dict(fmri=["sub-1.nii.gz", "grid.nii.gz"]), "the grids differ"),
-        (dict(fmri=["sub-1.nii.gz", "slow.nii.gz"]), "TR of 2 s, and 1.5 s is what .*sub-1"),
+        (dict(fmri=["sub-1.nii.gz", "slow.nii.gz"]), "TR of 2 s, and .*sub-1.* says 1.5 s"),
         (dict(fmri=["sub-1.nii.gz", "broken.nii.gz"]), "broken.nii.gz has values that are not finite in 1 voxels"),
-        (dict(tr=2.0), "TR of 1.5 s, and 2 s is what --tr says; leave --tr away, or correct the header"),
-        (dict(volumes=9), "--volumes=9, and there are as few as 8"),
-        (dict(codes="embeddings.npz"), "integers .codebooks, times. are wanted"),
-        (dict(codes="large.npz"), "codes from 0 to 1024; 0 … 1023 are wanted"),
+        (dict(tr=2.0), "TR of 1.5 s, and --tr says 2 s; omit --tr, or correct the header"),
+        (dict(volumes=9), "--volumes=9, and a viewer has only 8"),
+        (dict(codes="embeddings.npz"), "expected integers .codebooks, times."),
+        (dict(codes="large.npz"), "codes from 0 to 1024; expected 0 … 1023"),
         (dict(codes="turned.npz"), "900 codebooks of 8 times.*transpose"),
         (dict(codes="film.mp4"), "film.mp4 cannot be read"),
         (dict(annotations="none.csv"), "no such file"),
-        (dict(start="onset"), "has no column onset; it has: scene, start, end"),
+        (dict(start="onset"), "has no column onset; expected one of: scene, start, end"),
         (dict(annotations="words.csv"), r"words.csv: row 3 has no seconds in start and end: \['b', 'later', '4'\]"),
         (dict(annotations="few.csv"), "few.csv has 1 segments, and .*embeddings.npz 5 rows"),
         (dict(annotations=None), "has 5 rows for 8 volumes; give one for each, or --annotations"),
         (dict(annotations=None, embeddings="nine.npy"), "has 9 rows for 8 volumes; give one for each"),
-        (dict(fmri=["scan.mgz"]), "scan.mgz is a MGHImage; NIfTI is wanted"),
+        (dict(fmri=["scan.mgz"]), "scan.mgz is a MGHImage; expected NIfTI"),
         (dict(codes="brief.npz"), "/out: the audio ends .* s before the last of 8 volumes"),
         (dict(code_rate=0.4), "/out: 1.5 s between volumes at 0.4 a second hold no whole time of audio"),
-        (dict(codes="none.npz"), r"int64 \(8, 0\); integers"),
+        (dict(codes="none.npz"), r"int64 \(8, 0\); expected integers"),
         (dict(codes="cut.npz"), "cut.npz cannot be read"),
         (dict(codes="nothing.npz"), "nothing.npz cannot be read"),
         (dict(embeddings="huge.npz"), "huge.npz has values that are not finite in float32, in 1 of its rows"),
-        (dict(embeddings="narrow.npz"), r"float32 \(5, 0\); floating-point"),
+        (dict(embeddings="narrow.npz"), r"float32 \(5, 0\); expected floating-point"),
         (dict(annotations="latin.csv"), "latin.csv cannot be read.*utf-8"),
         (dict(annotations="bad.xlsx"), "bad.xlsx cannot be read"),
         (dict(annotations="ms.csv"), "no segment touches the 12 s of film; they lie from 50000 to 99000 in start and end"),
         (dict(fmri=["sub-1.nii.gz", "cut.nii.gz"]), "cut.nii.gz cannot be read"),
         (dict(fmri=["sub-1.nii.gz", "moved.nii.gz"]), "moved.nii.gz lies elsewhere in space than .*sub-1.nii.gz.*resample"),
         (dict(mask="mask.nii.gz"), "mask.nii.gz lies elsewhere in space"),
-        (dict(fmri=["complex.nii.gz"]), "complex.nii.gz holds complex64; real numbers"),
+        (dict(fmri=["complex.nii.gz"]), "complex.nii.gz holds complex64; expected real numbers"),
         (dict(fmri=["type.nii"]), "type.nii cannot be read"),
         (dict(fmri=["hertz.nii.gz"]), "hertz.nii.gz does not say its TR with a unit; give --tr"),
     ],
@@ -342,7 +342,7 @@ def test_an_output_that_is_a_file_is_refused(sources, tmp_path, capsys):
 def test_a_number_that_is_none_is_refused(sources, tmp_path, capsys, change):
     with pytest.raises(SystemExit):
         call(sources, tmp_path / "out", **change)
-    assert "it must be positive and finite" in capsys.readouterr().err
+    assert "expected a positive, finite number" in capsys.readouterr().err
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(sources, tmp_path, capsys, monkeypatch):

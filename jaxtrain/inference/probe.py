@@ -1,24 +1,17 @@
-"""How good frozen features are: python -m tools.probe --train EMBEDDINGS --test EMBEDDINGS --out DIR  (or --folds fold)
+"""How good frozen features are, by classifiers that are trained on folders of `jaxtrain.inference.embed`.
 
-Reads folders that tools.embed wrote. On features that stay as they are:
-
-    linear     logistic regression, softmax or for several classes one for each; its penalty chosen on a part of the train rows
+    linear     logistic regression: softmax, or one for each of several classes; its penalty chosen on a part of the train rows
     knn        the k nearest by cosine, weighted by exp(cosine / 0.07) (Wu et al. 2018)
     few shot   nearest mean of 1, 2, 4 … examples of each class, of many draws (Snell et al. 2017)
     scores     the run's supervised head as it is, where there is one
-
-With --folds NAME (a column kept by tools.embed --columns) every fold of --train is predicted from the others instead.
 
 Measures, with percentile intervals of 95 % over bootstrap draws of the test recordings:
 
     accuracy   share of recordings whose best score is of (one of) its classes; those without a class do not count
     cmAP       mean over classes of average precision (BirdSet; Rauch et al. 2024); classes without a positive do not count
     AUROC      mean over classes of the area under the ROC curve, ties half; the same classes, and negatives are needed
-
-DIR gets results.json, results.md, and with matplotlib (extra: plots) measures.png and few_shot.png.
 """
 
-import argparse
 import functools
 import json
 import pathlib
@@ -31,8 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain import cluster
-
 MEASURES = ("accuracy", "cmAP", "AUROC")
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 TEMPERATURE = 0.07
@@ -44,7 +35,7 @@ class ProbeError(ValueError):
 
 
 class Features(NamedTuple):
-    """Rows of a folder of embeddings that count."""
+    """The valid rows of a folder of embeddings: decoded, and with a label."""
 
     x: np.ndarray  # float32 [n, D]
     y: np.ndarray  # uint8 [n, C]
@@ -55,21 +46,25 @@ class Features(NamedTuple):
 
 
 def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = None) -> Features:
-    """Raises ProbeError for a folder that is unfinished, has no labels or not this kind."""
+    """Reads a folder of embeddings. Raises ProbeError: it is unfinished, or has no labels or not this kind."""
     folder = pathlib.Path(folder).expanduser()
     try:
         meta = json.loads((folder / "embeddings.json").read_text())
     except OSError as error:
         raise ProbeError(
-            f"{folder} holds no embeddings ({error.strerror}: embeddings.json); make them with tools.embed"
+            f"{folder} holds no embeddings ({error.strerror}: embeddings.json); make them with `jaxtrain embed`"
         ) from error
     if meta["done"] < meta["rows"]:
-        raise ProbeError(f"{folder} holds {meta['done']} of {meta['rows']} embeddings; run tools.embed again, it goes on")
+        raise ProbeError(
+            f"{folder} holds {meta['done']} of {meta['rows']} embeddings; rerun the same `jaxtrain embed` to resume"
+        )
 
     def load(name: str) -> np.ndarray:
         path = folder / f"{name}.npy"
         if not path.exists():
-            raise ProbeError(f"{folder} has no {name}.npy; it has {', '.join(sorted(p.stem for p in folder.glob('*.npy')))}")
+            raise ProbeError(
+                f"{folder} has no {name}.npy; expected one of: {', '.join(sorted(p.stem for p in folder.glob('*.npy')))}"
+            )
         return np.load(path)
 
     names = tuple(meta["class_names"])
@@ -273,7 +268,7 @@ def evaluate(
     trials: int = 20,
     k: int = 20,
 ) -> dict[str, Any]:
-    """Of one (train, test) pair, or of as many as there are folds, whose test rows are then judged together.
+    """Evaluates one (train, test) pair, or one for each fold, whose test rows are then scored together.
 
     Returns classifier -> measure -> value, low, high (and "folds", the value in each), and "few shot" -> shots -> the same of
     accuracy, or cmAP of several classes, over draws of the examples.
@@ -283,7 +278,10 @@ def evaluate(
         scores["scores"] = [test.scores for _, test in splits]
     for train, test in splits:
         if train.y.shape[1] != test.y.shape[1] or train.multilabel != test.multilabel:
-            raise ProbeError("train and test rows have other classes")
+            raise ProbeError(
+                f"the train rows have {train.y.shape[1]} classes, the test rows {test.y.shape[1]}, or only one of them has "
+                "several for a recording; embed both with the same --label and --multilabel"
+            )
         scores["linear"].append(linear(train.x, train.y, test.x, multilabel=train.multilabel))
         scores["knn"].append(nearest(train.x, train.y, test.x, k=k))
     y = np.concatenate([test.y for _, test in splits])
@@ -325,7 +323,7 @@ def _comparable(score: np.ndarray) -> np.ndarray:
 
 
 def folds_of(features: Features) -> list[tuple[Features, Features]]:
-    """Each fold as test rows, with all others as train rows."""
+    """A pair for each fold: its rows to test on, all others to train on."""
 
     def part(rows: np.ndarray) -> Features:
         cut = lambda z: None if z is None else z[rows]  # noqa: E731
@@ -398,35 +396,3 @@ def report(results: Mapping[str, Mapping[str, Any]], out: str | pathlib.Path) ->
     pictures = "".join(f"\n![]({path.name})\n" for path in plot(results, out))
     (out / "results.md").write_text(f"Percent, with bootstrap intervals of 95 %.\n\n{text}{pictures}")
     return text
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tools.probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--train", required=True, nargs="+", help="folders of tools.embed, each a row of the table")
-    parser.add_argument("--test", nargs="+", help="as many, of the test recordings")
-    parser.add_argument("--folds", metavar="COLUMN", help="instead of --test: predict each fold from the others")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--kind", default="mean", choices=("mean", "cls"))
-    parser.add_argument("--draws", type=int, default=1000, help="of the bootstrap")
-    parser.add_argument("--k", type=int, default=20)
-    args = parser.parse_args(argv)
-    if (args.test is None) == (args.folds is None) or (args.test and len(args.test) != len(args.train)):
-        parser.error("give as many --test as --train, or --folds")
-    cluster.use_compilation_cache()
-    try:
-        results = {}
-        for i, folder in enumerate(args.train):
-            train = read(folder, kind=args.kind, group=args.folds)
-            splits = folds_of(train) if args.folds else [(train, read(args.test[i], kind=args.kind))]
-            results[pathlib.Path(folder).name] = evaluate(splits, draws=args.draws, k=args.k)
-        print(report(results, args.out))
-    except ProbeError as error:
-        print(f"tools.probe: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""tools/launch_slurm.py: the scripts that it writes, and a run that a real SLURM signals, requeues and cuts short."""
+"""`jaxtrain launch`: the scripts that it writes, and a run that a real SLURM signals, requeues and cuts short."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from test_train import CONFIG, RECORDING_LOADER, ROOT, corpus, hashes, records, 
 
 from jaxtrain import config as config_lib
 
-pytest.importorskip("submitit", reason="submitit is not installed (extra: slurm)")
-from tools import launch_slurm  # noqa: E402
+submitit = pytest.importorskip("submitit", reason="submitit is not installed (extra: slurm)")
+from jaxtrain.commands import launch as launch_command  # noqa: E402
 
 SWEEPS = """
 
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def launch(capsys, *arguments, code=0):
-    assert launch_slurm.main(arguments) == code
+    assert launch_command.main(arguments) == code
     found = capsys.readouterr()
     return found.err if code else found.out
 
@@ -125,7 +125,7 @@ def test_a_sweep_is_an_array_of_checked_points(folder, corpus, capsys):  # noqa:
 
 
 def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder, corpus, capsys, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(launch_slurm.Executor, "_submit_command", None)  # would fail
+    monkeypatch.setattr(submitit.SlurmExecutor, "_submit_command", None)  # would fail
     points = ("{'optim.lr': 1e-3}", "{'optim.leraning_rate': 1}", "{'train.batch': 7.5}")
     stale = CONFIG + "\ndef sweeps():\n" + "".join(f"    yield {point}\n" for point in points)
     (folder / "stale.py").write_text(stale)
@@ -143,7 +143,12 @@ def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder,
     ):
         (folder / "other.py").write_text(CONFIG + body)
         assert reason in launch(capsys, f"--config=other.py:{corpus}", "--sweep", code=2)
-    assert "--nodse" in launch(capsys, f"--config=tiny.py:{corpus}", "--nodse=2", code=2)
+    with pytest.raises(SystemExit, match="2"):
+        launch(capsys, f"--config=tiny.py:{corpus}", "--nodse=2")
+    told = capsys.readouterr().err
+    assert "argument '--nodse=2' is unknown" in told and "did you mean '--nodes'?" in told
+    assert "'NOTE'; expected NAME=VALUE" in launch(capsys, f"--config=tiny.py:{corpus}", "--env=NOTE", "--dry-run", code=2)
+    assert "jobs.jsonl does not exist" in launch(capsys, "--status=nowhere", code=2)
     assert not (folder / "runs").exists()
 
 
@@ -192,7 +197,7 @@ def log_of(folder, job):
 def until(condition, folder, job, *, seconds=240):
     deadline = time.monotonic() + seconds
     while not condition():
-        state = launch_slurm.state_of(job)
+        state = launch_command.state_of(job)
         assert time.monotonic() < deadline and state["JobState"] not in ("FAILED", "CANCELLED", "TIMEOUT"), log_of(folder, job)
         time.sleep(0.3)
 
@@ -202,13 +207,13 @@ def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_num
     source, workdir = f"tiny.py:{corpus}", folder / "runs" / "tiny"
     job = slurm(f"--config={source}", *overrides, "--config.loader=slow_loader", "--time=10", pause=0.3)
     until(lambda: step_of(workdir) >= 3, folder, job)
-    assert launch_slurm.state_of(job)["JobState"] == "RUNNING"
+    assert launch_command.state_of(job)["JobState"] == "RUNNING"
     subprocess.run(["scancel", "--signal=USR2", job], check=True)
     until(lambda: "resuming from step" in log_of(folder, job), folder, job)
     first = step_of(workdir)
     until(lambda: step_of(workdir) > first + 2, folder, job)
     subprocess.run(["scontrol", "requeue", job], check=True)
-    until(lambda: launch_slurm.state_of(job)["JobState"] == "COMPLETED", folder, job)
+    until(lambda: launch_command.state_of(job)["JobState"] == "COMPLETED", folder, job)
     log = log_of(folder, job)
     assert (
         "ended by SIGUSR2 after step" in log and "ended by SIGTERM after step" in log and log.count("resuming from step") == 2
@@ -230,8 +235,8 @@ def test_a_job_that_reaches_its_time_limit_goes_on_and_a_cancelled_one_does_not(
     overrides = ("--config.train.steps=100", "--config.train.eval_every=0", "--config.checkpoint.every=1000")
     source, workdir = f"tiny.py:{corpus}", folder / "runs" / "tiny"
     job = slurm(f"--config={source}", *overrides, "--config.loader=slow_loader", "--time=2", pause=1.2)
-    until(lambda: launch_slurm.state_of(job)["JobState"] == "COMPLETED", folder, job, seconds=600)
-    assert "resuming from step" in log_of(folder, job) and int(launch_slurm.state_of(job)["Restarts"]) >= 1
+    until(lambda: launch_command.state_of(job)["JobState"] == "COMPLETED", folder, job, seconds=600)
+    assert "resuming from step" in log_of(folder, job) and int(launch_command.state_of(job)["Restarts"]) >= 1
     whole = cluster(folder, source, *overrides, "--config.workdir=whole", processes=2, devices=2)
     assert [p.wait(timeout=240) for p in whole] == [0, 0]
     assert hashes(workdir, 100) == hashes(folder / "whole", 100)
@@ -240,18 +245,18 @@ def test_a_job_that_reaches_its_time_limit_goes_on_and_a_cancelled_one_does_not(
     until(lambda: step_of(workdir) >= 102, folder, job)
     subprocess.run(["scancel", job], check=True)
     deadline = time.monotonic() + 60
-    while launch_slurm.state_of(job)["JobState"] != "CANCELLED" and time.monotonic() < deadline:
+    while launch_command.state_of(job)["JobState"] != "CANCELLED" and time.monotonic() < deadline:
         time.sleep(0.5)
     time.sleep(3)
-    assert launch_slurm.state_of(job)["JobState"] == "CANCELLED" and "ended by SIGTERM after step" in log_of(folder, job)
+    assert launch_command.state_of(job)["JobState"] == "CANCELLED" and "ended by SIGTERM after step" in log_of(folder, job)
 
 
 @pytest.mark.slow
 def test_a_sweep_runs_as_an_array(folder, corpus, capsys, slurm):  # noqa: F811
     (folder / "tiny.py").write_text(CONFIG + "\ndef sweeps():\n    yield {'optim.lr': 1e-3}\n    yield {'optim.lr': 2e-3}\n")
     job = slurm(f"--config=tiny.py:{corpus}", "--sweep", "--parallel=1", "--config.train.steps=2", pause=0)
-    until(lambda: launch_slurm.state_of(job)["JobState"] == "COMPLETED", folder, job, seconds=400)
-    assert {launch_slurm.state_of(j["job"])["JobState"] for j in launch_slurm._jobs("runs/tiny")} == {"COMPLETED"}
+    until(lambda: launch_command.state_of(job)["JobState"] == "COMPLETED", folder, job, seconds=400)
+    assert {launch_command.state_of(j["job"])["JobState"] for j in launch_command._jobs("runs/tiny")} == {"COMPLETED"}
     for i, lr in enumerate((1e-3, 2e-3)):
         workdir = folder / "runs" / "tiny" / f"00{i}"
         assert json.loads((workdir / "config.json").read_text())["optim"]["lr"] == lr

@@ -1,25 +1,16 @@
 """Makes token files, which loaders.tokens reads, of text, JSONL, Parquet or Arrow.
 
-    python -m tools.make_tokens corpus/train INPUT… --tokenizer tokenizer.json [--eos "<|endoftext|>"] [--column text]
-                                [--documents file|paragraph|line] [--workers 2] [--skip 0]
+Inputs are files, folders (all files below with a known ending) or globs. By their endings:
 
-Inputs are files, folders (all files below with an ending that is known) or globs. By their endings:
-
-    .txt .md          a document each, or with --documents one for each paragraph (between blank lines) or line
-    .jsonl .ndjson    a line is an object, whose --column is a document
-    .parquet          a row is a document: its --column; a row group at a time
+    .txt .md          a document each, or one for each paragraph (between blank lines) or line
+    .jsonl .ndjson    a line is an object, one column of which is a document
+    .parquet          a row is a document: one column of it; a row group at a time
     .arrow            the same, as an IPC stream or file (as Hugging Face ``datasets`` writes them)
 
---tokenizer is a file of Hugging Face ``tokenizers`` (its special tokens are not added, but for --eos, which ends every
-document), or ``bytes``, which needs nothing. A part of an input becomes a shard, in the order of the inputs, whatever the
-number of workers: the files are the same bytes every time. A run that was ended goes on behind the last whole shard when the
-same command is said again; other inputs or another tokenizer are an error.
-
-A row without text (null, of another type, a line that is no JSON) is an error that names it. With --skip N up to N of them are
-left out, counted and listed.
+A part of an input becomes a shard, in the order of the inputs, whatever the number of workers: the files are the same bytes
+every time. `make` resumes after the last whole shard of an interrupted call; other inputs or another tokenizer are an error.
 """
 
-import argparse
 import glob
 import hashlib
 import json
@@ -38,17 +29,16 @@ import pyarrow.parquet as pq
 from loaders import token_files
 
 TEXT, LINES, PARQUET, ARROW = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
-DOCUMENTS = ("file", "paragraph", "line")
 PART = 32 << 20  # [bytes] of a JSONL file in one shard
-PARTIAL = ".parts"  # folder of the entries of shards that are whole
+PARTIAL = ".parts"  # folder of the entries of finished shards
 
 
 class TokensError(ValueError):
-    """What a user can mend."""
+    """A mistake in the inputs or options. The message names the remedy."""
 
 
 class Options(NamedTuple):
-    """What the content of a shard depends on besides its part."""
+    """The options that the content of a shard depends on."""
 
     tokenizer: str
     eos: str
@@ -57,35 +47,15 @@ class Options(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What becomes one shard: a whole text, lines that begin in a range of bytes, a row group, or a batch."""
+    """The input of one shard: a whole text, lines that begin in a range of bytes, a row group, or a batch."""
 
     path: str
     begin: int
     end: int
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("inputs", nargs="+")
-    parser.add_argument("--tokenizer", required=True, help="tokenizer.json, or bytes")
-    parser.add_argument("--eos", default="", help="token that ends every document")
-    parser.add_argument("--column", default="text")
-    parser.add_argument("--documents", choices=DOCUMENTS, default="file")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--skip", type=int, default=0, metavar="N")
-    args = parser.parse_args(argv)
-    try:
-        options = Options(args.tokenizer, args.eos, args.column, args.documents)
-        make(args.out, args.inputs, options, workers=args.workers, skip=args.skip)
-    except TokensError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers: int = 1, skip: int = 0) -> None:
-    """Writes ``out``. Raises TokensError: a mistake with its remedy."""
+    """Writes the folder ``out`` by ``workers`` processes, without up to ``skip`` rows that hold no text. Raises TokensError."""
     if workers < 1:
         raise TokensError(f"--workers is {workers}; it must be at least 1")
     files = _files(inputs)
@@ -101,7 +71,7 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     marker.write_text(plan)
     todo = [i for i in range(len(parts)) if not _entry(out, i).exists()]
     if len(todo) < len(parts):
-        print(f"going on: {len(parts) - len(todo)} of {len(parts)} shards are there", file=sys.stderr)
+        print(f"resuming: {len(parts) - len(todo)} of {len(parts)} shards are done", file=sys.stderr)
     began = time.monotonic()
     jobs = ((out, i, parts[i], options) for i in todo)
     # Spawned, not forked: tokenizers and pyarrow have threads.
@@ -118,9 +88,9 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     bad = [line for entry in entries for line in entry["bad"]]
     if len(bad) > skip:
         listed = "".join(f"\n  {line}" for line in bad[:20])
-        raise TokensError(f"{len(bad)} rows hold no text; mend them, or leave up to N out with --skip N:{listed}")
+        raise TokensError(f"{len(bad)} rows hold no text; fix them, or skip up to N of them with --skip N:{listed}")
     for line in bad:
-        print(f"left out: {line}", file=sys.stderr)
+        print(f"skipped: {line}", file=sys.stderr)
     name = None
     if options.tokenizer != "bytes":
         name = "tokenizer.json"
@@ -132,7 +102,7 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     (out / PARTIAL).rmdir()
     total = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     print(
-        f"{out}: {total['documents']:,} documents, {total['tokens']:,} tokens of {total['bytes']:,} bytes, {len(bad)} left out"
+        f"{out}: {total['documents']:,} documents, {total['tokens']:,} tokens of {total['bytes']:,} bytes; {len(bad)} skipped"
     )
 
 
@@ -157,10 +127,10 @@ def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
         else:
             inside = [path] if path.is_file() else sorted(map(pathlib.Path, glob.glob(str(path), recursive=True)))
         if not inside:
-            raise TokensError(f"{name} is no file, and no folder or glob with files that end in {' '.join(known)}")
+            raise TokensError(f"{name} is not a file, nor a folder or glob with files that end in one of: {', '.join(known)}")
         for file in inside:
             if file.suffix not in known:
-                raise TokensError(f"{file} ends in {file.suffix or 'nothing'}; there are: {' '.join(known)}")
+                raise TokensError(f"{file} ends in {file.suffix or 'nothing'}; expected one of: {', '.join(known)}")
         found += inside
     return found
 
@@ -195,7 +165,7 @@ def _open(path: pathlib.Path) -> Any:
 
 
 def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
-    """(where it is, what is there) of each document of a part; what is no string is bad."""
+    """Yields (where it is, its text) for each document of a part; anything but a string is a bad row."""
     path = pathlib.Path(part.path)
     if path.suffix in TEXT:
         try:
@@ -219,14 +189,14 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    yield f"{where} is no JSON ({error})", None
+                    yield f"{where} is not JSON ({error})", None
                 else:
                     yield f"{where}, column {options.column!r}", row.get(options.column) if isinstance(row, dict) else None
     else:
         table = _open(path)
         names = (table.schema_arrow if path.suffix in PARQUET else table[part.begin].schema).names
         if options.column not in names:
-            raise TokensError(f"{path} has no column {options.column!r}; it has {', '.join(names)}: choose one with --column")
+            raise TokensError(f"{path} has no column {options.column!r}; expected one of: {', '.join(names)} (--column)")
         if path.suffix in PARQUET:
             rows = table.read_row_group(part.begin, columns=[options.column])
         else:
@@ -262,10 +232,10 @@ def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
 
 
 def _tokenizer(options: Options) -> tuple[int, int | None, Any]:
-    """(vocabulary, id of the end of a document, texts -> lists of ids)."""
+    """Returns (vocabulary, id of the end of a document, texts -> lists of ids). Raises TokensError."""
     if options.tokenizer == "bytes":
         if options.eos:
-            raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; leave it away")
+            raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; omit it")
         return 256, None, lambda texts: [list(text.encode()) for text in texts]
     try:
         from tokenizers import Tokenizer
@@ -273,16 +243,16 @@ def _tokenizer(options: Options) -> tuple[int, int | None, Any]:
         raise TokensError("the package tokenizers is missing; pip install 'jaxtrain[language]'") from error
     path = pathlib.Path(options.tokenizer).expanduser()
     if not path.is_file():
-        raise TokensError(f"--tokenizer is {options.tokenizer!r}; it must be a tokenizer.json of Hugging Face, or bytes")
+        raise TokensError(f"--tokenizer is {options.tokenizer!r}; expected a tokenizer.json of Hugging Face, or bytes")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001  it raises Exception itself
-        raise TokensError(f"{path} is no tokenizer of Hugging Face: {error}") from error
+        raise TokensError(f"{path} is not a tokenizer of Hugging Face: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     eos = tokenizer.token_to_id(options.eos) if options.eos else None
     if options.eos and eos is None:
-        raise TokensError(f"--eos is {options.eos!r}, which {path} does not have")
+        raise TokensError(f"--eos is {options.eos!r}, a token that {path} does not have; choose one of its special tokens")
     return (
         tokenizer.get_vocab_size(),
         eos,
@@ -295,11 +265,7 @@ def _entry(out: pathlib.Path, number: int) -> pathlib.Path:
 
 
 def _digest(files: Sequence[pathlib.Path], options: Options) -> str:
-    """What a half-made folder was begun with."""
+    """Identifies the inputs and options that an unfinished folder was begun with."""
     content = hashlib.sha256(pathlib.Path(options.tokenizer).read_bytes()).hexdigest() if options.tokenizer != "bytes" else ""
     facts = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps([facts, [*options], content, PART]).encode()).hexdigest()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

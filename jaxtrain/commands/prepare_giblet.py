@@ -1,17 +1,17 @@
-"""A film and its viewers as the folder that loaders/multimodal.py reads.
+"""Makes the folder that loaders/multimodal.py reads, of a film and the brains of its viewers.
 
-    python -m tools.prepare_giblet --out FOLDER --video film.m4v --fmri sub-01.nii.gz sub-02.nii.gz … \\
+    jaxtrain prepare-giblet --out FOLDER --video film.m4v --fmri sub-01.nii.gz sub-02.nii.gz \\
         --codes codes.npz --annotations segments.xlsx --embeddings embeddings.npz
 
     --video        any film that FFmpeg decodes: frames at --fps (a frame stays until the next one comes), scaled to --size
-    --fmri         one 4-D NIfTI file for each viewer; its name without ending is the viewer's. All have one grid, one TR and as
-                   many volumes, of which --volumes takes the first. --mask is a NIfTI of the same grid; without it, a voxel
+    --fmri         one 4-D NIfTI file for each viewer; its name without ending is the viewer's. All have one grid, one TR and
+                   equally many volumes, of which --volumes takes the first. --mask is a NIfTI of that grid; without it, a voxel
                    counts when its standard deviation over time exceeds the 10th percentile in at least half of the viewers
-    --codes        npz with one array [codebooks, times] (or [1, codebooks, times]) of integers 0 … 1023, --code-rate a second,
-                   the 75 of EnCodec by default. Or:
+    --codes        npz with one array [codebooks, times] (or [1, codebooks, times]) of integers 0 … 1023, --code-rate a second
+                   (default: 75, as EnCodec). Or:
     --audio        a file whose sound becomes features: the logarithms of --bands mel bands, --code-rate a second, z-scored
     --embeddings   npz with one array [segments, values]; --annotations (CSV or xlsx, with the columns --start and --end in
-                   seconds) says when each segment is. A volume has the --slots last segments that touch the window before it,
+                   seconds) gives each segment's time. A volume has the last --slots segments that touch the window before it,
                    the latest last, zeros where there are fewer. Without --annotations there is a row for each volume
     Arrays may also come as .npy.
 
@@ -21,16 +21,17 @@ sound are streamed. FOLDER appears whole or not at all; mask.nii.gz in it puts p
 
 import argparse
 import csv
+import functools
 import importlib
 import math
 import pathlib
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxtrain.commands import arguments
 from loaders import film_files, multimodal
 from loaders.base import DataError
 
@@ -39,18 +40,18 @@ LARGEST_CODE = 1023
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.prepare_giblet", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = arguments.Parser("jaxtrain prepare-giblet", __doc__)
     parser.add_argument("--out", required=True, type=pathlib.Path, help="the folder to make")
-    parser.add_argument("--video", required=True, type=pathlib.Path)
-    parser.add_argument("--fmri", required=True, nargs="+", type=pathlib.Path)
-    parser.add_argument("--mask", type=pathlib.Path)
-    parser.add_argument("--codes", type=pathlib.Path)
-    parser.add_argument("--audio", type=pathlib.Path)
-    parser.add_argument("--embeddings", required=True, type=pathlib.Path)
-    parser.add_argument("--annotations", type=pathlib.Path)
+    parser.add_argument("--video", required=True, type=pathlib.Path, help="any film that FFmpeg decodes")
+    parser.add_argument("--fmri", required=True, nargs="+", type=pathlib.Path, help="one 4-D NIfTI file for each viewer")
+    parser.add_argument("--mask", type=pathlib.Path, help="a NIfTI; default: voxels that vary")
+    parser.add_argument("--codes", type=pathlib.Path, help="of the sound; or --audio")
+    parser.add_argument("--audio", type=pathlib.Path, help="a file whose sound becomes features; or --codes")
+    parser.add_argument("--embeddings", required=True, type=pathlib.Path, help="of segments or volumes")
+    parser.add_argument("--annotations", type=pathlib.Path, help="CSV or xlsx; default: a row for each volume")
     parser.add_argument("--tr", type=float, help="[s] between volumes; default: what the NIfTI files say")
     parser.add_argument("--volumes", type=int, help="how many to take; default: all")
-    parser.add_argument("--fps", type=float, default=25.0)
+    parser.add_argument("--fps", type=float, default=25.0, help="frames a second; default: 25")
     parser.add_argument("--size", type=_size, default=(160, 90), metavar="WIDTHxHEIGHT", help="default: 160x90")
     parser.add_argument("--code-rate", type=float, default=75.0, help="[1/s] of codes, or of features; default: 75")
     parser.add_argument("--bands", type=int, default=8, help="mel bands of --audio; default: 8")
@@ -63,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("give either --codes or --audio")
     for name in ("fps", "code_rate", "bands", "slots", "tr", "volumes"):
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be positive and finite")
-    try:
-        print(prepare(args))
-    except (DataError, OSError) as error:
-        print(f"tools.prepare_giblet: {error}", file=sys.stderr)
-        return 2
+            parser.error(f"--{name.replace('_', '-')} is {value}; expected a positive, finite number")
+    return arguments.run(functools.partial(_prepare, args), mistakes=(DataError, OSError))
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    print(prepare(args))
     return 0
 
 
@@ -86,7 +87,7 @@ def prepare(args: argparse.Namespace) -> str:
     try:
         # What is quick to refuse comes first.
         tr, volumes, names = check_fmri(args.fmri, args.tr, args.volumes)
-        text, since, told = window_text(args, tr, volumes)
+        text, since, note = window_text(args, tr, volumes)
         np.save(partial / "text.npy", np.ascontiguousarray(text))
         audio = read_codes(args.codes) if args.codes else sound_features(args.audio, args.code_rate, args.bands)
         np.save(partial / "audio.npy", np.ascontiguousarray(audio))
@@ -116,7 +117,7 @@ def prepare(args: argparse.Namespace) -> str:
         f"{args.out}: {len(names)} viewers, {volumes} volumes of {facts['n_voxels']} voxels every {tr:g} s"
         f"{f' ({constant} constant voxels are 0)' if constant else ''}; {frames} frames, {facts['n_frames']} in a window; "
         f"{len(audio)} times of {audio.shape[1]} {info['audio']}, {facts['audio_frames']} in a window; "
-        f"{text.shape[1]} values of text{told}"
+        f"{text.shape[1]} values of text{note}"
     )
 
 
@@ -124,17 +125,17 @@ def prepare(args: argparse.Namespace) -> str:
 
 
 def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) -> tuple[float, int, list[str]]:
-    """TR [s], volumes to take, and the viewers' names; from the headers."""
+    """Reads the headers: TR [s], volumes to take, and the viewers' names. Raises DataError."""
     given: Any = "--tr"
     shapes, names = {}, [path.name.removesuffix(".gz").removesuffix(".nii") for path in paths]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"--fmri: the viewers {', '.join(twice)} are there twice")
+        raise DataError(f"--fmri: the viewers {', '.join(twice)} are given twice")
     for path in paths:
         image = _nifti(path)
         if len(image.shape) != 4:
-            raise DataError(f"{path} has the shape {image.shape}; x, y, z and time are wanted")
+            raise DataError(f"{path} has the shape {image.shape}; expected x, y, z and time")
         if image.get_data_dtype().kind not in "iuf":
-            raise DataError(f"{path} holds {image.get_data_dtype()}; real numbers are wanted")
+            raise DataError(f"{path} holds {image.get_data_dtype()}; expected real numbers")
         shapes[path] = image.shape
         _same_place(path, image, paths[0])
         unit = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}.get(image.header.get_xyzt_units()[1], 0.0)
@@ -144,19 +145,17 @@ def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | N
             raise DataError(f"{path} does not say its TR with a unit; give --tr")
         tr, given = (found, path) if tr is None else (tr, given)
         if said and abs(found - tr) > 1e-3:
-            raise DataError(
-                f"{path} has a TR of {found:g} s, and {tr:g} s is what {given} says; leave --tr away, or correct the header"
-            )
+            raise DataError(f"{path} has a TR of {found:g} s, and {given} says {tr:g} s; omit --tr, or correct the header")
     if len({shape[:3] for shape in shapes.values()}) > 1:
         raise DataError(f"--fmri: the grids differ: {', '.join(f'{p.name} {s[:3]}' for p, s in shapes.items())}")
     lengths = {shape[3] for shape in shapes.values()}
     if volumes is None and len(lengths) > 1:
-        told = ", ".join(f"{p.name} {s[3]}" for p, s in shapes.items())
+        listed = ", ".join(f"{p.name} {s[3]}" for p, s in shapes.items())
         raise DataError(
-            f"--fmri: the numbers of volumes differ ({told}); take the first ones of all with --volumes={min(lengths)}"
+            f"--fmri: the numbers of volumes differ ({listed}); take the first ones of all with --volumes={min(lengths)}"
         )
     if volumes and volumes > min(lengths):
-        raise DataError(f"--volumes={volumes}, and there are as few as {min(lengths)}")
+        raise DataError(f"--volumes={volumes}, and a viewer has only {min(lengths)}")
     return round(tr, 6), volumes or lengths.pop(), names
 
 
@@ -229,12 +228,12 @@ def _volumes(path: pathlib.Path, n: int) -> np.ndarray:
 def _nifti(path: pathlib.Path) -> Any:
     image = _read(path, lambda: _package("nibabel").load(path))
     if not isinstance(image, _package("nibabel").Nifti1Image):  # which Nifti2Image is too
-        raise DataError(f"{path} is a {type(image).__name__}; NIfTI is wanted")
+        raise DataError(f"{path} is a {type(image).__name__}; expected NIfTI")
     return image
 
 
 def _read(path: pathlib.Path, reading: Callable[[], Any]) -> Any:
-    """What ``reading`` returns. Whatever it stumbles over, the file cannot be read, and that is what is said."""
+    """Returns what ``reading`` returns; whatever it raises is reported as a file that cannot be read (DataError)."""
     try:
         return reading()
     except (DataError, MemoryError):
@@ -247,7 +246,7 @@ def _read(path: pathlib.Path, reading: Callable[[], Any]) -> Any:
 
 
 class _Npy:
-    """A .npy file [n, …] that is written row by row, n not being known before."""
+    """A .npy file [n, …] that is written row by row, with n unknown until the end."""
 
     def __init__(self, path: pathlib.Path, shape: tuple[int, ...], dtype: Any):
         self._file, self._shape, self._dtype, self.n = path.open("wb"), shape, np.dtype(dtype), 0
@@ -312,7 +311,7 @@ def sound_features(path: pathlib.Path, rate: float, bands: int) -> np.ndarray:
 
 
 def mel_bank(bands: int, n: int) -> np.ndarray:
-    """float32 [bands, n / 2 + 1]: triangles, alike on the mel scale 2595 log10(1 + f / 700), from 50 Hz to half the rate."""
+    """float32 [bands, n / 2 + 1]: triangles of equal width on the mel scale 2595 log10(1 + f / 700), 50 Hz to half the rate."""
     low, high = (2595 * np.log10(1 + f / 700) for f in (50.0, SOUND_RATE / 2))
     edges = 700 * (10 ** (np.linspace(low, high, bands + 2) / 2595) - 1)
     f = np.arange(n // 2 + 1) * SOUND_RATE / n
@@ -347,22 +346,22 @@ def read_codes(path: pathlib.Path) -> np.ndarray:
     codes = _only_array(path)
     codes = codes[0] if codes.ndim == 3 and len(codes) == 1 else codes
     if codes.ndim != 2 or not codes.size or not np.issubdtype(codes.dtype, np.integer):
-        raise DataError(f"{path} holds {codes.dtype} {codes.shape}; integers [codebooks, times] are wanted")
+        raise DataError(f"{path} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
     if codes.shape[0] > codes.shape[1]:
         raise DataError(
-            f"{path} holds {codes.shape[0]} codebooks of {codes.shape[1]} times; [codebooks, times] are wanted: transpose it"
+            f"{path} holds {codes.shape[0]} codebooks of {codes.shape[1]} times; expected [codebooks, times]: transpose it"
         )
     if codes.min() < 0 or codes.max() > LARGEST_CODE:
-        raise DataError(f"{path} holds codes from {codes.min()} to {codes.max()}; 0 … {LARGEST_CODE} are wanted")
+        raise DataError(f"{path} holds codes from {codes.min()} to {codes.max()}; expected 0 … {LARGEST_CODE}")
     return np.ascontiguousarray(codes.T).astype(np.int16)
 
 
 def window_text(args: argparse.Namespace, tr: float, volumes: int) -> tuple[np.ndarray, np.ndarray, str]:
-    """float32 [volumes, values]; for each volume the first one that has a segment of it too; and words about both."""
+    """float32 [volumes, values]; for each volume the first one that shares a segment with it; and a note about both."""
     embeddings = _only_array(args.embeddings)
     if embeddings.ndim != 2 or not embeddings.size or not np.issubdtype(embeddings.dtype, np.floating):
         raise DataError(
-            f"{args.embeddings} holds {embeddings.dtype} {embeddings.shape}; floating-point [rows, values] are wanted"
+            f"{args.embeddings} holds {embeddings.dtype} {embeddings.shape}; expected floating-point numbers [rows, values]"
         )
     with np.errstate(over="ignore"):
         embeddings = embeddings.astype(np.float32)
@@ -394,8 +393,8 @@ def window_text(args: argparse.Namespace, tr: float, volumes: int) -> tuple[np.n
             f"{args.annotations}: no segment touches the {volumes * tr:g} s of film; they lie from {times.min():g} to "
             f"{times.max():g} in {args.start} and {args.end}, which are seconds"
         )
-    told = f" (none in {without} volumes; {unused} of {len(times)} segments are in no volume)"
-    return text.reshape(volumes, -1), since, told if without or unused else ""
+    note = f" (none in {without} volumes; {unused} of {len(times)} segments are in no volume)"
+    return text.reshape(volumes, -1), since, note if without or unused else ""
 
 
 def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
@@ -403,9 +402,7 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
     rows = [row for row in _read(path, lambda: _table(path)) if any(cell not in (None, "") for cell in row)]
     head = [str(cell).strip() for cell in rows[0]] if rows else []
     if absent := [name for name in (start, end) if name not in head]:
-        raise DataError(
-            f"{path} has no column {' and no '.join(absent)}; it has: {', '.join(head)}. Name them with --start, --end"
-        )
+        raise DataError(f"{path} has no column {' and no '.join(absent)}; expected one of: {', '.join(head)} (--start, --end)")
     found = []
     for number, row in enumerate(rows[1:], start=2):
         try:
@@ -446,7 +443,7 @@ def _only_array(path: pathlib.Path) -> np.ndarray:
         found = [array for array in found if array.size > 1]  # a codec's scale may be there
     if len(found) != 1:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-        raise DataError(f"{path} holds {shapes or 'nothing'}; one array of two dimensions is wanted")
+        raise DataError(f"{path} holds {shapes or 'nothing'}; expected one array of two dimensions")
     return found[0]
 
 
@@ -460,9 +457,5 @@ def _package(name: str) -> Any:
 def _size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, for example 160x90")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected for example 160x90")
     return int(width), int(height)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

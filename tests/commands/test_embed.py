@@ -13,9 +13,11 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain import train
+from jaxtrain.commands import embed as command
+from jaxtrain.inference import embed
 from jaxtrain.nn import vit
+from jaxtrain.weights import safetensors
 from loaders import demo, spectrogram
-from tools import embed, orbax_to_safetensors
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = dict(embed=32, depth=2, heads=2, n_cls=2, patch=(32, 32), n_frames=256, dtype="float32", drop_path=0.2, pool="patches")
@@ -57,7 +59,7 @@ def recordings(corpus):
 
 def test_features_are_the_encoders_of_each_recording_in_order(trained, corpus, tmp_path):
     model = embed.load(str(trained))
-    found = made(model, corpus, tmp_path / "out", kinds=embed.KINDS, columns=("ebird_code",))
+    found = made(model, corpus, tmp_path / "out", kinds=command.KINDS, columns=("ebird_code",))
     assert found["done"] == N and found["unreadable"] == 0 and len(found["class_names"]) == 12
     got, rows = arrays(tmp_path / "out"), list(recordings(corpus))
     x = []
@@ -106,14 +108,16 @@ def test_an_interrupted_run_goes_on_and_ends_alike(trained, corpus, tmp_path, vi
 
 def test_the_command_names_what_is_wrong(trained, corpus, tmp_path, capsys):
     for arguments, text in (
-        ([str(tmp_path / "none"), "--out", "x"], "none"),
-        ([str(trained), "--out", str(tmp_path / "x"), "--kinds", "max"], "none of mean, cls, patches"),
+        ([str(tmp_path / "none"), "--out", "x"], "none does not exist; expected a run's workdir"),
         ([str(trained), "--out", str(tmp_path / "x"), "--data", str(tmp_path / "nothing")], "does not exist"),
-        ([str(trained), "--out", str(tmp_path / "x"), "--columns", "audio"], "whole numbers"),
+        ([str(trained), "--out", str(tmp_path / "x"), "--columns", "audio"], "expected integers"),
     ):
-        assert embed.main(arguments) == 2
+        assert command.main(arguments) == 2
         assert text in capsys.readouterr().err
-    assert embed.main([str(trained), "--out", str(tmp_path / "out"), "--split", "test", "--ema"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        command.main([str(trained), "--out", str(tmp_path / "x"), "--kinds", "max"])
+    assert "'max' is unknown; expected one of: mean, cls, patches" in capsys.readouterr().err
+    assert command.main([str(trained), "--out", str(tmp_path / "out"), "--split", "test", "--ema"]) == 0
     assert "9 recordings (0 unreadable)" in capsys.readouterr().out
 
 
@@ -121,8 +125,8 @@ BLOCKED = ("flax", "optax", "orbax", "tensorstore", "pyarrow", "etils", "ml_coll
 
 
 def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, tmp_path):
-    """Its example, alone in a process that has nothing else, prints what tools.embed writes; embed reads the export too."""
-    line = orbax_to_safetensors.export(str(trained), str(tmp_path / "export"), ema=True, only="^encoder/")
+    """Its example, alone in a process with nothing else, prints what `jaxtrain embed` writes; embed reads the export too."""
+    line = safetensors.export(str(trained), str(tmp_path / "export"), ema=True, only="^encoder/")
     assert "ema of step 1" in line
     header = (tmp_path / "export" / "model.safetensors").read_bytes()
     assert b"encoder.blocks.1.w_qkv" in header and b"probe" not in header and b"objective" not in header

@@ -1,29 +1,25 @@
-"""Embeddings of any dataset by a trained encoder: python -m tools.embed RUN --out DIR [--data FOLDER --split train]
+"""Embeddings of any dataset by a trained encoder, written so that an interrupted command can be rerun.
 
-RUN is a workdir or a step of a run of jaxtrain.workloads.bird, or its export as safetensors. Every recording of the split is
-read once, in order, as a test split is: its centre, or with --views several views evenly over it, whose features are averaged.
+The folder that `embed` writes:
 
-    DIR/
-      mean.npy      float32 [n, D]         mean of the patches                     (--kinds mean,cls,patches: which of these)
+      mean.npy      float32 [n, D]         mean of the patches                     (kinds: which of these three)
       cls.npy       float32 [n, D]         mean of the CLS tokens
       patches.npy   float16 [n, V, N, D]   every patch of every view
       scores.npy    float32 [n, C]         of the run's supervised head, where it has one
-      label.npy     int64 [n]; or labels.npy uint8 [n, C] with --multilabel
+      label.npy     int64 [n]; or labels.npy uint8 [n, C] of several classes
       index.npy     int64 [n]              the recording's row in its split's shards
       weight.npy    float32 [n]            0 for a recording that cannot be decoded, whose features mean nothing
-      NAME.npy                             any other column of whole numbers: --columns fold,site
-      embeddings.json                      what all this was made of, class names, and how far it is
+      NAME.npy                             any other column of integers
+      embeddings.json                      what all this was made of, class names, and the progress
 
-The same command goes on where it was interrupted; DIR is refused when it was made of something else. The device computes while
-the loader's threads decode: of the two the slower sets the pace, which is printed with its share of waiting.
+The device computes while the loader's threads decode: the slower of the two sets the pace, which is reported with its share of
+waiting.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,19 +28,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import cluster, feed, specs
 from jaxtrain import config as config_lib
+from jaxtrain import feed, specs
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.layout import Layout, make_layout, make_mesh
 from jaxtrain.nn import vit
 from jaxtrain.types import PyTree
+from jaxtrain.weights import source as source_lib
 from jaxtrain.workloads import bird
 from loaders import columnar, shards, spectrogram
 from loaders.base import DataError, Rows
 
-KINDS = ("mean", "cls", "patches")
 AHEAD = 3  # [batches] that the loader may have on the device before it computes them
-FLUSH = 20  # [s] between notes of how far it is
+FLUSH = 20  # [s] between notes of the progress
 PROGRESS = "embeddings.json"
 
 
@@ -70,53 +66,43 @@ class Model(NamedTuple):
         return digest.hexdigest()[:16]
 
 
-def load(source: str, *, step: int | None = None, ema: bool = False, random: int | None = None) -> Model:
-    """The encoder of a run or an export.
+def load(run: str, *, step: int | None = None, ema: bool = False, random: int | None = None) -> Model:
+    """Reads the encoder of a run, a step or an export.
 
     Args:
-      random: a seed: the run's encoder as it is initialised, not as it was trained.
+      random: a seed, by which the run's encoder is initialised instead of read.
 
     Raises StoredError and EmbedError.
     """
-    path = pathlib.Path(source).expanduser()
-    if stored.is_safetensors(path):
-        arrays = stored.open_safetensors(path)
-        config, name = json.loads((path / "config.json").read_text()), str(path)
-    else:
-        step_dir = stored.find_step(source, step)
-        group = "ema" if ema else "params"
-        arrays = {p.removeprefix(f"{group}/"): x for p, x in stored.open_step(step_dir).items() if p.startswith(f"{group}/")}
-        if not arrays:
-            raise EmbedError(f"{step_dir} holds no {group!r}: the run kept no average (train.ema is 0)")
-        config, name = (stored.read_json(step_dir, "meta") or {}).get("config", {}), f"{step_dir}{' (ema)' if ema else ''}"
-    if config.get("workload") != bird.__name__:
-        raise EmbedError(f"{source} is a run of {config.get('workload')}, and embeddings are of {bird.__name__}")
+    source = source_lib.find(run, step)
+    config, arrays = source.config(workload=bird.__name__), source.parameters(ema=ema)
     c = config_lib.section(bird.Config, config["model"])
     table = vit.make_specs(c)
     if random is not None:
         made = specs.materialise({"encoder": table}, jax.random.key(random))["encoder"]
-        return Model(c, jax.tree.map(np.asarray, made), None, config, f"{source}, initialised with seed {random}")
+        return Model(c, jax.tree.map(np.asarray, made), None, config, f"{run}, initialised with seed {random}")
     params = specs.map_specs(lambda p, spec: _read(arrays, f"encoder/{p}", spec), table)
     head = {leaf: arrays[f"objective/supervised/{leaf}"] for leaf in "wb" if f"objective/supervised/{leaf}" in arrays}
+    name = f"{source.path}{' (ema)' if ema else ''}"
     return Model(c, params, {k: x.read(()) for k, x in head.items()} or None, config, name)
 
 
 def _read(arrays: dict[str, stored.Stored], path: str, spec: Any) -> np.ndarray:
     if path not in arrays or arrays[path].shape != spec.shape:
-        found = arrays[path].shape if path in arrays else "missing"
-        raise EmbedError(f"{path} is {found}, and the run's config wants {spec.shape}")
+        shape = arrays[path].shape if path in arrays else "missing"
+        raise EmbedError(f"{path} is {shape}; the run's config expects {spec.shape}")
     return np.asarray(arrays[path].read(()), np.float32)
 
 
 def data_config(model: Model, **changes: Any) -> spectrogram.Config:
-    """The run's own way to read recordings, with ``changes``; nothing is held out, excluded or mixed in."""
+    """The run's own data section with ``changes``, by which nothing is held out, excluded or mixed in."""
     data = {name: value for name, value in model.run["data"].items() if name in spectrogram.Config.__dataclass_fields__}
     own = {"test_share": 0.0, "exclude": (), "exclude_paths": (), "background": "", "bad_budget": 1.0, "form": "spectrogram"}
     return config_lib.section(spectrogram.Config, {**data, **own, **changes})
 
 
 class Setup(NamedTuple):
-    """What it takes to embed a split."""
+    """The compiled encoder, its weights and the loader of a split."""
 
     run: Callable[[PyTree, Mapping[str, jax.Array]], dict[str, jax.Array]]  # compiled: weights, a batch -> what is written
     weights: PyTree
@@ -135,7 +121,7 @@ class Setup(NamedTuple):
 def set_up(
     model: Model, data: spectrogram.Config, *, split: str = "train", kinds: Sequence[str] = ("mean", "cls"), batch: int = 64
 ) -> Setup:
-    """Raises DataError."""
+    """Opens the data and compiles the encoder for them. Raises DataError."""
     layout = make_layout(make_mesh(-1, 1, 1), {})
     batch = -(-batch // len(jax.devices())) * len(jax.devices())
     abstract = {
@@ -164,7 +150,7 @@ def embed(
     columns: Sequence[str] = (),
     batch: int = 64,
 ) -> dict[str, Any]:
-    """Writes the folder ``out``, or what is missing of it. Returns what `PROGRESS` then says.
+    """Writes the folder ``out``, or the rest of it. Returns the content of `PROGRESS`.
 
     Raises EmbedError for a folder that was made of something else, DataError for the data.
     """
@@ -226,14 +212,14 @@ def embed(
 
 
 def _progress(out: pathlib.Path, made_of: dict[str, Any]) -> dict[str, Any]:
-    """What is noted of an earlier attempt; empty for a new folder."""
+    """Reads the progress of an earlier attempt; empty for a new folder."""
     path = out / PROGRESS
     if not path.exists():
         return {}
     before = json.loads(path.read_text())
     if differing := [name for name, value in made_of.items() if before.get(name) != value]:
-        told = ", ".join(f"{name} was {before.get(name)!r} and is {made_of[name]!r}" for name in differing)
-        raise EmbedError(f"{out} holds embeddings of something else: {told}; choose another --out")
+        changes = ", ".join(f"{name} was {before.get(name)!r} and is {made_of[name]!r}" for name in differing)
+        raise EmbedError(f"{out} holds embeddings of something else: {changes}; choose another --out")
     return {"done": before["done"]}
 
 
@@ -273,54 +259,10 @@ def _program(model: Model, layout: Layout, kinds: Sequence[str], views: int) -> 
 
 
 def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:
-    """A column of whole numbers, of all recordings of a split in order."""
+    """Reads a column of integers, of all recordings of a split in order."""
     paths = shards.find_shards(shards.resolve(data.train if split == "train" else data.test or data.train), split)
     parts = [columnar.read(path, name)[0].to_numpy() for path in paths]
     found = np.concatenate(parts)
     if not np.issubdtype(found.dtype, np.integer):
-        raise EmbedError(f"column {name!r} holds {found.dtype}; whole numbers are wanted")
+        raise EmbedError(f"column {name!r} holds {found.dtype}; expected integers (--columns)")
     return found
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tools.embed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--data", help="folder, glob or file of shards; default: what the run was trained on")
-    parser.add_argument("--split", choices=("train", "test"), default="train")
-    parser.add_argument("--label", help="column of labels; default: the run's; '' = none")
-    parser.add_argument("--multilabel", action="store_true", help="the column holds lists of classes")
-    parser.add_argument("--kinds", default="mean,cls")
-    parser.add_argument("--columns", default="", help="other columns to keep, of whole numbers")
-    parser.add_argument("--views", type=int, default=1, help="of each recording, averaged")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--step", type=int, help="default: the newest")
-    parser.add_argument("--ema", action="store_true", help="the average of the parameters")
-    parser.add_argument("--random", type=int, metavar="SEED", help="the encoder before training, for comparison")
-    args = parser.parse_args(argv)
-    cluster.use_compilation_cache()
-    try:
-        kinds = args.kinds.split(",")
-        if unknown := [kind for kind in kinds if kind not in KINDS]:
-            raise EmbedError(f"--kinds={args.kinds}: {unknown[0]!r} is none of {', '.join(KINDS)}")
-        model = load(args.run, step=args.step, ema=args.ema, random=args.random)
-        changes: dict[str, Any] = {"views": args.views, "multilabel": args.multilabel}
-        changes |= {"train": args.data, "test": ""} if args.data else {}
-        changes |= {"label": args.label} if args.label is not None else {}
-        columns = [name for name in args.columns.split(",") if name]
-        data = data_config(model, **changes)
-        found = embed(model, data, args.out, split=args.split, kinds=kinds, columns=columns, batch=args.batch)
-    except (EmbedError, DataError, stored.StoredError, config_lib.ConfigError) as error:
-        print(f"tools.embed: {error}", file=sys.stderr)
-        return 2
-    print(
-        f"{args.out}: {found['done']} recordings ({found['unreadable']} unreadable), {found['samples_per_second']:.0f} a "
-        f"second, {found['waiting']:.0%} of the time waiting for the loader"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from tools import probe
+from jaxtrain.commands import probe as command
+from jaxtrain.inference import probe
 
 
 def toy(n=60, classes=3, seed=0, spread=1.0):
@@ -126,7 +127,7 @@ def test_the_command_writes_a_table_with_intervals_and_pictures(tmp_path, capsys
     train = folder(tmp_path / "train", x, label, weight=weight)
     test = folder(tmp_path / "test", x_test, y_test.argmax(1), scores=y_test.astype("f4"))
     out = tmp_path / "out"
-    assert probe.main(["--train", train, "--test", test, "--out", str(out), "--draws", "50"]) == 0
+    assert command.main(["--train", train, "--test", test, "--out", str(out), "--draws", "50"]) == 0
     found = json.loads((out / "results.json").read_text())["train"]
     assert found["linear"]["accuracy"]["value"] > 0.9 and found["scores"]["cmAP"]["value"] == 1
     assert found["linear"]["accuracy"]["low"] <= found["linear"]["accuracy"]["value"] <= found["linear"]["accuracy"]["high"]
@@ -141,7 +142,7 @@ def test_folds_are_predicted_from_the_others(tmp_path):
     source = folder(tmp_path / "all", x, y.argmax(1), fold=fold)
     splits = probe.folds_of(probe.read(source, group="fold"))
     assert [set(test.group) for _, test in splits] == [{0}, {1}, {2}] and all(len(train.x) == 40 for train, _ in splits)
-    assert probe.main(["--train", source, "--folds", "fold", "--out", str(tmp_path / "out"), "--draws", "20"]) == 0
+    assert command.main(["--train", source, "--folds", "fold", "--out", str(tmp_path / "out"), "--draws", "20"]) == 0
     found = json.loads((tmp_path / "out" / "results.json").read_text())["all"]["linear"]["accuracy"]
     assert len(found["folds"]) == 3 and found["value"] == pytest.approx(np.mean(found["folds"]))
 
@@ -162,10 +163,10 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, capsys):
     folder(tmp_path / "part", x, y.argmax(1))
     meta.write_text(meta.read_text().replace('"done": 60', '"done": 8'))
     for arguments, text in (
-        (["--train", str(tmp_path / "none"), "--test", good], "make them with tools.embed"),
-        (["--train", str(tmp_path / "part"), "--test", good], "it goes on"),
+        (["--train", str(tmp_path / "none"), "--test", good], "make them with `jaxtrain embed`"),
+        (["--train", str(tmp_path / "part"), "--test", good], "rerun the same `jaxtrain embed` to resume"),
         (["--train", unlabelled, "--test", good], "has no labels"),
         (["--train", good, "--folds", "fold"], "has no fold.npy"),
     ):
-        assert probe.main([*arguments, "--out", str(tmp_path / "out")]) == 2
+        assert command.main([*arguments, "--out", str(tmp_path / "out")]) == 2
         assert text in capsys.readouterr().err

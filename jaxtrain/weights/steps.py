@@ -1,73 +1,31 @@
-"""Looks into checkpoints on any CPU, without the model's code and without the mesh that wrote them.
+"""Looks into a step or an export, compares two, and copies the weights of one; on any CPU, without the model's code.
 
-    python -m tools.checkpoint inspect STEP_DIR            the tree: shapes, dtypes, shardings, bytes; step, data, versions
-    python -m tools.checkpoint verify  STEP_DIR            checksums, then every array read, and its numbers finite
-    python -m tools.checkpoint diff    STEP_DIR STEP_DIR   what changed: norms, largest change, cosine, NaNs, missing, new
-    python -m tools.checkpoint export  STEP_DIR --out RUN  the weights without the optimizer, as RUN/checkpoints/<step>
-
-STEP_DIR is a step directory, or a run's workdir: then --step, or its newest step. Exit code: 0 when all is well (diff: when
-nothing differs), 1 when not, 2 when there is nothing to look at.
-
-An exported step holds params, the average, the carry and the step; its meta says ``"weights_only": true``. A run can be
+A copied step holds params, the average, the carry and the step; its meta says ``"weights_only": true``. A run can be
 warm-started from it, not resumed.
 """
 
-import argparse
 import contextlib
 import json
 import math
 import pathlib
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 
 from jaxtrain.checkpoint import checksums
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.read import Stored
+from jaxtrain.weights.source import Source
 
 WEIGHTS = ("step", "params", "ema", "carry")  # of a state, what an export keeps
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tools.checkpoint", description="Looks into checkpoints, on a CPU, without model code."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, text, folders in (
-        ("inspect", "print the tree", ["STEP_DIR"]),
-        ("verify", "check every file and every array", ["STEP_DIR"]),
-        ("diff", "print what changed from the first to the second", ["STEP_DIR", "STEP_DIR"]),
-        ("export", "copy the weights", ["STEP_DIR"]),
-    ):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("folders", metavar="STEP_DIR", nargs=len(folders), help="a step directory, or a run's workdir")
-        command.add_argument("--step", type=int, help="of a workdir; default: the newest")
-        if name == "export":
-            command.add_argument("--out", required=True, help="a workdir to be; RUN/checkpoints/<step> must not exist")
-        if name == "inspect":
-            command.add_argument("--json", action="store_true", help="for programs")
-    args = parser.parse_args(argv)
-    try:
-        steps = [stored.find_step(folder, args.step) for folder in args.folders]
-        if args.command == "inspect":
-            return inspect(steps[0], as_json=args.json)
-        if args.command == "export":
-            return export(steps[0], args.out)
-        return verify(steps[0]) if args.command == "verify" else diff(*steps)
-    except stored.StoredError as error:
-        print(f"tools.checkpoint: {error}", file=sys.stderr)
-        return 2
-
-
-def inspect(step_dir: epath.Path, *, as_json: bool = False) -> int:
-    """Prints what a step directory holds."""
-    arrays = stored.open_step(step_dir)
-    data, meta = stored.read_json(step_dir, "data"), stored.read_json(step_dir, "meta") or {}
+def inspect(source: Source, *, as_json: bool = False) -> int:
+    """Prints what a step or an export holds. Returns the exit code. Raises StoredError."""
+    arrays, data, meta = source.arrays(), source.data(), source.meta()
     step = int(arrays["step"].read(())) if "step" in arrays else None
     groups: dict[str, list[Stored]] = {}
     for path, one in arrays.items():
@@ -83,12 +41,12 @@ def inspect(step_dir: epath.Path, *, as_json: bool = False) -> int:
         }
         print(json.dumps({"step": step, "arrays": tree, "groups": totals, "data": data, "meta": meta}, indent=1))
         return 0
-    print(step_dir)
+    print(source.path)
     print(f"step {step}{', weights only' if meta.get('weights_only') else ''}")
     print(f"data {json.dumps(data)}")
     print(f"versions {', '.join(f'{k} {v}' for k, v in meta.get('versions', {}).items()) or 'not recorded'}")
     print(f"parameter table {meta.get('parameters', 'not recorded')}")
-    print(f"manifest {'yes' if (step_dir / checksums.NAME).exists() else 'no'}\n")
+    print(f"{source.manifest} {'yes' if (source.path / source.manifest).exists() else 'no'}\n")
     rows = [(path, str(list(s.shape)), s.dtype.name, _bytes(s.n_bytes), s.sharding) for path, s in arrays.items()]
     _print_table(("array", "shape", "dtype", "size", "sharding as saved"), rows)
     print()
@@ -98,21 +56,19 @@ def inspect(step_dir: epath.Path, *, as_json: bool = False) -> int:
     return 0
 
 
-def verify(step_dir: epath.Path) -> int:
-    """Prints every problem of a step directory; the files first, then the arrays."""
+def verify(source: Source) -> int:
+    """Prints every problem of a step or an export; the files first, then the arrays. Returns the exit code."""
     problems = []
     try:
-        problems += checksums.verify(step_dir)
+        problems += source.damage()
         if not problems:
-            print(f"checksums: every file of {step_dir} is as it was written")
-    except checksums.NoManifest:
-        print(
-            f"checksums: {step_dir} has no {checksums.NAME} (a kill came right after its commit, or another program wrote it)"
-        )
-        print("           so it is verified by reading alone, which sees fewer kinds of damage")
+            print(f"checksums: every file of {source.path} is as it was written")
+    except checksums.NoManifest as error:
+        print(f"checksums: {error} (a kill came right after its commit, or another program wrote it)")
+        print("           so it is verified by reading alone, which detects fewer kinds of damage")
     numbers = 0
     try:
-        arrays = stored.open_step(step_dir)
+        arrays = source.arrays()
     except stored.StoredError as error:
         arrays = {}
         problems.append(str(error))
@@ -129,9 +85,9 @@ def verify(step_dir: epath.Path) -> int:
             problems.append(f"{path}: cannot be read: {(str(error).splitlines() or [type(error).__name__])[0][:300]}")
         if nans or infinities:
             problems.append(f"{path}: {nans} NaN and {infinities} infinite of {math.prod(one.shape)} numbers")
-    for item in ("data", "meta"):
+    for read in (source.data, source.meta):
         try:
-            stored.read_json(step_dir, item)
+            read()
         except stored.StoredError as error:
             problems.append(str(error))
     for problem in problems:
@@ -140,10 +96,10 @@ def verify(step_dir: epath.Path) -> int:
     return 1 if problems else 0
 
 
-def diff(a: epath.Path, b: epath.Path) -> int:
-    """Prints, array by array, what changed from ``a`` to ``b``."""
-    before, after = stored.open_step(a), stored.open_step(b)
-    print(f"a {a}\nb {b}\n")
+def diff(a: Source, b: Source) -> int:
+    """Prints, array by array, what changed from ``a`` to ``b``. Returns the exit code. Raises StoredError."""
+    before, after = a.arrays(), b.arrays()
+    print(f"a {a.path}\nb {b.path}\n")
     rows, same = [], 0
     for path in [*before, *(path for path in after if path not in before)]:
         x, y = before.get(path), after.get(path)
@@ -164,8 +120,7 @@ def diff(a: epath.Path, b: epath.Path) -> int:
             rows.append((path, kind, *(f"{v:.5g}" for v in (d.norm_a, d.norm_b, d.norm_d, d.largest, d.cosine)), nans))
     if rows:
         _print_table(("array", "", "‖a‖", "‖b‖", "‖b−a‖", "max|b−a|", "cosine", "NaN"), rows)
-    for item in ("data", "meta"):
-        x, y = stored.read_json(a, item) or {}, stored.read_json(b, item) or {}
+    for item, x, y in (("data", a.data(), b.data()), ("meta", a.meta(), b.meta())):
         for key, old, new in _changes(x, y):
             print(f"{item}.{key}: {old} → {new}")
             rows.append((item,))
@@ -174,7 +129,7 @@ def diff(a: epath.Path, b: epath.Path) -> int:
 
 
 class Difference:
-    """Sums over two arrays of one shape, in float64, a piece at a time. A NaN equals nothing and is left out of the sums."""
+    """Sums over two arrays of one shape, in float64, a piece at a time. A NaN equals nothing and is not part of the sums."""
 
     def __init__(self, a: Stored, b: Stored):
         self.nans_a = self.nans_b = 0
@@ -195,14 +150,15 @@ class Difference:
         self.cosine = ab / math.sqrt(aa * bb) if aa and bb else math.nan
 
 
-def export(step_dir: epath.Path, out: str) -> int:
-    """Copies the weights of a step into a workdir of their own."""
-    arrays = {path: s for path, s in stored.open_step(step_dir).items() if path.split("/")[0] in WEIGHTS}
+def export(source: Source, out: str) -> int:
+    """Copies the weights of a step into a workdir of their own. Returns the exit code. Raises StoredError."""
+    arrays = {path: s for path, s in source.arrays().items() if path.split("/")[0] in WEIGHTS}
     if "step" not in arrays:
-        raise stored.StoredError(f"{step_dir} holds no 'step'; it is not this program's, and what its weights are is not known")
-    meta = stored.read_json(step_dir, "meta") or {}
+        raise stored.StoredError(
+            f"{source.path} holds no 'step': another program wrote it, and which arrays are weights is unknown"
+        )
     step = int(arrays["step"].read(()))
-    path = save_weights(out, step, arrays, data=stored.read_json(step_dir, "data") or {}, meta=meta)
+    path = save_weights(out, step, arrays, data=source.data(), meta=source.meta())
     print(f"{path}: {len(arrays)} arrays, {_bytes(sum(s.n_bytes for s in arrays.values()))}; weights only, to warm-start from")
     return 0
 
@@ -212,8 +168,8 @@ def save_weights(
 ) -> pathlib.Path:
     """Writes ``arrays`` as out/checkpoints/<step>, marked as weights only, with its manifest. Returns that folder.
 
-    The arrays wait in files beside the result, which are mapped: twice the disk for a while, and host memory that the
-    kernel may take back, but for what Orbax encodes at once.
+    The arrays wait in mapped files next to the result: this takes twice the disk space for a while, and host memory that the
+    kernel may reclaim, except what Orbax encodes at once.
 
     Raises StoredError when that step is there already.
     """
@@ -277,7 +233,3 @@ def _bytes(n: int) -> str:
         if n >= size:
             return f"{n / size:.1f} {unit}"
     return f"{n} B"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tools import make_tokens
+from jaxtrain.commands import tokens as tokens_command
+from loaders import tokenise
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TEXTS = ["To be, or not to be.", "Fünf Wörter – über Öl.", "", "x" * 3000, "last one\nof two lines"]
@@ -46,9 +47,9 @@ def write(folder, kind):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow-file", "arrow-stream"])
 def test_every_document_of_every_kind_in_order(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(make_tokens, "PART", 100)  # lines that begin in one part and end in another
+    monkeypatch.setattr(tokenise, "PART", 100)  # lines that begin in one part and end in another
     path = write(tmp_path, kind)
-    assert make_tokens.main([str(tmp_path / "out"), str(path), "--tokenizer=bytes"]) == 0
+    assert tokens_command.main([str(tmp_path / "out"), str(path), "--tokenizer=bytes"]) == 0
     assert documents(tmp_path / "out") == [list(t.encode()) for t in TEXTS]
     assert len(json.loads((tmp_path / "out" / "tokens.json").read_text())["shards"]) > 2
     assert sorted(p.name for p in (tmp_path / "out").iterdir() if p.name.startswith(".")) == []
@@ -68,7 +69,7 @@ def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path):
         "paragraph": [[2, 3, 4, 5, 1], [2, 3, 0, 1]],
         "line": [[2, 3, 1], [4, 5, 1], [2, 3, 0, 1]],
     }.items():
-        assert make_tokens.main([str(tmp_path / how), str(tmp_path / "a.txt"), f"--documents={how}", *common]) == 0
+        assert tokens_command.main([str(tmp_path / how), str(tmp_path / "a.txt"), f"--documents={how}", *common]) == 0
         assert documents(tmp_path / how) == expected
     about = json.loads((tmp_path / "file" / "tokens.json").read_text())
     assert (about["vocab"], about["eos"], about["tokenizer"]) == (6, 1, "tokenizer.json")
@@ -79,9 +80,9 @@ def test_a_killed_run_goes_on_and_workers_change_no_byte(tmp_path):
     for i in range(30):
         (tmp_path / f"in{i:02}.txt").write_text(f"file {i} " * 20_000)
     args = [str(tmp_path / "in*.txt"), "--tokenizer=bytes"]
-    assert make_tokens.main([str(tmp_path / "whole"), *args]) == 0
+    assert tokens_command.main([str(tmp_path / "whole"), *args]) == 0
     out = tmp_path / "killed"
-    command = [sys.executable, "-m", "tools.make_tokens", str(out), *args, "--workers=2"]
+    command = [sys.executable, "-m", "jaxtrain.cli", "tokens", str(out), *args, "--workers=2"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True)
     deadline = time.monotonic() + 60
     while len(list((out / ".parts").glob("*.json"))) < 3 and process.poll() is None and time.monotonic() < deadline:
@@ -90,29 +91,29 @@ def test_a_killed_run_goes_on_and_workers_change_no_byte(tmp_path):
     process.communicate()
     assert not (out / "tokens.json").exists()
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "going on: " in again.stderr
+    assert "resuming: " in again.stderr
     assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
 
 
 def test_mistakes_are_named(tmp_path, capsys):
     def fails(match, *args):
-        assert make_tokens.main([str(tmp_path / "out"), *map(str, args)]) == 2
+        assert tokens_command.main([str(tmp_path / "out"), *map(str, args)]) == 2
         assert match in capsys.readouterr().err
 
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"text": null}\n{oops\n["text"]\n{"text": 3}\n')
     fails("4 rows hold no text", bad, "--tokenizer=bytes")
     fails("line at byte 17, column 'text': holds None", bad, "--tokenizer=bytes")
-    fails("line at byte 32 is no JSON", bad, "--tokenizer=bytes", "--skip=3")
+    fails("line at byte 32 is not JSON", bad, "--tokenizer=bytes", "--skip=3")
     fails("begun with other inputs or options", bad, "--tokenizer=bytes", "--column=id")
-    assert make_tokens.main([str(tmp_path / "out"), str(bad), "--tokenizer=bytes", "--skip=4"]) == 0
-    assert documents(tmp_path / "out") == [list(b"fine")] and capsys.readouterr().err.count("left out: ") == 4
+    assert tokens_command.main([str(tmp_path / "out"), str(bad), "--tokenizer=bytes", "--skip=4"]) == 0
+    assert documents(tmp_path / "out") == [list(b"fine")] and capsys.readouterr().err.count("skipped: ") == 4
     fails("holds token files already", bad, "--tokenizer=bytes", "--skip=4")
-    fails("nowhere is no file", tmp_path / "nowhere", "--tokenizer=bytes")
-    fails("must be a tokenizer.json", bad, "--tokenizer=gpt2")
+    fails("nowhere is not a file", tmp_path / "nowhere", "--tokenizer=bytes")
+    fails("expected a tokenizer.json", bad, "--tokenizer=gpt2")
     torn = tmp_path / "torn.parquet"
     torn.write_bytes(b"PAR1 and no more")
     fails("torn.parquet cannot be read", torn, "--tokenizer=bytes")
     pq.write_table(pa.table({"body": ["a"]}), tmp_path / "other.parquet")
-    assert make_tokens.main([str(tmp_path / "out2"), str(tmp_path / "other.parquet"), "--tokenizer=bytes"]) == 2
-    assert "has no column 'text'; it has body: choose one with --column" in capsys.readouterr().err
+    assert tokens_command.main([str(tmp_path / "out2"), str(tmp_path / "other.parquet"), "--tokenizer=bytes"]) == 2
+    assert "has no column 'text'; expected one of: body (--column)" in capsys.readouterr().err

@@ -11,8 +11,8 @@ import safetensors
 import safetensors.numpy
 import test_language as language_test
 
+from jaxtrain.commands import export as tool
 from jaxtrain.workloads import language
-from tools import orbax_to_safetensors as tool
 
 DATA = language_test.DATA
 

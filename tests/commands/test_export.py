@@ -20,8 +20,8 @@ import safetensors.numpy
 
 from jaxtrain import specs
 from jaxtrain.checkpoint import read as stored
+from jaxtrain.commands import export as tool
 from jaxtrain.workloads import bird
-from tools import orbax_to_safetensors as tool
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 NAMES = """
@@ -248,7 +248,7 @@ def test_memory_is_one_array_not_the_model(tmp_path):
     def peak(*args: object) -> float:
         """[MB]"""
         program = (
-            "import sys, resource; from tools import orbax_to_safetensors as t; c = t.main(sys.argv[1:]) if sys.argv[1:] else 0"
+            "import sys, resource; from jaxtrain.commands import export as t; c = t.main(sys.argv[1:]) if sys.argv[1:] else 0"
         )
         program += "; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, file=sys.stderr); sys.exit(c)"
         done = subprocess.run([sys.executable, "-c", program, *map(str, args)], env=env, stderr=subprocess.PIPE, text=True)

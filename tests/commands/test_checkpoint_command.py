@@ -1,4 +1,4 @@
-"""The checkpoint tool as its user calls it: what it prints, and its exit code."""
+"""`jaxtrain checkpoint` as its user calls it: what it prints, and its exit code."""
 
 import json
 import os
@@ -16,7 +16,9 @@ import runs
 
 from jaxtrain.checkpoint import checksums
 from jaxtrain.checkpoint import read as stored
-from tools import checkpoint as tool
+from jaxtrain.commands import checkpoint as tool
+from jaxtrain.commands import export, lora_to_peft
+from jaxtrain.weights import safetensors
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -46,7 +48,7 @@ def call(capsys, *args: object) -> tuple[int, str]:
 def test_inspect_on_one_device_without_model_code(saved):
     """In a process of its own, with one device and nothing of the trainer imported."""
     program = (
-        "import sys, jax; from tools import checkpoint; code = checkpoint.main(sys.argv[1:])\n"
+        "import sys, jax; from jaxtrain.commands import checkpoint; code = checkpoint.main(sys.argv[1:])\n"
         "assert len(jax.devices()) == 1\n"
         "assert not [m for m in sys.modules if m.startswith(('jaxtrain.workloads', 'jaxtrain.train', 'jaxtrain.state'))]\n"
         "sys.exit(code)"
@@ -186,11 +188,54 @@ def test_export_keeps_the_weights_and_says_so(run, tmp_path, capsys):
 
 def test_what_is_no_checkpoint_is_told_with_what_there_is(saved, tmp_path, capsys):
     code, out = call(capsys, "inspect", tmp_path)
-    assert code == 2 and "holds no step directory" in out
+    assert code == 2 and "holds no step; expected a run's workdir" in out
     code, out = call(capsys, "inspect", saved, "--step", "15")
-    assert code == 2 and "no step 15; expected one of: [10, 20]" in out
+    assert code == 2 and "no step 15; expected one of: 10, 20" in out
     code, out = call(capsys, "inspect", saved, "--step", "10")
     assert code == 0 and "step 10" in out
+
+
+def test_an_export_is_looked_into_as_a_step_is(saved, tmp_path, capsys):
+    """Its parameters have the paths of the step's, and the bits; its checksums are those of its own files."""
+    out = tmp_path / "out"
+    safetensors.export(str(saved), str(out))
+    code, text = call(capsys, "inspect", out)
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert code == 0 and "step 20, weights only" in text and "[3, 128, 64]" in rows["params/encoder/blocks/w_qkv"]
+    code, text = call(capsys, "verify", out)
+    assert code == 0 and "as it was written" in text and "7 arrays" in text and "no problems" in text
+    code, text = call(capsys, "diff", saved, out)
+    rows = {line.split()[0]: line.split()[1] for line in text.splitlines() if line.strip()}
+    assert code == 1 and not [path for path in rows if path.startswith("params/")], "the parameters are equal"
+    assert rows["ema/encoder/w_patch"] == rows["opt_state/0/count"] == "missing"
+    assert call(capsys, "diff", out, out)[0] == 0
+    file = out / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    code, text = call(capsys, "verify", out)
+    assert code == 1 and "model.safetensors differs" in text
+    code, text = call(capsys, "inspect", out, "--step", "20")
+    assert code == 2 and "is an export, which holds one step; omit --step" in text
+
+
+def test_an_export_is_refused_where_it_is_of_no_use(saved, tmp_path, capsys):
+    safetensors.export(str(saved), str(tmp_path / "out"))
+    for main in (export.main, lora_to_peft.main):
+        assert main([str(tmp_path / "out"), "--out", str(tmp_path / "again")]) == 2
+        told = capsys.readouterr().err
+        assert "is an export, and" in told and "expected a run's workdir or a step directory of it" in told
+    assert export.main(["--reverse", str(saved), "--out", str(tmp_path / "again")]) == 2
+    assert "which is a step of a run; expected a folder of safetensors" in capsys.readouterr().err
+    assert lora_to_peft.main([str(saved), "--out", str(tmp_path / "again")]) == 2
+    assert "holds no adapters: config.lora.rank was 0" in capsys.readouterr().err
+
+
+def test_a_step_directory_has_one_step(saved, capsys):
+    folder = saved / "checkpoints" / "10"
+    assert call(capsys, "inspect", folder, "--step", "10")[0] == 0
+    code, out = call(capsys, "inspect", folder, "--step", "20")
+    assert code == 2 and "which is a step directory itself; omit the step, or name the workdir" in out
 
 
 def test_a_relative_path_is_one_from_here(saved, capsys, monkeypatch):

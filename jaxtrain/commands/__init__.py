@@ -1,0 +1,1 @@
+"""What users run: one file a command, listed in the table of `jaxtrain.cli`."""

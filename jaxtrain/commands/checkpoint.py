@@ -1,0 +1,55 @@
+"""Looks into checkpoints on any CPU, without the model's code and without the mesh that wrote them.
+
+    jaxtrain checkpoint inspect RUN              the tree: shapes, dtypes, shardings, bytes; step, data, versions
+    jaxtrain checkpoint verify  RUN              checksums, then every array read, and its numbers finite
+    jaxtrain checkpoint diff    RUN RUN          what changed: norms, largest change, cosine, NaNs, missing, new
+    jaxtrain checkpoint export  RUN --out DIR    the weights without the optimizer, as DIR/checkpoints/<step>
+
+    jaxtrain checkpoint verify runs/xcm/checkpoints/500
+
+RUN is a run's workdir (its newest step, or --step), a step directory of it, or a folder of `jaxtrain export`.
+Ends with 0 when all is well (diff: when nothing differs) and with 1 when not.
+"""
+
+import argparse
+import functools
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+ACTIONS = {
+    "inspect": "print the tree",
+    "verify": "check every file and every array",
+    "diff": "print what changed from the first to the second",
+    "export": "copy the weights, to warm-start from",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain checkpoint", __doc__)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, text in ACTIONS.items():
+        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        arguments.add_run(action, nargs=2 if name == "diff" else 1)
+        if name == "export":
+            action.add_argument(
+                "--out", metavar="DIR", required=True, help="a workdir to make; DIR/checkpoints/<step> must not exist"
+            )
+        if name == "inspect":
+            action.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse_args(argv)
+
+    from jaxtrain.checkpoint import read as stored
+
+    return arguments.run(functools.partial(_look, args), mistakes=(stored.StoredError,))
+
+
+def _look(args: argparse.Namespace) -> int:
+    from jaxtrain.weights import source, steps
+
+    sources = [source.find(run, args.step) for run in args.run]
+    if args.action == "inspect":
+        return steps.inspect(sources[0], as_json=args.json)
+    if args.action == "export":
+        return steps.export(sources[0], args.out)
+    return steps.verify(sources[0]) if args.action == "verify" else steps.diff(*sources)

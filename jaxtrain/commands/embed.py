@@ -1,0 +1,83 @@
+"""Embeds every recording of a dataset with a trained encoder.
+
+    jaxtrain embed RUN --out DIR [--data FOLDER --split train]
+
+    jaxtrain embed runs/xcm --data /data/esc10 --split train --out embeddings
+
+RUN is a run of jaxtrain.workloads.bird: its workdir, a step directory of it, or a folder of `jaxtrain export`. Every recording
+of the split is read once, in order, as a test split is: its centre, or with --views several views evenly over it, whose
+features are averaged.
+
+    DIR/
+      mean.npy      float32 [n, D]         mean of the patches                     (--kinds mean,cls,patches: which of these)
+      cls.npy       float32 [n, D]         mean of the CLS tokens
+      patches.npy   float16 [n, V, N, D]   every patch of every view
+      scores.npy    float32 [n, C]         of the run's supervised head, where it has one
+      label.npy     int64 [n]; or labels.npy uint8 [n, C] with --multilabel
+      index.npy     int64 [n]              the recording's row in its split's shards
+      weight.npy    float32 [n]            0 for a recording that cannot be decoded, whose features mean nothing
+      NAME.npy                             any other column of integers: --columns fold,site
+      embeddings.json                      what all this was made of, class names, and the progress
+
+Rerun the same command to resume after an interruption; DIR is refused when it was made of something else.
+"""
+
+import argparse
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain.commands import arguments
+from loaders import checks
+
+KINDS = ("mean", "cls", "patches")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain embed", __doc__)
+    arguments.add_run(parser, ema=True)
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make, or to resume")
+    parser.add_argument("--data", help="folder, glob or file of shards; default: what the run was trained on")
+    parser.add_argument("--split", choices=("train", "test"), default="train", help="default: train")
+    parser.add_argument("--label", help="column of labels; default: the run's; '' = none")
+    parser.add_argument("--multilabel", action="store_true", help="the column holds lists of classes")
+    parser.add_argument("--kinds", type=_kinds, default="mean,cls", help=f"some of {','.join(KINDS)}; default: mean,cls")
+    parser.add_argument("--columns", default="", help="other columns to keep, of integers")
+    parser.add_argument("--views", type=arguments.positive, default=1, help="of each recording, averaged; default: 1")
+    parser.add_argument("--batch", type=arguments.positive, default=64, help="recordings computed together; default: 64")
+    parser.add_argument("--random", type=int, metavar="SEED", help="the encoder before training, for comparison")
+    args = parser.parse_args(argv)
+
+    from jaxtrain import config
+    from jaxtrain.checkpoint import read as stored
+    from jaxtrain.inference import embed
+    from loaders.base import DataError
+
+    mistakes = (embed.EmbedError, DataError, stored.StoredError, config.ConfigError)
+    return arguments.run(functools.partial(_embed, args), mistakes=mistakes)
+
+
+def _embed(args: argparse.Namespace) -> int:
+    from jaxtrain import cluster
+    from jaxtrain.inference import embed
+
+    cluster.use_compilation_cache()
+    model = embed.load(args.run, step=args.step, ema=args.ema, random=args.random)
+    changes: dict[str, Any] = {"views": args.views, "multilabel": args.multilabel}
+    changes |= {"train": args.data, "test": ""} if args.data else {}
+    changes |= {"label": args.label} if args.label is not None else {}
+    columns = [name for name in args.columns.split(",") if name]
+    data = embed.data_config(model, **changes)
+    done = embed.embed(model, data, args.out, split=args.split, kinds=args.kinds, columns=columns, batch=args.batch)
+    print(
+        f"{args.out}: {done['done']} recordings ({done['unreadable']} unreadable), {done['samples_per_second']:.0f} a "
+        f"second, {done['waiting']:.0%} of the time waiting for the loader"
+    )
+    return 0
+
+
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; {checks.expected(unknown[0], KINDS)}")
+    return kinds

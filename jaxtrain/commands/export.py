@@ -1,0 +1,79 @@
+"""Writes a checkpoint as safetensors for Hugging Face, or makes a checkpoint of safetensors.
+
+    jaxtrain export RUN [--step N] [--ema] [--only REGEX] [--dtype bf16] [--shard-size 5GB] --out DIR
+    jaxtrain export --reverse DIR --out RUN
+
+    jaxtrain export runs/xcm --ema --only '^encoder/' --out xcm-encoder
+
+    DIR/
+      model.safetensors, or model-00001-of-0000N.safetensors …   at most --shard-size each (a larger array has one to itself)
+      model.safetensors.index.json      which file holds which name
+      config.json                       the run's config as it was resolved, or what the workload writes
+      README.md                         model card: what was trained, its last metrics, its config
+      jaxtrain.json                     which name is which parameter; the step; the run's config: the way back for --reverse
+      SHA256SUMS                        of all of these: sha256sum --check SHA256SUMS
+
+One process on a CPU is enough, whatever mesh wrote the checkpoint. Two exports of one step are equal byte for byte. DIR appears
+whole or not at all. Of a run with adapters (config.lora) the merged weights are exported; `jaxtrain lora-to-peft` writes the
+adapters alone. --reverse makes a workdir with one step of weights, marked as such, to warm-start from.
+"""
+
+import argparse
+import functools
+import re
+import resource
+import time
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+DTYPES = ("f32", "f16", "bf16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain export", __doc__)
+    arguments.add_run(parser, ema=True, nargs="?")
+    parser.add_argument("--reverse", metavar="DIR", help="make a checkpoint of this folder of safetensors instead")
+    parser.add_argument("--out", required=True, help="the folder to make")
+    parser.add_argument("--only", type=_regex, default="", metavar="REGEX", help="parameters whose path matches: ^encoder/")
+    parser.add_argument("--dtype", choices=DTYPES, help="round floating-point arrays to this; default: as they are")
+    parser.add_argument("--shard-size", type=_size, default="5GB", help="largest file; default: 5GB")
+    args = parser.parse_args(argv)
+    if (args.run is None) == (args.reverse is None):
+        parser.error("give either RUN or --reverse DIR")
+
+    from jaxtrain.checkpoint import read as stored
+    from jaxtrain.checkpoint import warm_start
+
+    return arguments.run(functools.partial(_export, args), mistakes=(stored.StoredError, warm_start.WarmStartError))
+
+
+def _export(args: argparse.Namespace) -> int:
+    from jaxtrain.weights import safetensors
+
+    began = time.perf_counter()
+    if args.reverse:
+        line = safetensors.reverse(args.reverse, args.out)
+    else:
+        dtype = safetensors.SHORT[args.dtype] if args.dtype else None
+        options = dict(step=args.step, ema=args.ema, only=args.only, dtype=dtype, shard_size=args.shard_size)
+        line = safetensors.export(args.run, args.out, **options)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    print(f"{line}; {time.perf_counter() - began:.1f} s, at most {peak / 1e6:.0f} MB of host memory")
+    return 0
+
+
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from error
+    return text
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]?)B?", text.strip())
+    size = int(float(found[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[found[2]]) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected for example 5GB or 500MB")
+    return size

@@ -1,0 +1,269 @@
+"""Submits a run, or a sweep of runs, to SLURM; it resumes by itself after a preemption and after its time limit.
+
+    jaxtrain launch --config=FILE[:ARGUMENT] [--nodes=N --gpus-per-node=N …] [--config.section.field=value …]
+
+    jaxtrain launch --config=configs/xcm.py:/data/XCM --nodes=2 --gpus-per-node=8
+    jaxtrain launch --config=configs/xcm.py --sweep --gpus-per-node=1   a job array: sweeps() of the config
+    jaxtrain launch … --dry-run                                         prints the script, submits nothing
+    jaxtrain launch --status=runs/xcm                                   its jobs: state, restarts, step
+    jaxtrain launch --tail=runs/xcm                                     follows process 0 of the newest job
+
+All mistakes of the config, and of every point of the sweep, are reported before anything is submitted. A node runs one process
+with all its GPUs, unless --tasks-per-node is larger. Before the time limit, and on preemption, SLURM signals the tasks; they
+save and end with config.preemption.exit_code, and the script requeues the job, unless it was cancelled.
+
+workdir/slurm holds each job's script, its pickled task, and <job>_<task>_log.out of every task; jobs.jsonl lists the jobs:
+{"job": "17", "workdir": "…", "overrides": {…}}. Needs the package submitit (extra: slurm).
+"""
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxtrain import config as config_lib
+from jaxtrain.commands import arguments
+
+if TYPE_CHECKING:
+    import submitit
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "STOPPED", "SIGNALING", "RESV_DEL_HOLD")
+
+
+class Run:
+    """A task: the run, with its exit code. A signal that comes before the run listens for it is not lost."""
+
+    def __init__(self, argv: Sequence[str], preemption: config_lib.Preemption):
+        self._argv, self._preemption = list(argv), preemption
+
+    def __call__(self) -> None:
+        for name in self._preemption.signals:
+            signal.signal(getattr(signal, name), lambda *_: os._exit(self._preemption.exit_code))
+        from jaxtrain.commands import train  # its imports take seconds, in which there is nothing to save yet
+
+        sys.exit(train.main(self._argv))
+
+
+class LaunchError(ValueError):
+    """A mistake in how a run is launched. The message names the remedy."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
+    parser = arguments.Parser("jaxtrain launch", __doc__, usage=arguments.CONFIG_USAGE.format("launch") + " [OPTION …]")
+    add = parser.add_argument
+    add("--nodes", type=arguments.positive, default=1, help="default: 1")
+    add("--gpus-per-node", type=int, default=0, help="default: 0")
+    add(
+        "--tasks-per-node",
+        type=arguments.positive,
+        default=1,
+        help="processes of a node, which share its GPUs evenly; default: 1",
+    )
+    add("--mem-gb", type=arguments.positive, default=64, help="of a node; default: 64")
+    add("--workers", type=arguments.positive, help="loader threads of a process; default: config.data.threads, or 8")
+    add("--time", type=arguments.positive, default=24 * 60, help="minutes after which the job is requeued; default: 1440")
+    add("--notice", type=int, default=120, help="seconds before the time limit at which the tasks are signalled; default: 120")
+    add("--max-restarts", type=int, default=100, help="default: 100")
+    add("--name", help="of the job; default: that of the workdir")
+    for name in ("partition", "account", "qos", "constraint"):
+        add(f"--{name}", help="as sbatch has it")
+    add("--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other option of sbatch")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the tasks")
+    add("--setup", action="append", default=[], metavar="LINE", help="of shell, before the tasks: module load cuda")
+    runs_in = parser.add_mutually_exclusive_group()
+    runs_in.add_argument("--venv", help="a virtual environment on the nodes; default: the Python that runs this")
+    runs_in.add_argument("--container", help="an image with Python, this project's needs and submitit")
+    add("--container-runtime", choices=("apptainer", "singularity", "pyxis"), default="apptainer", help="default: apptainer")
+    add("--sweep", action="store_true", help="one job of an array for each point of the config's sweeps()")
+    add("--parallel", type=int, default=256, help="jobs of the array that may run at once; default: 256")
+    add("--dry-run", action="store_true", help="print the script, submit nothing")
+    add("--status", metavar="WORKDIR", help="the jobs of this workdir: state, restarts, step")
+    add("--tail", metavar="WORKDIR", help="follow process 0 of this workdir's newest job")
+    args = parser.parse_args(rest)
+    return arguments.run(functools.partial(_launch, args, config_arguments), mistakes=(config_lib.ConfigError, LaunchError))
+
+
+def _launch(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
+    if args.status or args.tail:
+        return _status(args.status) if args.status else _tail(args.tail)
+    return _submit(args, config_arguments)
+
+
+def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
+    source, overrides, _, _ = config_lib.parse_args(config_arguments)
+    base = config_lib.load(source, overrides)
+    points = config_lib.sweeps(source, overrides) if args.sweep else [(base, overrides)]
+    folder = pathlib.Path(base.workdir).absolute() / "slurm"
+    executor = make_executor(args, base, folder)
+    if args.dry_run:
+        executor.parameters |= {"map_count": len(points)} if len(points) > 1 else {}
+        print(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+        for i, (config, texts) in enumerate(points):
+            print(f"# task {i}: {config.workdir}: {shlex.join(_arguments(source, texts))}")
+        return 0
+    runs = [Run(_arguments(source, texts), config.preemption) for config, texts in points]
+    folder.mkdir(parents=True, exist_ok=True)
+    from submitit.core.utils import FailedJobError  # make_executor has found submitit
+
+    try:
+        with executor.batch():
+            jobs = [executor.submit(run) for run in runs]
+    except (FailedJobError, OSError) as error:  # refused, or no sbatch here
+        raise LaunchError(
+            f"sbatch failed: {error}; correct the resources, or launch where SLURM is (--dry-run needs none)"
+        ) from error
+    with (folder / "jobs.jsonl").open("a") as file:
+        for job, (config, texts) in zip(jobs, points, strict=True):
+            workdir = os.path.abspath(config.workdir)
+            file.write(json.dumps({"job": job.job_id, "workdir": workdir, "overrides": dict(texts)}) + "\n")
+            print(f"submitted job {job.job_id}: {workdir}; its log: {folder / f'{job.job_id}_0_log.out'}")
+    return 0
+
+
+def make_executor(args: argparse.Namespace, config: config_lib.Config, folder: pathlib.Path) -> "submitit.SlurmExecutor":
+    """Makes the executor that submits to SLURM, with the script's resources, environment and ending.
+
+    Raises LaunchError: submitit is missing, or an argument of --env is malformed.
+    """
+    try:
+        import submitit
+    except ImportError as error:
+        raise LaunchError("the package submitit is missing; pip install 'jaxtrain[slurm]'") from error
+
+    class Executor(submitit.SlurmExecutor):
+        """submitit's, which is also made where there is no SLURM, to print a script."""
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 2
+
+    workers = args.workers or getattr(config.data, "threads", 0) or 8
+    cpus = max(args.mem_gb // 10 // args.tasks_per_node, workers)
+    # SIGTERM comes by itself; the notice before the time limit can be any other signal that the run knows.
+    notice = next((s for s in config.preemption.signals if s != "SIGTERM"), "SIGTERM").removeprefix("SIG")
+    python, srun = shlex.quote(f"{args.venv}/bin/python" if args.venv else sys.executable), ["--kill-on-bad-exit=1"]
+    if args.container and args.container_runtime == "pyxis":
+        python = "python3"
+        srun += [
+            f"--container-image={args.container}",
+            f"--container-mounts={ROOT}:{ROOT},{os.getcwd()}:{os.getcwd()},{folder.parent}:{folder.parent}",
+            f"--container-workdir={os.getcwd()}",
+        ]
+    elif args.container:
+        binds = ",".join(dict.fromkeys(map(str, (ROOT, os.getcwd(), folder.parent))))
+        gpus = ["--nv"] if args.gpus_per_node else []
+        python = shlex.join([args.container_runtime, "exec", *gpus, "--bind", binds, args.container, "python3"])
+    environment = [f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"]
+    for pair in args.env:
+        name, equals, value = pair.partition("=")
+        if not name.isidentifier() or not equals:
+            raise LaunchError(f"--env is {pair!r}; expected NAME=VALUE")
+        environment.append(f"export {name}={shlex.quote(value)}")
+    extra = {"requeue": True, "signal": f"{notice}@{args.notice}"}
+    for pair in args.sbatch:
+        key, equals, value = pair.removeprefix("--").partition("=")
+        extra[key] = value if equals else True
+    executor = Executor(folder, python=python)
+    executor.update_parameters(
+        job_name=args.name or folder.parent.name,
+        nodes=args.nodes,
+        ntasks_per_node=args.tasks_per_node,
+        cpus_per_task=cpus,
+        mem=f"{args.mem_gb}GB",
+        time=args.time,
+        stderr_to_stdout=True,
+        array_parallelism=args.parallel,
+        additional_parameters=extra,
+        srun_args=srun,
+        # Bash must outlive the SIGTERM of a preemption, to see how the tasks ended. srun does not know sbatch's CPUs per task.
+        setup=["trap : TERM", f"export SRUN_CPUS_PER_TASK={cpus}", *environment, *args.setup],
+        teardown=_ending(config.preemption, args.max_restarts, 60 * args.time),
+        **({"gpus_per_node": args.gpus_per_node} if args.gpus_per_node else {}),
+        **{name: getattr(args, name) for name in ("partition", "account", "qos", "constraint") if getattr(args, name)},
+    )
+    return executor
+
+
+def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) -> list[str]:
+    """Returns the script's lines after srun, which requeue a job that saved, or was signalled before it could listen.
+
+    A job that is ending already was cancelled, or SLURM requeues it itself; or it is past its time limit of ``limit`` seconds,
+    because the notice came while it compiled and could not answer.
+    """
+    codes = [preemption.exit_code, *(128 + getattr(signal, name) for name in preemption.signals)]
+    return [
+        "code=$?",
+        "state=$(scontrol show job --oneliner \"$SLURM_JOB_ID\" | grep -o 'JobState=[A-Z]*')",
+        f"case $code in {'|'.join(str(int(code)) for code in dict.fromkeys(codes))})",
+        f'    if [ "$state" != JobState=RUNNING ] && [ "$SECONDS" -lt {limit - 5} ]; then',
+        '        echo "ended with code $code; not requeued by itself: $state"',
+        f'    elif [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_restarts} ]; then echo "not requeued: {max_restarts} restarts"',
+        '    else echo "ended with code $code; requeued"; scontrol requeue "$SLURM_JOB_ID"; fi ;;',
+        "esac",
+        "exit $code",
+    ]
+
+
+def _arguments(source: str, texts: Sequence[tuple[str, str]]) -> list[str]:
+    path, colon, argument = source.partition(":")
+    return [f"--config={os.path.abspath(path)}{colon}{argument}", *(f"--config.{where}={text}" for where, text in texts)]
+
+
+def _jobs(workdir: str) -> list[dict]:
+    path = pathlib.Path(workdir) / "slurm" / "jobs.jsonl"
+    if not path.exists():
+        raise LaunchError(f"{path} does not exist: nothing was submitted with this workdir; name another")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def state_of(job: str) -> dict[str, str]:
+    """Asks SLURM about a job: JobState, Restarts, NodeList, Reason. It forgets ended jobs, unless it keeps accounts."""
+    shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True)
+    if shown.returncode == 0:
+        return dict(pair.partition("=")[::2] for pair in shown.stdout.split())
+    kept = subprocess.run(["sacct", "-XnPo", "State", "-j", job], capture_output=True, text=True)
+    states = kept.stdout.split()
+    return {"JobState": states[-1] if kept.returncode == 0 and states else "UNKNOWN"}
+
+
+def _status(workdir: str) -> int:
+    for job in _jobs(workdir):
+        state, folder = state_of(job["job"]), pathlib.Path(job["workdir"])
+        config, metrics, step = folder / "config.json", folder / "metrics.jsonl", 0
+        for line in reversed(metrics.read_text().splitlines() if metrics.exists() else []):
+            try:
+                step = json.loads(line)["step"]
+                break
+            except ValueError:
+                continue  # being written
+        steps = json.loads(config.read_text())["train"]["steps"] if config.exists() else "?"
+        print(f"{job['job']}  {state['JobState']}  {state.get('Restarts', '?')} restarts  on {state.get('NodeList') or '-'}  "
+              f"step {step}/{steps}  {folder}")  # fmt: skip
+    return 0
+
+
+def _tail(workdir: str) -> int:
+    job = _jobs(workdir)[-1]["job"]
+    path, read = pathlib.Path(workdir) / "slurm" / f"{job}_0_log.out", 0
+    while True:
+        active = state_of(job)["JobState"] in ACTIVE
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(read)
+                text = file.read()
+            read += len(text)
+            sys.stdout.write(text.decode(errors="replace"))
+            sys.stdout.flush()
+        if not active:
+            return 0
+        time.sleep(1)

@@ -1,0 +1,38 @@
+"""Writes the adapters of a run with config.lora in peft's format.
+
+    jaxtrain lora-to-peft RUN [--step N] --out DIR
+
+    jaxtrain lora-to-peft runs/higgs --out adapters
+
+    DIR/
+      adapter_model.safetensors     base_model.model.<module>.lora_A.weight [rank, in] and .lora_B.weight [out, rank] of each
+                                    adapted matrix of each layer
+      adapter_config.json           rank, alpha, the modules, and the weights that they belong to
+
+This works for workloads whose matrices are exported as (out, in) under names that end in ".weight"
+(jaxtrain.workloads.language). `jaxtrain export` writes the merged weights of such a run.
+"""
+
+import argparse
+import functools
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain lora-to-peft", __doc__)
+    arguments.add_run(parser)
+    parser.add_argument("--out", required=True, help="the folder to make")
+    args = parser.parse_args(argv)
+
+    from jaxtrain.checkpoint import read as stored
+
+    return arguments.run(functools.partial(_export, args), mistakes=(stored.StoredError,))
+
+
+def _export(args: argparse.Namespace) -> int:
+    from jaxtrain.weights import peft
+
+    print(peft.export(args.run, args.out, step=args.step))
+    return 0

@@ -1,0 +1,45 @@
+"""Prints what a run will hold, move and cost on any devices, before any of it exists.
+
+    jaxtrain plan --config=FILE[:ARGUMENT] [--config.section.field=value …] [TARGET]
+
+    jaxtrain plan --config=configs/trm_sudoku.py                    the devices of this machine
+    jaxtrain plan --config=configs/trm_sudoku.py gpu:h100x8         so many GPUs of one node or more
+    jaxtrain plan --config=configs/trm_sudoku.py tpu:v4:2x2x4       a TPU slice, whose step is compiled here (extra: topology)
+    jaxtrain plan --config=configs/trm_sudoku.py 'tpu:v4:2x2x4*2'   two such slices
+
+Ends with 1 when something speaks against the run, for example that it does not fit into memory.
+"""
+
+import functools
+import sys
+from collections.abc import Sequence
+
+from jaxtrain import config
+from jaxtrain.commands import arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
+    parser = arguments.Parser("jaxtrain plan", __doc__, usage=arguments.CONFIG_USAGE.format("plan") + " [TARGET]")
+    parser.add_argument("target", metavar="TARGET", nargs="?", default="", help="devices; default: those of this machine")
+    args = parser.parse_args(rest)
+    return arguments.run(functools.partial(_plan, config_arguments, args.target), mistakes=(config.ConfigError,))
+
+
+def show(given: config.Arguments) -> int:
+    """Prints the plan of ``given.plan``. Returns the exit code."""
+    from jaxtrain import cluster, console, plan, train
+
+    def report() -> int:
+        text, well = plan.report(config.load(given.source, given.overrides), given.plan or "")
+        print(text)
+        return 0 if well else 1
+
+    console.start_console()
+    cluster.use_compilation_cache()
+    cluster.use_threads_for_host_devices()
+    return arguments.run(report, mistakes=train.USER_ERRORS)
+
+
+def _plan(config_arguments: Sequence[str], target: str) -> int:
+    return show(config.parse_args([*config_arguments, f"--plan={target}"]))

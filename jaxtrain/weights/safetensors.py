@@ -1,0 +1,372 @@
+"""A checkpoint as safetensors for Hugging Face, and back.
+
+Arrays are streamed, which is possible because safetensors' header follows from shapes alone and is written first. Host memory
+is what it takes to decode one chunk of one array: its bytes as they are stored, decoded, and handed out.
+
+Of a workload module with ``EXPORT_CARRY = True`` the carry belongs to the model (running statistics) and is exported with it,
+in its own dtypes, under ``carry.…``. A warm start takes parameters alone.
+
+Names are the parameters' paths with dots, unless the workload module offers
+
+    export_names(config, path) -> str | list[str]
+
+where ``config`` is the model section of the saved config (a dictionary: a checkpoint outlives changes of the dataclass) and
+``path`` is ``encoder/blocks/w_qkv``. A list names the entries of the array's first axis: a stack of layers becomes one
+array for each. It may also offer
+
+    export_shape(config, path, shape) -> shape            of one such array: the same numbers in the same order
+    export_files(config, dtype) -> {name: bytes}          further files; ``config`` is the whole run's, ``dtype`` the arrays'.
+                                                          A config.json among them takes the place of the run's
+"""
+
+import collections
+import functools
+import hashlib
+import importlib
+import json
+import math
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxtrain import config as config_lib
+from jaxtrain import lora
+from jaxtrain import specs as spec_lib
+from jaxtrain.checkpoint import checksums, warm_start
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.checkpoint.read import Stored, StoredError
+from jaxtrain.weights import source as source_lib
+from jaxtrain.weights import steps
+from jaxtrain.weights.source import SUMS, Source
+
+SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
+CODES = {dtype: code for code, dtype in stored.DTYPES.items()}
+
+
+class Entry(NamedTuple):
+    """One array of the export: a whole parameter, or an entry of its first axis."""
+
+    name: str
+    path: str  # of the parameter; path[i] for entry i
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def export(
+    run: str,
+    out: str,
+    *,
+    step: int | None = None,
+    ema: bool = False,
+    only: str = "",
+    dtype: np.dtype | None = None,
+    shard_size: int = 5 * 10**9,
+) -> str:
+    """Writes the folder ``out``, whole or not at all. Returns a line about it.
+
+    Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path, names that are given twice,
+    an ``out`` that exists.
+    """
+    source = source_lib.find(run, step, export="it is converted already")
+    _refuse_damage(source)
+    everything = source.arrays()
+    group = "ema" if ema else "params"
+    arrays = source.parameters(ema=ema)
+    meta = source.meta()
+    config = meta.pop("config", {})
+    step = int(everything["step"].read(())) if "step" in everything else None
+    if _offered(config, "EXPORT_CARRY", False):
+        arrays |= {path: one for path, one in everything.items() if path.startswith(stored.CARRY)}
+    if any(lora.is_adapter(path) for path in arrays):
+        arrays = _merged(arrays, config)
+
+    chosen = {path: one for path, one in arrays.items() if re.search(only, path)}
+    if not chosen:
+        raise StoredError(f"--only={only} matches none of {', '.join(arrays)}")
+    arrays = chosen
+
+    # 1. Names and places follow from shapes alone.
+    entries: dict[str, list[Entry]] = {}
+    for path, one in arrays.items():
+        floating = (np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V") and not path.startswith(stored.CARRY)
+        entries[path] = list(_entries(path, one.shape, dtype if dtype and floating else one.dtype, config))
+    # Wide types first: then every array begins at a multiple of its width, for readers that map the file.
+    order = sorted(arrays, key=lambda path: -entries[path][0].dtype.itemsize)
+    flat = [entry for path in order for entry in entries[path]]
+    if twice := sorted(name for name, n in collections.Counter(e.name for e in flat).items() if n > 1):
+        raise StoredError(
+            f"the names {', '.join(twice)} are given twice, by export_names of {config.get('workload')}; make them differ there"
+        )
+    shards = _split(flat, shard_size)
+    files = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
+
+    # 2. Everything goes into a folder of another name, which is renamed when it is whole.
+    target = pathlib.Path(out).expanduser().absolute()
+    if target.exists() and any(target.iterdir()):
+        raise StoredError(f"{target} is not empty; choose another --out")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    partial.mkdir(parents=True)
+    kinds: collections.Counter[str] = collections.Counter()
+    for entry in flat:
+        kinds[entry.dtype.name] += entry.n_bytes
+    further = _offered(config, "export_files", lambda config, dtype: {})(config, kinds.most_common(1)[0][0])
+    # transformers reads a folder with a config.json of its own, and only arrays that are marked as PyTorch's.
+    sums = _write_shards(partial, files, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax")
+
+    # 3. The files that make arrays a model: their index, config and card, and the way back.
+    total = sum(entry.n_bytes for entry in flat)
+    where = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
+    export = {"step": step, "group": group, "meta": meta, "config": config, "paths": {e.name: e.path for e in flat}}
+    export["shapes"] = {path: list(arrays[path].shape) for path in order if _is_folded(arrays[path], entries[path])}
+    texts = {
+        stored.INDEX: _json({"metadata": {"total_size": total}, "weight_map": where}),
+        "config.json": _json(config),
+        stored.EXPORT: _json(export),
+        "README.md": _card(step, group, flat, config, meta, _last_metrics(source, step)),
+    }
+    for name, content in {**{name: text.encode() for name, text in texts.items()}, **further}.items():
+        (partial / name).write_bytes(content)
+        sums[name] = hashlib.sha256(content).hexdigest()
+    (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+    if target.exists():
+        target.rmdir()
+    partial.rename(target)
+    return f"{target}: {group} of step {step}, {len(flat)} arrays, {total / 1e6:.1f} MB in {len(files)} file(s)"
+
+
+def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[str, Stored]:
+    """The weights of a run with adapters: what it trained, and what config.warm_start.source has, merged as it is read."""
+    rules = config_lib.section(config_lib.WarmStart, config["warm_start"])
+    if not rules.source:
+        raise StoredError(
+            "the run's frozen parameters were initialised, not read: there is no config.warm_start.source to merge with; "
+            "`jaxtrain lora-to-peft` writes its adapters"
+        )
+    module = importlib.import_module(config["workload"])
+    table = module.make_specs(config_lib.section(module.Config, config["model"]))
+    specs = dict(zip(spec_lib.paths(table), jax.tree.leaves(table, is_leaf=spec_lib.is_spec), strict=True))
+    shapes = {path: (spec.shape, spec.dtype) for path, spec in specs.items()}
+    base = warm_start.match(shapes, warm_start.open_source(rules), rules).loaded
+    scale = config["lora"]["alpha"] / config["lora"]["rank"]
+    found = {}
+    for path, spec in specs.items():
+        one = arrays[path] if path in arrays else warm_start.folded(base[path], spec.shape)
+        if f"{path}/{lora.A}" in arrays:
+            factors = (arrays[f"{path}/{name}"] for name in (lora.A, lora.B))
+            one = one._replace(read=functools.partial(_merge, one, *factors, scale, *lora.sides(spec)))
+        found[path] = one
+    return found
+
+
+def _merge(one: Stored, a: Stored, b: Stored, scale: float, n_layers: int, n_first: int, index: stored.Index) -> np.ndarray:
+    """W + scale × B A of the layers that are asked for, in float64, rounded once."""
+    index = index or tuple(slice(0, n) for n in one.shape)
+    layers = index[:n_layers]
+    product = lora.product(
+        *(x.read((*layers, *(slice(0, n) for n in x.shape[n_layers:]))).astype("f8") for x in (a, b)), n_first
+    )
+    w = one.read((*layers, *(slice(0, n) for n in one.shape[n_layers:])))
+    return (w.astype("f8") + scale * product).astype(w.dtype)[(*(slice(None) for _ in layers), *index[n_layers:])]
+
+
+def reverse(folder: str, out: str) -> str:
+    """Makes ``out`` a workdir with one step: the weights of a folder of safetensors. Returns a line about it.
+
+    With jaxtrain.json in the folder the step holds bit for bit what was exported; without, names become paths by their dots.
+
+    Raises StoredError: a damaged folder, or a step that is there already.
+    """
+    source = source_lib.find(folder)
+    if not source.is_export:
+        raise StoredError(f"--reverse is {folder}, which is a step of a run; expected a folder of safetensors")
+    _refuse_damage(source)
+    arrays, meta = source.arrays(), source.meta()
+    path = steps.save_weights(out, int(arrays["step"].read(())), arrays, data={}, meta=meta)
+    n = sum(path.startswith("params/") for path in arrays)
+    return f"{path}: {n} arrays, weights only, to warm-start from"
+
+
+def _refuse_damage(source: Source) -> None:
+    """Compares a source with its checksums. Raises StoredError with the files that differ."""
+    try:
+        problems = source.damage()
+    except checksums.NoManifest as error:
+        print(f"{error}: it is read as it is, unverified")
+        return
+    if problems:
+        raise StoredError(f"{source.path} is damaged: {'; '.join(problems)}")
+
+
+def _entries(path: str, shape: tuple[int, ...], dtype: np.dtype, config: Mapping[str, Any]) -> Iterator[Entry]:
+    model = config.get("model") or {}
+    names = _offered(config, "export_names", lambda config, path: path.replace("/", "."))(model, path)
+    reshaped = _offered(config, "export_shape", lambda config, path, shape: shape)
+    if isinstance(names, str):
+        yield Entry(names, path, reshaped(model, path, shape), dtype)
+        return
+    if not shape or len(names) != shape[0]:
+        raise StoredError(f"{config['workload']}.export_names gives {len(names)} names for the first axis of {path} {shape}")
+    for i, name in enumerate(names):
+        yield Entry(name, f"{path}[{i}]", reshaped(model, path, shape[1:]), dtype)
+
+
+def _is_folded(one: Stored, entries: Sequence[Entry]) -> bool:
+    return entries[0].shape != (one.shape[1:] if entries[0].path.endswith("]") else one.shape)
+
+
+def _offered(config: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A function of the run's workload."""
+    try:
+        return getattr(importlib.import_module(config.get("workload", "")), name, default)
+    except (ImportError, ValueError):  # on a machine without the model's code
+        return default
+
+
+def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+    """In order, as many to a file as fit, header included."""
+    shards: list[list[Entry]] = [[]]
+    used = 0
+    for entry in entries:
+        size = entry.n_bytes + 200 + len(entry.name)  # [bytes] of data, and at most so many of the header
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += size
+    return shards
+
+
+def _content(
+    order: Sequence[str], arrays: Mapping[str, Stored], entries: Mapping[str, Sequence[Entry]]
+) -> Iterator[memoryview]:
+    """The bytes of all arrays, in order. The layers of a stack follow each other in it already."""
+    for path in order:
+        one, dtype = arrays[path], entries[path][0].dtype
+        for index in one.pieces():
+            # No name for the piece: it would live on while the next one is read.
+            yield memoryview(np.ascontiguousarray(one.read(index)).astype(dtype, copy=False).reshape(-1).view(np.uint8))
+
+
+def _write_shards(
+    folder: pathlib.Path, files: Sequence[str], shards: Sequence[Sequence[Entry]], content: Iterator[memoryview], framework: str
+) -> dict[str, str]:
+    """Cuts one stream of bytes into files. Returns their sha256."""
+    sums, rest = {}, memoryview(b"")
+    for name, shard in zip(files, shards, strict=True):
+        digest = hashlib.sha256()
+        with (folder / name).open("wb") as file:
+            head = header(shard, framework)
+            file.write(head)
+            digest.update(head)
+            missing = sum(entry.n_bytes for entry in shard)
+            while missing:
+                if not rest:
+                    rest = next(content)
+                n = min(missing, len(rest))
+                file.write(rest[:n])
+                digest.update(rest[:n])
+                missing -= n
+                rest = rest[n:] if n < len(rest) else memoryview(b"")  # an empty view would keep its array
+        sums[name] = digest.hexdigest()
+    return sums
+
+
+def header(entries: Sequence[Entry], framework: str) -> bytes:
+    content: dict[str, Any] = {"__metadata__": {"format": framework}}  # "flax" is Hugging Face's word for arrays of JAX
+    offset = 0
+    for entry in entries:
+        if entry.dtype not in CODES:
+            raise StoredError(
+                f"{entry.path} is {entry.dtype.name}, which safetensors does not have; choose another with --dtype"
+            )
+        content[entry.name] = {
+            "dtype": CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.n_bytes],
+        }
+        offset += entry.n_bytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format's own padding: data begin at a multiple of eight
+    return len(text).to_bytes(8, "little") + text
+
+
+def _last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
+    """split -> the last record of metrics.jsonl up to ``step``."""
+    path = source.path.parent.parent / "metrics.jsonl"
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() and step is not None else []:
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut short by a kill
+            continue
+        if record.get("step", math.inf) <= step:
+            found[record["split"]] = record
+    return found
+
+
+def _card(
+    step: int | None,
+    group: str,
+    entries: Sequence[Entry],
+    config: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    metrics: Mapping[str, Mapping[str, Any]],
+) -> str:
+    kinds = sorted({e.dtype.name for e in entries})
+    numbers = sum(math.prod(e.shape) for e in entries)
+    what = "the average of the parameters" if group == "ema" else "the parameters"
+    rows = [
+        f"| {split} | {name} | {value} |"
+        for split, record in sorted(metrics.items())
+        for name, value in sorted(record.items())
+        if name != "split"
+    ]
+    versions = ", ".join(f"{k} {v}" for k, v in sorted(meta.get("versions", {}).items()))
+    return "\n".join(
+        [
+            "---",
+            "library_name: jaxtrain",
+            "tags: [jax]",
+            "---",
+            "",
+            f"# {config.get('workload', 'model').split('.')[-1]}, step {step}",
+            "",
+            f"{numbers:,} numbers in {len(entries)} arrays ({', '.join(kinds)}): {what} at step {step}.",
+            f"Trained with {versions or 'versions that were not recorded'}.",
+            "",
+            "## Last metrics",
+            "",
+            *(["| split | metric | value |", "|---|---|---|", *rows] if rows else ["None were found next to the checkpoint."]),
+            "",
+            "## Config",
+            "",
+            "```json",
+            json.dumps(config, indent=2, sort_keys=True),
+            "```",
+            "",
+            "## Files",
+            "",
+            "`sha256sum --check SHA256SUMS` checks them. To warm-start a run from them, set `config.warm_start.source` to",
+            "this folder; `jaxtrain export --reverse` makes a checkpoint of it.",
+            "",
+        ]
+    )
+
+
+def _json(tree: Any) -> str:
+    return json.dumps(tree, indent=2, sort_keys=True) + "\n"

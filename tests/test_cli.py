@@ -1,0 +1,213 @@
+"""`jaxtrain COMMAND`: the table, --help, and mistakes, of every command and without jax."""
+
+import ast
+import importlib
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxtrain import cli
+from jaxtrain.commands import arguments
+
+ROOT = pathlib.Path(__file__).parent.parent
+FOLDER = ROOT / "jaxtrain" / "commands"
+NAMES = [command.name for command in cli.COMMANDS]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """A command's console writes to a stream that is closed when its test has ended."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_the_table_lists_every_file_once():
+    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "arguments"}
+    assert sorted(name.replace("-", "_") for name in NAMES) == sorted(files)
+
+
+def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
+    assert cli.main([]) == 0
+    alone = capsys.readouterr().out
+    assert cli.main(["--help"]) == 0 and capsys.readouterr().out == alone
+    lines = alone.splitlines()
+    for command in cli.COMMANDS:
+        at = lines.index(next(line for line in lines if line.startswith(f"  {command.name} ")))
+        assert command.summary in lines[at]
+        group = next(line for line in reversed(lines[:at]) if line.endswith(":") and not line.startswith(" "))
+        assert group == f"{command.group}:"
+    groups = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert groups == ["train:", "look ahead:", "data:", "weights:", "look back:", "clusters:", "exit codes:"]
+    codes = lines[lines.index("exit codes:") :]
+    assert [line.split()[0] for line in codes[1:]] == ["0", "1", "2", "75", "130"]
+    assert all(len(line) <= 128 for line in lines)
+
+
+def test_help_imports_no_jax():
+    """Neither the listing, nor any command's help, nor a mistake; so that each is there at once."""
+    program = (
+        "import contextlib, io, sys\n"
+        "from jaxtrain import cli\n"
+        "for argv in [[], ['--help'], ['--version'], ['tran'], *([c.name, '--help'] for c in cli.COMMANDS),\n"
+        "             *([c.name, '--nonsense'] for c in cli.COMMANDS if c.name != 'train')]:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):\n"
+        "        try:\n"
+        "            cli.main(argv)\n"
+        "        except SystemExit:\n"
+        "            pass\n"
+        "    heavy = {'jax', 'grain', 'orbax', 'tensorstore', 'optax', 'flax'} & set(sys.modules)\n"
+        "    assert not heavy, (argv, heavy)\n"
+        "    if len(argv) < 2:\n"
+        "        assert 'numpy' not in sys.modules, argv\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
+    try:
+        code = cli.main([name, "--help"])
+    except SystemExit as end:  # argparse's own
+        code = end.code or 0
+    text = capsys.readouterr().out
+    assert code == 0 and text.startswith(f"usage: jaxtrain {name}")
+    examples = [line for line in text.splitlines() if line.startswith(f"    jaxtrain {name} ")]
+    assert any("[" not in line and "…" not in line for line in examples), "one can be copied as it is"
+    module = importlib.import_module(f"jaxtrain.commands.{name.replace('-', '_')}")
+    assert (ast.get_docstring(ast.parse(pathlib.Path(module.__file__).read_text())) or "").splitlines()[0].endswith(".")
+    # Each argument is explained.
+    for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("add_argument", "add"):
+            named = {keyword.arg for keyword in node.keywords}
+            assert "help" in named or "metavar" in named, ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["tran"], "did you mean 'train'?; see jaxtrain --help"),
+        (["checkpont"], "did you mean 'checkpoint'?"),
+        (["zzz"], "expected one of: train, plan,"),
+        (["embed", "run", "--out", "x", "--veiws=2"], "did you mean '--views'?"),
+        (["checkpoint", "export", "run", "--out=x", "--stepp=2"], "did you mean '--step'?"),
+        (["export", "run"], "the following arguments are required: --out; see jaxtrain export --help"),
+        (["embed", "run", "--out", "x", "--batch", "0"], "'0'; it must be an integer of at least 1"),
+        (["export", "run", "--out=x", "--only=("], "'(' is not a regular expression"),
+        (["export", "run", "--out=x", "--shard-size=big"], "'big' is not a size; expected for example 5GB"),
+        (["sudoku", "out", "--kind=maze"], "--kind is maze, and a CSV holds Sudoku only; add --format=npy"),
+        (["sudoku", "out", "--blanks", "9", "3"], "--blanks is (9, 3)"),
+        (["plan", "gpu:h100x8"], "file is missing; say for example --config=configs/xcm.py"),
+        (["plan", "--config=configs/nothing.py"], "configs/nothing.py"),
+        (["explain", "--config=configs/sums.py", "--cnofig.seed=3"], "argument '--cnofig.seed=3' is unknown"),
+        (["train", "--config=configs/sums.py", "--plann"], "did you mean '--plan'?"),
+        (["launch", "--status=nowhere"], "nowhere/slurm/jobs.jsonl does not exist"),
+        (["encode-audio", "nowhere.json", "--codec=none.npz"], "none.npz does not exist; name a codec.npz"),
+        (["train-codec", "codec.npz", "nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_remedy(argv, text, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    try:
+        code = cli.main(argv)
+    except SystemExit as end:
+        code = end.code
+    told = capsys.readouterr()
+    assert code == 2 and not told.out and told.err.startswith("error: ") and text in told.err
+    assert len(told.err.splitlines()) <= 2, "the line, or a line about a config and one for its problem"
+
+
+@pytest.mark.parametrize("name", ["embed", "export", "lora-to-peft", "generate-audio", "checkpoint"])
+def test_all_commands_say_the_same_of_what_is_no_run(name, tmp_path, capsys):
+    rest = {"generate-audio": ["a dog", "--out", str(tmp_path / "out")], "checkpoint": []}
+    for path, what in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no step")):
+        command = [name, *(["verify"] if name == "checkpoint" else []), str(path)]
+        assert cli.main([*command, *rest.get(name, ["--out", str(tmp_path / "out")])]) == 2
+        expected = "expected a run's workdir, a step directory of it, or a folder of `jaxtrain export`"
+        assert capsys.readouterr().err == f"error: {path} {what}; {expected}\n"
+
+
+def test_arguments_without_a_command_are_those_of_train(capsys, monkeypatch):
+    """`jaxtrain --config=…` trained before there were commands."""
+    seen = []
+    monkeypatch.setattr("jaxtrain.commands.train.main", lambda argv: seen.append(argv) or 0)
+    for argv in (
+        ["--config=a.py"],
+        ["--config", "a.py"],
+        ["--plan=gpu:h100x8", "--config=a.py"],
+        ["--explain", "--config=a.py"],
+    ):
+        assert cli.main(argv) == 0 and seen[-1] == argv
+    assert cli.main(["train", "--config=a.py"]) == 0 and seen[-1] == ["--config=a.py"]
+    assert cli.main(["--confg=a.py"]) == 2 and len(seen) == 5
+
+
+def test_plan_and_explain_are_what_train_prints(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = "--config=configs/trm_sudoku.py:4x4"
+    assert cli.main(["explain", config, "--config.train.steps=70"]) == 0
+    explained = capsys.readouterr().out
+    assert "config.train.steps" in explained
+    assert cli.main(["train", config, "--config.train.steps", "70", "--explain"]) == 0
+    assert capsys.readouterr().out == explained
+
+
+def test_the_old_names_are_the_commands():
+    for module, name in (
+        ("jaxtrain.main", "train"),
+        ("tools.orbax_to_safetensors", "export"),
+        ("tools.launch_slurm", "launch"),
+    ):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", module, "--help"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: jaxtrain {name}"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (PermissionError(13, "Permission denied", "/data/x"), 2, "/data/x: Permission denied"),
+        (
+            OSError(28, "No space left on device", "/data/x"),
+            2,
+            "/data/x could not be written: No space left on device; free some",
+        ),
+        (KeyError("known"), 2, "known"),
+    ],
+)
+def test_what_ends_a_command_is_its_code(error, code, text, capsys):
+    def action():
+        raise error
+
+    assert arguments.run(action, mistakes=(KeyError,)) == code
+    assert text in capsys.readouterr().err
+
+
+def test_an_interruption_before_the_work_begins_has_no_traceback(capsys, monkeypatch):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxtrain.commands.embed.main", interrupted)
+    assert cli.main(["embed", "run"]) == 130 and capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        arguments.run(lambda: 1 // 0)
+
+
+def test_who_reads_the_output_may_stop_reading():
+    command = f"{sys.executable} -m jaxtrain.cli explain --config=configs/trm_sudoku.py:4x4 | head -1; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "" and len(done.stdout.splitlines()) == 1
