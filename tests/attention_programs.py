@@ -107,7 +107,8 @@ def facts(case: dict) -> dict:
     square = sorted({f"{dtype}[{shape}]" for dtype, shape in local if shape.split(",").count(str(case["tokens"])) > 1})
     kernels = re.findall(r'custom_call_target="(__cudnn\$fmha\w*|__gpu\$xla.gpu.triton|tpu_custom_call)"', text)
     gathered = re.findall(r"= \(?(\w+\[[\d,]*\])[^=]* (?:all-gather|all-gather-start|all-to-all)\(", text)
-    rows = [x for x in gathered if len(x.split(",")) == 4 and x.endswith(f",{case['head_dim']}]")]
+    lengths = {str(case["tokens"]), str(case["tokens"] + case["tokens"] % 2)}  # weights have no dimension of places
+    rows = [x for x in gathered if x.count(",") >= 3 and lengths & set(re.findall(r"\d+", x.partition("[")[2]))]
     return {
         "kernels": dict(collections.Counter(kernels)),
         "square": square,
