@@ -305,7 +305,7 @@ def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder, corpus):  #
     ]
     outputs = [p.communicate(timeout=120)[0] for p in both]
     assert [p.returncode for p in both] == [2, 2], outputs
-    assert "is not one folder for all processes: 1 of 2 do not see" in outputs[0]
+    assert "is not the same folder for all processes: 1 of 2 do not see" in outputs[0]
 
 
 def test_retention_keeps_the_last_the_milestones_and_the_best(folder, corpus):  # noqa: F811
