@@ -21,6 +21,7 @@ from jaxtrain import step as step_lib
 from jaxtrain.assembly import assemble
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.config import Lora
+from jaxtrain.nn import vit
 from jaxtrain.types import Variables
 from jaxtrain.weights import peft
 from jaxtrain.workloads import bird, language, trm
@@ -157,7 +158,7 @@ def test_adapters_of_zero_leave_any_workload_as_it_is(workload):
         module, spared = trm, r"^(w_cells|w_symbols|w_q|b_q)$"
         batch = {"inputs": jnp.ones((4, 4), jnp.int32), "labels": jnp.full((4, 4), 2), "puzzle": jnp.zeros(4, jnp.int32)}
         batch |= {"difficulty": jnp.zeros(4, jnp.int32), "weight": jnp.ones(4), "row": jnp.arange(4)}
-    plain = module.make_task(config_lib.Config(model=c), lambda x, *axes: x, 4)
+    plain = module.make_task(config_lib.Config(model=c), vit.whole, 4)
     task = lora.adapt(plain, Lora(rank=2, adapt=r"^net/w_|blocks/w_", freeze=spared))
     variables = specs_lib.materialise(task.specs, jax.random.key(0))
     params = specs_lib.materialise(plain.specs, jax.random.key(1)).params

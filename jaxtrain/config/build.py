@@ -17,8 +17,6 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import ml_collections
-
 from jaxtrain.config.checks import ConfigError, between_sections, on_this_machine
 from jaxtrain.config.schema import Config, ModelSection
 from loaders import checks
@@ -129,6 +127,8 @@ def _take_facts(config: Config, problems: list[tuple[str, str]]) -> Config:
 
 def _read_file(source: str) -> tuple[str, dict[str, Any]]:
     """The stem of a config file's name, and the dictionary that its ``get_config`` returns."""
+    from ml_collections import ConfigDict  # here: an exported encoder imports this package, and needs no config file
+
     file, module, argument = import_file(source)
     get_config = function_of(module, file, "get_config", "get_config(argument='')")
     parameters = inspect.signature(get_config).parameters.values()
@@ -139,7 +139,7 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
         config = get_config(argument) if takes else get_config()
     except ValueError as error:  # how a config refuses its argument
         raise ConfigError([("", f"file {file} says: {error}")]) from error
-    return file.stem, config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
+    return file.stem, config.to_dict() if isinstance(config, ConfigDict) else dict(config)
 
 
 def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:

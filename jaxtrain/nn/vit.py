@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention, remat
 from jaxtrain.nn.layers import layer_norm, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
@@ -41,7 +40,7 @@ PRESETS = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12), "l": (1024
 
 
 @dataclass(frozen=True)
-class Config(ModelSection):
+class Config(checks.Section):
     """ViT-S by default."""
 
     n_frames: int = 512  # [frames] of a spectrogram, 10 ms each

@@ -13,7 +13,7 @@ from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
-from jaxtrain.nn import vit
+from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.optim import make_optimizer
 from jaxtrain.types import Variables
 from jaxtrain.workloads import trm
@@ -23,7 +23,9 @@ VARIANTS = ("mlp_t", "attention")
 GOLDEN = json.loads((DATA / "trm" / "config.json").read_text())
 
 
-same = vit.whole
+def one_device():
+    """Everything on one device."""
+    return make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {}).shard
 
 
 def load(name):
@@ -72,7 +74,7 @@ class Golden:
     def __init__(self, variant):
         self.config, self.batch = golden_config(variant), GOLDEN[variant]["batch_size"]
         self.run = config_lib.Config(model=self.config, train=config_lib.Train(batch=self.batch))
-        self.task = trm.make_task(self.run, same, self.batch)
+        self.task = trm.make_task(self.run, one_device(), self.batch)
         self.weights = load(f"{variant}_weights")
         self.params = from_original(self.config, self.weights)
         self.params["puzzle"] = {"w_rows": self.weights["puzzle_emb.weights"]}
@@ -125,7 +127,7 @@ def check_step(model, g, i, carry, out):
 def check_outputs(model, g, i, params, carry):
     """logits, guesses and q of the step that starts with this carry."""
     rows = trm.begin(carry, batch_of(g, i if f"step{i}.batch.inputs" in g else 1))
-    _, _, logits, q = jax.jit(lambda p, r: trm.refine(model.config, p, r, model.config.cycles, same))(params, rows)
+    _, _, logits, q = jax.jit(lambda p, r: trm.refine(model.config, p, r, model.config.cycles, one_device()))(params, rows)
     np.testing.assert_allclose(logits, g[f"step{i}.out.logits"], rtol=0, atol=1e-3)
     np.testing.assert_array_equal(logits.argmax(-1), g[f"step{i}.out.preds"])
     np.testing.assert_allclose(q[:, 0], g[f"step{i}.out.q_halt_logits"], rtol=0, atol=1e-3)

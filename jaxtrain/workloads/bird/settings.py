@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.config import Section
+from jaxtrain.config import ModelSection, Section
 from jaxtrain.nn import augment as augment_lib
 from jaxtrain.nn import vit
 from loaders import checks
@@ -22,7 +22,7 @@ class Mask(Section):
 
 
 @dataclass(frozen=True)
-class Settings(vit.Config):
+class Settings(vit.Config, ModelSection):
     """ViT-S by default."""
 
     n_classes: int | None = None  # [classes] None = as many as the data have names for; without any there is no probe
