@@ -1,0 +1,72 @@
+"""Writes docs/reference.md: every field of every config, its default, unit and meaning, from the comments of the dataclasses.
+
+python -m tools.write_reference            # writes it
+python -m tools.write_reference --check    # ends with 1 when it is not what would be written
+"""
+
+import argparse
+import dataclasses
+import importlib
+import pathlib
+import pkgutil
+import sys
+from collections.abc import Iterator
+
+import jaxtrain.workloads
+import loaders
+from jaxtrain.config import Config, gloss
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "reference.md"
+HEAD = """# Reference: every field of a config
+
+Made by `python -m tools.write_reference`; `jaxtrain explain --config=FILE` prints the fields of one config with its own values.
+A field is set in a config file, or on the command line: `--config.train.batch=64`. `model` has the fields of the config's
+`workload`, and `data` those of its `loader`.
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    parts = [HEAD, "## Every run", *table(Config, "", leave_out=("model", "data"))]
+    for package, section, kind in ((jaxtrain.workloads, "model", "workload"), (loaders, "data", "loader")):
+        for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "_rust"):
+            name = f"{package.__name__}.{module}"
+            if (cls := getattr(importlib.import_module(name), "Config", None)) and cls is not Config:
+                parts += [f"## `{section}` of {kind} `{name}`", *table(cls, f"{section}.")]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(cls: type, path: str, *, leave_out: tuple[str, ...] = ()) -> Iterator[str]:
+    """One Markdown table for each section: that of ``cls``, then those inside it."""
+    rows, inner = [], []
+    glosses = gloss(cls)
+    for f in dataclasses.fields(cls):
+        if f.name in leave_out:
+            continue
+        value = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        if dataclasses.is_dataclass(value):
+            inner += table(type(value), f"{path}{f.name}.")
+            continue
+        unit, meaning = glosses[f.name]
+        default = "required" if value is dataclasses.MISSING else f"`{value!r}`"
+        rows.append("| " + " | ".join(x.replace("|", "\\|") for x in (f"`{path}{f.name}`", default, unit, meaning)) + " |")
+    if rows:
+        yield "\n".join(["| field | default | unit | meaning |", "|---|---|---|---|", *rows])
+    yield from inner
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, and compare")
+    if not parser.parse_args().check:
+        PAGE.write_text(page())
+        return 0
+    if PAGE.exists() and PAGE.read_text() == page():
+        return 0
+    print(f"{PAGE} is not what the configs say; run python -m tools.write_reference", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
