@@ -1,7 +1,12 @@
 """The pages: their links lead somewhere, and what a command writes is what it would write now."""
 
+import ast
+import os
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -34,7 +39,7 @@ def test_paths_in_a_page_exist(page):
     named = set(
         re.findall(r"(?<![\w/.-])((?:jaxtrain|loaders|rust|configs|tests|tools)/[\w/]+\.(?:py|rs|sh|png))", page.read_text())
     )
-    assert not {name for name in named if not (ROOT / name).exists()}
+    assert not {name for name in named - set(examples()) if not (ROOT / name).exists()}
 
 
 def test_the_readme_is_a_page():
@@ -43,3 +48,39 @@ def test_the_readme_is_a_page():
 
 def test_the_reference_is_what_the_configs_say():
     assert write_reference.PAGE.read_text() == write_reference.page()
+
+
+def examples() -> dict[str, str]:
+    """The files that CONTRIBUTING shows: the first line of each block of Python names its own."""
+    blocks = re.findall(r"^```python\n# (\S+\.py)[^\n]*\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    return dict(blocks)
+
+
+def python(folder: pathlib.Path, *arguments: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": f"{folder}:{ROOT}"}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_workload_and_the_loader_of_contributing_train(tmp_path):
+    for name in ("my_workload.py", "my_config.py", "my_loader.py"):
+        (tmp_path / name).write_text(examples()[name])
+    output = python(tmp_path, "-m", "jaxtrain.main", "--config=my_config.py")
+    last = float(re.findall(r"step 200 test  loss ([\d.]+)", output)[-1])
+    assert last < 0.5, "the variance of the sum of eight numbers is 0.67"
+
+
+def test_the_objective_of_contributing_is_one(tmp_path):
+    (name,) = [name for name in examples() if "objectives/" in name]
+    for part in ("jaxtrain", "loaders"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / name).write_text(examples()[name])
+    code = "from jaxtrain.workloads import bird; print(bird.Config(n_classes=2, energy=dict(weight=1.0)).energy)"
+    assert "weight" in python(tmp_path, "-c", code)
+
+
+def test_examples_parse():
+    assert len(examples()) == 4
+    for text in examples().values():
+        ast.parse(text)
