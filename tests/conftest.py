@@ -27,7 +27,8 @@ LONGEST = (
     "test_train.py",
     "test_hosts.py",
     "test_audio_language_run.py",
-    "test_plan.py",
+    "test_report.py",
+    "test_estimate.py",
     "test_object_store.py",
 )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain import hlo
+from jaxtrain.plan import hlo
 
 MIXED = {"data": 2, "fsdp": 2, "model": 2}
 
