@@ -11,10 +11,13 @@ import jax
 
 from jaxtrain import compiler
 from jaxtrain import config as config_lib
-from jaxtrain.plan import hlo
-from jaxtrain.plan.assembly import Assembly
+from jaxtrain.assembly import Assembly
+from jaxtrain.plan import gpu_specs, hlo
 from jaxtrain.plan.errors import PlanError
 from jaxtrain.plan.target import Target
+
+# Without a card nothing is tuned, and untuned, XLA's own products (by Triton) find no tiles for some shapes.
+UNTUNED = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Compiled(NamedTuple):
@@ -25,6 +28,11 @@ class Compiled(NamedTuple):
     peak: int
     collectives: dict[tuple[str, tuple[str, ...]], tuple[int, float]] | None  # hlo.summary; None: its text cannot be read
     seconds: float  # that compiling took
+    overlapping: Mapping[tuple[str, tuple[str, ...]], int] = {}  # hlo.overlapping
+    library_calls: Mapping[str, int] = {}  # target -> executions in a step
+    products: Mapping[str, float] = {}  # types of the operands, as "bf16 x bf16" -> FLOP in a step
+    workspace: int = 0  # [bytes] that a library will ask for besides, estimated
+    text: str = ""  # of the compiled program
 
 
 def ask_for_no_chips() -> None:
@@ -55,6 +63,22 @@ def tpu_devices(target: Target) -> list[Any]:
         raise PlanError(f"--plan={target.name}: libtpu knows no such topology: {str(error).splitlines()[0]}") from error
 
 
+def gpu_devices(target: Target) -> list[Any]:
+    """GPUs that need not exist, for a process whose jax has the CUDA plugin (`jaxtrain.plan.environment`)."""
+    from jax.experimental import topologies
+
+    spec = gpu_specs.SPECS[target.chip.name].text()
+    try:
+        return list(topologies.get_topology_desc("", "cuda", target_config=spec, topology=target.topology).devices)
+    except Exception as error:
+        raise PlanError(f"--plan={target.name}: XLA's compiler for GPUs: {str(error).splitlines()[0]}") from error
+
+
+def is_at_hand(target: Target) -> bool:
+    """Whether this process can compile for the target itself."""
+    return target.here or target.kind == "tpu" and importlib.util.find_spec("libtpu") is not None
+
+
 def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any]:
     """What a step for the target is compiled with. Raises ConfigError for options that a compiler at hand refuses."""
     if target.here:
@@ -62,9 +86,9 @@ def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any
         kind = device.device_kind
     else:
         kind, device = target.chip.kind, None
-        if target.topology and importlib.util.find_spec("libtpu"):
+        if is_at_hand(target):
             device = tpu_devices(target)[0]
-        elif not target.topology:
+        elif target.kind == "gpu":
             with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave CPUs out
                 device = jax.devices("cpu")[0]  # jaxlib's own compiler knows the options for GPUs by name
     return compiler.options(config.compiler, kind, count=target.count, device=device)
@@ -85,11 +109,21 @@ def compiled(assembly: Assembly, traced: jax.stages.Traced, *, options: Mapping[
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise PlanError(f"the compiler says: {str(error).splitlines()[0]}") from error
+    seconds = time.perf_counter() - began
     memory = program.memory_analysis()
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    peak = arguments + temporaries + memory.output_size_in_bytes - memory.alias_size_in_bytes
     try:
-        found = hlo.summary(hlo.collectives(program.as_text()), dict(assembly.layout.mesh.shape))
+        text = program.as_text()
     except jax.errors.JaxRuntimeError:  # a libtpu newer than jaxlib can write what jaxlib does not know
-        found = None
-    return Compiled(arguments, temporaries, arguments + temporaries + fresh, found, time.perf_counter() - began)
+        return Compiled(arguments, temporaries, peak, None, seconds)
+    module, shape = hlo.Program(text), dict(mesh.shape)
+    found = hlo.collectives(module)
+    products: dict[str, float] = {}
+    for one in module.products():
+        types = " x ".join(one.operands)
+        products[types] = products.get(types, 0.0) + one.flops
+    return Compiled(
+        arguments, temporaries, peak, hlo.summary(found, shape), seconds, hlo.overlapping(found, shape), module.library_calls(),
+        products, module.workspace(), text,
+    )  # fmt: skip

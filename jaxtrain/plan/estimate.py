@@ -6,8 +6,8 @@ import jax
 from jax.interpreters import partial_eval
 
 from jaxtrain import step as step_lib
+from jaxtrain.assembly import Assembly
 from jaxtrain.plan import memory
-from jaxtrain.plan.assembly import Assembly
 from jaxtrain.plan.graph import split_of
 from jaxtrain.plan.lifetimes import Peak
 from jaxtrain.plan.peak import peak

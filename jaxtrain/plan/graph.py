@@ -28,6 +28,9 @@ class Compiler(NamedTuple):
     halves: bool  # it multiplies 16-bit numbers; else it widens them to float32 first
     merges: bool  # equal computations are done once, also those that a checkpoint wants done again (outside of loops)
     copies: bool  # a donated argument that is read beside the result in its place is copied before the first instruction
+    # As seen on GPUs: what a product gathers is an array (gathered along its slowest dimension: else it is copied to be so), a
+    # sum over devices does not overwrite what is summed, and a loop's gradients are split as they are pinned to be after it.
+    apart: bool
 
 
 class Value:
@@ -46,13 +49,14 @@ class Value:
 class Node:
     """An instruction. ``kind``: cheap, dear, reduce, product, alias or other (which stands for itself)."""
 
-    __slots__ = ("kind", "name", "inputs", "outputs", "inner", "place", "kept", "holds", "free", "costly", "again")
+    __slots__ = ("kind", "name", "inputs", "outputs", "inner", "place", "kept", "holds", "free", "costly", "again", "apart")
 
     def __init__(self, kind: str, name: str, inputs: list[Value]):
         self.kind, self.name, self.inputs, self.outputs, self.inner = kind, name, inputs, [], 0
         self.place, self.kept, self.holds = 0, False, False
         self.free = all(v.constant if v.node is None else v.node.free for v in inputs)  # computed from no array at all
         self.again = False  # a checkpoint's, computed again
+        self.apart = False  # its results do not lie where its operands lay
         self.costly = kind == "dear" or any(v.node and v.node.costly for v in inputs) and kind in ("cheap", "alias")
 
 
@@ -65,6 +69,7 @@ class Graph:
       times: how often a step executes it.
       nodes: instructions in program order.
       done: results by what computes them, where equal computations are merged.
+      copied: ids of a loop body's inputs that have to be copied in another order of dimensions before they are gathered.
     """
 
     def __init__(self, mesh: Mapping[str, int], compiler: Compiler, *, times: int = 1):
@@ -75,16 +80,21 @@ class Graph:
         self.again = False  # inside of what a checkpoint computes again
         self.literals: dict[tuple[str, str], Value] = {}
         self.done: dict[tuple, list[Value]] = {}
+        self.copied: set[int] = set()
+        self.is_body = False
         self.slices: dict[tuple[int, int], Value] = {}  # of what an unrolled loop reads, and the loop backward again
 
     def body(self, *, times: int = 1) -> Self:
         """An empty graph for a computation inside this one, with its own lifetimes."""
-        return type(self)(self.mesh, self.compiler, times=self.times * times)
+        inner = type(self)(self.mesh, self.compiler, times=self.times * times)
+        inner.is_body = True
+        return inner
 
     def manual(self, axes: set[str] | frozenset[str]) -> Self:
         """A region where ``axes`` are manual: its instructions are this graph's own."""
         inner = type(self)({k: n for k, n in self.mesh.items() if k not in axes}, self.compiler, times=self.times)
         inner.nodes, inner.moves, inner.sizes = self.nodes, self.moves, self.sizes
+        inner.copied, inner.is_body = self.copied, self.is_body
         return inner
 
     def literal(self, v: jex.core.Literal) -> Value:
@@ -125,9 +135,35 @@ class Graph:
             self.done[name, id(value)] = node.outputs
         return self.done[name, id(value)][0]
 
+    def gathered(self, value: Value, axes: set[str]) -> Value:
+        """The array that devices along ``axes`` have together, once for all its readers.
+
+        A collective joins parts along the slowest dimension. Of others the compiler copies the part in another order first,
+        and what a loop gathers slice by slice it copies before the loop, all slices at once.
+        """
+        key = ("gathered", id(value), *sorted(axes))
+        if key not in self.done:
+            at = min(i for i, dim in enumerate(value.split) if axes & set(dim))
+            if math.prod(value.shape[:at]) > 1:
+                source = value
+                while source.node and source.node.kind == "alias":
+                    source = source.node.inputs[0]
+                if source.node is None and self.is_body:
+                    self.copied.add(id(source))
+                elif source.node is None:
+                    value = self.written("turned", value, value.dtype)
+            split = tuple(tuple(a for a in dim if a not in axes) for dim in value.split)
+            node = self.append("other", "all-gather", [value], [(value.shape, value.dtype, split)])
+            self.done[key] = node.outputs
+        return self.done[key][0]
+
+    def several(self, axes: set[str]) -> set[str]:
+        """Those of ``axes`` that have several devices."""
+        return {a for a in axes if self.sizes.get(a, 1) > 1}
+
     def move(self, kind: str, value: Value, axes: set[str]) -> None:
         """Notes that ``value`` is exchanged over those of ``axes`` that have several devices."""
-        if axes := {a for a in axes if self.sizes.get(a, 1) > 1}:
+        if axes := self.several(axes):
             self.moves.append((kind, value, axes, self.times))
 
     def moved(self) -> Moved:

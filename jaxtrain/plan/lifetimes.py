@@ -101,7 +101,12 @@ def _sweep(
     """Goes through the instructions in order, with the arrays (id -> bytes) that live."""
     values = {key: value for _, read in steps for key, value in read.items()}
     best, where, snapshot = 0, "", []
+    summed: set[int] = set()  # arrays that sums over devices, which go on side by side, have yet to read
     for node, read in steps:
+        if not node.apart:
+            for k in summed:
+                live.pop(k, None)
+            summed.clear()
         made = [v for v in node.outputs if id(v) not in elsewhere and (v.readers or id(v) in ends)]
         dying = {k: live[k] for k in read if k in live and last[k] == node.place}
         dying |= {k: free_inputs[k] for k in read if k in free_inputs and last.get(k) == node.place}
@@ -111,8 +116,11 @@ def _sweep(
             snapshot = [(n, values[k].node.name if k in values and values[k].node else "") for k, n in live.items()]
             snapshot += [(graph.size(v), node.name) for v in made]
             snapshot += [(node.inner, f"inside {node.name}")] * bool(node.inner)
-        for k in dying:
-            live.pop(k, None)
+        if node.apart:
+            summed |= dying.keys()
+        else:
+            for k in dying:
+                live.pop(k, None)
         taken = set()
         for v in made:
             size = graph.size(v)
@@ -130,7 +138,7 @@ def _sweep(
 
 def _fresh(graph: Graph, node: Node, made: Sequence[Value], dying: Mapping[int, int]) -> int:
     """Bytes of an instruction's results that do not lie where an operand lay that is read for the last time."""
-    if node.kind in ("cheap", "dear", "other") and node.name != "turned" and not node.inner:
+    if node.kind in ("cheap", "dear", "other") and node.name != "turned" and not node.inner and not node.apart:
         pool = sorted(dying.items(), key=lambda item: item[1])
         fresh = 0
         for v in made:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from jaxtrain.plan import lifetimes, peak_rules
-from jaxtrain.plan.graph import Compiler, Graph, Split, Value, constants
+from jaxtrain.plan.graph import Compiler, Graph, Split, Value, axes_of, constants
 from jaxtrain.plan.lifetimes import Peak
 
 
@@ -32,8 +32,25 @@ def peak(closed: Any, splits: Sequence[Split], mesh: Mapping[str, int], donated:
     free = [d for d, u in zip(donated, used, strict=True) if u]
     inputs = [Value(v.aval.shape, v.aval.dtype, s, None) for v, s in zip(jaxpr.invars, split, strict=True)]
     outputs = peak_rules.block(graph, jaxpr, constants(closed.consts), inputs)
+    if compiler.apart:
+        _pin(graph)
     given = [v for v, f in zip(inputs, free, strict=True) if f]
     return lifetimes.fullest(graph, inputs, outputs, reusable={id(v) for v in given}, replaced=_pairs(given, outputs))
+
+
+def _pin(graph: Graph) -> None:
+    """Splits what a constraint pins as it says, back through arithmetic to the loop or the product that makes it."""
+    for node in reversed(graph.nodes):
+        if not node.name.startswith("sharding_constraint"):
+            continue
+        wanted, todo = node.outputs[0].split, list(node.inputs)
+        while todo:
+            value = todo.pop()
+            if value.node is None or value.shape != node.outputs[0].shape or axes_of(value.split) or not axes_of(wanted):
+                continue
+            value.split = wanted
+            if value.node.kind in ("cheap", "alias"):
+                todo += value.node.inputs
 
 
 def _pairs(given: Sequence[Value], outputs: Sequence[Value]) -> list[tuple[Value, Value]]:

@@ -155,8 +155,15 @@ def constraint(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
 
 def product(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     numbers = eqn.params["dimension_numbers"]
-    found = graph.add("product", eqn, _operands(graph, numbers, inputs), [_product_split(numbers, *inputs)])
-    _exchange(graph, numbers, *inputs, found[0])
+    split = _product_split(numbers, *inputs)
+    gathers, partial = _exchanged(numbers, *inputs, split)
+    read = list(inputs)
+    for i, axes in enumerate(gathers):
+        graph.move("all-gather", inputs[i], axes)
+        if graph.compiler.apart and (axes := graph.several(axes)):
+            read[i] = graph.gathered(inputs[i], axes)
+    found = graph.add("product", eqn, _operands(graph, numbers, read), [split])
+    graph.move("all-reduce", found[0], partial)
     return found
 
 
@@ -212,20 +219,19 @@ def _product_split(numbers: Any, x: Value, y: Value) -> Split:
     return (*batch, *own, *others)
 
 
-def _exchange(graph: Graph, numbers: Any, x: Value, y: Value, out: Value) -> None:
-    """What a product of split operands costs: one that cannot stay split is gathered; partial sums are summed."""
+def _exchanged(numbers: Any, x: Value, y: Value, split: Split) -> tuple[list[set[str]], set[str]]:
+    """What a product of split operands costs: the mesh axes over which each of them is gathered, and partial sums summed."""
     (x_sum, y_sum), (x_batch, y_batch) = numbers
     summed = [{a for i in dims for a in v.split[i]} for v, dims in ((x, x_sum), (y, y_sum))]
-    kept = axes_of(out.split)
-    partial = (summed[0] | summed[1]) - kept  # split on one side only: the other side takes its slice
-    at = len(x_batch)
+    partial = (summed[0] | summed[1]) - axes_of(split)  # split on one side only: the other side takes its slice
+    at, gathers = len(x_batch), []
     for value, own, dims, batch in ((x, summed[0], x_sum, x_batch), (y, summed[1], y_sum, y_batch)):
         free = [i for i in range(len(value.shape)) if i not in (*dims, *batch)]
-        places = out.split[at : at + len(free)]
+        places = split[at : at + len(free)]
         lost = {a for i, place in zip(free, places, strict=True) for a in value.split[i] if a not in place}
         at += len(free)
-        graph.move("all-gather", value, (own - partial) | lost)
-    graph.move("all-reduce", out, partial)
+        gathers.append((own - partial) | lost)
+    return gathers, partial
 
 
 # --- memories and devices ------------------------------------------------------------------------------------------------
@@ -242,21 +248,24 @@ def collective(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     for value in inputs:
         graph.move(COLLECTIVES[eqn.primitive.name], value, {axes} if isinstance(axes, str) else set(axes))
-    return graph.add("other", eqn, inputs, [v.split for v in inputs])
+    found = graph.add("other", eqn, inputs, [v.split for v in inputs])
+    graph.nodes[-1].apart = graph.compiler.apart
+    return found
 
 
 def manual(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     """A shard_map: inside, the manual axes are gone from shapes and splits."""
     axes, jaxpr = eqn.params["newly_manual_axes"], eqn.params["jaxpr"]
-    local = [
-        graph.renamed(
-            "shard_map",
-            value,
-            shape=var.aval.shape,
-            split=tuple(tuple(a for a in dim if a not in axes) for dim in value.split),
-        )
-        for var, value in zip(jaxpr.invars, inputs, strict=True)
-    ]
+    local = []
+    for var, value, spec in zip(jaxpr.invars, inputs, eqn.params["in_specs"], strict=True):
+        # What is split, and is wanted whole, is gathered before.
+        kept = [set(dim) for dim in split_of(spec, len(value.shape))]
+        lost = {a for dim, kept_axes in zip(value.split, kept, strict=True) for a in dim if a in axes and a not in kept_axes}
+        if not value.weak and (lost := graph.several(lost)):
+            graph.move("all-gather", value, lost)
+            value = graph.gathered(value, lost)
+        split = tuple(tuple(a for a in dim if a not in axes) for dim in value.split)
+        local.append(graph.renamed("shard_map", value, shape=var.aval.shape, split=split))
     found = []
     outputs = block(graph.manual(axes), jaxpr, [], local)
     for value, spec in zip(outputs, eqn.params["out_specs"], strict=True):
@@ -311,9 +320,13 @@ def scan(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
         fixed = [Value(v.shape, v.dtype, v.split, None, weak=v.weak) for v in consts]
         out = block(inner, body, own_consts, [*fixed, *own, *rows])
         start = [v.split if any(v.split) and not v.weak else o.split for o, v in zip(out[:n_carry], carry, strict=True)]
+    read = list(inputs)
+    for i, value in (*enumerate(fixed), *enumerate(rows, n_consts + n_carry)):
+        if id(value) in inner.copied:
+            read[i] = graph.written("turned", inputs[i], inputs[i].dtype)
     streamed = out[n_carry:]
     found = lifetimes.fullest(inner, [*fixed, *own], out, reusable={id(v) for v in own}, streamed=streamed)
-    outs = graph.add("other", eqn, inputs, [*start, *[((), *v.split) for v in streamed]])
+    outs = graph.add("other", eqn, read, [*start, *[((), *v.split) for v in streamed]])
     graph.nodes[-1].inner = found.bytes
     graph.moves += inner.moves
     for o, v in zip(out, outs, strict=True):

@@ -3,7 +3,7 @@
 import logging
 
 from jaxtrain import cluster
-from jaxtrain.plan.assembly import Assembly
+from jaxtrain.assembly import Assembly
 from jaxtrain.plan.compile import compiled
 from jaxtrain.plan.errors import PlanError
 from jaxtrain.plan.estimate import SLACK, Estimate, estimate

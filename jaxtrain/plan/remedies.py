@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jaxtrain import config as config_lib
 from jaxtrain import layout as layout_lib
-from jaxtrain.plan.assembly import abstractly
+from jaxtrain.plan.abstract import abstractly
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.memory import held, in_bytes
 from jaxtrain.plan.target import Target

@@ -1,11 +1,10 @@
 """The whole plan of a run, for a person."""
 
 import importlib
-import importlib.util
 import pathlib
 import shutil
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -14,17 +13,19 @@ from jaxtrain import config as config_lib
 from jaxtrain import feed, specs
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
-from jaxtrain.plan.assembly import Assembly, abstractly, assemble
-from jaxtrain.plan.compile import ask_for_no_chips, compiled, compiler_options, tpu_devices
+from jaxtrain.assembly import Assembly, assemble
+from jaxtrain.plan import environment, worker
+from jaxtrain.plan.abstract import abstractly
+from jaxtrain.plan.compile import ask_for_no_chips, compiled, compiler_options, is_at_hand, tpu_devices
 from jaxtrain.plan.errors import PlanError
 from jaxtrain.plan.estimate import SLACK, Estimate, estimate
+from jaxtrain.plan.graph import Moved
 from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, least, offloaded
 from jaxtrain.plan.refuse import certain
 from jaxtrain.plan.remedies import ways
-from jaxtrain.plan.target import Target, parse_target
+from jaxtrain.plan.target import GPUS_PER_NODE, Target, parse_target
 
 MFU = 0.4  # share of the peak that hours are projected with
-GPUS_PER_NODE = 8
 
 
 def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
@@ -100,48 +101,83 @@ def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, p
     if (sure := certain(assembly, needed, target)) > target.memory:
         why = f"state and gradients alone are {in_bytes(sure - target.memory)} more than a device has"
         problems.append(f"it does not fit: {why}, and with activations it is {told}")
-    elif (target.here and doubtful) or (target.topology and importlib.util.find_spec("libtpu")):
-        for each_stage, start in assembly.stages().items():
-            yield from _compiled_lines(config, target, each_stage, start, each[each_stage], problems)
+    elif (target.here and doubtful) or not target.here and (is_at_hand(target) or environment.find(target.kind)):
+        for each_stage, answer in _compile(config, target, each).items():
+            yield from _compiled_lines(config, target, each_stage, assembly.stages()[each_stage], answer, each, problems)
     else:
-        if target.topology:
-            yield from ("not compiled for it: that needs the package libtpu; pip install 'jaxtrain[topology]'", "")
+        if not target.here:
+            yield from (f"not compiled for it: its compiler is not here; {environment.how_to_get(target.kind)} fetches it", "")
         if needed.surely() > target.memory:
             problems.append(f"it does not fit: {told}")
         elif over > 0:
             yield from (f"it may not fit: {told}", "")
 
 
-def _collective_lines(table: Mapping[tuple[str, tuple[str, ...]], tuple[int, float]], target: Target) -> Iterator[str]:
-    """What one device sends in a step, the most first (`hlo.summary`, or the estimate of the same form)."""
-    for (kind, axes), (times, sent) in sorted(table.items(), key=lambda item: -item[1][1]):
+def _compile(config: config_lib.Config, target: Target, stages: Iterable[Hashable]) -> dict[Hashable, worker.Answer]:
+    """The step of each stage, by this process where it has the compiler, else by one of its own."""
+    if not is_at_hand(target):
+        jobs = [worker.Job(config, target.name, stage) for stage in stages]
+        return dict(zip(stages, worker.ask(jobs), strict=True))
+    devices = None if target.here else tpu_devices(target)
+    mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices=devices)
+    assembly, answers = assemble(config, mesh), {}
+    for stage in stages:
+        try:
+            answers[stage] = worker.Answer(compiled(assembly, assembly.trace(stage)), None)
+        except PlanError as error:
+            answers[stage] = worker.Answer(None, None, str(error), too_large=True)
+    return answers
+
+
+def _collective_lines(
+    table: Moved, target: Target, overlapping: Mapping[tuple[str, tuple[str, ...]], int] | None = None
+) -> Iterator[str]:
+    """What one device sends in a step, the most first (`hlo.summary`, or the estimate of the same form).
+
+    ``overlapping``: how many of them go on beside computation, where that is known.
+    """
+    for key, (times, sent) in sorted(table.items(), key=lambda item: -item[1][1]):
+        kind, axes = key
         took = f", {1e3 * sent / target.chip.links:.2f} ms of the links" if target.chip else ""
-        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took}"
+        beside = "" if overlapping is None else f", {overlapping.get(key, 0)} of them asynchronous"
+        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took}{beside}"
 
 
 def _compiled_lines(
-    config: config_lib.Config, target: Target, stage: Hashable, start: int, needed: Estimate, problems: list[str]
+    config: config_lib.Config,
+    target: Target,
+    stage: Hashable,
+    start: int,
+    answer: worker.Answer,
+    estimates: Mapping[Hashable, Estimate],
+    problems: list[str],
 ) -> Iterator[str]:
     """What the compiler says, which counts where the estimate says something else."""
     title = "compiled for it" if stage is None else f"compiled for it, stage {stage} from step {start}"
-    devices = None if target.here else tpu_devices(target)
-    mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices=devices)
-    assembly = assemble(config, mesh)
-    try:
-        found = compiled(assembly, assembly.trace(stage))
-    except PlanError as error:
-        problems.append(f"it does not fit: {error}. {ways(config, target, max(1.0, target.memory / needed.peak))}")
-        yield from (f"not {title}: {error}", "")
+    found, needed = answer.compiled, estimates[stage]
+    if found is None:
+        remedy = f". {ways(config, target, max(1.0, target.memory / needed.peak))}" if answer.too_large else ""
+        problems.append(f"it does not {'fit' if answer.too_large else 'compile'}: {answer.error}{remedy}")
+        yield from (f"not {title}: {answer.error}", "")
         return
-    if (over := found.peak - target.memory) > 0:
-        problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, found.peak / needed.peak)}")
+    peak = found.peak + found.workspace
+    if (over := peak - target.memory) > 0:
+        problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, peak / needed.peak)}")
     yield f"{title}, in {found.seconds:.0f} s"
     yield f"  {'arguments':28}{in_bytes(found.arguments):>12}"
     yield f"  {'while it runs':28}{in_bytes(found.temporaries):>12}"
-    yield f"  {'together':28}{in_bytes(found.peak):>12}   of {in_bytes(target.memory)}"
+    if found.workspace:
+        yield f"  {'cuDNN, estimated':28}{in_bytes(found.workspace):>12}   workspace of its attention"
+    yield f"  {'together':28}{in_bytes(peak):>12}   of {in_bytes(target.memory)}"
+    if found.library_calls:
+        calls = sorted(found.library_calls.items(), key=lambda item: -item[1])
+        yield f"  calls of libraries and kernels: {', '.join(f'{n} × {name}' for name, n in calls)}"
+    if found.products:
+        most = sorted(found.products.items(), key=lambda item: -item[1])
+        yield f"  products of matrices, by operands: {', '.join(f'{flops:.2e} FLOP {types}' for types, flops in most)}"
     if found.collectives is None:
         yield "  what moves between devices cannot be read: this jaxlib does not know all that this libtpu writes"
-    yield from _collective_lines(found.collectives or {}, target)
+    yield from _collective_lines(found.collectives or {}, target, found.overlapping)
     yield ""
 
 
@@ -194,7 +230,7 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
     text = f"{keep} checkpoints of {in_bytes(saved)} need {in_bytes(keep * saved)}; {folder} has {in_bytes(free)} free"
     yield "disk", text, keep * saved <= free
 
-    local = jax.local_device_count() if target.here else min(target.count, GPUS_PER_NODE if not target.tiled else 4)
+    local = jax.local_device_count() if target.here else min(target.count, 4 if target.tiled else GPUS_PER_NODE)
     copy = min(local * state_lib.bytes_per_device(state), saved)  # a save goes on from a copy on the host
     rows = 4 * local * sum(device_bytes(x, tiled=False) for x in assembly.plan.batch.values())  # the feed's, and the loader's
     away = local * offloaded(assembly.plan)

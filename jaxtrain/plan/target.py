@@ -11,6 +11,8 @@ from jaxtrain.plan.errors import PlanError
 from jaxtrain.plan.graph import Compiler
 from jaxtrain.plan.memory import host_memory, padded
 
+GPUS_PER_NODE = 8
+
 
 class Target(NamedTuple):
     """Devices to plan for."""
@@ -19,8 +21,13 @@ class Target(NamedTuple):
     chip: chips.Chip | None  # None: not in the table, as CPUs are not
     count: int  # devices
     here: bool  # they are this machine's
-    topology: str = ""  # of a TPU slice, for the compiler
-    slices: int = 1
+    topology: str = ""  # for the compiler: of a TPU slice, or of GPUs (partitions x nodes x GPUs of a node)
+    slices: int = 1  # of TPUs; nodes of GPUs
+
+    @property
+    def kind(self) -> str:
+        """The compiler's environment that it needs: "tpu", "gpu", or "" for what is no chip."""
+        return "" if not self.chip else "tpu" if self.tiled else "gpu"
 
     @property
     def tiled(self) -> bool:
@@ -47,6 +54,7 @@ class Target(NamedTuple):
             halves=known,
             merges=not known,
             copies=not known,
+            apart=self.kind == "gpu",
         )
 
 
@@ -57,13 +65,17 @@ def parse_target(text: str) -> Target:
         return Target(f"{jax.device_count()} × {device.device_kind}", chips.find(device.device_kind), jax.device_count(), True)
     platform, _, rest = text.lower().partition(":")
     known = {p: [c.name for c in chips.CHIPS if c.kind.startswith(k)] for p, k in (("tpu", "TPU"), ("gpu", "NVIDIA"))}
-    if platform == "gpu" and (match := re.fullmatch(r"(\w+?)x(\d+)", rest)) and match[1] in known["gpu"] and int(match[2]):
-        return Target(text, chips.by_name(match[1]), int(match[2]), False)
+    if platform == "gpu" and (match := re.fullmatch(r"(\w+?)x(\d+)(?:\*(\d+))?", rest)) and match[1] in known["gpu"]:
+        each, nodes = int(match[2]), int(match[3] or 1)
+        if match[3] is None and each > GPUS_PER_NODE and each % GPUS_PER_NODE == 0:
+            each, nodes = GPUS_PER_NODE, each // GPUS_PER_NODE
+        if each * nodes:
+            return Target(text, chips.by_name(match[1]), each * nodes, False, f"1x{nodes}x{each}", nodes)
     if platform == "tpu" and (match := re.fullmatch(r"(\w+):(\d+(?:x\d+)+)(?:\*(\d+))?", rest)) and match[1] in known["tpu"]:
         count, slices = math.prod(int(n) for n in match[2].split("x")), int(match[3] or 1)
         if count * slices:
             return Target(text, chips.by_name(match[1]), count * slices, False, f"{match[1]}:{match[2]}", slices)
     raise PlanError(
         f"--plan={text} is unknown; say for example --plan=tpu:v4:2x2x4 ({', '.join(known['tpu'])}) or --plan=gpu:h100x8 "
-        f"({', '.join(known['gpu'])})"
+        f"({', '.join(known['gpu'])}), and *2 behind it for two slices or nodes of them"
     )
