@@ -22,6 +22,7 @@ cluster.use_compilation_cache()
 
 # A file is one worker's: those that take minutes begin first, and what waits most before what computes most.
 LONGEST = (
+    "test_steps.py",
     "test_launch_slurm.py",
     "test_reliability.py",
     "test_train.py",
