@@ -116,3 +116,11 @@ def test_published_sizes_on_the_other_meshes(target, name, size, mesh, answers, 
 @pytest.mark.parametrize("target", ["gpu:a100x8", "gpu:b200x8", "gpu:l40sx8", "gpu:h100x8*2"])
 def test_other_cards_and_several_nodes(target, answers, gpu_compiler):
     assert answers(target, "bird", "small", "fsdp").compiled
+
+
+def test_a_plan_says_what_was_compiled_and_what_is_estimated(folder, gpu_compiler):
+    config = compile_table.WORKLOADS["higgs"].config("small", "fsdp", 8, folder)
+    text, _ = plan.report(config, "gpu:h100x8")
+    assert "compiled for it, in " in text and "not compiled" not in text
+    assert "cuDNN, estimated" in text and "__cudnn$fmhaSoftmaxBackward" in text and "FLOP bf16 x bf16" in text
+    assert re.search(r"all-gather +over fsdp .* sent, [\d.]+ ms of the links, \d+ of them asynchronous", text)

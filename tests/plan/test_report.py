@@ -131,3 +131,4 @@ def test_without_a_compiler_a_doubtful_estimate_is_no_problem(tmp_path, monkeypa
         monkeypatch.setattr(plan.Target, "memory", memory)
         text, well = plan.report(config, target.name)
         assert verdict in text and well == ("problem" not in verdict), text
+        assert "not compiled for it: its compiler is not here; python -m jaxtrain.main --plan-setup gpu fetches it" in text
