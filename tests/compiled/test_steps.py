@@ -17,7 +17,7 @@ WORKLOADS = list(compile_table.WORKLOADS)
 CASES = [
     *(("gpu:h100x8", name, "small", mesh) for name in WORKLOADS for mesh in compile_table.MESHES),
     *(("gpu:h100x8", name, "published", "fsdp") for name in WORKLOADS),
-    *(("tpu:v5e:2x4", name, "small", "fsdp") for name in WORKLOADS),
+    *(("tpu:v4:2x2x2", name, "small", "fsdp") for name in WORKLOADS),
 ]
 ALL_PUBLISHED = [("gpu:h100x8", name, "published", mesh) for name in WORKLOADS for mesh in ("data", "mixed")]
 
