@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from jaxtrain import plan
+from jaxtrain.commands import plan as plan_command
 from jaxtrain.commands import train as main
 from jaxtrain.plan import environment, worker
 
@@ -61,6 +62,7 @@ def test_a_set_up_that_fails_leaves_nothing_and_names_its_command(cache, pip, ca
     assert environment.find("gpu") is None and not list((cache / "envs").iterdir())
     pip.fails = ""
     assert main.main(["--plan-setup=gpu"]) == 0 and environment.find("gpu")
+    assert plan_command.main(["--setup", "gpu"]) == 0 and "is there already" in capsys.readouterr().out
 
 
 def test_a_folder_without_the_mark_is_not_taken_for_an_environment(cache, pip):
