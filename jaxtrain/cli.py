@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxtrain {metadata.version('jaxtrain')}")
         return 0
     # What `jaxtrain` alone did before it had commands.
-    if argv[0].partition("=")[0] in ("--explain", "--plan") or argv[0].startswith("--config"):
+    if argv[0].partition("=")[0] in ("--explain", "--plan", "--plan-setup") or argv[0].startswith("--config"):
         argv.insert(0, "train")
     for command in COMMANDS:
         if command.name == argv[0]:

@@ -22,12 +22,14 @@ cluster.use_compilation_cache()
 
 # A file is one worker's: those that take minutes begin first, and what waits most before what computes most.
 LONGEST = (
+    "test_steps.py",
     "test_launch_slurm.py",
     "test_reliability.py",
     "test_train.py",
     "test_hosts.py",
     "test_audio_language_run.py",
-    "test_plan.py",
+    "test_report.py",
+    "test_estimate.py",
     "test_object_store.py",
 )
 

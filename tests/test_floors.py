@@ -21,7 +21,7 @@ FLOORS = (
     {"workloads"},
     {"layout", "specs", "optim", "lora", "environments", "metrics", "nn", "cluster", "compiler", "guard"},
     {"console", "writers"},
-    {"types", "config", "chips", "hlo", "liveness"},
+    {"types", "config", "chips"},
 )
 # Neighbours on one floor, and why.
 ALLOWED = {

@@ -10,12 +10,12 @@ import optax
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import hlo
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.assembly import assemble
 from jaxtrain.layout import LayoutError, make_mesh
 from jaxtrain.nn import augment
+from jaxtrain.plan import hlo
 from jaxtrain.specs import fan_in, ones, zeros
 from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
 from jaxtrain.workloads import bird

@@ -4,8 +4,12 @@
 
     jaxtrain plan --config=configs/trm_sudoku.py                    the devices of this machine
     jaxtrain plan --config=configs/trm_sudoku.py gpu:h100x8         so many GPUs of one node or more
-    jaxtrain plan --config=configs/trm_sudoku.py tpu:v4:2x2x4       a TPU slice, whose step is compiled here (extra: topology)
+    jaxtrain plan --config=configs/trm_sudoku.py 'gpu:h100x8*4'     four nodes of eight
+    jaxtrain plan --config=configs/trm_sudoku.py tpu:v4:2x2x4       a TPU slice
     jaxtrain plan --config=configs/trm_sudoku.py 'tpu:v4:2x2x4*2'   two such slices
+    jaxtrain plan --setup gpu                                       fetches the compiler for GPUs (or tpu), once
+
+With the target's compiler, which needs no such chip, the real step is compiled; without it, its memory is estimated.
 
 Ends with 1 when something speaks against the run, for example that it does not fit into memory.
 """
@@ -22,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
     parser = arguments.Parser("jaxtrain plan", __doc__, usage=arguments.CONFIG_USAGE.format("plan") + " [TARGET]")
     parser.add_argument("target", metavar="TARGET", nargs="?", default="", help="devices; default: those of this machine")
+    parser.add_argument("--setup", metavar="KIND", help="fetch the compiler for these devices (gpu or tpu), and plan nothing")
     args = parser.parse_args(rest)
+    if args.setup is not None:
+        return set_up(args.setup)
     return arguments.run(functools.partial(_plan, config_arguments, args.target), mistakes=(config.ConfigError,))
 
 
@@ -39,6 +46,17 @@ def show(given: config.Arguments) -> int:
     cluster.use_compilation_cache()
     cluster.use_threads_for_host_devices()
     return arguments.run(report, mistakes=train.USER_ERRORS)
+
+
+def set_up(kind: str) -> int:
+    """Fetches a compiler for plans (`jaxtrain.plan.environment`). Returns the exit code."""
+    from jaxtrain import plan
+
+    def fetch() -> int:
+        print(plan.set_up(kind))
+        return 0
+
+    return arguments.run(fetch, mistakes=(plan.PlanError,))
 
 
 def _plan(config_arguments: Sequence[str], target: str) -> int:

@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain train", __doc__, usage=arguments.CONFIG_USAGE.format("train"))
     parser.add_argument("--explain", action="store_true", help="print every field of the config, and train nothing")
     parser.add_argument("--plan", metavar="TARGET", nargs="?", help="plan the run for these devices, and train nothing")
+    parser.add_argument("--plan-setup", metavar="KIND", help="fetch the compiler for plans of gpu or tpu, and train nothing")
     if {"-h", "--help"} & set(arguments.split_config(argv)[1]):
         parser.print_help()
         return 0
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except config.ConfigError as error:
         arguments.report(error)
         return arguments.MISTAKE
+    if given.plan_setup:
+        return plan.set_up(given.plan_setup)
     if given.explain:
         return arguments.run(functools.partial(explain.show, given), mistakes=explain.MISTAKES)
     return _train(given) if given.plan is None else plan.show(given)

@@ -15,14 +15,15 @@ class Arguments(NamedTuple):
     overrides: list[tuple[str, str]]  # (section.field, text)
     explain: bool
     plan: str | None  # the target, "" for this machine; None = no plan
+    plan_setup: str = ""  # the compiler to fetch for plans, "gpu" or "tpu"; nothing else happens then
 
 
 def parse_args(argv: Sequence[str]) -> Arguments:
-    """``--config=FILE[:ARG] --config.section.field=value … --explain --plan[=TARGET]``.
+    """``--config=FILE[:ARG] --config.section.field=value … --explain --plan[=TARGET]``, or ``--plan-setup KIND`` alone.
 
     Raises ConfigError for a missing --config and for every argument that is none of these.
     """
-    source, overrides, explain, plan, problems = "", [], False, None, []
+    source, overrides, explain, plan, setup, problems = "", [], False, None, "", []
     rest = iter(argv)
     for argument in rest:
         flag, equals, value = argument.partition("=")
@@ -32,12 +33,17 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         if flag == "--plan":
             plan = value
             continue
+        if flag == "--plan-setup":
+            setup = value if equals else next(rest, "")
+            if not setup:
+                problems.append(("", "--plan-setup is given without a value; say --plan-setup=gpu or --plan-setup=tpu"))
+            continue
         if flag != "--config" and not flag.startswith("--config."):
             problems.append(
                 (
                     "",
                     f"argument {argument!r} is unknown; "
-                    f"{checks.expected(flag, ('--config', '--explain', '--plan', '--config.section.field'))}",
+                    f"{checks.expected(flag, ('--config', '--explain', '--plan', '--plan-setup', '--config.section.field'))}",
                 )
             )
             continue
@@ -50,7 +56,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
             source = value
         else:
             overrides.append((flag.removeprefix("--config."), value))
-    if not source and not problems:
+    if not source and not problems and not setup:
         problems.append(("", "file is missing; say for example --config=configs/xcm.py"))
     if problems and source:  # report the config's own mistakes along with these
         try:
@@ -59,4 +65,4 @@ def parse_args(argv: Sequence[str]) -> Arguments:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return Arguments(source, overrides, explain, plan)
+    return Arguments(source, overrides, explain, plan, setup)

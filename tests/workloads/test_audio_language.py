@@ -14,10 +14,11 @@ import safetensors.numpy
 from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
-from jaxtrain import hlo, lora, plan
+from jaxtrain import lora, plan
 from jaxtrain import specs as specs_lib
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.layout import make_layout, make_mesh
+from jaxtrain.plan import hlo
 from jaxtrain.types import Variables
 from jaxtrain.workloads import audio_language
 from loaders import chatml

@@ -154,24 +154,24 @@ def title(found: Found) -> str:
     return f"gpu_check on {m['device']} ({m['cores']} cores), {versions}, {found['when']}: {took}"
 
 
-UNMEASURED = "not measured on a chip yet"
-
-
 def markdown(found: Found) -> str:
-    """README's section: what a chip was measured at, and what was not."""
+    """README's section: what a chip was measured at, and one line of what was not."""
     m = found.get("machine", {})
     if m.get("platform") in (None, "cpu"):
-        table, head = [], "No figure of this section has been measured on a chip yet: the last run had none, but a CPU."
-    else:
-        versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
-        table = list(rows(found))
-        head = f"Measured on one {m['device']} with {m['cores']} cores, {found['when']} ({found['form']} form; {versions})."
+        return "No figure of this section has been measured on a chip yet: the last run had none, but a CPU."
+    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
+    table = list(rows(found))
     seen = {(row.part, row.what.partition(":")[0]) for row in table}
-    lines = [head, "", "| part | what | figure | beside |", "|---|---|---|---|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
+    missing: dict[str, list[str]] = {}
     for part, what in expected():
         if not any(p == part and (what is None or w == what) for p, w in seen):
-            lines.append(f"| {part} | {what or 'all of it'} | {UNMEASURED} | |")
+            missing.setdefault(part, []).extend([what] if what else [])
+    head = f"Measured on one {m['device']} with {m['cores']} cores, {found['when']} ({found['form']} form; {versions})."
+    lines = [head, "", "| part | what | figure | beside |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
+    if missing:
+        named = [f"{part} of {', '.join(cases)}" if cases else part for part, cases in missing.items()]
+        lines += ["", f"Not measured on a chip yet: {'; '.join(named)}."]
     return "\n".join(lines)
 
 

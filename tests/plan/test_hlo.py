@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain import hlo
+from jaxtrain.plan import hlo
 
 MIXED = {"data": 2, "fsdp": 2, "model": 2}
 
@@ -69,3 +69,58 @@ def test_what_is_executed_how_often_over_which_axes_and_how_much():
     assert (scatter.bytes, scatter.sent, scatter.axes(MIXED)) == (64, 3 * 64, ("data", "fsdp"))
     table = hlo.summary(list(found.values()), MIXED)
     assert table["all-reduce", ("model",)] == (15, 240.0)
+
+
+GPU = """HloModule jit_step, num_partitions=8
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%scatter (p: f32[64]) -> f32[8] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %rs = f32[8]{0} reduce-scatter(%p), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%sum
+}
+
+%body (t: (s32[], bf16[16,32])) -> (s32[], bf16[16,32]) {
+  %t = (s32[], bf16[16,32]{1,0}) parameter(0)
+  %x = bf16[16,32]{1,0} get-tuple-element(%t), index=1
+  %w = bf16[32,32]{1,0} constant({...})
+  %y = (bf16[16,32]{1,0}, s8[64]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", backend_config=DIMENSIONS
+  %q = (bf16[2,64,4,32]{3,2,1,0}, u8[0]{0}) custom-call(%x), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %out = (s32[], bf16[16,32]{1,0}) tuple(%i, %x)
+}
+
+%less (t: (s32[], bf16[16,32])) -> pred[] {
+  %t = (s32[], bf16[16,32]{1,0}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %main (p0: f32[64], p1: (s32[], bf16[16,32])) -> f32[8] {
+  %p0 = f32[64]{0} parameter(0)
+  %p1 = (s32[], bf16[16,32]{1,0}) parameter(1)
+  %loop = (s32[], bf16[16,32]{1,0}) while(%p1), condition=%less, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %started = ((f32[64]{0}), f32[8]{0}) async-start(%p0), calls=%scatter
+  %all = f32[64]{0} all-reduce-start(%p0), replica_groups=[1,8]<=[8], to_apply=%sum, backend_config={"is_sync":true}
+  %wide = f32[16,16]{1,0} constant({...})
+  %dot = f32[16,16]{1,0} dot(%wide, %wide), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %done = f32[8]{0} async-done(%started)
+}
+""".replace("DIMENSIONS", '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}')
+
+
+def test_calls_products_and_what_is_asynchronous_are_read_off_a_gpus_program():
+    program = hlo.Program(GPU)
+    assert program.library_calls() == {"__cublas$lt$matmul": 3, "__cudnn$fmhaSoftmaxBackward": 3}
+    products = {one.operands: one.flops for one in program.products()}
+    assert products == {("bf16", "bf16"): 3 * 2 * 16 * 32 * 32, ("f32", "f32"): 2 * 16 * 16 * 16}
+    assert program.workspace() == 4 * 2 * 64 * 4 * 32 + 4 * 2 * 64 * 4 + 256
+    found = {c.kind: c.is_async for c in hlo.collectives(program)}
+    assert found == {"reduce-scatter": True, "all-reduce": False}
+    assert hlo.overlapping(hlo.collectives(program), {"data": 8}) == {
+        ("reduce-scatter", ("data",)): 1,
+        ("all-reduce", ("data",)): 0,
+    }

@@ -1,0 +1,129 @@
+"""The real step, compiled for a target by the target's own compiler."""
+
+import contextlib
+import importlib.util
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxtrain import compiler
+from jaxtrain import config as config_lib
+from jaxtrain.assembly import Assembly
+from jaxtrain.plan import gpu_specs, hlo
+from jaxtrain.plan.errors import PlanError
+from jaxtrain.plan.target import Target
+
+# Without a card nothing is tuned, and untuned, XLA's own products (by Triton) find no tiles for some shapes.
+UNTUNED = {"xla_gpu_enable_triton_gemm": False}
+
+
+class Compiled(NamedTuple):
+    """What a compiler says of the step."""
+
+    arguments: int  # [bytes] on one device
+    temporaries: int
+    peak: int
+    collectives: dict[tuple[str, tuple[str, ...]], tuple[int, float]] | None  # hlo.summary; None: its text cannot be read
+    seconds: float  # that compiling took
+    overlapping: Mapping[tuple[str, tuple[str, ...]], int] = {}  # hlo.overlapping
+    library_calls: Mapping[str, int] = {}  # target -> executions in a step
+    products: Mapping[str, float] = {}  # types of the operands, as "bf16 x bf16" -> FLOP in a step
+    workspace: int = 0  # [bytes] that a library will ask for besides, estimated
+    text: str = ""  # of the compiled program
+
+
+def ask_for_no_chips() -> None:
+    """Tells libtpu, where it is installed, what it would ask a metadata server, and complain about where there is none.
+
+    It also refuses to be loaded by two processes. To be called before the first device is touched; a run cannot follow.
+    """
+    for name, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_ACCELERATOR_TYPE", "v4-8"),  # any will do: a topology says its own
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def tpu_devices(target: Target) -> list[Any]:
+    """The chips of a topology, which need not exist. Those of two cores act as one device ("megacore"), as JAX runs them."""
+    from jax.experimental import topologies
+
+    ask_for_no_chips()
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if target.chip.name in ("v4", "v5p") else {}
+    if target.slices > 1:
+        options["num_slices"] = target.slices
+    try:
+        return list(topologies.get_topology_desc(target.topology, platform="tpu", **options).devices)
+    except Exception as error:
+        raise PlanError(f"--plan={target.name}: libtpu knows no such topology: {str(error).splitlines()[0]}") from error
+
+
+def gpu_devices(target: Target) -> list[Any]:
+    """GPUs that need not exist, for a process whose jax has the CUDA plugin (`jaxtrain.plan.environment`)."""
+    from jax.experimental import topologies
+
+    spec = gpu_specs.SPECS[target.chip.name].text()
+    try:
+        return list(topologies.get_topology_desc("", "cuda", target_config=spec, topology=target.topology).devices)
+    except Exception as error:
+        raise PlanError(f"--plan={target.name}: XLA's compiler for GPUs: {str(error).splitlines()[0]}") from error
+
+
+def is_at_hand(target: Target) -> bool:
+    """Whether this process can compile for the target itself."""
+    return target.here or target.kind == "tpu" and importlib.util.find_spec("libtpu") is not None
+
+
+def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any]:
+    """What a step for the target is compiled with. Raises ConfigError for options that a compiler at hand refuses."""
+    if target.here:
+        device = jax.local_devices()[0]
+        kind = device.device_kind
+    else:
+        kind, device = target.chip.kind, None
+        if is_at_hand(target):
+            device = tpu_devices(target)[0]
+        elif target.kind == "gpu":
+            with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave CPUs out
+                device = jax.devices("cpu")[0]  # jaxlib's own compiler knows the options for GPUs by name
+    return compiler.options(config.compiler, kind, count=target.count, device=device)
+
+
+def compiled(assembly: Assembly, traced: jax.stages.Traced, *, options: Mapping[str, Any] | None = None) -> Compiled:
+    """Compiles a step on the assembly's real mesh, with the options of a run; ``options`` come over them.
+
+    Raises PlanError when the compiler finds that it does not fit, ConfigError when it refuses an option of the config.
+    """
+    began = time.perf_counter()
+    own, mesh = assembly.config.compiler, assembly.layout.mesh
+    device = mesh.devices.flat[0]
+    options = {**compiler.options(own, device.device_kind, count=mesh.size, device=device), **(options or {})}
+    try:
+        program = compiler.compile(traced.lower(), options, own)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise PlanError(f"the compiler says: {str(error).splitlines()[0]}") from error
+    seconds = time.perf_counter() - began
+    memory = program.memory_analysis()
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    peak = arguments + temporaries + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    try:
+        text = program.as_text()
+    except jax.errors.JaxRuntimeError:  # a libtpu newer than jaxlib can write what jaxlib does not know
+        return Compiled(arguments, temporaries, peak, None, seconds)
+    module, shape = hlo.Program(text), dict(mesh.shape)
+    found = hlo.collectives(module)
+    products: dict[str, float] = {}
+    for one in module.products():
+        types = " x ".join(one.operands)
+        products[types] = products.get(types, 0.0) + one.flops
+    return Compiled(
+        arguments, temporaries, peak, hlo.summary(found, shape), seconds, hlo.overlapping(found, shape), module.library_calls(),
+        products, module.workspace(), text,
+    )  # fmt: skip

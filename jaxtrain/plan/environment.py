@@ -1,0 +1,107 @@
+"""The compilers that plans need, each in an environment of its own beneath the cache: never in the one that trains.
+
+    python -m jaxtrain.main --plan-setup gpu      # XLA's compiler for NVIDIA GPUs, and ptxas: some 0.6 GB
+    python -m jaxtrain.main --plan-setup tpu      # libtpu: some 0.5 GB
+
+An environment is a folder of packages, $JAXTRAIN_CACHE/envs/plan-KIND-jaxlib-VERSION-pyVERSION (or ~/.cache/jaxtrain/envs/…),
+which a process of its own has on its path before this Python's packages (`jaxtrain.plan.worker`): so its jax is the jax that
+asks, and the plugin's version is that of jaxlib. It needs the network once. A set-up is made in a folder beside it and renamed
+when it is whole; MARK, written last, has the versions.
+"""
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from jaxtrain.plan.errors import PlanError
+from loaders import checks, machine
+
+KINDS = ("gpu", "tpu")
+MARK = "whole.json"
+NVCC = "12.9.86"  # ptxas and libdevice; any of CUDA 12 from 12.6 on would do
+
+
+def folder(kind: str) -> pathlib.Path:
+    """Where the environment is, or would be."""
+    jaxlib, python = importlib.metadata.version("jaxlib"), f"{sys.version_info.major}{sys.version_info.minor}"
+    return machine.cache_folder("envs", f"plan-{kind}-jaxlib-{jaxlib}-py{python}")
+
+
+def requirements(kind: str) -> list[str]:
+    """What pip installs, without dependencies: they are here already, or not needed to compile."""
+    if kind == "gpu":
+        jaxlib = importlib.metadata.version("jaxlib")
+        return [f"jax-cuda12-plugin=={jaxlib}", f"jax-cuda12-pjrt=={jaxlib}", f"nvidia-cuda-nvcc-cu12=={NVCC}"]
+    needs = importlib.metadata.requires("jax") or []
+    pinned = (match[1] for text in needs if (match := re.match(r"(libtpu\S*?);? *;? .*extra == ['\"]tpu['\"]", text)))
+    return [next(pinned, "libtpu")]
+
+
+def find(kind: str) -> pathlib.Path | None:
+    """The environment, where it is whole."""
+    return folder(kind) if (folder(kind) / MARK).exists() else None
+
+
+def how_to_get(kind: str) -> str:
+    """For a person: the command that makes it."""
+    return f"python -m jaxtrain.main --plan-setup {kind}"
+
+
+def set_up(kind: str) -> str:
+    """Makes the environment, unless it is there. Returns a line for a person.
+
+    Raises PlanError for an unknown kind, and where pip fails, with its command; what it had written is gone then.
+    """
+    if kind not in KINDS:
+        raise PlanError(f"--plan-setup={kind} is unknown; {checks.expected(kind, KINDS)}")
+    if place := find(kind):
+        return f"{place} is there already: {versions(place)}"
+    place = folder(kind)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), *requirements(kind)]
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{place.name}.part-", dir=place.parent) as part:
+            here = [str(pathlib.Path(part, "packages")) if word == str(place) else word for word in command]
+            done = subprocess.run(here, capture_output=True, text=True)
+            if done.returncode:
+                said = [line for line in done.stderr.splitlines() if line.strip()]
+                why = next((line for line in said if line.startswith("ERROR")), said[-1] if said else "it said nothing")
+                raise PlanError(
+                    f"the environment for --plan={kind}:… could not be made: {why.removeprefix('ERROR: ')}. It needs the "
+                    f"network once; this was: {' '.join(command)}"
+                )
+            made = pathlib.Path(part, "packages")
+            (made / MARK).write_text(json.dumps({"requirements": requirements(kind), "python": sys.version.split()[0]}) + "\n")
+            _rename(made, place)
+    except OSError as error:
+        raise PlanError(
+            f"{place} could not be written: {error.strerror}; set JAXTRAIN_CACHE to a folder that can be"
+        ) from error
+    return f"{place} is made: {versions(place)}"
+
+
+def versions(place: pathlib.Path) -> str:
+    return ", ".join(json.loads((place / MARK).read_text())["requirements"])
+
+
+def path(place: pathlib.Path) -> str:
+    """PYTHONPATH of a process that uses it: before all that this process imports from."""
+    return os.pathsep.join([str(place), *(entry or os.getcwd() for entry in sys.path)])
+
+
+def _rename(made: pathlib.Path, place: pathlib.Path) -> None:
+    """Puts a whole environment in its place, unless another process has been faster; a broken one there makes way."""
+    if (place / MARK).exists():
+        return
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        made.rename(place)
+    except OSError:
+        if not (place / MARK).exists():
+            raise

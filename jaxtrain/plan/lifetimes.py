@@ -1,0 +1,322 @@
+"""Which results of a graph become arrays in memory, and the moment at which most of them live.
+
+XLA fuses element-wise arithmetic, broadcasts and slices into whoever reads them, and keeps the results of products, reductions
+and loops, what crosses a loop's border, and what is too dear to compute for each reader again (`_decide`). Arrays live in
+program order (`_ordered`), a result taking its place over from an operand that is read for the last time, as donated arguments
+are (`fullest`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxtrain.plan.graph import Graph, Moved, Node, Value, is_half, width
+
+STORED = -1  # among the readers that a value is computed inside of: one that needs an array
+ARITHMETIC = {"add", "add_any", "sub", "mul", "max", "min", "integer_pow", "square", "select_n"}
+
+
+class Peak(NamedTuple):
+    """The fullest moment of a step."""
+
+    bytes: int  # besides the arguments
+    where: str  # the instruction
+    largest: list[tuple[int, str]]  # (bytes, what) of the largest arrays that live then
+    moved: Moved
+
+
+class Read(NamedTuple):
+    """An instruction that makes arrays, and the arrays that it reads."""
+
+    node: Node
+    arrays: dict[int, Value]  # by id
+
+
+def fullest(
+    graph: Graph,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    *,
+    reusable: set[int],
+    streamed: Sequence[Value] = (),
+    replaced: Sequence[tuple[Value, Value]] = (),
+) -> Peak:
+    """The peak of bytes besides the inputs.
+
+    Args:
+      reusable: ids of the inputs whose places results may take.
+      streamed: results that are written into arrays that the caller counts.
+      replaced: inputs that are donated, and the results that take their places.
+    """
+    for place, node in enumerate(graph.nodes):
+        node.place = place
+    ends = {id(v) for v in outputs}
+    _decide(graph, ends, {id(v) for v in streamed})
+    steps = [Read(node, {id(s): s for v in node.inputs for s in _sources(v)}) for node in _ordered(graph, ends) if node.kept]
+    last = _last_reads(steps, outputs, len(graph.nodes))
+    elsewhere = {id(v) for v in streamed}  # results that take no memory of their own
+    live: dict[int, int] = {}
+    if graph.compiler.copies:
+        live, placed = _copied(graph, steps, last, replaced)
+        elsewhere |= placed
+    free_inputs = {id(v): graph.size(v) for v in inputs if id(v) in reusable and id(v) not in live}
+    return _sweep(graph, steps, last, live, free_inputs, elsewhere, ends)
+
+
+def _sources(value: Value) -> list[Value]:
+    """The arrays in memory that a value is computed from, wherever it is read."""
+    found, todo, seen = [], [value], set()
+    while todo:
+        v = todo.pop()
+        if id(v) in seen:
+            continue
+        seen.add(id(v))
+        if v.node is None or v.node.kept:
+            found.append(v)
+        else:
+            todo += v.node.inputs
+    return found
+
+
+def _last_reads(steps: Sequence[Read], outputs: Sequence[Value], end: int) -> dict[int, int]:
+    """Array -> the place of the instruction that reads it last."""
+    last: dict[int, int] = {}
+    for node, read in steps:
+        for key in read:
+            last[key] = node.place
+    for v in outputs:
+        for s in _sources(v):
+            last[id(s)] = end
+    return last
+
+
+def _sweep(
+    graph: Graph,
+    steps: Sequence[Read],
+    last: Mapping[int, int],
+    live: dict[int, int],
+    free_inputs: dict[int, int],
+    elsewhere: set[int],
+    ends: set[int],
+) -> Peak:
+    """Goes through the instructions in order, with the arrays (id -> bytes) that live."""
+    values = {key: value for _, read in steps for key, value in read.items()}
+    best, where, snapshot = 0, "", []
+    summed: set[int] = set()  # arrays that sums over devices, which go on side by side, have yet to read
+    for node, read in steps:
+        if not node.apart:
+            for k in summed:
+                live.pop(k, None)
+            summed.clear()
+        made = [v for v in node.outputs if id(v) not in elsewhere and (v.readers or id(v) in ends)]
+        dying = {k: live[k] for k in read if k in live and last[k] == node.place}
+        dying |= {k: free_inputs[k] for k in read if k in free_inputs and last.get(k) == node.place}
+        now = sum(live.values()) + _fresh(graph, node, made, dying) + node.inner
+        if now > best:
+            best, where = now, node.name
+            snapshot = [(n, values[k].node.name if k in values and values[k].node else "") for k, n in live.items()]
+            snapshot += [(graph.size(v), node.name) for v in made]
+            snapshot += [(node.inner, f"inside {node.name}")] * bool(node.inner)
+        if node.apart:
+            summed |= dying.keys()
+        else:
+            for k in dying:
+                live.pop(k, None)
+        taken = set()
+        for v in made:
+            size = graph.size(v)
+            reused = next((k for k in dying if k in free_inputs and k not in taken and free_inputs[k] == size), None)
+            if reused is not None:
+                taken.add(reused)
+                free_inputs.pop(reused)
+                if id(v) in ends:
+                    continue
+            values[id(v)] = v
+            if last.get(id(v), -1) > node.place:
+                live[id(v)] = size
+    return Peak(best, where, sorted(snapshot, reverse=True)[:12], graph.moved())
+
+
+def _fresh(graph: Graph, node: Node, made: Sequence[Value], dying: Mapping[int, int]) -> int:
+    """Bytes of an instruction's results that do not lie where an operand lay that is read for the last time."""
+    if node.kind in ("cheap", "dear", "other") and node.name != "turned" and not node.inner and not node.apart:
+        pool = sorted(dying.items(), key=lambda item: item[1])
+        fresh = 0
+        for v in made:
+            match = next((k for k, n in pool if n == graph.size(v)), None)
+            if match is None:
+                fresh += graph.size(v)
+            else:
+                pool = [(k, n) for k, n in pool if k != match]
+        return fresh
+    fresh = sum(graph.size(v) for v in made)
+    if node.kind == "product" and not graph.compiler.halves:
+        fresh += sum(2 * graph.size(v) for v in node.outputs if is_half(v))
+    if node.inner or node.name.startswith("scan"):  # a loop's state changes in place
+        spare = dict(dying)
+        for v in made:
+            match = next((k for k, n in spare.items() if n == graph.size(v)), None)
+            if match is not None:
+                fresh -= spare.pop(match)
+    return fresh
+
+
+def _copied(
+    graph: Graph, steps: Sequence[Read], last: Mapping[int, int], replaced: Sequence[tuple[Value, Value]]
+) -> tuple[dict[int, int], set[int]]:
+    """Of donated arguments those that are copied, with their bytes, and all values that lie in donated arguments' places.
+
+    XLA for CPUs decides that before it orders the instructions: an argument is copied unless whatever reads it comes before
+    what writes its place in every order (a moment is read for the parameters too, and these for their norm, so both are).
+    Until the result is written, its place is then free for other arrays, of which the largest choose first.
+    """
+    above: dict[int, int] = {}  # kept node -> itself and all that it waits for, as bits
+    readers: dict[int, list[Node]] = {}
+    for i, (node, read) in enumerate(steps):
+        above[id(node)] = 1 << i
+        for key, value in read.items():
+            above[id(node)] |= above.get(id(value.node), 0)
+            readers.setdefault(key, []).append(node)
+    copies: dict[int, int] = {}
+    placed: set[int] = set()
+    places: list[tuple[int, list[tuple[float, float]]]] = []  # (bytes, when they are taken)
+    for old, result in replaced:
+        [new] = _sources(result)
+        if new.node is None:  # an argument that is handed on
+            continue
+        placed.add(id(new))
+        own = readers.get(id(old), [])
+        if any(above[id(node)] & ~above[id(new.node)] for node in own):
+            copies[id(old)] = graph.size(old)
+            own = []
+        read_until = max((node.place for node in own), default=-1)
+        places.append((graph.size(old), [(-1, read_until), (new.node.place, len(graph.nodes))]))
+    places.sort(key=lambda place: place[0])
+    others = [v for node, _ in steps for v in node.outputs if id(v) in last and id(v) not in placed]
+    for value in sorted(others, key=graph.size, reverse=True):
+        # Only arithmetic can write where an operand lay.
+        begin = value.node.place - (0 if value.node.kind in ("cheap", "dear") else 0.5)
+        end = last[id(value)]
+        for size, taken in places:
+            if size >= graph.size(value) and all(end <= since or until <= begin for since, until in taken):
+                taken.append((begin, end))
+                placed.add(id(value))
+                break
+    return copies, placed
+
+
+def _ordered(graph: Graph, ends: set[int]) -> list[Node]:
+    """The program's order, but sums, and results that are arithmetic, at once: then what they are made of can go.
+
+    A sum of such a result is computed along with it, from what the result is computed from; and results of one large array
+    (a parameter and its moments, of a gradient) are computed together, when all they need is there.
+    """
+    together: dict[int, float] = {}
+    for _ in range(2):
+        when: dict[int, float] = {}
+        early: dict[int, float] = {}
+        places = []
+        for place, node in enumerate(graph.nodes):
+            time: float = place
+            if node.kept and not node.inner:
+                read = [s for v in node.inputs for s in _sources(v)]
+                if node.kind == "reduce":
+                    time = max((early.get(id(s), when.get(id(s), -1)) for s in read), default=-1) + 0.25
+                elif node.kind in ("cheap", "dear") and all(id(v) in ends for v in node.outputs):
+                    group = id(max((s for s in read if s.node), key=graph.size, default=node))
+                    before = max((when.get(id(s), -1) for s in read), default=-1)
+                    before = together[group] = max(before, together.get(group, -1))
+                    time = before + 0.5
+                    early |= {id(v): before for v in node.outputs}
+            when |= {id(v): time for v in node.outputs}
+            places.append(time)
+    for node, time in zip(graph.nodes, places, strict=True):
+        node.place = time
+    found = sorted(graph.nodes, key=lambda node: node.place)
+    for place, node in enumerate(found):
+        node.place = place
+    return found
+
+
+# --- what becomes an array -----------------------------------------------------------------------------------------------
+
+
+def _decide(graph: Graph, ends: set[int], streamed: set[int]) -> None:
+    """Marks the nodes whose results become arrays (``kept``), from the last to the first."""
+    updates: set[int] = set()  # kept nodes: results that are arithmetic
+    sums: set[int] = set()
+    reach: dict[int, frozenset[int]] = {}  # node -> the kept nodes that its result is computed inside of
+    for node in reversed(graph.nodes):
+        at_end = any(id(v) in ends and id(v) not in streamed for v in node.outputs)
+        stream = any(id(v) in streamed for v in node.outputs)
+        inside, stored = _computed_inside(graph, node, reach)
+        stored |= at_end
+        if stream:
+            inside.add(-id(node))
+        if node.kind == "alias":  # one array under two names: stored where its source is
+            reach[id(node)] = frozenset({STORED, *inside} if stored or node.holds else inside)
+            continue
+        stored |= STORED in inside
+        inside.discard(STORED)
+        if not stored and inside & updates and inside <= updates | sums and not _narrows(node):
+            # Parameters and moments come of one fusion, and sums of what they are made of have it inside.
+            inside = {min(inside)}
+        if node.kind in ("other", "product", "reduce") or _is_running_sum(node):
+            node.kept = any(v.readers for v in node.outputs) or at_end or stream
+            if node.kind == "product" and graph.compiler.halves and not at_end:
+                node.outputs[0].inline = _becomes_another(node)
+        elif node.free:  # constants and counters are made wherever they are read, in loops too
+            node.kept = at_end
+        else:
+            node.kept = stored or len(inside) > 1 and _is_kept_for_several(graph, node)
+        if not node.kept:
+            reach[id(node)] = frozenset(inside)
+        elif node.kind == "reduce":
+            sums.add(id(node))
+        elif at_end and node.kind in ("cheap", "dear"):
+            updates.add(id(node))
+
+
+def _computed_inside(graph: Graph, node: Node, reach: Mapping[int, frozenset[int]]) -> tuple[set[int], bool]:
+    """The kept nodes that a node's result could be computed inside of, and whether some reader needs an array."""
+    inside: set[int] = set()
+    stored = False
+    for r in {id(r): r for v in node.outputs for r in v.readers}.values():
+        if not r.kept:
+            inside |= reach[id(r)]
+        elif r.kind in ("cheap", "dear", "reduce") or r.kind == "product" and graph.compiler.into_products:
+            inside.add(id(r))
+        else:
+            stored = True
+    return inside, stored
+
+
+def _is_kept_for_several(graph: Graph, node: Node) -> bool:
+    """Whether a result that several read is worth an array."""
+    name = node.name.split()[0]
+    if name == "logistic" and (graph.compiler.recomputes_logistic or node.again):
+        return False
+    if _narrows(node):
+        return True
+    return node.kind == "dear" or (name in ARITHMETIC and not graph.compiler.recomputes)
+
+
+def _narrows(node: Node) -> bool:
+    """Whether it rounds what was dear to compute: of the two the narrower is kept."""
+    wide = node.inputs[0] if node.inputs else None
+    rounds = node.name.startswith("convert_element_type") and node.costly and len(wide.readers) == 1
+    return rounds and width(node.outputs[0]) < width(wide)
+
+
+def _becomes_another(product: Node) -> bool:
+    """Whether all that becomes of a product is arithmetic whose result is an array: that is what is written."""
+    readers = product.outputs[0].readers
+    while len(readers) == 1 and readers[0].kind in ("cheap", "dear", "alias"):
+        if readers[0].kept:
+            return readers[0].name.startswith("convert_element_type")
+        readers = readers[0].outputs[0].readers
+    return False
+
+
+def _is_running_sum(node: Node) -> bool:
+    """Whether it adds to a sum of cotangents: kept, since else all that is added would have to be."""
+    return node.name.startswith("add_any ") and any(v.node and v.node.name.startswith("add_any ") for v in node.inputs)

@@ -1,0 +1,47 @@
+"""The check before a run allocates anything: whether a step fits on this machine's devices."""
+
+import logging
+
+from jaxtrain import cluster
+from jaxtrain.assembly import Assembly
+from jaxtrain.plan.compile import compiled
+from jaxtrain.plan.errors import PlanError
+from jaxtrain.plan.estimate import SLACK, Estimate, estimate
+from jaxtrain.plan.memory import held, in_bytes, least
+from jaxtrain.plan.remedies import ways
+from jaxtrain.plan.target import Target, parse_target
+
+log = logging.getLogger("jaxtrain")
+
+
+def refuse_if_too_large(assembly: Assembly) -> None:
+    """Raises PlanError when the step needs more than this machine's devices hold, with what would make it fit.
+
+    What its arguments and gradients take is exact. Otherwise the estimate only tells when the compiler is to be asked, which
+    has the last word: a step that it finds to fit is not refused. Its program stays in the cache of programs for the run.
+    """
+    target = parse_target("")
+    memory = target.memory
+    traced = assembly.trace(assembly.task.stage(assembly.config.train.steps - 1))  # of a batch of the largest bucket
+    needed = estimate(assembly, traced, target)
+    size, factor = certain(assembly, needed, target), 1.0
+    told = f"at least {in_bytes(size)}"
+    if cluster.agree(size <= memory < (1 + SLACK) * needed.peak):
+        log.info("a step may need more memory than there is: it is compiled now, to be sure")
+        try:
+            size = compiled(assembly, traced).peak
+            told, factor = f"{in_bytes(size)}, by its compiler,", size / needed.peak
+        except PlanError as error:
+            size = max(needed.peak, int(memory) + 1)
+            told = f"about {in_bytes(size)} ({error})"
+    if size > memory:
+        raise PlanError(
+            f"a step needs {told} on each device, {in_bytes(needed.arguments)} of it for state and batch, and each of "
+            f"{target.name} has {in_bytes(memory)}: {in_bytes(size - memory)} too little. "
+            f"{ways(assembly.config, target, factor)}. --plan shows it all"
+        )
+
+
+def certain(assembly: Assembly, needed: Estimate, target: Target) -> int:
+    """Bytes that are needed whatever the compiler does."""
+    return max(needed.arguments, least(held(assembly.plan, assembly.layout, tiled=target.tiled)))

@@ -1,0 +1,76 @@
+"""Single changes of a config with which a step fits."""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jaxtrain import config as config_lib
+from jaxtrain import layout as layout_lib
+from jaxtrain.plan.abstract import abstractly
+from jaxtrain.plan.estimate import estimate
+from jaxtrain.plan.memory import held, in_bytes
+from jaxtrain.plan.target import Target
+
+
+def remedies(config: config_lib.Config, target: Target, *, factor: float = 1.0) -> list[str]:
+    """Single changes of the config with which the step fits, each planned anew.
+
+    ``factor``: by which a compiler's figure for the config was larger than the estimate.
+    """
+
+    @functools.cache
+    def needed(text: str) -> float:
+        """Bytes on a device; NaN where the change does not go with the rest of the config."""
+        try:
+            assembly = abstractly(changed[text], target)
+            parts = held(assembly.plan, assembly.layout, tiled=target.tiled)
+            whole = parts["parameters"] + parts["optimizer"] + parts["average of the parameters"]
+            if factor * whole > memory:  # hopeless: seen without a trace
+                return math.inf
+            stage = assembly.task.stage(config.train.steps - 1)
+            return factor * estimate(assembly, assembly.trace(stage), target).peak
+        except (ValueError, TypeError):
+            return math.nan
+
+    changed, memory = dict(_changes(config, target)), target.memory
+    kinds: dict[str, list[str]] = {}
+    for text in changed:
+        kinds.setdefault(text.partition("=")[0], []).append(text)
+    found = []
+    for texts in kinds.values():
+        for text in texts:
+            if needed(text) <= memory:
+                found.append(f"{text} would make it {in_bytes(needed(text))}")
+                break
+            # The last changes most: where that does not fit, none of its kind does.
+            if needed(text) > memory and next(n for n in map(needed, reversed(texts)) if not math.isnan(n)) > memory:
+                break
+    return found
+
+
+def ways(config: config_lib.Config, target: Target, factor: float = 1.0) -> str:
+    found = remedies(config, target, factor=factor)
+    return f"One of these would do: {'; '.join(found)}" if found else "No single change would make it fit"
+
+
+def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, config_lib.Config]]:
+    """What could be changed, the least step of each kind first."""
+    m, t = config.mesh, config.train
+    data, fsdp, model = layout_lib.mesh_sizes((m.data, m.fsdp, m.model), target.count, target.name)
+    for n in (fsdp * k for k in range(2, data + 1) if data % k == 0):
+        text = f"--config.mesh.fsdp={n} --config.mesh.data={data * fsdp // n}"
+        yield text, replace(config, mesh=replace(m, data=data * fsdp // n, fsdp=n, model=model))
+    if getattr(config.model, "remat", "") == "none":
+        yield "--config.model.remat=full", replace(config, model=replace(config.model, remat="full"))
+    for n in (t.accumulate * 2**k for k in range(1, 11)):
+        yield f"--config.train.accumulate={n}", replace(config, train=replace(t, accumulate=n))
+    if getattr(config.model, "dtype", "") == "float32":
+        yield "--config.model.dtype=bfloat16", replace(config, model=replace(config.model, dtype="bfloat16"))
+    o = config.optim
+    for moments in ("bfloat16", "int8") if o.moments == "float32" else ("int8",) if o.moments == "bfloat16" else ():
+        yield f"--config.optim.moments={moments}", replace(config, optim=replace(o, moments=moments))
+    if not o.offload:
+        yield "--config.optim.offload=true", replace(config, optim=replace(o, offload=True))
+    if t.ema:
+        yield "--config.train.ema=0", replace(config, train=replace(t, ema=0.0))

@@ -1,0 +1,271 @@
+"""The whole plan of a run, for a person."""
+
+import importlib
+import pathlib
+import shutil
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+
+import jax
+import numpy as np
+
+from jaxtrain import config as config_lib
+from jaxtrain import feed, specs
+from jaxtrain import layout as layout_lib
+from jaxtrain import state as state_lib
+from jaxtrain.assembly import Assembly, assemble
+from jaxtrain.plan import environment, worker
+from jaxtrain.plan.abstract import abstractly
+from jaxtrain.plan.compile import ask_for_no_chips, compiled, compiler_options, is_at_hand, tpu_devices
+from jaxtrain.plan.errors import PlanError
+from jaxtrain.plan.estimate import SLACK, Estimate, estimate
+from jaxtrain.plan.graph import Moved
+from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, least, offloaded
+from jaxtrain.plan.refuse import certain
+from jaxtrain.plan.remedies import ways
+from jaxtrain.plan.target import GPUS_PER_NODE, Target, parse_target
+
+MFU = 0.4  # share of the peak that hours are projected with
+
+
+def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
+    """The whole plan for a person, and whether all of it is well."""
+    target = parse_target(text)
+    if not target.here:
+        ask_for_no_chips()
+    assembly = abstractly(config, target)
+    lines, problems = [], []
+    mesh = dict(assembly.layout.mesh.shape)
+    count = specs.count(assembly.task.specs.params)
+    lines += [f"{count:,} parameters on {target.name}, mesh {_mesh(mesh)}, {config.train.batch} rows a step"]
+    if options := compiler_options(config, target):
+        lines += [f"compiled with {', '.join(f'{name}={value}' for name, value in options.items())}"]
+    lines += [""]
+    lines += ["held by each device between steps"]
+    parts = held(assembly.plan, assembly.layout, tiled=target.tiled)
+    lines += [f"  {name:28}{in_bytes(size):>12}" for name, size in parts.items() if size]
+    lines += [f"  {'together':28}{in_bytes(sum(parts.values())):>12}   of {in_bytes(target.memory)}"]
+    if away := offloaded(assembly.plan):
+        lines += [f"  {'in host memory: optimizer':28}{in_bytes(away):>12}   on the device during the update"]
+    # Clipping by the global norm, and the guard, need all of them before the first parameter moves.
+    lines += [f"  {'with gradients':28}{in_bytes(least(parts)):>12}", ""]
+    lines += _step_lines(config, assembly, target, problems)
+
+    flops, chip = assembly.task.flops, target.chip
+    lines += ["a step computes", f"  {flops:.3e} FLOP of the model"]
+    if chip:
+        computing = flops / (target.count * chip.flops)
+        state = assembly.plan.state
+        written = state_lib.bytes_per_device(state) - state_lib.bytes_per_device(state.variables.frozen)
+        moving = (state_lib.bytes_per_device(state) + written) / chip.bandwidth
+        ideal = max(computing, moving)
+        hours = config.train.steps * ideal / MFU / 3600
+        lines += [
+            f"  {1e3 * computing:.2f} ms at the peak of {target.count} × {chip.kind}, {chip.flops / 1e12:g} TFLOP/s each",
+            f"  {1e3 * moving:.2f} ms to read the state and write it again once, at {chip.bandwidth / 1e12:g} TB/s",
+            f"  {hours:.2f} h for {config.train.steps:,} steps at {MFU:.0%} of what takes longer",
+        ]
+        if tokens := assembly.task.tokens:
+            lines += [f"  {tokens / ideal * MFU:,.0f} tokens/s at {MFU:.0%} of it, padding included"]
+    else:
+        lines += ["  no ideal time: the chip table has no such device; name one, for example --plan=gpu:h100x1"]
+    lines += [""]
+
+    lines += ["where the parameters live", *_rules(assembly), ""]
+    for name, text, well in checks(config, assembly, target):
+        lines += [f"{name:14}{text}"]
+        if not well:
+            problems.append(text)
+    lines += ["", *(f"problem: {text}" for text in problems)] if problems else ["", "nothing speaks against this run"]
+    return "\n".join(lines), not problems
+
+
+def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, problems: list[str]) -> Iterator[str]:
+    """The fullest stage's fullest moment."""
+    each = {stage: estimate(assembly, assembly.trace(stage), target) for stage in assembly.stages()}
+    stage, needed = max(each.items(), key=lambda item: item[1].peak)
+    gradients = sum(device_bytes(x, tiled=target.tiled) for x in jax.tree.leaves(assembly.plan.state.variables.params))
+    yield "a step at its fullest moment, estimated" + ("" if stage is None else f" (stage {stage})")
+    yield f"  {'state and batch that it reads':32}{in_bytes(needed.arguments):>12}"
+    yield f"  {'activations, gradients':32}{in_bytes(needed.temporaries.bytes):>12}   (gradients alone {in_bytes(gradients)})"
+    for size, what in needed.temporaries.largest[:5]:
+        yield f"      {in_bytes(size):>12}  {what}"
+    yield f"  {'together':32}{in_bytes(needed.peak):>12}   of {in_bytes(target.memory)}"
+    yield ""
+    if target.count > 1:
+        yield "a step sends between devices, estimated"
+        yield from _collective_lines(needed.temporaries.moved, target)
+        yield ""
+    over, doubtful = needed.peak - target.memory, (1 + SLACK) * needed.peak > target.memory
+    told = f"{in_bytes(over)} too much, as estimated. {ways(config, target)}" if over > 0 else ""
+    if (sure := certain(assembly, needed, target)) > target.memory:
+        why = f"state and gradients alone are {in_bytes(sure - target.memory)} more than a device has"
+        problems.append(f"it does not fit: {why}, and with activations it is {told}")
+    elif (target.here and doubtful) or not target.here and (is_at_hand(target) or environment.find(target.kind)):
+        for each_stage, answer in _compile(config, target, each).items():
+            yield from _compiled_lines(config, target, each_stage, assembly.stages()[each_stage], answer, each, problems)
+    else:
+        if not target.here:
+            yield from (f"not compiled for it: its compiler is not here; {environment.how_to_get(target.kind)} fetches it", "")
+        if needed.surely() > target.memory:
+            problems.append(f"it does not fit: {told}")
+        elif over > 0:
+            yield from (f"it may not fit: {told}", "")
+
+
+def _compile(config: config_lib.Config, target: Target, stages: Iterable[Hashable]) -> dict[Hashable, worker.Answer]:
+    """The step of each stage, by this process where it has the compiler, else by one of its own."""
+    if not is_at_hand(target):
+        jobs = [worker.Job(config, target.name, stage) for stage in stages]
+        return dict(zip(stages, worker.ask(jobs), strict=True))
+    devices = None if target.here else tpu_devices(target)
+    mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices=devices)
+    assembly, answers = assemble(config, mesh), {}
+    for stage in stages:
+        try:
+            answers[stage] = worker.Answer(compiled(assembly, assembly.trace(stage)), None)
+        except PlanError as error:
+            answers[stage] = worker.Answer(None, None, str(error), too_large=True)
+    return answers
+
+
+def _collective_lines(
+    table: Moved, target: Target, overlapping: Mapping[tuple[str, tuple[str, ...]], int] | None = None
+) -> Iterator[str]:
+    """What one device sends in a step, the most first (`hlo.summary`, or the estimate of the same form).
+
+    ``overlapping``: how many of them go on beside computation, where that is known.
+    """
+    for key, (times, sent) in sorted(table.items(), key=lambda item: -item[1][1]):
+        kind, axes = key
+        took = f", {1e3 * sent / target.chip.links:.2f} ms of the links" if target.chip else ""
+        beside = "" if overlapping is None else f", {overlapping.get(key, 0)} of them asynchronous"
+        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took}{beside}"
+
+
+def _compiled_lines(
+    config: config_lib.Config,
+    target: Target,
+    stage: Hashable,
+    start: int,
+    answer: worker.Answer,
+    estimates: Mapping[Hashable, Estimate],
+    problems: list[str],
+) -> Iterator[str]:
+    """What the compiler says, which counts where the estimate says something else."""
+    title = "compiled for it" if stage is None else f"compiled for it, stage {stage} from step {start}"
+    found, needed = answer.compiled, estimates[stage]
+    if found is None:
+        remedy = f". {ways(config, target, max(1.0, target.memory / needed.peak))}" if answer.too_large else ""
+        problems.append(f"it does not {'fit' if answer.too_large else 'compile'}: {answer.error}{remedy}")
+        yield from (f"not {title}: {answer.error}", "")
+        return
+    peak = found.peak + found.workspace
+    if (over := peak - target.memory) > 0:
+        problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, peak / needed.peak)}")
+    yield f"{title}, in {found.seconds:.0f} s"
+    yield f"  {'arguments':28}{in_bytes(found.arguments):>12}"
+    yield f"  {'while it runs':28}{in_bytes(found.temporaries):>12}"
+    if found.workspace:
+        yield f"  {'cuDNN, estimated':28}{in_bytes(found.workspace):>12}   workspace of its attention"
+    yield f"  {'together':28}{in_bytes(peak):>12}   of {in_bytes(target.memory)}"
+    if found.library_calls:
+        calls = sorted(found.library_calls.items(), key=lambda item: -item[1])
+        yield f"  calls of libraries and kernels: {', '.join(f'{n} × {name}' for name, n in calls)}"
+    if found.products:
+        most = sorted(found.products.items(), key=lambda item: -item[1])
+        yield f"  products of matrices, by operands: {', '.join(f'{flops:.2e} FLOP {types}' for types, flops in most)}"
+    if found.collectives is None:
+        yield "  what moves between devices cannot be read: this jaxlib does not know all that this libtpu writes"
+    yield from _collective_lines(found.collectives or {}, target, found.overlapping)
+    yield ""
+
+
+def _rules(assembly: Assembly) -> Iterator[str]:
+    """One line for each parameter: its axes, what the rules made of them, and what stayed whole."""
+    variables, table, layout = assembly.plan.state.variables, assembly.task.specs, assembly.layout
+    rows = []
+    for part in ("params", "frozen", "carry"):
+        leaves = jax.tree.leaves(getattr(table, part), is_leaf=specs.is_spec)
+        arrays = jax.tree.leaves(getattr(variables, part))
+        for path, spec, x in zip(specs.paths(getattr(table, part)), leaves, arrays, strict=True):
+            placed = tuple(x.sharding.spec) + (None,) * (len(spec.shape) - len(x.sharding.spec))
+            split = [
+                f"{axis}→{place if isinstance(place, str) else '+'.join(place)}"
+                for axis, place in zip(spec.axes, placed, strict=True)
+                if place
+            ]
+            wished = [
+                f"{axis} ({size}) does not divide"
+                for axis, size, place in zip(spec.axes, spec.shape, placed, strict=True)
+                if axis and not place and _splits(layout, axis)
+            ]
+            how = ", ".join(split) or "whole"
+            shape = f"{np.dtype(x.dtype).name}[{','.join(map(str, spec.shape))}]"
+            name = path if part == "params" else f"{part}: {path}"
+            rows.append((name, shape, f"{how}; {', '.join(wished)}" if wished else how))
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+    for name, shape, how in rows:
+        yield f"  {name:{widths[0]}}  {shape:{widths[1]}}  {how}"
+
+
+def _splits(layout: layout_lib.Layout, axis: str) -> bool:
+    return any(layout.mesh.shape[name] > 1 for name in layout.axis_rules[axis].rstrip("?").split(",") if name)
+
+
+def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Iterator[tuple[str, str, bool]]:
+    """(what, finding, whether it is well) of the data, the disk and the host's memory."""
+    yield _check_data(config, assembly)
+    state = assembly.plan.state
+    saved = sum(
+        x.size * np.dtype(x.dtype).itemsize
+        for x in jax.tree.leaves(state.replace(variables=state.variables._replace(frozen=())))
+    )
+    keep = config.checkpoint.keep + 1  # one more while it is written
+    keep += config.train.steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
+    keep += bool(config.checkpoint.best)
+    folder = pathlib.Path(config.workdir).absolute()
+    folder = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(folder).free
+    text = f"{keep} checkpoints of {in_bytes(saved)} need {in_bytes(keep * saved)}; {folder} has {in_bytes(free)} free"
+    yield "disk", text, keep * saved <= free
+
+    local = jax.local_device_count() if target.here else min(target.count, 4 if target.tiled else GPUS_PER_NODE)
+    copy = min(local * state_lib.bytes_per_device(state), saved)  # a save goes on from a copy on the host
+    rows = 4 * local * sum(device_bytes(x, tiled=False) for x in assembly.plan.batch.values())  # the feed's, and the loader's
+    away = local * offloaded(assembly.plan)
+    need = copy + rows + away
+    if target.here and jax.devices()[0].platform == "cpu":
+        yield "host memory", f"{in_bytes(need)} for a save and batches on their way, besides what the devices hold", True
+        return
+    own = f"{in_bytes(away)} of it for the optimizer's state, the rest " if away else ""
+    text = f"{in_bytes(need)}, {own}for a save and batches on their way, on a host of {local} devices"
+    if target.here:
+        yield "host memory", f"{text}; {in_bytes(host_memory())} are available", need <= host_memory()
+    else:
+        yield "host memory", text, True
+
+
+def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str, bool]:
+    """Reads one device's rows of a training and of a test batch."""
+    source, found = importlib.import_module(config.loader), []
+    for split in ("train", "test"):
+        began = time.perf_counter()
+        loader = source.make_loader(config.data, split=split, rows=feed.rows_of_one(assembly.plan.batch), seed=config.seed)
+        try:
+            if not loader.n_batches:
+                found.append(f"{split} has no rows")
+                continue
+            loader.seek(0)
+            next(loader)
+        except ValueError as error:
+            return "data", f"{split}: {error}", False
+        finally:
+            loader.close()
+        count = f"{loader.n_batches:,} batches, the first of them" if loader.n_batches > 1 else "1 batch,"
+        found.append(f"{split} has {count} read in {time.perf_counter() - began:.1f} s")
+    return "data", "; ".join(found), True
+
+
+def _mesh(mesh: Mapping[str, int]) -> str:
+    return " × ".join(f"{name} {size}" for name, size in mesh.items())

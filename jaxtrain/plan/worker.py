@@ -1,0 +1,95 @@
+"""Compiles steps in a process of its own, which has the compilers of an environment (`jaxtrain.plan.environment`).
+
+    answers = worker.ask([Job(config, "gpu:h100x8", stage), …])        # in the process that plans
+
+Jobs and answers are pickles in a folder of their own, written and read by this code, by the same Python.
+"""
+
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from jaxtrain import layout as layout_lib
+from jaxtrain.assembly import assemble
+from jaxtrain.config import Config
+from jaxtrain.plan import environment
+from jaxtrain.plan.compile import UNTUNED, Compiled, ask_for_no_chips, compiled, gpu_devices, tpu_devices
+from jaxtrain.plan.errors import PlanError
+from jaxtrain.plan.estimate import Estimate, estimate
+from jaxtrain.plan.target import parse_target
+
+# Not "-m": the module would be __main__ there, and its classes others than those here.
+START = "import sys; from jaxtrain.plan import worker; worker.main(*sys.argv[1:])"
+
+
+LAST = "the last step's"  # as a stage
+
+
+class Job(NamedTuple):
+    """One step to compile."""
+
+    config: Config
+    target: str  # as in --plan=
+    stage: Hashable = None  # of `Task.stage`; LAST: of the last step
+
+
+class Answer(NamedTuple):
+    """What came of a job."""
+
+    compiled: Compiled | None
+    estimate: Estimate | None  # of the same trace
+    error: str = ""  # why there is no program
+    too_large: bool = False  # the compiler found that it does not fit
+
+
+def ask(jobs: Sequence[Job]) -> list[Answer]:
+    """Compiles each job's step, one after the other in one process. All targets are of one kind, whose environment is there.
+
+    Raises PlanError where that is not so, and where the process ended before it answered.
+    """
+    [kind] = {parse_target(job.target).kind for job in jobs}
+    place = environment.find(kind)
+    if place is None:
+        raise PlanError(f"no compiler for --plan={kind}:… is here; {environment.how_to_get(kind)} fetches it, once")
+    with tempfile.TemporaryDirectory(prefix="jaxtrain-plan-") as folder:
+        asked, answered = pathlib.Path(folder, "jobs"), pathlib.Path(folder, "answers")
+        asked.write_bytes(pickle.dumps(list(jobs)))
+        # CPUs are the only devices that it may touch: with others, it would wait for, or take, an accelerator of this machine.
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": environment.path(place)}
+        command = [sys.executable, "-c", START, str(asked), str(answered)]
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode or not answered.exists():
+            last = "; ".join(done.stdout.strip().splitlines()[-3:])
+            raise PlanError(f"the process that compiles for --plan={jobs[0].target} ended with code {done.returncode}: {last}")
+        return pickle.loads(answered.read_bytes())
+
+
+def answer(job: Job) -> Answer:
+    """Traces and compiles a step here."""
+    target, needed = parse_target(job.target), None
+    try:
+        devices = tpu_devices(target) if target.kind == "tpu" else gpu_devices(target)
+        mesh = layout_lib.make_mesh(job.config.mesh.data, job.config.mesh.fsdp, job.config.mesh.model, devices=devices)
+        assembly = assemble(job.config, mesh)
+        stage = assembly.task.stage(job.config.train.steps - 1) if job.stage == LAST else job.stage
+        traced = assembly.trace(stage)
+        needed = estimate(assembly, traced, target)
+        return Answer(compiled(assembly, traced, options=UNTUNED if target.kind == "gpu" else None), needed)
+    except PlanError as error:
+        return Answer(None, needed, str(error), too_large=needed is not None)
+    except Exception as error:  # the compiler's own, or the tracer's: it ends no other job
+        lines = str(error).strip().splitlines() or [""]
+        return Answer(None, needed, f"{type(error).__name__}: {lines[0][:300]}")
+
+
+def main(jobs: str, answers: str) -> None:
+    ask_for_no_chips()
+    found = [answer(job) for job in pickle.loads(pathlib.Path(jobs).read_bytes())]
+    part = pathlib.Path(f"{answers}.part")
+    part.write_bytes(pickle.dumps(found))
+    part.rename(answers)

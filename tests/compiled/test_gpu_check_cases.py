@@ -1,0 +1,25 @@
+"""What tools/gpu_check.py runs on a card, compiled for one H100 without it: at the first size that fits by the plan.
+
+With the versions of its pack (Python 3.12, jax 0.11): run these tests by such a Python.
+"""
+
+import pytest
+
+from jaxtrain import plan
+from jaxtrain.plan import worker
+from tools.chip import cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_every_case_compiles_for_an_h100(case, tmp_path, gpu_compiler):
+    target, data = plan.parse_target("gpu:h100x1"), cases.Data(tmp_path, small=False)
+    for choice in case.choices:
+        config = case.config(data, choice, {"mesh.data": "1", "mesh.fsdp": "1"})
+        assembly = plan.abstractly(config, target)
+        traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
+        if plan.estimate(assembly, traced, target).peak <= cases.ROOM * target.memory:
+            break
+    [answer] = worker.ask([worker.Job(config, target.name, worker.LAST)])
+    assert answer.compiled, answer.error
+    assert answer.compiled.peak + answer.compiled.workspace <= target.memory

@@ -1,0 +1,11 @@
+"""Plans here estimate for GPUs: none depends on a compiler that the cache may have (tests/compiled asks those)."""
+
+import pytest
+
+from jaxtrain.plan import environment
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(request, monkeypatch):
+    if request.module.__name__ != "test_environment":
+        monkeypatch.setattr(environment, "find", lambda kind: None)

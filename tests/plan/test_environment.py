@@ -1,0 +1,85 @@
+"""The compilers' environments: what is fetched, that only a whole one counts, and what is said where none can be had."""
+
+import importlib.metadata
+import json
+import subprocess
+
+import pytest
+
+from jaxtrain import plan
+from jaxtrain.commands import plan as plan_command
+from jaxtrain.commands import train as main
+from jaxtrain.plan import environment, worker
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """A pip that writes one file into --target, and fails where ``fails`` is set."""
+    calls = []
+
+    class Pip:
+        fails = ""
+        commands = calls
+
+    def run(command, **kwargs):
+        calls.append(command)
+        target = environment.pathlib.Path(command[command.index("--target") + 1])
+        (target / "jax_plugins").mkdir(parents=True)
+        return subprocess.CompletedProcess(command, 1 if Pip.fails else 0, "", Pip.fails)
+
+    monkeypatch.setattr(environment.subprocess, "run", run)
+    return Pip
+
+
+@pytest.mark.parametrize("kind", environment.KINDS)
+def test_an_environment_is_made_once_with_the_versions_of_this_one(kind, cache, pip):
+    assert environment.find(kind) is None
+    text = plan.set_up(kind)
+    place = environment.find(kind)
+    assert place == environment.folder(kind) and place.parent.parent == cache and str(place) in text
+    jaxlib = importlib.metadata.version("jaxlib")
+    assert jaxlib in place.name
+    if kind == "gpu":
+        assert f"jax-cuda12-plugin=={jaxlib}" in pip.commands[0] and f"jax-cuda12-pjrt=={jaxlib}" in pip.commands[0]
+    else:
+        assert any(word.startswith("libtpu") for word in pip.commands[0])
+    assert json.loads((place / environment.MARK).read_text())["requirements"] == environment.requirements(kind)
+    assert "is there already" in plan.set_up(kind) and len(pip.commands) == 1
+    assert [path.name for path in place.parent.iterdir()] == [place.name], "no folder is left beside it"
+
+
+def test_a_set_up_that_fails_leaves_nothing_and_names_its_command(cache, pip, capsys):
+    pip.fails = "WARNING: retrying\nERROR: No matching distribution found for jax-cuda12-plugin\n"
+    assert main.main(["--plan-setup", "gpu"]) == 2
+    said = capsys.readouterr().err
+    assert "No matching distribution" in said and "pip install" in said and "network" in said and "jax-cuda12-plugin==" in said
+    assert environment.find("gpu") is None and not list((cache / "envs").iterdir())
+    pip.fails = ""
+    assert main.main(["--plan-setup=gpu"]) == 0 and environment.find("gpu")
+    assert plan_command.main(["--setup", "gpu"]) == 0 and "is there already" in capsys.readouterr().out
+
+
+def test_a_folder_without_the_mark_is_not_taken_for_an_environment(cache, pip):
+    """As a process that was killed, or a person, may leave it."""
+    (environment.folder("gpu") / "jax_plugins").mkdir(parents=True)
+    assert environment.find("gpu") is None
+    plan.set_up("gpu")
+    assert environment.find("gpu") and len(pip.commands) == 1
+
+
+def test_an_unknown_kind_names_those_that_are(cache, capsys):
+    assert main.main(["--plan-setup", "rocm"]) == 2
+    assert "expected one of: gpu, tpu" in capsys.readouterr().err
+    assert main.main(["--plan-setup"]) == 2
+    assert "--plan-setup is given without a value" in capsys.readouterr().err
+
+
+def test_without_an_environment_nothing_is_compiled_and_the_command_is_named(cache):
+    with pytest.raises(plan.PlanError, match="--plan-setup gpu"):
+        worker.ask([worker.Job(None, "gpu:h100x8")])

@@ -1,0 +1,102 @@
+"""Estimates against the compilers: on CPU devices, and on TPU slices that are nowhere near."""
+
+import importlib.util
+import math
+
+import jax
+import pytest
+from cases import DTYPE, LARGE, load, on
+
+from jaxtrain import plan
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the extra topology is not installed")
+
+
+def bytes_agree(config, mesh, target):
+    """The plan's with the compiler's: exactly what is passed to a step, and within 15 % what it needs in all."""
+    assembly = plan.assemble(config, mesh)
+    stage = assembly.task.stage(config.train.steps - 1)
+    options = {} if target.tiled else {"xla_backend_optimization_level": 0}  # of the machine code alone
+    traced = assembly.trace(stage)
+    found = plan.compiled(assembly, traced, options=options)
+    planned = plan.estimate(assembly, traced, target)
+    assert planned.arguments == found.arguments
+    assert found.temporaries > 3 * found.arguments or "giblet" in config.workload, "the activations are most of it"
+    assert planned.peak == pytest.approx(found.peak, rel=plan.SLACK)
+    return assembly, found
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("workload", ["bird", "trm", "language", pytest.param("giblet", marks=pytest.mark.slow)])
+def test_bytes_on_a_host_device_are_the_compilers(workload, mesh, tmp_path, monkeypatch):
+    config = load(workload, tmp_path, monkeypatch, ("model.dtype", "float32"))
+    bytes_agree(config, on(mesh, jax.devices()), plan.parse_target(""))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workload", "mesh", "change"),
+    [
+        ("trm", (1, 1, 1), DTYPE),
+        ("language", (1, 1, 1), DTYPE),
+        ("bird", (1, 1, 1), DTYPE),
+        ("language", (2, 2, 2), ("model.remat", "full")),
+        ("trm", (1, 1, 1), ("model.remat", "full")),
+    ],
+)
+def test_bytes_of_halves_and_of_recomputed_layers_on_a_host_device(workload, mesh, change, tmp_path, monkeypatch):
+    config = load(workload, tmp_path, monkeypatch, ("model.dtype", "float32"), change)
+    bytes_agree(config, on(mesh, jax.devices()), plan.parse_target(""))
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("workload", "topology", "mesh"),
+    [
+        ("bird", "v4:2x2x1", (2, 2, 1)),
+        pytest.param("bird", "v5e:2x2", (1, 1, 1), marks=pytest.mark.slow),
+        pytest.param("bird", "v6e:2x2", (1, 4, 1), marks=pytest.mark.slow),
+        pytest.param("trm", "v4:2x2x1", (1, 1, 1), marks=pytest.mark.slow),
+        pytest.param("trm", "v5e:2x2", (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("trm", "v6e:2x2", (1, 1, 1), marks=pytest.mark.slow),
+        pytest.param("bird", "v4:2x2x1*2", (2, 4, 1), marks=pytest.mark.slow),
+        pytest.param("language", "v4:2x2x1", (1, 1, 1), marks=pytest.mark.slow),
+        pytest.param("language", "v5e:2x2", (1, 4, 1), marks=pytest.mark.slow),
+        pytest.param("language, recomputed", "v6e:2x2", (1, 4, 1), marks=pytest.mark.slow),
+        pytest.param("trm, recomputed", "v4:2x2x1", (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("trm, recomputed", "v5e:2x2", (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("trm, recomputed", "v6e:2x2", (1, 1, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_on_a_tpu_are_its_compilers(workload, topology, mesh, tmp_path, monkeypatch):
+    # Large: beside its memory a chip has some 0.1 GB near its cores, where the compiler puts what it can of a small step.
+    rows = 16 if "language" in workload else 192
+    config = load(workload, tmp_path, monkeypatch, *LARGE[workload], ("train.batch", str(rows * math.prod(mesh))))
+    target = plan.parse_target(f"tpu:{topology}")
+    assembly, found = bytes_agree(config, on(mesh, plan.tpu_devices(target)), target)
+    if found.collectives is not None:  # which jaxlib can read depends on libtpu's version
+        spanned = {axis for _, axes in found.collectives for axis in axes}
+        wanted = {name for name, size in assembly.layout.mesh.shape.items() if size > 1}
+        # Slices send to each other, which is no collective.
+        assert spanned == wanted - ({"data"} if target.slices > 1 else set()), "no device works alone"
+        if workload == "bird" and "fsdp" in wanted:
+            planned = plan.estimate(assembly, assembly.trace(None), target).temporaries.moved
+            kinds = [{"all-gather"}, {"reduce-scatter"}]  # weights are gathered, their gradients scattered
+            if ("collective-permute", ("fsdp",)) in found.collectives:  # both in rings, piece by piece beside products
+                kinds = [{"all-gather", "reduce-scatter", "collective-permute"}]
+            for some in kinds:
+                sent = [
+                    sum(x for (kind, axes), (_, x) in moved.items() if kind in some and axes == ("fsdp",))
+                    for moved in (planned, found.collectives)
+                ]
+                assert sent[0] == pytest.approx(sent[1], rel=0.35)
+
+
+def test_unrolled_layers_that_a_cpu_would_not_recompute_are_counted_as_kept(tmp_path, monkeypatch):
+    """XLA for CPUs merges what a checkpoint wants computed again with what was computed, outside of loops."""
+    unrolled = (("model.dtype", "float32"), ("model.unroll", "12"), ("train.batch", "8"))
+    peaks, here = [], plan.parse_target("")
+    for remat in ("none", "full"):
+        assembly = plan.abstractly(load("language", tmp_path, monkeypatch, *unrolled, ("model.remat", remat)), here)
+        peaks.append(plan.estimate(assembly, assembly.trace(None), here).peak)
+    assert peaks[0] == peaks[1]

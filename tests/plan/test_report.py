@@ -1,0 +1,135 @@
+"""What a plan says, and what it refuses."""
+
+import importlib
+import importlib.util
+import re
+
+import jax
+import pytest
+from cases import ROOT, load, on
+
+from jaxtrain import config as config_lib
+from jaxtrain import plan, train
+
+MODULES = ("refuse", "report")  # that estimate a step (the package's names of them are functions)
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the extra topology is not installed")
+
+
+@needs_libtpu
+def test_a_topology_that_there_is_not_is_an_error():
+    with pytest.raises(plan.PlanError, match="libtpu knows no such topology"):
+        plan.tpu_devices(plan.parse_target("tpu:v4:3x5x7"))
+
+
+def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
+    """35 applications of the net, seven of them forward and backward: 3.3e13 FLOP for 768 rows, by hand."""
+    monkeypatch.chdir(ROOT)
+    few = ("data.sources", "({'n_train': 20, 'n_test': 5, 'blanks': (20, 30)},)")
+    config = config_lib.load("configs/trm_sudoku.py", [few, ("workdir", str(tmp_path))])
+    text, well = plan.report(config, "gpu:h100x8")
+    mix, channels = 3 * 97 * 512 * 512, 3 * 512 * 1536 * 97
+    flops = 768 * (2 * 2 * 35 * (mix + channels) + 3 * (2 * 81 * 512 * 11 + 2 * 512 * 2))
+    assert well, text
+    assert f"{flops:.3e} FLOP" in text
+    assert f"{1e3 * flops / (8 * 989e12):.2f} ms at the peak" in text
+    assert f"{65104 * flops / (0.4 * 8 * 989e12) / 3600:.2f} h for 65,104 steps" in text
+    # Two moments and an average of 5,029,378 parameters in float32; 153.1 MB of slots for 768 rows, on eight devices.
+    for line in ("parameters                      20.12 MB", "optimizer                       40.23 MB", "19.14 MB"):
+        assert line in text
+    assert "data          train has 1 batch, read in" in text
+    assert re.search(r"ms to read the state and write it again once, at 3.35 TB/s", text)
+
+
+def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, monkeypatch):
+    config = load(
+        "bird", tmp_path, monkeypatch, ("mesh.fsdp", "2"), ("mesh.model", "4"), ("model.heads", "4"), ("model.n_classes", "14")
+    )
+    text, _ = plan.report(config, "gpu:h100x8")
+    [options] = [line for line in text.splitlines() if line.startswith("compiled with ")]
+    assert "xla_gpu_enable_latency_hiding_scheduler=True" in options
+    rows = {line.split()[0]: " ".join(line.split()[2:]) for line in text.splitlines() if " float32[" in line}
+    assert rows["encoder/blocks/w_up"] == "embed→fsdp, mlp→model"
+    assert rows["encoder/b_patch"] == "embed→fsdp"
+    assert rows["objective/supervised/w"] == "embed→fsdp; vocab (14) does not divide"
+    assert rows["objective/supervised/b"] == "whole; vocab (14) does not divide"
+    moved = dict(re.findall(r"× (\S+ +over \S+) +([\d.]+ k?M?B) sent, [\d.]+ ms of the links", text))
+    assert {" ".join(what.split()) for what in moved} >= {
+        "all-gather over fsdp",  # parameters
+        "reduce-scatter over fsdp",  # their gradients
+        "all-reduce over model",  # activations
+    }
+
+
+def test_what_speaks_against_a_run_is_told(tmp_path, monkeypatch):
+    config = load("bird", tmp_path, monkeypatch, ("model.embed", "16384"), ("model.depth", "40"), ("checkpoint.keep", "100000"))
+    text, well = plan.report(config, "gpu:l40sx1")
+    assert not well
+    assert "problem: it does not fit: " in text and "problem: 100001 checkpoints of" in text
+
+
+def test_a_plan_makes_no_array(tmp_path, monkeypatch):
+    """A model of 1.3e11 parameters is planned on this machine."""
+    config = load("bird", tmp_path, monkeypatch, ("model.embed", "16384"), ("model.depth", "40"), ("mesh.fsdp", "32"))
+    before = len(jax.live_arrays())
+    text, _ = plan.report(config, "gpu:h200x32")
+    assert int(text.split()[0].replace(",", "")) > 1e11
+    assert len(jax.live_arrays()) == before
+
+
+TIGHT = (("model.embed", "2048"), ("model.depth", "56"), ("train.batch", "64"), ("train.ema", "0.99"))
+
+
+def test_what_does_not_fit_is_told_with_the_single_changes_that_would_make_it(tmp_path, monkeypatch):
+    target = plan.parse_target("gpu:l40sx8")
+    text, well = plan.report(load("bird", tmp_path, monkeypatch, *TIGHT), target.name)
+    told = next(line for line in text.splitlines() if line.startswith("problem: it"))
+    assert not well and "GB too much" in told
+    ways = re.findall(r"--config\.([\w.]+)=(\S+)((?: --config\S+)*) would make it ([\d.]+) GB", told)
+    assert "mesh.fsdp" in {name for name, *_ in ways}
+    for name, value, more, size in ways:  # each of them, taken, is what it says
+        changes = [(name, value), *re.findall(r"--config\.([\w.]+)=(\S+)", more)]
+        changed = plan.abstractly(load("bird", tmp_path, monkeypatch, *TIGHT, *changes), target)
+        needed = plan.estimate(changed, changed.trace(None), target)
+        assert needed.peak <= target.memory and f"{needed.peak / 1e9:.2f}" == size
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
+    config = load("bird", tmp_path, monkeypatch, *TIGHT, ("train.batch", "4096"), ("model.dtype", "float32"))
+    before = len(jax.live_arrays())
+    with pytest.raises(plan.PlanError, match="a step needs at least .* GB on each device, .* too little"):
+        train.run(config)
+    assert len(jax.live_arrays()) == before and not (tmp_path / "checkpoints").exists()
+
+
+def test_the_compiler_has_the_last_word_where_the_estimate_is_too_high(tmp_path, monkeypatch):
+    """A run is not refused, and a plan finds no problem; with an estimate that is right both would tell it all."""
+    config = load("trm", tmp_path, monkeypatch, ("model.dtype", "float32"), ("train.steps", "1"), ("optim.warmup", "0"))
+    assembly = plan.assemble(config, on((8, 1, 1), jax.devices()))
+    traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
+    right = plan.estimate(assembly, traced, plan.parse_target(""))
+    memory = 2 * right.peak
+    monkeypatch.setattr(plan.Target, "memory", memory)
+    wrong = right._replace(temporaries=right.temporaries._replace(bytes=3 * memory))
+    for module in MODULES:
+        monkeypatch.setattr(importlib.import_module(f"jaxtrain.plan.{module}"), "estimate", lambda *_: wrong)
+    monkeypatch.setattr(importlib.import_module("jaxtrain.plan.remedies"), "remedies", lambda *args, **kwargs: [])
+    plan.refuse_if_too_large(assembly)
+    text, _ = plan.report(config, "")
+    assert "compiled for it" in text and "not fit" not in text
+    monkeypatch.setattr(plan.Target, "memory", right.peak // 2)
+    with pytest.raises(plan.PlanError, match="a step needs .*by its compiler.* too little"):
+        plan.refuse_if_too_large(assembly)
+    text, well = plan.report(config, "")
+    assert not well and "problem: it does not fit: " in text
+
+
+def test_without_a_compiler_a_doubtful_estimate_is_no_problem(tmp_path, monkeypatch):
+    config = load("trm", tmp_path, monkeypatch, ("train.steps", "1"), ("optim.warmup", "0"))
+    assembly = plan.abstractly(config, target := plan.parse_target("gpu:h100x1"))
+    right = plan.estimate(assembly, assembly.trace(assembly.task.stage(config.train.steps - 1)), target)
+    monkeypatch.setattr(importlib.import_module("jaxtrain.plan.remedies"), "remedies", lambda *args, **kwargs: [])
+    for memory, verdict in ((0.8 * right.peak, "it may not fit: "), (0.4 * right.peak, "problem: it does not fit: ")):
+        monkeypatch.setattr(plan.Target, "memory", memory)
+        text, well = plan.report(config, target.name)
+        assert verdict in text and well == ("problem" not in verdict), text
+        assert "not compiled for it: its compiler is not here; python -m jaxtrain.main --plan-setup gpu fetches it" in text

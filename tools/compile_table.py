@@ -1,0 +1,161 @@
+"""The five workloads, compiled for chips that are not here, as a table: python -m tools.compile_table [--targets …]
+
+    python -m jaxtrain.main --plan-setup gpu                                            # once
+    python -m tools.compile_table                                                       # 8 H100s: data, fsdp, 2 × 2 × 2
+    python -m tools.compile_table --targets tpu:v5e:4x4 --workloads bird language --meshes fsdp
+    python -m tools.compile_table --targets gpu:b200x8 gpu:h100x8*2 --sizes small
+
+"published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth (the whole of it takes minutes
+to compile: --sizes whole); "small" is the same program with small arrays. A row has what the compiler says and, beside it, what
+the estimate of --plan says. Nothing is tuned without a card, so no time of a row is a chip's.
+"""
+
+import argparse
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxtrain import config as config_lib
+from jaxtrain import plan as plan_lib
+from jaxtrain.plan import worker
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SIZES = ("small", "published", "whole")
+MESHES = ("data", "fsdp", "mixed")  # all devices along one axis; or 2 × 2 along fsdp and model, the rest along data
+BF16 = {"model.dtype": "bfloat16"}
+_TINY = {
+    "model.embed": "256", "model.depth": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64",
+    "model.mlp": "512", "model.vocab": "1024", **BF16,
+}  # fmt: skip
+
+
+class Workload(NamedTuple):
+    source: str  # config file and its argument
+    common: Mapping[str, str]
+    small: Mapping[str, str]
+    published: Mapping[str, str] = {}
+    whole: Mapping[str, str] | None = None  # None: as published
+
+    def config(self, size: str, mesh: str, count: int, folder: pathlib.Path, more: Mapping[str, str] | None = None):
+        """Raises ConfigError."""
+        own = self.published if size == "whole" and self.whole is None else getattr(self, size)
+        settings = {**self.common, **own, **axes(mesh, count), "workdir": str(folder / "run"), **(more or {})}
+        texts = {name: text.replace("{folder}", str(folder)) for name, text in settings.items()}
+        return config_lib.load(f"{ROOT}/{self.source}", texts.items())
+
+
+WORKLOADS = {
+    "bird": Workload(
+        "configs/xcm.py:demo",
+        {},
+        {
+            "model.embed": "128", "model.depth": "2", "model.heads": "4", "model.patch": "(16, 16)", "train.batch": "64",
+            "train.accumulate": "1", **BF16,
+        },
+    ),
+    "language": Workload(
+        "configs/lm.py:qwen3-0.6b",
+        {"data.sources": "({'path': '{folder}/text.txt'},)"},
+        {**_TINY, "model.context": "256", "data.context": "256", "train.batch": "32"},
+    ),
+    "trm": Workload(
+        "configs/trm_sudoku.py",
+        {"data.sources": "({'n_train': 20, 'n_test': 5, 'blanks': (20, 30)},)"},
+        {
+            "model.embed": "128", "model.heads": "4", "model.inner_multiple": "128", "model.puzzle_embed": "128",
+            "model.cycles_high": "2", "model.cycles_low": "2", "train.batch": "64",
+        },
+    ),
+    "higgs": Workload(
+        "configs/higgs.py:blank",
+        {"train.batch": "64"},
+        {**_TINY, "train.batch": "16", "train.accumulate": "2"},
+    ),
+    "giblet": Workload(
+        "configs/giblet.py:blank",
+        {},
+        {
+            **{f"model.{name}_widths": "(64, 32)" for name in ("audio", "text", "decode_video", "decode_audio", "decode_text")},
+            "model.video_widths": "(64, 64, 32)", "model.trunk_widths": "(128, 128)", "model.bottleneck": "64",
+            "model.decoder_widths": "(128, 128, 64, 64)", "model.head_width": "128", "train.batch": "16",
+        },
+        {"model.video_widths": "(256, 2048, 1024)"},
+        whole={},
+    ),
+}  # fmt: skip
+
+
+def axes(mesh: str, count: int) -> dict[str, str]:
+    sizes = {"data": (count, 1, 1), "fsdp": (1, count, 1), "mixed": (count // 4, 2, 2)}[mesh]
+    return {f"mesh.{name}": str(n) for name, n in zip(("data", "fsdp", "model"), sizes, strict=True)}
+
+
+def write_data(folder: pathlib.Path) -> None:
+    """What configs name and no step depends on."""
+    (folder / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 200)
+
+
+def jobs(
+    target: str, names: Sequence[str], sizes: Sequence[str], meshes: Sequence[str], folder: pathlib.Path
+) -> dict[tuple[str, str, str], worker.Job]:
+    """(workload, size, mesh) -> the last stage's step."""
+    count, found = plan_lib.parse_target(target).count, {}
+    for name in names:
+        for size in sizes:
+            for mesh in meshes:
+                config = WORKLOADS[name].config(size, mesh, count, folder)
+                found[name, size, mesh] = worker.Job(config, target, worker.LAST)
+    return found
+
+
+def row(target: str, key: tuple[str, str, str], answer: worker.Answer) -> str:
+    name, size, mesh = key
+    found, needed = answer.compiled, answer.estimate
+    told = f"{needed.peak / 1e9:.2f}" if needed else ""
+    if found is None:
+        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | {told} | | | {answer.error} |"
+    calls = ", ".join(f"{n} {call}" for call, n in sorted(found.library_calls.items()))
+    sent = [
+        f"{times} {kind} over {'+'.join(over)} ({found.overlapping[kind, over]} async), {size / 1e6:,.0f} MB"
+        for (kind, over), (times, size) in sorted((found.collectives or {}).items())
+    ]
+    off = f"{100 * (needed.peak / found.peak - 1):+.0f} %"
+    figures = f"{found.peak / 1e9:.2f} | {told} | {off} | {found.seconds:.0f} s"
+    return f"| {name}, {size} | {target} | {mesh} | {figures} | {calls}; {'; '.join(sent)} |"
+
+
+HEAD = """| step | devices | mesh | compiled [GB] | estimated [GB] | | compiled in | calls, and what one device sends |
+|---|---|---|---:|---:|---:|---:|---|"""
+
+
+def rows(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
+    for target in args.targets:
+        for name in args.workloads:
+            asked = jobs(target, [name], args.sizes, args.meshes, folder)
+            for key, answer in zip(asked, worker.ask(list(asked.values())), strict=True):
+                yield row(target, key, answer)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("compile_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", default=["gpu:h100x8"], help="as in --plan=")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["published"])
+    parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES))
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="compile_table-") as folder:
+        write_data(pathlib.Path(folder))
+        try:
+            print(HEAD)
+            for line in rows(args, pathlib.Path(folder)):
+                print(line, flush=True)
+        except (plan_lib.PlanError, config_lib.ConfigError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
