@@ -28,7 +28,7 @@ class Assembly:
     layout: layout_lib.Layout
     task: Task
     tx: optax.GradientTransformationExtraArgs
-    plan: state_lib.Plan
+    abstract: state_lib.Abstract
     _traces: dict[Hashable, jax.stages.Traced] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def stages(self) -> dict[Hashable, int]:
@@ -43,17 +43,17 @@ class Assembly:
         if stage not in self._traces:
             c = self.config
             step = step_lib.make_train_step(
-                self.task, self.tx, self.layout, self.plan,
+                self.task, self.tx, self.layout, self.abstract,
                 accumulate=c.train.accumulate, ema=c.train.ema, guard=c.guard, seed=c.seed, stage=stage,
             )  # fmt: skip
-            self._traces[stage] = step.trace(self.plan.state, self.plan.batch, step_lib.abstract_stop(self.layout))
+            self._traces[stage] = step.trace(self.abstract.state, self.abstract.batch, step_lib.abstract_stop(self.layout))
         return self._traces[stage]
 
     def with_batch(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> "Assembly":
         """The same run for a batch of another bucket."""
-        if batch == self.plan.batch:
+        if batch == self.abstract.batch:
             return self
-        return dataclasses.replace(self, plan=self.plan._replace(batch=dict(batch)), _traces={})
+        return dataclasses.replace(self, abstract=self.abstract._replace(batch=dict(batch)), _traces={})
 
     def compiler_options(self) -> dict[str, Any]:
         """What its programs are compiled with, on a mesh of real devices.
@@ -94,15 +94,15 @@ def assemble(
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
     if fields is None:
         fields = importlib.import_module(config.loader).fields(config.data)
-    plan = state_lib.make_plan(
+    abstract = state_lib.make_abstract(
         task, tx, layout, fields, batch=config.train.batch, ema=config.train.ema > 0, offload=config.optim.offload
     )
-    return Assembly(config, layout, task, tx, plan)
+    return Assembly(config, layout, task, tx, abstract)
 
 
 def describe(assembly: Assembly) -> str:
     """One line: how large the run is, and on what."""
-    mesh, size = assembly.layout.mesh, state_lib.bytes_per_device(assembly.plan.state)
+    mesh, size = assembly.layout.mesh, state_lib.bytes_per_device(assembly.abstract.state)
     return (
         f"{specs.count(assembly.task.specs.params):,} parameters, {size / 1e6:.1f} MB of state per device; "
         f"mesh {dict(mesh.shape)} on {mesh.size} × {mesh.devices.flat[0].device_kind}"

@@ -25,7 +25,7 @@ def begin(assembly: Assembly, saves: Saves) -> tuple[TrainState, int]:
         followed by a silent start at step 0.
       WarmStartError: the source of config.warm_start does not fit the parameters.
     """
-    config, plan = assembly.config, assembly.plan
+    config, abstract = assembly.config, assembly.abstract
     # 1. The newest checkpoint of this workdir that can be read.
     restored = saves.newest()
     # 2. The newest one of config.resume.path that can be read.
@@ -38,18 +38,18 @@ def begin(assembly: Assembly, saves: Saves) -> tuple[TrainState, int]:
     # 4. The initial parameters.
     overlay, given = _warm_start(assembly)
     key = jax.random.key(config.seed)
-    return state_lib.init_state(assembly.task, assembly.tx, plan, key, start=overlay, given=given), 0
+    return state_lib.init_state(assembly.task, assembly.tx, abstract, key, start=overlay, given=given), 0
 
 
 def _with_frozen(assembly: Assembly, state: TrainState) -> TrainState:
     """A restored state with its frozen parameters, which no checkpoint holds, as they were at step 0."""
-    frozen = _by_path(assembly.plan.state.variables.frozen)
+    frozen = _by_path(assembly.abstract.state.variables.frozen)
     if not frozen:
         return state
     overlay, given = _warm_start(assembly)
     given = {path: x for path, x in given.items() if path in frozen}
     key = jax.random.key(assembly.config.seed)
-    made = state_lib.init_frozen(assembly.task, assembly.plan, key, start=overlay, given=given)
+    made = state_lib.init_frozen(assembly.task, assembly.abstract, key, start=overlay, given=given)
     return state.replace(variables=state.variables._replace(frozen=made))
 
 
@@ -61,7 +61,7 @@ def _warm_start(assembly: Assembly) -> tuple[Callable[[PyTree, PyTree], PyTree],
     problems = warm_start.damage(config) if cluster.is_main() else []
     if cluster.agree(len(problems)):
         raise warm_start.WarmStartError(config.source, problems or ["process 0 found it damaged"])
-    variables = assembly.plan.state.variables
+    variables = assembly.abstract.state.variables
     table = {**_by_path(variables.params), **_by_path(variables.frozen)}
     table = {path: x for path, x in table.items() if not lora.is_adapter(path)}
     source = warm_start.open_source(config)

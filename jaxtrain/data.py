@@ -34,10 +34,10 @@ class Data:
     """
 
     def __init__(self, assembly: Assembly):
-        config, plan = assembly.config, assembly.plan
+        config, abstract = assembly.config, assembly.abstract
         module = importlib.import_module(config.loader)
-        self._batch, self._steps = plan.batch, config.train.steps
-        self.rows, self.offset = feed.rows_for(plan.batch), 0
+        self._batch, self._steps = abstract.batch, config.train.steps
+        self.rows, self.offset = feed.rows_for(abstract.batch), 0
         self.train = module.make_loader(config.data, split="train", rows=self.rows, seed=config.seed)
         self.test = module.make_loader(config.data, split="test", rows=self.rows, seed=config.seed)
         self.buckets, self.test_buckets = (

@@ -82,7 +82,7 @@ class Programs:
             return compiler.compile(lowered(key), options, config.compiler)
 
         # 1. Lower, and compare: processes that run different programs would wait for each other for ever.
-        variables = assembly.plan.state.variables
+        variables = assembly.abstract.state.variables
         evaluations = [step_lib.make_eval_step(task, layout).lower(variables, batch) for batch in data.test_buckets]
         texts = {"data": json.dumps(data.fingerprints()), "evaluation": "".join(x.as_text() for x in evaluations)}
         if first < config.train.steps:

@@ -43,7 +43,7 @@ class Log:
             steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=peak, full_flops=task.full_flops
         )
         population = data.train.population
-        named = "index" in assembly.plan.batch
+        named = "index" in assembly.abstract.batch
         self._shuffle_stats = ShuffleStats(population) if population and named and cluster.is_main() else None
 
     def __enter__(self) -> "Log":

@@ -21,7 +21,7 @@ class Saves:
     """
 
     def __init__(self, assembly: Assembly, data: Data):
-        self._config, self._plan, self._data = assembly.config, assembly.plan, data
+        self._config, self._abstract, self._data = assembly.config, assembly.abstract, data
         self._checkpointer = Checkpointer(assembly.config, assembly.task)
         self.history = History()
 
@@ -40,7 +40,7 @@ class Saves:
 
         Raises CheckpointError: there are some, and none can be read, or they are of another model or other data.
         """
-        restored = self._checkpointer.restore(self._plan, self._data.fingerprints(), path)
+        restored = self._checkpointer.restore(self._abstract, self._data.fingerprints(), path)
         if restored:
             self.history = restored.history
         return restored
@@ -73,7 +73,7 @@ class Saves:
         guard = self._config.guard
         older = None
         if self.history.rewinds < guard.rewinds:
-            older = self._checkpointer.rewind(self._plan, streak.last_good)
+            older = self._checkpointer.rewind(self._abstract, streak.last_good)
         if not older:
             raise FloatingPointError(
                 f"{guard.patience} steps in a row after {streak.last_good} were skipped: their gradients were not finite, or "

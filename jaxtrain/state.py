@@ -1,4 +1,4 @@
-"""The state of a run, before it exists (`Plan`) and after (`TrainState`)."""
+"""The state of a run, before it exists (`Abstract`) and after (`TrainState`)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -30,14 +30,14 @@ class TrainState:
     norms: GuardState
 
 
-class Plan(NamedTuple):
+class Abstract(NamedTuple):
     """Shapes, dtypes and shardings of all that training holds: enough to restore, to compile and to count bytes."""
 
     state: TrainState
     batch: dict[str, jax.ShapeDtypeStruct]
 
 
-def make_plan(
+def make_abstract(
     task: Task,
     tx: optax.GradientTransformation,
     layout: Layout,
@@ -46,7 +46,7 @@ def make_plan(
     batch: int,
     ema: bool,
     offload: bool = False,
-) -> Plan:
+) -> Abstract:
     """Plans a run without making an array.
 
     Args:
@@ -72,7 +72,7 @@ def make_plan(
             jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated()),
         ),
     )
-    return Plan(state, make_batch(task, layout, fields, batch))
+    return Abstract(state, make_batch(task, layout, fields, batch))
 
 
 def make_batch(task: Task, layout: Layout, fields: Mapping[str, Any], batch: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -146,7 +146,7 @@ def to_memory(tree: PyTree, shardings: PyTree, kind: str | None = None) -> PyTre
 def init_state(
     task: Task,
     tx: optax.GradientTransformation,
-    plan: Plan,
+    abstract: Abstract,
     key: Key,
     *,
     start: Callable[[PyTree, PyTree], PyTree] = lambda params, given: params,
@@ -159,31 +159,33 @@ def init_state(
         not initialised either.
       given: arrays for ``start``; donated.
     """
-    return make_init(task, tx, plan, start=start)(key, given)
+    return make_init(task, tx, abstract, start=start)(key, given)
 
 
 def make_init(
-    task: Task, tx: optax.GradientTransformation, plan: Plan, *, start: Callable[[PyTree, PyTree], PyTree]
+    task: Task, tx: optax.GradientTransformation, abstract: Abstract, *, start: Callable[[PyTree, PyTree], PyTree]
 ) -> Callable[[Key, PyTree], TrainState]:
-    """`init_state`, jitted for a plan and not called."""
+    """`init_state`, jitted and not called."""
 
     def init(key: Key, given: PyTree) -> TrainState:
         variables = specs.materialise(task.specs, key)
         variables = variables._replace(params=start(variables.params, given), frozen=start(variables.frozen, given))
-        ema = jax.tree.map(jnp.copy, variables.params) if plan.state.ema else ()
+        ema = jax.tree.map(jnp.copy, variables.params) if abstract.state.ema else ()
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, variables, tx.init(variables.params), ema, GuardState(jnp.zeros(()), zero))
 
-    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, plan.state), donate_argnums=1)
+    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract.state), donate_argnums=1)
 
 
-def init_frozen(task: Task, plan: Plan, key: Key, *, start: Callable[[PyTree, PyTree], PyTree], given: PyTree) -> PyTree:
+def init_frozen(
+    task: Task, abstract: Abstract, key: Key, *, start: Callable[[PyTree, PyTree], PyTree], given: PyTree
+) -> PyTree:
     """The frozen part of what `init_state` makes, for a state that was restored without it."""
 
     def init(key: Key, given: PyTree) -> PyTree:
         return start(specs.materialise(Variables((), task.specs.frozen, ()), key).frozen, given)
 
-    make = jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, plan.state.variables.frozen), donate_argnums=1)
+    make = jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract.state.variables.frozen), donate_argnums=1)
     return make(key, given)
 
 

@@ -26,7 +26,7 @@ from jaxtrain.config import Guard
 from jaxtrain.guard import accept
 from jaxtrain.layout import DATA, Layout, LayoutError
 from jaxtrain.optim import global_norm
-from jaxtrain.state import HOST, Plan, TrainState, to_memory
+from jaxtrain.state import HOST, Abstract, TrainState, to_memory
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
 
 Metrics = dict[str, Mean]
@@ -36,7 +36,7 @@ def make_train_step(
     task: Task,
     tx: optax.GradientTransformation,
     layout: Layout,
-    plan: Plan,
+    abstract: Abstract,
     *,
     accumulate: int,
     ema: float,
@@ -44,13 +44,13 @@ def make_train_step(
     seed: int,
     stage: Hashable = None,
 ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
-    """Jits `train_step` for a plan: the state is donated, the new one lives where the old one did.
+    """Jits `train_step` for an abstract state and batch: the state is donated, the new one lives where the old one did.
 
     ``stage`` is one of the task's stages, where it has any.
 
     Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
     """
-    for x in plan.batch.values():
+    for x in abstract.batch.values():
         rows = x.sharding.shard_shape(x.shape)[0]
         if rows % accumulate:
             parts = x.shape[0] // rows
@@ -62,7 +62,7 @@ def make_train_step(
     if stage is not None:
         task = task._replace(loss=functools.partial(task.loss, stage=stage))
 
-    shardings = jax.tree.map(lambda x: x.sharding, plan.state)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract.state)
     offloaded = any(s.memory_kind == HOST for s in jax.tree.leaves(shardings.opt_state))
 
     def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:

@@ -48,7 +48,7 @@ class Run:
         )
         fields = {name: Field(x.shape[1:], np.dtype(x.dtype)) for name, x in batch.items()}
         assembly = assemble(config, make_mesh(*mesh, devices=devices), make_task=case.workload.make_task, fields=fields)
-        self.layout, self.task, self.tx, self.plan = assembly.layout, assembly.task, assembly.tx, assembly.plan
+        self.layout, self.task, self.tx, self.abstract = assembly.layout, assembly.task, assembly.tx, assembly.abstract
         self.step = assembly.trace(stage).lower().compile(SOON)
         cluster.barrier("compiled")  # the first collective waits for half a minute only
         self.go_on = step_lib.put_stop(self.layout, False)
@@ -57,13 +57,13 @@ class Run:
         def start(params, given):
             return self.case.begin(params) if params else params
 
-        make = state_lib.make_init(self.task, self.tx, self.plan, start=start)
+        make = state_lib.make_init(self.task, self.tx, self.abstract, start=start)
         return make.lower(jax.random.key(0), ()).compile(SOON)(jax.random.key(0), ())
 
     def put(self, batch):
         return {
             name: jax.make_array_from_callback(x.shape, x.sharding, lambda i, name=name: np.asarray(batch[name][i]))
-            for name, x in self.plan.batch.items()
+            for name, x in self.abstract.batch.items()
         }
 
     def evaluate(self, variables, batch):

@@ -190,7 +190,7 @@ def test_a_step_moves_the_adapters_alone_and_alike_on_every_mesh(mesh):
         )
         devices = layout_lib.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
         run = assemble(config, devices, make_task=language.make_task, fields=language_test.FIELDS)
-        layout, plan = run.layout, run.plan
+        layout, plan = run.layout, run.abstract
         step = run.trace(None).lower().compile({"xla_backend_optimization_level": 0})
         state = state_lib.init_state(run.task, run.tx, plan, jax.random.key(0))
         before = jax.tree.map(np.asarray, state.variables)

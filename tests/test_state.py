@@ -33,7 +33,7 @@ TX = make_optimizer(Optim(groups=(Group("^head/", freeze=True),)), TASK.specs.pa
 
 def make(sizes, *, ema=True, fields=FIELDS, **rules):
     layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), {"batch": "data", **rules})
-    return state.make_plan(TASK, TX, layout, fields, batch=16, ema=ema)
+    return state.make_abstract(TASK, TX, layout, fields, batch=16, ema=ema)
 
 
 @pytest.mark.parametrize("ema", [False, True])
@@ -94,7 +94,7 @@ def test_what_does_not_fit_the_mesh_is_named():
         make((1, 1, 4))
     with pytest.raises(LayoutError, match=r"batch\['x'\]: dimension 'batch' of size 16"):
         layout = make_layout(make_mesh(3, 1, 1, devices=jax.devices()[:3]), {})
-        state.make_plan(TASK._replace(specs=TASK.specs._replace(carry={})), TX, layout, FIELDS, batch=16, ema=False)
+        state.make_abstract(TASK._replace(specs=TASK.specs._replace(carry={})), TX, layout, FIELDS, batch=16, ema=False)
 
 
 @pytest.mark.parametrize("optim", [Optim(name="adafactor"), Optim(moments="int8"), Optim(moments="bfloat16")])
@@ -104,7 +104,7 @@ def test_small_state_is_split_as_its_parameter_is(optim, sizes):
     task = TASK._replace(specs=Variables(params=specs_))
     tx = make_optimizer(optim, specs_, steps=10)
     layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), {"batch": "data"})
-    plan = state.make_plan(task, tx, layout, FIELDS, batch=16, ema=False)
+    plan = state.make_abstract(task, tx, layout, FIELDS, batch=16, ema=False)
     real = state.init_state(task, tx, plan, jax.random.key(0))
     for planned, found in zip(jax.tree.leaves(plan.state), jax.tree.leaves(real), strict=True):
         assert (planned.shape, planned.dtype, planned.sharding) == (found.shape, found.dtype, found.sharding)
@@ -127,7 +127,7 @@ def test_an_offloaded_state_lives_in_host_memory_and_comes_over_for_the_update(s
     rows = np.random.default_rng(0).normal(size=(16, 3)).astype("f4")
     found = []
     for offload in (False, True):
-        plan = state.make_plan(task, tx, layout, FIELDS, batch=16, ema=False, offload=offload)
+        plan = state.make_abstract(task, tx, layout, FIELDS, batch=16, ema=False, offload=offload)
         run = step.make_train_step(task, tx, layout, plan, accumulate=1, ema=0.0, guard=Guard(), seed=0)
         now = state.init_state(task, tx, plan, jax.random.key(0))
         for _ in range(2):

@@ -60,7 +60,7 @@ class Run:
         make_task = (lambda *_: task) if task else None
         mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
         assembly = assemble(config, mesh, make_task=make_task, fields=fields)
-        self.layout, self.task, self.tx, self.plan = assembly.layout, assembly.task, assembly.tx, assembly.plan
+        self.layout, self.task, self.tx, self.abstract = assembly.layout, assembly.task, assembly.tx, assembly.abstract
         # Machine code that is soon there rather than fast; what XLA does to the program before is the same.
         options = {"xla_backend_optimization_level": 0}
         self.compiled = assembly.trace(None).lower().compile(compiler_options=options)
@@ -69,10 +69,10 @@ class Run:
         return self.compiled(state, batch, step_lib.put_stop(self.layout, stop))
 
     def init(self):
-        return state_lib.init_state(self.task, self.tx, self.plan, jax.random.key(0))
+        return state_lib.init_state(self.task, self.tx, self.abstract, jax.random.key(0))
 
     def put(self, batch):
-        return {name: jax.device_put(batch[name], x.sharding) for name, x in self.plan.batch.items()}
+        return {name: jax.device_put(batch[name], x.sharding) for name, x in self.abstract.batch.items()}
 
 
 def host(tree):
@@ -145,7 +145,7 @@ def test_accumulation_reduces_over_data_once(make_run, mesh):
     assert not [c.line for c in found if c.in_loop]
     # Each parameter is summed over data in one reduction of its gradient, however XLA bundles them.
     reduced = sum(math.prod(shape) for c in found if c.kind == "all-reduce" for shape in c.shapes)
-    sizes = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(run.plan.state.variables.params))
+    sizes = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(run.abstract.state.variables.params))
     assert sizes <= reduced <= 1.02 * sizes, (sizes, reduced)
 
 
@@ -225,7 +225,7 @@ def test_a_carry_is_the_same_on_every_mesh_and_in_parts(toy_alone, mesh, accumul
     states, _, state, run = run_toy(mesh, accumulate, draw=draw)
     for expected, found in zip(toy_alone[draw], states, strict=True):
         assert_close(expected, found, atol=1e-5)
-    planned = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), run.plan.state)
+    planned = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), run.abstract.state)
     assert planned == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
 
 

@@ -377,7 +377,7 @@ def test_evaluation_is_exact_on_a_ragged_last_batch(corpus):
         config = config_lib.Config(model=model, data=data, train=config_lib.Train(batch=batch))
         mesh = layout_lib.make_mesh(-1, 1, 1, devices=jax.devices()[:devices])
         assembly = assemble(config, mesh, make_task=bird.make_task, fields=spectrogram.fields(data))
-        plan = assembly.plan
+        plan = assembly.abstract
         rows = feed.rows_for(plan.batch)
         assert isinstance(rows, Rows) and len(rows.ranges) == devices
         loader = spectrogram.make_loader(data, split="test", rows=rows, seed=0)

@@ -68,10 +68,10 @@ def ours(
     run = assemble(config, mesh, make_task=make_task, fields=fields)
     step = run.trace(stage).lower().compile()
     proceed = step_lib.put_stop(run.layout, False)
-    latest = [state_lib.init_state(run.task, run.tx, run.plan, jax.random.key(0))]
+    latest = [state_lib.init_state(run.task, run.tx, run.abstract, jax.random.key(0))]
 
     def take() -> float:
-        rows = {name: jax.device_put(batch[name], x.sharding) for name, x in run.plan.batch.items()}
+        rows = {name: jax.device_put(batch[name], x.sharding) for name, x in run.abstract.batch.items()}
         latest[0], out = step(latest[0], rows, proceed)
         return float(out["loss"].total / out["loss"].weight)
 

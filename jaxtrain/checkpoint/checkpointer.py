@@ -37,8 +37,8 @@ from jaxtrain.checkpoint.history import CheckpointError, History, Scores
 from jaxtrain.schedule import is_save_due
 from jaxtrain.types import Task
 
-if TYPE_CHECKING:  # a state is rebuilt from the plan's, so that who only reads a step imports no trainer
-    from jaxtrain.state import Plan, TrainState
+if TYPE_CHECKING:  # a state is rebuilt from the abstract one, so that reading a step imports no trainer
+    from jaxtrain.state import Abstract, TrainState
 
 log = logging.getLogger("jaxtrain")
 
@@ -120,11 +120,11 @@ class Checkpointer:
         train, since = self._config.train, self._scores.progress
         return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
 
-    def restore(self, plan: "Plan", data: Mapping[str, Any], workdir: str = "") -> Restored | None:
+    def restore(self, abstract: "Abstract", data: Mapping[str, Any], workdir: str = "") -> Restored | None:
         """Reads the newest checkpoint that can be read, of this run or of another ``workdir``; None when there is none.
 
         Args:
-          plan: where every array will live; the mesh that saved it need not exist any more.
+          abstract: where every array will live; the mesh that saved it need not exist any more.
           data: the loader's state now, whose fingerprints must equal the saved ones, unless config.resume.data is "restart".
 
         Raises:
@@ -132,15 +132,15 @@ class Checkpointer:
             ``workdir`` has none.
         """
         if not workdir:
-            return self._newest(self._manager, self._path, plan, data)
+            return self._newest(self._manager, self._path, abstract, data)
         path = _folder(workdir) / "checkpoints"
         with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-            restored = self._newest(manager, path, plan, data)
+            restored = self._newest(manager, path, abstract, data)
         if not restored:
             raise CheckpointError(f"config.resume.path: {path} holds no checkpoint")
         return restored
 
-    def rewind(self, plan: "Plan", before: int) -> "tuple[TrainState, int] | None":
+    def rewind(self, abstract: "Abstract", before: int) -> "tuple[TrainState, int] | None":
         """Reads the newest state of at most ``before`` batches, with its step; None when none can be read.
 
         Only regular saves are considered, so that it is the same one however often the run was interrupted.
@@ -150,9 +150,9 @@ class Checkpointer:
         for step in cluster.agree_on(steps):
             if not cluster.agree(bool(self._damage(self._path / str(step)))):
                 saved = self._manager.restore(
-                    step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_saved(plan.state)))
+                    step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_saved(abstract.state)))
                 )["state"]
-                return _state(saved, plan), step
+                return _state(saved, abstract), step
         return None
 
     def is_finished(self) -> bool:
@@ -237,7 +237,7 @@ class Checkpointer:
             return _first_line(error)
 
     def _newest(
-        self, manager: ocp.CheckpointManager, path: epath.Path, plan: "Plan", data: Mapping[str, Any]
+        self, manager: ocp.CheckpointManager, path: epath.Path, abstract: "Abstract", data: Mapping[str, Any]
     ) -> Restored | None:
         steps = sorted(manager.all_steps(), reverse=True)
         for step in cluster.agree_on(steps):
@@ -249,7 +249,9 @@ class Checkpointer:
                 self._check_model(manager, path / str(step), step)
                 saved = manager.restore(
                     step,
-                    args=ocp.args.Composite(state=ocp.args.StandardRestore(_saved(plan.state)), data=ocp.args.JsonRestore()),
+                    args=ocp.args.Composite(
+                        state=ocp.args.StandardRestore(_saved(abstract.state)), data=ocp.args.JsonRestore()
+                    ),
                 )
             except CheckpointError:
                 raise
@@ -258,7 +260,7 @@ class Checkpointer:
                 continue
             offset = self._check_data(path / str(step), step, saved["data"], data)
             history = History(offset, saved["data"].get("rewinds", 0))
-            return Restored(_state(saved["state"], plan), step, history, path / str(step))
+            return Restored(_state(saved["state"], abstract), step, history, path / str(step))
         if steps:
             raise CheckpointError(
                 f"none of the checkpoints {steps} in {path} can be read; move that folder away to start from the "
@@ -335,10 +337,10 @@ def _read_meta(step: epath.Path) -> dict[str, Any]:
         return {}
 
 
-def _state(saved: Mapping[str, Any], plan: "Plan") -> "TrainState":
-    variables = plan.state.variables._replace(params=saved["params"], carry=saved["carry"])
-    norms = plan.state.norms._replace(**saved["norms"])
-    return plan.state.replace(
+def _state(saved: Mapping[str, Any], abstract: "Abstract") -> "TrainState":
+    variables = abstract.state.variables._replace(params=saved["params"], carry=saved["carry"])
+    norms = abstract.state.norms._replace(**saved["norms"])
+    return abstract.state.replace(
         step=saved["step"], variables=variables, opt_state=saved["opt_state"], ema=saved["ema"], norms=norms
     )
 

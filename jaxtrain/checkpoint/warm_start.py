@@ -161,7 +161,7 @@ def load(matches: Matches, params: PyTree) -> dict[str, Array]:
     """Reads the arrays: each device its own part, and no part twice on a process.
 
     Args:
-      params: abstract arrays with shardings (`jaxtrain.state.Plan`), at least those that are loaded.
+      params: abstract arrays with shardings (`jaxtrain.state.Abstract`), at least those that are loaded.
     """
     targets = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
     by_path = {}

@@ -34,8 +34,8 @@ class Estimate(NamedTuple):
 
 def estimate(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Estimate:
     """Of a traced step (`Assembly.trace`)."""
-    state = jax.tree.leaves(assembly.plan.state)
-    leaves = [*state, *jax.tree.leaves((assembly.plan.batch, step_lib.abstract_stop(assembly.layout)))]
+    state = jax.tree.leaves(assembly.abstract.state)
+    leaves = [*state, *jax.tree.leaves((assembly.abstract.batch, step_lib.abstract_stop(assembly.layout)))]
     found = peak(
         traced.jaxpr,
         [split_of(x.sharding.spec, x.ndim) for x in leaves],
@@ -48,7 +48,7 @@ def estimate(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> E
 
 def argument_bytes(assembly: Assembly, traced: jax.stages.Traced, *, tiled: bool) -> int:
     """Bytes on one device of the step's arguments: without those that it does not read, which JAX leaves out of the program."""
-    leaves = jax.tree.leaves((assembly.plan.state, assembly.plan.batch, step_lib.abstract_stop(assembly.layout)))
+    leaves = jax.tree.leaves((assembly.abstract.state, assembly.abstract.batch, step_lib.abstract_stop(assembly.layout)))
     jaxpr = traced.jaxpr.jaxpr
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     read = [x for x, is_used in zip(leaves, used, strict=True) if is_used and not memory.is_on_host(x)]

@@ -49,13 +49,13 @@ def _power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def held(plan: state_lib.Plan, layout: layout_lib.Layout, *, tiled: bool) -> dict[str, int]:
+def held(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool) -> dict[str, int]:
     """Bytes that one device holds between two steps, by what they are; what is in host memory aside (`offloaded`)."""
 
     def size(tree: PyTree) -> int:
         return sum(device_bytes(x, tiled=tiled) for x in jax.tree.leaves(tree) if not is_on_host(x))
 
-    state = plan.state
+    state = abstract.state
     return {
         "parameters": size(state.variables.params),
         "frozen": size(state.variables.frozen),
@@ -63,13 +63,13 @@ def held(plan: state_lib.Plan, layout: layout_lib.Layout, *, tiled: bool) -> dic
         "average of the parameters": size(state.ema),
         "carry": size(state.variables.carry),
         "counters": size((state.step, state.norms, step_lib.abstract_stop(layout))),
-        "batch": size(plan.batch),
+        "batch": size(abstract.batch),
     }
 
 
-def offloaded(plan: state_lib.Plan) -> int:
+def offloaded(abstract: state_lib.Abstract) -> int:
     """Bytes that host memory holds for one device between two steps."""
-    return sum(device_bytes(x, tiled=False) for x in jax.tree.leaves(plan.state) if is_on_host(x))
+    return sum(device_bytes(x, tiled=False) for x in jax.tree.leaves(abstract.state) if is_on_host(x))
 
 
 def is_on_host(x: jax.ShapeDtypeStruct) -> bool:

@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxtrain.plan import lifetimes
 from jaxtrain.plan.graph import Graph, Split, Value, axes_of, constants, is_half, joined, reshaped, split_of, title
+from jaxtrain.state import HOST
 
 Rule = Callable[[Graph, Any, list[Value]], list[Value]]  # (graph, equation, operands) -> results
 
-HOST = "pinned_host"  # memory kind
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 ALIASES = {"optimization_barrier", "copy", "copy_p", "pvary", "pcast", "stop_gradient", "reshard", "name"}
 CHEAP = {

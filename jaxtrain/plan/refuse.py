@@ -44,4 +44,4 @@ def refuse_if_too_large(assembly: Assembly) -> None:
 
 def certain(assembly: Assembly, needed: Estimate, target: Target) -> int:
     """Bytes that are needed whatever the compiler does."""
-    return max(needed.arguments, least(held(assembly.plan, assembly.layout, tiled=target.tiled)))
+    return max(needed.arguments, least(held(assembly.abstract, assembly.layout, tiled=target.tiled)))

@@ -24,7 +24,7 @@ def remedies(config: config_lib.Config, target: Target, *, factor: float = 1.0) 
         """Bytes on a device; NaN where the change does not go with the rest of the config."""
         try:
             assembly = abstractly(changed[text], target)
-            parts = held(assembly.plan, assembly.layout, tiled=target.tiled)
+            parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
             whole = parts["parameters"] + parts["optimizer"] + parts["average of the parameters"]
             if factor * whole > memory:  # hopeless: seen without a trace
                 return math.inf

@@ -42,10 +42,10 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
         lines += [f"compiled with {', '.join(f'{name}={value}' for name, value in options.items())}"]
     lines += [""]
     lines += ["held by each device between steps"]
-    parts = held(assembly.plan, assembly.layout, tiled=target.tiled)
+    parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
     lines += [f"  {name:28}{in_bytes(size):>12}" for name, size in parts.items() if size]
     lines += [f"  {'together':28}{in_bytes(sum(parts.values())):>12}   of {in_bytes(target.memory)}"]
-    if away := offloaded(assembly.plan):
+    if away := offloaded(assembly.abstract):
         lines += [f"  {'in host memory: optimizer':28}{in_bytes(away):>12}   on the device during the update"]
     # Clipping by the global norm, and the guard, need all of them before the first parameter moves.
     lines += [f"  {'with gradients':28}{in_bytes(least(parts)):>12}", ""]
@@ -55,7 +55,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     lines += ["a step computes", f"  {flops:.3e} FLOP of the model"]
     if chip:
         computing = flops / (target.count * chip.flops)
-        state = assembly.plan.state
+        state = assembly.abstract.state
         written = state_lib.bytes_per_device(state) - state_lib.bytes_per_device(state.variables.frozen)
         moving = (state_lib.bytes_per_device(state) + written) / chip.bandwidth
         ideal = max(computing, moving)
@@ -84,7 +84,7 @@ def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, p
     """The fullest stage's fullest moment."""
     each = {stage: estimate(assembly, assembly.trace(stage), target) for stage in assembly.stages()}
     stage, needed = max(each.items(), key=lambda item: item[1].peak)
-    gradients = sum(device_bytes(x, tiled=target.tiled) for x in jax.tree.leaves(assembly.plan.state.variables.params))
+    gradients = sum(device_bytes(x, tiled=target.tiled) for x in jax.tree.leaves(assembly.abstract.state.variables.params))
     yield "a step at its fullest moment, estimated" + ("" if stage is None else f" (stage {stage})")
     yield f"  {'state and batch that it reads':32}{in_bytes(needed.arguments):>12}"
     yield f"  {'activations, gradients':32}{in_bytes(needed.temporaries.bytes):>12}   (gradients alone {in_bytes(gradients)})"
@@ -183,7 +183,7 @@ def _compiled_lines(
 
 def _rules(assembly: Assembly) -> Iterator[str]:
     """One line for each parameter: its axes, what the rules made of them, and what stayed whole."""
-    variables, table, layout = assembly.plan.state.variables, assembly.task.specs, assembly.layout
+    variables, table, layout = assembly.abstract.state.variables, assembly.task.specs, assembly.layout
     rows = []
     for part in ("params", "frozen", "carry"):
         leaves = jax.tree.leaves(getattr(table, part), is_leaf=specs.is_spec)
@@ -216,7 +216,7 @@ def _splits(layout: layout_lib.Layout, axis: str) -> bool:
 def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Iterator[tuple[str, str, bool]]:
     """(what, finding, whether it is well) of the data, the disk and the host's memory."""
     yield _check_data(config, assembly)
-    state = assembly.plan.state
+    state = assembly.abstract.state
     saved = sum(
         x.size * np.dtype(x.dtype).itemsize
         for x in jax.tree.leaves(state.replace(variables=state.variables._replace(frozen=())))
@@ -232,8 +232,10 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
 
     local = jax.local_device_count() if target.here else min(target.count, 4 if target.tiled else GPUS_PER_NODE)
     copy = min(local * state_lib.bytes_per_device(state), saved)  # a save goes on from a copy on the host
-    rows = 4 * local * sum(device_bytes(x, tiled=False) for x in assembly.plan.batch.values())  # the feed's, and the loader's
-    away = local * offloaded(assembly.plan)
+    rows = (
+        4 * local * sum(device_bytes(x, tiled=False) for x in assembly.abstract.batch.values())
+    )  # the feed's, and the loader's
+    away = local * offloaded(assembly.abstract)
     need = copy + rows + away
     if target.here and jax.devices()[0].platform == "cpu":
         yield "host memory", f"{in_bytes(need)} for a save and batches on their way, besides what the devices hold", True
@@ -251,7 +253,7 @@ def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str
     source, found = importlib.import_module(config.loader), []
     for split in ("train", "test"):
         began = time.perf_counter()
-        loader = source.make_loader(config.data, split=split, rows=feed.rows_of_one(assembly.plan.batch), seed=config.seed)
+        loader = source.make_loader(config.data, split=split, rows=feed.rows_of_one(assembly.abstract.batch), seed=config.seed)
         try:
             if not loader.n_batches:
                 found.append(f"{split} has no rows")

@@ -24,7 +24,7 @@ MESHES = [(2, 2, 2), (1, 1, 1), (8, 1, 1), (1, 8, 1), (4, 1, 2), (1, 1, 2)]
 
 def plan(sizes):
     layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), {"batch": "data"})
-    return state_lib.make_plan(TASK, TX, layout, FIELDS, batch=16, ema=True)
+    return state_lib.make_abstract(TASK, TX, layout, FIELDS, batch=16, ema=True)
 
 
 def state_of(sizes, seed):

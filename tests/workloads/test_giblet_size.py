@@ -75,7 +75,7 @@ def test_state_and_gradients_fit_where(load, target, overrides, fits):
     """A necessary condition, with which the plan's report begins: what the update needs beside comes on top."""
     where = plan_lib.parse_target(target)
     assembly = plan_lib.abstractly(load(*overrides), where)
-    assert (plan_lib.least(plan_lib.held(assembly.plan, assembly.layout, tiled=False)) <= where.memory) == fits
+    assert (plan_lib.least(plan_lib.held(assembly.abstract, assembly.layout, tiled=False)) <= where.memory) == fits
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything
     mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.tpu_devices(target))
     assembly = plan_lib.assemble(load(*overrides), mesh)
     found = plan_lib.compiled(assembly, assembly.trace(None))
-    held = plan_lib.held(assembly.plan, assembly.layout, tiled=True)
+    held = plan_lib.held(assembly.abstract, assembly.layout, tiled=True)
     print(f"{found.arguments / 1e9:.2f} GB of arguments, {found.temporaries / 1e9:.2f} GB while it runs")
     assert found.peak < target.memory
     assert found.peak - found.arguments - found.temporaries < 1e6, "the whole state is donated"
@@ -157,7 +157,7 @@ def test_the_start_makes_every_part_where_it_stays(load):
     mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.tpu_devices(target))
     assembly = plan_lib.assemble(load(), mesh)
     key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=assembly.layout.replicated())
-    init = state.make_init(assembly.task, assembly.tx, assembly.plan, start=lambda params, given: params)
+    init = state.make_init(assembly.task, assembly.tx, assembly.abstract, start=lambda params, given: params)
     memory = init.lower(key, ()).compile().memory_analysis()
     print(f"{memory.output_size_in_bytes / 1e9:.2f} GB made, {memory.temp_size_in_bytes / 1e9:.2f} GB while they are")
     assert memory.temp_size_in_bytes < FIRST * 4 / 4
@@ -166,7 +166,7 @@ def test_the_start_makes_every_part_where_it_stays(load):
 def test_the_first_matrix_is_split_wherever_it_lives(load):
     """Parameter, moments and batch on 8 devices: an eighth of the rows each, and of every array as large."""
     assembly = plan_lib.abstractly(load(), plan_lib.parse_target("gpu:h100x8"))
-    large = [x for x in jax.tree.leaves(assembly.plan.state) if x.size >= FIRST]
+    large = [x for x in jax.tree.leaves(assembly.abstract.state) if x.size >= FIRST]
     assert len(large) == 3
     for x in large:
         assert x.sharding.shard_shape(x.shape) == (1_641_600 // 8, 4096)

@@ -207,14 +207,14 @@ def first_batch(assembly: plan_lib.Assembly) -> Batch:
 
 def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
     """The first ones of the largest shape."""
-    config, rows = assembly.config, feed.rows_for(assembly.plan.batch)
+    config, rows = assembly.config, feed.rows_for(assembly.abstract.batch)
     loader = importlib.import_module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
     found: list[Batch] = []
     try:
         for position in itertools.count():
             if loader.bucket_at(position) == len(loader.buckets) - 1:
                 loader.seek(position)
-                found.append(feed.put(next(loader)[1], assembly.plan.batch, rows))
+                found.append(feed.put(next(loader)[1], assembly.abstract.batch, rows))
             if len(found) == n:
                 return found
     finally:
@@ -237,7 +237,7 @@ class Steps:
         a = self.assembly
         self.program = program or compiled(chosen)
         self._go_on = step_lib.put_stop(a.layout, False)
-        self.state = state_lib.init_state(a.task, a.tx, a.plan, jax.random.key(a.config.seed))
+        self.state = state_lib.init_state(a.task, a.tx, a.abstract, jax.random.key(a.config.seed))
 
     def __call__(self, batch: Batch | None = None) -> step_lib.Metrics:
         """Starts a step; waits for nothing."""

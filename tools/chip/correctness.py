@@ -103,7 +103,7 @@ def workload(case: cases.Case, data: cases.Data, device: jax.Device, dtype: str)
     there, here = (chosen_in(case, data, d, dtype) for d in (cpu, device))
     a = there.assembly
     with jax.default_device(cpu):
-        variables = state_lib.init_state(a.task, a.tx, a.plan, jax.random.key(1)).variables
+        variables = state_lib.init_state(a.task, a.tx, a.abstract, jax.random.key(1)).variables
         batch = cases.first_batch(a)
     moved = [jax.tree.map(lambda x: jax.device_put(np.asarray(x), device), tree) for tree in (variables, dict(batch))]
     yield from compare(f"{case.model} {dtype}", gradients(there, variables, dict(batch)), gradients(here, *moved), dtype)

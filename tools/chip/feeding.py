@@ -45,14 +45,14 @@ def measure_form(
 ) -> dict[str, Any]:
     chosen = cases.put_together(case.config(data, choice, more), device, choice)
     a, batch = chosen.assembly, chosen.assembly.config.train.batch
-    rows = feed.rows_for(a.plan.batch)
+    rows = feed.rows_for(a.abstract.batch)
     with _loader(a.config, rows) as loader:
         alone = rate(loader, batch, seconds)
         spent = loader.diagnostics()["seconds"]
     steps = cases.Steps(chosen, cases.first_batch(a))
     demand = batch / steps.seconds(seconds / 2)
     with _loader(a.config, rows) as loader:
-        stream = feed.Feed(loader, a.plan.batch, rows)
+        stream = feed.Feed(loader, a.abstract.batch, rows)
         with contextlib.closing(stream):
             together, share = end_to_end(stream, steps, batch, seconds)
             overlap, copied = overlap_of(stream, steps)
