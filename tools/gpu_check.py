@@ -3,7 +3,7 @@
     python tools/gpu_check.py                                        # or python -m tools.gpu_check; within 8 minutes
     python tools/gpu_check.py --quick                                # within 2: the essence; "state" where --only names it
     python tools/gpu_check.py --only speed,profile --models language
-    python tools/gpu_check.py --readme gpu_check.json                # README's performance section from a run's numbers
+    python tools/gpu_check.py --readme gpu_check.json                # docs/accelerator.md's table from a run's numbers
 
     ceilings      products of matrices, copies in memory and from the host: what the chip itself does
     correctness   the five workloads against the CPU of the same machine, kernels against formulas, and more (tools/chip)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.readme:
         from tools.chip import report
 
-        return report.write_readme(args.readme, ROOT / "README.md")
+        return report.write_readme(args.readme, ROOT / "docs" / "accelerator.md")
     found = check(args)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     from tools.chip import report
@@ -87,7 +87,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=_names(models), default=models, help=f"workloads, of {','.join(models)}")
     parser.add_argument("--quick", action="store_true", help="within 2 minutes")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_check.json"), help="all numbers, as JSON")
-    parser.add_argument("--readme", type=pathlib.Path, help="write README's section from such a file, and measure nothing")
+    parser.add_argument(
+        "--readme", type=pathlib.Path, help="write the section of docs/accelerator.md from such a file, and measure nothing"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)  # a process of ours: KIND or KIND CASE
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)  # its scratch
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)  # sizes for a CPU

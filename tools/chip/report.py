@@ -1,4 +1,4 @@
-"""A run's numbers as one table, on the console and in README."""
+"""A run's numbers as one table, on the console and in docs/accelerator.md."""
 
 import json
 import pathlib
@@ -155,7 +155,7 @@ def title(found: Found) -> str:
 
 
 def markdown(found: Found) -> str:
-    """README's section: what a chip was measured at, and one line of what was not."""
+    """The section of docs/accelerator.md: what a chip was measured at, and one line of what was not."""
     m = found.get("machine", {})
     if m.get("platform") in (None, "cpu"):
         return "No figure of this section has been measured on a chip yet: the last run had none, but a CPU."
