@@ -82,18 +82,35 @@ def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device
 
 
 def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any]) -> jax.stages.Compiled:
-    """Compiles with ``options``. Raises ConfigError when the compiler objects to the program, and ``own`` is part of them.
+    """Compiles with ``options``, of which ``own`` are the config's and the others this module's.
 
-    What is well for a program of no size can be refused for a larger one. A program that is too large is a JaxRuntimeError
-    (RESOURCE_EXHAUSTED), as it is without options.
+    An option that suits a program of no size can break a compiler on a larger one. This module's never keep a step from being
+    compiled: where the compiler fails with them, it is asked again without, and the log says so.
+
+    Raises ConfigError when it fails with ``own`` alone. A program that is too large is a JaxRuntimeError (RESOURCE_EXHAUSTED), as
+    it is without options.
     """
+    wanted = {name: value for name, value in options.items() if name in own}
     try:
         return _compile(lowered, options)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error) or not own.keys() & options.keys():
+        if "RESOURCE_EXHAUSTED" in str(error) or not options:
             raise
-        text = f"is {dict(own)}, and with it a step does not compile: {str(error).splitlines()[0]}; leave out what is to blame"
-        raise ConfigError([("compiler", text)]) from error
+        reason = str(error).splitlines()[0]
+        if wanted == dict(options):
+            raise _refused_for(wanted, reason) from error
+    log.warning("compiled without %s, with which this compiler fails: %s", ", ".join(options.keys() - wanted.keys()), reason)
+    try:
+        return _compile(lowered, wanted)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error) or not wanted:
+            raise
+        raise _refused_for(wanted, str(error).splitlines()[0]) from error
+
+
+def _refused_for(own: Mapping[str, Any], reason: str) -> ConfigError:
+    text = f"is {dict(own)}, and with it a step does not compile: {reason}; remove the option that causes it"
+    return ConfigError([("compiler", text)])
 
 
 def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:

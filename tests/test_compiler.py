@@ -45,14 +45,29 @@ def test_an_option_of_the_table_that_a_version_does_not_know_is_left_out_and_tol
     assert "compiled without xla_gpu_of_tomorrow" in caplog.text
 
 
-@needs_libtpu
-def test_what_only_a_real_program_shows_to_be_wrong_names_the_options():
-    """Gathers inside products: v4 takes the option, and refuses a program that has both."""
+@pytest.fixture
+def gathers_for_v4():
+    """A program that gathers inside products: v4 takes the option for it, and refuses a program that has both."""
     devices = plan.tpu_devices(plan.parse_target("tpu:v4:2x2x1"))
     mesh = Mesh(np.array(devices), ("fsdp",))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     x, w = (jax.ShapeDtypeStruct((n, 1024), jnp.bfloat16, sharding=sharding) for n in (4096, 1024))
-    lowered = jax.jit(lambda x, w: jnp.tanh(x @ w) @ w, out_shardings=sharding).trace(x, w).lower()
+    return devices, jax.jit(lambda x, w: jnp.tanh(x @ w) @ w, out_shardings=sharding).trace(x, w).lower()
+
+
+@needs_libtpu
+def test_options_of_the_table_never_keep_a_step_from_being_compiled(gathers_for_v4, caplog):
+    """The options that v4 refuses for this program, when nobody asked for them: it is compiled without."""
+    _, lowered = gathers_for_v4
+    table = {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True}
+    with caplog.at_level("WARNING", "jaxtrain"):
+        assert "all-gather" in compiler.compile(lowered, table, {}).as_text()
+    assert "compiled without" in caplog.text and "not supported" in caplog.text
+
+
+@needs_libtpu
+def test_what_only_a_real_program_shows_to_be_wrong_names_the_options(gathers_for_v4):
+    devices, lowered = gathers_for_v4
     own = {"xla_enable_async_all_gather": True, "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True}
     options = compiler.options(own, "TPU v4", count=4, device=devices[0])
     with pytest.raises(config.ConfigError, match="config.compiler is .*fuse_all_gather.*does not compile: .*not supported"):
