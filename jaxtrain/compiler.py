@@ -42,12 +42,14 @@ TABLE = (
     # The same for TPUs. Newer libtpu do so unasked (0.0.51: the same program), and without it no gather of an FSDP step of the
     # bird model on v5e was fused with a product.
     Option("xla_tpu_enable_latency_hiding_scheduler", True, ("TPU",)),
-    # Gathers go on inside the products that are scheduled between their begin and their end, through several of them. Newer
-    # libtpu do so unasked on v5e; on v4, v5p and v6e they refuse a step that gathers with it, as "not supported".
+    # Gathers run inside the products that are scheduled between their begin and their end. Newer libtpu do so
+    # unasked on v5e; on v4, v5p and v6e they refuse a step that gathers with it, as "not supported".
     Option("xla_enable_async_all_gather", True, ("TPU v5 lite",)),
     Option("xla_tpu_enable_async_collective_fusion", True, ("TPU v5 lite",)),
     Option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True, ("TPU v5 lite",)),
-    Option("xla_tpu_enable_async_collective_fusion_multiple_steps", True, ("TPU v5 lite",)),
+    # But not through several of them, as libtpu does unasked: 0.0.42 then gives two of its buffers one address, and refuses the
+    # step of the recursive model on 2×4 ("overlaps with another chunk").
+    Option("xla_tpu_enable_async_collective_fusion_multiple_steps", False, ("TPU v5 lite",)),
 )
 
 
@@ -87,8 +89,8 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mappin
     An option that suits a program of no size can break a compiler on a larger one. This module's never keep a step from being
     compiled: where the compiler fails with them, it is asked again without, and the log says so.
 
-    Raises ConfigError when it fails with ``own`` alone. A program that is too large is a JaxRuntimeError (RESOURCE_EXHAUSTED), as
-    it is without options.
+    Raises ConfigError when it fails with ``own`` alone. A program that is too large is a JaxRuntimeError
+    (RESOURCE_EXHAUSTED), as it is without options.
     """
     wanted = {name: value for name, value in options.items() if name in own}
     try:

@@ -100,7 +100,8 @@ def _launch(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
 
 
 def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
-    source, overrides, _, _ = config_lib.parse_args(config_arguments)
+    given = config_lib.parse_args(config_arguments)
+    source, overrides = given.source, given.overrides
     base = config_lib.load(source, overrides)
     points = config_lib.sweeps(source, overrides) if args.sweep else [(base, overrides)]
     folder = pathlib.Path(base.workdir).absolute() / "slurm"
