@@ -84,7 +84,7 @@ class Saves:
         restored, at = older
         self.history = self.history._replace(rewinds=self.history.rewinds + 1)
         log.warning(
-            "%d steps in a row after %d were skipped: the state is that of step %d again, and batches %d to %d count as "
+            "%d steps in a row after %d were skipped: the state is again that of step %d, and batches %d to %d count as "
             "skipped (rewind %d of %d)",
             guard.patience,
             streak.last_good,
