@@ -89,7 +89,7 @@ def test_promise_14_a_process_with_another_program_is_named_before_it_is_compile
 def test_promise_14_an_ssh_into_an_allocation_is_one_process(folder, corpus):  # noqa: F811
     partial = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
     output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=1", *QUIET, **partial)
-    assert "no task of a step of SLURM job 77" in output and "one process" in output
+    assert "not a task of a step of SLURM job 77" in output and "one process" in output
     assert list(records(folder / "runs" / "tiny", "train")) == [1]
 
 

@@ -13,6 +13,9 @@ from tools import compile_table
 
 KERNELS = {"bird": "__cudnn$fmha", "higgs": "__cudnn$fmha", "language": "triton"}  # attention, not XLA's with all its weights
 WORKLOADS = list(compile_table.WORKLOADS)
+# Largest share of float32 products. Patches are embedded in float32, which is a part of a small bird; giblet is float32 itself.
+HALF = {name: {"small": 0.02, "published": 0.02} for name in ("language", "trm", "higgs")}
+HALF["bird"] = {"small": 0.08, "published": 0.02}
 # Of a published size what is estimated is close; of a small one the compiler's own odds and ends are most.
 CASES = [
     *(("gpu:h100x8", name, "small", mesh) for name in WORKLOADS for mesh in compile_table.MESHES),
@@ -53,9 +56,9 @@ def check(answer, target, name, size, mesh):
     found = answer.compiled
     assert found, answer.error
     assert found.peak + found.workspace < plan.parse_target(target).memory
-    if found.products:
+    if found.products and name in HALF:
         wide = sum(flops for types, flops in found.products.items() if "f32" in types)
-        assert wide < 0.02 * sum(found.products.values()), f"products in float32: {found.products}"
+        assert wide < HALF[name][size] * sum(found.products.values()), f"products in float32: {found.products}"
     if kernel := KERNELS.get(name) if target.startswith("gpu") else None:
         assert any(kernel in call for call in found.library_calls), found.library_calls
     spanned = {axis for _, axes in found.collectives for axis in axes}
