@@ -167,6 +167,9 @@ def gradients(
         def one(carry: PyTree, rows: Batch) -> tuple[PyTree, LossOut]:
             def total(params: PyTree) -> tuple[Array, LossOut]:
                 out = task.loss(Variables(params, frozen, carry), rows, key)
+                if not isinstance(out, LossOut):
+                    raise TypeError(f"the loss returned a {type(out).__name__}; expected a jaxtrain.types.LossOut")
+                _require_means("loss", {"loss": out.loss, **out.metrics})
                 return out.loss.total, out
 
             grads, out = jax.grad(total, has_aux=True)(params)
@@ -249,9 +252,21 @@ def make_eval_step(task: Task, layout: Layout) -> Callable[[Variables, Batch], M
     """Jits `Task.evaluate` over the global batch: sums over all rows, on every device."""
 
     def step(variables: Variables, batch: Batch) -> Metrics:
-        return task.evaluate(variables, with_rows(batch, layout))
+        metrics = task.evaluate(variables, with_rows(batch, layout))
+        _require_means("evaluation", metrics)
+        return metrics
 
     return jax.jit(step, out_shardings=layout.replicated())
+
+
+def _require_means(source: str, metrics: Metrics) -> None:
+    """Raises TypeError for a metric that is not a `Mean`, while the step is traced and a traceback still shows the workload."""
+    for name, value in metrics.items():
+        if not isinstance(value, Mean):
+            raise TypeError(
+                f"metric {name!r} of the {source} is a {type(value).__name__}; expected a jaxtrain.types.Mean, "
+                "a sum over rows and the sum of their weights (law 5 of docs/ARCHITECTURE.md)"
+            )
 
 
 def with_rows(batch: Batch, layout: Layout) -> Batch:
