@@ -74,5 +74,5 @@ def _call(f: Callable[..., Any], known: Mapping[str, Any]) -> float:
     """``f`` of those arguments that it takes."""
     parameters = inspect.signature(f).parameters.values()
     everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    found = f(**(known if everything else {p.name: known[p.name] for p in parameters if p.name in known}))
-    return float(asyncio.run(found) if inspect.iscoroutine(found) else found)
+    score = f(**(known if everything else {p.name: known[p.name] for p in parameters if p.name in known}))
+    return float(asyncio.run(score) if inspect.iscoroutine(score) else score)

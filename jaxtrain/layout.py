@@ -305,8 +305,8 @@ class Sharder(NamedTuple):
         )
         # In a loop over layers, JAX computes what depends on no layer (masks) before the loop, and would cut `f` in two; what
         # goes from one part to the other is what it cannot place. Nothing is kept of what is under a checkpoint.
-        found = jax.checkpoint(mapped, prevent_cse=False)(*args)
-        return _varying(found, nested) if nested else found
+        outputs = jax.checkpoint(mapped, prevent_cse=False)(*args)
+        return _varying(outputs, nested) if nested else outputs
 
     def _mesh(self) -> Any:
         return jax.sharding.get_abstract_mesh() if self._manual() else self.layout.mesh

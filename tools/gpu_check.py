@@ -258,8 +258,8 @@ def child(args: argparse.Namespace) -> int:
             result = feeding.measure(data, device, quick=args.quick)
         else:
             parts = set(args.only) & {"speed", "profile"}
-            found = next(one for one in cases.CASES if one.name == case)
-            result = speed.measure(found, data, device, quick=args.quick, parts=parts)
+            chosen = next(one for one in cases.CASES if one.name == case)
+            result = speed.measure(chosen, data, device, quick=args.quick, parts=parts)
     args.out.write_text(json.dumps(result))
     return 0
 

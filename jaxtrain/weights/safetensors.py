@@ -308,15 +308,15 @@ def header(entries: Sequence[Entry], framework: str) -> bytes:
 def _last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
     """split -> the last record of metrics.jsonl up to ``step``."""
     path = source.path.parent.parent / "metrics.jsonl"
-    found = {}
+    records = {}
     for line in path.read_text().splitlines() if path.exists() and step is not None else []:
         try:
             record = json.loads(line)
         except ValueError:  # cut short by a kill
             continue
         if record.get("step", math.inf) <= step:
-            found[record["split"]] = record
-    return found
+            records[record["split"]] = record
+    return records
 
 
 def _card(

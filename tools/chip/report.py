@@ -49,9 +49,9 @@ def ceilings(found: Found) -> Iterator[Row]:
     one, sheet = found["ceilings"], found["machine"]
     product, copy = one["product"]["flops_per_second"], one["copy"]["bytes_per_second"]
     sizes = ", ".join(f"{size}: {_tera(rate)}" for size, rate in one["product"]["by_size"].items())
-    beside = f"{_of(product, sheet['datasheet_flops_per_second'])}; by size {sizes}"
+    beside = f"{_percent(product, sheet['datasheet_flops_per_second'])}; by size {sizes}"
     yield Row("ceilings", f"{one['product']['dtype']} product", f"{_tera(product)} TFLOP/s", beside)
-    yield Row("ceilings", "copy in memory", f"{copy / 1e9:.0f} GB/s", _of(copy, sheet["datasheet_bytes_per_second"]))
+    yield Row("ceilings", "copy in memory", f"{copy / 1e9:.0f} GB/s", _percent(copy, sheet["datasheet_bytes_per_second"]))
     yield Row("ceilings", "copy from the host", f"{one['from_host']['bytes_per_second'] / 1e9:.1f} GB/s", "pageable memory")
 
 
@@ -209,7 +209,7 @@ def _gb(n: float) -> str:
     return f"{n / 1e9:.3g}"
 
 
-def _of(rate: float, peak: float | None) -> str:
+def _percent(rate: float, peak: float | None) -> str:
     return f"{rate / peak:.0%} of the datasheet's" if peak else "no datasheet"
 
 

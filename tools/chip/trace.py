@@ -52,17 +52,17 @@ def read(folder: str | pathlib.Path) -> list[Operation]:
         raise ValueError(f"{folder} holds no *.xplane.pb; jax.profiler.trace({str(folder)!r}) would write one")
     planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
     devices = [plane for plane in planes if re.match(r"/device:(GPU|TPU):", plane.name)]
-    found = []
+    ops = []
     for plane in devices or planes:
         lines = list(plane.lines)
         streams = [line for line in lines if line.name.startswith("Stream")]
         if devices and not streams:
             streams = [line for line in lines if line.name == "XLA Ops"]
         for line in streams if devices else lines:
-            found += _operations(line, f"{plane.name} {line.name}", everything=bool(devices))
-    if not found:
+            ops += _operations(line, f"{plane.name} {line.name}", everything=bool(devices))
+    if not ops:
         raise ValueError(f"{files[-1]} names no operation of a device; it holds {[plane.name for plane in planes]}")
-    return sorted(found, key=lambda op: op.start)
+    return sorted(ops, key=lambda op: op.start)
 
 
 def _operations(line: Any, name: str, *, everything: bool) -> Iterable[Operation]:
