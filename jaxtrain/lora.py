@@ -113,7 +113,7 @@ def sort(config: Lora, table: PyTree) -> dict[str, str]:
             which = (
                 f"{' and '.join(f'lora.{k}={patterns[k]!r}' for k in kinds)}" if kinds else "none of lora.adapt, train, freeze"
             )
-            problems.append(f"parameter {path!r} matches {which}; one and only one must say what becomes of it")
+            problems.append(f"parameter {path!r} matches {which}; exactly one of the three patterns must match it")
             continue
         kind_of[path] = kinds[0]
         if kinds[0] == "adapt" and len(spec.shape) - sides(spec)[0] < 2:
@@ -121,7 +121,7 @@ def sort(config: Lora, table: PyTree) -> dict[str, str]:
                 f"parameter {path!r} {list(spec.shape)} is no matrix: lora.adapt={config.adapt!r} must not match it"
             )
     if "adapt" not in kind_of.values():
-        problems.append(f"lora.adapt={config.adapt!r} matches no parameter; there are {', '.join(flat)}")
+        problems.append(f"lora.adapt={config.adapt!r} matches no parameter; expected one of: {', '.join(flat)}")
     if problems:
         raise LoraError("\n".join(problems))
     return kind_of

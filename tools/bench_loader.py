@@ -585,7 +585,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = {"all": list(PEERS), "none": []}.get(args.peers, args.peers.split(","))
     for value, allowed in ((codecs, CODECS), (chosen, PEERS)):
         if unknown := sorted(set(value) - set(allowed)):
-            parser.error(f"{', '.join(unknown)}: unknown; there are {', '.join(allowed)}")
+            parser.error(f"{', '.join(unknown)}: unknown; expected some of: {', '.join(allowed)}")
     if min(threads) < 1 or max(threads) > len(cores()):
         parser.error(f"--threads {args.threads}: this process may use {len(cores())} cores, and each thread is pinned to one")
     if args.rounds < 1 or args.recordings < 2 * max(threads):

@@ -6,7 +6,7 @@
     python -m tools.compile_table --targets gpu:b200x8 gpu:h100x8*2 --sizes small
 
 "published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth (the whole of it takes minutes
-to compile: --sizes whole); "small" is the same program with small arrays. A row has what the compiler says and, beside it, what
+to compile: --sizes whole); "small" is the same program with small arrays. A row has the compiler's answer and, next to it, what
 the estimate of --plan says. Nothing is tuned without a card, so no time of a row is a chip's.
 """
 
@@ -113,16 +113,16 @@ def jobs(
 def row(target: str, key: tuple[str, str, str], answer: worker.Answer) -> str:
     name, size, mesh = key
     step, needed = answer.compiled, answer.estimate
-    told = f"{needed.peak / 1e9:.2f}" if needed else ""
+    estimated = f"{needed.peak / 1e9:.2f}" if needed else ""
     if step is None:
-        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | {told} | | | {answer.error} |"
+        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | {estimated} | | | {answer.error} |"
     calls = ", ".join(f"{n} {call}" for call, n in sorted(step.library_calls.items()))
     sent = [
         f"{times} {kind} over {'+'.join(over)} ({step.overlapping[kind, over]} async), {size / 1e6:,.0f} MB"
         for (kind, over), (times, size) in sorted((step.collectives or {}).items())
     ]
     off = f"{100 * (needed.peak / step.peak - 1):+.0f} %"
-    figures = f"{step.peak / 1e9:.2f} | {told} | {off} | {step.seconds:.0f} s"
+    figures = f"{step.peak / 1e9:.2f} | {estimated} | {off} | {step.seconds:.0f} s"
     return f"| {name}, {size} | {target} | {mesh} | {figures} | {calls}; {'; '.join(sent)} |"
 
 

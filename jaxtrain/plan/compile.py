@@ -36,7 +36,7 @@ class Compiled(NamedTuple):
 
 
 def ask_for_no_chips() -> None:
-    """Tells libtpu, where it is installed, what it would ask a metadata server, and complain about where there is none.
+    """Sets what libtpu, where it is installed, would ask a metadata server for, and would complain about without one.
 
     It also refuses to be loaded by two processes. To be called before the first device is touched; a run cannot follow.
     """

@@ -222,7 +222,7 @@ def summary(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> dict[tu
 
 
 def overlapping(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> dict[tuple[str, tuple[str, ...]], int]:
-    """(kind, axes) -> those of `summary`'s executions that go on beside computation."""
+    """(kind, axes) -> those of `summary`'s executions that overlap computation."""
     table: dict = {}
     for c in exchanges:
         key = (c.kind, c.axes(mesh))

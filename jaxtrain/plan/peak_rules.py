@@ -258,7 +258,7 @@ def manual(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     axes, jaxpr = eqn.params["newly_manual_axes"], eqn.params["jaxpr"]
     local = []
     for var, value, spec in zip(jaxpr.invars, inputs, eqn.params["in_specs"], strict=True):
-        # What is split, and is wanted whole, is gathered before.
+        # An array that is split, and needed whole, is gathered first.
         kept = [set(dim) for dim in split_of(spec, len(value.shape))]
         lost = {a for dim, kept_axes in zip(value.split, kept, strict=True) for a in dim if a in axes and a not in kept_axes}
         if not value.weak and (lost := graph.several(lost)):

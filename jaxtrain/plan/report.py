@@ -29,7 +29,7 @@ MFU = 0.4  # share of the peak that hours are projected with
 
 
 def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
-    """The whole plan for a person, and whether all of it is well."""
+    """The whole plan as text, and whether it has no problem."""
     target = parse_target(text)
     if not target.here:
         ask_for_no_chips()
@@ -76,7 +76,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
         lines += [f"{name:14}{text}"]
         if not well:
             problems.append(text)
-    lines += ["", *(f"problem: {text}" for text in problems)] if problems else ["", "nothing speaks against this run"]
+    lines += ["", *(f"problem: {text}" for text in problems)] if problems else ["", "this run has no problem"]
     return "\n".join(lines), not problems
 
 
@@ -97,10 +97,10 @@ def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, p
         yield from _collective_lines(needed.temporaries.moved, target)
         yield ""
     over, doubtful = needed.peak - target.memory, (1 + SLACK) * needed.peak > target.memory
-    told = f"{in_bytes(over)} too much, as estimated. {ways(config, target)}" if over > 0 else ""
+    excess = f"{in_bytes(over)} too much, as estimated. {ways(config, target)}" if over > 0 else ""
     if (sure := certain(assembly, needed, target)) > target.memory:
         why = f"state and gradients alone are {in_bytes(sure - target.memory)} more than a device has"
-        problems.append(f"it does not fit: {why}, and with activations it is {told}")
+        problems.append(f"it does not fit: {why}, and with activations it is {excess}")
     elif (target.here and doubtful) or not target.here and (is_at_hand(target) or environment.find(target.kind)):
         for each_stage, answer in _compile(config, target, each).items():
             yield from _compiled_lines(config, target, each_stage, assembly.stages()[each_stage], answer, each, problems)
@@ -108,9 +108,9 @@ def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, p
         if not target.here:
             yield from (f"not compiled for it: its compiler is not here; {environment.how_to_get(target.kind)} fetches it", "")
         if needed.surely() > target.memory:
-            problems.append(f"it does not fit: {told}")
+            problems.append(f"it does not fit: {excess}")
         elif over > 0:
-            yield from (f"it may not fit: {told}", "")
+            yield from (f"it may not fit: {excess}", "")
 
 
 def _compile(config: config_lib.Config, target: Target, stages: Iterable[Hashable]) -> dict[Hashable, worker.Answer]:
@@ -134,13 +134,13 @@ def _collective_lines(
 ) -> Iterator[str]:
     """What one device sends in a step, the most first (`hlo.summary`, or the estimate of the same form).
 
-    ``overlapping``: how many of them go on beside computation, where that is known.
+    ``overlapping``: how many of them overlap computation, where that is known.
     """
     for key, (times, sent) in sorted(table.items(), key=lambda item: -item[1][1]):
         kind, axes = key
         took = f", {1e3 * sent / target.chip.links:.2f} ms of the links" if target.chip else ""
-        beside = "" if overlapping is None else f", {overlapping.get(key, 0)} of them asynchronous"
-        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took}{beside}"
+        overlap = "" if overlapping is None else f", {overlapping.get(key, 0)} of them asynchronous"
+        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took}{overlap}"
 
 
 def _compiled_lines(

@@ -77,7 +77,7 @@ def export(
     Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path, names that are given twice,
     an ``out`` that exists.
     """
-    source = source_lib.find(run, step, export="it is converted already")
+    source = source_lib.find(run, step, export="it is in safetensors already")
     _refuse_damage(source)
     everything = source.arrays()
     group = "ema" if ema else "params"

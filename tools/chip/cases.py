@@ -240,7 +240,7 @@ class Steps:
         self.state = state_lib.init_state(a.task, a.tx, a.abstract, jax.random.key(a.config.seed))
 
     def __call__(self, batch: Batch | None = None) -> step_lib.Metrics:
-        """Starts a step; waits for nothing."""
+        """Starts a step, and waits for no device."""
         self.state, out = self.program(self.state, self.batch if batch is None else batch, self._go_on)
         return out
 
