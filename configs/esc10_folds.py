@@ -3,7 +3,7 @@
     python -m jaxtrain.main --config=configs/esc10_folds.py:/path/to/esc10,mae,5        (objective and the fold left out)
 
 The path is a folder that Hugging Face `datasets` wrote, whose test/ is fold 5 and whose train/ has a shard for each of the
-others. A row is two views of 2.5 s of a recording; the objectives are those of jaxtrain/workloads/bird.py.
+others. A row is two views of 2.5 s of a recording; the objectives are those of jaxtrain/workloads/bird/objectives/.
 
 Reached with `python -m tools.esc10_folds PATH`: the accuracy of a linear probe of
 frozen features on each fold, which neither encoder nor probe has heard, and the margin over the same encoder before training,

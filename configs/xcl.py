@@ -18,7 +18,7 @@ BROKEN = (495640, 495763, 497541, 498645, 501254)  # recordings that no decoder 
 def get_config(path: str = "") -> ConfigDict:
     path = path or os.environ.get("JAXTRAIN_XCL", "")
     if not path:
-        raise ValueError("no data path: say --config=configs/xcl.py:/path/to/XCL, or set JAXTRAIN_XCL")
+        raise ValueError("no data path: use --config=configs/xcl.py:/path/to/XCL, or set JAXTRAIN_XCL")
     config = XCM["get_config"](path)
     config.data.exclude = BROKEN
     return config

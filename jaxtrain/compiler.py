@@ -33,7 +33,7 @@ class Option(NamedTuple):
 
 TABLE = (
     # Products of one array with several matrices stay several. Merged into one, the matrices are first written side by side, in
-    # every layer of every microbatch: with adapters beside the frozen ones, that was half of a step's bytes.
+    # every layer of every microbatch: with adapters next to the frozen ones, that was half of a step's bytes.
     # Without adapters nothing was seen to be merged.
     Option("xla_gpu_dot_merger_threshold_mb", 0, ("NVIDIA",), alone=True),
     # Collectives begin early and end late, with computation between. JAX's documentation has it off unless it is asked for;
@@ -73,7 +73,7 @@ def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device
         return table | wanted
     refused = _refused(table | wanted, device)
     if problems := [
-        (f"compiler.{name}", f"is {own[name]!r}, and the compiler for {kind} refuses it: {why}; correct it, or leave it out")
+        (f"compiler.{name}", f"is {own[name]!r}, and the compiler for {kind} refuses it: {why}; correct it, or omit it")
         for name, why in refused.items()
         if name in wanted
     ]:

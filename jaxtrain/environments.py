@@ -1,4 +1,4 @@
-"""Prompts, and functions that score what a model makes of them: something to evaluate besides the loss.
+"""Prompts, and functions that score a model's answers: an evaluation besides the loss.
 
 An environment is a module with ``load_environment(**arguments)``, which returns an object with
 
@@ -66,7 +66,7 @@ def load(module: str, arguments: Mapping[str, Any], limit: int) -> Prompts:
         raise BadEnvironment(f"{module}: {len(rows)} prompts, {n_funcs} functions and {n_weights} weights cannot be scored")
     for i, row in enumerate(rows):
         if not isinstance(row.get("prompt"), str) or not row["prompt"]:
-            raise BadEnvironment(f"{module}: row {i} has the prompt {row.get('prompt')!r}; a text of one turn is wanted")
+            raise BadEnvironment(f"{module}: row {i} has the prompt {row.get('prompt')!r}; expected a text of one turn")
     return Prompts(rows, rubric)
 
 
@@ -74,5 +74,5 @@ def _call(f: Callable[..., Any], known: Mapping[str, Any]) -> float:
     """``f`` of those arguments that it takes."""
     parameters = inspect.signature(f).parameters.values()
     everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    found = f(**(known if everything else {p.name: known[p.name] for p in parameters if p.name in known}))
-    return float(asyncio.run(found) if inspect.iscoroutine(found) else found)
+    score = f(**(known if everything else {p.name: known[p.name] for p in parameters if p.name in known}))
+    return float(asyncio.run(score) if inspect.iscoroutine(score) else score)

@@ -68,7 +68,7 @@ class Host:
         return self._signals.reason
 
     def beat(self, doing: str) -> None:
-        """Tells the watchdog that progress was made, and that ``doing`` comes next. To be called before every wait."""
+        """Reports progress to the watchdog, and that ``doing`` comes next. To be called before every wait."""
         self._watchdog.beat(doing)
 
     def starting(self, doing: str) -> None:

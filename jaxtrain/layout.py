@@ -292,7 +292,7 @@ class Sharder(NamedTuple):
         return [self.spec(x.shape, a) for x, a in zip(args, axes, strict=True)]
 
     def _map(self, f: Callable, args: Sequence[Any], ins: Sequence[Any], outs: Any, *, every: bool = False) -> Any:
-        """``every``: axes of one device too are manual, and what is alike on which devices is not tracked."""
+        """With ``every``, axes of one device are manual too, and JAX does not track along which axes arrays differ."""
         sizes = {name: size for name, size in self.layout.mesh.shape.items() if name not in self._manual()}
         # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK).
         free = {name for name, size in sizes.items() if size > 1 or every}
@@ -305,8 +305,8 @@ class Sharder(NamedTuple):
         )
         # In a loop over layers, JAX computes what depends on no layer (masks) before the loop, and would cut `f` in two; what
         # goes from one part to the other is what it cannot place. Nothing is kept of what is under a checkpoint.
-        found = jax.checkpoint(mapped, prevent_cse=False)(*args)
-        return _varying(found, nested) if nested else found
+        outputs = jax.checkpoint(mapped, prevent_cse=False)(*args)
+        return _varying(outputs, nested) if nested else outputs
 
     def _mesh(self) -> Any:
         return jax.sharding.get_abstract_mesh() if self._manual() else self.layout.mesh

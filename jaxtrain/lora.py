@@ -104,7 +104,7 @@ def sort(config: Lora, table: PyTree) -> dict[str, str]:
       LoraError: a parameter that none or several of the patterns match, one to adapt that has no two sides, a pattern but
         ``train`` that matches nothing.
     """
-    found, problems = {}, []
+    kind_of, problems = {}, []
     flat = _flat(table)
     patterns = {kind: getattr(config, kind) for kind in KINDS}
     for path, spec in flat.items():
@@ -113,18 +113,18 @@ def sort(config: Lora, table: PyTree) -> dict[str, str]:
             which = (
                 f"{' and '.join(f'lora.{k}={patterns[k]!r}' for k in kinds)}" if kinds else "none of lora.adapt, train, freeze"
             )
-            problems.append(f"parameter {path!r} matches {which}; one and only one must say what becomes of it")
+            problems.append(f"parameter {path!r} matches {which}; exactly one of the three patterns must match it")
             continue
-        found[path] = kinds[0]
+        kind_of[path] = kinds[0]
         if kinds[0] == "adapt" and len(spec.shape) - sides(spec)[0] < 2:
             problems.append(
                 f"parameter {path!r} {list(spec.shape)} is no matrix: lora.adapt={config.adapt!r} must not match it"
             )
-    if "adapt" not in found.values():
-        problems.append(f"lora.adapt={config.adapt!r} matches no parameter; there are {', '.join(flat)}")
+    if "adapt" not in kind_of.values():
+        problems.append(f"lora.adapt={config.adapt!r} matches no parameter; expected one of: {', '.join(flat)}")
     if problems:
         raise LoraError("\n".join(problems))
-    return found
+    return kind_of
 
 
 def adapt(task: Task, config: Lora) -> Task:
@@ -174,14 +174,14 @@ def adapt(task: Task, config: Lora) -> Task:
 
 def combine(config: Lora, table: PyTree, variables: Variables) -> Variables:
     """The variables that a task of this table knows, `Adapted` where a matrix is."""
-    own, fixed, specs, found = _flat(variables.params), _flat(variables.frozen), _flat(table), {}
+    own, fixed, specs, combined = _flat(variables.params), _flat(variables.frozen), _flat(table), {}
     for path, kind in sort(config, table).items():
         if kind != "adapt":
-            found[path] = own[path] if kind == "train" else fixed[path]
+            combined[path] = own[path] if kind == "train" else fixed[path]
             continue
         a, b = (own[f"{path}/{name}"] for name in (A, B))
-        found[path] = Adapted(fixed[path], a, b, config.alpha / config.rank, sides(specs[path])[1])
-    return Variables(_nested(found), (), variables.carry)
+        combined[path] = Adapted(fixed[path], a, b, config.alpha / config.rank, sides(specs[path])[1])
+    return Variables(_nested(combined), (), variables.carry)
 
 
 def _factors(spec: Spec, rank: int) -> dict[str, Spec]:

@@ -99,7 +99,7 @@ def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST not in kinds:
             raise LayoutError(
-                f"optim.offload=True needs memory of kind {HOST!r}, and {device.device_kind} has {kinds}; leave it out"
+                f"optim.offload=True needs memory of kind {HOST!r}, and {device.device_kind} has {kinds}; unset it"
             )
 
     def absent(x: Any) -> bool:

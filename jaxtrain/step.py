@@ -125,8 +125,8 @@ def train_step(
         **_norms("update_norm", moved),
         **_norms("param_norm_before", variables.params),
         **_norms("param_norm_after", params),
-        "skipped": _one((~good).astype(jnp.float32)),
-        "stopped": _one(stopped.astype(jnp.float32)),
+        "skipped": _unweighted((~good).astype(jnp.float32)),
+        "stopped": _unweighted(stopped.astype(jnp.float32)),
     }
     return TrainState(state.step + ~stopped, Variables(params, variables.frozen, carry), opt_state, average, norms), metrics
 
@@ -134,7 +134,7 @@ def train_step(
 def _norms(name: str, tree: PyTree) -> Metrics:
     """The norm of all, and of each part of the table that is a table itself: ``name_encoder``, …"""
     parts = {f"{name}_{part}": sub for part, sub in tree.items() if isinstance(sub, dict)} if isinstance(tree, dict) else {}
-    return {name: _one(global_norm(tree)), **{part: _one(global_norm(sub)) for part, sub in parts.items() if sub}}
+    return {name: _unweighted(global_norm(tree)), **{part: _unweighted(global_norm(sub)) for part, sub in parts.items() if sub}}
 
 
 def abstract_stop(layout: Layout) -> jax.ShapeDtypeStruct:
@@ -164,9 +164,12 @@ def gradients(
             params, frozen, key = jax.lax.pcast((params, frozen, key), (DATA,), to="varying")
             carry = jax.tree.map(_varying, carry)
 
-        def one(carry: PyTree, rows: Batch) -> tuple[PyTree, LossOut]:
+        def microbatch(carry: PyTree, rows: Batch) -> tuple[PyTree, LossOut]:
             def total(params: PyTree) -> tuple[Array, LossOut]:
                 out = task.loss(Variables(params, frozen, carry), rows, key)
+                if not isinstance(out, LossOut):
+                    raise TypeError(f"the loss returned a {type(out).__name__}; expected a jaxtrain.types.LossOut")
+                _require_means("loss", {"loss": out.loss, **out.metrics})
                 return out.loss.total, out
 
             grads, out = jax.grad(total, has_aux=True)(params)
@@ -175,11 +178,11 @@ def gradients(
             return jax.tree.map(lambda spec, g: layout.shard(g, *spec.axes), table, grads, is_leaf=specs.is_spec), out
 
         if accumulate == 1:
-            grads, out = one(carry, batch)
+            grads, out = microbatch(carry, batch)
             sums, carry = (grads, out.loss, out.metrics, out.touched), out.carry
         else:
             cast = (lambda tree: jax.tree.map(_varying, tree)) if grouped else (lambda tree: tree)
-            sums, carry = _accumulate(one, task.specs.carry, carry, batch, accumulate, cast)
+            sums, carry = _accumulate(microbatch, task.specs.carry, carry, batch, accumulate, cast)
         if grouped:
             sums = jax.lax.psum(sums, DATA)
             if carry is not None:
@@ -203,10 +206,10 @@ def gradients(
 
 
 def _accumulate(
-    one: Callable, carry_table: PyTree, carry: PyTree, batch: Batch, n: int, cast: Callable[[PyTree], PyTree]
+    microbatch: Callable, carry_table: PyTree, carry: PyTree, batch: Batch, n: int, cast: Callable[[PyTree], PyTree]
 ) -> tuple[tuple, PyTree]:
-    """Scans ``one`` over n microbatches. A carry with a batch axis is split like the batch; any other is handed on. None comes
-    back for one that the loss leaves alone.
+    """Scans ``microbatch`` over n microbatches. A carry with a batch axis is split like the batch; any other is handed on.
+    None comes back for a carry that the loss leaves alone.
 
     Microbatch j takes the rows r with r mod n = j: a reshape to (rows / n, n) that leaves every row on its device, where
     (n, rows / n) would move them between the shards of "fsdp".
@@ -230,7 +233,7 @@ def _accumulate(
 
     def body(state: tuple[tuple, list[Array]], xs: tuple[Batch, list[Array]]) -> tuple[tuple[tuple, list[Array]], list[Array]]:
         (sums, shared), (rows, own) = state, xs
-        grads, out = one(whole(own, shared), rows)
+        grads, out = microbatch(whole(own, shared), rows)
         if out.carry is not None:
             own, shared = part(out.carry)
         sums = jax.tree.map(jnp.add, sums, (grads, out.loss, out.metrics, out.touched))
@@ -239,7 +242,7 @@ def _accumulate(
     own, shared = part(carry)
     xs = jax.tree.map(split, (dict(batch), own))
     rows, own = jax.tree.map(lambda x: x[0], xs)
-    grads, out = jax.eval_shape(one, whole(own, shared), rows)
+    grads, out = jax.eval_shape(microbatch, whole(own, shared), rows)
     zeros = cast(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, out.loss, out.metrics, out.touched)))
     (sums, shared), own = jax.lax.scan(body, (zeros, shared), xs)
     return sums, None if out.carry is None else whole(jax.tree.map(join, own), shared)
@@ -249,9 +252,21 @@ def make_eval_step(task: Task, layout: Layout) -> Callable[[Variables, Batch], M
     """Jits `Task.evaluate` over the global batch: sums over all rows, on every device."""
 
     def step(variables: Variables, batch: Batch) -> Metrics:
-        return task.evaluate(variables, with_rows(batch, layout))
+        metrics = task.evaluate(variables, with_rows(batch, layout))
+        _require_means("evaluation", metrics)
+        return metrics
 
     return jax.jit(step, out_shardings=layout.replicated())
+
+
+def _require_means(source: str, metrics: Metrics) -> None:
+    """Raises TypeError for a metric that is not a `Mean`, while the step is traced and a traceback still shows the workload."""
+    for name, value in metrics.items():
+        if not isinstance(value, Mean):
+            raise TypeError(
+                f"metric {name!r} of the {source} is a {type(value).__name__}; expected a jaxtrain.types.Mean, "
+                "a sum over rows and the sum of their weights (law 5 of docs/ARCHITECTURE.md)"
+            )
 
 
 def with_rows(batch: Batch, layout: Layout) -> Batch:
@@ -277,5 +292,5 @@ def _varying(x: Array) -> Array:
     return jnp.where(jax.lax.pcast(jnp.ones((), bool), (DATA,), to="varying"), x, x)
 
 
-def _one(x: Array) -> Mean:
+def _unweighted(x: Array) -> Mean:
     return Mean(x, jnp.ones((), x.dtype))

@@ -156,7 +156,10 @@ class Loader(abc.ABC):
     def _batch(self, position: int) -> HostBatch:
         """This process's rows of global batch number ``position``, range by range. Called by several threads if ``threads``."""
         parts = [self._part(position, np.arange(start, stop)) for start, stop in self._rows.ranges]
-        return {name: [part[name] for part in parts] for name in self.buckets[self.bucket_at(position)]}
+        fields = self.buckets[self.bucket_at(position)]
+        if missing := sorted(name for name in fields if any(name not in part for part in parts)):
+            raise DataError(f"the loader {type(self).__qualname__} made batch {position} without its field {missing[0]!r}")
+        return {name: [part[name] for part in parts] for name in fields}
 
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
         """The rows ``row``, int64 [r], of global batch number ``position``."""

@@ -119,7 +119,7 @@ class _Here:
 
 
 def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
-    known, found = (*TEXT, *LINES, *PARQUET, *ARROW), []
+    known, every_file = (*TEXT, *LINES, *PARQUET, *ARROW), []
     for name in inputs:
         path = pathlib.Path(name).expanduser()
         if path.is_dir():
@@ -131,8 +131,8 @@ def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
         for file in inside:
             if file.suffix not in known:
                 raise TokensError(f"{file} ends in {file.suffix or 'nothing'}; expected one of: {', '.join(known)}")
-        found += inside
-    return found
+        every_file += inside
+    return every_file
 
 
 def _parts(path: pathlib.Path) -> Iterator[Part]:

@@ -105,7 +105,7 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
         (["export", "run", "--out=x", "--shard-size=big"], "'big' is not a size; expected for example 5GB"),
         (["sudoku", "out", "--kind=maze"], "--kind is maze, and a CSV holds Sudoku only; add --format=npy"),
         (["sudoku", "out", "--blanks", "9", "3"], "--blanks is (9, 3)"),
-        (["plan", "gpu:h100x8"], "file is missing; say for example --config=configs/xcm.py"),
+        (["plan", "gpu:h100x8"], "file is missing; for example --config=configs/xcm.py"),
         (["plan", "--config=configs/nothing.py"], "configs/nothing.py"),
         (["explain", "--config=configs/sums.py", "--cnofig.seed=3"], "argument '--cnofig.seed=3' is unknown"),
         (["train", "--config=configs/sums.py", "--plann"], "did you mean '--plan'?"),

@@ -80,7 +80,17 @@ def test_the_objective_of_contributing_is_one(tmp_path):
     assert "weight" in python(tmp_path, "-c", code)
 
 
+def test_the_command_of_contributing_prints_the_newest_records(tmp_path):
+    name = "jaxtrain/commands/show_metrics.py"
+    for part in ("jaxtrain", "loaders"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / name).write_text(examples()[name])
+    (tmp_path / "metrics.jsonl").write_text("1\n2\n3\n")
+    code = "import sys; from jaxtrain.commands import show_metrics; sys.exit(show_metrics.main(sys.argv[1:]))"
+    assert python(tmp_path, "-c", code, ".", "--last", "2").split() == ["2", "3"]
+
+
 def test_examples_parse():
-    assert len(examples()) == 4
+    assert len(examples()) == 5
     for text in examples().values():
         ast.parse(text)

@@ -283,6 +283,23 @@ def test_advance_sees_the_new_parameters_and_the_step(toy_alone):
         assert state.variables.carry["count"] == sum(range(1, i + 2))
 
 
+PLAIN = {
+    "a metric": lambda out: out._replace(metrics={"rows": jnp.float32(1)}),
+    "the loss": lambda out: out._replace(loss=out.loss.total),
+    "all": lambda out: out.loss,
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "text"), [("a metric", "'rows' of the loss"), ("the loss", "'loss' of the loss"), ("all", "returned a Mean")]
+)
+def test_a_loss_that_returns_other_types_is_reported(part, text):
+    task = toy_task()
+    wrong = task._replace(loss=lambda *given: PLAIN[part](task.loss(*given)))
+    with pytest.raises(TypeError, match=text):
+        Run("alone", 1, task=wrong, fields=TOY_FIELDS, ema=0.0)
+
+
 @pytest.mark.parametrize(("mesh", "accumulate"), [("alone", 1), ("alone", 4), ("data", 1), ("mixed", 4)])
 def test_a_metric_without_rows_counts_once_for_each_part(mesh, accumulate):
     _, metrics, _, _ = run_toy(mesh, accumulate)

@@ -39,17 +39,17 @@ def measured(model: embed.Model, data: embed.spectrogram.Config, *, batch: int) 
         stream = setup.feed()
         return [jax.block_until_ready(arrays) for _, arrays in stream][-1]
 
-    found, last = {}, {}
-    found["loader"] = rate(lambda: last.update(load()))
+    rates, last = {}, {}
+    rates["loader"] = rate(lambda: last.update(load()))
     times = -(-setup.n // setup.batch)
     jax.block_until_ready(setup.run(setup.weights, last))
-    found["encoder"] = rate(lambda: jax.block_until_ready([setup.run(setup.weights, last) for _ in range(times)]))
+    rates["encoder"] = rate(lambda: jax.block_until_ready([setup.run(setup.weights, last) for _ in range(times)]))
     setup.loader.close()
     with tempfile.TemporaryDirectory() as folder:
-        found["embed"] = embed.embed(model, data, folder, batch=batch)["samples_per_second"]
-    found["slower"] = min(found["loader"], found["encoder"])
-    found["turns"] = 1 / (1 / found["loader"] + 1 / found["encoder"])
-    return found
+        rates["embed"] = embed.embed(model, data, folder, batch=batch)["samples_per_second"]
+    rates["slower"] = min(rates["loader"], rates["encoder"])
+    rates["turns"] = 1 / (1 / rates["loader"] + 1 / rates["encoder"])
+    return rates
 
 
 def main(argv: Sequence[str] | None = None) -> int:

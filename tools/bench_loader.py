@@ -132,13 +132,13 @@ def recordings(shard: pathlib.Path) -> list[memoryview]:
 def samples(shard: pathlib.Path, epoch: int) -> list[Sample]:
     """The crops of an epoch, in order: what `loaders.spectrogram` makes with seed SEED."""
     data = recordings(shard)
-    found = []
+    drawn = []
     for row in order.permutation(SEED, epoch, len(data), np.arange(len(data))):
         info = soundfile.info(io.BytesIO(data[row]))
         surplus = info.frames - -(-CLIP * info.samplerate // RATE)
         start = order.crop_start(SEED, epoch, int(row), surplus + 1) if surplus >= 0 else 0
-        found.append(Sample(int(row), data[row], start, info.samplerate))
-    return found
+        drawn.append(Sample(int(row), data[row], start, info.samplerate))
+    return drawn
 
 
 # ----------------------------------------------------------------------------------------------------------------- peers
@@ -585,7 +585,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = {"all": list(PEERS), "none": []}.get(args.peers, args.peers.split(","))
     for value, allowed in ((codecs, CODECS), (chosen, PEERS)):
         if unknown := sorted(set(value) - set(allowed)):
-            parser.error(f"{', '.join(unknown)}: unknown; there are {', '.join(allowed)}")
+            parser.error(f"{', '.join(unknown)}: unknown; expected some of: {', '.join(allowed)}")
     if min(threads) < 1 or max(threads) > len(cores()):
         parser.error(f"--threads {args.threads}: this process may use {len(cores())} cores, and each thread is pinned to one")
     if args.rounds < 1 or args.recordings < 2 * max(threads):

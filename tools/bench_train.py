@@ -265,8 +265,8 @@ def higgs_batch(c: audio_language.Config, batch: int, text: int, times: int) -> 
         ))  # fmt: skip
     sizes = [chatml.targets(x) for x in rows]
     shape = (text, times + 1 + c.codebooks, 1, len(sizes[0].audio))
-    found = [chatml.row(x, shape, 0) for x in rows]
-    stacked = {name: np.stack([row[name] for row in found]) for name in found[0]}
+    samples = [chatml.row(x, shape, 0) for x in rows]
+    stacked = {name: np.stack([row[name] for row in samples]) for name in samples[0]}
     scale = chatml.label_scale(0, (stacked["audio_target"] >= 0).sum((0, 1)), batch)
     return stacked | {"label_scale": np.tile(scale, (batch, 1)), "index": np.arange(batch, dtype="i4")}
 

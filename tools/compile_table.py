@@ -6,7 +6,7 @@
     python -m tools.compile_table --targets gpu:b200x8 gpu:h100x8*2 --sizes small
 
 "published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth (the whole of it takes minutes
-to compile: --sizes whole); "small" is the same program with small arrays. A row has what the compiler says and, beside it, what
+to compile: --sizes whole); "small" is the same program with small arrays. A row has the compiler's answer and, next to it, what
 the estimate of --plan says. Nothing is tuned without a card, so no time of a row is a chip's.
 """
 
@@ -101,28 +101,28 @@ def jobs(
     target: str, names: Sequence[str], sizes: Sequence[str], meshes: Sequence[str], folder: pathlib.Path
 ) -> dict[tuple[str, str, str], worker.Job]:
     """(workload, size, mesh) -> the last stage's step."""
-    count, found = plan_lib.parse_target(target).count, {}
+    count, jobs_of = plan_lib.parse_target(target).count, {}
     for name in names:
         for size in sizes:
             for mesh in meshes:
                 config = WORKLOADS[name].config(size, mesh, count, folder)
-                found[name, size, mesh] = worker.Job(config, target, worker.LAST)
-    return found
+                jobs_of[name, size, mesh] = worker.Job(config, target, worker.LAST)
+    return jobs_of
 
 
 def row(target: str, key: tuple[str, str, str], answer: worker.Answer) -> str:
     name, size, mesh = key
-    found, needed = answer.compiled, answer.estimate
-    told = f"{needed.peak / 1e9:.2f}" if needed else ""
-    if found is None:
-        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | {told} | | | {answer.error} |"
-    calls = ", ".join(f"{n} {call}" for call, n in sorted(found.library_calls.items()))
+    step, needed = answer.compiled, answer.estimate
+    estimated = f"{needed.peak / 1e9:.2f}" if needed else ""
+    if step is None:
+        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | {estimated} | | | {answer.error} |"
+    calls = ", ".join(f"{n} {call}" for call, n in sorted(step.library_calls.items()))
     sent = [
-        f"{times} {kind} over {'+'.join(over)} ({found.overlapping[kind, over]} async), {size / 1e6:,.0f} MB"
-        for (kind, over), (times, size) in sorted((found.collectives or {}).items())
+        f"{times} {kind} over {'+'.join(over)} ({step.overlapping[kind, over]} async), {size / 1e6:,.0f} MB"
+        for (kind, over), (times, size) in sorted((step.collectives or {}).items())
     ]
-    off = f"{100 * (needed.peak / found.peak - 1):+.0f} %"
-    figures = f"{found.peak / 1e9:.2f} | {told} | {off} | {found.seconds:.0f} s"
+    off = f"{100 * (needed.peak / step.peak - 1):+.0f} %"
+    figures = f"{step.peak / 1e9:.2f} | {estimated} | {off} | {step.seconds:.0f} s"
     return f"| {name}, {size} | {target} | {mesh} | {figures} | {calls}; {'; '.join(sent)} |"
 
 

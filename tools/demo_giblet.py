@@ -99,8 +99,8 @@ def finished(*processes: subprocess.Popen, code: int = 0) -> None:
 def records(folder: pathlib.Path, split: str) -> list[dict]:
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [r for r in found if r["split"] == split]
+    all_records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [r for r in all_records if r["split"] == split]
 
 
 def free_port() -> int:

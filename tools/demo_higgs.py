@@ -128,14 +128,14 @@ def unpack(data: str, split: str, out: pathlib.Path) -> list[Recording]:
         folder = str(demo.ensure())
     label = "ebird_code" if data == "demo" else "label"
     index = _rust.Index([str(p) for p in shards.find_shards(folder, split)], label=label)
-    found = []
+    unpacked = []
     for row in range(index.n_rows):
         name = index.class_names[index.labels[row]].replace("_", " ")
         suffix = pathlib.Path(index.path(row) or "x.ogg").suffix or ".ogg"
         path = f"sounds/{split}-{row:03}{suffix}"
         (out / path).write_bytes(index.encoded(row))
-        found.append(Recording(path, name))
-    return found
+        unpacked.append(Recording(path, name))
+    return unpacked
 
 
 def conversations(recording: Recording, offsets: Sequence[float]) -> list[dict]:
@@ -257,15 +257,15 @@ def play(out: pathlib.Path, names: Sequence[str], judge: Classifier) -> list[tup
     answers = generate_audio.speak(speaker, prompts, seconds=SECONDS, streams=streams)
     with contextlib.redirect_stdout(io.StringIO()):
         generate_audio.write(speaker, out / "played", prompts, answers, EACH)
-    found = []
+    heard_as = []
     for line in map(json.loads, (out / "played" / "answers.jsonl").read_text().splitlines()):
         path = out / "played" / str(line.get("file", "none")).replace(".npy", ".wav")
         heard = "nothing"  # an answer without a recording, or with a moment of one, is a wrong one
         if path.exists() and line["seconds"] > 0.5:
             wave, rate, _ = _rust.decode(path.read_bytes())
             (heard,) = judge([codec.log_mel(wave, rate)])
-        found.append((line["prompt"], heard))
-    return found
+        heard_as.append((line["prompt"], heard))
+    return heard_as
 
 
 if __name__ == "__main__":

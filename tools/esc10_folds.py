@@ -49,13 +49,13 @@ def train(path: str, objective: str, fold: int, out: pathlib.Path, overrides: Se
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         noted.write_text(json.dumps({"path": path, "overrides": sorted(overrides), "cpu_seconds": seconds}))
-    found = json.loads(noted.read_text())
-    if (found["path"], found["overrides"]) != (path, sorted(overrides)):
+    earlier = json.loads(noted.read_text())
+    if (earlier["path"], earlier["overrides"]) != (path, sorted(overrides)):
         raise SystemExit(
-            f"tools.esc10_folds: {workdir} was trained on {found['path']} with {found['overrides'] or 'no overrides'}; "
+            f"tools.esc10_folds: {workdir} was trained on {earlier['path']} with {earlier['overrides'] or 'no overrides'}; "
             "choose another --out"
         )
-    return found["cpu_seconds"]
+    return earlier["cpu_seconds"]
 
 
 def embedded(path: str, source: pathlib.Path, fold: int, out: pathlib.Path, *, random: bool) -> probe.Features:

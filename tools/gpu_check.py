@@ -7,7 +7,7 @@
 
     ceilings      products of matrices, copies in memory and from the host: what the chip itself does
     correctness   the five workloads against the CPU of the same machine, kernels against formulas, and more (tools/chip)
-    speed         steps a second, MFU, memory beside the plan's prediction, time to compile
+    speed         steps a second, MFU, memory next to the plan's prediction, time to compile
     feeding       from Arrow shards through the loader to the step: does the device wait for data?
     state         what a save costs the run, a restore, the time from the command to the first step
     profile       which operations a step spends its time in, and what would be the next thing to look at
@@ -103,7 +103,7 @@ def _names(allowed: Sequence[str]) -> Any:
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
         if unknown := [name for name in names if name not in allowed]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; there are: {', '.join(allowed)}")
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; expected one of: {', '.join(allowed)}")
         return names
 
     return parse
@@ -148,7 +148,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
-    """Asked for one at a time: which there are depends on the machine, of which the first one tells."""
+    """Asked for one at a time: which there are depends on the machine, which the first one reports."""
     yield Unit("machine")
     if "machine" not in found:
         return
@@ -211,7 +211,7 @@ def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     flags = [os.environ.get("XLA_FLAGS", "")]
     if wanted == "cpu":
-        flags.append("--xla_backend_optimization_level=0")  # nothing to wait for where no speed is told
+        flags.append("--xla_backend_optimization_level=0")  # no speed is reported, so optimising is not worth the wait
     elif unit.kind == "correctness":
         flags.append("--xla_gpu_deterministic_ops=true")
     env["XLA_FLAGS"] = " ".join(filter(None, flags))
@@ -258,8 +258,8 @@ def child(args: argparse.Namespace) -> int:
             result = feeding.measure(data, device, quick=args.quick)
         else:
             parts = set(args.only) & {"speed", "profile"}
-            found = next(one for one in cases.CASES if one.name == case)
-            result = speed.measure(found, data, device, quick=args.quick, parts=parts)
+            chosen = next(one for one in cases.CASES if one.name == case)
+            result = speed.measure(chosen, data, device, quick=args.quick, parts=parts)
     args.out.write_text(json.dumps(result))
     return 0
 

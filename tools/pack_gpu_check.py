@@ -1,7 +1,7 @@
 """One folder with all that tools/gpu_check.py needs on a machine without a network: python -m tools.pack_gpu_check --out FOLDER
 
     FOLDER/
-      run.sh              installs what is in wheels/ beside itself, once, and runs the check: run.sh --quick
+      run.sh              installs what is in wheels/ next to itself, once, and runs the check: run.sh --quick
       requirements.txt    the wheels, by name and version
       wheels/             this project's, for any Python from 3.11 on, and every package that the machine lacks
       configs/ tools/     from this checkout
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 HAS = ("jax==0.11.*", "flax", "optax", "orbax-checkpoint", "numpy")
-# Beside the project's own needs: Higgs's tokenizer. It needs none of its dependencies to be read from a file.
+# Besides the project's own needs: Higgs's tokenizer. It needs none of its dependencies to be read from a file.
 ALONE = ("tokenizers",)
 # Of a package that has grown: pyarrow 26 has 53 MiB, 21 has 41, and what it writes here is the same.
 SMALLER = ("pyarrow<22",)
@@ -31,7 +31,7 @@ SMALLER = ("pyarrow<22",)
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)), "manylinux2014_x86_64", "linux_x86_64")
 TAKEN = ("configs/*.py", "tools/gpu_check.py", "tools/chip/*.py")
 RUN = """#!/bin/sh
-# Installs the wheels into packages/, beside what this machine's Python has, and runs the check: ./run.sh [--quick] [--only …]
+# Installs the wheels into packages/, next to what this machine's Python has, and runs the check: ./run.sh [--quick] [--only …]
 set -eu
 cd "$(dirname "$0")"
 PYTHON=${PYTHON:-python3}
@@ -107,7 +107,7 @@ def target(python: str) -> list[str]:
 
 
 def assemble(folder: pathlib.Path, limit: float) -> int:
-    """Puts the rest beside the wheels; returns the bytes of it all. Raises PackError when they are more than ``limit`` MiB."""
+    """Puts the rest next to the wheels; returns the bytes of it all. Raises PackError when they are more than ``limit`` MiB."""
     for pattern in TAKEN:
         for file in ROOT.glob(pattern):
             copy = folder / file.relative_to(ROOT)

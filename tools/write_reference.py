@@ -64,7 +64,7 @@ def main() -> int:
         return 0
     if PAGE.exists() and PAGE.read_text() == page():
         return 0
-    print(f"{PAGE} is not what the configs say; run python -m tools.write_reference", file=sys.stderr)
+    print(f"{PAGE} is out of date; run python -m tools.write_reference", file=sys.stderr)
     return 1
 
 

@@ -91,7 +91,7 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
         if step is None or run.name == str(step):
             return run
         raise StoredError(
-            f"step {step} is asked of {run}, which is a step directory itself; omit the step, or name the workdir"
+            f"step {step} is given for {run}, which is a step directory itself; omit the step, or name the workdir"
         )
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []

@@ -6,7 +6,7 @@ A command is a module with a docstring, which its --help prints, and ``main(argv
 Exit codes:
 
     0     done
-    1     done, and something speaks against it: a plan that does not fit, a damaged checkpoint, an unreadable recording
+    1     done, and it found a problem: a plan that does not fit, a damaged checkpoint, an unreadable recording
     2     a mistake to fix, reported in a line on stderr
     75    saved after a signal; rerun the same command to resume      (config.preemption.exit_code)
     130   interrupted
@@ -41,14 +41,14 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             known = [option for parser in self._with_actions() for a in parser._actions for option in a.option_strings]
             flag, remedy = unknown[0].partition("=")[0], "omit it"
             if flag.startswith("-"):
                 remedy = checks.expected(flag, (name for name in known if name.startswith("--")))
             self.error(f"argument {unknown[0]!r} is unknown; {remedy}")
-        return found
+        return parsed
 
     def _with_actions(self) -> Iterator[argparse.ArgumentParser]:
         """This parser, and those of its actions (`jaxtrain checkpoint verify`)."""

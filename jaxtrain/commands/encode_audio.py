@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=0, help="default: one for each core")
     parser.add_argument("--codebooks", type=int, default=8, help="of module:function; default: 8")
     parser.add_argument("--codebook-size", type=int, default=1024, help="of module:function; default: 1024")
-    parser.add_argument("--listen", metavar="AUDIO", help="a recording to hear as the codec hears it")
+    parser.add_argument("--listen", metavar="AUDIO", help="a recording to encode and decode, to listen to")
     parser.add_argument("--out", metavar="WAV", help="of --listen")
     args = parser.parse_args(argv)
     if (args.manifest is None) == (args.listen is None) or bool(args.listen) != bool(args.out):
@@ -53,7 +53,7 @@ def encode(args: argparse.Namespace) -> int:
 
 
 def listen(args: argparse.Namespace) -> int:
-    """Writes ``args.listen`` as the codec hears it. Returns the exit code. Raises DataError and ValueError."""
+    """Writes ``args.listen`` as the codec reproduces it. Returns the exit code. Raises DataError and ValueError."""
     made = codec.open_codec(args.codec, codebooks=args.codebooks, size=args.codebook_size, frame_rate=codec.FRAME_RATE)
     if not isinstance(made, codec.Rvq):
         raise DataError(f"--codec is {args.codec!r}, which gives codes alone; --listen needs a codec.npz")

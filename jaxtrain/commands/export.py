@@ -72,8 +72,8 @@ def _regex(text: str) -> str:
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]?)B?", text.strip())
-    size = int(float(found[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[found[2]]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]?)B?", text.strip())
+    size = int(float(match[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]) if match else 0
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected for example 5GB or 500MB")
     return size

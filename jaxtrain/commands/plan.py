@@ -11,7 +11,7 @@
 
 With the target's compiler, which needs no such chip, the real step is compiled; without it, its memory is estimated.
 
-Ends with 1 when something speaks against the run, for example that it does not fit into memory.
+Ends with 1 when the plan finds a problem, for example that the run does not fit into memory.
 """
 
 import functools

@@ -139,13 +139,13 @@ def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | N
         shapes[path] = image.shape
         _same_place(path, image, paths[0])
         unit = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}.get(image.header.get_xyzt_units()[1], 0.0)
-        found = unit * float(image.header.get_zooms()[3])
-        said = 0 < found < math.inf  # many writers leave 1 there, and no unit
+        own_tr = unit * float(image.header.get_zooms()[3])
+        said = 0 < own_tr < math.inf  # many writers leave 1 there, and no unit
         if tr is None and not said:
             raise DataError(f"{path} does not say its TR with a unit; give --tr")
-        tr, given = (found, path) if tr is None else (tr, given)
-        if said and abs(found - tr) > 1e-3:
-            raise DataError(f"{path} has a TR of {found:g} s, and {given} says {tr:g} s; omit --tr, or correct the header")
+        tr, given = (own_tr, path) if tr is None else (tr, given)
+        if said and abs(own_tr - tr) > 1e-3:
+            raise DataError(f"{path} has a TR of {own_tr:g} s, and {given} says {tr:g} s; omit --tr, or correct the header")
     if len({shape[:3] for shape in shapes.values()}) > 1:
         raise DataError(f"--fmri: the grids differ: {', '.join(f'{p.name} {s[:3]}' for p, s in shapes.items())}")
     lengths = {shape[3] for shape in shapes.values()}
@@ -403,7 +403,7 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
     head = [str(cell).strip() for cell in rows[0]] if rows else []
     if absent := [name for name in (start, end) if name not in head]:
         raise DataError(f"{path} has no column {' and no '.join(absent)}; expected one of: {', '.join(head)} (--start, --end)")
-    found = []
+    spans = []
     for number, row in enumerate(rows[1:], start=2):
         try:
             times = [float(row[head.index(name)]) for name in (start, end)]
@@ -411,10 +411,10 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
             raise DataError(f"{path}: row {number} has no seconds in {start} and {end}: {row}") from None
         if not times[0] <= times[1]:
             raise DataError(f"{path}: row {number} ends at {times[1]:g} s, before it begins at {times[0]:g} s")
-        found.append(times)
-    if not found:
+        spans.append(times)
+    if not spans:
         raise DataError(f"{path} has no segment")
-    return np.array(found)
+    return np.array(spans)
 
 
 def _table(path: pathlib.Path) -> list[list[Any]]:
@@ -438,13 +438,13 @@ def _only_array(path: pathlib.Path) -> np.ndarray:
             return {name: loaded[name] for name in loaded.files}
 
     arrays = _read(path, read)
-    found = [array for array in arrays.values() if array.ndim >= 2]
-    if len(found) > 1:
-        found = [array for array in found if array.size > 1]  # a codec's scale may be there
-    if len(found) != 1:
+    candidates = [array for array in arrays.values() if array.ndim >= 2]
+    if len(candidates) > 1:
+        candidates = [array for array in candidates if array.size > 1]  # a codec's scale may be there
+    if len(candidates) != 1:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
         raise DataError(f"{path} holds {shapes or 'nothing'}; expected one array of two dimensions")
-    return found[0]
+    return candidates[0]
 
 
 def _package(name: str) -> Any:

@@ -53,11 +53,11 @@ def _train(args: argparse.Namespace) -> int:
 def train(args: argparse.Namespace) -> str:
     """Writes the codec. Returns a table of its errors. Raises DataError."""
     began = time.perf_counter()
-    found = sources(args.sound)
-    held = order.held_out(np.arange(len(found)), args.test_share)
+    clips = sources(args.sound)
+    held = order.held_out(np.arange(len(clips)), args.test_share)
     parts = []
     for of_test in (False, True):
-        some = [source for source, h in zip(found, held, strict=True) if h == of_test]
+        some = [source for source, h in zip(clips, held, strict=True) if h == of_test]
         x, bad = codec.stacked(some, limit=args.frames, seed=args.seed)
         for name, reason in bad:
             print(f"warning: {name} is skipped: {reason}", file=sys.stderr)
@@ -79,7 +79,7 @@ def train(args: argparse.Namespace) -> str:
 
 def sources(paths: Sequence[str]) -> list[codec.Source]:
     """Finds the recordings of files, folders and manifests, each once. Raises DataError where there are none."""
-    found: dict[str, codec.Source] = {}
+    by_name: dict[str, codec.Source] = {}
     for text in paths:
         path = pathlib.Path(text).expanduser()
         if path.suffix == ".json":
@@ -89,12 +89,12 @@ def sources(paths: Sequence[str]) -> list[codec.Source]:
                     clips = [piece.clip for piece in chatml.render(sample) if piece.clip is not None]
                 except chatml.SampleError:
                     continue
-                found |= {str(source): source for source in (chat_samples.source_of(clip, root) for clip in clips)}
+                by_name |= {str(source): source for source in (chat_samples.source_of(clip, root) for clip in clips)}
             continue
         files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
         if not path.exists():
             raise DataError(f"{path} does not exist; name audio files, folders of them, or manifests")
-        found |= {str(file): codec.Source(file) for file in files}
-    if not found:
+        by_name |= {str(file): codec.Source(file) for file in files}
+    if not by_name:
         raise DataError(f"no recordings in {', '.join(paths)}; expected files that end in one of: {', '.join(SUFFIXES)}")
-    return list(found.values())
+    return list(by_name.values())

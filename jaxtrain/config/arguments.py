@@ -36,7 +36,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         if flag == "--plan-setup":
             setup = value if equals else next(rest, "")
             if not setup:
-                problems.append(("", "--plan-setup is given without a value; say --plan-setup=gpu or --plan-setup=tpu"))
+                problems.append(("", "--plan-setup is given without a value; expected --plan-setup=gpu or --plan-setup=tpu"))
             continue
         if flag != "--config" and not flag.startswith("--config."):
             problems.append(
@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         else:
             overrides.append((flag.removeprefix("--config."), value))
     if not source and not problems and not setup:
-        problems.append(("", "file is missing; say for example --config=configs/xcm.py"))
+        problems.append(("", "file is missing; for example --config=configs/xcm.py"))
     if problems and source:  # report the config's own mistakes along with these
         try:
             load(source, overrides)

@@ -14,7 +14,7 @@ import os
 import pathlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.checks import ConfigError, between_sections, on_this_machine
@@ -61,10 +61,13 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
     problems: list[tuple[str, str]] = []
     tree = dict(tree)
     sections: dict[str, Any] = {}
-    for section, owner, base in (("model", "workload", ModelSection), ("data", "loader", DataSection)):
+    for section, owner, base, functions in (
+        ("model", "workload", ModelSection, ("make_task",)),
+        ("data", "loader", DataSection, ("fields", "facts", "make_loader")),
+    ):
         module_name = str(tree.get(owner, getattr(Config, owner)))
         try:
-            cls = _section_class(module_name, base)
+            cls = _section_class(module_name, base, functions)
         except ModuleNotFoundError as error:
             problems.append((owner, f"is {module_name!r}, and importing it failed: {error}"))
         except TypeError as error:
@@ -96,14 +99,20 @@ def section(cls: type, tree: Mapping[str, Any]) -> Any:
     return built
 
 
-def _section_class(module_name: str, base: type[Section]) -> type[Section]:
-    """The ``Config`` of a workload or a loader. Raises ModuleNotFoundError, and TypeError where there is none of its kind."""
-    cls = getattr(importlib.import_module(module_name), "Config", None)
+def _section_class(module_name: str, base: type[Section], functions: Sequence[str]) -> type[Section]:
+    """The ``Config`` of a workload or a loader.
+
+    Raises ModuleNotFoundError, and TypeError where there is none of its kind, or where one of the ``functions`` is missing.
+    """
+    module = importlib.import_module(module_name)
+    cls = getattr(module, "Config", None)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise TypeError(f"is {module_name!r}, a module without a dataclass named Config")
     if not issubclass(cls, base):
         parent = f"{base.__module__}.{base.__name__}"
         raise TypeError(f"is {module_name!r}, whose Config is not a {base.__name__}; derive it from {parent}")
+    if missing := [name for name in functions if not callable(getattr(module, name, None))]:
+        raise TypeError(f"is {module_name!r}, a module without the function {missing[0]!r}; see CONTRIBUTING.md")
     return cls
 
 

@@ -185,9 +185,9 @@ def embed(
     began = noted = time.perf_counter()
     pending: list[tuple[int, Any]] = []
 
-    def write(done: int, found: dict[str, jax.Array]) -> None:
+    def write(done: int, outputs: dict[str, jax.Array]) -> None:
         first = done - batch
-        for name, x in jax.device_get(found).items():
+        for name, x in jax.device_get(outputs).items():
             files[name][first : min(done, n)] = x[: n - first]
         progress["done"] = min(done, n)
 
@@ -244,16 +244,16 @@ def _program(model: Model, layout: Layout, kinds: Sequence[str], views: int) -> 
             return z.reshape(-1, views, *z.shape[1:])
 
         pooled = {"mean": rows(patches.mean(1)).mean(1), "cls": rows(cls.mean(1)).mean(1)}
-        found = {name: pooled[name] for name in kinds if name in pooled}
+        outputs = {name: pooled[name] for name in kinds if name in pooled}
         if "patches" in kinds:
-            found["patches"] = rows(patches).astype(jnp.float16)
+            outputs["patches"] = rows(patches).astype(jnp.float16)
         if head:
             features = cls.mean(1) if c.pool == "cls" else patches.mean(1)
-            found["scores"] = rows(features @ head["w"] + head["b"][None]).mean(1)
+            outputs["scores"] = rows(features @ head["w"] + head["b"][None]).mean(1)
         for name in ("label", "labels", "index", "weight"):
             if name in batch:
-                found[name] = batch[name]
-        return found
+                outputs[name] = batch[name]
+        return outputs
 
     return jax.jit(run)
 
@@ -262,7 +262,7 @@ def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:
     """Reads a column of integers, of all recordings of a split in order."""
     paths = shards.find_shards(shards.resolve(data.train if split == "train" else data.test or data.train), split)
     parts = [columnar.read(path, name)[0].to_numpy() for path in paths]
-    found = np.concatenate(parts)
-    if not np.issubdtype(found.dtype, np.integer):
-        raise EmbedError(f"column {name!r} holds {found.dtype}; expected integers (--columns)")
-    return found
+    values = np.concatenate(parts)
+    if not np.issubdtype(values.dtype, np.integer):
+        raise EmbedError(f"column {name!r} holds {values.dtype}; expected integers (--columns)")
+    return values

@@ -56,8 +56,8 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     paths = specs.paths(abstract)
     table = {p: (x.shape, x.dtype) for p, x in zip(paths, jax.tree.leaves(abstract), strict=True)}
     matches = warm_start.match(table, weights, config_lib.WarmStart(source=str(source.path)))
-    found = warm_start.load(matches, abstract)
-    params = jax.tree.unflatten(jax.tree.structure(abstract), [found[p] for p in paths])
+    loaded = warm_start.load(matches, abstract)
+    params = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[p] for p in paths])
     tools = chat_samples.tools_of(data, data.manifest)
     voice = chat_samples.open_codec(data) if data.codec else None
     return Speaker(model, params, tools, chat_samples.read_tokenizer(data.tokenizer), voice)
@@ -95,7 +95,7 @@ def speak(
             streams=streams,
         )  # fmt: skip
 
-    found: list[Answer] = []
+    answers: list[Answer] = []
     for start in range(0, len(rows), batch):
         some = rows[start : start + batch]
         some = some + some[:1] * (batch - len(some))  # one program for all
@@ -104,8 +104,8 @@ def speak(
         length_b = jnp.array([len(x.tokens) for x in some], jnp.int32)
         written = jax.device_get(run(speaker.params, prompt, length_b, jax.random.fold_in(jax.random.key(seed), start)))
         each = list(_answers(speaker, written))
-        found += each[: len(rows) - start]
-    return found
+        answers += each[: len(rows) - start]
+    return answers
 
 
 def _answers(speaker: Speaker, written: audio_language.Written) -> Iterator[Answer]:

@@ -127,9 +127,9 @@ def _sorted(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> tupl
 
 def over_classes(each: Any, score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Mean of a measure over the classes that have it, [R]."""
-    found = np.stack([each(score[:, c], y[:, c], weight) for c in range(y.shape[1])], 1)
-    known = np.isfinite(found)
-    return np.where(known, found, 0).sum(1) / np.maximum(known.sum(1), 1)
+    by_class = np.stack([each(score[:, c], y[:, c], weight) for c in range(y.shape[1])], 1)
+    known = np.isfinite(by_class)
+    return np.where(known, by_class, 0).sum(1) / np.maximum(known.sum(1), 1)
 
 
 def measure(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> dict[str, np.ndarray]:
@@ -202,7 +202,7 @@ def _fit(
     """Weights [len(penalties), D, C] and biases, of penalty / 2 × |w|² + mean loss."""
     y = jnp.asarray(y, jnp.float32)
 
-    def one(penalty: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def fit_penalty(penalty: jax.Array) -> tuple[jax.Array, jax.Array]:
         def total(wb: tuple[jax.Array, jax.Array]) -> jax.Array:
             logits = x @ wb[0] + wb[1][None]
             if multilabel:
@@ -224,32 +224,32 @@ def _fit(
         (wb, _), _ = jax.lax.scan(step, (wb, solver.init(wb)), length=steps)
         return wb
 
-    return jax.lax.map(one, penalties)
+    return jax.lax.map(fit_penalty, penalties)
 
 
 def nearest(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, k: int = 20) -> np.ndarray:
     """Classes of the k nearest rows by cosine of centred features, weighted by exp(cosine / 0.07)."""
     x, x_test = _directions(x, x_test)
-    found = np.zeros((len(x_test), y.shape[1]), np.float32)
+    scores = np.zeros((len(x_test), y.shape[1]), np.float32)
     for first in range(0, len(x_test), 1024):
         cosine = x_test[first : first + 1024] @ x.T
         near = np.argpartition(-cosine, min(k, len(x)) - 1, axis=1)[:, :k]
         weight = np.exp((np.take_along_axis(cosine, near, 1) - 1) / TEMPERATURE)
-        found[first : first + 1024] = np.einsum("nk,nkc->nc", weight, y[near]) / weight.sum(1, keepdims=True)
-    return found
+        scores[first : first + 1024] = np.einsum("nk,nkc->nc", weight, y[near]) / weight.sum(1, keepdims=True)
+    return scores
 
 
 def prototypes(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, shots: int, seed: int) -> np.ndarray:
     """Cosine with the mean of ``shots`` rows of each class; a class without any gets the lowest score."""
     rng = np.random.default_rng(seed)
     x, x_test = _directions(x, x_test)
-    found = np.full((len(x_test), y.shape[1]), -1.0, np.float32)
+    scores = np.full((len(x_test), y.shape[1]), -1.0, np.float32)
     for c in range(y.shape[1]):
         rows = np.flatnonzero(y[:, c])
         if len(rows):
             mean = x[rng.permutation(rows)[:shots]].mean(0)
-            found[:, c] = x_test @ (mean / max(np.linalg.norm(mean), 1e-9))
-    return found
+            scores[:, c] = x_test @ (mean / max(np.linalg.norm(mean), 1e-9))
+    return scores
 
 
 def _directions(x: np.ndarray, x_test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -286,7 +286,7 @@ def evaluate(
         scores["knn"].append(nearest(train.x, train.y, test.x, k=k))
     y = np.concatenate([test.y for _, test in splits])
     weight = bootstrap(len(y), draws)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, parts in scores.items():
         # Scores of different folds come from different classifiers: each row is made comparable first.
         joined = np.concatenate(parts if len(parts) == 1 else [_comparable(part) if name != "knn" else part for part in parts])
@@ -295,12 +295,12 @@ def evaluate(
         measured["accuracy"] = np.concatenate(
             [accuracy(best, y, weight[i : i + PART].astype(np.float64)) for i in range(0, len(weight), PART)]
         )
-        found[name] = {measure_name: summary(values) for measure_name, values in measured.items()}
+        results[name] = {measure_name: summary(values) for measure_name, values in measured.items()}
         if len(splits) > 1:
             for (_, test), part in zip(splits, parts, strict=True):
                 alone = measure(part, test.y, np.ones((1, len(test.y))))
                 for measure_name, value in alone.items():
-                    found[name][measure_name].setdefault("folds", []).append(float(value[0]))
+                    results[name][measure_name].setdefault("folds", []).append(float(value[0]))
     multilabel = splits[0][0].multilabel
     kind = "cmAP" if multilabel else "accuracy"
     few = {}
@@ -313,7 +313,7 @@ def evaluate(
             values.append(np.mean(each))
         low, high = np.percentile(values, [2.5, 97.5])
         few[str(n)] = {"value": float(np.mean(values)), "low": float(low), "high": float(high)}
-    return {**found, "few shot": few}
+    return {**results, "few shot": few}
 
 
 def _comparable(score: np.ndarray) -> np.ndarray:

@@ -92,7 +92,7 @@ def scan(
 
 
 def _parse(word: str) -> tuple[str, str]:
-    found = re.fullmatch(r"(none|full)|(every) (\d+)|(save) ([\w,]+)", word)
-    if not found:
+    match = re.fullmatch(r"(none|full)|(every) (\d+)|(save) ([\w,]+)", word)
+    if not match:
         return "", ""
-    return next((found[a], found[b] or "") for a, b in ((1, 0), (2, 3), (4, 5)) if found[a])
+    return next((match[a], match[b] or "") for a, b in ((1, 0), (2, 3), (4, 5)) if match[a])

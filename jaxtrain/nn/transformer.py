@@ -1,7 +1,7 @@
 """A decoder's parts, from a parameter table to the last hidden state, for any workload that has text in it.
 
 A layer is two residual parts, attention (`attend`) and a feed-forward net (`feed_forward`), each of which takes its own entries
-of one dictionary of weights; a workload may have several nets beside one attention. `Decoder` says how they are built: as in
+of one dictionary of weights; a workload may have several nets for one attention. `Decoder` says how they are built: as in
 Llama (Grattafiori et al. 2024), Qwen2 (biases of q, k, v), Qwen3 (norms of q and k) or GPT-2 (layer norms, GELU, learned
 positions, biases). Matrices are kept as (out, in), byte for byte as Hugging Face has them.
 

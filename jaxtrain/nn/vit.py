@@ -298,7 +298,7 @@ def run_stack(
     @cheap
     def project(x_btd: Array, scale: Array, bias: Array, *matrices: Array) -> list[Array]:
         y_btd = layer_norm(x_btd, scale, bias, EPS)
-        return [jnp.einsum(("btd,dm->btm", "btd,dchk->btchk")[m.ndim > 2], y_btd, m.astype(dtype)) for m in matrices]
+        return [jnp.einsum(("btd,dm->btm", "btd,dchk->btchk")[len(m.shape) > 2], y_btd, m.astype(dtype)) for m in matrices]
 
     @cheap
     def place(z_bthk: Array, scale: Array | None, bias: Array | None, turns: tuple[Array, Array] | None) -> Array:

@@ -49,7 +49,7 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> optax.Gradient
     if not optim.masters:
         return tx
     if all(jnp.dtype(spec.dtype) == jnp.float32 for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
-        raise OptimError("optim.masters=True, but every parameter is float32 already; leave it out, or make them bfloat16")
+        raise OptimError("optim.masters=True, but every parameter is float32 already; unset it, or make them bfloat16")
     return moments_lib.with_masters(tx)
 
 

@@ -36,7 +36,7 @@ class Compiled(NamedTuple):
 
 
 def ask_for_no_chips() -> None:
-    """Tells libtpu, where it is installed, what it would ask a metadata server, and complain about where there is none.
+    """Sets what libtpu, where it is installed, would ask a metadata server for, and would complain about without one.
 
     It also refuses to be loaded by two processes. To be called before the first device is touched; a run cannot follow.
     """
@@ -118,12 +118,12 @@ def compiled(assembly: Assembly, traced: jax.stages.Traced, *, options: Mapping[
     except jax.errors.JaxRuntimeError:  # a libtpu newer than jaxlib can write what jaxlib does not know
         return Compiled(arguments, temporaries, peak, None, seconds)
     module, shape = hlo.Program(text), dict(mesh.shape)
-    found = hlo.collectives(module)
+    moves = hlo.collectives(module)
     products: dict[str, float] = {}
     for one in module.products():
         types = " x ".join(one.operands)
         products[types] = products.get(types, 0.0) + one.flops
     return Compiled(
-        arguments, temporaries, peak, hlo.summary(found, shape), seconds, hlo.overlapping(found, shape), module.library_calls(),
+        arguments, temporaries, peak, hlo.summary(moves, shape), seconds, hlo.overlapping(moves, shape), module.library_calls(),
         products, module.workspace(), text,
     )  # fmt: skip

@@ -5,7 +5,7 @@
 
 An environment is a folder of packages, $JAXTRAIN_CACHE/envs/plan-KIND-jaxlib-VERSION-pyVERSION (or ~/.cache/jaxtrain/envs/…),
 which a process of its own has on its path before this Python's packages (`jaxtrain.plan.worker`): so its jax is the jax that
-asks, and the plugin's version is that of jaxlib. It needs the network once. A set-up is made in a folder beside it and renamed
+asks, and the plugin's version is that of jaxlib. It needs the network once. A set-up is made in a folder next to it and renamed
 when it is whole; MARK, written last, has the versions.
 """
 

@@ -36,14 +36,14 @@ def estimate(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> E
     """Of a traced step (`Assembly.trace`)."""
     state = jax.tree.leaves(assembly.abstract.state)
     leaves = [*state, *jax.tree.leaves((assembly.abstract.batch, step_lib.abstract_stop(assembly.layout)))]
-    found = peak(
+    fullest = peak(
         traced.jaxpr,
         [split_of(x.sharding.spec, x.ndim) for x in leaves],
         dict(assembly.layout.mesh.shape),
         [i < len(state) and not memory.is_on_host(x) for i, x in enumerate(leaves)],
         target.compiler,
     )
-    return Estimate(argument_bytes(assembly, traced, tiled=target.tiled), found)
+    return Estimate(argument_bytes(assembly, traced, tiled=target.tiled), fullest)
 
 
 def argument_bytes(assembly: Assembly, traced: jax.stages.Traced, *, tiled: bool) -> int:

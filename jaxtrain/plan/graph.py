@@ -27,7 +27,7 @@ class Compiler(NamedTuple):
     recomputes_logistic: bool  # and so are sigmoids, as TPUs from v5e on were seen to do (a v4 those of checkpoints)
     halves: bool  # it multiplies 16-bit numbers; else it widens them to float32 first
     merges: bool  # equal computations are done once, also those that a checkpoint wants done again (outside of loops)
-    copies: bool  # a donated argument that is read beside the result in its place is copied before the first instruction
+    copies: bool  # a donated argument that is still read once the result is in its place is copied before the first instruction
     # As seen on GPUs: what a product gathers is an array (gathered along its slowest dimension: else it is copied to be so), a
     # sum over devices does not overwrite what is summed, and a loop's gradients are split as they are pinned to be after it.
     apart: bool
@@ -245,7 +245,7 @@ def joined(values: Sequence[Value], shape: Sequence[int]) -> Split:
 
 def reshaped(old: Sequence[int], new: Sequence[int], split: Split, mesh: Mapping[str, int]) -> Split:
     """An axis stays with the leading new dimension of the group that its old one is part of, where it divides that."""
-    found: list[tuple[str, ...]] = [()] * len(new)
+    placed: list[tuple[str, ...]] = [()] * len(new)
     i = j = 0
     while i < len(old) and j < len(new):
         a, b, i2, j2 = old[i], new[j], i + 1, j + 1
@@ -261,14 +261,14 @@ def reshaped(old: Sequence[int], new: Sequence[int], split: Split, mesh: Mapping
             for k in range(j, j2):
                 places = math.prod(mesh.get(x, 1) for x in axes)
                 if axes and new[k] % places == 0:
-                    found[k], axes = tuple(axes), []
+                    placed[k], axes = tuple(axes), []
         else:
             for k in range(i, i2):  # a dimension inside the group: the new one of the same size keeps it
                 for m in range(j, j2):
-                    if split[k] and new[m] == old[k] and not found[m]:
-                        found[m] = split[k]
+                    if split[k] and new[m] == old[k] and not placed[m]:
+                        placed[m] = split[k]
         i, j = i2, j2
-    return tuple(found)
+    return tuple(placed)
 
 
 def _pinned_axes(value: Value) -> set[str]:

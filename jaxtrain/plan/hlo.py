@@ -92,11 +92,11 @@ class Program:
 
     def library_calls(self) -> dict[str, int]:
         """Target of a custom call -> its executions in a step, without those that only mark something for the compiler."""
-        found: dict[str, int] = {}
+        calls: dict[str, int] = {}
         for name, line in self.lines():
             if (match := re.search(r'custom_call_target="([^"]+)"', line)) and match[1] not in MARKS:
-                found[match[1]] = found.get(match[1], 0) + self.times[name]
-        return found
+                calls[match[1]] = calls.get(match[1], 0) + self.times[name]
+        return calls
 
     def workspace(self) -> int:
         """Bytes that cuDNN's attention will ask for where its calls have none yet: the largest call's, estimated.
@@ -104,17 +104,17 @@ class Program:
         A compiler without a card cannot ask cuDNN. The backward pass takes about 4 B T H K + 4 B H T + 256 bytes of queries
         [B, T, H, K] (fitted to one shape), the forward pass next to nothing.
         """
-        found = [0]
+        sizes = [0]
         for _, line in self.lines():
             if re.search(r'custom_call_target="__cudnn\$fmha\w*Backward"', line) and re.search(r"\bu8\[0\]", line):
                 dims = re.search(r"\[([\d,]+)\]", line.partition(" = ")[2])[1]
                 size = math.prod(_numbers(dims))
-                found.append(4 * size + 4 * size // _numbers(dims)[-1] + 256)
-        return max(found)
+                sizes.append(4 * size + 4 * size // _numbers(dims)[-1] + 256)
+        return max(sizes)
 
     def products(self) -> list[Product]:
         """Every product of matrices, convolutions and kernels of Pallas aside."""
-        found = []
+        every_product = []
         for name, lines in self.bodies.items():
             if name not in self.times:
                 continue
@@ -136,14 +136,14 @@ class Program:
                 places = [int(n) for n in re.findall(r"\d+", summed[1])] if summed else []
                 depth = math.prod(operands[0][1][i] for i in places) if places and operands[0][1] else 1
                 flops = 2.0 * math.prod(_dims(results[0][1])) * depth * self.times[name]
-                found.append(Product(tuple(dtype for dtype, _ in operands), results[0][0], flops, line.strip()))
-        return found
+                every_product.append(Product(tuple(dtype for dtype, _ in operands), results[0][0], flops, line.strip()))
+        return every_product
 
 
 def collectives(text: str | Program) -> list[Collective]:
     """Every collective of a compiled module."""
     program = text if isinstance(text, Program) else Program(text)
-    found = []
+    every_collective = []
     pattern = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
     for name, line in program.lines():
         if match := pattern.search(line):
@@ -160,8 +160,8 @@ def collectives(text: str | Program) -> list[Collective]:
             size = sum(math.prod(s) * _bits(t) // 8 for s, (t, _) in zip(shapes, results, strict=True))
             within = groups(line, program.devices)
             times, in_loop = program.times[name], name in program.loops
-            found.append(Collective(kind, shapes, size, within, times, in_loop, line.strip(), is_async))
-    return found
+            every_collective.append(Collective(kind, shapes, size, within, times, in_loop, line.strip(), is_async))
+    return every_collective
 
 
 def groups(line: str, devices: int) -> list[list[int]]:
@@ -211,20 +211,20 @@ def _bits(dtype: str) -> int:
     return _BITS.get(dtype) or int(re.match(r"[fsuc](\d+)", dtype)[1])
 
 
-def summary(found: Sequence[Collective], mesh: Mapping[str, int]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
+def summary(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
     """(kind, axes) -> (executions per step, bytes that a device sends)."""
     table: dict = {}
-    for c in found:
+    for c in exchanges:
         key = (c.kind, c.axes(mesh))
         n, sent = table.get(key, (0, 0.0))
         table[key] = (n + c.times, sent + c.sent)
     return table
 
 
-def overlapping(found: Sequence[Collective], mesh: Mapping[str, int]) -> dict[tuple[str, tuple[str, ...]], int]:
-    """(kind, axes) -> those of `summary`'s executions that go on beside computation."""
+def overlapping(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> dict[tuple[str, tuple[str, ...]], int]:
+    """(kind, axes) -> those of `summary`'s executions that overlap computation."""
     table: dict = {}
-    for c in found:
+    for c in exchanges:
         key = (c.kind, c.axes(mesh))
         table[key] = table.get(key, 0) + c.times * c.is_async
     return table

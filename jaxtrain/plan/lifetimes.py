@@ -64,17 +64,17 @@ def fullest(
 
 def _sources(value: Value) -> list[Value]:
     """The arrays in memory that a value is computed from, wherever it is read."""
-    found, todo, seen = [], [value], set()
+    sources, todo, seen = [], [value], set()
     while todo:
         v = todo.pop()
         if id(v) in seen:
             continue
         seen.add(id(v))
         if v.node is None or v.node.kept:
-            found.append(v)
+            sources.append(v)
         else:
             todo += v.node.inputs
-    return found
+    return sources
 
 
 def _last_reads(steps: Sequence[Read], outputs: Sequence[Value], end: int) -> dict[int, int]:
@@ -231,10 +231,10 @@ def _ordered(graph: Graph, ends: set[int]) -> list[Node]:
             places.append(time)
     for node, time in zip(graph.nodes, places, strict=True):
         node.place = time
-    found = sorted(graph.nodes, key=lambda node: node.place)
-    for place, node in enumerate(found):
+    ordered = sorted(graph.nodes, key=lambda node: node.place)
+    for place, node in enumerate(ordered):
         node.place = place
-    return found
+    return ordered
 
 
 # --- what becomes an array -----------------------------------------------------------------------------------------------

@@ -108,10 +108,10 @@ def _expanded_erfc(x: jax.Array) -> jax.Array:
 def reduce(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     gone = set(eqn.params["dimensions"] if eqn.primitive.name == "reduce" else eqn.params["axes"])
     split = tuple(s for i, s in enumerate(inputs[0].split) if i not in gone)
-    found = graph.add("reduce", eqn, inputs, [split] * len(eqn.outvars))
-    for value in found:
+    outputs = graph.add("reduce", eqn, inputs, [split] * len(eqn.outvars))
+    for value in outputs:
         graph.move("all-reduce", value, axes_of(inputs[0].split) - axes_of(split))
-    return found
+    return outputs
 
 
 # --- shapes --------------------------------------------------------------------------------------------------------------
@@ -162,20 +162,20 @@ def product(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
         graph.move("all-gather", inputs[i], axes)
         if graph.compiler.apart and (axes := graph.several(axes)):
             read[i] = graph.gathered(inputs[i], axes)
-    found = graph.add("product", eqn, _operands(graph, numbers, read), [split])
-    graph.move("all-reduce", found[0], partial)
-    return found
+    outputs = graph.add("product", eqn, _operands(graph, numbers, read), [split])
+    graph.move("all-reduce", outputs[0], partial)
+    return outputs
 
 
 def _operands(graph: Graph, numbers: Any, inputs: Sequence[Value]) -> list[Value]:
     """What a product reads: float32 where it takes no 16-bit numbers, transposes where it makes matrices of arrays."""
-    found = list(inputs)
+    operands = list(inputs)
     if not graph.compiler.halves:
-        found = [graph.written("widened", v, np.float32) if is_half(v) else v for v in found]
+        operands = [graph.written("widened", v, np.float32) if is_half(v) else v for v in operands]
     if graph.compiler.merges:
         turned = _turned(numbers, [len(v.shape) for v in inputs])
-        found = [graph.written("turned", v, v.dtype) if turn else v for v, turn in zip(found, turned, strict=True)]
-    return found
+        operands = [graph.written("turned", v, v.dtype) if turn else v for v, turn in zip(operands, turned, strict=True)]
+    return operands
 
 
 def _turned(numbers: Any, ranks: Sequence[int]) -> list[bool]:
@@ -188,12 +188,12 @@ def _turned(numbers: Any, ranks: Sequence[int]) -> list[bool]:
     n = len(batches[0])
     if len(sums[0]) == 1 and all(tuple(b) == tuple(range(n)) for b in batches) and max(ranks) <= n + 2:
         return [False, False]
-    found = []
+    is_turned = []
     for side, (summed, batch, rank) in enumerate(zip(sums, batches, ranks, strict=True)):
         free = [i for i in range(rank) if i not in (*summed, *batch)]
         order = (*batch, *summed, *free) if side else (*batch, *free, *summed)
-        found.append(order != tuple(range(rank)))
-    return found
+        is_turned.append(order != tuple(range(rank)))
+    return is_turned
 
 
 def _product_split(numbers: Any, x: Value, y: Value) -> Split:
@@ -238,19 +238,19 @@ def _exchanged(numbers: Any, x: Value, y: Value, split: Split) -> tuple[list[set
 
 
 def device_put(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
-    found = graph.add("other", eqn, inputs, [v.split for v in inputs])
-    for value, place in zip(found, eqn.params["devices"], strict=True):
+    outputs = graph.add("other", eqn, inputs, [v.split for v in inputs])
+    for value, place in zip(outputs, eqn.params["devices"], strict=True):
         value.on_host = getattr(place, "memory_kind", None) == HOST
-    return found
+    return outputs
 
 
 def collective(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     for value in inputs:
         graph.move(COLLECTIVES[eqn.primitive.name], value, {axes} if isinstance(axes, str) else set(axes))
-    found = graph.add("other", eqn, inputs, [v.split for v in inputs])
+    outputs = graph.add("other", eqn, inputs, [v.split for v in inputs])
     graph.nodes[-1].apart = graph.compiler.apart
-    return found
+    return outputs
 
 
 def manual(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
@@ -258,7 +258,7 @@ def manual(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     axes, jaxpr = eqn.params["newly_manual_axes"], eqn.params["jaxpr"]
     local = []
     for var, value, spec in zip(jaxpr.invars, inputs, eqn.params["in_specs"], strict=True):
-        # What is split, and is wanted whole, is gathered before.
+        # An array that is split, and needed whole, is gathered first.
         kept = [set(dim) for dim in split_of(spec, len(value.shape))]
         lost = {a for dim, kept_axes in zip(value.split, kept, strict=True) for a in dim if a in axes and a not in kept_axes}
         if not value.weak and (lost := graph.several(lost)):
@@ -266,14 +266,14 @@ def manual(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
             value = graph.gathered(value, lost)
         split = tuple(tuple(a for a in dim if a not in axes) for dim in value.split)
         local.append(graph.renamed("shard_map", value, shape=var.aval.shape, split=split))
-    found = []
+    results = []
     outputs = block(graph.manual(axes), jaxpr, [], local)
     for value, spec in zip(outputs, eqn.params["out_specs"], strict=True):
         extra = split_of(spec, len(value.shape))
         split = tuple((*e, *s) for e, s in zip(extra, value.split, strict=True))
         shape = [n * math.prod(graph.mesh[a] for a in e) for n, e in zip(value.shape, extra, strict=True)]
-        found.append(graph.renamed("shard_map", value, shape=shape, split=split))
-    return found
+        results.append(graph.renamed("shard_map", value, shape=shape, split=split))
+    return results
 
 
 # --- computations inside -------------------------------------------------------------------------------------------------
@@ -293,9 +293,9 @@ def call(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
 
 def _barrier(graph: Graph, value: Value) -> Value:
     """What a checkpoint computes from is an array: it is lowered to a barrier."""
-    found = graph.renamed("barrier", value, split=value.split, weak=value.weak)
-    found.node.holds = True
-    return found
+    held = graph.renamed("barrier", value, split=value.split, weak=value.weak)
+    held.node.holds = True
+    return held
 
 
 def scan(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
@@ -325,9 +325,9 @@ def scan(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
         if id(value) in inner.copied:
             read[i] = graph.written("turned", inputs[i], inputs[i].dtype)
     streamed = out[n_carry:]
-    found = lifetimes.fullest(inner, [*fixed, *own], out, reusable={id(v) for v in own}, streamed=streamed)
+    peak = lifetimes.fullest(inner, [*fixed, *own], out, reusable={id(v) for v in own}, streamed=streamed)
     outs = graph.add("other", eqn, read, [*start, *[((), *v.split) for v in streamed]])
-    graph.nodes[-1].inner = found.bytes
+    graph.nodes[-1].inner = peak.bytes
     graph.moves += inner.moves
     for o, v in zip(out, outs, strict=True):
         o.outer = v

@@ -17,7 +17,7 @@ log = logging.getLogger("jaxtrain")
 def refuse_if_too_large(assembly: Assembly) -> None:
     """Raises PlanError when the step needs more than this machine's devices hold, with what would make it fit.
 
-    What its arguments and gradients take is exact. Otherwise the estimate only tells when the compiler is to be asked, which
+    The bytes of its arguments and gradients are exact. Otherwise the estimate only decides when to ask the compiler, which
     has the last word: a step that it finds to fit is not refused. Its program stays in the cache of programs for the run.
     """
     target = parse_target("")
@@ -25,18 +25,18 @@ def refuse_if_too_large(assembly: Assembly) -> None:
     traced = assembly.trace(assembly.task.stage(assembly.config.train.steps - 1))  # of a batch of the largest bucket
     needed = estimate(assembly, traced, target)
     size, factor = certain(assembly, needed, target), 1.0
-    told = f"at least {in_bytes(size)}"
+    amount = f"at least {in_bytes(size)}"
     if cluster.agree(size <= memory < (1 + SLACK) * needed.peak):
         log.info("a step may need more memory than there is: it is compiled now, to be sure")
         try:
             size = compiled(assembly, traced).peak
-            told, factor = f"{in_bytes(size)}, by its compiler,", size / needed.peak
+            amount, factor = f"{in_bytes(size)}, by its compiler,", size / needed.peak
         except PlanError as error:
             size = max(needed.peak, int(memory) + 1)
-            told = f"about {in_bytes(size)} ({error})"
+            amount = f"about {in_bytes(size)} ({error})"
     if size > memory:
         raise PlanError(
-            f"a step needs {told} on each device, {in_bytes(needed.arguments)} of it for state and batch, and each of "
+            f"a step needs {amount} on each device, {in_bytes(needed.arguments)} of it for state and batch, and each of "
             f"{target.name} has {in_bytes(memory)}: {in_bytes(size - memory)} too little. "
             f"{ways(assembly.config, target, factor)}. --plan shows it all"
         )

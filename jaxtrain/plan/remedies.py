@@ -37,21 +37,21 @@ def remedies(config: config_lib.Config, target: Target, *, factor: float = 1.0) 
     kinds: dict[str, list[str]] = {}
     for text in changed:
         kinds.setdefault(text.partition("=")[0], []).append(text)
-    found = []
+    fitting = []
     for texts in kinds.values():
         for text in texts:
             if needed(text) <= memory:
-                found.append(f"{text} would make it {in_bytes(needed(text))}")
+                fitting.append(f"{text} would make it {in_bytes(needed(text))}")
                 break
             # The last changes most: where that does not fit, none of its kind does.
             if needed(text) > memory and next(n for n in map(needed, reversed(texts)) if not math.isnan(n)) > memory:
                 break
-    return found
+    return fitting
 
 
 def ways(config: config_lib.Config, target: Target, factor: float = 1.0) -> str:
-    found = remedies(config, target, factor=factor)
-    return f"One of these would do: {'; '.join(found)}" if found else "No single change would make it fit"
+    changes = remedies(config, target, factor=factor)
+    return f"One of these would do: {'; '.join(changes)}" if changes else "No single change would make it fit"
 
 
 def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, config_lib.Config]]:

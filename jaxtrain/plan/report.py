@@ -29,7 +29,7 @@ MFU = 0.4  # share of the peak that hours are projected with
 
 
 def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
-    """The whole plan for a person, and whether all of it is well."""
+    """The whole plan as text, and whether it has no problem."""
     target = parse_target(text)
     if not target.here:
         ask_for_no_chips()
@@ -76,7 +76,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
         lines += [f"{name:14}{text}"]
         if not well:
             problems.append(text)
-    lines += ["", *(f"problem: {text}" for text in problems)] if problems else ["", "nothing speaks against this run"]
+    lines += ["", *(f"problem: {text}" for text in problems)] if problems else ["", "this run has no problem"]
     return "\n".join(lines), not problems
 
 
@@ -97,10 +97,10 @@ def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, p
         yield from _collective_lines(needed.temporaries.moved, target)
         yield ""
     over, doubtful = needed.peak - target.memory, (1 + SLACK) * needed.peak > target.memory
-    told = f"{in_bytes(over)} too much, as estimated. {ways(config, target)}" if over > 0 else ""
+    excess = f"{in_bytes(over)} too much, as estimated. {ways(config, target)}" if over > 0 else ""
     if (sure := certain(assembly, needed, target)) > target.memory:
         why = f"state and gradients alone are {in_bytes(sure - target.memory)} more than a device has"
-        problems.append(f"it does not fit: {why}, and with activations it is {told}")
+        problems.append(f"it does not fit: {why}, and with activations it is {excess}")
     elif (target.here and doubtful) or not target.here and (is_at_hand(target) or environment.find(target.kind)):
         for each_stage, answer in _compile(config, target, each).items():
             yield from _compiled_lines(config, target, each_stage, assembly.stages()[each_stage], answer, each, problems)
@@ -108,9 +108,9 @@ def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, p
         if not target.here:
             yield from (f"not compiled for it: its compiler is not here; {environment.how_to_get(target.kind)} fetches it", "")
         if needed.surely() > target.memory:
-            problems.append(f"it does not fit: {told}")
+            problems.append(f"it does not fit: {excess}")
         elif over > 0:
-            yield from (f"it may not fit: {told}", "")
+            yield from (f"it may not fit: {excess}", "")
 
 
 def _compile(config: config_lib.Config, target: Target, stages: Iterable[Hashable]) -> dict[Hashable, worker.Answer]:
@@ -134,13 +134,13 @@ def _collective_lines(
 ) -> Iterator[str]:
     """What one device sends in a step, the most first (`hlo.summary`, or the estimate of the same form).
 
-    ``overlapping``: how many of them go on beside computation, where that is known.
+    ``overlapping``: how many of them overlap computation, where that is known.
     """
     for key, (times, sent) in sorted(table.items(), key=lambda item: -item[1][1]):
         kind, axes = key
         took = f", {1e3 * sent / target.chip.links:.2f} ms of the links" if target.chip else ""
-        beside = "" if overlapping is None else f", {overlapping.get(key, 0)} of them asynchronous"
-        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took}{beside}"
+        overlap = "" if overlapping is None else f", {overlapping.get(key, 0)} of them asynchronous"
+        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took}{overlap}"
 
 
 def _compiled_lines(
@@ -154,30 +154,30 @@ def _compiled_lines(
 ) -> Iterator[str]:
     """What the compiler says, which counts where the estimate says something else."""
     title = "compiled for it" if stage is None else f"compiled for it, stage {stage} from step {start}"
-    found, needed = answer.compiled, estimates[stage]
-    if found is None:
+    compiled_step, needed = answer.compiled, estimates[stage]
+    if compiled_step is None:
         remedy = f". {ways(config, target, max(1.0, target.memory / needed.peak))}" if answer.too_large else ""
         problems.append(f"it does not {'fit' if answer.too_large else 'compile'}: {answer.error}{remedy}")
         yield from (f"not {title}: {answer.error}", "")
         return
-    peak = found.peak + found.workspace
+    peak = compiled_step.peak + compiled_step.workspace
     if (over := peak - target.memory) > 0:
         problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, peak / needed.peak)}")
-    yield f"{title}, in {found.seconds:.0f} s"
-    yield f"  {'arguments':28}{in_bytes(found.arguments):>12}"
-    yield f"  {'while it runs':28}{in_bytes(found.temporaries):>12}"
-    if found.workspace:
-        yield f"  {'cuDNN, estimated':28}{in_bytes(found.workspace):>12}   workspace of its attention"
+    yield f"{title}, in {compiled_step.seconds:.0f} s"
+    yield f"  {'arguments':28}{in_bytes(compiled_step.arguments):>12}"
+    yield f"  {'while it runs':28}{in_bytes(compiled_step.temporaries):>12}"
+    if compiled_step.workspace:
+        yield f"  {'cuDNN, estimated':28}{in_bytes(compiled_step.workspace):>12}   workspace of its attention"
     yield f"  {'together':28}{in_bytes(peak):>12}   of {in_bytes(target.memory)}"
-    if found.library_calls:
-        calls = sorted(found.library_calls.items(), key=lambda item: -item[1])
+    if compiled_step.library_calls:
+        calls = sorted(compiled_step.library_calls.items(), key=lambda item: -item[1])
         yield f"  calls of libraries and kernels: {', '.join(f'{n} × {name}' for name, n in calls)}"
-    if found.products:
-        most = sorted(found.products.items(), key=lambda item: -item[1])
+    if compiled_step.products:
+        most = sorted(compiled_step.products.items(), key=lambda item: -item[1])
         yield f"  products of matrices, by operands: {', '.join(f'{flops:.2e} FLOP {types}' for types, flops in most)}"
-    if found.collectives is None:
+    if compiled_step.collectives is None:
         yield "  what moves between devices cannot be read: this jaxlib does not know all that this libtpu writes"
-    yield from _collective_lines(found.collectives or {}, target, found.overlapping)
+    yield from _collective_lines(compiled_step.collectives or {}, target, compiled_step.overlapping)
     yield ""
 
 
@@ -250,13 +250,13 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
 
 def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str, bool]:
     """Reads one device's rows of a training and of a test batch."""
-    source, found = importlib.import_module(config.loader), []
+    source, findings = importlib.import_module(config.loader), []
     for split in ("train", "test"):
         began = time.perf_counter()
         loader = source.make_loader(config.data, split=split, rows=feed.rows_of_one(assembly.abstract.batch), seed=config.seed)
         try:
             if not loader.n_batches:
-                found.append(f"{split} has no rows")
+                findings.append(f"{split} has no rows")
                 continue
             loader.seek(0)
             next(loader)
@@ -265,8 +265,8 @@ def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str
         finally:
             loader.close()
         count = f"{loader.n_batches:,} batches, the first of them" if loader.n_batches > 1 else "1 batch,"
-        found.append(f"{split} has {count} read in {time.perf_counter() - began:.1f} s")
-    return "data", "; ".join(found), True
+        findings.append(f"{split} has {count} read in {time.perf_counter() - began:.1f} s")
+    return "data", "; ".join(findings), True
 
 
 def _mesh(mesh: Mapping[str, int]) -> str:

@@ -76,6 +76,6 @@ def parse_target(text: str) -> Target:
         if count * slices:
             return Target(text, chips.by_name(match[1]), count * slices, False, f"{match[1]}:{match[2]}", slices)
     raise PlanError(
-        f"--plan={text} is unknown; say for example --plan=tpu:v4:2x2x4 ({', '.join(known['tpu'])}) or --plan=gpu:h100x8 "
-        f"({', '.join(known['gpu'])}), and *2 behind it for two slices or nodes of them"
+        f"--plan={text} is unknown; expected for example --plan=tpu:v4:2x2x4 ({', '.join(known['tpu'])}) or --plan=gpu:h100x8 "
+        f"({', '.join(known['gpu'])}), followed by *2 for two slices or nodes"
     )

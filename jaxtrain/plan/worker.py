@@ -89,7 +89,7 @@ def answer(job: Job) -> Answer:
 
 def main(jobs: str, answers: str) -> None:
     ask_for_no_chips()
-    found = [answer(job) for job in pickle.loads(pathlib.Path(jobs).read_bytes())]
+    all_answers = [answer(job) for job in pickle.loads(pathlib.Path(jobs).read_bytes())]
     part = pathlib.Path(f"{answers}.part")
-    part.write_bytes(pickle.dumps(found))
+    part.write_bytes(pickle.dumps(all_answers))
     part.rename(answers)

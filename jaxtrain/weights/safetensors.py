@@ -77,7 +77,7 @@ def export(
     Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path, names that are given twice,
     an ``out`` that exists.
     """
-    source = source_lib.find(run, step, export="it is converted already")
+    source = source_lib.find(run, step, export="it is in safetensors already")
     _refuse_damage(source)
     everything = source.arrays()
     group = "ema" if ema else "params"
@@ -308,15 +308,15 @@ def header(entries: Sequence[Entry], framework: str) -> bytes:
 def _last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
     """split -> the last record of metrics.jsonl up to ``step``."""
     path = source.path.parent.parent / "metrics.jsonl"
-    found = {}
+    records = {}
     for line in path.read_text().splitlines() if path.exists() and step is not None else []:
         try:
             record = json.loads(line)
         except ValueError:  # cut short by a kill
             continue
         if record.get("step", math.inf) <= step:
-            found[record["split"]] = record
-    return found
+            records[record["split"]] = record
+    return records
 
 
 def _card(

@@ -32,10 +32,10 @@ class Source(NamedTuple):
         """Every array by its path in a step: ``params/encoder/w_patch``, ``step``. Raises StoredError: damage."""
         if not self.is_export:
             return stored.open_step(self.path)
-        origin, found = self._json(stored.EXPORT), stored.open_safetensors(self.path)
+        origin, stored_arrays = self._json(stored.EXPORT), stored.open_safetensors(self.path)
         step = np.array(origin.get("step") or 0, np.int32)  # a folder from elsewhere does not count steps
         arrays = {"step": Stored((), step.dtype, lambda index: step, ("step",), ())}
-        for path, one in found.items():
+        for path, one in stored_arrays.items():
             is_carry = path.startswith(stored.CARRY) and bool(origin)
             arrays[path if is_carry else f"params/{path}"] = one if is_carry else one._replace(keys=("params", *one.keys))
         return arrays

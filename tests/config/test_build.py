@@ -157,7 +157,7 @@ def test_a_missing_dataset_is_reported_by_the_real_loader(here):
 def test_a_missing_file_is_reported_with_those_that_there_are():
     assert "did you mean 'configs/toy.py'?" in mistakes(source="configs/tyo.py")[""]
     assert "does not exist" in mistakes(source="nowhere/toy.py")[""]
-    with pytest.raises(ConfigError, match="file is missing; say for example --config="):
+    with pytest.raises(ConfigError, match="file is missing; for example --config="):
         config_lib.parse_args(["--explain"])
 
 

@@ -1,6 +1,7 @@
 """Values that make no sense by themselves, together, or on this machine, are named with the remedy."""
 
 import pathlib
+import sys
 
 import pytest
 from toys import load, mistakes
@@ -57,6 +58,17 @@ def test_a_value_that_makes_no_sense_is_reported_with_the_remedy(arguments, path
     found = mistakes(*[f"--config.{a}" for a in arguments])
     assert list(found) == [path]
     assert told in found[path]
+
+
+@pytest.mark.parametrize(
+    ("owner", "function"), [("workload", "make_task"), ("loader", "fields"), ("loader", "facts"), ("loader", "make_loader")]
+)
+def test_a_workload_or_a_loader_without_one_of_its_functions_is_reported(here, monkeypatch, owner, function):
+    load()
+    monkeypatch.delattr(sys.modules[f"toy_{owner}"], function)
+    found = mistakes()
+    assert list(found) == [owner]
+    assert f"toy_{owner}" in found[owner] and repr(function) in found[owner]
 
 
 @pytest.mark.parametrize("workdir", ["file/runs", "file", "/proc/nothing/runs", "/sys/runs"])

@@ -40,6 +40,9 @@ class Config(ModelSection):
     def data_problems(self, facts):
         if self.n_classes != facts["n_classes"]:
             yield "n_classes", f"is {self.n_classes}, and the data have {facts['n_classes']} classes"
+
+def make_task(config, shard, batch):
+    raise AssertionError("no test of this folder trains")
 '''
 LOADER = '''
 import os
@@ -60,6 +63,12 @@ def facts(config):
     if config.path.endswith("broken"):
         raise ValueError("shard 3 is cut short")
     return {"n_classes": 3, "n_train": 7}
+
+def fields(config):
+    return {}
+
+def make_loader(config, *, split, rows, seed):
+    raise AssertionError("no test of this folder reads data")
 '''
 FILE = """
 def get_config(argument=""):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loaders import order
-from loaders.base import Field, Loader, Rows
+from loaders.base import DataError, Field, Loader, Rows
 
 BATCH, RANGES = 6, ((0, 2), (4, 6))
 SCALAR = Field((), np.dtype(np.int32))
@@ -88,6 +88,15 @@ def test_what_a_loader_need_not_say():
     assert loader.fields == loader.buckets[-1] and loader.bucket_at(3) == 0
     assert loader.population is None and loader.diagnostics() == {}
     assert loader.state(11) == {"position": 11, "seed": 7, "fingerprint": "digest", "order": {"batch": BATCH}}
+
+
+def test_a_field_that_a_loader_does_not_make_is_named():
+    class Short(Numbers):
+        def _part(self, position, row):
+            return {"number": row}
+
+    with pytest.raises(DataError, match="Short made batch 0 without its field 'index'"):
+        next(Short())
 
 
 def test_a_loader_without_a_fingerprint_cannot_be_made():

@@ -18,7 +18,7 @@ def test_a_target_that_is_unknown_names_those_that_are():
         "tpu:v4:2x2*0",
     ):
         with pytest.raises(
-            plan.PlanError, match="is unknown; say for example --plan=tpu:v4:2x2x4 .*v6e.* --plan=gpu:h100x8 .*h200"
+            plan.PlanError, match="is unknown; expected for example --plan=tpu:v4:2x2x4 .*v6e.* --plan=gpu:h100x8 .*h200"
         ):
             plan.parse_target(text)
 

@@ -106,7 +106,7 @@ def test_bad_arguments_say_what_there_is(arguments, capsys):
         gpu_check.main(arguments)
     assert exit_.value.code == 2
     said = capsys.readouterr().err
-    assert any(text in said for text in ("there are: ceilings", "there are: bird", "is no folder"))
+    assert any(text in said for text in ("expected one of: ceilings", "expected one of: bird", "is no folder"))
 
 
 def operations(*rows):

@@ -178,10 +178,10 @@ def choose(case: Case, data: Data, device: jax.Device) -> Chosen:
     """The first choice that fits by the plan, else the last one. Raises ConfigError."""
     memory = plan_lib.parse_target("").memory
     for choice in [{}] if data.small else case.choices:
-        found = put_together(case.config(data, choice), device, choice)
-        if found.estimate.peak <= ROOM * memory:
+        assembly = put_together(case.config(data, choice), device, choice)
+        if assembly.estimate.peak <= ROOM * memory:
             break
-    return found
+    return assembly
 
 
 def put_together(config: config_lib.Config, device: jax.Device, choice: Overrides) -> Chosen:
@@ -209,14 +209,14 @@ def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
     """The first ones of the largest shape."""
     config, rows = assembly.config, feed.rows_for(assembly.abstract.batch)
     loader = importlib.import_module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
-    found: list[Batch] = []
+    taken: list[Batch] = []
     try:
         for position in itertools.count():
             if loader.bucket_at(position) == len(loader.buckets) - 1:
                 loader.seek(position)
-                found.append(feed.put(next(loader)[1], assembly.abstract.batch, rows))
-            if len(found) == n:
-                return found
+                taken.append(feed.put(next(loader)[1], assembly.abstract.batch, rows))
+            if len(taken) == n:
+                return taken
     finally:
         loader.close()
 
@@ -240,7 +240,7 @@ class Steps:
         self.state = state_lib.init_state(a.task, a.tx, a.abstract, jax.random.key(a.config.seed))
 
     def __call__(self, batch: Batch | None = None) -> step_lib.Metrics:
-        """Starts a step; waits for nothing."""
+        """Starts a step, and waits for no device."""
         self.state, out = self.program(self.state, self.batch if batch is None else batch, self._go_on)
         return out
 

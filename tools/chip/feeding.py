@@ -1,4 +1,4 @@
-"""From Arrow shards on disk to the step: what the loader makes on all cores beside what the step takes, and both together.
+"""From Arrow shards on disk to the step: the loader's rate on all cores, the step's rate, and that of both together.
 
 The recordings are the demo's, read again and again, so they come from the page cache. For each form of a row (spectrograms of
 float32 and of bfloat16, and 16-bit waveforms, of which the step makes the spectrograms itself):
@@ -6,7 +6,7 @@ float32 and of bfloat16, and 16-bit waveforms, of which the step makes the spect
     loader      rows/s of the loader alone, on every core that this process may use
     demand      rows/s of the step alone, on a batch that stays on the device
     together    rows/s of `jaxtrain.feed` and the step, and the share of the time that the step waits for data
-    overlap     of the copies to the device, the share that lies beside computing, by a trace of a few of those steps; a CPU has
+    overlap     of the copies to the device, the share that overlaps computation, by a trace of a few of those steps; a CPU has
                 no copies: the rows are used where the loader wrote them
 """
 
@@ -106,7 +106,7 @@ def end_to_end(stream: feed.Feed, steps: cases.Steps, batch: int, seconds: float
 
 
 def overlap_of(stream: feed.Feed, steps: cases.Steps, n: int = 4) -> tuple[float | None, float]:
-    """(share of the copies to the device beside which something computes, seconds of copies in a step)."""
+    """(share of the copies to the device that overlaps computation, seconds of copies in a step)."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready([steps(next(stream)[1]) for _ in range(n)])

@@ -21,7 +21,7 @@ class Row(NamedTuple):
     part: str
     what: str
     figure: str
-    beside: str
+    compared: str
 
 
 def rows(found: Found) -> Iterator[Row]:
@@ -49,9 +49,9 @@ def ceilings(found: Found) -> Iterator[Row]:
     one, sheet = found["ceilings"], found["machine"]
     product, copy = one["product"]["flops_per_second"], one["copy"]["bytes_per_second"]
     sizes = ", ".join(f"{size}: {_tera(rate)}" for size, rate in one["product"]["by_size"].items())
-    beside = f"{_of(product, sheet['datasheet_flops_per_second'])}; by size {sizes}"
-    yield Row("ceilings", f"{one['product']['dtype']} product", f"{_tera(product)} TFLOP/s", beside)
-    yield Row("ceilings", "copy in memory", f"{copy / 1e9:.0f} GB/s", _of(copy, sheet["datasheet_bytes_per_second"]))
+    compared = f"{_percent(product, sheet['datasheet_flops_per_second'])}; by size {sizes}"
+    yield Row("ceilings", f"{one['product']['dtype']} product", f"{_tera(product)} TFLOP/s", compared)
+    yield Row("ceilings", "copy in memory", f"{copy / 1e9:.0f} GB/s", _percent(copy, sheet["datasheet_bytes_per_second"]))
     yield Row("ceilings", "copy from the host", f"{one['from_host']['bytes_per_second'] / 1e9:.1f} GB/s", "pageable memory")
 
 
@@ -61,8 +61,8 @@ def correctness(found: Found) -> Iterator[Row]:
         return
     good = [one for one in checks if one["well"]]
     near = max(good, key=lambda one: one["found"] / one["bound"] if one["bound"] else 0.0, default=None)
-    beside = f"nearest to its bound: {near['name']}, {near['found']:.2g} of {near['bound']:g}" if near else ""
-    yield Row("correctness", f"{len(checks)} checks", f"{len(good)} within their bounds", beside)
+    compared = f"nearest to its bound: {near['name']}, {near['found']:.2g} of {near['bound']:g}" if near else ""
+    yield Row("correctness", f"{len(checks)} checks", f"{len(good)} within their bounds", compared)
     for one in checks:
         if not one["well"]:
             yield Row("correctness", one["name"], f"FAILED: {one['found']:.3g}", f"bound {one['bound']:g}; {one['note']}")
@@ -73,10 +73,10 @@ def speed(name: str, one: Found, found: Found) -> Row:
     used = [f"{part} {_gb(memory[part])}" for part in ("planned", "compiler", "allocator") if memory[part]]
     took = f"compile {compiled['cold']:.1f} s" + (f", cached {compiled['cached']:.1f} s" if compiled["cached"] else "")
     halved = "; halved, for it did not fit where the plan said so" if one["refused"] else ""
-    beside = [*mfu(one, found), f"GB: {', '.join(used)}", took + halved, *goal(name, one, found)]
+    compared = [*mfu(one, found), f"GB: {', '.join(used)}", took + halved, *goal(name, one, found)]
     size = f"{one['parameters'] / 1e6:,.1f} M parameters, {one['rows']} rows a step{_choice(one['choice'])}"
     figure = f"{units:,.0f} {one['unit']}/s, {1 / one['seconds_per_step']:.2f} steps/s"
-    return Row("speed", f"{name}: {size}", figure, "; ".join(beside))
+    return Row("speed", f"{name}: {size}", figure, "; ".join(compared))
 
 
 def mfu(one: Found, found: Found) -> Iterator[str]:
@@ -104,14 +104,16 @@ def goal(name: str, one: Found, found: Found) -> Iterator[str]:
 
 
 def feeding(form: str, one: Found) -> Row:
-    overlap = "no copies" if one["overlap"] is None else f"{one['overlap']:.0%} of the copies beside computing"
+    overlap = "no copies" if one["overlap"] is None else f"{one['overlap']:.0%} of the copies overlap computation"
     stages = {stage: s for stage, s in one["stage_seconds"].items() if stage not in ("idle", "wait")}
     slowest = max(stages, key=lambda stage: stages[stage])
-    beside = (
+    compared = (
         f"loader {one['loader_rows_per_second']:,.0f} on {one['cores']} cores (most in {slowest}), "
         f"demand {one['demand_rows_per_second']:,.0f}; waiting {one['wait_share']:.0%}; {overlap}"
     )
-    return Row("feeding", f"{form}: {one['bytes_per_row'] / 1e3:.0f} kB a row", f"{one['rows_per_second']:,.0f} rows/s", beside)
+    return Row(
+        "feeding", f"{form}: {one['bytes_per_row'] / 1e3:.0f} kB a row", f"{one['rows_per_second']:,.0f} rows/s", compared
+    )
 
 
 def state(one: Found) -> Iterator[Row]:
@@ -136,12 +138,12 @@ def text(found: Found) -> str:
     widths = [max((len(row[i]) for row in table), default=0) for i in range(2)]
     lines = [title(found), ""]
     lines += [
-        "  ".join((row.part.ljust(widths[0]), row.what.ljust(widths[1]), f"{row.figure:32}", row.beside)) for row in table
+        "  ".join((row.part.ljust(widths[0]), row.what.ljust(widths[1]), f"{row.figure:32}", row.compared)) for row in table
     ]
     for failure in found["failures"]:
         lines += ["", f"{failure['unit']} did not run:", *(f"    {line}" for line in failure["why"].splitlines())]
     if found.get("machine", {}).get("platform") == "cpu":
-        lines += ["", "This is the small form, on a CPU: it shows that everything works, and no figure of it tells how fast."]
+        lines += ["", "This is the small form, on a CPU: it shows that everything works, and none of its figures is a speed."]
     return "\n".join(lines)
 
 
@@ -167,7 +169,7 @@ def markdown(found: Found) -> str:
         if not any(p == part and (what is None or w == what) for p, w in seen):
             missing.setdefault(part, []).extend([what] if what else [])
     head = f"Measured on one {m['device']} with {m['cores']} cores, {found['when']} ({found['form']} form; {versions})."
-    lines = [head, "", "| part | what | figure | beside |", "|---|---|---|---|"]
+    lines = [head, "", "| part | what | figure | compared with |", "|---|---|---|---|"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
     if missing:
         named = [f"{part} of {', '.join(cases)}" if cases else part for part, cases in missing.items()]
@@ -209,10 +211,10 @@ def _gb(n: float) -> str:
     return f"{n / 1e9:.3g}"
 
 
-def _of(rate: float, peak: float | None) -> str:
+def _percent(rate: float, peak: float | None) -> str:
     return f"{rate / peak:.0%} of the datasheet's" if peak else "no datasheet"
 
 
 def _choice(choice: Mapping[str, str]) -> str:
-    told = [f"{path.partition('.')[2]}={value}" for path, value in choice.items() if path != "train.batch"]
-    return f", {', '.join(told)}" if told else ""
+    settings = [f"{path.partition('.')[2]}={value}" for path, value in choice.items() if path != "train.batch"]
+    return f", {', '.join(settings)}" if settings else ""

@@ -1,4 +1,4 @@
-"""One case at full speed: steps a second, memory beside the plan's prediction, time to compile, and a profile of its step."""
+"""One case at full speed: steps a second, memory next to the plan's prediction, time to compile, and a profile of its step."""
 
 import pathlib
 import tempfile
@@ -26,7 +26,7 @@ def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, flo
 
 
 def measure(case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bool, parts: set[str]) -> dict[str, Any]:
-    """``parts``: "speed", "profile" or both. A size that does not fit though the plan says so is halved, and that is told."""
+    """``parts``: "speed", "profile" or both. A size that does not fit though the plan says so is halved, which is reported."""
     chosen, refused = cases.choose(case, data, device), []
     while True:
         try:

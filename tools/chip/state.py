@@ -1,7 +1,7 @@
 """What a run's state costs: a save while it trains, a restore, and the time from the command to the first step.
 
 Two runs of the program itself, `python -m jaxtrain.main`: one from nothing, with an empty cache of compiled programs, that
-saves a few times; and one that goes on from it.
+saves a few times; and one that resumes from it.
 """
 
 import json
@@ -47,9 +47,9 @@ def _run(source: str, options: cases.Overrides, workdir: pathlib.Path, cache: pa
     command = [sys.executable, "-m", "jaxtrain.main", f"--config={source}", *(f"--config.{k}={v}" for k, v in options.items())]
     env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
     done = subprocess.run(command, cwd=cases.ROOT, env=env, capture_output=True, text=True)
-    found = FIRST.findall((workdir / "logs" / "process-0.log").read_text()) if done.returncode == 0 else []
-    if not found:
+    match = FIRST.findall((workdir / "logs" / "process-0.log").read_text()) if done.returncode == 0 else []
+    if not match:
         raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr[-3000:]}")
-    together, phases = found[-1]
+    together, phases = match[-1]
     each = dict(phase.rsplit(" ", 1) for phase in phases.split(", "))
     return {"together": float(together), **{name: float(seconds) for name, seconds in each.items()}}

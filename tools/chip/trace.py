@@ -52,17 +52,17 @@ def read(folder: str | pathlib.Path) -> list[Operation]:
         raise ValueError(f"{folder} holds no *.xplane.pb; jax.profiler.trace({str(folder)!r}) would write one")
     planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
     devices = [plane for plane in planes if re.match(r"/device:(GPU|TPU):", plane.name)]
-    found = []
+    ops = []
     for plane in devices or planes:
         lines = list(plane.lines)
         streams = [line for line in lines if line.name.startswith("Stream")]
         if devices and not streams:
             streams = [line for line in lines if line.name == "XLA Ops"]
         for line in streams if devices else lines:
-            found += _operations(line, f"{plane.name} {line.name}", everything=bool(devices))
-    if not found:
+            ops += _operations(line, f"{plane.name} {line.name}", everything=bool(devices))
+    if not ops:
         raise ValueError(f"{files[-1]} names no operation of a device; it holds {[plane.name for plane in planes]}")
-    return sorted(found, key=lambda op: op.start)
+    return sorted(ops, key=lambda op: op.start)
 
 
 def _operations(line: Any, name: str, *, everything: bool) -> Iterable[Operation]:
@@ -101,7 +101,7 @@ class Summary(NamedTuple):
     seconds: float
     idle: float  # [share] of it in which no operation runs
     longest_gap: float  # [s]
-    matrix: float  # [share] of the operations' time that is in matrix units, as far as names tell
+    matrix: float  # [share] of the operations' time that is in matrix units, as far as names show
     kinds: dict[str, float]  # [share] of the operations' time
     top: list[tuple[str, str, str, float, int]]  # (name, where, kind, share of the operations' time, times), the most first
     copied: float  # [s] that copies to the device took
@@ -136,7 +136,7 @@ def summary(operations: Sequence[Operation], *, top: int = 8) -> Summary:
 
 
 def _plain(name: str) -> str:
-    """Without the number that tells copies of one operation apart."""
+    """The name without the number that distinguishes copies of one operation."""
     return re.sub(r"([._]\d+)+$", "", name)
 
 
@@ -152,7 +152,7 @@ def advice(found: Summary) -> str:
         return f"gaps: nothing runs in {found.idle:.0%} of the time ({longest}); what feeds the device?"
     if worst == "graph":
         return (
-            f"kernels inside CUDA graphs, {lost[worst]:.0%} of the time, are not told apart; to see them: "
+            f"kernels inside CUDA graphs, {lost[worst]:.0%} of the time, are not distinguished; to see them: "
             "XLA_FLAGS=--xla_gpu_enable_command_buffer= and --only profile"
         )
     name, where, _, share, times = next(row for row in (*found.top, ("", "", worst, 0.0, 0)) if row[2] == worst)

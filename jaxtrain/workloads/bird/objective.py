@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
     key: Key | None  # of the step; None in an evaluation, which draws nothing new
     batch: Batch  # the fields of B rows
     x_rfw: Array  # float32 [R, F, W]: augmented in training
-    weight_b: Array  # float32 [B]; 0 where a row does not count
+    weight_b: Array  # float32 [B]; 0 = padding, or a row that no loss shall see
     weight_r: Array  # float32 [R]: the same, shared out to the views
     features: Features
     masks: masked.Masks | None  # of a pass over visible patches
