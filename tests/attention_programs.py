@@ -74,7 +74,7 @@ def program(case: dict) -> jax.stages.Lowered:
         def layer(x_btd, w):
             return transformer.layer(c, layout.shard, None, mix, x_btd, w)
 
-        x_btd, _ = remat.scan(layer, batch["x"].astype(c.dtype), variables.params, c.remat)
+        x_btd, _ = remat.scan(layer, batch["x"].astype(c.dtype), variables.params, c.remat, kernels=transformer.KERNELS)
         return Mean(jnp.square(x_btd.astype(jnp.float32)).sum(), jnp.float32(x_btd.size))
 
     axes = {"x": ("batch", "seq", None), "segments": ("batch", "seq")}

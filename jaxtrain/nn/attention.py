@@ -28,6 +28,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.nn import remat
 from jaxtrain.nn.flash import NEVER, flash
 from jaxtrain.types import Array, Shard
 
@@ -47,10 +48,14 @@ def within(
     causal: bool = False,
     window: int = 0,
     segments_bt: Array | None = None,
+    keep: str | None = None,
 ) -> Array:
-    """`attention` of arrays that ``shard`` lays out over a mesh, for the devices of that mesh. Rows and heads are split."""
+    """`attention` of arrays that ``shard`` lays out over a mesh, for the devices of that mesh. Rows and heads are split.
+
+    ``keep``: a name of `remat.scan` for what the backward pass reads of it; cuDNN's and `flash`'s is known by `is_forward`.
+    """
     platform, capability = shard.devices
-    run = functools.partial(attention, causal=causal, window=window, platform=platform, capability=capability)
+    run = functools.partial(attention, causal=causal, window=window, platform=platform, capability=capability, keep=keep)
     kernel = choose(
         q_bthk.shape, q_bthk.dtype, causal=causal, window=window, packed=segments_bt is not None, platform=platform,
         capability=capability,
@@ -77,6 +82,7 @@ def attention(
     segments_bt: Array | None = None,
     platform: str | None = None,
     capability: str = "",
+    keep: str | None = None,
 ) -> Array:
     """Attention of a sequence to itself. Returns [B, T, H, K].
 
@@ -84,6 +90,7 @@ def attention(
       segments_bt: int32; documents that do not see each other.
       platform: "cpu", "gpu" or "tpu"; None = where this process computes.
       capability: of the GPUs, as "9.0"; "" = unknown.
+      keep: see `within`.
     """
     if platform is None:
         platform, capability = host()
@@ -96,12 +103,13 @@ def attention(
     if kernel == "flash":
         return flash(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, segments_bt=segments_bt)
     if kernel == "splash":
-        return splash(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, segments_bt=segments_bt)
+        return splash(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, segments_bt=segments_bt, keep=keep)
     t = jnp.arange(q_bthk.shape[1])
     mask_bts = visible(t, t, causal=causal, window=window)[None]
     if segments_bt is not None:
         mask_bts = mask_bts & same_segment(segments_bt, segments_bt)
-    return masked(q_bthk, k_bsgk, v_bsgk, mask_bts)
+    y_bthk = masked(q_bthk, k_bsgk, v_bsgk, mask_bts)
+    return remat.name(y_bthk, keep) if keep else y_bthk
 
 
 def choose(
@@ -119,6 +127,11 @@ def choose(
     if generation < (8, 0) or shape[3] > (256 if generation >= HOPPER else 128):
         return "xla"
     return "flash" if packed or shape[3] % 8 or window and not causal else "cudnn"
+
+
+def is_forward(kernel: str) -> bool:
+    """Whether a jaxpr calls the forward pass of cuDNN's kernel or of `flash` so. (Splash names what it keeps itself.)"""
+    return kernel in ("dot_product_attention_fwd_wrapper", "flash_forward")
 
 
 def host() -> tuple[str, str]:
@@ -226,6 +239,7 @@ def splash(
     window: int,
     segments_bt: Array | None,
     interpret: bool = False,
+    keep: str | None = None,
 ) -> Array:
     """The kernel for TPUs; ``interpret`` runs it anywhere, slowly."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel_lib
@@ -243,7 +257,7 @@ def splash(
         block_kv_dq=n,
     )  # fmt: skip
     kernel = kernel_lib.make_splash_mqa_single_device(
-        mask_lib.MultiHeadMask([one] * (h // g)), block_sizes=blocks, interpret=interpret
+        mask_lib.MultiHeadMask([one] * (h // g)), block_sizes=blocks, interpret=interpret, residual_checkpoint_name=keep
     )
     q_bgrtk = (q_bthk * k**-0.5).astype(q_bthk.dtype).reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
     k_bgsk, v_bgsk = (x.transpose(0, 2, 1, 3) for x in (k_bsgk, v_bsgk))

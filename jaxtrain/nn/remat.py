@@ -9,7 +9,8 @@ A layer's names are its own; `problems` checks a word against them.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,14 +62,24 @@ def cheap(word: str) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 
 
 def scan(
-    layer: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], x: PyTree, stack: PyTree, word: str, *, unroll: int | bool = 1
+    layer: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    x: PyTree,
+    stack: PyTree,
+    word: str,
+    *,
+    unroll: int | bool = 1,
+    kernels: Mapping[str, Callable[[str], bool]] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Carries ``x`` through layer(x, w) -> (x, y) for every entry w of the stack's first axis; returns (x, all y, stacked)."""
+    """Carries ``x`` through layer(x, w) -> (x, y) for every entry w of the stack's first axis; returns (x, all y, stacked).
+
+    ``kernels``: name -> whether what a kernel of this name returns is kept with the activations that the former stands for. A
+    kernel's backward pass reads more than its result, and only the kernel itself could name that.
+    """
     kind, value = _parse(word)
     if kind == "full":
         layer = jax.checkpoint(layer)
     elif kind == "save":
-        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*value.split(",")))
+        layer = jax.checkpoint(layer, policy=_keeps(value.split(","), kernels or {}))
     if kind != "every":
         return jax.lax.scan(layer, x, stack, unroll=unroll)
 
@@ -89,6 +100,17 @@ def scan(
         x, rest = jax.lax.scan(layer, x, jax.tree.map(lambda w: w[whole:], stack), unroll=unroll)
         ys = jax.tree.map(lambda y, r: jnp.concatenate([y, r]), ys, rest)
     return x, ys
+
+
+def _keeps(names: Sequence[str], kernels: Mapping[str, Callable[[str], bool]]) -> Callable[..., bool]:
+    """A policy of `jax.checkpoint`."""
+    named, asked = jax.checkpoint_policies.save_only_these_names(*names), [kernels[name] for name in names if name in kernels]
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
+        kernel = params["name"] if primitive.name == "pallas_call" else primitive.name
+        return named(primitive, *avals, **params) or any(keep(kernel) for keep in asked)
+
+    return policy
 
 
 def _parse(word: str) -> tuple[str, str]:

@@ -31,6 +31,7 @@ POSITIONS = ("rope", "learned")
 DTYPES = ("float32", "bfloat16")
 TABLE = ("vocab", "embed")  # logical axes of the embedding and of the head
 KEPT = ("qkv", "attention", "mlp")  # names for remat="save …"
+KERNELS = {"attention": attention_lib.is_forward}  # all that attention's kernels return is kept by this name
 Weights = Mapping[str, Array]
 Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]  # (q, k, v) -> (y [B, T, H, K], what the layer hands out)
 
@@ -197,7 +198,7 @@ def attend(
                 z_bthk = _placed(c, z_bthk, w.get(f"scale_{name}"), angles)
             qkv.append(remat.name(z_bthk, "qkv"))
         y_bthk, kept = mix(*qkv)
-        y_bthk = remat.name(shard(y_bthk, "batch", "seq", "heads", "head_dim"), "attention")
+        y_bthk = shard(y_bthk, "batch", "seq", "heads", "head_dim")
         y_btd = project("bthk,dhk->btd", y_bthk, w["w_out"])
         if c.bias:
             y_btd += w["b_out"].astype(dtype)[None, None]
@@ -249,7 +250,7 @@ def decode(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, seg
     """Last hidden states [B, T, D], after the last norm; times `head` they are logits."""
     x_btd = embed(c, params, tokens_bt, position_bt, shard)
     body = functools.partial(layer, c, shard, angles(c, position_bt), mixer(c, segments_bt, shard))
-    x_btd, _ = remat.scan(body, x_btd, params["blocks"], c.remat, unroll=c.unroll)
+    x_btd, _ = remat.scan(body, x_btd, params["blocks"], c.remat, unroll=c.unroll, kernels=KERNELS)
     return norm(c, params, "", x_btd)
 
 
@@ -273,7 +274,7 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
             ring = attention_lib.Ring(names[0], shard.size("seq", t), 0, causal, c.window)
             return _ring(shard, ring, q_bthk, k_bsgk, v_bsgk, segments), None
         y_bthk = attention_lib.within(
-            shard, q_bthk, k_bsgk, v_bsgk, causal=causal, window=c.window, segments_bt=segments_bt
+            shard, q_bthk, k_bsgk, v_bsgk, causal=causal, window=c.window, segments_bt=segments_bt, keep="attention"
         )  # fmt: skip
         return y_bthk, None
 
@@ -291,7 +292,7 @@ def _ring_forward(shard: Shard, ring: attention_lib.Ring, *args: Array) -> tuple
     def local(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:
         return ring._replace(groups=k.shape[2]).forward(q, k, *rest)
 
-    y, log = shard.local(local, args, axes, (query, log))
+    y, log = (remat.name(x, "attention") for x in shard.local(local, args, axes, (query, log)))
     return y, (*args, y, log)
 
 

@@ -6,9 +6,11 @@
 An environment is a folder of packages, $JAXTRAIN_CACHE/envs/plan-KIND-jaxlib-VERSION-pyVERSION (or ~/.cache/jaxtrain/envs/…),
 which a process of its own has on its path before this Python's packages (`jaxtrain.plan.worker`): so its jax is the jax that
 asks, and the plugin's version is that of jaxlib. It needs the network once. A set-up is made in a folder next to it and renamed
-when it is whole; MARK, written last, has the versions.
+when it is whole; MARK, written last, has the versions. Of several at once one fetches and the others wait.
 """
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -18,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
 from jaxtrain.plan.errors import PlanError
 from loaders import checks, machine
@@ -66,7 +69,12 @@ def set_up(kind: str) -> str:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), *requirements(kind)]
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{place.name}.part-", dir=place.parent) as part:
+        with _only_one(place) as alone, tempfile.TemporaryDirectory(prefix=f"{place.name}.part-", dir=place.parent) as part:
+            if find(kind):
+                return f"{place} is there already: {versions(place)}"  # made by the process that this one waited for
+            for left in place.parent.glob(f"{place.name}.part-*") if alone else ():
+                if left != pathlib.Path(part):  # of a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
             here = [str(pathlib.Path(part, "packages")) if word == str(place) else word for word in command]
             done = subprocess.run(here, capture_output=True, text=True)
             if done.returncode:
@@ -93,6 +101,18 @@ def versions(place: pathlib.Path) -> str:
 def path(place: pathlib.Path) -> str:
     """PYTHONPATH of a process that uses it: before all that this process imports from."""
     return os.pathsep.join([str(place), *(entry or os.getcwd() for entry in sys.path)])
+
+
+@contextlib.contextmanager
+def _only_one(place: pathlib.Path) -> Iterator[bool]:
+    """Holds a lock, which the kernel releases when its holder dies. Yields False on a file system without locks."""
+    with place.with_name(f"{place.name}.lock").open("w") as file:  # never removed: another process may be waiting for it
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
 def _rename(made: pathlib.Path, place: pathlib.Path) -> None:

@@ -98,19 +98,29 @@ def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, p
         yield ""
     over, doubtful = needed.peak - target.memory, (1 + SLACK) * needed.peak > target.memory
     excess = f"{in_bytes(over)} too much, as estimated. {ways(config, target)}" if over > 0 else ""
+    missing = "" if target.here else _missing(assembly, target)
     if (sure := certain(assembly, needed, target)) > target.memory:
         why = f"state and gradients alone are {in_bytes(sure - target.memory)} more than a device has"
         problems.append(f"it does not fit: {why}, and with activations it is {excess}")
-    elif (target.here and doubtful) or not target.here and (is_at_hand(target) or environment.find(target.kind)):
+    elif (target.here and doubtful) or not (target.here or missing):
         for each_stage, answer in _compile(config, target, each).items():
             yield from _compiled_lines(config, target, each_stage, assembly.stages()[each_stage], answer, each, problems)
     else:
         if not target.here:
-            yield from (f"not compiled for it: its compiler is not here; {environment.how_to_get(target.kind)} fetches it", "")
+            yield from (f"not compiled for it: {missing}", "")
         if needed.surely() > target.memory:
             problems.append(f"it does not fit: {excess}")
         elif over > 0:
             yield from (f"it may not fit: {excess}", "")
+
+
+def _missing(assembly: Assembly, target: Target) -> str:
+    """Why a step cannot be compiled for devices elsewhere; "" where it can."""
+    if not (is_at_hand(target) or environment.find(target.kind)):
+        return f"its compiler is not here; {environment.how_to_get(target.kind)} fetches it"
+    if target.kind == "gpu" and offloaded(assembly.abstract):
+        return "without a card, XLA's compiler for GPUs knows no host memory, and takes what is offloaded for the device's"
+    return ""
 
 
 def _compile(config: config_lib.Config, target: Target, stages: Iterable[Hashable]) -> dict[Hashable, worker.Answer]:

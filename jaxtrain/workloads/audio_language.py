@@ -239,7 +239,7 @@ def decode(c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool 
     def body(x_bud: Array, w: PyTree) -> tuple[Array, PyTree]:
         return layer(c, w, x_bud, is_audio_bu, nets, shard, angles=angles, mix=mix, audio_attend=audio_attend)
 
-    x_bud, kept = remat.scan(body, x_bud, params["blocks"], c.remat, unroll=c.unroll)
+    x_bud, kept = remat.scan(body, x_bud, params["blocks"], c.remat, unroll=c.unroll, kernels=transformer.KERNELS)
     x_bud = transformer.norm(c, params, "", x_bud)
     return (x_bud, kept) if keep else x_bud
 

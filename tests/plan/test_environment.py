@@ -1,8 +1,11 @@
 """The compilers' environments: what is fetched, that only a whole one counts, and what is said where none can be had."""
 
+import concurrent.futures
 import importlib.metadata
 import json
 import subprocess
+import threading
+import time
 
 import pytest
 
@@ -51,7 +54,7 @@ def test_an_environment_is_made_once_with_the_versions_of_this_one(kind, cache, 
         assert any(word.startswith("libtpu") for word in pip.commands[0])
     assert json.loads((place / environment.MARK).read_text())["requirements"] == environment.requirements(kind)
     assert "is there already" in plan.set_up(kind) and len(pip.commands) == 1
-    assert [path.name for path in place.parent.iterdir()] == [place.name], "no folder is left beside it"
+    assert [path for path in place.parent.iterdir() if path.is_dir()] == [place], "no folder is left beside it"
 
 
 def test_a_set_up_that_fails_leaves_nothing_and_names_its_command(cache, pip, capsys):
@@ -59,7 +62,7 @@ def test_a_set_up_that_fails_leaves_nothing_and_names_its_command(cache, pip, ca
     assert main.main(["--plan-setup", "gpu"]) == 2
     said = capsys.readouterr().err
     assert "No matching distribution" in said and "pip install" in said and "network" in said and "jax-cuda12-plugin==" in said
-    assert environment.find("gpu") is None and not list((cache / "envs").iterdir())
+    assert environment.find("gpu") is None and not [path for path in (cache / "envs").iterdir() if path.is_dir()]
     pip.fails = ""
     assert main.main(["--plan-setup=gpu"]) == 0 and environment.find("gpu")
     assert plan_command.main(["--setup", "gpu"]) == 0 and "is there already" in capsys.readouterr().out
@@ -71,6 +74,32 @@ def test_a_folder_without_the_mark_is_not_taken_for_an_environment(cache, pip):
     assert environment.find("gpu") is None
     plan.set_up("gpu")
     assert environment.find("gpu") and len(pip.commands) == 1
+
+
+def test_what_a_killed_set_up_left_is_removed_by_the_next(cache, pip):
+    place = environment.folder("gpu")
+    left, other = (place.with_name(f"{name}.part-abc") for name in (place.name, environment.folder("tpu").name))
+    (left / "packages").mkdir(parents=True), other.mkdir()
+    plan.set_up("gpu")
+    assert environment.find("gpu") and not left.exists() and other.exists(), "only one's own"
+
+
+def test_of_two_set_ups_at_once_one_fetches(cache, pip, monkeypatch):
+    """The second begins while the first's pip runs, and waits."""
+    begun, run = threading.Event(), environment.subprocess.run
+
+    def slow(*args, **kwargs):
+        begun.set()
+        time.sleep(0.5)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(environment.subprocess, "run", slow)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(plan.set_up, "gpu")
+        assert begun.wait(10)
+        second = pool.submit(plan.set_up, "gpu")
+        assert "is made" in first.result() and "is there already" in second.result()
+    assert len(pip.commands) == 1
 
 
 def test_an_unknown_kind_names_those_that_are(cache, capsys):

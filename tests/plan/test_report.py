@@ -40,6 +40,14 @@ def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
     assert re.search(r"ms to read the state and write it again once, at 3.35 TB/s", text)
 
 
+def test_an_offloaded_optimizer_on_gpus_is_estimated_though_the_compiler_is_here(tmp_path, monkeypatch):
+    """Without a card that compiler refuses memory of hosts, or takes it for the device's."""
+    config = load("bird", tmp_path, monkeypatch, ("optim.offload", "True"), ("mesh.fsdp", "8"))
+    monkeypatch.setattr(plan.environment, "find", lambda kind: tmp_path)
+    text, well = plan.report(config, "gpu:h100x8")
+    assert well and "not compiled for it: without a card" in text and "in host memory: optimizer" in text
+
+
 def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, monkeypatch):
     config = load(
         "bird", tmp_path, monkeypatch, ("mesh.fsdp", "2"), ("mesh.model", "4"), ("model.heads", "4"), ("model.n_classes", "14")
