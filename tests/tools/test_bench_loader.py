@@ -70,7 +70,7 @@ def test_bad_arguments_say_what_there_is(arguments, capsys):
     with pytest.raises(SystemExit):
         bench_loader.main(arguments)
     error = capsys.readouterr().err
-    assert "there are" in error or "may use" in error or "at least" in error
+    assert "expected some of" in error or "may use" in error or "at least" in error
 
 
 def test_ratios_are_taken_within_rounds():
