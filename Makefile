@@ -37,6 +37,7 @@ test-all: $(STAMP) lint
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 	cargo fmt --check --all --manifest-path rust/Cargo.toml
 	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo clippy --profile test-quick --quiet --workspace --all-targets --manifest-path rust/Cargo.toml -- -D warnings
 

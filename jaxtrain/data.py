@@ -1,15 +1,17 @@
 """The recordings of a run: its two loaders, and the stream of sharded batches that its loop takes from one of them."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtrain import feed, state
 from jaxtrain.assembly import Assembly
 from jaxtrain.types import Batch
 
 
-class Item(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Item:
     """A batch for one step."""
 
     step: int  # batches read once it is taken, which is the step's number as people count, from 1
@@ -44,7 +46,7 @@ class Data:
             [state.make_batch(assembly.task, assembly.layout, fields, config.train.batch) for fields in loader.buckets]
             for loader in (self.train, self.test)
         )
-        self._stream: feed.Feed | None = None
+        self._stream: feed.Feed | None = None  # from `start` on
 
     def __enter__(self) -> "Data":
         return self
@@ -75,6 +77,7 @@ class Data:
         """
         index = self._step
         bucket = self.bucket_of(index)
+        assert self._stream is not None
         if item := self._stream.next(unless=unless):
             position, self._latest[bucket] = item
             self._step = position + self.offset
@@ -98,4 +101,5 @@ class Data:
     @property
     def waited(self) -> float:
         """Seconds that the loop has waited for batches."""
+        assert self._stream is not None
         return self._stream.waited

@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ def rows_of_one(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
     return Rows(x.shape[0], ((0, x.sharding.shard_shape(x.shape)[0]),))
 
 
-def put(host: Mapping[str, list[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> Batch:
+def put(host: Mapping[str, Sequence[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> Batch:
     """Global arrays from this process's rows, split as ``batch`` is, whatever their shape beyond the rows.
 
     Each device's rows are one contiguous array: nothing is copied on the host.
@@ -80,7 +80,9 @@ class Feed:
         return self
 
     def __next__(self) -> tuple[int, Batch]:
-        return self.next(unless=lambda: False)
+        item = self.next(unless=lambda: False)
+        assert item is not None  # it waits for as long as it takes
+        return item
 
     def next(self, *, unless: Callable[[], Any]) -> tuple[int, Batch] | None:
         """The next batch; None once ``unless()`` holds while there is none, so that a stalled loader cannot hold up a stop."""
@@ -95,7 +97,7 @@ class Feed:
         self.waited += time.perf_counter() - start
         if item is _END or isinstance(item, BaseException):
             self._queue.put(item)  # the last item stays, for whoever asks again
-            raise StopIteration if item is _END else item
+            raise item if isinstance(item, BaseException) else StopIteration
         return item
 
     def close(self) -> None:

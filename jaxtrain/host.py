@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import types
 
 from jaxtrain import cluster
 from jaxtrain import console as console_lib
@@ -55,8 +56,10 @@ class Host:
             self._closing = stack.pop_all()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._closing.__exit__(*exception)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self._closing.__exit__(kind, error, trace)
 
     def stopping(self) -> bool:
         """Whether this process was asked to stop. Raises KeyboardInterrupt after Ctrl-C."""

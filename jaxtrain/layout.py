@@ -39,7 +39,8 @@ def mesh_sizes(sizes: Sequence[int], count: int, what: str) -> tuple[int, int, i
         raise LayoutError(
             f"mesh {asked} has {int(np.prod(sizes))} places, and there are {count} devices ({what}); set one axis to -1"
         )
-    return tuple(sizes)
+    data, fsdp, model = sizes
+    return data, fsdp, model
 
 
 def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -118,7 +119,8 @@ class Layout(NamedTuple):
         """
         if len(axes) != len(shape):
             raise LayoutError(f"{path}: {len(axes)} axes {axes} for the {len(shape)} dimensions of {tuple(shape)}")
-        parts, used = [], {}
+        parts: list[str | tuple[str, ...] | None] = []
+        used: dict[str, str] = {}  # mesh axis -> the logical axis that has it
         for axis, size in zip(axes, shape, strict=True):
             if axis is None:
                 parts.append(None)
@@ -193,7 +195,7 @@ class Sharder(NamedTuple):
         (part,) = [*self.spec((size,), (axis,)), None][:1]
         return (part,) if isinstance(part, str) else part or ()
 
-    def size(self, axis: str, size: int) -> int:
+    def size(self, axis: str | None, size: int) -> int:
         """Into how many parts a dimension of that size is split, manual axes aside."""
         return int(np.prod([self.layout.mesh.shape[n] for n in self.names(axis, size)]))
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jaxtrain import specs as specs_lib
 from jaxtrain.config import Lora
-from jaxtrain.types import Array, Batch, LossOut, Mean, PyTree, Spec, Task, Variables
+from jaxtrain.types import Array, Batch, LossOut, Mean, PyTree, Spec, Task, Trial, Unmerged, Variables
 
 A, B = "w_a", "w_b"
 KINDS = ("adapt", "train", "freeze")
@@ -35,7 +35,7 @@ class LoraError(ValueError):
 
 
 @flax.struct.dataclass
-class Adapted:
+class Adapted(Unmerged):
     """A matrix W + scale × B A, or a stack of them, that is not merged yet."""
 
     w: Array  # [layers…, first…, last…]
@@ -81,8 +81,8 @@ class Adapted:
         return self.astype(self.w.dtype)
 
 
-def product(a: Array, b: Array, n_first: int) -> Array:
-    """B A, [layers…, first…, last…]."""
+def product(a: Any, b: Any, n_first: int) -> Any:
+    """B A, [layers…, first…, last…], of arrays of JAX or of numpy."""
     n_layers = b.ndim - n_first - 1
     layers, rank = b.shape[:n_layers], b.shape[-1]
     first, last = b.shape[n_layers:-1], a.shape[n_layers + 1 :]
@@ -161,7 +161,10 @@ def adapt(task: Task, config: Lora) -> Task:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise LoraError(f"this task's carry follows its parameters, and adapters are not those: {error}") from error
 
-    trials = tuple(trial._replace(run=lambda variables, run=trial.run: run(whole(variables))) for trial in task.trials)
+    def on_whole(trial: Trial) -> Trial:
+        return trial._replace(run=lambda variables: trial.run(whole(variables)))
+
+    trials = tuple(map(on_whole, task.trials))
     return task._replace(
         trials=trials,
         specs=Variables(_nested(params), _nested(frozen), task.specs.carry),

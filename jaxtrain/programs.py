@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ class Ahead:
       late: steps that had to wait for their program, the first aside.
     """
 
-    def __init__(self, key_of: Callable[[int], Hashable], compiled: Callable[[Hashable], Callable], *, start: int, stop: int):
+    def __init__(self, key_of: Callable[[int], Hashable], compiled: Callable[[Any], Callable], *, start: int, stop: int):
         """``compiled(key)`` compiles one; steps ``start`` … ``stop`` - 1 are to come."""
         self._key_of = key_of
         self.starts: dict[Hashable, int] = {}

@@ -19,8 +19,7 @@ from jaxtrain.types import Array, Key, PyTree, Task, Variables
 HOST = "pinned_host"  # memory kind of what is offloaded
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
     """Everything that a step reads and writes. ``ema`` is () without an average."""
 
     step: Array  # int32: batches read, which is also the position of the next one
@@ -61,16 +60,18 @@ def make_abstract(
         raise ValueError(
             f"the task reads the batch fields {missing}, which the loader does not give; it gives {sorted(fields)}"
         )
+
+    def scalar(dtype: Any) -> Any:
+        """Stands where an array will be."""
+        return jax.ShapeDtypeStruct((), dtype, sharding=layout.replicated())
+
     variables = jax.tree.map(lambda part: specs.abstract(part, layout), task.specs, is_leaf=lambda x: x is not task.specs)
     state = TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated()),
+        step=scalar(jnp.int32),
         variables=variables,
         opt_state=_abstract_opt_state(tx, variables.params, layout, offload=offload),
         ema=variables.params if ema else (),
-        norms=GuardState(
-            jax.ShapeDtypeStruct((), jnp.float32, sharding=layout.replicated()),
-            jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.replicated()),
-        ),
+        norms=GuardState(scalar(jnp.float32), scalar(jnp.int32)),
     )
     return Abstract(state, make_batch(task, layout, fields, batch))
 
@@ -125,7 +126,9 @@ def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout
     )
 
 
-def _divisible(mesh: jax.sharding.Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+def _divisible(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: PartitionSpec, shape: tuple[int, ...]
+) -> PartitionSpec:
     """The parts of ``spec`` that divide ``shape``."""
     parts = []
     for part, size in zip((*spec, *[None] * len(shape)), shape, strict=False):

@@ -43,7 +43,7 @@ def make_train_step(
     guard: Guard,
     seed: int,
     stage: Hashable = None,
-) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
+) -> jax.stages.Wrapped:
     """Jits `train_step` for an abstract state and batch: the state is donated, the new one lives where the old one did.
 
     ``stage`` is one of the task's stages, where it has any.
@@ -222,8 +222,8 @@ def _accumulate(
         return [x for x, r in zip(leaves, is_row, strict=True) if r], [x for x, r in zip(leaves, is_row, strict=True) if not r]
 
     def whole(own: list[Array], shared: list[Array]) -> PyTree:
-        own, shared = iter(own), iter(shared)
-        return structure.unflatten([next(own) if r else next(shared) for r in is_row])
+        owns, shares = iter(own), iter(shared)
+        return jax.tree.unflatten(structure, [next(owns) if r else next(shares) for r in is_row])
 
     def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0)
@@ -248,7 +248,7 @@ def _accumulate(
     return sums, None if out.carry is None else whole(jax.tree.map(join, own), shared)
 
 
-def make_eval_step(task: Task, layout: Layout) -> Callable[[Variables, Batch], Metrics]:
+def make_eval_step(task: Task, layout: Layout) -> jax.stages.Wrapped:
     """Jits `Task.evaluate` over the global batch: sums over all rows, on every device."""
 
     def step(variables: Variables, batch: Batch) -> Metrics:

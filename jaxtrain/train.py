@@ -20,6 +20,8 @@ from jaxtrain.saves import Saves
 from jaxtrain.schedule import Schedule
 from loaders.base import DataError
 
+__all__ = ["USER_ERRORS", "Preempted", "run"]
+
 log = logging.getLogger("jaxtrain")
 
 # Mistakes that a user can fix: the message says how, so that no traceback is shown.

@@ -1,7 +1,7 @@
 """The types that every module agrees on."""
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Optional, Protocol, TypeVar
 
 import jax
 
@@ -10,8 +10,82 @@ Array = jax.Array
 Key = jax.Array
 Axes = tuple[str | None, ...]  # logical axis names, one for each dimension
 Batch = Mapping[str, Array]  # field -> [batch, ...]
-Shard = Callable[..., Array]  # shard(x, "batch", "seq", "embed") pins x to the layout's sharding; `jaxtrain.layout.Sharder`
 Initializer = Callable[[Key, tuple[int, ...], Any], Array]  # (key, shape, dtype) -> array
+
+T = TypeVar("T")
+# OfData[int] is the type of a model's field that may be None in a config, which takes the data's fact of that name
+# (`jaxtrain.config.build`): whoever reads a built config finds an int.
+if TYPE_CHECKING:
+    OfData = Annotated[T, "None in a config file"]
+else:
+    OfData = Optional
+OF_DATA: Any = None  # the default of such a field
+
+
+class Shard(Protocol):
+    """What a workload sees of the layout: `jaxtrain.layout.Sharder`, and `jaxtrain.nn.vit.Whole` on one device.
+
+    ``axes`` are logical axis names, one for each dimension; what is said of each method in `jaxtrain.layout.Sharder` holds.
+    """
+
+    def __call__(self, x: Array, /, *axes: str | None) -> Array:
+        """Pins ``x`` to the layout: ``shard(x, "batch", "seq", "embed")``."""
+        ...
+
+    @property
+    def devices(self) -> tuple[str, str]:
+        """Platform and compute capability that the program is for."""
+        ...
+
+    def spec(self, shape: tuple[int, ...], axes: Axes) -> jax.sharding.PartitionSpec:
+        """The partition of an array."""
+        ...
+
+    def names(self, axis: str | None, size: int) -> tuple[str, ...]:
+        """The mesh axes that a dimension is split over."""
+        ...
+
+    def size(self, axis: str | None, size: int) -> int:
+        """Into how many parts a dimension is split."""
+        ...
+
+    def local(self, f: Callable, args: Sequence[Any], axes: Sequence[Axes], out: Any) -> Any:
+        """f(*args) on every device's own part of the arguments, not differentiable."""
+        ...
+
+    def differentiable(
+        self,
+        f: Callable,
+        args: Sequence[Array],
+        axes: Sequence[Axes],
+        out: jax.sharding.PartitionSpec,
+        *,
+        constants: Sequence[Array] = (),
+        constant_axes: Sequence[Axes] = (),
+    ) -> Any:
+        """`local`, of f(*args, *constants), with a derivative by ``args``."""
+        ...
+
+    def kernel(
+        self,
+        f: Callable,
+        args: Sequence[Array],
+        axes: Sequence[Axes],
+        out: jax.sharding.PartitionSpec,
+        *,
+        constants: Sequence[Array] = (),
+        constant_axes: Sequence[Axes] = (),
+    ) -> Array:
+        """The same for kernels that XLA must not split."""
+        ...
+
+
+class Unmerged:
+    """Base of a parameter that is no array yet but multiplies like one (`jaxtrain.lora.Adapted`)."""
+
+    def project(self, equation: str, x: Array) -> Array:
+        """einsum(equation, x, the matrix) in x's dtype."""
+        raise NotImplementedError
 
 
 class Spec(NamedTuple):
@@ -93,7 +167,7 @@ class Task(NamedTuple):
     """
 
     specs: Variables  # trees of Spec
-    loss: Callable[[Variables, Batch, Key], LossOut]
+    loss: Callable[..., LossOut]  # (variables, batch, key), and stage= where the task has stages
     evaluate: Callable[[Variables, Batch], dict[str, Mean]]
     axes: dict[str, Axes]  # batch field -> logical axes, "batch" first
     flops: int  # model FLOPs of one global step, forward and backward; of the last stage; masked places of attention left out

@@ -33,7 +33,7 @@ class JsonlWriter:
     def __init__(self, workdir: str, step: int):
         path = pathlib.Path(workdir) / "metrics.jsonl"
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) is not None and _step_of(line) <= step]
+            kept = [line for line in path.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
             temporary = path.with_suffix(f".{os.getpid()}")
             temporary.write_text("".join(line + "\n" for line in kept))
             temporary.replace(path)
@@ -113,7 +113,9 @@ def make_writers(config: Config, step: int) -> list[Writer]:
     return writers
 
 
-def write_pictures(folder: str | os.PathLike, pictures: Mapping[str, np.ndarray], *, limit: int = 8) -> list[pathlib.Path]:
+def write_pictures(
+    folder: str | os.PathLike, pictures: Mapping[str, np.typing.ArrayLike], *, limit: int = 8
+) -> list[pathlib.Path]:
     """Writes [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom. Returns their paths."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,9 @@ class Section:
 
 
 class DataSection(Section):
-    """The section ``data`` of a config: the base class of a loader's ``Config``."""
+    """The section ``data`` of a config: the base class of a loader's ``Config``, which may have ``threads`` as a field."""
+
+    threads = 0  # [threads] that read; 0 = one for each core this process may use
 
     def exists(self) -> bool:
         """Whether the data are there; False when reading their facts would first have to make them."""

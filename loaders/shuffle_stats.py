@@ -17,6 +17,7 @@ replacement, (N - B) / (N - 1). An order that never repeats a recording within a
 """
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,12 @@ class ShuffleStats:
             name: collections.deque(maxlen=WINDOW) for name in self._shares if name != "fine"
         }
 
-    def add(self, index: np.ndarray) -> None:
+    def add(self, index: Sequence[int] | np.ndarray) -> None:
         """Takes in the next batch. ``index``: int [B], its recordings."""
-        index = np.asarray(index, np.int64)
-        self._window.append(index)
+        recordings = np.asarray(index, np.int64)
+        self._window.append(recordings)
         for name, histograms in self._histograms.items():
-            histograms.append(self._counts(name, index))
+            histograms.append(self._counts(name, recordings))
 
     def record(self) -> dict[str, float]:
         """The statistics of the latest batch and of up to 100 before it. Empty before the first."""

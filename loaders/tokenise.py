@@ -209,7 +209,8 @@ def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
     """Writes one shard, then its entry."""
     out, number, part, options = job
     vocab, eos, encode = _tokenizer(options)
-    bad, documents, sizes, waiting = [], [], [], []
+    bad, documents, sizes = [], [], []
+    waiting: list[str] = []
 
     def flush() -> None:
         for ids, text in zip(encode(waiting), waiting, strict=True):

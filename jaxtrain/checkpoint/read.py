@@ -146,9 +146,12 @@ def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
     Raises:
       StoredError: no such file; a header that contradicts itself or the index; a type that numpy does not have.
     """
-    folder = epath.Path(folder).expanduser()
+    return _open_folder(epath.Path(folder).expanduser())
+
+
+def _open_folder(folder: epath.Path) -> dict[str, Stored]:
     if folder.is_file():
-        return {path: s for file in [folder] for path, s in _open_file(file, {}).items()}
+        return _open_file(folder, {})
     export = json.loads((folder / EXPORT).read_text()) if (folder / EXPORT).exists() else {}
     paths, shapes = export.get("paths", {}), export.get("shapes", {})
     if (folder / INDEX).exists():
@@ -166,8 +169,8 @@ def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
 
 def is_safetensors(path: str | os.PathLike) -> bool:
     """Whether ``path`` is a safetensors file or a folder that holds one."""
-    path = epath.Path(path).expanduser()
-    return path.name.endswith(".safetensors") or (path.is_dir() and any(path.glob("*.safetensors")))
+    place = epath.Path(path).expanduser()
+    return place.name.endswith(".safetensors") or (place.is_dir() and any(place.glob("*.safetensors")))
 
 
 def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:

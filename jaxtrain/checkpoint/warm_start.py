@@ -114,7 +114,10 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
     problems: list[str] = []
     tried = _Patterns()
     source = _renamed(source, config.renames, tried, problems)
-    loaded, skipped, fresh, notes = {}, [], [], []
+    loaded: dict[str, Match] = {}
+    skipped: list[str] = []
+    fresh: list[str] = []
+    notes: list[str] = []
     for path, (shape, dtype) in table.items():
         if tried.any("skip", config.skip, path):
             (skipped if path in source else fresh).append(path)
@@ -147,9 +150,9 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
             continue
         unused.append(path)
         if not tried.any("unused", config.unused, path):
-            shape = list(source[path].shape)
             problems.append(
-                f"{path} {shape} of the source is not in this model: rename it, or declare it in config.warm_start.unused"
+                f"{path} {list(source[path].shape)} of the source is not in this model: rename it, or declare it in "
+                "config.warm_start.unused"
             )
     problems += tried.without_effect(config)
     if problems:
@@ -164,13 +167,11 @@ def load(matches: Matches, params: PyTree) -> dict[str, Array]:
       params: abstract arrays with shardings (`jaxtrain.state.Abstract`), at least those that are loaded.
     """
     targets = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
-    by_path = {}
+    by_path: dict[str, Array] = {}
     for path, (one, how) in matches.loaded.items():
         target = targets[path]
         read = _reader(one, how, target.shape, np.dtype(target.dtype))
-        by_path[path] = jax.make_array_from_callback(
-            target.shape, target.sharding, lambda index, read=read: read(tuple((s.start, s.stop) for s in index))
-        )
+        by_path[path] = jax.make_array_from_callback(target.shape, target.sharding, functools.partial(_read_part, read))
     return by_path
 
 
@@ -240,13 +241,25 @@ def _renamed(
         return by_path
 
 
+def _read_part(read: Callable[[tuple[tuple[int | None, int | None], ...]], np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+    return read(tuple((s.start, s.stop) for s in index))
+
+
+def _grid(how: str) -> tuple[int, int, int, int]:
+    """The sizes in a rule "grid AxB to CxD", which `config.WarmStart` has checked."""
+    found = RESHAPE.fullmatch(how)
+    assert found is not None, how
+    a, b, c, d = map(int, found.groups())
+    return a, b, c, d
+
+
 def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
     """Explains why ``how`` does not turn ``source`` into ``target``; "" when it does."""
     shapes = f"is {list(source)} in the source and {list(target)} here"
     if not how:
         return f"{shapes}: declare how to reshape it in config.warm_start.reshape, or declare it in config.warm_start.skip"
     if how.startswith("grid"):
-        a, b, c, d = map(int, RESHAPE.fullmatch(how).groups())
+        a, b, c, d = _grid(how)
         if source and target and (a * b, c * d) == (source[0], target[0]) and source[1:] == target[1:]:
             return ""
         return f"{shapes}, which {how!r} does not fit"
@@ -265,7 +278,7 @@ def _reader(
 
     @functools.cache
     def resampled() -> np.ndarray:
-        a, b, c, d = map(int, RESHAPE.fullmatch(how).groups())
+        a, b, c, d = _grid(how)
         grid = one.read(()).astype(np.float32).reshape(a, b, -1)
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             return np.asarray(jax.image.resize(grid, (c, d, grid.shape[-1]), "linear")).reshape(shape)

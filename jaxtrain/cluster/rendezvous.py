@@ -75,7 +75,7 @@ def _hold_roll_call(hello: dict, port: int, deadline: float, timeout: float, lea
             for _, connection in present.values():
                 _reply(connection, verdict)
             for key in list(selector.get_map().values()):
-                key.fileobj.close()
+                _socket(key).close()
     return verdict
 
 
@@ -125,9 +125,15 @@ def _listen(port: int, deadline: float, leave: Callable[[], Any]) -> socket.sock
         time.sleep(0.5)
 
 
+def _socket(key: selectors.SelectorKey) -> socket.socket:
+    """What is registered here; a selector would also take a file's number."""
+    assert isinstance(key.fileobj, socket.socket)
+    return key.fileobj
+
+
 def _receive(key: selectors.SelectorKey, selector: selectors.BaseSelector, hello: dict, present: dict) -> int | None:
     """Reads from a connection: a whole line admits a process, its end removes one. Returns the process that asks to stop."""
-    connection, received = key.fileobj, key.data
+    connection, received = _socket(key), key.data
     known = next((p for p, (_, c) in present.items() if c is connection), None)
     try:
         data = connection.recv(1 << 16)

@@ -40,7 +40,9 @@ class Parser(argparse.ArgumentParser):
             **options,
         )
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+    def parse_args(  # type: ignore[override]  # typeshed's also returns a namespace of the caller's own type
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             known = [option for parser in self._with_actions() for a in parser._actions for option in a.option_strings]

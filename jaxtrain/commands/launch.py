@@ -148,7 +148,7 @@ def make_executor(args: argparse.Namespace, config: config_lib.Config, folder: p
         def affinity(cls) -> int:
             return 2
 
-    workers = args.workers or getattr(config.data, "threads", 0) or 8
+    workers = args.workers or config.data.threads or 8
     cpus = max(args.mem_gb // 10 // args.tasks_per_node, workers)
     # SIGTERM comes by itself; the notice before the time limit can be any other signal that the run knows.
     notice = next((s for s in config.preemption.signals if s != "SIGTERM"), "SIGTERM").removeprefix("SIG")

@@ -156,6 +156,7 @@ def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | N
         )
     if volumes and volumes > min(lengths):
         raise DataError(f"--volumes={volumes}, and a viewer has only {min(lengths)}")
+    assert tr is not None  # given, or what the first file says
     return round(tr, 6), volumes or lengths.pop(), names
 
 
@@ -254,7 +255,7 @@ class _Npy:
         self._start = self._file.tell()
 
     def append(self, row: np.ndarray) -> None:
-        self._file.write(np.ascontiguousarray(row, self._dtype))
+        self._file.write(np.ascontiguousarray(row, self._dtype).data)
         self.n += 1
 
     def close(self) -> None:

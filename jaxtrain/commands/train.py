@@ -62,6 +62,7 @@ def _train(given: config.Arguments) -> int:
         )
         return arguments.MISTAKE
     except train.Preempted as end:
+        assert resolved is not None  # raised by `train.run` alone
         print(end, file=sys.stderr)
         return resolved.preemption.exit_code
     except KeyboardInterrupt:

@@ -27,12 +27,11 @@ from jaxtrain.config.schema import (
     Optim,
     Preemption,
     Resume,
-    Section,
     Train,
     WarmStart,
 )
 from jaxtrain.config.sweep import sweeps
-from loaders.checks import DataSection
+from loaders.checks import DataSection, Section
 
 __all__ = [
     "AXIS_RULES",

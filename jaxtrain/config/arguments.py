@@ -48,10 +48,11 @@ def parse_args(argv: Sequence[str]) -> Arguments:
             )
             continue
         if not equals:
-            value = next(rest, None)
-            if value is None:
+            following = next(rest, None)
+            if following is None:
                 problems.append((flag.removeprefix("--config").lstrip("."), "is given without a value"))
                 continue
+            value = following
         if flag == "--config":
             source = value
         else:

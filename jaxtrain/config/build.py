@@ -207,7 +207,7 @@ def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) 
         if value is None or (isinstance(value, _Text) and value.lower() == "none"):
             return None
         return _convert(next(k for k in options if k is not types.NoneType), value, path, problems)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _build(kind, _literal(value), path, problems)
     if kind is Any:
         return _literal(value)

@@ -16,7 +16,7 @@ def explain(config: Config) -> str:
     lines = []
 
     def walk(section: Any, path: str) -> None:
-        glosses = gloss(type(section))
+        glosses = gloss(type(section))  # type: ignore[arg-type]  # mypy: a class of which nothing is known may not hash
         for f in dataclasses.fields(section):
             value, where = getattr(section, f.name), f"{path}{f.name}"
             if dataclasses.is_dataclass(value):
@@ -33,7 +33,7 @@ def explain(config: Config) -> str:
 @functools.cache
 def gloss(cls: type) -> dict[str, tuple[str, str]]:
     """Field -> (unit, meaning), from the comment that ends the field's line: ``name: type = default  # [unit] meaning``."""
-    glosses = {}
+    glosses: dict[str, tuple[str, str]] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
             glosses |= _own_gloss(base)
@@ -48,10 +48,11 @@ def _own_gloss(cls: type) -> dict[str, tuple[str, str]]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    body = ast.parse(inspect.cleandoc(source)).body[0].body
+    (definition,) = ast.parse(inspect.cleandoc(source)).body
+    assert isinstance(definition, ast.ClassDef)
     glosses = {}
-    for node in body:
-        if isinstance(node, ast.AnnAssign):
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno:
             unit, _, meaning = comments.get(node.end_lineno, "[]").removeprefix("[").partition("]")
             glosses[node.target.id] = (unit, meaning.strip())
     return glosses

@@ -100,9 +100,9 @@ def speak(
         some = rows[start : start + batch]
         some = some + some[:1] * (batch - len(some))  # one program for all
         laid = [chatml.row(x, shape, tools.pad) for x in some]
-        prompt = {name: jnp.asarray(np.stack([x[name] for x in laid])) for name in ("text", "codes", "place", "slot")}
+        context = {name: jnp.asarray(np.stack([x[name] for x in laid])) for name in ("text", "codes", "place", "slot")}
         length_b = jnp.array([len(x.tokens) for x in some], jnp.int32)
-        written = jax.device_get(run(speaker.params, prompt, length_b, jax.random.fold_in(jax.random.key(seed), start)))
+        written = jax.device_get(run(speaker.params, context, length_b, jax.random.fold_in(jax.random.key(seed), start)))
         each = list(_answers(speaker, written))
         answers += each[: len(rows) - start]
     return answers

@@ -274,8 +274,9 @@ def evaluate(
     accuracy, or cmAP of several classes, over draws of the examples.
     """
     scores: dict[str, list[np.ndarray]] = {"linear": [], "knn": []}
-    if all(test.scores is not None for _, test in splits):
-        scores["scores"] = [test.scores for _, test in splits]
+    own = [test.scores for _, test in splits if test.scores is not None]
+    if len(own) == len(splits):
+        scores["scores"] = own
     for train, test in splits:
         if train.y.shape[1] != test.y.shape[1] or train.multilabel != test.multilabel:
             raise ProbeError(
@@ -327,9 +328,11 @@ def folds_of(features: Features) -> list[tuple[Features, Features]]:
 
     def part(rows: np.ndarray) -> Features:
         cut = lambda z: None if z is None else z[rows]  # noqa: E731
-        return features._replace(x=cut(features.x), y=cut(features.y), scores=cut(features.scores), group=cut(features.group))
+        return features._replace(x=features.x[rows], y=features.y[rows], scores=cut(features.scores), group=cut(features.group))
 
-    return [(part(features.group != fold), part(features.group == fold)) for fold in np.unique(features.group)]
+    group = features.group
+    assert group is not None  # as `read` with ``group`` leaves it
+    return [(part(group != fold), part(group == fold)) for fold in np.unique(group)]
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:

@@ -22,7 +22,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import jax
@@ -136,7 +136,7 @@ def is_forward(kernel: str) -> bool:
 
 def host() -> tuple[str, str]:
     """(platform, compute capability) of where this process computes: of `jax.default_device`, else of its first device."""
-    device = jax.config.jax_default_device
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]  # jax adds its options as it is imported
     if isinstance(device, str):
         device = jax.devices(device)[0]
     device = device or jax.devices()[0]
@@ -159,7 +159,7 @@ def fused(
     causal: bool,
     window: int,
     capability: str = "",
-    implementation: str = "cudnn",
+    implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
     """cuDNN's kernel. An odd length gets a place that nobody sees: with a bias JAX derives even ones only (0.10 to 0.12).
 
@@ -248,7 +248,7 @@ def splash(
     b, t, h, k = q_bthk.shape
     g = k_bsgk.shape[2]
     if window:
-        one = mask_lib.LocalMask((t, t), (window - 1, 0 if causal else window - 1), 0)
+        one: mask_lib.Mask = mask_lib.LocalMask((t, t), (window - 1, 0 if causal else window - 1), 0)
     else:
         one = mask_lib.CausalMask((t, t)) if causal else mask_lib.FullMask((t, t))
     n = next(size for size in (BLOCK, 256, LANES) if t % size == 0)

@@ -16,13 +16,14 @@ Shapes: B batch, T tokens of a row, N tokens, D embed, V vocabulary, C tokens of
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.nn.attention import NEVER
+from jaxtrain.nn.flash import NEVER
 from jaxtrain.nn.layers import shared_columns
 from jaxtrain.types import Array, Axes, Shard
 
@@ -142,8 +143,10 @@ def _run(
                 target_x_c = (1 - smoothing) * label_x_c + smoothing / v_used * sum_x_c
             each = (lse_c - target_x_c + z_loss * lse_c**2, lse_c - label_x_c, lse_c**2, right_c)
             if exchanged:  # of its own tokens each device
-                each = (jax.lax.dynamic_slice_in_dim(y_c, _place(exchanged) * size, size) for y_c in each)
-            sums = Sums(*(old + (own_weight_c * new).sum() for old, new in zip(sums, each, strict=True)))
+                own = [jax.lax.dynamic_slice_in_dim(y_c, _place(exchanged) * size, size) for y_c in each]
+            else:
+                own = list(each)
+            sums = Sums(*(old + (own_weight_c * new).sum() for old, new in zip(sums, own, strict=True)))
             if not grads:
                 return (sums, dw_vd), None
             slope_c = weight_c * (1 + 2 * z_loss * lse_c)
@@ -157,10 +160,13 @@ def _run(
             return (sums, dw_vd), dx_cd.astype(x_cd.dtype)
 
         zero = (weight_nc * 0).sum()  # made of the weights, to vary over the devices as they do
-        state = (Sums(zero, zero, zero, zero), jnp.zeros_like(w_vd, dtype=jnp.float32) + zero if grads else ())
-        (sums, dw_vd), dx_ncd = jax.lax.scan(one, state, (x_ncd, label_nc, weight_nc))
+        start: tuple[Sums, Any] = (
+            Sums(zero, zero, zero, zero),
+            jnp.zeros_like(w_vd, dtype=jnp.float32) + zero if grads else (),
+        )
+        (sums, dw_vd), dx_ncd = jax.lax.scan(one, start, (x_ncd, label_nc, weight_nc))
         sums = Sums(*(_over(jax.lax.psum, x, rows) for x in sums))
-        if not grads:
+        if dx_ncd is None:
             return sums, ()
         dx_btd = dx_ncd.reshape(count * size, d)[:n].reshape(x_btd.shape)
         if exchanged:
@@ -170,13 +176,13 @@ def _run(
         return sums, (dx_btd, _over(jax.lax.psum, dw_vd, tuple(name for name in rows if name not in columns)))
 
     axes = (("batch", "seq", None), (of_rows, of_columns if exchanged else None), ("batch", "seq"), ("batch", "seq"))
-    none = PartitionSpec()
+    none: Any = PartitionSpec()  # where the sums' arrays will be
     of_dw = shard.spec((v, d), (of_rows, of_columns if columns else None))
     out = (Sums(none, none, none, none), (shard.spec((b, t, d), axes[0]), of_dw) if grads else ())
     return shard.local(local, (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32)), axes, out)
 
 
-def _over(reduce, x: Array, names: tuple[str, ...]) -> Array:
+def _over(reduce: Callable[..., Array], x: Array, names: tuple[str, ...]) -> Array:
     return reduce(x, names) if names else x
 
 

@@ -30,7 +30,7 @@ class Mask(NamedTuple):
     window: int  # 0 = all
     tile: int  # queries and keys of a tile
 
-    def keys(self, i: Array, last: Array | int) -> tuple[Array, Array]:
+    def keys(self, i: Array, last: Array | int) -> tuple[Array | int, Array | int]:
         """Tiles [from, to) of keys that tile i of queries can see, of ``last`` tiles."""
         first = jnp.maximum((i * self.tile - self.window + 1) // self.tile, 0) if self.window else 0
         if self.causal:
@@ -39,7 +39,7 @@ class Mask(NamedTuple):
             last = jnp.minimum(((i + 1) * self.tile + self.window - 2) // self.tile + 1, last)
         return first, last
 
-    def queries(self, j: Array, last: Array | int) -> tuple[Array, Array]:
+    def queries(self, j: Array, last: Array | int) -> tuple[Array | int, Array | int]:
         """Tiles [from, to) of queries that can see tile j of keys."""
         first = j if self.causal else 0
         if self.window:
@@ -211,7 +211,7 @@ def _key_kernel(
     dk_ref[...], dv_ref[...] = dk_sk.astype(dk_ref.dtype), dv_sk.astype(dv_ref.dtype)
 
 
-def _bounds(tiles: tuple[Array, Array], documents_s: Array, low_ref: Any, high_ref: Any) -> tuple[Array, Array]:
+def _bounds(tiles: tuple[Array | int, Array | int], documents_s: Array, low_ref: Any, high_ref: Any) -> tuple[Array, Array]:
     """Of tiles [from, to), those from the first to the last that may hold one of these documents; at least one's own."""
     n = jnp.arange(low_ref.shape[0])
     near_n = (low_ref[...] <= documents_s.max()) & (high_ref[...] >= documents_s.min()) & (n >= tiles[0]) & (n < tiles[1])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Section
-from jaxtrain.types import Array, Axes, Shard
+from jaxtrain.types import Array, Axes, Shard, Unmerged
 from loaders import checks
 
 
@@ -67,9 +67,9 @@ def rotate(x_bthk: Array, cos_sin: tuple[Array, Array]) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
 
 
-def project(equation: str, x: Array, w: Array) -> Array:
+def project(equation: str, x: Array, w: Array | Unmerged) -> Array:
     """einsum of activations and a matrix, in the activations' dtype. An adapted matrix (`jaxtrain.lora`) does it unmerged."""
-    if hasattr(w, "project"):
+    if isinstance(w, Unmerged):
         return w.project(equation, x)
     return jnp.einsum(equation, x, w.astype(x.dtype))
 

@@ -84,7 +84,8 @@ def prefill(
     x_bpd, cache = jax.lax.scan(body, x_bpd, params["blocks"])
     last_bd = jnp.take_along_axis(x_bpd, (length_b - 1)[:, None, None], axis=1)[:, 0]
     padding = [(0, 0), (0, 0), (0, n_new), (0, 0), (0, 0)]
-    return _logits(c, params, last_bd), tuple(jnp.pad(x, padding) for x in cache)
+    k_lbtgk, v_lbtgk = (jnp.pad(x, padding) for x in cache)
+    return _logits(c, params, last_bd), (k_lbtgk, v_lbtgk)
 
 
 def extend(

@@ -22,7 +22,7 @@ from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import remat
 from jaxtrain.nn.layers import Rope, layer_norm, lookup, project, rms_norm, rope_angles, rotate
 from jaxtrain.specs import ones, truncated_normal, zeros
-from jaxtrain.types import Array, PyTree, Shard, Spec
+from jaxtrain.types import OF_DATA, Array, OfData, PyTree, Shard, Spec
 from loaders import checks
 
 NORMS = ("rms", "layer")
@@ -51,7 +51,7 @@ class Decoder(ModelSection):
     activation: str = "swiglu"  # [name] swiglu (three matrices; Shazeer 2020) or gelu (two)
     positions: str = "rope"  # [name] rope, or learned: one vector for each of the context's places
     rope: Rope = field(default_factory=Rope)  # [section]
-    context: int | None = None  # [tokens] of a row; None = as the data have
+    context: OfData[int] = OF_DATA  # [tokens] of a row; None = as the data have
     window: int = 0  # [tokens] that a query looks back, itself included; 0 = all
     qkv_bias: bool = False  # [bool] biases of q, k and v
     bias: bool = False  # [bool] biases of everything else: output, feed-forward net, layer norms
@@ -175,7 +175,7 @@ def _placed(c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Arra
 
     @remat.cheap(c.remat)
     def place(z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
-        if c.qk_norm:
+        if scale_k is not None:
             z_bthk = rms_norm(z_bthk, scale_k, c.eps)
         return z_bthk if angles is None else rotate(z_bthk, angles)
 
@@ -217,7 +217,8 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
             gate_btm, up_btm = z
             y_btm = jax.nn.silu(gate_btm) * up_btm
         else:
-            y_btm = jax.nn.gelu(*z, approximate=False)
+            (y_btm,) = z
+            y_btm = jax.nn.gelu(y_btm, approximate=False)
         return project("btm,dm->btd", y_btm, w_down)
 
     with jax.named_scope("mlp"):

@@ -12,7 +12,7 @@ dimension, M mlp, L layers.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxtrain.nn import attention, remat
 from jaxtrain.nn.layers import layer_norm, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
-from jaxtrain.types import Array, Initializer, Key, PyTree, Shard, Spec
+from jaxtrain.types import Array, Axes, Initializer, Key, PyTree, Shard, Spec
 from loaders import checks
 
 EPS = 1e-5  # of the layer norms
@@ -229,12 +230,46 @@ class Whole(NamedTuple):
     def devices(self) -> tuple[str, str]:
         return attention.host()
 
-    def spec(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> None:
+    def spec(self, shape: tuple[int, ...], axes: Axes) -> PartitionSpec:
         del shape, axes
+        return PartitionSpec()
 
-    def kernel(self, f: Any, args: Any, axes: Any, out: None, *, constants: Any = (), constant_axes: Any = ()) -> Array:
+    def names(self, axis: str | None, size: int) -> tuple[str, ...]:
+        del axis, size
+        return ()
+
+    def size(self, axis: str | None, size: int) -> int:
+        del axis, size
+        return 1
+
+    def local(self, f: Callable, args: Sequence[Any], axes: Sequence[Axes], out: Any) -> Any:
+        del axes, out
+        return f(*args)
+
+    def differentiable(
+        self,
+        f: Callable,
+        args: Sequence[Array],
+        axes: Sequence[Axes],
+        out: PartitionSpec,
+        *,
+        constants: Sequence[Array] = (),
+        constant_axes: Sequence[Axes] = (),
+    ) -> Any:
         del axes, out, constant_axes
         return f(*args, *constants)
+
+    def kernel(
+        self,
+        f: Callable,
+        args: Sequence[Array],
+        axes: Sequence[Axes],
+        out: PartitionSpec,
+        *,
+        constants: Sequence[Array] = (),
+        constant_axes: Sequence[Axes] = (),
+    ) -> Array:
+        return self.differentiable(f, args, axes, out, constants=constants, constant_axes=constant_axes)
 
 
 whole = Whole()
@@ -302,13 +337,13 @@ def run_stack(
 
     @cheap
     def place(z_bthk: Array, scale: Array | None, bias: Array | None, turns: tuple[Array, Array] | None) -> Array:
-        if s.qk_norm:
+        if scale is not None:
             z_bthk = layer_norm(z_bthk, scale, bias, EPS)
         return z_bthk if turns is None else rotate(z_bthk, turns)
 
     @cheap
     def activate(y_btm: Array, gate_btm: Array | None, w_down: Array) -> Array:
-        if s.gated:
+        if gate_btm is not None:
             y_btm = shard(jax.nn.silu(gate_btm) * y_btm, "batch", "seq", "mlp")
         else:
             y_btm = jax.nn.gelu(y_btm)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def _only_touched(sparse: PyTree) -> optax.GradientTransformationExtraArgs:
     milliseconds of a step that takes seconds.
     """
 
-    def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, touched: PyTree = None, **_) -> tuple:
+    def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, touched: PyTree = None, **_: Any) -> tuple:
         del params
 
         def keep(path: tuple, u: Array, is_sparse: bool) -> Array:

@@ -98,7 +98,7 @@ def with_masters(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTra
         masters = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
         return MasterState(masters, tx.init(masters))
 
-    def update(grads: PyTree, state: MasterState, params: PyTree, **extra) -> tuple[PyTree, MasterState]:
+    def update(grads: PyTree, state: MasterState, params: PyTree, **extra: Any) -> tuple[PyTree, MasterState]:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         updates, rule = tx.update(grads, state.rule, state.masters, **extra)
         masters = jax.tree.map(jnp.add, state.masters, updates)

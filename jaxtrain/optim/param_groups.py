@@ -61,7 +61,7 @@ def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
     names = [name(*each) for each in zip(paths(specs), leaves, jax.tree.leaves(groups), strict=True)]
     if problems:
         raise OptimError("\n".join(problems))
-    return tree.unflatten(names)
+    return jax.tree.unflatten(tree, names)
 
 
 def rate_factors(optim: Optim, specs: PyTree) -> PyTree:

@@ -18,12 +18,12 @@ from jaxtrain.types import Array, PyTree, Spec
 
 
 class MuonState(NamedTuple):
-    count: Array
+    count: Array  # type: ignore[assignment]  # a checkpoint has this name, and nobody asks for tuple.count
     mu: PyTree
 
 
 class FactoredState(NamedTuple):
-    count: Array
+    count: Array  # type: ignore[assignment]  # as above
     row: PyTree  # mean of squares over the columns, [..., rows, 1]
     column: PyTree  # and over the rows, [..., 1, columns]
     whole: PyTree  # squares of what is not factored
@@ -66,7 +66,7 @@ def is_hidden_matrix(path: str, spec: Spec) -> bool:
     return True
 
 
-def scale_by_muon(specs: dict[str, Spec], *, momentum: float, scale: str) -> optax.GradientTransformation:
+def scale_by_muon(specs: Mapping[str, Spec], *, momentum: float, scale: str) -> optax.GradientTransformation:
     """B <- momentum B + g; u = g + momentum B; every matrix of u is orthogonalised (Jordan et al. 2024) and scaled.
 
     scale: "rms" 0.2 sqrt(max(rows, columns)), which moves as far as AdamW does (Liu et al. 2025); "in_out" and "out_in"
@@ -93,7 +93,7 @@ def scale_by_muon(specs: dict[str, Spec], *, momentum: float, scale: str) -> opt
                 "out_in": math.sqrt(max(1, n / m)),
             }[scale]
             x = factor * orthogonalise(u.reshape(*u.shape[: len(many)], n, m))
-            return jnp.transpose(x.reshape(u.shape), np.argsort(order))
+            return jnp.transpose(x.reshape(u.shape), np.argsort(order).tolist())
 
         return jax.tree.map_with_path(orthogonal, grads, mu), MuonState(state.count + 1, mu)
 
@@ -161,7 +161,7 @@ def scale_by_adafactor(
                 shape, dims = list(p.shape), factored(p.shape)
                 if (dims is None) != (without is None):
                     shape = [1] * p.ndim
-                elif dims is not None:
+                elif dims is not None and without is not None:
                     shape[dims[without]] = 1
                 return jnp.zeros(shape, jnp.float32)
 
@@ -188,7 +188,7 @@ def scale_by_adafactor(
 
         leaves, tree = jax.tree.flatten(grads)
         each = [scaled(g, *ms) for g, *ms in zip(leaves, *map(jax.tree.leaves, state[1:]), strict=True)]
-        u, row, column, whole = (tree.unflatten(x) for x in zip(*each, strict=True)) if each else [grads] * 4
+        u, row, column, whole = (jax.tree.unflatten(tree, x) for x in zip(*each, strict=True)) if each else [grads] * 4
         return u, FactoredState(count, row, column, whole)
 
     return optax.GradientTransformation(init, update)

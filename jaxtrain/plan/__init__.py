@@ -23,8 +23,10 @@ from jaxtrain.plan.compile import Compiled, compiled, compiler_options, tpu_devi
 from jaxtrain.plan.environment import set_up
 from jaxtrain.plan.errors import PlanError
 from jaxtrain.plan.estimate import DOUBT, SLACK, Estimate, argument_bytes, estimate
+from jaxtrain.plan.graph import Compiler
+from jaxtrain.plan.lifetimes import Peak
 from jaxtrain.plan.memory import device_bytes, held, host_memory, least, offloaded, padded
-from jaxtrain.plan.peak import Compiler, Peak, peak
+from jaxtrain.plan.peak import peak
 from jaxtrain.plan.refuse import refuse_if_too_large
 from jaxtrain.plan.remedies import remedies
 from jaxtrain.plan.report import report

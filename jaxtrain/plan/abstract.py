@@ -12,5 +12,5 @@ def abstractly(config: config_lib.Config, target: Target) -> Assembly:
     """The run on an abstract mesh. Raises as `assemble` does."""
     m = config.mesh
     mesh = layout_lib.abstract_mesh(m.data, m.fsdp, m.model, count=target.count, what=target.name)
-    devices = layout_lib.devices_like(jax.devices()[0]) if target.here else layout_lib.devices_of(target.chip.kind)
+    devices = layout_lib.devices_like(jax.devices()[0]) if target.here else layout_lib.devices_of(target.known.kind)
     return assemble(config, mesh, devices=devices)

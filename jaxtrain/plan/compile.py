@@ -54,7 +54,7 @@ def tpu_devices(target: Target) -> list[Any]:
     from jax.experimental import topologies
 
     ask_for_no_chips()
-    options: dict[str, Any] = {"chip_config_name": "megacore"} if target.chip.name in ("v4", "v5p") else {}
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if target.known.name in ("v4", "v5p") else {}
     if target.slices > 1:
         options["num_slices"] = target.slices
     try:
@@ -67,7 +67,7 @@ def gpu_devices(target: Target) -> list[Any]:
     """GPUs that need not exist, for a process whose jax has the CUDA plugin (`jaxtrain.plan.environment`)."""
     from jax.experimental import topologies
 
-    spec = gpu_specs.SPECS[target.chip.name].text()
+    spec = gpu_specs.SPECS[target.known.name].text()
     try:
         return list(topologies.get_topology_desc("", "cuda", target_config=spec, topology=target.topology).devices)
     except Exception as error:
@@ -85,7 +85,7 @@ def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any
         device = jax.local_devices()[0]
         kind = device.device_kind
     else:
-        kind, device = target.chip.kind, None
+        kind, device = target.known.kind, None
         if is_at_hand(target):
             device = tpu_devices(target)[0]
         elif target.kind == "gpu":
@@ -110,11 +110,11 @@ def compiled(assembly: Assembly, traced: jax.stages.Traced, *, options: Mapping[
             raise
         raise PlanError(f"the compiler says: {str(error).splitlines()[0]}") from error
     seconds = time.perf_counter() - began
-    memory = program.memory_analysis()
+    memory: Any = program.memory_analysis()  # None only where a backend has none, and those that plan have one
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     peak = arguments + temporaries + memory.output_size_in_bytes - memory.alias_size_in_bytes
     try:
-        text = program.as_text()
+        text = program.as_text() or ""
     except jax.errors.JaxRuntimeError:  # a libtpu newer than jaxlib can write what jaxlib does not know
         return Compiled(arguments, temporaries, peak, None, seconds)
     module, shape = hlo.Program(text), dict(mesh.shape)

@@ -5,7 +5,7 @@ Every array carries the mesh axes that split its dimensions, so that its size is
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.extend as jex
@@ -52,12 +52,13 @@ class Node:
     __slots__ = ("kind", "name", "inputs", "outputs", "inner", "place", "kept", "holds", "free", "costly", "again", "apart")
 
     def __init__(self, kind: str, name: str, inputs: list[Value]):
-        self.kind, self.name, self.inputs, self.outputs, self.inner = kind, name, inputs, [], 0
-        self.place, self.kept, self.holds = 0, False, False
-        self.free = all(v.constant if v.node is None else v.node.free for v in inputs)  # computed from no array at all
+        self.kind, self.name, self.inputs, self.inner = kind, name, inputs, 0
+        self.outputs: list[Value] = []
+        self.place, self.kept, self.holds = 0.0, False, False
+        self.free: bool = all(v.constant if v.node is None else v.node.free for v in inputs)  # computed from no array at all
         self.again = False  # a checkpoint's, computed again
         self.apart = False  # its results do not lie where its operands lay
-        self.costly = kind == "dear" or any(v.node and v.node.costly for v in inputs) and kind in ("cheap", "alias")
+        self.costly: bool = kind == "dear" or any(v.node and v.node.costly for v in inputs) and kind in ("cheap", "alias")
 
 
 class Graph:
@@ -100,7 +101,7 @@ class Graph:
     def literal(self, v: jex.core.Literal) -> Value:
         key = (repr(v.val), str(v.aval))
         if key not in self.literals:
-            value = Value(np.shape(v.val), v.aval.dtype, ((),) * np.ndim(v.val), None, weak=True)
+            value = Value(np.shape(v.val), cast(jax.core.ShapedArray, v.aval).dtype, ((),) * np.ndim(v.val), None, weak=True)
             value.constant = True
             self.literals[key] = value
         return self.literals[key]

@@ -107,9 +107,11 @@ class Program:
         sizes = [0]
         for _, line in self.lines():
             if re.search(r'custom_call_target="__cudnn\$fmha\w*Backward"', line) and re.search(r"\bu8\[0\]", line):
-                dims = re.search(r"\[([\d,]+)\]", line.partition(" = ")[2])[1]
-                size = math.prod(_numbers(dims))
-                sizes.append(4 * size + 4 * size // _numbers(dims)[-1] + 256)
+                result = re.search(r"\[([\d,]+)\]", line.partition(" = ")[2])
+                assert result is not None, line  # every instruction has a type
+                dims = _numbers(result[1])
+                size = math.prod(dims)
+                sizes.append(4 * size + 4 * size // dims[-1] + 256)
         return max(sizes)
 
     def products(self) -> list[Product]:
@@ -173,8 +175,8 @@ def groups(line: str, devices: int) -> list[list[int]]:
     if mesh := re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}:]*)\}", line
     ):
-        names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", mesh[1]), strict=True)
-        sizes = [int(n) for n in sizes]
+        names, texts = zip(*re.findall(r"'(\w+)'=(\d+)", mesh[1]), strict=True)
+        sizes = [int(n) for n in texts]
         along = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[4])]
         places = _places(mesh[2] or str(math.prod(sizes)), mesh[3]).reshape(sizes)
         return np.moveaxis(places, along, range(-len(along), 0)).reshape(-1, math.prod(sizes[i] for i in along)).tolist()
@@ -208,7 +210,11 @@ def _places(dims: str, order: str | None) -> np.ndarray:
 
 
 def _bits(dtype: str) -> int:
-    return _BITS.get(dtype) or int(re.match(r"[fsuc](\d+)", dtype)[1])
+    if dtype in _BITS:
+        return _BITS[dtype]
+    number = re.match(r"[fsuc](\d+)", dtype)
+    assert number is not None, dtype
+    return int(number[1])
 
 
 def summary(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:

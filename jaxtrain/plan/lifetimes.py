@@ -77,9 +77,9 @@ def _sources(value: Value) -> list[Value]:
     return sources
 
 
-def _last_reads(steps: Sequence[Read], outputs: Sequence[Value], end: int) -> dict[int, int]:
+def _last_reads(steps: Sequence[Read], outputs: Sequence[Value], end: int) -> dict[int, float]:
     """Array -> the place of the instruction that reads it last."""
-    last: dict[int, int] = {}
+    last: dict[int, float] = {}
     for node, read in steps:
         for key in read:
             last[key] = node.place
@@ -92,7 +92,7 @@ def _last_reads(steps: Sequence[Read], outputs: Sequence[Value], end: int) -> di
 def _sweep(
     graph: Graph,
     steps: Sequence[Read],
-    last: Mapping[int, int],
+    last: Mapping[int, float],
     live: dict[int, int],
     free_inputs: dict[int, int],
     elsewhere: set[int],
@@ -113,7 +113,8 @@ def _sweep(
         now = sum(live.values()) + _fresh(graph, node, made, dying) + node.inner
         if now > best:
             best, where = now, node.name
-            snapshot = [(n, values[k].node.name if k in values and values[k].node else "") for k, n in live.items()]
+            makers = {k: values[k].node for k in live if k in values}
+            snapshot = [(n, maker.name if (maker := makers.get(k)) else "") for k, n in live.items()]
             snapshot += [(graph.size(v), node.name) for v in made]
             snapshot += [(node.inner, f"inside {node.name}")] * bool(node.inner)
         if node.apart:
@@ -161,7 +162,7 @@ def _fresh(graph: Graph, node: Node, made: Sequence[Value], dying: Mapping[int, 
 
 
 def _copied(
-    graph: Graph, steps: Sequence[Read], last: Mapping[int, int], replaced: Sequence[tuple[Value, Value]]
+    graph: Graph, steps: Sequence[Read], last: Mapping[int, float], replaced: Sequence[tuple[Value, Value]]
 ) -> tuple[dict[int, int], set[int]]:
     """Of donated arguments those that are copied, with their bytes, and all values that lie in donated arguments' places.
 
@@ -194,6 +195,7 @@ def _copied(
     others = [v for node, _ in steps for v in node.outputs if id(v) in last and id(v) not in placed]
     for value in sorted(others, key=graph.size, reverse=True):
         # Only arithmetic can write where an operand lay.
+        assert value.node is not None  # it is an output of one
         begin = value.node.place - (0 if value.node.kind in ("cheap", "dear") else 0.5)
         end = last[id(value)]
         for size, taken in places:
@@ -302,9 +304,10 @@ def _is_kept_for_several(graph: Graph, node: Node) -> bool:
 
 def _narrows(node: Node) -> bool:
     """Whether it rounds what was dear to compute: of the two the narrower is kept."""
-    wide = node.inputs[0] if node.inputs else None
-    rounds = node.name.startswith("convert_element_type") and node.costly and len(wide.readers) == 1
-    return rounds and width(node.outputs[0]) < width(wide)
+    if not node.name.startswith("convert_element_type") or not node.costly:
+        return False
+    wide = node.inputs[0]
+    return len(wide.readers) == 1 and width(node.outputs[0]) < width(wide)
 
 
 def _becomes_another(product: Node) -> bool:

@@ -9,8 +9,9 @@ It is an estimate. Its tests compare it with the compilers' own figures.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+import jax
 import numpy as np
 from jax.interpreters import partial_eval
 
@@ -30,7 +31,8 @@ def peak(closed: Any, splits: Sequence[Split], mesh: Mapping[str, int], donated:
     graph = Graph(mesh, compiler)
     split = [s for s, u in zip(splits, used, strict=True) if u]
     free = [d for d, u in zip(donated, used, strict=True) if u]
-    inputs = [Value(v.aval.shape, v.aval.dtype, s, None) for v, s in zip(jaxpr.invars, split, strict=True)]
+    avals = [cast(jax.core.ShapedArray, v.aval) for v in jaxpr.invars]
+    inputs = [Value(aval.shape, aval.dtype, s, None) for aval, s in zip(avals, split, strict=True)]
     outputs = peak_rules.block(graph, jaxpr, constants(closed.consts), inputs)
     if compiler.apart:
         _pin(graph)

@@ -118,7 +118,8 @@ def reduce(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
 
 
 def broadcast(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
-    shape, split = eqn.params["shape"], [()] * len(eqn.outvars[0].aval.shape)
+    shape = eqn.params["shape"]
+    split: list[tuple[str, ...]] = [()] * len(eqn.outvars[0].aval.shape)
     for i, dim in enumerate(eqn.params["broadcast_dimensions"]):
         if shape[dim] == inputs[0].shape[i]:
             split[dim] = inputs[0].split[i]
@@ -155,8 +156,9 @@ def constraint(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
 
 def product(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     numbers = eqn.params["dimension_numbers"]
-    split = _product_split(numbers, *inputs)
-    gathers, partial = _exchanged(numbers, *inputs, split)
+    x, y = inputs
+    split = _product_split(numbers, x, y)
+    gathers, partial = _exchanged(numbers, x, y, split)
     read = list(inputs)
     for i, axes in enumerate(gathers):
         graph.move("all-gather", inputs[i], axes)
@@ -294,6 +296,7 @@ def call(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
 def _barrier(graph: Graph, value: Value) -> Value:
     """What a checkpoint computes from is an array: it is lowered to a barrier."""
     held = graph.renamed("barrier", value, split=value.split, weak=value.weak)
+    assert held.node is not None  # just made
     held.node.holds = True
     return held
 
@@ -374,7 +377,7 @@ def branch(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
         computations, own = [p["body_jaxpr"]], inputs[p["cond_nconsts"] :]
     else:
         computations, own = list(p["branches"]), inputs[1:]
-    most, splits = 0, None
+    most, splits = 0, list[Split]()
     for closed in computations:
         inner = graph.body()
         given = [Value(v.shape, v.dtype, v.split, None, weak=v.weak) for v in own]

@@ -34,7 +34,8 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     if not target.here:
         ask_for_no_chips()
     assembly = abstractly(config, target)
-    lines, problems = [], []
+    lines: list[str] = []
+    problems: list[str] = []
     mesh = dict(assembly.layout.mesh.shape)
     count = specs.count(assembly.task.specs.params)
     lines += [f"{count:,} parameters on {target.name}, mesh {_mesh(mesh)}, {config.train.batch} rows a step"]

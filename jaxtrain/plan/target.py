@@ -1,8 +1,8 @@
 """The devices that a run is planned for, which need not be here."""
 
+import dataclasses
 import math
 import re
-from typing import NamedTuple
 
 import jax
 
@@ -14,7 +14,8 @@ from jaxtrain.plan.memory import host_memory, padded
 GPUS_PER_NODE = 8
 
 
-class Target(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Target:
     """Devices to plan for."""
 
     name: str  # as the user wrote it
@@ -28,6 +29,12 @@ class Target(NamedTuple):
     def kind(self) -> str:
         """The compiler's environment that it needs: "tpu", "gpu", or "" for what is no chip."""
         return "" if not self.chip else "tpu" if self.tiled else "gpu"
+
+    @property
+    def known(self) -> chips.Chip:
+        """The chip of a target that is not this machine, which is in the table."""
+        assert self.chip is not None, self.name
+        return self.chip
 
     @property
     def tiled(self) -> bool:
@@ -45,7 +52,7 @@ class Target(NamedTuple):
         """How XLA compiles for it."""
         known = self.chip is not None
         size = (lambda shape, t: padded(shape, t.itemsize)) if self.tiled else (lambda shape, t: math.prod(shape) * t.itemsize)
-        newer = known and self.chip.name in ("v5e", "v6e")
+        newer = self.chip is not None and self.chip.name in ("v5e", "v6e")
         return Compiler(
             size,
             self.tiled,

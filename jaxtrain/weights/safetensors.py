@@ -167,8 +167,8 @@ def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[str
     for path, spec in specs.items():
         one = arrays[path] if path in arrays else warm_start.folded(base[path], spec.shape)
         if f"{path}/{lora.A}" in arrays:
-            factors = (arrays[f"{path}/{name}"] for name in (lora.A, lora.B))
-            one = one._replace(read=functools.partial(_merge, one, *factors, scale, *lora.sides(spec)))
+            a, b = (arrays[f"{path}/{name}"] for name in (lora.A, lora.B))
+            one = one._replace(read=functools.partial(_merge, one, a, b, scale, *lora.sides(spec)))
         found[path] = one
     return found
 
@@ -177,9 +177,8 @@ def _merge(one: Stored, a: Stored, b: Stored, scale: float, n_layers: int, n_fir
     """W + scale × B A of the layers that are asked for, in float64, rounded once."""
     index = index or tuple(slice(0, n) for n in one.shape)
     layers = index[:n_layers]
-    product = lora.product(
-        *(x.read((*layers, *(slice(0, n) for n in x.shape[n_layers:]))).astype("f8") for x in (a, b)), n_first
-    )
+    a_f8, b_f8 = (x.read((*layers, *(slice(0, n) for n in x.shape[n_layers:]))).astype("f8") for x in (a, b))
+    product = lora.product(a_f8, b_f8, n_first)
     w = one.read((*layers, *(slice(0, n) for n in one.shape[n_layers:])))
     return (w.astype("f8") + scale * product).astype(w.dtype)[(*(slice(None) for _ in layers), *index[n_layers:])]
 
@@ -259,7 +258,7 @@ def _content(
         one, dtype = arrays[path], entries[path][0].dtype
         for index in one.pieces():
             # No name for the piece: it would live on while the next one is read.
-            yield memoryview(np.ascontiguousarray(one.read(index)).astype(dtype, copy=False).reshape(-1).view(np.uint8))
+            yield np.ascontiguousarray(one.read(index)).astype(dtype, copy=False).reshape(-1).view(np.uint8).data
 
 
 def _write_shards(

@@ -51,8 +51,8 @@ def inspect(source: Source, *, as_json: bool = False) -> int:
     _print_table(("array", "shape", "dtype", "size", "sharding as saved"), rows)
     print()
     all_of_it = {key: sum(t[key] for t in totals.values()) for key in ("arrays", "numbers", "bytes")}
-    rows = [(n, str(t["arrays"]), f"{t['numbers']:,}", _bytes(t["bytes"])) for n, t in {**totals, "all": all_of_it}.items()]
-    _print_table(("group", "arrays", "numbers", "size"), rows)
+    sums = [(n, str(t["arrays"]), f"{t['numbers']:,}", _bytes(t["bytes"])) for n, t in {**totals, "all": all_of_it}.items()]
+    _print_table(("group", "arrays", "numbers", "size"), sums)
     return 0
 
 
@@ -100,11 +100,13 @@ def diff(a: Source, b: Source) -> int:
     """Prints, array by array, what changed from ``a`` to ``b``. Returns the exit code. Raises StoredError."""
     before, after = a.arrays(), b.arrays()
     print(f"a {a.path}\nb {b.path}\n")
-    rows, same = [], 0
+    rows: list[tuple[str, ...]] = []
+    same = 0
     for path in [*before, *(path for path in after if path not in before)]:
         x, y = before.get(path), after.get(path)
         if x is None or y is None:
-            there = y or x
+            there = x if y is None else y
+            assert there is not None  # in one of them
             rows.append(
                 (path, "new" if x is None else "missing", f"{list(there.shape)} {there.dtype.name}", "", "", "", "", "")
             )
@@ -120,8 +122,8 @@ def diff(a: Source, b: Source) -> int:
             rows.append((path, kind, *(f"{v:.5g}" for v in (d.norm_a, d.norm_b, d.norm_d, d.largest, d.cosine)), nans))
     if rows:
         _print_table(("array", "", "‖a‖", "‖b‖", "‖b−a‖", "max|b−a|", "cosine", "NaN"), rows)
-    for item, x, y in (("data", a.data(), b.data()), ("meta", a.meta(), b.meta())):
-        for key, old, new in _changes(x, y):
+    for item, one, other in (("data", a.data(), b.data()), ("meta", a.meta(), b.meta())):
+        for key, old, new in _changes(one, other):
             print(f"{item}.{key}: {old} → {new}")
             rows.append((item,))
     print(f"{len(rows)} differ, {same} arrays are equal")
@@ -208,7 +210,7 @@ def _on_disk(one: Stored, path: pathlib.Path) -> np.ndarray:
         return np.zeros(one.shape, one.dtype)
     with path.open("wb") as file:
         for index in one.pieces():
-            file.write(np.ascontiguousarray(one.read(index)).reshape(-1).view(np.uint8))
+            file.write(np.ascontiguousarray(one.read(index)).reshape(-1).view(np.uint8).data)
     return np.asarray(np.memmap(path, one.dtype, "r")).reshape(one.shape)
 
 

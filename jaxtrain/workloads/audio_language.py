@@ -35,7 +35,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,8 @@ from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import remat, sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded
-from jaxtrain.nn.layers import lookup, rope_angles
-from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Spec, Task, Variables
+from jaxtrain.nn.layers import Rope, lookup, rope_angles
+from jaxtrain.types import OF_DATA, Array, Batch, Key, LossOut, Mean, OfData, PyTree, Shard, Spec, Task, Variables
 from loaders import checks
 
 Net = Callable[[Array], Array]  # [B, U, D] -> [B, U, D]
@@ -58,9 +58,9 @@ N_SPECIAL = 2  # of each codebook: begin and end of a stream
 class Config(transformer.Decoder):
     """The release's choices by default; its published sizes are `PRESETS`."""
 
-    vocab: int | None = None  # [tokens] known to the model; None = as the data have
-    codebooks: int | None = None  # [codebooks] of a column; None = as the data have
-    codebook_size: int | None = None  # [codes] of each, without begin and end; None = as the data have
+    vocab: OfData[int] = OF_DATA  # [tokens] known to the model; None = as the data have
+    codebooks: OfData[int] = OF_DATA  # [codebooks] of a column; None = as the data have
+    codebook_size: OfData[int] = OF_DATA  # [codes] of each, without begin and end; None = as the data have
     average_codes: bool = False  # [bool] a column's input is the mean of its codes' embeddings, not their sum
     audio_attention: bool = (
         False  # [bool] before the shared attention, one of columns to columns alone, with weights of its own
@@ -160,7 +160,7 @@ def states(shard: Shard, x_bud: Array, at_bn: Array) -> Array:
 def embed_codes(c: Config, params: PyTree, codes_bak: Array, shard: Shard) -> Array:
     """[B, A, D]: the codebooks' embeddings, summed."""
     w_kcd = params["embed_audio"]
-    x_bad = sum(lookup(w_kcd[k], codes_bak[..., k], shard) for k in range(c.codebooks))
+    x_bad = cast(Array, sum(lookup(w_kcd[k], codes_bak[..., k], shard) for k in range(c.codebooks)))  # there is one
     return (x_bad / c.codebooks if c.average_codes else x_bad).astype(c.dtype)
 
 
@@ -182,14 +182,15 @@ def layer(
       nets: (text net, audio net, x) -> x: which places go through which.
       audio_attend: (weights, x) -> x after the columns' own attention, and keys and values to keep.
     """
-    audio, kept = w["audio"], ()
+    audio: dict[str, Array] = w["audio"]
+    kept: tuple[Array, ...] = ()
     before = audio["scale_attention"]
     if c.audio_attention:
         with jax.named_scope("audio_attention"):
             x_bud, kept = audio_attend({**w["audio_attention"], "scale_attention": before}, x_bud)
         before = w["audio_attention"]["scale_after"]
-    scales = (jnp.broadcast_to(s, x_bud.shape) for s in (before, w["scale_attention"]))
-    chosen = jnp.where(is_audio_bu[..., None], *scales)
+    of_audio, of_text = (jnp.broadcast_to(s, x_bud.shape) for s in (before, w["scale_attention"]))
+    chosen = jnp.where(is_audio_bu[..., None], of_audio, of_text)
     x_bud, more = transformer.attend(c, {**w, "scale_attention": chosen}, x_bud, shard, angles=angles, mix=mix)
     net = functools.partial(transformer.feed_forward, c, shard=shard)
     return nets(lambda x: net(w, x), lambda x: net(audio, x), x_bud), (more, kept)
@@ -491,8 +492,10 @@ def draw(
     allowed_kc = allowed_kc.at[0, grammar.end].set(True)
 
     def choose(logits_bv: Array, stream: int, **how: Any) -> Array:
-        of_row = functools.partial(sampling.choose, **how)
-        return jax.vmap(lambda logits_v, key: of_row(logits_v, jax.random.fold_in(key, stream)))(logits_bv, at_b)
+        def of_row(logits_v: Array, key: Key) -> Array:
+            return sampling.choose(logits_v, jax.random.fold_in(key, stream), **how)
+
+        return jax.vmap(of_row)(logits_bv, at_b)
 
     text = {"temperature": streams.text_temperature, "top_k": streams.text_top_k}
     token_b = choose(text_logits(c, params, x_btd)[:, 0], 0, **text)
@@ -600,7 +603,7 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
         audio_attention="layers/0/audio_attn/q_proj/weight" in there,
         average_codes=bool(h.get("audio_embed_avg", False)),
     )
-    table = make_specs(Config(**{**model, "rope": transformer.Rope()}))
+    table = make_specs(Config(**{**model, "rope": Rope()}))
     slashes = lambda name: name.replace(".", "/")  # noqa: E731
     blocks = [path.removeprefix("blocks/") for path in specs_lib.paths(table) if path.startswith("blocks/")]
     renames = [(rf"^layers/(\d+)/{slashes(_LAYER[name])}$", rf"blocks/{name}[\1]") for name in blocks]

@@ -31,7 +31,22 @@ from jaxtrain.config import ConfigError, ModelSection
 from jaxtrain.nn import remat
 from jaxtrain.nn.batch_norm import batch_norm, member, over_data
 from jaxtrain.specs import fold_in_path, ones, zeros
-from jaxtrain.types import Array, Axes, Batch, Initializer, Key, LossOut, Mean, PyTree, Shard, Spec, Task, Variables
+from jaxtrain.types import (
+    OF_DATA,
+    Array,
+    Axes,
+    Batch,
+    Initializer,
+    Key,
+    LossOut,
+    Mean,
+    OfData,
+    PyTree,
+    Shard,
+    Spec,
+    Task,
+    Variables,
+)
 from loaders import checks
 
 DTYPES = ("float32", "bfloat16")
@@ -51,14 +66,14 @@ CHANNELS = 3  # of a frame
 class Config(ModelSection):
     """The published widths by default."""
 
-    n_frames: int | None = None  # [frames] of a window; None = as the data have, like the next six
-    height: int | None = None  # [pixels] of a frame
-    width: int | None = None  # [pixels] of a frame
-    codebooks: int | None = None  # [codes] of audio at one time, or features
-    audio_frames: int | None = None  # [times] of audio in a window
-    n_text: int | None = None  # [values] of a window's text embeddings
-    n_voxels: int | None = None  # [voxels] predicted
-    audio: str | None = None  # [name] codes (integers up to 1023) or features (any numbers); None = as the data are
+    n_frames: OfData[int] = OF_DATA  # [frames] of a window; None = as the data have, like the next six
+    height: OfData[int] = OF_DATA  # [pixels] of a frame
+    width: OfData[int] = OF_DATA  # [pixels] of a frame
+    codebooks: OfData[int] = OF_DATA  # [codes] of audio at one time, or features
+    audio_frames: OfData[int] = OF_DATA  # [times] of audio in a window
+    n_text: OfData[int] = OF_DATA  # [values] of a window's text embeddings
+    n_voxels: OfData[int] = OF_DATA  # [voxels] predicted
+    audio: OfData[str] = OF_DATA  # [name] codes (integers up to 1023) or features (any numbers); None = as the data are
     video_widths: tuple[int, int, int] = (4096, 2048, 1024)  # [values] of the video encoder's layers
     audio_widths: tuple[int, int] = (512, 256)  # [values] of the audio encoder's layers
     text_widths: tuple[int, int] = (512, 256)  # [values] of the text encoder's layers

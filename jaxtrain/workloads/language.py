@@ -31,7 +31,8 @@ from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded
-from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Trial, Variables
+from jaxtrain.nn.layers import Rope
+from jaxtrain.types import OF_DATA, Array, Batch, Key, LossOut, Mean, OfData, PyTree, Shard, Task, Trial, Variables
 from loaders import checks
 
 
@@ -60,15 +61,15 @@ class Target:
 class Config(transformer.Decoder):
     """Tokens in, tokens out."""
 
-    vocab: int | None = None  # [tokens] known to the model; None = as the data have
-    bytes_per_token: float | None = None  # [bytes] of text behind a token, for bits per byte; None = as the data have
+    vocab: OfData[int] = OF_DATA  # [tokens] known to the model; None = as the data have
+    bytes_per_token: OfData[float] = OF_DATA  # [bytes] of text behind a token, for bits per byte; None = as the data have
     z_loss: float = 0.0  # [1] times the square of the softmax's log normaliser, added to the loss; 0 = none
     chunk: int = 1024  # [tokens] of each device whose logits exist at the same time
-    n_test: tuple[int, ...] | None = None  # [documents] held out of each source; several: reported apart too; None = the data's
+    n_test: OfData[tuple[int, ...]] = OF_DATA  # [documents] held out of each source, several also apart; None = the data's
     samples: Samples = field(default_factory=Samples)  # [section]
     targets: tuple[Target, ...] = ()  # [environments] to evaluate on
-    tokenizer: str | None = None  # [path] of a tokenizer.json, for prompts, or "bytes"; None = as the data have
-    symbols: str | None = None  # [text] whose i-th character is token i; None = as the data have
+    tokenizer: OfData[str] = OF_DATA  # [path] of a tokenizer.json, for prompts, or "bytes"; None = as the data have
+    symbols: OfData[str] = OF_DATA  # [text] whose i-th character is token i; None = as the data have
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
@@ -243,7 +244,9 @@ def _trials(c: Config, shard: Shard, seed: int) -> Iterator[Trial]:
     for target in c.targets:
         codec, prompts = make_codec(c), environments.load(target.module, target.arguments, target.prompts)
 
-        def score(texts: Sequence[str], prompts=prompts, name=target.module) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        def score(
+            texts: Sequence[str], prompts: Any = prompts, name: str = target.module
+        ) -> tuple[dict[str, float], list[dict[str, Any]]]:
             means, rewards = prompts.score(texts)
             triples = zip(prompts.rows, texts, rewards, strict=True)
             lines = [{"target": name, "prompt": r["prompt"], "continuation": x, "reward": y} for r, x, y in triples]
@@ -464,7 +467,7 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
     model = read_config(folder)
     if model.get("positions") == "learned":
         raise HuggingFaceError(f"{folder}: the arrays of gpt2 are kept differently; only its sizes are read")
-    table = make_specs(Config(**{**model, "rope": transformer.Rope()}))
+    table = make_specs(Config(**{**model, "rope": Rope()}))
     slashes = lambda name: name.replace(".", "/")  # noqa: E731
     renames = [(rf"^model/layers/(\d+)/{slashes(LAYER[name])}$", rf"blocks/{name}[\1]") for name in table["blocks"]]
     renames += [(f"^{slashes(_TOP[name])}$", name) for name in table if name != "blocks"]

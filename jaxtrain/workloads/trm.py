@@ -28,7 +28,7 @@ from jaxtrain.config import Config as RunConfig
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention, remat
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
-from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Spec, Task, Variables
+from jaxtrain.types import OF_DATA, Array, Batch, Key, LossOut, Mean, OfData, PyTree, Shard, Spec, Task, Variables
 from loaders import checks
 
 MIXERS = ("mlp", "attention")
@@ -47,10 +47,10 @@ Cycles = tuple[int, int]  # high, low
 class Config(ModelSection):
     """The published Sudoku model by default."""
 
-    n_cells: int | None = None  # [cells] of a puzzle; None = as the data have
-    vocab: int | None = None  # [symbols] in and out; 0 is padding
-    n_puzzles: int | None = None  # [ids] rows of the puzzle embedding
-    n_difficulties: int | None = None  # [classes] by which the exact accuracy is reported
+    n_cells: OfData[int] = OF_DATA  # [cells] of a puzzle; None = as the data have
+    vocab: OfData[int] = OF_DATA  # [symbols] in and out; 0 is padding
+    n_puzzles: OfData[int] = OF_DATA  # [ids] rows of the puzzle embedding
+    n_difficulties: OfData[int] = OF_DATA  # [classes] by which the exact accuracy is reported
     mixer: str = "mlp"  # [name] what mixes positions: mlp (a SwiGLU along the sequence) or attention
     positions: str = "none"  # [name] none, rope (attention only) or learned
     embed: int = 512  # [values] width of a token
@@ -221,7 +221,7 @@ def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles,
     high, low = cycles
 
     def cycle(w: PyTree, x_btd: Array, z: tuple[Array, Array], unroll: int | bool) -> tuple[Array, Array]:
-        apply = functools.partial(net, c, shard=shard)
+        apply: Callable[..., Array] = functools.partial(net, c, shard=shard)
         apply = jax.checkpoint(apply) if c.remat == "full" and unroll is True else apply
         z_h, z_l = z
         z_l, _ = jax.lax.scan(lambda z_l, _: (apply(w, z_l + z_h + x_btd), None), z_l, length=low, unroll=unroll)

@@ -7,6 +7,7 @@ from typing import Any
 from jaxtrain.config import ModelSection, Section
 from jaxtrain.nn import augment as augment_lib
 from jaxtrain.nn import vit
+from jaxtrain.types import OF_DATA, OfData
 from loaders import checks
 
 POOLS = ("cls", "patches")
@@ -26,10 +27,10 @@ class Settings(vit.Config, ModelSection):
     """ViT-S by default."""
 
     n_classes: int | None = None  # [classes] None = as many as the data have names for; without any there is no probe
-    multilabel: bool | None = None  # [bool] a recording has any number of classes; None = as the data have it
+    multilabel: OfData[bool] = OF_DATA  # [bool] a recording has any number of classes; None = as the data have it
     n_recordings: int | None = None  # [recordings] that diet distinguishes; None = as many as the data have
-    views: int | None = None  # [views] of a recording in a row; None = as the data have it
-    form: str | None = None  # [name] of a view's values: spectrogram, or waveform, int16; None = as the data have it
+    views: OfData[int] = OF_DATA  # [views] of a recording in a row; None = as the data have it
+    form: OfData[str] = OF_DATA  # [name] of a view's values: spectrogram, or waveform, int16; None = as the data have it
     pool: str = "cls"  # [name] the features that objectives and probe read: the mean of "cls" or of "patches"
     mask: Mask = field(default_factory=Mask)  # [section]
     augment: augment_lib.Config = field(default_factory=augment_lib.Config)  # [section]

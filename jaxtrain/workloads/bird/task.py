@@ -100,17 +100,17 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
     batch = views.with_spectrograms(c, batch, model.shard)
     labels = views.labels_of_rows(c, batch) if c.n_classes else None
     make = functools.partial(inputs, model, variables, batch, batch["spectrogram"], labels=labels)
-    terms = {name: objective for name, objective in c.on.items() if objective.evaluate}
-    needed = {objective.needs for objective in terms.values()} | ({ALL} if labels is not None else set())
+    terms = {name: (o.needs, o.evaluate) for name, o in c.on.items() if o.evaluate}
+    needed = {needs for needs, _ in terms.values()} | ({ALL} if labels is not None else set())
     passes = {needs: make(needs) for needs in (ALL, VISIBLE) if needs in needed}
     metrics: dict[str, Mean] = {}
     if labels is not None:
         logits_bc = passes[ALL].by_view(probe.scores(variables.params["probe"], passes[ALL].features.pooled_rd)).mean(1)
         metrics["probe_loss"] = Mean((probe.loss(c, logits_bc, labels) * labels.weight).sum(), labels.weight.sum())
         metrics["probe_accuracy"] = classes.accuracy(c, logits_bc, labels)
-    for name, objective in terms.items():
+    for name, (needs, term_of) in terms.items():
         with jax.named_scope(name):
-            term, more = objective.evaluate(c.section(name), of_objective(passes[objective.needs], variables, name))
+            term, more = term_of(c.section(name), of_objective(passes[needs], variables, name))
         metrics |= {f"{name}_loss": term, **more}
     if terms.keys() == c.on.keys():
         total = sum(c.section(name).weight * metrics[f"{name}_loss"].total for name in terms)
@@ -178,12 +178,13 @@ def pictures(model: Model, batch: Batch) -> dict[str, Array]:
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
     """The pictures of each objective that draws some, of the first rows of an evaluation."""
-    c, images = model.c, {}
-    drawing = {name: objective for name, objective in c.on.items() if objective.progress}
+    c = model.c
+    images: dict[str, Array] = {}
+    drawing = {name: (o.needs, o.progress) for name, o in c.on.items() if o.progress}
     if not drawing:
         return images
     first = views.with_spectrograms(c, {name: x[:4] for name, x in batch.items()}, model.shard)
-    for name, objective in drawing.items():
-        shared = inputs(model, variables, first, first["spectrogram"], objective.needs)
-        images |= objective.progress(c.section(name), of_objective(shared, variables, name))
+    for name, (needs, draw) in drawing.items():
+        shared = inputs(model, variables, first, first["spectrogram"], needs)
+        images |= draw(c.section(name), of_objective(shared, variables, name))
     return images

@@ -47,11 +47,11 @@ def labels_of_rows(c: Settings, batch: Batch) -> Labels:
 
 def labels_of_views(c: Settings, batch: Batch, share_bv: Array | None) -> Labels:
     """Of R spectrograms; ``share_bv`` as `Inputs` has it."""
-    rows, is_mixed = labels_of_rows(c, batch), share_bv is not None
+    rows = labels_of_rows(c, batch)
     return Labels(
         repeated(c, rows.own),
-        repeated(c, augment.partner(rows.own)) if is_mixed else None,
-        share_bv.reshape(-1) if is_mixed else None,
+        None if share_bv is None else repeated(c, augment.partner(rows.own)),
+        None if share_bv is None else share_bv.reshape(-1),
         repeated(c, rows.weight) / c.n_views,
     )
 

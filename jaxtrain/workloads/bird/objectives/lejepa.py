@@ -44,7 +44,8 @@ def data_problems(c: Settings, s: Lejepa, facts: Mapping[str, Any]) -> Iterator[
 
 
 def specs(c: Settings, s: Lejepa) -> PyTree:
-    h, table = s.hidden, {}
+    h = s.hidden
+    table: dict[str, Spec] = {}
     for i, n_in in enumerate((c.embed, h)):
         table |= {
             f"w{i}": Spec((n_in, h), ("embed", "mlp"), fan_in(n_in)),
@@ -66,6 +67,7 @@ def projected(s: Lejepa, params: PyTree, pooled_rd: Array, weight_r: Array) -> A
 
 def loss(s: Lejepa, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     z_vbp = x.by_view(projected(s, x.params, x.features.pooled_rd, x.weight_r)).transpose(1, 0, 2)
+    assert x.key is not None  # only training batches have this objective
     a_ps = sigreg.directions(fold_in_path(x.key, "slices"), s.size, s.slices)
     # Both are of the global batch, and so identical in every part of it; weighted to add up to themselves.
     parts = {"invariance": sigreg.invariance(z_vbp, x.weight_b), "sigreg": sigreg.sigreg(z_vbp, a_ps, x.weight_b)}

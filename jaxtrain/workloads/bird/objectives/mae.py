@@ -31,11 +31,13 @@ def specs(c: Settings, s: Mae) -> PyTree:
 
 def predictions(s: Mae, x: Inputs) -> Array:
     """float32 [R, N, P]: of every patch."""
+    assert x.masks is not None  # of a pass over visible patches, which it needs
     return masked.decode(x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard)
 
 
 def loss(s: Mae, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     target_rnp = masked.normalised(vit.patchify(x.c, x.x_rfw))
+    assert x.masks is not None
     each_r = masked.masked_error(predictions(s, x), target_rnp, x.masks.masked)
     return (each_r * x.weight_r).sum(), {}
 
@@ -48,6 +50,7 @@ def progress(s: Mae, x: Inputs) -> dict[str, Array]:
     """The first view of each row: masked patches as predicted, at their own mean and spread; visible ones as they are."""
     pred_rnp, x_rnp = predictions(s, x), vit.patchify(x.c, x.x_rfw)
     mean_rn1, std_rn1 = x_rnp.mean(-1, keepdims=True), x_rnp.std(-1, keepdims=True)
+    assert x.masks is not None
     restored_rnp = jnp.where(x.masks.masked[:, :, None] > 0, pred_rnp * std_rn1 + mean_rn1, x_rnp)
     return {"restored": views.as_picture(views.unpatchify(x.c, restored_rnp)[:: x.c.n_views])}
 

@@ -55,6 +55,7 @@ def specs(c: Settings, s: Supervised) -> PyTree:
 
 
 def loss(s: Supervised, x: Inputs) -> tuple[Array, dict[str, Mean]]:
+    assert x.labels is not None  # `data_problems` asks for classes
     logits_rc = classes.scores(x.params, x.features.pooled_rd)
     each_r = class_loss(x.c, s, logits_rc, x.labels, smoothing=s.label_smoothing)
     return (each_r * x.weight_r).sum(), {"accuracy": classes.accuracy(x.c, logits_rc, x.labels)}
@@ -62,6 +63,7 @@ def loss(s: Supervised, x: Inputs) -> tuple[Array, dict[str, Mean]]:
 
 def evaluate(s: Supervised, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
     """Scores are averaged over the views of a recording; nothing is smoothed."""
+    assert x.labels is not None
     logits_bc = x.by_view(classes.scores(x.params, x.features.pooled_rd)).mean(1)
     each_b = class_loss(x.c, s, logits_bc, x.labels, smoothing=0.0)
     mean = Mean((each_b * x.labels.weight).sum(), x.labels.weight.sum())
@@ -75,7 +77,7 @@ def class_loss(c: Settings, s: Supervised, logits_rc: Array, labels: Labels, *, 
             logits_rc, targets(c, labels), gamma_positive=s.gamma_positive, gamma_negative=s.gamma_negative, clip=s.clip
         )
     own_r = classes.cross_entropy(logits_rc, labels.own, smoothing=smoothing)
-    if labels.other is None:
+    if labels.other is None or labels.share is None:
         return own_r
     return labels.share * own_r + (1 - labels.share) * classes.cross_entropy(logits_rc, labels.other, smoothing=smoothing)
 

@@ -43,6 +43,7 @@ def advance(s: Teacher, params: PyTree, average: PyTree, step: Array, steps: int
 
 
 def loss(s: Teacher, x: Inputs) -> tuple[Array, dict[str, Mean]]:
+    assert x.masks is not None  # of a pass over visible patches, which it needs
     pred_rnd = masked.decode(x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard)
     target_rnd = vit.encode(x.c, jax.lax.stop_gradient(x.carry), x.x_rfw, x.shard).patches
     each_r = masked.masked_error(pred_rnd, masked.normalised(target_rnd), x.masks.masked)
