@@ -18,11 +18,11 @@ from jaxtrain.workloads import bird
 from loaders import _rust, spectrogram
 from loaders.base import Rows
 
-sys.path.append(str(pathlib.Path(__file__).parent / "loaders"))
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "loaders"))
 import corpus  # noqa: E402
 
-HERE = pathlib.Path(__file__).parent / "data" / "fbank"
-SHARED = pathlib.Path(__file__).parents[1] / ".." / "shared" / "golden" / "fbank"
+HERE = pathlib.Path(__file__).parents[1] / "data" / "fbank"
+SHARED = pathlib.Path(__file__).parents[2] / ".." / "shared" / "golden" / "fbank"
 TOLERANCES = json.loads((HERE / "tolerances.json").read_text())
 
 

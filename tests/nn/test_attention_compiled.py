@@ -16,7 +16,7 @@ import pytest
 from jaxtrain import plan
 from jaxtrain.plan import environment
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 FORWARD, BACKWARD, TRITON, TPU = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__gpu$xla.gpu.triton", "tpu_custom_call"
 VARIANTS = (
     {},
@@ -77,7 +77,7 @@ def compiled(kind: str, cases: list[dict], seconds: int = 600) -> list[dict]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
     env["PYTHONPATH"] = os.pathsep.join([str(compiler(kind)), str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "attention_programs.py")], input=json.dumps(cases), env=env, capture_output=True,
+        [sys.executable, str(ROOT / "tests" / "nn" / "attention_programs.py")], input=json.dumps(cases), env=env, capture_output=True,
         text=True, timeout=seconds,
     )  # fmt: skip
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -11,7 +11,7 @@ from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import remat
 from jaxtrain.nn.cross_entropy import cross_entropy
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 
 
 def shard_on(data, fsdp, model, **rules):
