@@ -77,8 +77,8 @@ def compiled(kind: str, cases: list[dict], seconds: int = 600) -> list[dict]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
     env["PYTHONPATH"] = os.pathsep.join([str(compiler(kind)), str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "nn" / "attention_programs.py")], input=json.dumps(cases), env=env, capture_output=True,
-        text=True, timeout=seconds,
+        [sys.executable, str(ROOT / "tests" / "nn" / "attention_programs.py")], input=json.dumps(cases), env=env,
+        capture_output=True, text=True, timeout=seconds,
     )  # fmt: skip
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == len(cases), done.stderr[-3000:]
