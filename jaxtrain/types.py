@@ -150,13 +150,43 @@ class Trial(NamedTuple):
     judge: Callable[[PyTree], tuple[dict[str, float], list[dict[str, Any]]]]  # on one host -> for the record, for samples.jsonl
 
 
+def _dots(model: Mapping[str, Any], path: str) -> str | list[str]:
+    del model
+    return path.replace("/", ".")
+
+
+def _same_shape(model: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    del model, path
+    return shape
+
+
+def _no_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
+    del config, dtype
+    return {}
+
+
+class Export(NamedTuple):
+    """How a workload's parameters are exported (`jaxtrain export`): its module's ``EXPORT``; without one, all defaults.
+
+    ``model`` is the section of the saved config, and ``config`` the whole of it: dictionaries, since a checkpoint outlives
+    changes of the dataclasses. ``path`` is a parameter's, ``encoder/blocks/w_qkv``.
+    """
+
+    # (model, path) -> its name; or a list of names for the entries of its first axis: a stack becomes one array for each layer
+    names: Callable[[Mapping[str, Any], str], str | list[str]] = _dots
+    # (model, path, shape) -> the shape of one such array: the same numbers in the same order
+    shape: Callable[[Mapping[str, Any], str, tuple[int, ...]], tuple[int, ...]] = _same_shape
+    # (config, dtype of the arrays) -> name -> content of further files; a config.json takes the place of the run's
+    files: Callable[[Mapping[str, Any], str], dict[str, bytes]] = _no_files
+    carry: bool = False  # whether the carry belongs to the model (running statistics), and is exported under ``carry.…``
+
+
 class Task(NamedTuple):
     """A workload as a value: a few pure functions over one table of parameters.
 
     A workload module offers ``Config`` (a frozen dataclass; a field whose value is None takes the data's fact of that
     name) and ``make_task(config, shard, batch) -> Task``, where ``config`` is the whole run's and ``batch`` the rows of a
-    global step. It may offer ``export_names(config, path)``, the names that a parameter is exported under
-    (`jaxtrain export`).
+    global step. It may offer ``EXPORT``, an `Export`.
 
     `loss` and `evaluate` see some rows of the global batch, not all: a microbatch, one device group's share. What they
     return are sums over those rows (law 5). ``batch["row"]`` (int32) is each row's place in the global batch; random draws

@@ -28,7 +28,7 @@ def export(run: str, out: str, *, step: int | None = None) -> str:
     if not adapters:
         raise StoredError(f"{source.path} holds no adapters: config.lora.rank was 0; `jaxtrain export` writes its weights")
     try:
-        names = importlib.import_module(config["workload"]).export_names
+        names = importlib.import_module(config["workload"]).EXPORT.names
     except (ImportError, AttributeError) as error:
         raise StoredError(f"{config['workload']} has no names that peft knows ({error})") from error
     tensors: dict[str, np.ndarray] = {}

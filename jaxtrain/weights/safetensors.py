@@ -3,20 +3,8 @@
 Arrays are streamed, which is possible because safetensors' header follows from shapes alone and is written first. Host memory
 is what it takes to decode one chunk of one array: its bytes as they are stored, decoded, and handed out.
 
-Of a workload module with ``EXPORT_CARRY = True`` the carry belongs to the model (running statistics) and is exported with it,
-in its own dtypes, under ``carry.…``. A warm start takes parameters alone.
-
-Names are the parameters' paths with dots, unless the workload module offers
-
-    export_names(config, path) -> str | list[str]
-
-where ``config`` is the model section of the saved config (a dictionary: a checkpoint outlives changes of the dataclass) and
-``path`` is ``encoder/blocks/w_qkv``. A list names the entries of the array's first axis: a stack of layers becomes one
-array for each. It may also offer
-
-    export_shape(config, path, shape) -> shape            of one such array: the same numbers in the same order
-    export_files(config, dtype) -> {name: bytes}          further files; ``config`` is the whole run's, ``dtype`` the arrays'.
-                                                          A config.json among them takes the place of the run's
+Names, shapes and further files are those of the workload module's ``EXPORT`` (`jaxtrain.types.Export`). A carry that belongs to
+the model is exported in its own dtypes. A warm start takes parameters alone.
 """
 
 import collections
@@ -41,6 +29,7 @@ from jaxtrain import specs as spec_lib
 from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.read import Stored, StoredError
+from jaxtrain.types import Export
 from jaxtrain.weights import source as source_lib
 from jaxtrain.weights import steps
 from jaxtrain.weights.source import SUMS, Source
@@ -85,7 +74,8 @@ def export(
     meta = source.meta()
     config = meta.pop("config", {})
     step = int(everything["step"].read(())) if "step" in everything else None
-    if _offered(config, "EXPORT_CARRY", False):
+    contract = export_of(config)
+    if contract.carry:
         arrays |= {path: one for path, one in everything.items() if path.startswith(stored.CARRY)}
     if any(lora.is_adapter(path) for path in arrays):
         arrays = _merged(arrays, config)
@@ -105,7 +95,7 @@ def export(
     flat = [entry for path in order for entry in entries[path]]
     if twice := sorted(name for name, n in collections.Counter(e.name for e in flat).items() if n > 1):
         raise StoredError(
-            f"the names {', '.join(twice)} are given twice, by export_names of {config.get('workload')}; make them differ there"
+            f"the names {', '.join(twice)} are given twice, by EXPORT.names of {config.get('workload')}; make them differ there"
         )
     shards = _split(flat, shard_size)
     files = (
@@ -124,7 +114,7 @@ def export(
     kinds: collections.Counter[str] = collections.Counter()
     for entry in flat:
         kinds[entry.dtype.name] += entry.n_bytes
-    further = _offered(config, "export_files", lambda config, dtype: {})(config, kinds.most_common(1)[0][0])
+    further = contract.files(config, kinds.most_common(1)[0][0])
     # transformers reads a folder with a config.json of its own, and only arrays that are marked as PyTorch's.
     sums = _write_shards(partial, files, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax")
 
@@ -213,13 +203,13 @@ def _refuse_damage(source: Source) -> None:
 
 def _entries(path: str, shape: tuple[int, ...], dtype: np.dtype, config: Mapping[str, Any]) -> Iterator[Entry]:
     model = config.get("model") or {}
-    names = _offered(config, "export_names", lambda config, path: path.replace("/", "."))(model, path)
-    reshaped = _offered(config, "export_shape", lambda config, path, shape: shape)
+    contract = export_of(config)
+    names, reshaped = contract.names(model, path), contract.shape
     if isinstance(names, str):
         yield Entry(names, path, reshaped(model, path, shape), dtype)
         return
     if not shape or len(names) != shape[0]:
-        raise StoredError(f"{config['workload']}.export_names gives {len(names)} names for the first axis of {path} {shape}")
+        raise StoredError(f"{config['workload']}.EXPORT.names gives {len(names)} names for the first axis of {path} {shape}")
     for i, name in enumerate(names):
         yield Entry(name, f"{path}[{i}]", reshaped(model, path, shape[1:]), dtype)
 
@@ -228,12 +218,12 @@ def _is_folded(one: Stored, entries: Sequence[Entry]) -> bool:
     return entries[0].shape != (one.shape[1:] if entries[0].path.endswith("]") else one.shape)
 
 
-def _offered(config: Mapping[str, Any], name: str, default: Any) -> Any:
-    """A function of the run's workload."""
+def export_of(config: Mapping[str, Any]) -> Export:
+    """The contract of a run's workload; that of the defaults on a machine without the model's code."""
     try:
-        return getattr(importlib.import_module(config.get("workload", "")), name, default)
-    except (ImportError, ValueError):  # on a machine without the model's code
-        return default
+        return getattr(importlib.import_module(config.get("workload", "")), "EXPORT", Export())
+    except (ImportError, ValueError):
+        return Export()
 
 
 def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:

@@ -47,7 +47,7 @@ from jaxtrain.nn import remat, sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded
 from jaxtrain.nn.layers import Rope, lookup, rope_angles
-from jaxtrain.types import OF_DATA, Array, Batch, Key, LossOut, Mean, OfData, PyTree, Shard, Spec, Task, Variables
+from jaxtrain.types import OF_DATA, Array, Batch, Export, Key, LossOut, Mean, OfData, PyTree, Shard, Spec, Task, Variables
 from loaders import checks
 
 Net = Callable[[Array], Array]  # [B, U, D] -> [B, U, D]
@@ -584,6 +584,9 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     if (source / stored.EXPORT).is_file():  # our own export, whose config.json is a run's
         files.pop("config.json", None)
     return files
+
+
+EXPORT = Export(export_names, export_shape, export_files)
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,7 +9,7 @@ A row of a batch is S tokens of one or several documents. Its fields, all [B, S]
     mask       float32  1 where the target is valid: not in padding, not at a document's last token
 
 The architecture is `jaxtrain.nn.transformer.Decoder`; `PRESETS` has published sizes, `from_hugging_face` reads a folder with
-config.json and safetensors, and `export_names`, `export_shape` and `export_files` let `jaxtrain export` write one.
+config.json and safetensors, and `EXPORT` lets `jaxtrain export` write one.
 
 Shapes: B batch, S tokens, D embed, V vocabulary.
 """
@@ -32,7 +32,7 @@ from jaxtrain.nn import sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded
 from jaxtrain.nn.layers import Rope
-from jaxtrain.types import OF_DATA, Array, Batch, Key, LossOut, Mean, OfData, PyTree, Shard, Task, Trial, Variables
+from jaxtrain.types import OF_DATA, Array, Batch, Export, Key, LossOut, Mean, OfData, PyTree, Shard, Task, Trial, Variables
 from loaders import checks
 
 
@@ -392,6 +392,9 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
         kept.pop(key, None)
     fields = kept | _hugging_face_fields(model, family, dtype, least_context=kept.get("max_position_embeddings", 0))
     return {"config.json": (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode(), **files}
+
+
+EXPORT = Export(export_names, export_shape, export_files)
 
 
 def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, least_context: int) -> dict[str, Any]:

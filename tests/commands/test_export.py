@@ -25,10 +25,14 @@ from jaxtrain.workloads import bird
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 NAMES = """
-def export_names(config, path):
+from jaxtrain.types import Export
+
+def names(config, path):
     if path.startswith("encoder/blocks/"):
         return [f"layer.{i}.{path.split('/')[-1]}" for i in range(config["depth"])]
     return path.replace("/", "_")
+
+EXPORT = Export(names=names)
 """
 
 
@@ -192,7 +196,7 @@ def test_what_cannot_be_done_is_told(saved, tmp_path, capsys):
 def test_the_birds_names_are_one_for_each_layer():
     c = bird.Config(n_classes=3, embed=32, depth=2, heads=4)
     table = bird.make_specs(c)
-    names = [bird.export_names({"depth": 2}, path) for path in specs.paths(table)]
+    names = [bird.EXPORT.names({"depth": 2}, path) for path in specs.paths(table)]
     flat = [n for name in names for n in ([name] if isinstance(name, str) else name)]
     assert len(flat) == len(set(flat)) and {"encoder.blocks.1.w_qkv", "encoder.w_patch", "probe.b"} <= set(flat)
     assert all(len(n) == 2 for n in names if isinstance(n, list))

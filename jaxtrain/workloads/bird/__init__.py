@@ -18,7 +18,7 @@ task; and export.
 
 from jaxtrain.workloads.bird.classes import asymmetric_loss, cross_entropy
 from jaxtrain.workloads.bird.config import Config, forward_flops, make_specs, train_flops
-from jaxtrain.workloads.bird.export import export_files, export_names
+from jaxtrain.workloads.bird.export import EXPORT
 from jaxtrain.workloads.bird.objectives import OBJECTIVES
 from jaxtrain.workloads.bird.objectives.diet import Diet
 from jaxtrain.workloads.bird.objectives.lejepa import Lejepa
@@ -29,6 +29,6 @@ from jaxtrain.workloads.bird.settings import POOLS, Mask
 from jaxtrain.workloads.bird.task import make_task
 
 __all__ = [
-    "OBJECTIVES", "POOLS", "Config", "Diet", "Lejepa", "Mae", "Mask", "Supervised", "Teacher", "asymmetric_loss",
-    "cross_entropy", "export_files", "export_names", "forward_flops", "make_specs", "make_task", "train_flops",
+    "EXPORT", "OBJECTIVES", "POOLS", "Config", "Diet", "Lejepa", "Mae", "Mask", "Supervised", "Teacher", "asymmetric_loss",
+    "cross_entropy", "forward_flops", "make_specs", "make_task", "train_flops",
 ]  # fmt: skip

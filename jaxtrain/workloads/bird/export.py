@@ -1,16 +1,16 @@
-"""Names and extra files of an exported bird encoder: the contract of tools/orbax_to_safetensors.py."""
+"""Names and further files of an exported bird encoder."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.nn import vit
-
-export_names = vit.export_names
+from jaxtrain.types import Export
 
 EXAMPLE = '''"""The features of a recording: python example.py bird.ogg"""
 import json, pathlib, sys
 import jax
 from jaxtrain.nn import vit
+from jaxtrain.types import Export
 from loaders import spectrogram
 here = pathlib.Path(__file__).parent
 config = json.loads((here / "config.json").read_text())
@@ -22,7 +22,10 @@ print(*patches.mean(1)[0].tolist())
 '''
 
 
-def export_files(config: Mapping[str, Any], dtype: Any) -> dict[str, bytes]:
+def files(config: Mapping[str, Any], dtype: Any) -> dict[str, bytes]:
     """example.py, which needs numpy, JAX and this package."""
     del config, dtype
     return {"example.py": EXAMPLE.encode()}
+
+
+EXPORT = Export(names=vit.export_names, files=files)
