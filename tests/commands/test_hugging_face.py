@@ -73,7 +73,7 @@ def numpy_logits(folder: pathlib.Path, ids: np.ndarray) -> np.ndarray:
 def exported(request, tmp_path_factory):
     """A run that began with the golden weights and ended there, exported."""
     source, folder = DATA / request.param, tmp_path_factory.mktemp(request.param)
-    c, params = language_test.load(source)
+    c, params = language_test.load(source, language_test.context_of(request.param))
     (folder / "source").mkdir()
     for file in source.iterdir():
         (folder / "source" / file.name).write_bytes(file.read_bytes())

@@ -26,7 +26,7 @@ def test_the_cache_gives_what_the_whole_sequence_gives(kind):
         c = dataclasses.replace(language_test.TINY, **{"qk_norm": False, **changes[kind]})
         params = specs.materialise(language.make_specs(c), jax.random.key(0))
     else:
-        c, params = language_test.load(language_test.DATA / kind)
+        c, params = language_test.load(language_test.DATA / kind, language_test.context_of(kind))
     shard, n_new = language_test.alone(), 7
     length = np.array([5, 1, 8])
     rng = np.random.default_rng(0)

@@ -29,6 +29,11 @@ def alone():
     return make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {}).shard
 
 
+def context_of(name):
+    """The length of the golden rows of a model."""
+    return np.load(DATA / f"{name}.npz")["input_ids"].shape[1]
+
+
 def load(folder, context, **changes):
     """Config and parameters of a folder from Hugging Face, in float32."""
     model, rules = language.from_hugging_face(folder)
