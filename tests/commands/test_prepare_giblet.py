@@ -273,7 +273,7 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(annotations=None, embeddings="nine.npy"), "has 9 rows for 8 volumes; give one for each"),
         (dict(fmri=["scan.mgz"]), "scan.mgz is a MGHImage; expected NIfTI"),
         (dict(codes="brief.npz"), "/out: the audio ends .* s before the last of 8 volumes"),
-        (dict(code_rate=0.4), "/out: 1.5 s between volumes at 0.4 a second hold no whole time of audio"),
+        (dict(code_rate=0.4), "/out: 1.5 s between volumes at 0.4 a second hold not one sample of audio"),
         (dict(codes="none.npz"), r"int64 \(8, 0\); expected integers"),
         (dict(codes="cut.npz"), "cut.npz cannot be read"),
         (dict(codes="nothing.npz"), "nothing.npz cannot be read"),

@@ -74,9 +74,9 @@ def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
 
 def test_a_best_metric_that_no_evaluation_has_is_told_at_the_start(folder):
     output = test_train.run(folder, "giblet.py", "--config.checkpoint.best=-total_los", code=2)
-    assert "config.checkpoint.best names 'total_los'; an evaluation has audio_loss, " in output and "total_loss" in output
+    assert "config.checkpoint.best names 'total_los'; expected one of: audio_loss, " in output and "total_loss" in output
     output = test_train.run(folder, "giblet.py", "--config.data.test_share=0", code=2)
-    assert "config.checkpoint.best is 'fmri_r', and there is nothing to test on" in output
+    assert "config.checkpoint.best is 'fmri_r', and there is no test split" in output
 
 
 def test_what_a_model_and_its_data_disagree_about_is_told_before_a_device_is_touched(folder):

@@ -33,7 +33,8 @@ def load(tmp_path, monkeypatch):
 
 def per_device(config, target):
     """Bytes of one device for parameters, gradients and moments: the rest is small at a batch of 16."""
-    parts = plan_lib.held(plan_lib.abstractly(config, target).plan, plan_lib.abstractly(config, target).layout, tiled=False)
+    assembly = plan_lib.abstractly(config, target)
+    parts = plan_lib.held(assembly.abstract, assembly.layout, tiled=False)
     assert sum(parts.values()) - parts["parameters"] - parts["optimizer"] < 0.2e9
     return 2 * parts["parameters"] + parts["optimizer"]
 

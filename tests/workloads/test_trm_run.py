@@ -54,7 +54,7 @@ def folder(tmp_path):
 def test_a_run_killed_between_two_stages_resumes_exactly(folder):
     """Its slots' states too, and the probability of exploring: bit for bit what the undisturbed run has at the end."""
     whole = test_train.run(folder, "trm.py", "--config.workdir=whole")
-    assert "2 programs, by (stage, shape of a batch), compiled ahead; first at {((1, 1), 0): 0, ((2, 2), 0): 10}" in whole
+    assert "2 programs, by (stage, bucket), are compiled ahead; their first steps: {((1, 1), 0): 0, ((2, 2), 0): 10}" in whole
     killed = (folder, "trm.py", "--config.workdir=killed")
     after = str(folder / "killed" / "checkpoints" / "8")
     test_train.run(*killed, code=-signal.SIGKILL, KILL_AT="12", KILL_AFTER=after)
