@@ -242,7 +242,7 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
     yield "disk", text, keep * saved <= free
 
     local = jax.local_device_count() if target.here else min(target.count, 4 if target.tiled else GPUS_PER_NODE)
-    copy = min(local * state_lib.bytes_per_device(state), saved)  # a save goes on from a copy on the host
+    copy = min(local * state_lib.bytes_per_device(state), saved)  # a save is written from a copy on the host
     rows = (
         4 * local * sum(device_bytes(x, tiled=False) for x in assembly.abstract.batch.values())
     )  # the feed's, and the loader's
