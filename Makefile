@@ -7,48 +7,83 @@ export CARGO_TARGET_DIR ?= $(CACHE)/cargo-target
 
 SOURCES := rust/Cargo.lock $(shell find rust/Cargo.toml rust/core rust/python -name '*.rs' -o -name Cargo.toml)
 CARGO_TEST = cargo test --profile test-quick --quiet --manifest-path rust/Cargo.toml
-STAMP := $(VENV)/.installed
-.PHONY: train trm-demo giblet-demo higgs-demo test test-all lint clean
+# What is installed: to train, or to test besides. The second is the first too.
+TRAIN := $(VENV)/.installed
+TEST := $(VENV)/.installed-dev
+.PHONY: train trm-demo giblet-demo higgs-demo test test-all lint lint-targets wheel clean
 
-train: $(STAMP)
+train: $(TRAIN)
 	$(VENV)/bin/python -m jaxtrain.main --config=$(CONFIG) $(ARGS)
 
 # The recursive model from nothing on generated boards: 4 × 4, then 9 × 9 with few blanks; held-out boards at every evaluation.
-trm-demo: $(STAMP)
+trm-demo: $(TRAIN)
 	$(VENV)/bin/python -m jaxtrain.main --config=configs/trm_sudoku.py:4x4 $(ARGS)
 	$(VENV)/bin/python -m jaxtrain.main --config=configs/trm_sudoku.py:9x9 $(ARGS)
 
 # The multimodal autoencoder at a hundredth of its size: on 8 host devices, in 2 processes, resumed on another mesh.
-giblet-demo: $(STAMP)
+giblet-demo: $(TRAIN)
 	$(VENV)/bin/python -m tools.demo_giblet $(ARGS)
 
 # The audio language model from nothing: a codec, a base on some classes of sound, adapters on others; it plays them.
-higgs-demo: $(STAMP)
+higgs-demo: $(TRAIN)
 	$(VENV)/bin/python -m tools.demo_higgs $(ARGS)
 
-test: $(STAMP) lint
+test: $(TEST) lint
 	$(CARGO_TEST)
 	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-all: $(STAMP) lint
+test-all: $(TEST) lint lint-targets
 	$(CARGO_TEST)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-lint: $(STAMP)
+lint: $(TEST)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	cargo fmt --check --all --manifest-path rust/Cargo.toml
 	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo clippy --profile test-quick --quiet --workspace --all-targets --manifest-path rust/Cargo.toml -- -D warnings
 
+# The extension's types for processors and systems that are not here: Apple silicon, and Linux on arm64.
+TARGETS := aarch64-apple-darwin aarch64-unknown-linux-gnu
+lint-targets:
+	rustup target add $(TARGETS)
+	for target in $(TARGETS); do PYO3_NO_PYTHON=1 cargo check --quiet --workspace --manifest-path rust/Cargo.toml \
+	    --features jaxtrain-loader-python/extension-module --target $$target || exit 1; done
+
+# Wheels for any Linux with glibc 2.28 or newer (any Python from 3.11 on), and the source distribution.
+# make wheel ARCH="x86_64 aarch64" makes them for both processors.
+ARCH ?= $(shell uname -m)
+DIST ?= dist
+wheel:
+	test -x $(VENV)-wheel/bin/python || $(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-wheel/bin/python -m pip install --quiet --group wheel
+	rustup target add $(ARCH:%=%-unknown-linux-gnu)
+	for arch in $(ARCH); do PATH="$(abspath $(VENV)-wheel)/bin:$$PATH" $(VENV)-wheel/bin/maturin build --release --locked --zig \
+	    --compatibility manylinux_2_28 --target $$arch-unknown-linux-gnu --interpreter python3 --out $(DIST) || exit 1; done
+	$(VENV)-wheel/bin/maturin sdist --out $(DIST)
+	for wheel in $(DIST)/*.whl; do $(VENV)-wheel/bin/auditwheel show $$wheel || exit 1; done
+
 clean:
 	rm -rf $(VENV) loaders/_rust*.so
 
 # An editable install, so that the extension is built again only when its sources or the package's needs change.
-$(STAMP): pyproject.toml $(SOURCES)
+# The compilers of plans are not among the needs: they have environments of their own, below the cache (jaxtrain plan --setup).
+# Rust takes most of the time, and one core towards its end: beside it the packages are fetched and, for the demo, its corpus made.
+BESIDE := true
+ifneq ($(filter configs/xcm.py xcm,$(CONFIG)),)
+ifeq ($(JAXTRAIN_XCM),)
+$(TRAIN): BESIDE = $(VENV)/bin/python -m loaders.demo >/dev/null
+endif
+endif
+$(TRAIN): EXTRA :=
+$(TEST): EXTRA := dev
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+$(TRAIN) $(TEST): pyproject.toml $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; say make PYTHON=python3.12 …"; exit 1; }
 	@command -v cargo >/dev/null || { echo "cargo is missing; a Rust toolchain (rustup) builds the loader"; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
-	touch $@
+	$(VENV)/bin/python tools/needs.py $(EXTRA) >$(VENV)/needs.txt
+	$(VENV)/bin/python -m pip install --quiet --no-deps --editable . & building=$$!; \
+	    $(VENV)/bin/python -m pip install --quiet --requirement $(VENV)/needs.txt && { $(BESIDE) || true; } && wait $$building
+	touch $(TRAIN) $@

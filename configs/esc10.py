@@ -34,7 +34,7 @@ def get_config(path: str = "") -> ConfigDict:
             train=dict(steps=steps, batch=32, eval_every=100, ema=0.995),
             optim=dict(
                 lr=1e-3,
-                warmup=100,
+                warmup=1 / 8,
                 schedule="cosine",
                 weight_decay=0.05,
                 groups=(dict(match="^probe/", lr=1e-3, weight_decay=1e-7, clip=1.0),),

@@ -94,7 +94,7 @@ def get_config(argument: str) -> ConfigDict:
             train=dict(steps=steps, batch=32, eval_every=0, ema=0.995 if long else 0.99),
             optim=dict(
                 lr=lr,
-                warmup=100 if long else 25,
+                warmup=(100 if long else 25) / steps,
                 schedule="cosine",
                 weight_decay=0.05,
                 clip=0.0,

@@ -2,10 +2,11 @@
 
     python -m jaxtrain.main --config=configs/higgs.py:path/to/weights --config.data.manifest=manifest.json \
         --config.data.tokenizer=path/to/weights/tokenizer.json --config.data.codes=codes.npz
-    python -m jaxtrain.main --config=configs/higgs.py:blank --plan=gpu:h100x8        # the published size, without any data
+    python -m jaxtrain.main --config=configs/higgs.py:blank --config.train.batch=64 --plan=gpu:h100x8   # the published size
 
-The argument is a folder with config.json and safetensors: the frozen base, which every device reads its part of, rounded to
-bfloat16. "blank" has the published sizes, nothing to begin with and conversations of silence, to plan and to measure with.
+The argument is a folder with config.json and safetensors, from elsewhere or of `jaxtrain export`: the frozen base, which every
+device reads its part of, rounded to bfloat16. "blank" has the published sizes, nothing to begin with and conversations of
+silence, to plan and to measure with.
 At 40 % of the peak that is 34,000 tokens/s on one H100 and 272,000 on eight, says the plan (padding included).
 loaders/chat_audio.py has the manifest's format and the three ways to codes. What was trained is exported by
 
@@ -35,7 +36,7 @@ def get_config(argument: str = "blank") -> ConfigDict:
             model=dict(model, remat="full"),
             data=data,
             train=dict(steps=2_000, batch=32, accumulate=8, eval_every=500),
-            optim=dict(lr=2e-4, schedule="cosine", warmup=100, b2=0.95, weight_decay=0.01, clip=1.0),
+            optim=dict(lr=2e-4, schedule="cosine", warmup=0.05, b2=0.95, weight_decay=0.01, clip=1.0),
             lora=audio_language.ADAPTERS,
             warm_start=warm_start,
             checkpoint=dict(every=500),

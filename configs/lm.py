@@ -1,13 +1,14 @@
 """A language model on packed documents: from scratch at a published size, or starting from weights of Hugging Face.
 
-    python -m jaxtrain.main --config=configs/lm.py:qwen3-0.6b            "--config.data.sources=({'path': 'tokens'},)"
-    python -m jaxtrain.main --config=configs/lm.py:path/to/Qwen2.5-0.5B  "--config.data.sources=({'path': 'tokens'},)"
+    python -m jaxtrain.main --config=configs/lm.py:qwen3-0.6b "--config.data.sources=({'path': 'tokens'},)"
+    python -m jaxtrain.main --config=configs/lm.py:path/to/Qwen2.5-0.5B "--config.data.sources=({'path': 'tokens'},)" \
+        --config.workdir=runs/qwen
 
-The argument is a size of `jaxtrain.workloads.language.PRESETS`, which is initialised, or a folder with config.json, safetensors
-and tokenizer, whose weights the run begins with. Sources are folders of token files, or texts (loaders/tokens.py). What it
-reached is exported for transformers by
+The argument is a size of `jaxtrain.workloads.language.PRESETS`, which is initialised, or a folder with config.json and
+safetensors, from Hugging Face or from `jaxtrain export`, whose weights the run begins with.
+Sources are folders of token files, or texts (loaders/tokens.py). What it reached is exported for transformers by
 
-    jaxtrain export runs/lm --dtype bf16 --out Qwen2.5-0.5B-more
+    jaxtrain export runs/qwen --dtype bf16 --out Qwen2.5-0.5B-more
 
 With adapters instead of all weights (--config.lora.rank=16 --config.optim.lr=2e-4) that exports the merged weights, and
 `jaxtrain lora-to-peft` the adapters. On several devices --config.mesh.fsdp splits parameters, --config.mesh.model heads, inner
@@ -21,23 +22,25 @@ from jaxtrain.workloads import language
 
 
 def get_config(argument: str = "qwen3-0.6b") -> ConfigDict:
+    context = 2048
     if argument in language.PRESETS:
         model, warm_start, lr = language.PRESETS[argument], {}, 6e-4
     else:
         (model, warm_start), lr = language.from_hugging_face(argument), 3e-5
+        context = model.get("context", context)  # of an export whose positions are learned
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.language",
             loader="loaders.tokens",
-            model=dict(model, context=2048, remat="full", z_loss=1e-5),
-            data=dict(context=2048),
+            model=dict(model, context=context, remat="full", z_loss=1e-5),
+            data=dict(context=context),
             train=dict(steps=10_000, batch=64, eval_every=1_000, eval_batches=50),
             # Embeddings, norms and biases do not decay: config.optim.undecayed.
             optim=dict(
                 lr=lr,
                 schedule="wsd",
-                warmup=100,
-                decay=2_000,
+                warmup=0.01,
+                decay=0.2,
                 decay_shape="sqrt",
                 b2=0.95,
                 weight_decay=0.1,

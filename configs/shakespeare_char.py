@@ -38,7 +38,7 @@ def get_config(path: str = "input.txt") -> ConfigDict:
             train=dict(steps=2_000, batch=12, eval_every=250, eval_batches=0),
             optim=dict(
                 lr=1e-3,
-                warmup=100,
+                warmup=0.05,
                 lr_floor=0.1,
                 b2=0.99,
                 weight_decay=0.1,

@@ -2,19 +2,21 @@
 
     python -m jaxtrain.main --config=configs/sums.py
 
-The text is made at the first start: lines like "37+85=122", of 90 % of all pairs up to 99. `load_environment` has the others as
-prompts, and scores what the model writes after "=". After 1,000 steps (about 5 minutes on two busy cores) everything that it
-writes is a number, and 10 % are the sum; the records are in runs/sums/metrics.jsonl, completions in samples.jsonl.
+The text is made at the first use, in the cache folder: lines like "37+85=122", of 90 % of all pairs up to 99.
+`load_environment` has the others as prompts, and scores what the model writes after "=". After 1,000 steps (about 5 minutes on
+two busy cores) everything that it writes is a number, and 10 % are the sum; the records are in runs/sums/metrics.jsonl,
+completions in samples.jsonl.
 """
 
-import pathlib
+import os
 import random
 
 from ml_collections import ConfigDict
 
 from jaxtrain.environments import Environment, Rubric
+from loaders import machine
 
-TEXT = pathlib.Path("runs/sums.txt")
+TEXT = machine.cache_folder("sums-v1.txt")
 
 
 def pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -43,7 +45,9 @@ def get_config() -> ConfigDict:
     if not TEXT.exists():
         TEXT.parent.mkdir(parents=True, exist_ok=True)
         rng = random.Random(1)
-        TEXT.write_text("".join(f"{a}+{b}={a + b}\n" for a, b in rng.choices(pairs()[0], k=100_000)))
+        temporary = TEXT.with_name(f".{TEXT.name}.{os.getpid()}")
+        temporary.write_text("".join(f"{a}+{b}={a + b}\n" for a, b in rng.choices(pairs()[0], k=100_000)))
+        temporary.replace(TEXT)  # whole or not at all
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.language",
@@ -56,11 +60,11 @@ def get_config() -> ConfigDict:
                 dtype="float32",
                 unroll=3,
                 samples=dict(prompts=("12+34=", "9"), tokens=16),
-                targets=(dict(module="configs.sums", prompts=200, tokens=6),),
+                targets=(dict(module="jaxtrain.configs.sums", prompts=200, tokens=6),),
             ),
             data=dict(sources=(dict(path=str(TEXT)),), context=64, packing="random", test_share=0.02),
             train=dict(steps=1_000, batch=32, eval_every=250),
-            optim=dict(lr=3e-3, warmup=50, lr_floor=0.05, b2=0.98, weight_decay=0.1),
+            optim=dict(lr=3e-3, warmup=0.05, lr_floor=0.05, b2=0.98, weight_decay=0.1),
             checkpoint=dict(every=500),
         )
     )

@@ -33,13 +33,13 @@ def get_config(argument: str = "") -> ConfigDict:
             model=dict(mixer="mlp", positions="none"),  # or "attention" and "rope"
             data=dict(sources=(dict(path=path, n_train=1000, n_test=10_000, views=1000),)),
             train=dict(steps=65_104, batch=768, ema=0.999, eval_every=6_510, eval_batches=4),
-            optim=recipe(lr=1e-4, warmup=2_000, weight_decay=1.0),
+            optim=recipe(lr=1e-4, warmup=2_000 / 65_104, weight_decay=1.0),
             checkpoint=dict(every=1_000),
         )
     )
 
 
-def recipe(*, lr: float, warmup: int, weight_decay: float) -> dict:
+def recipe(*, lr: float, warmup: float, weight_decay: float) -> dict:
     """AdamATan2 on everything, biases too; signs on the puzzle embeddings, of which only the rows in the batch move."""
     return dict(
         name="adam_atan2",
@@ -65,7 +65,7 @@ def four() -> dict:
         model=small(embed=64, cycles_low=2),
         data=dict(sources=(dict(kind="sudoku4", n_train=4_000, n_test=512, blanks=(4, 10), views=0),)),
         train=dict(steps=600, batch=64, ema=0.98, eval_every=100),
-        optim=recipe(lr=2e-3, warmup=20, weight_decay=0.1),
+        optim=recipe(lr=2e-3, warmup=1 / 30, weight_decay=0.1),
         checkpoint=dict(every=200),
     )
 
@@ -79,7 +79,7 @@ def nine() -> dict:
         model=small(embed=64, cycles_low=2),
         data=dict(sources=(dict(n_train=2_000, n_test=512, blanks=(4, 12)), dict(n_train=2_000, n_test=0, blanks=(20, 40)))),
         train=dict(steps=800, batch=64, ema=0.98, eval_every=200),
-        optim=recipe(lr=2e-3, warmup=20, weight_decay=0.1),
+        optim=recipe(lr=2e-3, warmup=1 / 40, weight_decay=0.1),
         checkpoint=dict(every=200),
     )
 

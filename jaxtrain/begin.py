@@ -5,16 +5,22 @@ import logging
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain import cluster, lora, specs
 from jaxtrain import state as state_lib
 from jaxtrain.assembly import Assembly
-from jaxtrain.checkpoint import warm_start
+from jaxtrain.checkpoint import Restored, warm_start
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.config import Config, Optim, section
+from jaxtrain.optim import make_schedule
 from jaxtrain.saves import Saves
 from jaxtrain.state import TrainState
 from jaxtrain.types import PyTree
 
 log = logging.getLogger("jaxtrain")
+OF_SCHEDULE = ("lr", "schedule", "warmup", "decay", "decay_shape", "lr_init", "lr_floor")
 
 
 def begin(assembly: Assembly, saves: Saves) -> tuple[TrainState, int]:
@@ -33,12 +39,35 @@ def begin(assembly: Assembly, saves: Saves) -> tuple[TrainState, int]:
         restored = saves.newest(config.resume.path)
     if restored:
         log.info("resuming from step %d: %s", restored.step, restored.source)
+        _report_schedule(config, restored)
         return _with_frozen(assembly, restored.state), restored.step
     # 3. The initial parameters, and over them those of config.warm_start.source.
     # 4. The initial parameters.
     overlay, given = _warm_start(assembly)
     key = jax.random.key(config.seed)
     return state_lib.init_state(assembly.task, assembly.tx, abstract, key, start=overlay, given=given), 0
+
+
+def _report_schedule(config: Config, restored: Restored) -> None:
+    """Says so where the learning rates to come are not those that the checkpoint's run would have had."""
+    try:
+        saved = (stored.read_json(restored.source, "meta") or {})["config"]
+        before, steps = section(Optim, saved["optim"]), int(saved["train"]["steps"])
+    except (KeyError, TypeError, ValueError):
+        return  # of another version, whose schedule is not known
+    now, n = config.optim, config.train.steps
+    pairs = [("train.steps", steps, n)]
+    pairs += [(f"optim.{name}", getattr(before, name), getattr(now, name)) for name in OF_SCHEDULE]
+    changed = ", ".join(f"{name} from {a} to {b}" for name, a, b in pairs if a != b)
+    if not changed or restored.step >= n:
+        return
+    old, new = (o.lr * make_schedule(o, s)(jnp.linspace(restored.step, n, 101)) for o, s in ((before, steps), (now, n)))
+    if np.allclose(old, new, rtol=1e-4, atol=1e-5 * max(now.lr, before.lr)):
+        return
+    log.warning(
+        "the schedule of the learning rate changes (%s): at step %d it is %.3g, and was to be %.3g",
+        changed, restored.step, new[0], old[0],
+    )  # fmt: skip
 
 
 def _with_frozen(assembly: Assembly, state: TrainState) -> TrainState:

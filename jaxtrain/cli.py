@@ -4,6 +4,7 @@ Nothing of a command is imported before it is named, so that `jaxtrain --help` t
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +19,7 @@ class Command(NamedTuple):
     name: str
     group: str
     summary: str
+    caches: bool = False  # whether it keeps compiled programs, or what it makes, in the cache folder
 
     @property
     def module(self) -> str:
@@ -25,9 +27,10 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("train", "train", "train a config, or resume its run"),
-    Command("plan", "look ahead", "memory, time and problems of a run on any devices, before it starts"),
+    Command("train", "train", "train a config, or resume its run", caches=True),
+    Command("plan", "look ahead", "memory, time and problems of a run on any devices, before it starts", caches=True),
     Command("explain", "look ahead", "every field of a config: value, unit, meaning"),
+    Command("index", "data", "index recordings: folders, tables of annotations, hours-long files"),
     Command("tokens", "data", "make token files of text, JSONL, Parquet or Arrow"),
     Command("sudoku", "data", "generate puzzles with one solution"),
     Command("prepare-giblet", "data", "make a dataset of a film and the brains of its viewers"),
@@ -36,17 +39,24 @@ COMMANDS = (
     Command("export", "weights", "convert a checkpoint to safetensors for Hugging Face, and back"),
     Command("lora-to-peft", "weights", "write the adapters of a run in peft's format"),
     Command("checkpoint", "weights", "inspect, verify, compare and strip checkpoints"),
-    Command("embed", "look back", "embed any dataset with a trained encoder"),
-    Command("probe", "look back", "measure how good embeddings are: linear probe, k-NN, few shot"),
+    Command("embed", "look back", "embed any dataset with a trained encoder", caches=True),
+    Command("probe", "look back", "measure how good embeddings are: linear probe, k-NN, few shot", caches=True),
     Command("generate-audio", "look back", "answer prompts with sound, by an audio language model"),
     Command("launch", "clusters", "submit a run or a sweep to SLURM, and watch it"),
+    Command("completion", "shell", "print a script that completes commands, flags and configs in bash, zsh or fish"),
 )
+
+
+def start() -> int:
+    """The installed command: like `python -m`, it finds modules where the user stands, but after all that is installed."""
+    sys.path.append(os.getcwd())
+    return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names. Returns its exit code (`jaxtrain.commands.arguments`)."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if not argv or argv in (["-h"], ["--help"], ["help"]):
         print(listing())
         return 0
     if argv[0] == "--version":
@@ -57,16 +67,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What `jaxtrain` alone did before it had commands.
     if argv[0].partition("=")[0] in ("--explain", "--plan", "--plan-setup") or argv[0].startswith("--config"):
         argv.insert(0, "train")
+    if argv[0] in ("-h", "--help", "help"):
+        argv = [argv[1], "--help"]
     for command in COMMANDS:
         if command.name == argv[0]:
             try:
+                if wrong := "" if arguments.asks_for_help(argv) else _unfit(command):
+                    arguments.report(wrong)
+                    return arguments.MISTAKE
                 return importlib.import_module(command.module).main(argv[1:])
             except KeyboardInterrupt:  # while it imports what takes a second
                 arguments.report("interrupted")
                 return arguments.INTERRUPTED
+    if arguments.asks_for_help(argv):
+        print(listing())
+        return 0
     remedy = checks.expected(argv[0], (command.name for command in COMMANDS))
     arguments.report(f"command {argv[0]!r} is unknown; {remedy}; see jaxtrain --help")
     return arguments.MISTAKE
+
+
+def _unfit(command: Command) -> str:
+    """Why this installation cannot run a command; empty where it can."""
+    from jaxtrain.commands import installation
+
+    return installation.problem(caches=command.caches)
 
 
 def listing() -> str:

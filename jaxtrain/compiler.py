@@ -50,6 +50,9 @@ TABLE = (
     # But not through several of them, as libtpu does unasked: 0.0.42 then gives two of its buffers one address, and refuses the
     # step of the recursive model on 2×4 ("overlaps with another chunk").
     Option("xla_tpu_enable_async_collective_fusion_multiple_steps", False, ("TPU v5 lite",)),
+    # Products of matrices by Eigen. By YNNPACK, the default of jaxlib 0.10, a step of the recursive model takes 1.19 times as
+    # long on one core, one of a small language model 1.05 times (tools.bench_train).
+    Option("xla_cpu_experimental_ynn_fusion_type", "", ("cpu",), alone=True),
 )
 
 
@@ -101,7 +104,8 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mappin
         reason = str(error).splitlines()[0]
         if wanted == dict(options):
             raise _refused_for(wanted, reason) from error
-    log.warning("compiled without %s, with which this compiler fails: %s", ", ".join(options.keys() - wanted.keys()), reason)
+    left_out = ", ".join(name for name in options if name not in wanted)
+    log.warning("compiled without %s, with which this compiler fails: %s", left_out, reason)
     try:
         return _compile(lowered, wanted)
     except jax.errors.JaxRuntimeError as error:

@@ -24,34 +24,39 @@ class Console:
         self._every = 0.1 if self._live else every  # [s] between lines
         self._line, self._shown, self._printed = "", "", -math.inf
 
-    def progress(self, line: str) -> None:
+    def progress(self, line: str, *, passing: bool = False) -> None:
+        """Shows a line, unless the last one was shown just now.
+
+        ``passing``: it is of an interlude, such as an evaluation; the line before it comes back with the next message.
+        """
         # A line that wraps could not be cleared.
-        self._line = line[: shutil.get_terminal_size().columns - 1] if self._live else line
+        line = line[: shutil.get_terminal_size().columns - 1] if self._live else line
+        self._line = self._line if passing else line
         if time.monotonic() - self._printed >= self._every:
-            self._print()
+            self._print(line)
 
     def finish(self) -> None:
         """Leaves the last progress line on the screen."""
         if self._line:
             if self._live or self._shown != self._line:
-                self._print()
+                self._print(self._line)
             self._stream.write("\n" if self._live else "")
             self._stream.flush()
-        self._line = ""
+        self._line = self._shown = ""
 
-    def _print(self) -> None:
-        self._printed, self._shown = time.monotonic(), self._line
-        self._stream.write(f"\r\x1b[2K{self._line}" if self._live else self._line + "\n")
+    def _print(self, line: str) -> None:
+        self._printed, self._shown = time.monotonic(), line
+        self._stream.write(f"\r\x1b[2K{line}" if self._live else line + "\n")
         self._stream.flush()
 
     def message(self, text: str) -> None:
-        clear, back = ("\r\x1b[2K", self._line) if self._live and self._line else ("", "")
+        clear, back = ("\r\x1b[2K", self._line) if self._live and (self._line or self._shown) else ("", "")
         self._stream.write(f"{clear}{text}\n{back}")
         self._stream.flush()
 
 
 class ConsoleHandler(logging.Handler):
-    """Sends log records above the progress line."""
+    """Sends log records above the progress line, but for what the threads of a failed save say (`_is_of_a_save`)."""
 
     def __init__(self, console: Console):
         super().__init__()
@@ -59,8 +64,18 @@ class ConsoleHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
+        if _is_of_a_save(record):
+            return
         prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         self._console.message(prefix + self.format(record))
+
+
+def _is_of_a_save(record: logging.LogRecord) -> bool:
+    """Whether it is an error that Orbax or its event loop met: several for one save, each with its traceback.
+
+    All of them are in the log files. That the save failed, and why, is said where it is waited for, in one line.
+    """
+    return record.levelno >= logging.ERROR and (record.name == "asyncio" or f"{os.sep}orbax{os.sep}" in record.pathname)
 
 
 def start_console(*, process: int = 0, folder: str = "") -> Console:
@@ -122,11 +137,26 @@ def _process_start() -> float:
         return time.time()
 
 
-def progress_line(step: int, steps: int, loss: float, rates: Mapping[str, float], *, slowest: str | None = None) -> str:
-    """The text of the progress line. ``slowest``, the loader's slowest stage, is named where waiting takes long."""
+def progress_line(
+    step: int,
+    steps: int,
+    loss: float,
+    rates: Mapping[str, float],
+    *,
+    terms: Mapping[str, float] | None = None,
+    slowest: str | None = None,
+) -> str:
+    """The text of the progress line.
+
+    Args:
+      terms: what the loss is the sum of, by the metrics' names.
+      slowest: the loader's slowest stage, which is named where waiting takes long.
+    """
+    each = " + ".join(f"{name.removesuffix('_loss')} {value:.4f}" for name, value in (terms or {}).items())
     blame = f" (most in {slowest})" if slowest and rates["data_wait_share"] >= WORTH_NAMING else ""
     return (
-        f"step {step}/{steps}  loss {loss:.4f}  {rates['samples_per_second']:.1f} samples/s  MFU {rates['mfu']:.1%}  "
+        f"step {step}/{steps}  loss {loss:.4f}{f' = {each}' if each else ''}  "
+        f"{rates['samples_per_second']:.1f} samples/s  MFU {rates['mfu']:.1%}  "
         f"waiting for data {rates['data_wait_share']:.0%}{blame}  {_duration(rates['eta_seconds'])} left"
     )
 

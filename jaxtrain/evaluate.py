@@ -4,6 +4,7 @@ import jax
 
 from jaxtrain import cluster, metrics, writers
 from jaxtrain.assembly import Assembly
+from jaxtrain.config import Config
 from jaxtrain.data import Data
 from jaxtrain.host import Host
 from jaxtrain.programs import Programs
@@ -32,14 +33,16 @@ class Evaluator:
         for i in range(n):
             self._host.beat(f"batch {i + 1} of the evaluation after step {step}")
             self._host.stopping()  # Ctrl-C ends it here
+            self._log.evaluating(step, i + 1, n)
             bucket, batch = next(batches)
-            sums.append(self._programs.evaluate[bucket](variables, batch))
+            sums.append(self._programs.evaluation(bucket)(variables, batch))
             if i == 0:
                 pictures = self._progress(variables, batch)  # every process takes part
         self._log.pictures(pictures, prefix=f"step{step:06}_")
         record, samples = self._task.finish(metrics.mean(sums)), []
         for trial, attempt in self._trials:
             self._host.beat(f"a trial of the evaluation after step {step}")
+            self._host.console.progress(f"evaluation after step {step}: prompts are answered", passing=True)
             numbers, lines = trial.judge(jax.device_get(attempt(variables)))
             record |= numbers
             samples += lines
@@ -49,6 +52,9 @@ class Evaluator:
 
     def if_missed(self, state: TrainState, step: int, *, due: bool) -> dict[str, float]:
         """Evaluates a restored state whose evaluation a kill came before; {} where there is none to make up for."""
-        if not step or not due or cluster.agree(writers.is_written(self._config.workdir, step, "test")):
-            return {}
-        return self(state, step)
+        return self(state, step) if is_missed(self._config, step, due=due) else {}
+
+
+def is_missed(config: Config, step: int, *, due: bool) -> bool:
+    """Whether a kill came between the save of ``step`` and the evaluation that was ``due``. Called by every process."""
+    return bool(step and due and not cluster.agree(writers.is_written(config.workdir, step, "test")))

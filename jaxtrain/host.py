@@ -1,4 +1,4 @@
-"""This process among the others of a run: it joins them, is asked to stop, has a console, and is watched."""
+"""This process among the others of a run: it owns the workdir, joins them, is asked to stop, has a console, and is watched."""
 
 import contextlib
 import os
@@ -7,6 +7,7 @@ import types
 from jaxtrain import cluster
 from jaxtrain import console as console_lib
 from jaxtrain.config import Config
+from jaxtrain.owner import Owner, WorkdirError
 
 
 class Preempted(Exception):
@@ -17,9 +18,11 @@ class Host:
     """A context. Entered, the processes have met: process 0 has the console, each has its log, and a watchdog waits for `beat`.
 
     Attributes:
+      owner: of the workdir, to be asked before anything is written; process 0 owns it for all.
       console: where progress is shown.
 
     Entering raises:
+      WorkdirError: another run has the workdir.
       ClusterError: the environment describes no cluster that could work.
       RendezvousError: a process is late or differs from the others.
       Preempted: a signal came while others were waited for.
@@ -37,11 +40,12 @@ class Host:
             self._signals = stack.enter_context(contextlib.closing(cluster.StopSignals(config.preemption.signals)))
             stack.callback(cluster.Notices(cluster.metadata_server(os.environ), self._signals.ask).close)
             membership = cluster.find()
+            in_use = self._own(stack, membership)
             logs = os.path.join(config.workdir, "logs")
             self.console = console_lib.start_console(process=membership.process, folder=logs)
             stack.callback(self.console.finish)
             try:
-                cluster.initialize(membership, config, leave=self._signals.check)
+                cluster.initialize(membership, config, leave=self._signals.check, refusal=in_use)
             except cluster.Stopped as error:
                 raise Preempted(f"ended by {self._signals.reason}: {error}") from error
             self._signals.install()  # jax.distributed takes SIGTERM for itself
@@ -60,6 +64,23 @@ class Host:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
         self._closing.__exit__(kind, error, trace)
+
+    def _own(self, stack: contextlib.ExitStack, membership: cluster.Cluster) -> str:
+        """Makes process 0 the owner of what the run writes to. Returns what keeps it from that, to be said to all processes."""
+        config = self._config
+        folders = [folder for folder in (config.workdir, config.checkpoint.folder) if folder]
+        self.owner = Owner(folders if membership.process == 0 else [], leave=self._leave)
+        try:
+            stack.enter_context(self.owner)
+        except WorkdirError as error:
+            if membership.processes == 1:
+                raise
+            return str(error)
+        return ""
+
+    def _leave(self) -> None:
+        if self._signals.check():
+            raise Preempted(f"ended by {self._signals.reason} while it waited for {self._config.workdir}")
 
     def stopping(self) -> bool:
         """Whether this process was asked to stop. Raises KeyboardInterrupt after Ctrl-C."""

@@ -57,7 +57,7 @@ class Adapted(Unmerged):
         wide = jnp.promote_types(self.w.dtype, self.a.dtype)
         return (self.w.astype(wide) + self.scale * product(self.a, self.b, self.n_first).astype(wide)).astype(dtype)
 
-    def project(self, equation: str, x: Array) -> Array:
+    def project(self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]) -> Array:
         """einsum(equation, x, the matrix) in x's dtype, without merging: through A, then B.
 
         ``equation`` is of one layer's matrix and contracts one of its sides whole.
@@ -69,9 +69,9 @@ class Adapted(Unmerged):
         factors = {"a": (self.a, "Z" + sides["a"]), "b": (self.b, sides["b"] + "Z")}
         kept = "".join(i for i in of_x if i not in of_w) + "Z"
         (first, of_first), (second, of_second) = factors[inner], factors[outer]
-        low = jnp.einsum(f"{of_x},{of_first}->{kept}", x, first.astype(x.dtype))
-        more = jnp.einsum(f"{kept},{of_second}->{out}", low * jnp.asarray(self.scale, x.dtype), second.astype(x.dtype))
-        return jnp.einsum(equation, x, self.w.astype(x.dtype)) + more
+        low = product(f"{of_x},{of_first}->{kept}", x, first)
+        more = product(f"{kept},{of_second}->{out}", low * jnp.asarray(self.scale, x.dtype), second)
+        return product(equation, x, self.w) + more
 
     def __getitem__(self, layer: Any) -> Array:
         one = jax.tree.map(lambda x: x[layer], self)

@@ -1,8 +1,14 @@
 """`python -m jaxtrain.main …` is `jaxtrain train …`, under the name that scripts and launchers rely on."""
 
 import sys
+from collections.abc import Sequence
 
-from jaxtrain.commands.train import main
+from jaxtrain import cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.main(["train", *(sys.argv[1:] if argv is None else argv)])
+
 
 if __name__ == "__main__":
     sys.exit(main())

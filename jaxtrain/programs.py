@@ -2,10 +2,11 @@
 
 import concurrent.futures
 import functools
+import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ log = logging.getLogger("jaxtrain")
 
 
 class Ahead:
-    """Programs that one thread compiles in the order in which steps need them.
+    """Programs that one thread compiles in the order in which they are needed.
 
     The first step waits for the first, and the others are ready long before they are due, so that a change of stage does not
     stall the run.
@@ -31,8 +32,20 @@ class Ahead:
       late: steps that had to wait for their program, the first aside.
     """
 
-    def __init__(self, key_of: Callable[[int], Hashable], compiled: Callable[[Any], Callable], *, start: int, stop: int):
-        """``compiled(key)`` compiles one; steps ``start`` … ``stop`` - 1 are to come."""
+    def __init__(
+        self,
+        key_of: Callable[[int], Hashable],
+        compiled: Callable[[Any], Callable],
+        *,
+        start: int,
+        stop: int,
+        others: Sequence[Callable[[], Callable]] = (),
+    ):
+        """``compiled(key)`` compiles one; steps ``start`` … ``stop`` - 1 are to come.
+
+        Args:
+          others: each compiles a program that no step needs; they come right after the first step's.
+        """
         self._key_of = key_of
         self.starts: dict[Hashable, int] = {}
         for step in range(start, stop):
@@ -40,14 +53,26 @@ class Ahead:
         self.late: list[int] = []
         self._first = start
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._programs = {key: self._pool.submit(compiled, key) for key in self.starts}
+        keys = iter(self.starts)
+        self._programs = {key: self._pool.submit(compiled, key) for key in itertools.islice(keys, 1)}
+        self._others = [self._pool.submit(other) for other in others]
+        self._programs |= {key: self._pool.submit(compiled, key) for key in keys}
+        self._unchecked = list(self._others)
 
     def at(self, step: int) -> Callable:
-        """The program of step number ``step``, 0 being the first. Raises what its compilation raised."""
+        """The program of step number ``step``, 0 being the first. Raises what its compilation raised, and at any step what the
+        compilation of one of the others did: an evaluation that does not fit is known before hours of training.
+        """
+        if self._unchecked and self._unchecked[0].done():
+            self._unchecked.pop(0).result()
         program = self._programs[self._key_of(step)]
         if not program.done() and step != self._first:
             self.late.append(step)
         return program.result()
+
+    def other(self, index: int) -> Callable:
+        """One of the others, awaited. Raises what its compilation raised."""
+        return self._others[index].result()
 
     def close(self) -> None:
         """Gives up what is not being compiled yet."""
@@ -55,10 +80,10 @@ class Ahead:
 
 
 class Programs:
-    """A context. Made, the programs of the first step and of an evaluation are compiled, and are the same on every process.
+    """A context. Made, the program of the first step is compiled; the evaluations are lowered, and compiled beside the first
+    steps. All are the same on every process.
 
     Attributes:
-      evaluate: the compiled evaluation of each bucket of the test split: (variables, batch) -> sums.
       stop: the last argument of a step, by whether this process asks to stop.
 
     Making it raises:
@@ -91,13 +116,14 @@ class Programs:
         cluster.compare(texts)
         # 2. What an evaluation has is known now; hours of training later would be late.
         _check_best(assembly, evaluations[0].out_info if data.test.n_batches else None)
-        # 3. Compile: the steps in a thread, the first of them awaited here.
-        self._steps = Ahead(key_of, compiled, start=first, stop=config.train.steps)
+        log.info("compiling; what takes long is kept for the next start")
+        # 3. Compile in a thread: the first step, awaited here, then evaluations and later steps while the run goes on.
+        others = [functools.partial(compiler.compile, x, options, config.compiler) for x in evaluations]
+        self._steps = Ahead(key_of, compiled, start=first, stop=config.train.steps, others=others)
         if len(starts := self._steps.starts) > 1:
             log.info("%d programs, by (stage, bucket), are compiled ahead; their first steps: %s", len(starts), starts)
         if starts:
             self._steps.at(first)
-        self.evaluate = [compiler.compile(evaluation, options, config.compiler) for evaluation in evaluations]
         self.stop = {asked: step_lib.put_stop(layout, asked) for asked in (False, True)}
         log.info("compiled in %.1f s", time.perf_counter() - began)
 
@@ -110,6 +136,10 @@ class Programs:
     def at(self, item: Item) -> Callable:
         """The compiled step for a batch: (state, batch, stop) -> (state, metrics). The state is donated."""
         return self._steps.at(item.index)
+
+    def evaluation(self, bucket: int) -> Callable:
+        """The compiled evaluation of a bucket of the test split: (variables, batch) -> sums. Waits for its compilation."""
+        return self._steps.other(bucket)
 
 
 def _check_best(assembly: Assembly, evaluated: dict | None) -> None:

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxtrain.checkpoint import Saved
 from jaxtrain.data import Data, Item
 from jaxtrain.guard import Streak
 from jaxtrain.host import Host
+from jaxtrain.owner import WorkdirError
 from jaxtrain.types import Mean
 from loaders.shuffle_stats import ShuffleStats
 
@@ -34,6 +36,8 @@ class Log:
         self._everywhere = assembly.layout.replicated()
         self.streak = Streak(config.guard, step=first)
         self._pending: tuple[int, Mapping[str, Mean], Item] | None = None
+        self._owner = host.owner
+        self._owner.confirm()
         if cluster.is_main():
             config_lib.save(config, config.workdir)
         self._writers = writers.make_writers(config, first) if cluster.is_main() else []
@@ -49,9 +53,15 @@ class Log:
     def __enter__(self) -> "Log":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
         for writer in reversed(self._writers):
-            writer.close()
+            try:
+                writer.close()
+            except WorkdirError:  # what ends the run already says as much, or more
+                if kind is None:
+                    raise
 
     def start_clock(self, step: int) -> None:
         """Counts the pace from here: what was waited for since the last step is not the training's."""
@@ -97,10 +107,17 @@ class Log:
             if self._shuffle_stats:
                 self._write(step, "data", self._shuffle_stats.record())
             slowest = self._data.train.diagnostics().get("slowest")
-            self._host.console.progress(console.progress_line(step, steps, record["loss"], rates, slowest=slowest))
+            terms = {name: record[name] for name in self._task.terms}
+            line = console.progress_line(step, steps, record["loss"], rates, terms=terms, slowest=slowest)
+            self._host.console.progress(line)
+
+    def evaluating(self, step: int, batch: int, n: int) -> None:
+        """Shows how far the evaluation after ``step`` is: at batch number ``batch`` of ``n``."""
+        self._host.console.progress(f"evaluation after step {step}: batch {batch} of {n}", passing=True)
 
     def evaluated(self, step: int, record: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes what an evaluation found."""
+        self._owner.confirm()
         if samples and cluster.is_main():
             writers.write_samples(self._config.workdir, step, samples)
         self._write(step, "test", record)
@@ -118,10 +135,12 @@ class Log:
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, prefix: str = "") -> None:
         """Writes named arrays [n, height, width] in 0..1 into workdir/pictures."""
+        self._owner.confirm()
         if cluster.is_main():
             named = {f"{prefix}{name}": images for name, images in pictures.items()}
             writers.write_pictures(os.path.join(self._config.workdir, "pictures"), named)
 
     def _write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        self._owner.confirm()
         for writer in self._writers:
             writer.write(step, split, record)

@@ -1,12 +1,15 @@
 """The checkpoints of a run as its loop sees them: what goes into one, and the way back after bad steps."""
 
+import contextlib
 import logging
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 
 from jaxtrain.assembly import Assembly
-from jaxtrain.checkpoint import Checkpointer, History, Restored, Saved
+from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, Restored, Saved
 from jaxtrain.data import Data
 from jaxtrain.guard import Streak
+from jaxtrain.owner import Owner
 from jaxtrain.schedule import Due
 from jaxtrain.state import TrainState
 
@@ -20,7 +23,8 @@ class Saves:
       history: facts about the run that are saved with its state.
     """
 
-    def __init__(self, assembly: Assembly, data: Data):
+    def __init__(self, assembly: Assembly, data: Data, owner: Owner):
+        self._owner = owner
         self._config, self._abstract, self._data = assembly.config, assembly.abstract, data
         self._checkpointer = Checkpointer(assembly.config, assembly.task)
         self.history = History()
@@ -28,8 +32,16 @@ class Saves:
     def __enter__(self) -> "Saves":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._checkpointer.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        try:
+            with self._in_own_workdir() if kind is None else contextlib.nullcontext():
+                self._checkpointer.close()
+        except CheckpointError as late:
+            if kind is None:
+                raise
+            log.error("%s", late)  # and the error that ends the run is the one that its command reports
 
     def finished(self) -> bool:
         """Whether the run has ended with weights only, from which nothing can be resumed."""
@@ -46,15 +58,31 @@ class Saves:
         return restored
 
     def save(self, step: int, state: TrainState) -> Saved:
-        """Starts to save a state, unless its step is saved already; waits for the save before this one."""
-        return self._checkpointer.save(step, state, self._data.state(step), self.history)
+        """Starts to save a state, unless its step is saved already; waits for the save before this one.
+
+        Raises WorkdirError: another run has the workdir meanwhile, or it was deleted.
+        """
+        self._owner.confirm(saving=True)
+        with self._in_own_workdir():
+            return self._checkpointer.save(step, state, self._data.state(step), self.history)
 
     def poll(self) -> None:
         """Lets the checksums of a finished save be written. Costs nothing; to be called at every step."""
-        self._checkpointer.poll()
+        with self._in_own_workdir():
+            self._checkpointer.poll()
+
+    @contextlib.contextmanager
+    def _in_own_workdir(self) -> Iterator[None]:
+        """A save that fails since the workdir is gone, or another run's, is reported as that: a WorkdirError."""
+        try:
+            yield
+        except CheckpointError:
+            self._owner.confirm()
+            raise
 
     def score(self, step: int, record: Mapping[str, float]) -> None:
         """Notes an evaluation, by which config.checkpoint.best may keep its step."""
+        self._owner.confirm()
         self._checkpointer.score(step, record)
 
     def stalled(self, step: int) -> bool:

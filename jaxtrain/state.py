@@ -17,6 +17,9 @@ from jaxtrain.layout import Layout, LayoutError
 from jaxtrain.types import Array, Key, PyTree, Task, Variables
 
 HOST = "pinned_host"  # memory kind of what is offloaded
+# How initial values are compiled on CPUs: they are computed once, and LLVM's second level takes longer than that by far. The
+# numbers are the same (tests/test_state.py); at level 0 they are not.
+QUICK = {"xla_backend_optimization_level": 1}
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -177,7 +180,7 @@ def make_init(
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, variables, tx.init(variables.params), ema, GuardState(jnp.zeros(()), zero))
 
-    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract.state), donate_argnums=1)
+    return _jit_once(init, abstract.state)
 
 
 def init_frozen(
@@ -188,8 +191,15 @@ def init_frozen(
     def init(key: Key, given: PyTree) -> PyTree:
         return start(specs.materialise(Variables((), task.specs.frozen, ()), key).frozen, given)
 
-    make = jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract.state.variables.frozen), donate_argnums=1)
-    return make(key, given)
+    return _jit_once(init, abstract.state.variables.frozen)(key, given)
+
+
+def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> Callable[[Key, PyTree], PyTree]:
+    """``init`` for one call, with the shardings of the abstract arrays ``made``; its second argument is donated."""
+    shardings = jax.tree.map(lambda x: x.sharding, made)
+    meshes = [s.mesh for s in jax.tree.leaves(shardings) if isinstance(s.mesh, jax.sharding.Mesh)]
+    on_cpus = bool(meshes) and meshes[0].devices.flat[0].platform == "cpu"
+    return jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=dict(QUICK) if on_cpus else None)
 
 
 def bytes_per_device(tree: PyTree) -> int:

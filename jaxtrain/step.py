@@ -25,7 +25,7 @@ from jaxtrain import specs
 from jaxtrain.config import Guard
 from jaxtrain.guard import accept
 from jaxtrain.layout import DATA, Layout, LayoutError
-from jaxtrain.optim import global_norm
+from jaxtrain.optim import global_norm, root_of_sum, square_sums
 from jaxtrain.state import HOST, Abstract, TrainState, to_memory
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
 
@@ -109,11 +109,33 @@ def train_step(
 
     with jax.named_scope("update"):
         tx = optax.with_extra_args_support(tx)
-        updates, opt_state = tx.update(grads, state.opt_state, variables.params, touched=out.touched)
-        params = optax.apply_updates(variables.params, kept(updates, jax.tree.map(jnp.zeros_like, updates)))
+        old_params = variables.params
+
+        def proposed(opt_state: PyTree) -> tuple[PyTree, PyTree]:
+            return tx.update(grads, opt_state, old_params, touched=out.touched)
+
+        def applied(updates: PyTree, accepted: Array) -> PyTree:
+            # -0.0 is what every number, -0.0 too, keeps its bits with. XLA for GPUs shared zeros with those that gradients
+            # are accumulated in, and held both for the whole step.
+            some = jax.tree.map(lambda u: jnp.where(accepted, u, jnp.full_like(u, -0.0)), updates)
+            return optax.apply_updates(old_params, some)
+
+        updates, opt_state = proposed(state.opt_state)
+        params = applied(updates, accepted)
         # Measured on the parameters, rounded as they are. The update itself has one reader only, where it is added: with
         # another it would be an array, as large as the gradient.
-        moved = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32), params, variables.params)
+        moved = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32), params, old_params)
+        update_norms, norms_before = _norms("update_norm", moved), _norms("param_norm_before", old_params)
+        if layout.devices.platform == "gpu":
+            # XLA for GPUs copies every donated parameter that is read when it could have been overwritten. So the norms come
+            # first, and the update is computed again when they are there: as many bytes are read, and none is copied.
+            # Matrices are not multiplied twice (Muon): there the update is an array anyway.
+            last, moments, update_norms, norms_before = jax.lax.optimization_barrier(
+                (accepted, state.opt_state, update_norms, norms_before)
+            )
+            if "dot_general" not in str(jax.make_jaxpr(proposed)(state.opt_state)):
+                updates, opt_state = proposed(moments)
+            params = applied(updates, last)
         carry = task.advance(params, out.carry, state.step)
         average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
         new, old = (carry, opt_state, average, norms), (variables.carry, state.opt_state, state.ema, state.norms)
@@ -122,8 +144,8 @@ def train_step(
         "loss": out.loss,
         **out.metrics,
         **_norms("grad_norm", grads),
-        **_norms("update_norm", moved),
-        **_norms("param_norm_before", variables.params),
+        **update_norms,
+        **norms_before,
         **_norms("param_norm_after", params),
         "skipped": _unweighted((~good).astype(jnp.float32)),
         "stopped": _unweighted(stopped.astype(jnp.float32)),
@@ -133,8 +155,9 @@ def train_step(
 
 def _norms(name: str, tree: PyTree) -> Metrics:
     """The norm of all, and of each part of the table that is a table itself: ``name_encoder``, …"""
-    parts = {f"{name}_{part}": sub for part, sub in tree.items() if isinstance(sub, dict)} if isinstance(tree, dict) else {}
-    return {name: _unweighted(global_norm(tree)), **{part: _unweighted(global_norm(sub)) for part, sub in parts.items() if sub}}
+    sums = square_sums(tree)
+    parts = {f"{name}_{part}": sub for part, sub in sums.items() if isinstance(sub, dict)} if isinstance(sums, dict) else {}
+    return {name: _unweighted(root_of_sum(sums)), **{part: _unweighted(root_of_sum(sub)) for part, sub in parts.items() if sub}}
 
 
 def abstract_stop(layout: Layout) -> jax.ShapeDtypeStruct:

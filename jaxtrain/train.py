@@ -12,8 +12,9 @@ from jaxtrain.begin import begin
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.data import Data
-from jaxtrain.evaluate import Evaluator
+from jaxtrain.evaluate import Evaluator, is_missed
 from jaxtrain.host import Host, Preempted
+from jaxtrain.owner import WorkdirError
 from jaxtrain.programs import Programs
 from jaxtrain.record import Log
 from jaxtrain.saves import Saves
@@ -29,6 +30,7 @@ USER_ERRORS = (
     ConfigError,
     cluster.ClusterError,
     cluster.RendezvousError,
+    WorkdirError,
     layout_lib.LayoutError,
     plan.PlanError,
     optim.OptimError,
@@ -60,7 +62,7 @@ def run(config: Config) -> dict[str, float]:
         data = closing.enter_context(Data(assembly))
         host.phase("data")
         host.starting("its checkpoint")
-        saves = closing.enter_context(Saves(assembly, data))
+        saves = closing.enter_context(Saves(assembly, data, host.owner))
         if saves.finished():
             log.info("the run has already ended at step %d, with weights only", config.train.steps)
             return {}
@@ -68,6 +70,8 @@ def run(config: Config) -> dict[str, float]:
         due = Schedule(config, tests=data.test.n_batches > 0)
         if step >= due.steps:
             log.info("the run has already reached step %d; raise config.train.steps to train on", step)
+            if not is_missed(config, step, due=due.at(step).evaluate):
+                return {}  # and nothing is compiled
         host.phase("state")
         host.starting("its compilation")
         data.start(step, saves.history.offset)

@@ -83,8 +83,8 @@ class Shard(Protocol):
 class Unmerged:
     """Base of a parameter that is no array yet but multiplies like one (`jaxtrain.lora.Adapted`)."""
 
-    def project(self, equation: str, x: Array) -> Array:
-        """einsum(equation, x, the matrix) in x's dtype."""
+    def project(self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]) -> Array:
+        """einsum(equation, x, the matrix) in x's dtype. ``product`` does that with an array (`jaxtrain.nn.layers.product`)."""
         raise NotImplementedError
 
 
@@ -165,6 +165,9 @@ def _no_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     return {}
 
 
+EXPORT_FILE = "jaxtrain.json"  # of an export: the run's config, and which name is which parameter
+
+
 class Export(NamedTuple):
     """How a workload's parameters are exported (`jaxtrain export`): its module's ``EXPORT``; without one, all defaults.
 
@@ -207,5 +210,6 @@ class Task(NamedTuple):
     progress: Callable[[Variables, Batch], dict[str, Array]] = _no_progress  # like pictures, of a test batch at an evaluation
     finish: Callable[[Mapping[str, Any]], dict[str, float]] = _as_it_is  # means over a test split, also arrays -> its record
     trials: tuple[Trial, ...] = ()
+    terms: tuple[str, ...] = ()  # metrics of a training step that add up to its loss, for the console; () = it has one term
     tokens: float = 0  # places of a sequence model's global step, on average; 0 = it has none
     full_flops: int = 0  # the same with the places that a causal mask or a window leaves out; 0 = there are none

@@ -17,7 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
+from jaxtrain import jsonl
 from jaxtrain.config import Config
+from jaxtrain.owner import WorkdirError
 
 log = logging.getLogger("jaxtrain")
 
@@ -28,16 +30,18 @@ class Writer(Protocol):
 
 
 class JsonlWriter:
-    """workdir/metrics.jsonl, continued after ``step``."""
+    """workdir/metrics.jsonl, continued after ``step``. Lines that are no records are moved to metrics.jsonl.odd.
+
+    Raises WorkdirError: something else than a file has that name; when writing and closing, the file is not there any more.
+    """
 
     def __init__(self, workdir: str, step: int):
-        path = pathlib.Path(workdir) / "metrics.jsonl"
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
-            temporary = path.with_suffix(f".{os.getpid()}")
-            temporary.write_text("".join(line + "\n" for line in kept))
-            temporary.replace(path)
-        self._file = path.open("ab", buffering=0)
+        self._path = path = pathlib.Path(workdir) / "metrics.jsonl"
+        records, odd = jsonl.read(path, jsonl.record_problem)
+        kept = [line for record, line in records if record["step"] <= step]
+        if odd or len(kept) < len(records):
+            jsonl.rewrite(path, kept, odd)
+        self._file = jsonl.opened(path)
         self._waiting: list[bytes] = []
         self._warned = False
 
@@ -48,6 +52,11 @@ class JsonlWriter:
 
     def _flush(self) -> None:
         """Writes what waits; on a disk that is full, keeps it for the next record. A line is written whole or not at all."""
+        if not jsonl.is_there(self._path, self._file.fileno()):
+            raise WorkdirError(
+                f"{self._path} was deleted or moved while the run wrote to it, and its records with it; rerun the same command "
+                "to resume from the newest checkpoint, if there is one still"
+            )
         try:
             while self._waiting:
                 end = os.fstat(self._file.fileno()).st_size
@@ -58,14 +67,16 @@ class JsonlWriter:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                log.error("%s cannot be written (%s); records are kept in memory until it can", self._file.name, error.strerror)
+                log.error("%s cannot be written (%s); records are kept in memory until it can", self._path, error.strerror)
             self._warned = True
 
     def close(self) -> None:
-        self._flush()
-        if self._waiting:
-            log.error("%d records of %s were never written", len(self._waiting), self._file.name)
-        self._file.close()
+        try:
+            self._flush()
+            if self._waiting:
+                log.error("%d records of %s were never written", len(self._waiting), self._path)
+        finally:
+            self._file.close()
 
 
 class TensorboardWriter:
@@ -131,27 +142,33 @@ def write_pictures(
 def write_samples(workdir: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
     """workdir/samples.jsonl: one JSON object per line, {"step": 500, …}. A step that is written again takes its own place."""
     path = pathlib.Path(workdir) / "samples.jsonl"
-    kept = [line for line in (path.read_text().splitlines() if path.exists() else []) if (_step_of(line) or math.inf) < step]
-    lines = [*kept, *(json.dumps({"step": step, **sample}, ensure_ascii=False) for sample in samples)]
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text("".join(line + "\n" for line in lines))
-    temporary.replace(path)
+    records, odd = jsonl.read(path, jsonl.step_problem)
+    lines = [line for record, line in records if record["step"] < step]
+    lines += [json.dumps({"step": step, **sample}, ensure_ascii=False).encode() for sample in samples]
+    jsonl.rewrite(path, lines, odd)
+
+
+def left_behind(config: Config) -> list[tuple[str, str]]:
+    """What a run has left for a person to look at: (path, what it is), of what is there."""
+    workdir = pathlib.Path(config.workdir)
+    saved = config.checkpoint.folder or str(workdir / "checkpoints")
+    found = [(saved, "state and parameters" if config.checkpoint.final == "resumable" else "parameters")]
+    for name, what in (
+        ("metrics.jsonl", "records of training and evaluations, a line each"),
+        ("samples.jsonl", "what the model wrote at each evaluation"),
+        ("pictures", "what the model saw"),
+        ("tensorboard", "the records, for TensorBoard"),
+    ):
+        path = workdir / name
+        if path.is_file() or (path.is_dir() and any(path.iterdir())):
+            found.append((str(path), what))
+    return found
 
 
 def is_written(workdir: str, step: int, split: str) -> bool:
     """Whether metrics.jsonl holds this record."""
-    path = pathlib.Path(workdir) / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines if _step_of(line) == step]
-    return any(r["split"] == split for r in records)
-
-
-def _step_of(line: str) -> int | None:
-    """None for a line that a kill cut short."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return None
+    records, _ = jsonl.read(pathlib.Path(workdir) / "metrics.jsonl", jsonl.record_problem)
+    return any(record["step"] == step and record["split"] == split for record, _ in records)
 
 
 def _rounded(value: float) -> float | None:

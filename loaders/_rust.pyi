@@ -13,22 +13,35 @@ STAGES: list[str]  # keys of Pipeline.diagnostics()["seconds"]
 def build_profile() -> Literal["release", "debug"]:
     """Return how the extension was compiled: "release", or "debug", which is many times slower."""
 
-def decode(data: bytes, start: int = 0, length: int | None = None) -> tuple[NDArray[np.float32], int, int]:
+def decode(
+    data: bytes, start: int = 0, length: int | None = None, channel: int | None = None
+) -> tuple[NDArray[np.float32], int, int]:
     """Decode a recording, or a part of it, to mono.
 
-    The format is recognised by its content: WAV, FLAC, MP3, OGG Vorbis or OGG Opus (always decoded to 48 kHz).
-    The samples are [start, start + length); length=None decodes to the end.
+    The format is recognised by its content: WAV, FLAC, MP3, OGG Vorbis or OGG Opus (always decoded to 48 kHz), and more
+    slowly AIFF, CAF, M4A (AAC, ALAC) and WAV with ADPCM or G.711.
+    The samples are [start, start + length); length=None decodes to the end. channel=None: the mean of all channels.
 
-    Returns (wave, rate, frames): float32 [length], the mean of the channels at the recording's own sample rate;
+    Returns (wave, rate, frames): float32 [length], at the recording's own sample rate;
     that rate in Hz; the number of samples per channel in the whole recording.
-    Raises ValueError for an unknown format, damaged audio, or a range outside the recording.
+    Raises ValueError for an unknown format, damaged audio, a rate outside [1000, 768000] Hz, a range outside the
+    recording, or one of more than 2^30 samples.
+    """
+
+def recording_info(path: str | os.PathLike[str]) -> tuple[int, int, int, bool]:
+    """Read what the headers of a recording state.
+
+    Returns (rate, frames, channels, slow): the sample rate in Hz; the exact number of samples per channel; the number of
+    channels; whether its format is decoded several times slower. The file is mapped, and only the parts of it that
+    say where it ends are read.
+    Raises OSError for a file that cannot be opened, and ValueError for an unknown format or damaged headers.
     """
 
 def resample(wave: NDArray[np.float32], source_rate: int, target_rate: int) -> NDArray[np.float32]:
     """Resample a waveform from source_rate to target_rate (Hz), without delay.
 
     Returns float32 [round(n * target_rate / source_rate)] for n input samples.
-    Raises ValueError for a rate of 0.
+    Raises ValueError for a rate outside [1000, 768000] Hz, and for more than 2^30 samples.
     """
 
 def fbank(wave: NDArray[np.float32], *, normalise: bool = False) -> NDArray[np.float32]:
@@ -47,7 +60,8 @@ def front_end(wave: NDArray[np.float32], rate: int, clip_samples: int, n_frames:
     the whole recording centred between zeros where it is shorter.
 
     Returns float32 [n_frames, 128], normalised.
-    Raises ValueError for a rate of 0, a clip of no frames or of more than n_frames, and NaN or huge samples.
+    Raises ValueError for a rate outside [1000, 768000] Hz, a clip of no frames or of more than n_frames, more than 2^23
+    frames, and NaN or huge samples.
     """
 
 def permutation(seed: int, epoch: int, n: int, i: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -75,7 +89,7 @@ def sudoku_solve(
     Returns (solutions, guesses, first): int64 [n], the number of solutions, at most limit; int64 [n], the guesses that
     the search made, 0 where forced cells alone solve the board; uint8 [n, cells], the first solution, zeros where a
     board has none.
-    Raises ValueError for boards of another size.
+    Raises ValueError for boards of another size, and for more than 1024 threads.
     """
 
 def sudoku_generate(
@@ -88,7 +102,7 @@ def sudoku_generate(
 
     Returns (boards, solutions, guesses): uint8 [n, side * side], 0 for a blank; uint8 [n, side * side]; int64 [n], the
     guesses that the solver makes.
-    Raises ValueError for another side.
+    Raises ValueError for another side, more than 2^24 puzzles, numbers beyond 2^64, and more than 1024 threads.
     """
 
 class Index:
@@ -97,7 +111,8 @@ class Index:
     shards: paths of the shards, in order. audio: the column of recordings, a struct of bytes and path. label: the
     column of int64 class labels; None for no labels. root: the folder that the paths of recordings without bytes are
     relative to; None for the folder of each shard. cache: a folder that keeps the index until the name, size or
-    modification time of a shard changes; None for no cache.
+    modification time of a shard changes; None for no cache. links: whether links may lead out of root, below which every
+    named file must lie.
 
     Raises OSError for a shard that cannot be opened. Raises ValueError for a shard that is damaged or compressed, a
     column that is missing or of another type, a label outside its class names, and classes that differ from those of
@@ -112,6 +127,7 @@ class Index:
         label: str | None = None,
         root: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
+        links: bool = False,
     ) -> None: ...
     @property
     def n_rows(self) -> int:
@@ -148,6 +164,21 @@ class Index:
     def paths(self) -> list[str | None]:
         """Return path(row) of every row."""
 
+    def rows_named(self, names: set[str]) -> tuple[NDArray[np.int64], int]:
+        """Return the rows of the recordings that were stored under one of the names.
+
+        Returns (rows, found): int64 [k]; how many of the names are those of a recording.
+        """
+
+    def part(self, row: int) -> tuple[float, float, int] | None:
+        """Return where in its recording a row lies.
+
+        Returns (start, end, channel): seconds, and -1 for the mean of the channels;
+        None for a row that is its whole recording.
+
+        Raises IndexError for a row that does not exist.
+        """
+
     def __len__(self) -> int: ...
 
 class Pipeline:
@@ -160,8 +191,12 @@ class Pipeline:
     sample_rate: Hz of the waveform that crops are taken at. clip_samples: samples of a crop at sample_rate.
     n_frames: frames of a spectrogram, at least those of a crop. views: crops of one recording in each row.
     form: what a row holds of a crop: "float32", its spectrogram; "bfloat16", the same, given as uint16; "waveform", its
-    samples. block: (rows of a block, blocks of a window) for the block order in training; None for a global
-    permutation.
+    samples. channel: of recordings whose row names none; None for the mean of all. short: where samples that are fewer
+    than a crop lie in it: "origin" (at the start in training, in the centre in testing), "start", "centre", or "random"
+    (anywhere in training, in the centre in testing). repeat: they are surrounded by themselves, not by silence. silence:
+    what surrounds a part that is shorter than a crop is silence, not what the recording holds there.
+
+    block: (rows of a block, blocks of a window) for the block order in training; None for a global permutation.
 
     threads: worker threads. depth: finished batches that may be queued. bad_budget: the share of the recordings that
     may be unusable: max(1, bad_budget * n) of them, or none for 0.
@@ -184,6 +219,10 @@ class Pipeline:
         n_frames: int = 512,
         views: int = 1,
         form: Literal["float32", "bfloat16", "waveform"] = "float32",
+        channel: int | None = None,
+        short: Literal["origin", "start", "centre", "random"] = "origin",
+        repeat: bool = False,
+        silence: bool = False,
         block: tuple[int, int] | None = None,
         threads: int = 1,
         depth: int = 2,
@@ -224,6 +263,7 @@ class Pipeline:
         the workers' stage with the most seconds; None before any work. bytes_recordings: size of the recordings that
         were opened. bytes_used: the share of it that the crops needed. bytes_ahead: bytes requested from the system in
         advance (block order). faults: major page faults of the workers (0 where the system does not count them).
+        slow_rows: rows of formats that symphonia reads (AIFF, CAF, M4A, ADPCM), several times slower.
         """
 
     def close(self) -> None:

@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from loaders.files import DataError as DataError  # which every loader raises
+
 Facts = Mapping[str, Any]
 HostBatch = Mapping[str, Sequence[np.ndarray]]  # field -> one contiguous array for each of Rows.ranges
 ENDLESS = 1 << 40  # [batches] of a training split, which repeats
-
-
-class DataError(ValueError):
-    """Data that cannot be used as configured. The message names the path, the value and the remedy."""
 
 
 def refuse_problems(config: Any) -> None:
@@ -159,6 +157,14 @@ class Loader(abc.ABC):
         fields = self.buckets[self.bucket_at(position)]
         if missing := sorted(name for name in fields if any(name not in part for part in parts)):
             raise DataError(f"the loader {type(self).__qualname__} made batch {position} without its field {missing[0]!r}")
+        for name, field in fields.items():
+            for part, (start, stop) in zip(parts, self._rows.ranges, strict=True):
+                found, expected = (part[name].dtype, part[name].shape), (field.dtype, (stop - start, *field.shape))
+                if found != expected:
+                    raise DataError(
+                        f"the loader {type(self).__qualname__} made batch {position} with its field {name!r} as {found[0]} "
+                        f"{list(found[1])}; fields() declares {expected[0]} {list(expected[1])}"
+                    )
         return {name: [part[name] for part in parts] for name in fields}
 
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaders import chatml, checks, machine
+from loaders import chatml, checks, files, machine
 from loaders import codec as codec_lib
 from loaders.base import DataError
 from loaders.buckets import Shape
@@ -47,6 +47,7 @@ class Config(checks.DataSection):
     buckets: int = 4  # [shapes] of batches, at most; a program is compiled for each
     longest: int = 4096  # [places] of a sample; longer ones are left out
     bad_budget: float = 0.01  # [share] of the samples that may be unusable before the run stops
+    follow_links: bool = False  # [bool] links in the folder of recordings may lead out of it
     threads: int = 0  # [threads] that encode recordings; 0 = one for each core this process may use
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -70,7 +71,7 @@ class Config(checks.DataSection):
         if self.audio_root and not pathlib.Path(self.audio_root).expanduser().is_dir():
             yield "audio_root", f"is {self.audio_root!r}, which is not a folder"
         yield from checks.at_least(self, 1, "codebooks", "codebook_size", "buckets", "longest")
-        yield from checks.not_negative(self, "threads")
+        yield from checks.threads(self, least=0)
         yield from checks.positive(self, "frame_rate")
         yield from checks.within(self, "[0, 1]", "test_share", "bad_budget")
 
@@ -157,9 +158,16 @@ def open_codec(config: Config) -> codec_lib.Codec:
     )
 
 
-def source_of(clip: chatml.Clip, root: pathlib.Path) -> codec_lib.Source:
-    """The recording of a clip, a file below ``root`` or its content."""
-    return codec_lib.Source(root / clip.url) if clip.url else codec_lib.Source(None, clip.raw)
+def source_of(clip: chatml.Clip, root: pathlib.Path, *, links: bool = False) -> codec_lib.Source:
+    """The recording of a clip, a file below ``root`` or its content. Raises FileError for a file elsewhere.
+
+    Args:
+      links: whether links in that folder may lead out of it.
+    """
+    if not clip.url:
+        return codec_lib.Source(None, clip.raw)
+    remedy = f"; name the folder of the recordings as data.audio_root{files.LINKS}"
+    return codec_lib.Source(files.inside(root, clip.url, links=links, remedy=remedy))
 
 
 def root_of(config: Config, manifest: str) -> pathlib.Path:
@@ -167,29 +175,35 @@ def root_of(config: Config, manifest: str) -> pathlib.Path:
     return pathlib.Path(config.audio_root or pathlib.Path(manifest).expanduser().parent).expanduser()
 
 
-def encode_all(config: Config, manifest: str) -> tuple[int, list[tuple[str, str]]]:
-    """Makes the codes of a manifest's recordings that have none yet. Returns how many, and (recording, reason) of failures.
+def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str, str]]]:
+    """Makes the codes of a manifest's recordings that have none yet.
+
+    Returns how many, how many were there already, and (recording, reason) of failures.
 
     One process does it at a time; what another has made is not made again. Raises DataError if codes cannot be kept.
     """
     codec, root = open_codec(config), root_of(config, manifest)
     sources: dict[str, codec_lib.Source] = {}
+    bad: list[tuple[str, str]] = []
     for sample in chatml.read_manifest(manifest):
         try:
             clips = [piece.clip for piece in chatml.render(sample) if piece.clip is not None]
         except chatml.SampleError:  # reported when the samples are checked
             continue
         for clip in clips:
-            source = source_of(clip, root)
+            try:
+                source = source_of(clip, root, links=config.follow_links)
+            except files.FileError as refused:
+                bad.append((clip.url, str(refused)))
+                continue
             sources[str(source.codes(codec, config.cache))] = source
 
     def missing() -> list[codec_lib.Source]:
         return [source for path, source in sources.items() if not source.is_kept(pathlib.Path(path))]
 
     if not missing():
-        return 0, []
+        return 0, len(sources), sorted(bad)
     done = 0
-    bad: list[tuple[str, str]] = []
     with codec_lib.only_one([pathlib.Path(config.cache).expanduser() if config.cache else root, machine.cache_folder("codes")]):
         todo = missing()
         if todo:
@@ -198,11 +212,13 @@ def encode_all(config: Config, manifest: str) -> tuple[int, list[tuple[str, str]
             jobs = {pool.submit(codec_lib.encode, source, codec, config.cache): source for source in todo}
             for job in concurrent.futures.as_completed(jobs):
                 error = job.exception()
-                if isinstance(error, DataError) or not isinstance(error, None | ValueError | OSError):
+                if not isinstance(error, None | ValueError | OSError):
+                    raise error
+                if isinstance(error, DataError) and not isinstance(error, files.FileError):  # no place for codes
                     raise error
                 bad += [(str(jobs[job]), str(error))] if error else []
                 done += not error
-    return done, sorted(bad)
+    return done, len(sources) - len(todo), sorted(bad)
 
 
 @functools.lru_cache(maxsize=4)
@@ -228,7 +244,7 @@ def tools_of(config: Config, manifest: str) -> Tools:
         codebooks, size, frame_rate = codec.codebooks, codec.size, codec.frame_rate
 
         def find(clip: chatml.Clip) -> np.ndarray:
-            source = source_of(clip, root)
+            source = source_of(clip, root, links=config.follow_links)
             return codec_lib.read(source.codes(codec, config.cache))
 
     return Tools(

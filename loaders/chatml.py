@@ -20,13 +20,13 @@ predicted. `targets` says what each place predicts: the text after it, or the ne
 Shapes: U places of a row, K codebooks, T frames, J columns of one recording.
 """
 
-import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from loaders import files
 from loaders.base import DataError
 
 BEGIN, AUDIO, AUDIO_OUT = "<|begin_of_text|>", "<|AUDIO|>", "<|AUDIO_OUT|>"
@@ -36,6 +36,7 @@ HEADER, HEADER_END, RECIPIENT = "<|start_header_id|>", "<|end_header_id|>", "<|r
 SPECIAL = (BEGIN, HEADER, HEADER_END, END_OF_TURN, END_OF_MESSAGE, AUDIO, AUDIO_OUT, AUDIO_BOS, AUDIO_OUT_BOS, AUDIO_EOS)
 ROLES = ("system", "user", "assistant")
 NONE = -100  # no label
+MOST_MANIFEST = 4 << 30  # [bytes]
 
 
 class SampleError(ValueError):
@@ -82,12 +83,9 @@ class Targets(NamedTuple):
 def read_manifest(path: str | pathlib.Path) -> list[Any]:
     """Reads the samples of a manifest, unchecked. Raises DataError: there is no such file, or it is not a JSON list."""
     try:
-        samples = json.loads(pathlib.Path(path).expanduser().read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as a manifest: {error}") from error
-    if not isinstance(samples, list):
-        raise DataError(f"{path} is a JSON {type(samples).__name__}; expected a list of samples, each with its messages")
-    return samples
+        return files.read_json(pathlib.Path(path).expanduser(), kind=list, most=MOST_MANIFEST)
+    except files.FileError as error:
+        raise DataError(f"{path} cannot be read as a manifest, a JSON list of samples: {error}") from error
 
 
 def render(sample: Any) -> list[Piece]:

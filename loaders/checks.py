@@ -15,6 +15,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+MOST_THREADS = 1024
 Problems = Iterator[tuple[str, str]]
 
 
@@ -60,6 +61,13 @@ def within(section: Any, interval: str, *names: str) -> Problems:
         return above and (value <= high if interval[-1] == "]" else value < high)
 
     yield from _numbers(section, names, inside, f"it must lie in {interval}")
+
+
+def threads(section: Any, *, least: int) -> Problems:
+    """The field ``threads`` of ``section`` where it is below ``least``, or more than `MOST_THREADS`."""
+    yield from _numbers(
+        section, ("threads",), lambda value: least <= value <= MOST_THREADS, f"expected {least} to {MOST_THREADS}"
+    )
 
 
 def choice(section: Any, allowed: Iterable[Any], *names: str) -> Problems:

@@ -24,6 +24,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib
+import io
 import os
 import pathlib
 import wave
@@ -32,14 +33,17 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from loaders import _rust, machine
+from loaders import _rust, files, machine
 from loaders.base import DataError
 
 VERSION = 1
+MOST_CODEC = 1 << 30  # [bytes] of a codec.npz
+MOST_CODES = 1 << 15  # of a codebook: they are kept as int16
 RATE, WINDOW, HOP, N_MELS = 32_000, 800, 320, 128  # of the filter bank
 STACK = 4  # frames in a vector
 N_FFT, EMPHASIS = 1024, 0.97
 FRAME_RATE = RATE / HOP / STACK  # [1/s]
+MOST_RECORDING = 4 << 30  # [bytes] of a file
 FLOOR = float(np.finfo(np.float32).eps)  # smallest energy of a band
 
 
@@ -129,18 +133,28 @@ class Function(NamedTuple):
 
 
 def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Codec:
-    """Opens a codec.npz, or "module:function" with the numbers that are given. Raises DataError."""
+    """Opens a codec.npz, or "module:function" with the numbers that are given. Raises DataError.
+
+    A function's module is imported: ``text`` is the user's own, never one that was read from a checkpoint.
+    """
     path = pathlib.Path(text).expanduser()
     if path.is_file():
         try:
-            content = path.read_bytes()
-            with np.load(path, allow_pickle=False) as file:
-                if int(file["version"]) != VERSION:
-                    raise DataError(f"{path} has version {file['version']}; expected {VERSION}: train it again")
-                arrays = [file[name].astype(np.float32) for name in ("mean", "basis", "books")]
-        except (OSError, ValueError, KeyError) as error:
+            content = files.read(path, most=MOST_CODEC)
+            found = files.arrays(path, most=MOST_CODEC)
+            if int(found["version"]) != VERSION:
+                raise DataError(f"{path} has version {found['version']}; expected {VERSION}: train it again")
+            mean, basis, books = (found[name].astype(np.float32) for name in ("mean", "basis", "books"))
+        except (ValueError, KeyError, TypeError) as error:
             raise error if isinstance(error, DataError) else DataError(f"{path} is not a codec: {error}") from error
-        mean, basis, books = arrays
+        components = basis.shape[0] if basis.ndim == 2 else -1
+        shapes = (mean.shape, basis.shape, books.shape[2:])
+        if (
+            shapes != ((STACK * N_MELS,), (components, STACK * N_MELS), (components,))
+            or not books.size
+            or books.shape[1] > MOST_CODES
+        ):
+            raise DataError(f"{path} is not a codec: its arrays have the shapes {mean.shape}, {basis.shape} and {books.shape}")
         return Rvq(mean, basis, books, name=f"rvq-{hashlib.sha256(content).hexdigest()[:10]}")
     module, colon, function = text.partition(":")
     if not colon:
@@ -292,8 +306,10 @@ class Source(NamedTuple):
         return str(self.path) if self.path else f"raw_audio of {len(self.raw)} characters"
 
     def read(self) -> bytes:
-        """The encoded recording. Raises OSError, or ValueError for a text that is not base64."""
-        return self.path.read_bytes() if self.path else base64.b64decode(self.raw, validate=True)
+        """The encoded recording. Raises ValueError for a text that is not base64, FileError for a file that is not opened."""
+        if self.path is None:
+            return base64.b64decode(self.raw, validate=True)
+        return files.read(self.path, most=MOST_RECORDING)
 
     def codes(self, codec: Codec, cache: str) -> pathlib.Path:
         """The file of its codes: next to it, or in a folder under a name made of its path, or of its content."""
@@ -321,13 +337,18 @@ def encode(source: Source, codec: Codec, cache: str) -> None:
     codes = codec.encode(wave, rate)
     if codes.size and not (0 <= codes.min() and codes.max() < codec.size):
         raise ValueError(f"{codec.name} gives codes from {codes.min()} to {codes.max()}; expected 0 to {codec.size - 1}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with temporary.open("wb") as file:
-            np.save(file, np.ascontiguousarray(codes, np.int16))
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link that someone left there
+            content = io.BytesIO()  # given the file, NumPy would not see that its last part was never written
+            np.save(content, np.ascontiguousarray(codes, np.int16))
+            file.write(content.getvalue())
         temporary.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise DataError(f"codes cannot be kept in {path.parent} ({error}); set data.cache to a folder for them") from error
 
 
@@ -348,8 +369,8 @@ def only_one(folders: Sequence[pathlib.Path]) -> Iterator[None]:
 
 
 def read(path: pathlib.Path) -> np.ndarray:
-    """Reads a file of codes, integers [K, T]. Raises ValueError or OSError."""
-    codes = np.load(path, allow_pickle=False)
+    """Reads a file of codes, integers [K, T]. Raises ValueError."""
+    codes = np.array(files.array(path))
     if codes.ndim != 2 or codes.dtype.kind not in "iu":
         raise ValueError(f"{path} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
     return codes
@@ -364,23 +385,24 @@ def read_many(path: str | os.PathLike) -> dict[str, np.ndarray]:
     path = pathlib.Path(path).expanduser()
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                table: dict[str, Any] = {name: file[name] for name in file.files}
+            table: dict[str, Any] = dict(files.arrays(path, most=MOST_RECORDING))
         else:
             import pyarrow as pa
             import pyarrow.parquet as pq
 
-            if path.suffix == ".parquet":
-                columns = pq.read_table(path, columns=["audio_url", "codes"])
-            else:
-                with pa.memory_map(str(path)) as source:
-                    try:
-                        columns = pa.ipc.open_file(source).read_all()
-                    except pa.ArrowInvalid:
-                        columns = pa.ipc.open_stream(source).read_all()
+            with files.regular(path):  # a pipe would be waited for
+                if path.suffix == ".parquet":
+                    columns = pq.read_table(path, columns=["audio_url", "codes"])
+                else:
+                    with pa.memory_map(str(path)) as source:
+                        try:
+                            columns = pa.ipc.open_file(source).read_all()
+                        except pa.ArrowInvalid:
+                            columns = pa.ipc.open_stream(source).read_all()
+                columns.select(["audio_url", "codes"]).validate(full=True)
             rows = zip(columns["audio_url"].to_pylist(), columns["codes"].to_pylist(), strict=True)
             table = {url: np.array(codes) for url, codes in rows}
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # noqa: BLE001  a damaged table makes pyarrow raise whatever it stumbles upon
         raise DataError(f"{path} cannot be read as codes: {error}") from error
     for name, codes in table.items():
         if codes.ndim != 2 or codes.dtype.kind not in "iu":

@@ -1,27 +1,104 @@
 """One column of a shard in Arrow IPC (stream or file) or Parquet, without reading the others."""
 
-import json
+import contextlib
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from loaders import files
 from loaders.base import DataError
 
 
 def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | None]:
     """Reads a column, and the names of its classes if Hugging Face's metadata have them (also for lists of classes).
 
+    pyarrow takes a shard's word for where a column's values lie, and would read beyond them: so it is validated in full.
+
     Raises DataError: there is no such column, or the shard is broken.
+    """
+    with _refusing(path):
+        schema, table = _open(path)
+        _require(path, schema, name)
+        column = table(name)
+        column.validate(full=True)
+        return column, _class_names(schema, name)
+
+
+@contextlib.contextmanager
+def _refusing(path: pathlib.Path) -> Iterator[None]:
+    """Raises DataError for whatever a damaged shard makes pyarrow raise: its own errors, of Unicode, of types, of memory."""
+    try:
+        with files.regular(path):  # a pipe would be waited for
+            yield
+    except DataError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        raise DataError(f"{path}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+
+
+def require(path: pathlib.Path, *names: str) -> None:
+    """Raises DataError for the first of ``names`` that is no column of a shard, with the columns of class labels it has."""
+    with _refusing(path):
+        schema, _ = _open(path)
+        for name in names:
+            _require(path, schema, name)
+
+
+def _require(path: pathlib.Path, schema: pa.Schema, name: str) -> None:
+    if name in schema.names:
+        return
+    text = f"{path} has no column {name!r}; it has {', '.join(schema.names)}"
+    if name == "audio":
+        raise DataError(f"{text}; recordings are read from a column of that name")
+    labels = [column for column in schema.names if _class_names(schema, column) is not None]
+    overrides = [
+        f"data.label={column}" + (" with data.multilabel=true" if is_list(schema.field(column).type) else "")
+        for column in labels
+    ]
+    if overrides:
+        raise DataError(f"{text}; of these {', '.join(labels)} holds class labels: set {' or '.join(overrides)}")
+    raise DataError(
+        f"{text}; none of these is a ClassLabel: cast one and save the data again, or set data.label= for no labels"
+    )
+
+
+def timed(path: pathlib.Path) -> tuple[str, str] | None:
+    """The columns that say when a row begins and ends in its recording, where rows are events of it; None where they are not.
+
+    They are where a recording has several rows, and one of them begins after its start.
+
+    Raises DataError: the shard is broken.
     """
     try:
         schema, table = _open(path)
-        if name not in schema.names:
-            raise DataError(f"{path} has no column {name!r}; it has {', '.join(schema.names)}")
-        return table(name), _class_names(schema, name)
+        for names in (("start_time", "end_time"), ("start", "end")):
+            if not all(name in schema.names and pa.types.is_floating(schema.field(name).type) for name in names):
+                continue
+            starts, ends = (table(name) for name in names)
+            if pc.any(pc.and_(pc.greater(starts, 0), pc.is_valid(ends))).as_py():
+                paths = _recordings(path, schema, table)
+                if paths is not None and len(pc.unique(paths)) < len(paths):
+                    return names
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: {error}") from error
+    return None
+
+
+def _recordings(path: pathlib.Path, schema: pa.Schema, table: Any) -> pa.ChunkedArray | None:
+    """The name of each row's recording; its bytes are not read."""
+    if "filepath" in schema.names:
+        return table("filepath")
+    if "audio" not in schema.names or not pa.types.is_struct(schema.field("audio").type):
+        return None
+    if path.suffix == ".parquet":
+        audio = pq.ParquetFile(path).read(columns=["audio.path"]).column("audio")
+    else:
+        audio = table("audio")
+    return pc.struct_field(audio, "path") if any(field.name == "path" for field in audio.type) else None
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -49,7 +126,9 @@ def _open(path: pathlib.Path) -> tuple[pa.Schema, Any]:
 
 def _class_names(schema: pa.Schema, name: str) -> list[str] | None:
     text = (schema.metadata or {}).get(b"huggingface")
-    feature = json.loads(text).get("info", {}).get("features", {}).get(name) if text else None
+    feature = (
+        files.parse(text.decode(), 'its key "huggingface"').get("info", {}).get("features", {}).get(name) if text else None
+    )
     while feature:  # Sequence and List have their element's feature inside; older versions write a list of one
         if isinstance(feature, list):
             feature = feature[0]

@@ -65,8 +65,8 @@ def ensure(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int
     Raises:
       base.DataError: the corpus cannot be written there.
     """
-    cache_dir = machine.cache_folder() if cache_dir is None else Path(cache_dir)
-    corpus = cache_dir / f"birds-v{FORMAT_VERSION}-{n_train}+{n_test}-{_recipe_hash()}"
+    corpus = folder(cache_dir, n_train=n_train, n_test=n_test)
+    cache_dir = corpus.parent
     if corpus.is_dir():
         return corpus
     try:
@@ -81,6 +81,12 @@ def ensure(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int
         remedy = "set JAXTRAIN_CACHE to a writable folder with 100 MB free"
         raise base.DataError(f"cannot make the demo corpus in {cache_dir}: {error}; {remedy}") from error
     return corpus
+
+
+def folder(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int = N_TEST) -> Path:
+    """Where `ensure` makes the corpus; it need not be there."""
+    cache_dir = machine.cache_folder() if cache_dir is None else Path(cache_dir)
+    return cache_dir / f"birds-v{FORMAT_VERSION}-{n_train}+{n_test}-{_recipe_hash()}"
 
 
 def features() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from loaders import files
 from loaders.base import DataError
 
 VERSION = 1
@@ -77,11 +78,12 @@ def windows(info: Mapping[str, Any]) -> tuple[Windows, Windows]:
     return video, Windows(info["audio_rate"], math.floor(tr * info["audio_rate"] + 1e-6), tr)
 
 
-def open_folder(path: str | os.PathLike, subjects: tuple[str, ...] = ()) -> Film:
+def open_folder(path: str | os.PathLike, subjects: tuple[str, ...] = (), *, links: bool = False) -> Film:
     """Maps a folder, once in a process and again when it was made anew.
 
     Args:
       subjects: names of the viewers to read; empty: all.
+      links: whether links in the folder may lead out of it.
 
     Raises:
       DataError: files that are missing, or do not fit together.
@@ -89,25 +91,22 @@ def open_folder(path: str | os.PathLike, subjects: tuple[str, ...] = ()) -> Film
     try:
         folder = pathlib.Path(path).expanduser().absolute()
         stat = (folder / "dataset.json").stat()
-        return _open_once(str(folder), subjects, (stat.st_ino, stat.st_mtime_ns))
+        return _open_once(str(folder), subjects, (stat.st_ino, stat.st_mtime_ns), links)
     except OSError as error:
         raise DataError(f"{path}: {error}") from error
 
 
 @functools.lru_cache(maxsize=4)
-def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int]) -> Film:
+def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], links: bool) -> Film:
     """``version`` distinguishes a dataset.json from a later one at the same path."""
     folder = pathlib.Path(path)
-    info = _read_info(folder / "dataset.json")
+    info = _read_info(files.inside(folder, "dataset.json", links=links, remedy=files.LINKS))
     if unknown := [name for name in chosen if name not in info["subjects"]]:
         raise DataError(f"data.subjects names {', '.join(unknown)}; {folder} has {', '.join(info['subjects'])}")
     subjects = tuple(chosen or info["subjects"])
 
     def load(name: str, dimensions: int, dtypes: Sequence[Any]) -> np.ndarray:
-        try:
-            array = np.load(folder / name, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # numpy raises many kinds for files that are no arrays
-            raise DataError(f"{folder / name} cannot be read as an array: {error}") from error
+        array: Any = files.array(files.inside(folder, name, links=links, remedy=files.LINKS))
         if array.ndim != dimensions or array.dtype not in [np.dtype(d) for d in dtypes]:
             kinds = " or ".join(np.dtype(d).name for d in dtypes)
             raise DataError(f"{folder / name} is {array.dtype} {array.shape}; expected {dimensions} dimensions of {kinds}")
@@ -148,12 +147,7 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int]) -> 
 
 def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
     """The content of dataset.json. Raises DataError for an entry that is missing or has no meaning."""
-    try:
-        info = json.loads(path.read_text())
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
-    if not isinstance(info, dict):
-        raise DataError(f"{path} holds a {type(info).__name__}; expected an object")
+    info = files.read_json(path)
     if info.get("version") != VERSION:
         raise DataError(f"{path} has format version {info.get('version')!r}; expected {VERSION}; prepare it again")
 

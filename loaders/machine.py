@@ -3,6 +3,8 @@
 import math
 import os
 import pathlib
+import resource
+import sys
 
 
 def cores() -> int:
@@ -23,6 +25,12 @@ def cache_folder(*parts: str) -> pathlib.Path:
     if folder := os.environ.get("JAXTRAIN_CACHE"):
         return pathlib.Path(folder, *parts).expanduser()
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxtrain", *parts).expanduser()
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process has held at once."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
 
 
 def _quota(membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> float:

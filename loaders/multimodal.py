@@ -52,6 +52,7 @@ class Config(checks.DataSection):
     hrf_norm: str = "sum"  # [name] "sum": the response adds up to 1, a constant is unchanged; "peak": its largest value is 1
     hrf_seconds: float = 32.0  # [s] after which the response is cut off
     test_share: float = 0.2  # [share] of the volumes, the last ones, that are tested on
+    follow_links: bool = False  # [bool] links in the folder may lead out of it
     threads: int = 0  # [threads] that cut windows; 0 = one for each core this process may use
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -69,7 +70,7 @@ class Config(checks.DataSection):
             yield "hrf_norm", "is 'peak', which makes frames brighter than white while hrf holds 'video'; use 'sum'"
         yield from checks.within(self, "(0, 600]", "hrf_seconds")  # the response is over after 40 s
         yield from checks.within(self, "[0, 1)", "test_share")
-        yield from checks.not_negative(self, "threads")
+        yield from checks.threads(self, least=0)
 
     def exists(self) -> bool:
         """False when reading the facts would first have to make the data."""
@@ -114,7 +115,7 @@ class Volumes(Loader):
 
     @property
     def order(self) -> dict[str, Any]:
-        changes = {name: value for name, value in vars(self._config).items() if name not in ("path", "threads")}
+        changes = {name: value for name, value in vars(self._config).items() if name not in ("path", "threads", "follow_links")}
         return {"version": [order.VERSION, VERSION], "batch": self._rows.batch, **changes}
 
     def diagnostics(self) -> dict[str, Any]:
@@ -301,7 +302,7 @@ def open_film(config: Config) -> Film:
     path = config.path
     if path in BUILT_IN:
         path = str(demo_film.ensure() if path == "demo" else demo_film.ensure_blank(**BLANK))
-    film = film_files.open_folder(path, config.subjects)
+    film = film_files.open_folder(path, config.subjects, links=config.follow_links)
     if "audio" in config.hrf and film.info["audio"] == "codes":
         raise DataError(f"data.hrf holds 'audio', and {path} has codes, which have no mean; prepare features instead")
     return film

@@ -15,6 +15,9 @@ work for the cores, and 1.2 times the bytes of a float32 row. Sound below the re
 
 `front_end` does the same for one waveform: it returns the spectrogram that a test split would hold, byte for byte.
 
+A row of an index that `jaxtrain index` wrote is a part of a recording: crops are drawn inside it, and one that is longer than
+the part is laid around it (``around``). Where a whole recording is shorter than a crop, ``short`` says where it lies.
+
 With ``multilabel`` the column of labels holds a list of classes for each recording, and a row has "labels" instead of "label".
 With ``background`` a training row also has as many crops of another recording, of noise, drawn in an independent order.
 
@@ -22,6 +25,8 @@ With ``background`` a training row also has as many crops of another recording, 
 in the block order (python -m tools.index_scale).
 """
 
+import contextlib
+import logging
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -38,25 +43,31 @@ except ImportError as error:
         "the Rust extension loaders._rust is not built; `make train` and `make test` do it, or: maturin develop --release"
     ) from error
 
-from loaders import checks, machine, order
+from loaders import checks, machine, order, remote
 from loaders.base import DataError, Facts, Field, HostBatch, Loader, Population, Rows, refuse_problems
 from loaders.shards import (
     ClassLists,
+    demo_exists,
     find_shards,
-    has_test_split,
+    has_split,
+    index_file,
+    label_column,
     nearest,
     open_index,
     read_class_lists,
     resolve,
     shards_of_split,
+    splits_of,
 )
 
+log = logging.getLogger("jaxtrain")
 N_MELS = 128
 RATE = 32_000  # [Hz] that the filter bank is defined at
 WINDOW, HOP = 800, 320  # [samples] of a frame
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 FORMS = ("spectrogram", "waveform")
 ORDERS = ("global", "block")
+SHORT = ("random", "centre", "start", "origin")
 BACKGROUND = 0x6E6F697365  # domain of the hash: the background's order is independent of the recordings'
 
 
@@ -64,17 +75,24 @@ BACKGROUND = 0x6E6F697365  # domain of the hash: the background's order is indep
 class Config(checks.DataSection):
     """Which recordings are read, and how. Fields from ``bad_budget`` on change no number."""
 
-    train: str = "demo"  # [path] folder or glob of shards, or "demo": synthetic birds, made at the first use
+    train: str = "demo"  # [path] folder, glob or address of shards, or "demo": synthetic birds, made at the first use
     test: str = ""  # [path] folder or glob to test on; empty = test/ next to train's train/, else a share of train
+    train_split: str = "train"  # [name] of the split of train's folder that is trained on
+    test_split: str = "test"  # [name] of the split that is tested on, of test's folder or else of train's
     test_share: float = 0.05  # [share] of the recordings kept for testing where no path holds any, chosen by row number
     label: str = "ebird_code"  # [column] of class labels (int64 ClassLabel); empty = no labels
     multilabel: bool = False  # [bool] the column holds lists of class labels, of any length
     background: str = ""  # [path] recordings of noise, for model.augment.background; empty = none
     audio_root: str = ""  # [path] of recordings that are files, not in the shards; empty = each shard's folder
     exclude: tuple[int, ...] = ()  # [rows] of train's recordings that are never read
+    exclude_of: int = 0  # [rows] of the index that exclude was written for: with another number it names none; 0 = any
     exclude_paths: tuple[str, ...] = ()  # [names] of train's recordings, as in audio.path, never read; "@file": one a line
     sample_rate: int = 32_000  # [Hz] of the waveform before the filter bank; recordings are resampled to it
-    clip_seconds: float = 5.0  # [s] of a recording in a row; shorter recordings are padded with silence
+    clip_seconds: float = 5.0  # [s] of a recording in a row
+    short: str = "random"  # [name] where a shorter recording lies: "random" (centre in testing), "centre", "start", "origin"
+    short_fill: str = "silence"  # [name] of what surrounds it: "silence", or "repeat", itself again and again
+    around: str = "recording"  # [name] of what surrounds a part that is shorter: what the "recording" holds, or "silence"
+    channel: int = -1  # [number] of the channel that is read, from 0, where a row names none; -1 = the mean of all
     n_frames: int = 512  # [frames] of a row, 10 ms each; a clip's frames are padded with their minimum
     views: int = 1  # [crops] of one recording in a row
     form: str = "spectrogram"  # [name] of a row: "spectrogram", or "waveform", of which the device makes the spectrogram
@@ -83,6 +101,7 @@ class Config(checks.DataSection):
     block_rows: int = 8  # [rows] of a block of order="block", at most; they are neighbours in a shard
     block_window: int = 256  # [blocks] whose rows are permuted among themselves, and that are read ahead
     bad_budget: float = 0.01  # [share] of the recordings that may be unreadable before the run stops
+    follow_links: bool = False  # [bool] links in folders of shards and of recordings may lead out of them
     threads: int = 0  # [threads] that decode; 0 = one for each core this process may use
     depth: int = 2  # [batches] that are kept ready
     allow_debug_build: bool = False  # [bool] accept an extension that was built without optimisation
@@ -91,13 +110,24 @@ class Config(checks.DataSection):
         """Every mistake that shows without reading a shard: (field, what is wrong and the remedy)."""
         for field in ("train", "test", "background"):
             path = getattr(self, field)
-            if path and path != "demo":
+            if path and path != "demo" and not remote.is_remote(path):
                 try:
-                    find_shards(path, "test" if field == "test" else "train")
+                    split = self.test_split if field == "test" else self._train_split(field)
+                    shards = find_shards(path, split, links=self.follow_links)
+                    if field != "background":
+                        yield from _events(field, shards)
                 except DataError as error:
                     yield field, str(error)
+        if not self.test and self.train != "demo" and (folder := pathlib.Path(self.train).expanduser()).is_dir():
+            with contextlib.suppress(DataError):  # a mistake of train's
+                if has_split(folder, self.test_split):
+                    yield from _events("train", shards_of_split(folder, self.test_split))
+                elif self.test_split != "test":
+                    yield "test_split", f"is {self.test_split!r}; {checks.expected(self.test_split, splits_of(folder))}"
         if self.multilabel and not self.label:
             yield "multilabel", "is True, but label names no column"
+        if self.label == "audio":
+            yield "label", "is 'audio', the column of recordings; name that of the class labels"
         if not self.train:
             yield "train", 'is empty; name a folder or glob of Arrow shards, or use "demo"'
         yield from checks.within(self, "[0, 1]", "test_share", "bad_budget")
@@ -114,6 +144,11 @@ class Config(checks.DataSection):
                 f"is {self.clip_seconds}, which makes {frames} frames; n_frames={self.n_frames} holds "
                 f"{WINDOW / RATE:g} s to {longest:g} s",
             )
+        yield from checks.choice(self, SHORT, "short")
+        yield from checks.choice(self, ("silence", "repeat"), "short_fill")
+        yield from checks.choice(self, ("recording", "silence"), "around")
+        yield from checks.at_least(self, -1, "channel")
+        yield from checks.not_negative(self, "exclude_of")
         yield from checks.choice(self, FORMS, "form")
         yield from checks.choice(self, DTYPES, "dtype")
         yield from checks.choice(self, ORDERS, "order")
@@ -125,7 +160,7 @@ class Config(checks.DataSection):
         for name in self.exclude_paths:
             if name.startswith("@") and not pathlib.Path(name[1:]).expanduser().is_file():
                 yield "exclude_paths", f"names the list {name[1:]!r}, which is not a file{nearest(pathlib.Path(name[1:]))}"
-        yield from checks.not_negative(self, "threads")
+        yield from checks.threads(self, least=0)
         yield from checks.at_least(self, 1, "depth", "views", "block_rows", "block_window")
         if bad := [row for row in self.exclude if row < 0]:
             yield "exclude", f"holds {bad[0]}; rows are counted from 0"
@@ -136,9 +171,13 @@ class Config(checks.DataSection):
                 "with: maturin develop --release",
             )
 
+    def _train_split(self, field: str) -> str:
+        return self.train_split if field == "train" else "train"
+
     def exists(self) -> bool:
         """False when reading the facts would first have to make the data."""
-        return "demo" not in (self.train, self.test)
+        copied = all(remote.is_complete(path) for path in (self.train, self.test, self.background) if remote.is_remote(path))
+        return copied and ("demo" not in (self.train, self.test) or demo_exists())
 
     @property
     def clip_samples(self) -> int:
@@ -326,6 +365,10 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
     block = (config.block_rows, config.block_window) if config.order == "block" else None
     if block:
         row_order["block"] = list(block)
+    # What a row of before had is not named, so that its runs resume.
+    chosen_ones = {"short": config.short, "short_fill": config.short_fill, "around": config.around, "channel": config.channel}
+    before = {"short": "origin", "short_fill": "silence", "around": "recording", "channel": -1}
+    row_order |= {name: value for name, value in chosen_ones.items() if value != before[name]}
 
     def pipeline(index: "_rust.Index", chosen: np.ndarray, seed: int) -> "_rust.Pipeline":
         try:
@@ -343,6 +386,10 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
                 form=cast(
                     Literal["float32", "bfloat16", "waveform"], "waveform" if config.form == "waveform" else config.dtype
                 ),
+                channel=config.channel if config.channel >= 0 else None,
+                short=cast(Literal["random", "centre", "start", "origin"], config.short),
+                repeat=config.short_fill == "repeat",
+                silence=config.around == "silence",
                 block=block,
                 threads=config.threads or machine.cores(),
                 depth=config.depth,
@@ -353,7 +400,8 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
 
     background = None
     if config.background and train:
-        noise = open_index(find_shards(resolve(config.background), "train"), label="", audio_root=config.audio_root)
+        places = find_shards(resolve(config.background), "train", links=config.follow_links)
+        noise = open_index(places, label="", audio_root=config.audio_root, links=config.follow_links)
         row_order["background"] = noise.fingerprint
         background = pipeline(noise, np.arange(noise.n_rows), int(order.hash_of(BACKGROUND, seed)[0]))
     return Spectrograms(
@@ -379,24 +427,28 @@ def n_clip_frames(n_samples: int) -> int:
 def _splits(config: Config) -> dict[str, Split]:
     """The recordings of both splits. Raises DataError."""
     train_path, test_path = (resolve(path) for path in (config.train, config.test))
-    train, train_lists = _open(find_shards(train_path, "train"), config)
+    train, train_lists = _open(find_shards(train_path, config.train_split, links=config.follow_links), config)
     rows = np.arange(train.n_rows)
-    if excluded := sorted(set(config.exclude)):
+    if config.exclude_of not in (0, train.n_rows):
+        text = "exclude was written for an index of %d rows, and %s has %d: it excludes none; unreadable recordings are counted"
+        log.warning(text, config.exclude_of, train_path, train.n_rows)
+    elif excluded := sorted(set(config.exclude)):
         if excluded[-1] >= train.n_rows:
             raise DataError(f"exclude names row {excluded[-1]}, but {train_path} has {train.n_rows} recordings")
         rows = np.setdiff1d(rows, excluded)
     if names := _excluded_names(config.exclude_paths):
-        paths = train.paths()
-        if missing := sorted(names.difference(paths)):
-            raise DataError(f"exclude_paths names {missing[0]!r}, which is not an audio.path in {train_path}")
-        rows = np.array([row for row in rows if paths[row] not in names], np.int64)
+        excluded_rows, found = train.rows_named(names)
+        if found < len(names):
+            missing = next(name for name in sorted(names) if not train.rows_named({name})[1])
+            raise DataError(f"exclude_paths names {missing!r}, which is not an audio.path in {train_path}")
+        rows = np.setdiff1d(rows, excluded_rows)
 
     folder = pathlib.Path(train_path).expanduser()
     test_shards: list[pathlib.Path] = []
     if test_path:
-        test_shards = find_shards(test_path, "test")
-    elif folder.is_dir() and has_test_split(folder):
-        test_shards = shards_of_split(folder, "test")
+        test_shards = find_shards(test_path, config.test_split, links=config.follow_links)
+    elif folder.is_dir() and has_split(folder, config.test_split):
+        test_shards = shards_of_split(folder, config.test_split, links=config.follow_links)
     if test_shards:
         test, test_lists = _open(test_shards, config)
         splits = {"train": Split(train, rows, train_lists), "test": Split(test, np.arange(test.n_rows), test_lists)}
@@ -433,9 +485,24 @@ def _excluded_names(names: Sequence[str]) -> set[str]:
 
 def _open(shards: Sequence[pathlib.Path], config: Config) -> tuple["_rust.Index", ClassLists | None]:
     """The index of shards, and with ``multilabel`` the classes of their recordings. Raises DataError."""
-    label = "" if config.multilabel else config.label
-    index = open_index(shards, label=label, audio_root=config.audio_root)
-    return index, read_class_lists(shards, config.label) if config.multilabel else None
+    column = label_column(shards, config.label, config.multilabel)
+    label = "" if config.multilabel else column
+    index = open_index(shards, label=label, audio_root=config.audio_root, links=config.follow_links)
+    return index, read_class_lists(shards, column) if config.multilabel else None
+
+
+def _events(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, str]]:
+    """The mistake of reading rows that are events of long recordings as if each were a clip, as in BirdSet's "test"."""
+    from loaders import columnar  # imports pyarrow, which a batch does not need
+
+    if index_file(shards[0]) or not (names := columnar.timed(shards[0])):
+        return
+    yield (
+        field,
+        f"leads to {shards[0]}, whose rows are events of long recordings (columns {names[0]!r} and {names[1]!r}): the loader "
+        "would read the centre of each recording instead. Of BirdSet, score test_split='test_5s'; make an index of other "
+        "events with jaxtrain index",
+    )
 
 
 def _fold(rows: np.ndarray) -> int:

@@ -8,7 +8,8 @@ A source is a folder or, if its path is empty, a generator. There are three form
          (int [p]), all__puzzle_indices.npy (int [p + 1]: rows of a puzzle), all__group_indices.npy (int [g + 1]: puzzles of a
          group). Training takes one row of each group in an epoch. Its rows are already augmented, and are not augmented again.
   none   generated: see `rust/core/src/sudoku.rs` and `make_maze`. A solution is in "train" or in "test" by its hash, so that no
-         test board has the solution of a training board.
+         test board has the solution of a training board. Kept in $JAXTRAIN_CACHE/puzzles (or ~/.cache/jaxtrain/puzzles), by
+         what they were generated with; their `facts` follow from that alone, so nothing is generated to know them.
 
 Symbols of Sudoku: 0 padding, 1 blank, d + 1 for the digit d. Of a maze: 0 padding, then "# SGo": wall, free, start, goal, path.
 
@@ -19,7 +20,11 @@ batch + r) is place s mod n of its epoch s // n (`loaders.order`). Its augmentat
 
 import functools
 import hashlib
+import logging
+import os
 import pathlib
+import time
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,11 +32,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.csv
 
-from loaders import _rust, checks, machine, order
+from loaders import _rust, checks, files, machine, order
 from loaders.base import DataError, Facts, Field, Loader, Rows, refuse_problems
+
+log = logging.getLogger("jaxtrain")
 
 KINDS = {"sudoku": 9, "sudoku4": 4, "maze": 0}  # name -> side; a maze's is Source.side
 VERSION = 1  # changes whenever the same (seed, epoch, index) would give another board
+GENERATOR = 1  # changes whenever the same (source, seed) would generate other puzzles
 IGNORED = -100  # the label of a cell that is not predicted
 MAZE = "# SGo"
 # Domains of the hashes: two uses of the same numbers draw independently.
@@ -180,7 +188,7 @@ class Boards(Loader):
 
 def fields(config: Config) -> dict[str, Field]:
     """The fields of a batch: name -> shape of one row, dtype. Smaller boards of a mixture are padded to the largest."""
-    cells = Field((max(_split(s, config.seed, "train").inputs.shape[1] for s in config.sources),), np.dtype(np.int32))
+    cells = Field((max(_n_cells(s, config.seed) for s in config.sources),), np.dtype(np.int32))
     scalar = Field((), np.dtype(np.int32))
     return {
         "inputs": cells,
@@ -195,16 +203,23 @@ def facts(config: Config) -> Facts:
 
     n_train and n_test are of each source. Raises DataError.
     """
-    splits = {split: [_split(s, config.seed, split) for s in config.sources] for split in ("train", "test")}
-    everything = [p for puzzles in splits.values() for p in puzzles]
-    symbols = [6 if s.kind == "maze" else KINDS[s.kind] + 2 for s in config.sources]
-    seen = [max(int(p.inputs.max(initial=0)), int(p.labels.max(initial=0))) + 1 for p in everything]
+    sizes: dict[str, list[int]] = {"train": [], "test": []}
+    symbols = [n_symbols(s.kind) for s in config.sources]
+    for source in config.sources:
+        if not source.path:  # generated: that many, of those symbols
+            sizes["train"].append(source.n_train)
+            sizes["test"].append(source.n_test)
+            continue
+        for split in sizes:
+            puzzles = _split(source, config.seed, split)
+            sizes[split].append(len(puzzles.inputs))
+            symbols += [int(x.max(initial=0)) + 1 for x in (puzzles.inputs, puzzles.labels)]
     return {
         "n_cells": fields(config)["inputs"].shape[0],
-        "vocab": max(symbols + seen),
+        "vocab": max(symbols),
         "n_puzzles": sum(_n_ids(s, config.seed) for s in config.sources),
         "n_difficulties": 1 + max(len(EDGES[s.kind]) for s in config.sources),
-        **{f"n_{split}": tuple(len(p.inputs) for p in puzzles) for split, puzzles in splits.items()},
+        **{f"n_{split}": tuple(each) for split, each in sizes.items()},
     }
 
 
@@ -212,6 +227,11 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Boards:
     """A loader of ``split``, "train" or "test". Raises DataError for what cannot be read or generated."""
     refuse_problems(config)
     return Boards(config, split=split, rows=rows, seed=seed)
+
+
+def n_symbols(kind: str) -> int:
+    """The number of symbols of a cell, padding included."""
+    return 6 if kind == "maze" else KINDS[kind] + 2
 
 
 def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -253,7 +273,15 @@ def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: 
     return tuple(apply(x) for x in boards)
 
 
+def _n_cells(source: Source, seed: int) -> int:
+    if source.path:
+        return _split(source, seed, "train").inputs.shape[1]
+    return (source.side if source.kind == "maze" else KINDS[source.kind]) ** 2
+
+
 def _n_ids(source: Source, seed: int) -> int:
+    if not source.path:
+        return 1  # `_singles`
     return 1 + max(int(_split(source, seed, split).puzzle.max(initial=0)) for split in ("train", "test"))
 
 
@@ -261,13 +289,41 @@ def _n_ids(source: Source, seed: int) -> int:
 def _split(source: Source, seed: int, split: str) -> Puzzles:
     folder = pathlib.Path(source.path).expanduser()
     if not source.path:
-        return generate(source, seed)[split]
+        return _kept(source, seed)[split]
     if (folder / f"{split}.csv").is_file():
         return _read_csv(folder / f"{split}.csv", source, seed, draw=source.n_train if split == "train" else 0)
     if (folder / split / "all__inputs.npy").is_file():
-        return _read_npy(folder / split)
+        return _read_npy(folder / split, source)
     content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
     raise DataError(f"{source.path} has neither {split}.csv nor {split}/all__inputs.npy; it holds {content or 'nothing'}")
+
+
+@functools.lru_cache(maxsize=8)
+def _kept(source: Source, seed: int) -> dict[str, Puzzles]:
+    """Both splits of a generated source, out of the cache where they have been generated before. Raises DataError."""
+    what = (GENERATOR, source.kind, source.n_train, source.n_test, source.blanks, source.side, seed)
+    name = f"{source.kind}-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.npz"
+    path = machine.cache_folder("puzzles", name)
+    try:
+        with np.load(path) as arrays:
+            splits = {s: Puzzles(*(arrays[f"{s}_{field}"] for field in Puzzles._fields)) for s in ("train", "test")}
+        if [len(splits[s].inputs) for s in ("train", "test")] == [source.n_train, source.n_test]:
+            return splits
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        pass  # none yet, or a damaged file, which is replaced
+    began = time.perf_counter()
+    splits = generate(source, seed)
+    n, seconds = source.n_train + source.n_test, time.perf_counter() - began
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{name}.{os.getpid()}")
+        with temporary.open("wb") as file:
+            np.savez(file, **{f"{s}_{f}": getattr(p, f) for s, p in splits.items() for f in Puzzles._fields})
+        temporary.replace(path)
+        log.info("generated %d %s puzzles in %.1f s, kept in %s", n, source.kind, seconds, path)
+    except OSError as error:
+        log.warning("generated %d %s puzzles in %.1f s; %s cannot keep them: %s", n, source.kind, seconds, path, error.strerror)
+    return splits
 
 
 def _singles(inputs: np.ndarray, labels: np.ndarray, rating: np.ndarray) -> Puzzles:
@@ -303,12 +359,24 @@ def _read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Pu
     return _singles(inputs, labels, rating[chosen])
 
 
-def _read_npy(folder: pathlib.Path) -> Puzzles:
+def _read_npy(folder: pathlib.Path, source: Source) -> Puzzles:
     names = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
     try:
-        inputs, labels, ids, puzzles, groups = (np.load(folder / f"all__{name}.npy", mmap_mode="r") for name in names)
-    except (OSError, ValueError) as error:
+        loaded = [files.array(files.inside(folder, f"all__{name}.npy")) for name in names]
+    except DataError as error:
         raise DataError(f"{folder}: {error}") from error
+    for name, x in zip(names, loaded, strict=True):
+        if x.ndim != (2 if name in names[:2] else 1) or x.dtype.kind not in "iu" or not len(x):
+            raise DataError(f"{folder}: all__{name}.npy holds {x.dtype} {x.shape}; expected integers")
+    inputs, labels, ids, puzzles, groups = loaded
+    symbols = n_symbols(source.kind)
+    for name, x in (("inputs", inputs), ("labels", labels)):
+        if x.max() >= symbols or x.min() < 0:
+            raise DataError(
+                f"{folder}: all__{name}.npy has symbols {x.min()} to {x.max()}; a {source.kind} has 0 to {symbols - 1}"
+            )
+    if any((np.diff(x.astype(np.int64)) < 0).any() or x[0] != 0 for x in (puzzles, groups)):
+        raise DataError(f"{folder}: puzzle_indices and group_indices must increase from 0")
     if len(inputs) != len(labels) or puzzles[-1] != len(inputs) or groups[-1] != len(ids) or len(puzzles) != len(ids) + 1:
         raise DataError(f"{folder}: rows, puzzles and groups differ in number")
     puzzle = np.repeat(np.asarray(ids, np.int32), np.diff(puzzles))

@@ -14,13 +14,14 @@ tokens.json is written last: where it is there, the folder is complete.
 import functools
 import hashlib
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaders import order
+from loaders import files, order
 from loaders.base import DataError
 
 FORMAT = 1
@@ -51,14 +52,15 @@ def symbols(path: pathlib.Path) -> str:
 
 def _decoded(path: pathlib.Path) -> str:
     try:
-        return path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
+        with files.regular(path) as file:
+            return file.read().decode()
+    except (files.FileError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: cannot be read as UTF-8: {error}; a source is a text file or a folder of token files"
         ) from error
 
 
-def open_splits(path: str, test: str, *, text: str, test_share: float) -> dict[str, Documents]:
+def open_splits(path: str, test: str, *, text: str, test_share: float, links: bool = False) -> dict[str, Documents]:
     """The documents of a source, "train" and "test"; opened once in a process, and again when a file has changed.
 
     Args:
@@ -66,25 +68,28 @@ def open_splits(path: str, test: str, *, text: str, test_share: float) -> dict[s
       test: the same to test on; empty: test/ in the folder, else ``test_share`` of ``path``.
       text: what a token of a text file is, "characters" or "bytes".
       test_share: of the documents, or of a text the share at its end.
+      links: whether links in a folder may lead out of it.
 
     Raises:
       DataError: files that cannot be read, or do not fit together.
     """
-    files = [pathlib.Path(p).expanduser() / name for p in (path, test) for name in ("", *ABOUTS) if p]
-    stamps = tuple((stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files if file.is_file()))
-    return _open_once(path, test, text, test_share, stamps)
+    places = [pathlib.Path(p).expanduser() / name for p in (path, test) for name in ("", *ABOUTS) if p]
+    stamps = tuple((stat.st_size, stat.st_mtime_ns) for stat in (place.stat() for place in places if place.is_file()))
+    return _open_once(path, test, text, test_share, links, stamps)
 
 
 @functools.lru_cache(maxsize=16)
-def _open_once(path_name: str, test_name: str, text: str, test_share: float, stamps: tuple) -> dict[str, Documents]:
+def _open_once(
+    path_name: str, test_name: str, text: str, test_share: float, links: bool, stamps: tuple
+) -> dict[str, Documents]:
     path, test = (pathlib.Path(name).expanduser() for name in (path_name, test_name))
     inner_test = path / "test" if (path / "test" / "tokens.json").is_file() else None
     held_out = test if test_name else inner_test
     vocabulary = symbols(path) if path.is_file() and text == "characters" else ""
     folder = path / "train" if (path / "train" / "tokens.json").is_file() else path
-    train = _read_text(path, vocabulary) if path.is_file() else _read_folder(folder)
+    train = _read_text(path, vocabulary) if path.is_file() else _read_folder(folder, links)
     if held_out is not None:
-        other = _read_text(held_out, vocabulary) if path.is_file() else _read_folder(held_out)
+        other = _read_text(held_out, vocabulary) if path.is_file() else _read_folder(held_out, links)
         if other.vocab != train.vocab:
             raise DataError(f"{held_out} has a vocabulary of {other.vocab}, and {path} one of {train.vocab}")
         return {"train": train, "test": other}
@@ -92,7 +97,7 @@ def _open_once(path_name: str, test_name: str, text: str, test_share: float, sta
         n = int(len(train.shards[0]) * (1 - test_share))
         return {"train": _piece(train, 0, n, path, text), "test": _piece(train, n, len(train.shards[0]), path, text)}
     is_test = order.held_out(np.arange(len(train.length)), test_share)
-    sizes = _document_bytes(folder)
+    sizes = _document_bytes(folder, links)
     return {
         name: train._replace(
             shard=train.shard[kept],
@@ -140,19 +145,17 @@ def _read_text(path: pathlib.Path, vocabulary: str) -> Documents:
     )
 
 
-def _read_folder(folder: pathlib.Path) -> Documents:
-    about = _read_about(folder)
+def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
+    about = _read_about(folder, links)
     shards, shard, start, length = [], [], [], []
+    dtype = np.dtype(about["dtype"]).newbyteorder("<")
     for i, entry in enumerate(about["shards"]):
-        index = _read_index(folder, entry)[:, 0]
-        tokens = folder / f"{entry['name']}.tokens"
-        dtype = np.dtype(about["dtype"]).newbyteorder("<")
-        size = tokens.stat().st_size if tokens.is_file() else -1
-        if size != entry["tokens"] * dtype.itemsize:
-            actual = f"has {size} bytes" if size >= 0 else "does not exist"
+        path = folder / f"{entry['name']}.tokens"
+        if not path.exists():
             expected = entry["tokens"] * dtype.itemsize
-            raise DataError(f"{tokens} {actual}, but tokens.json names {expected} bytes; make the tokens again")
-        shards.append(np.memmap(tokens, dtype, "r") if size else np.empty(0, dtype))
+            raise DataError(f"{path} does not exist, but tokens.json names {expected} bytes; make the tokens again")
+        index = _read_index(folder, entry, links)[:, 0]
+        shards.append(_mapped(folder, path.name, dtype, entry["tokens"], links))
         shard.append(np.full(len(index) - 1, i, np.int32))
         start.append(index[:-1])
         length.append(np.diff(index))
@@ -162,42 +165,73 @@ def _read_folder(folder: pathlib.Path) -> Documents:
     return Documents(tuple(shards), joined[0], joined[1], joined[2], n_bytes, about["vocab"], digest)
 
 
-def _document_bytes(folder: pathlib.Path) -> np.ndarray:
+def _document_bytes(folder: pathlib.Path, links: bool) -> np.ndarray:
     """The bytes of text of each document, int64 [n]."""
-    parts = [np.diff(_read_index(folder, entry)[:, 1]) for entry in _read_about(folder)["shards"]]
+    parts = [np.diff(_read_index(folder, entry, links)[:, 1]) for entry in _read_about(folder, links)["shards"]]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-def _read_about(folder: pathlib.Path) -> dict[str, Any]:
+def _read_about(folder: pathlib.Path, links: bool) -> dict[str, Any]:
     """The content of tokens.json. Raises DataError."""
     path = folder / "tokens.json"
-    try:
-        about = json.loads(path.read_text())
-    except FileNotFoundError as error:
+    if not path.exists():
         content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
         raise DataError(
             f"{folder} has no tokens.json; it holds {content or 'nothing'}. Make token files with `jaxtrain tokens`, which "
             "also completes an interrupted folder"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}") from error
+        )
+    about = files.read_json(files.inside(folder, path.name, links=links, remedy=files.LINKS))
     if about.get("format") != FORMAT:
         raise DataError(f"{path} has format {about.get('format')!r}; expected {FORMAT}: make the tokens again")
+    if not _is_complete(about):
+        raise DataError(f"{path} does not describe token files; make the tokens again")
     return about
 
 
-def _read_index(folder: pathlib.Path, entry: dict[str, Any]) -> np.ndarray:
-    path = folder / f"{entry['name']}.docs"
-    shape = (entry["documents"] + 1, 2)
-    try:
-        return np.memmap(path, "<i8", "r", shape=shape)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} does not hold the {shape[0] - 1} documents that tokens.json names: {error}") from error
+def _is_complete(about: dict[str, Any]) -> bool:
+    """Whether tokens.json has all that a reader needs."""
+
+    def whole(x: Any) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**60
+
+    def complete(entry: Any) -> bool:
+        sizes, texts = ("documents", "tokens", "bytes"), ("name", "sha256")
+        return (
+            isinstance(entry, dict)
+            and all(whole(entry.get(k)) for k in sizes)
+            and all(type(entry.get(k)) is str for k in texts)
+        )
+
+    shards = about.get("shards")
+    is_known = about.get("dtype") in ("uint16", "uint32") and whole(about.get("vocab"))
+    return is_known and isinstance(shards, list) and all(map(complete, shards))
+
+
+def _read_index(folder: pathlib.Path, entry: dict[str, Any], links: bool) -> np.ndarray:
+    """Where the documents of a shard begin, int64 [n + 1, 2]. Raises DataError."""
+    name = f"{entry['name']}.docs"
+    index = _mapped(folder, name, np.dtype("<i8"), 2 * (entry["documents"] + 1), links).reshape(-1, 2)
+    ends = (entry["tokens"], entry["bytes"])
+    if index[0].any() or tuple(index[-1].tolist()) != ends or (np.diff(index, axis=0) < 0).any():
+        raise DataError(
+            f"{folder / name} does not hold the {entry['documents']} documents that tokens.json names; make the tokens again"
+        )
+    return index
+
+
+def _mapped(folder: pathlib.Path, name: str, dtype: np.dtype, n: int, links: bool) -> np.ndarray:
+    """Maps ``n`` numbers, which must be all of a file. Raises DataError."""
+    path = files.inside(folder, name, links=links, remedy=files.LINKS)
+    with files.regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != n * dtype.itemsize:
+            raise DataError(f"{path} has {size} bytes, but tokens.json names {n * dtype.itemsize} bytes; make the tokens again")
+        return np.memmap(file, dtype, "r") if size else np.empty(0, dtype)
 
 
 def lengths(folder: pathlib.Path) -> np.ndarray:
     """The number of tokens of each document of a folder of token files, int64 [n]."""
-    return _read_folder(folder).length
+    return _read_folder(folder, links=False).length
 
 
 def write_shard(folder: pathlib.Path, name: str, documents: Sequence[np.ndarray], sizes: Sequence[int], dtype: Any) -> dict:

@@ -9,6 +9,7 @@ Inputs are files, folders (all files below with a known ending) or globs. By the
 
 A part of an input becomes a shard, in the order of the inputs, whatever the number of workers: the files are the same bytes
 every time. `make` resumes after the last whole shard of an interrupted call; other inputs or another tokenizer are an error.
+Called again with the same ones, it says what is there.
 """
 
 import glob
@@ -26,11 +27,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from loaders import files as files_lib
 from loaders import token_files
 
 TEXT, LINES, PARQUET, ARROW = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
 PART = 32 << 20  # [bytes] of a JSONL file in one shard
 PARTIAL = ".parts"  # folder of the entries of finished shards
+MADE_OF = "made_of"  # file of a finished folder: the digest of its inputs and options, by which the same command knows it
 
 
 class TokensError(ValueError):
@@ -62,12 +65,17 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     vocab, eos, _ = _tokenizer(options)
     parts = [part for path in files for part in _parts(path)]
     plan = _digest(files, options)
+    if (out / "tokens.json").exists() and not (out / PARTIAL).exists():
+        if (out / MADE_OF).exists() and (out / MADE_OF).read_text() == plan:
+            print(
+                f"{out} is there already, of these inputs: {_summary(json.loads((out / 'tokens.json').read_text())['shards'])}"
+            )
+            return
+        raise TokensError(f"{out} holds token files of other inputs or options already; choose another folder")
     (out / PARTIAL).mkdir(parents=True, exist_ok=True)
     marker = out / PARTIAL / "plan"
     if marker.exists() and marker.read_text() != plan:
         raise TokensError(f"{out} was begun with other inputs or options; remove it, or choose another folder")
-    if (out / "tokens.json").exists() and not marker.exists():
-        raise TokensError(f"{out} holds token files already; choose another folder")
     marker.write_text(plan)
     todo = [i for i in range(len(parts)) if not _entry(out, i).exists()]
     if len(todo) < len(parts):
@@ -97,13 +105,16 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
         (out / name).write_bytes(pathlib.Path(options.tokenizer).read_bytes())
     shards = [entry["shard"] for entry in entries]
     token_files.write_about(out, vocab=vocab, eos=eos, tokenizer=name, shards=shards)
-    for path in (*(_entry(out, i) for i in range(len(parts))), marker):
-        path.unlink()
+    for i in range(len(parts)):
+        _entry(out, i).unlink()
+    marker.rename(out / MADE_OF)
     (out / PARTIAL).rmdir()
+    print(f"{out}: {_summary(shards)}; {len(bad)} skipped")
+
+
+def _summary(shards: Sequence[dict[str, Any]]) -> str:
     total = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
-    print(
-        f"{out}: {total['documents']:,} documents, {total['tokens']:,} tokens of {total['bytes']:,} bytes; {len(bad)} skipped"
-    )
+    return f"{total['documents']:,} documents, {total['tokens']:,} tokens of {total['bytes']:,} bytes"
 
 
 class _Here:
@@ -124,6 +135,9 @@ def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
         path = pathlib.Path(name).expanduser()
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
+            for file in inside:
+                remedy = "; name that file itself, or the folder that it lies in"
+                files_lib.inside(path, str(file.relative_to(path)), remedy=remedy)
         else:
             inside = [path] if path.is_file() else sorted(map(pathlib.Path, glob.glob(str(path), recursive=True)))
         if not inside:
@@ -188,20 +202,31 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
                 where = f"{path}: line at byte {file.tell() - len(line)}"
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                    value = row.get(options.column) if isinstance(row, dict) else None
+                    if isinstance(value, str):
+                        value.encode()  # half of a character is no text
+                except (ValueError, RecursionError) as error:
                     yield f"{where} is not JSON ({error})", None
                 else:
-                    yield f"{where}, column {options.column!r}", row.get(options.column) if isinstance(row, dict) else None
+                    yield f"{where}, column {options.column!r}", value
     else:
         table = _open(path)
         names = (table.schema_arrow if path.suffix in PARQUET else table[part.begin].schema).names
         if options.column not in names:
             raise TokensError(f"{path} has no column {options.column!r}; expected one of: {', '.join(names)} (--column)")
-        if path.suffix in PARQUET:
-            rows = table.read_row_group(part.begin, columns=[options.column])
-        else:
-            rows = table[part.begin].select([options.column])
-        for i, value in enumerate(rows.column(0).to_pylist()):
+        try:
+            if path.suffix in PARQUET:
+                rows = table.read_row_group(part.begin, columns=[options.column])
+            else:
+                rows = table[part.begin].select([options.column])
+        except (pa.ArrowException, ValueError, OSError, KeyError) as error:
+            raise TokensError(f"{path}: part {part.begin} is damaged: {(str(error).splitlines() or ['?'])[0]}") from error
+        try:
+            rows.column(0).validate(full=True)  # pyarrow takes a file's word for where its values lie
+            values = rows.column(0).to_pylist()
+        except (pa.ArrowException, ValueError, OSError) as error:
+            raise TokensError(f"{path}: part {part.begin} is damaged: {(str(error).splitlines() or ['?'])[0]}") from error
+        for i, value in enumerate(values):
             yield f"{path}: row {i} of part {part.begin}, column {options.column!r}", value
 
 

@@ -63,6 +63,7 @@ class Config(checks.DataSection):
     window: int = 16_384  # [documents] that are packed among themselves
     text: str = "characters"  # [name] what a token of a text file is: characters (vocabulary: those in the file) or bytes
     test_share: float = 0.1  # [share] kept for testing where no path holds any: of the documents, or the end of a text
+    follow_links: bool = False  # [bool] links in a folder of token files may lead out of it
     threads: int = 2  # [threads] that read batches ahead
     ahead: int = 4  # [batches] that are read ahead
     exhausted: str = "repeat"  # [name] when a source has been read once: repeat, stop (the others take its share), error
@@ -79,7 +80,8 @@ class Config(checks.DataSection):
         yield from checks.choice(self, PACKINGS, "packing")
         yield from checks.choice(self, TEXTS, "text")
         yield from checks.choice(self, mixture.POLICIES, "exhausted")
-        yield from checks.at_least(self, 1, "context", "window", "threads", "ahead")
+        yield from checks.at_least(self, 1, "context", "window", "ahead")
+        yield from checks.threads(self, least=1)
         yield from checks.within(self, "[0, 1)", "test_share")
         if self.packing == "random" and self.exhausted != "repeat":
             yield "exhausted", f"is {self.exhausted!r}, but random windows never exhaust a source; use 'repeat'"
@@ -235,4 +237,4 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Tokens:
 
 
 def _open(source: Source, config: Config) -> dict[str, Documents]:
-    return open_splits(source.path, source.test, text=config.text, test_share=config.test_share)
+    return open_splits(source.path, source.test, text=config.text, test_share=config.test_share, links=config.follow_links)

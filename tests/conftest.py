@@ -1,5 +1,6 @@
 """Eight CPU devices for every test; broadcasts between ranks are errors; compiled programs are kept between runs."""
 
+import logging
 import os
 import re
 
@@ -12,6 +13,7 @@ os.environ.setdefault("NPROC", "32")
 os.environ["NO_GCE_CHECK"] = "true"  # the tests' runs, on whatever machine, ask no metadata server
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 from jaxtrain import cluster  # noqa: E402
 
@@ -32,6 +34,43 @@ LONGEST = (
     "test_estimate.py",
     "test_object_store.py",
 )
+
+
+def fetched(kind):
+    """The environment of a compiler, fetched once and kept beneath the cache; where it cannot be had, the test skips."""
+    from jaxtrain import plan  # here: most tests' workers need no planner
+
+    try:
+        plan.set_up(kind)
+    except plan.PlanError as error:
+        pytest.skip(str(error))
+    return plan.environment.folder(kind)
+
+
+@pytest.fixture(scope="session")
+def gpu_compiler():
+    return fetched("gpu")
+
+
+@pytest.fixture(scope="session")
+def tpu_compiler():
+    return fetched("tpu")
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_this_test():
+    """A command that a test calls sets up a console on the stream that pytest closes after that test."""
+    root, level = logging.getLogger(), logging.getLogger("jaxtrain").level
+    before = list(root.handlers)
+    yield
+    root.handlers[:] = before
+    logging.getLogger("jaxtrain").setLevel(level)
+
+
+@pytest.fixture
+def libtpu(tpu_compiler, monkeypatch):
+    """XLA's compiler for TPUs in this very process, where JAX looks for it first."""
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tpu_compiler / "libtpu" / "libtpu.so"))
 
 
 def pytest_collection_modifyitems(items):

@@ -1,17 +1,21 @@
 """`jaxtrain COMMAND`: the table, --help, and mistakes, of every command and without jax."""
 
 import ast
+import dataclasses
 import importlib
 import logging
 import os
 import pathlib
+import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.commands import arguments
+from jaxtrain import config as config_lib
+from jaxtrain.commands import arguments, train
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "jaxtrain" / "commands"
@@ -29,7 +33,7 @@ def logging_as_before():
 
 
 def test_the_table_lists_every_file_once():
-    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "arguments"}
+    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "arguments", "installation"}
     assert sorted(name.replace("-", "_") for name in NAMES) == sorted(files)
 
 
@@ -44,7 +48,7 @@ def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
         group = next(line for line in reversed(lines[:at]) if line.endswith(":") and not line.startswith(" "))
         assert group == f"{command.group}:"
     groups = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert groups == ["train:", "look ahead:", "data:", "weights:", "look back:", "clusters:", "exit codes:"]
+    assert groups == ["train:", "look ahead:", "data:", "weights:", "look back:", "clusters:", "shell:", "exit codes:"]
     codes = lines[lines.index("exit codes:") :]
     assert [line.split()[0] for line in codes[1:]] == ["0", "1", "2", "75", "130"]
     assert all(len(line) <= 128 for line in lines)
@@ -211,3 +215,124 @@ def test_who_reads_the_output_may_stop_reading():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["train", "--config=configs/nothing.py", "--help"], "train"),
+        (["train", "--nonsense", "-h"], "train"),
+        (["--config=configs/nothing.py", "--help"], "train"),
+        (["--config", "--help"], "train"),
+        (["plan", "--config", "--help"], "plan"),
+        (["explain", "--config.train.steps", "--help"], "explain"),
+        (["launch", "--nodes=none", "--help"], "launch"),
+        (["sudoku", "--kind=none", "--help"], "sudoku"),
+        (["checkpoint", "--nonsense", "--help"], "checkpoint"),
+        (["checkpoint", "verify", "--nonsense", "--help"], "checkpoint verify"),
+        (["help", "export"], "export"),
+        (["--help", "export"], "export"),
+    ],
+)
+def test_help_is_given_wherever_it_is_asked_for(argv, name, capsys):
+    try:
+        code = cli.main(argv)
+    except SystemExit as end:
+        code = end.code or 0
+    told = capsys.readouterr()
+    assert (code, told.err) == (0, "") and told.out.startswith(f"usage: jaxtrain {name} ")
+
+
+def test_help_behind_an_unknown_command_is_the_list(capsys):
+    assert cli.main(["tran", "--help"]) == 0
+    assert capsys.readouterr().out == f"{cli.listing()}\n"
+
+
+def run_in(folder, *argv, **environment):
+    """A command in a process of its own, with ``folder`` before all else that it imports from."""
+    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **environment}
+    command = [sys.executable, "-X", "importtime", "-m", "jaxtrain.cli", *argv]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    return done.returncode, said, imported
+
+
+@pytest.mark.parametrize("argv", [["train", "--config=xcm"], ["plan", "--config=xcm"], ["embed", "run", "--out=x"]])
+def test_a_cache_that_cannot_be_written_is_told_before_jax_is_imported(argv, tmp_path):
+    (tmp_path / "file").touch()
+    code, said, imported = run_in(tmp_path, *argv, JAXTRAIN_CACHE=str(tmp_path / "file" / "cache"))
+    assert code == 2 and "jax" not in imported and "numpy" not in imported
+    assert said == [
+        f"error: the cache folder {tmp_path}/file/cache cannot be written (Not a directory); "
+        "set JAXTRAIN_CACHE to a folder that can be"
+    ]
+    assert run_in(tmp_path, argv[0], "--help", JAXTRAIN_CACHE=str(tmp_path / "file" / "cache"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("needed", "text"),
+    [
+        ("jax>=99.1", "and jaxtrain needs 99.1 or newer; pip install --upgrade 'jax>=99.1'"),
+        ("no-such-package>=2", "the package no-such-package is missing; pip install --upgrade 'no-such-package>=2'"),
+        ("no-such-package>=2; extra == 'slurm'", ""),
+    ],
+)
+def test_packages_that_are_missing_or_too_old_are_told_before_jax_is_imported(needed, text, tmp_path):
+    """As pip leaves them when somebody installs another version afterwards."""
+    about = tmp_path / "jaxtrain-0.1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.4\nName: jaxtrain\nVersion: 0.1.0\nRequires-Dist: {needed}\n")
+    code, said, imported = run_in(tmp_path, "export", "nowhere", "--out=x")
+    assert code == 2 and len(said) == 1
+    assert ("jax" not in imported and said[0].endswith(text)) if text else "nowhere does not exist" in said[0]
+
+
+def test_an_extension_that_was_not_built_is_told(tmp_path):
+    for part in ("jaxtrain", "loaders"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    code, said, _ = run_in(tmp_path, "train", "--config=xcm")
+    assert code == 2 and said == [
+        "error: the extension loaders._rust is not built; say `make train` in the checkout, or pip install its wheel"
+    ]
+
+
+def test_a_python_that_is_too_old_is_told():
+    """Before any syntax that it does not know."""
+    program = "import sys; sys.version_info = (3, 10, 2); import jaxtrain.cli"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "error: jaxtrain needs Python 3.11 or newer, and this is 3.10\n"
+
+
+def test_a_folder_of_ones_own_modules_is_found_by_the_installed_command(tmp_path):
+    """`python -m jaxtrain.main` has the working directory on its path; the installed `jaxtrain` has it, too."""
+    (tmp_path / "my_config.py").write_text("import my_words\n\n\ndef get_config():\n    raise ValueError(my_words.TEXT)\n")
+    (tmp_path / "my_words.py").write_text("TEXT = 'found'\n")
+    program = "import sys; sys.path.remove(''); from jaxtrain.cli import start; sys.exit(start())"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, "train", "--config=my_config.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert "says: found" in done.stderr, done.stderr
+
+
+def test_what_a_run_says_to_type_next_is_what_was_typed_but_longer(tmp_path):
+    """Whatever quotes the words need; and what a run that keeps weights alone cannot do is not offered."""
+    (tmp_path / "metrics.jsonl").touch()
+    words = [
+        "--config=lm:qwen3-0.6b",
+        "--config.data.sources=({'path': 'a b'},)",
+        "--config.optim.undecayed=$x'\"",
+        "--config.seed=3",
+    ]
+    overrides = [tuple(word.removeprefix("--config.").split("=", 1)) for word in words[1:]]
+    given = config_lib.Arguments("lm:qwen3-0.6b", [*overrides, ("train.steps", "40")], False, None)
+    run = config_lib.Config(workdir=str(tmp_path), train=config_lib.Train(steps=40), workload="jaxtrain.workloads.language")
+    lines = dict(line.strip().split(": ", 1) for line in train.last_lines(given, run).splitlines() if ": " in line)
+    assert shlex.split(lines["to train for longer"]) == ["jaxtrain", "train", *words, "--config.train.steps=80"]
+    assert "\"--config.data.sources=({'path': 'a b'},)\"" in lines["to train for longer"], "as a person would quote it"
+    assert lines["records of training and evaluations, a line each"] == str(tmp_path / "metrics.jsonl")
+    assert "embed" not in " ".join(lines.values()), "which is for recordings"
+    ended = dataclasses.replace(run, checkpoint=config_lib.Checkpoint(final="weights"), lora=config_lib.Lora(rank=4))
+    text = train.last_lines(given, ended)
+    assert "to train for longer" not in text and f"jaxtrain lora-to-peft {tmp_path} --out " in text

@@ -137,3 +137,27 @@ def test_the_progress_line_names_what_the_loader_is_slow_at():
     assert "waiting for data 23% (most in decode)" in console.progress_line(1, 9, 2.0, rates, slowest="decode")
     assert "waiting for data 23%  " in console.progress_line(1, 9, 2.0, rates)
     assert "decode" not in console.progress_line(1, 9, 2.0, rates | {"data_wait_share": 0.01}, slowest="decode")
+
+
+def test_the_progress_line_has_what_the_loss_is_the_sum_of():
+    rates = {"samples_per_second": 1.0, "mfu": 0.1, "data_wait_share": 0.0, "eta_seconds": 1.0}
+    line = console.progress_line(1, 9, 5.0, rates, terms={"supervised_loss": 2.25, "probe_loss": 2.75})
+    assert "loss 5.0000 = supervised 2.2500 + probe 2.7500  " in line
+
+
+def test_an_interlude_is_shown_and_the_line_before_it_comes_back(clock, logger):
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        line = console.Console(stream, every=10)
+        logger.handlers = [console.ConsoleHandler(line)]
+        line.progress("step 1")
+        clock.time += 11
+        line.progress("batch 1 of 2", passing=True)
+        clock.time += 5
+        line.progress("batch 2 of 2", passing=True)
+        logger.info("evaluated")
+        line.finish()
+        logger.info("ended")
+    assert screen(terminal.getvalue()) == ["evaluated", "step 1", "ended", ""]
+    assert "batch 2 of 2" in terminal.getvalue()
+    assert file.getvalue().splitlines() == ["step 1", "batch 1 of 2", "evaluated", "step 1", "ended"]

@@ -340,7 +340,7 @@ def on_hosts(names, folder, source, *overrides, port=27508):  # noqa: F811
     """One process on each host, told of the first one's address."""
     started = []
     for i, name in enumerate(names):
-        environment = at(port, i, len(names)) | {"JAXTRAIN_COORDINATOR": f"10.77.0.1:{port}"}
+        environment = at(port, i, len(names)) | {"JAXTRAIN_COORDINATOR": f"10.77.0.1:{port}", "JAXTRAIN_SECRET": "5e" * 16}
         environment["IDS"] = str(folder / f"ids{i}.jsonl")
         started.append(command(folder, source, *overrides, inside=["ip", "netns", "exec", name], **environment))
     return started

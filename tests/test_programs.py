@@ -39,3 +39,37 @@ def test_a_compilation_that_fails_is_raised_at_its_step_and_not_before():
     with pytest.raises(ValueError, match="stage 1 does not fit"):
         programs.at(1)
     programs.close()
+
+
+def test_an_evaluation_is_compiled_after_the_first_step_and_its_failure_ends_the_run_early():
+    order = []
+
+    def compiled(stage):
+        order.append(stage)
+        return lambda: stage
+
+    def evaluation():
+        order.append("evaluation")
+        return lambda: "evaluated"
+
+    programs = Ahead(lambda step: step // 5, compiled, start=0, stop=10, others=[evaluation])
+    assert programs.at(0)() == 0 and programs.other(0)() == "evaluated" and programs.at(9)() == 1
+    assert order == [0, "evaluation", 1]
+    programs.close()
+
+    def too_large():
+        raise ValueError("the evaluation does not fit")
+
+    programs = Ahead(lambda step: 0, compiled, start=0, stop=1_000_000, others=[too_large])
+    with pytest.raises(ValueError, match="does not fit"):
+        for step in range(1_000_000):  # at one of the first steps, with nobody having asked for the evaluation
+            programs.at(step)
+    with pytest.raises(ValueError, match="does not fit"):
+        programs.other(0)
+    programs.close()
+
+
+def test_a_run_without_steps_left_has_its_evaluation():
+    programs = Ahead(lambda step: 0, lambda stage: None, start=5, stop=5, others=[lambda: lambda: "evaluated"])
+    assert programs.other(0)() == "evaluated"
+    programs.close()

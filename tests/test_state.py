@@ -136,3 +136,11 @@ def test_an_offloaded_state_lives_in_host_memory_and_comes_over_for_the_update(s
             assert kinds == {"pinned_host" if offload else "device"}
         found.append(now.variables.params["w"])
     np.testing.assert_array_equal(*found)
+
+
+def test_initial_values_do_not_depend_on_how_long_the_compiler_thinks(monkeypatch):
+    """They are compiled in less time than a step, to the same bits."""
+    plan, key = make((2, 2, 2)), jax.random.key(3)
+    quick = jax.device_get(state.init_state(TASK, TX, plan, key))
+    monkeypatch.setattr(state, "QUICK", {})
+    jax.tree.map(np.testing.assert_array_equal, quick, jax.device_get(state.init_state(TASK, TX, plan, key)))

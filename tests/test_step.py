@@ -13,7 +13,7 @@ from jaxtrain import config as config_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.assembly import assemble
-from jaxtrain.layout import LayoutError, make_mesh
+from jaxtrain.layout import Devices, LayoutError, make_mesh
 from jaxtrain.nn import augment
 from jaxtrain.plan import hlo
 from jaxtrain.specs import fan_in, ones, zeros
@@ -159,6 +159,39 @@ def test_the_state_is_donated(make_run):
     state = run.init()
     run.step(state, run.put(make_batch(0)))
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def by_matrix(grads, state, params):
+    return jax.tree.map(lambda g: -0.1 * (jnp.eye(len(g)) @ g), grads), state
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("rule", [None, optax.GradientTransformation(lambda params: (), by_matrix)], ids=["adamw", "products"])
+def test_the_step_for_gpus_has_the_same_results(rule, stop):
+    """There the norms come before the parameters, and the update is computed again, unless it multiplies matrices."""
+    run = Run("alone", 1, task=toy_task(), fields=TOY_FIELDS)
+    tx, abstract = rule or run.tx, run.abstract
+    if rule:
+        abstract = abstract._replace(state=abstract.state.replace(opt_state=()))
+    batch = {"x": np.ones((BATCH, 4), "f4"), "weight": np.ones(BATCH, "f4")}
+    found = []
+    for layout in (run.layout, run.layout._replace(devices=Devices("gpu", "9.0"))):
+        step = step_lib.make_train_step(run.task, tx, layout, abstract, accumulate=1, ema=0.0, guard=config_lib.Guard(), seed=0)
+        state = run.init()
+        state = state.replace(opt_state=()) if rule else state
+        found.append(host(step(state, run.put(batch), step_lib.put_stop(layout, stop))))
+    assert_close(*found, atol=1e-6)
+    assert (found[1][1]["update_norm"].total == 0) == stop
+
+
+def test_a_step_that_is_refused_keeps_every_bit_of_the_parameters():
+    run = Run("alone", 1, task=toy_task(), fields=TOY_FIELDS)
+    state = run.init()
+    before = np.array([-0.0, 0.0, 1.5, -2.5], "f4")
+    state = state.replace(variables=state.variables._replace(params={"w": jax.device_put(before)}))
+    batch = {"x": np.ones((BATCH, 4), "f4"), "weight": np.ones(BATCH, "f4")}
+    state, _ = run.step(state, run.put(batch), stop=True)
+    assert np.asarray(state.variables.params["w"]).tobytes() == before.tobytes()
 
 
 # A least workload with a carry: one part belongs to the rows, another to all; and a random draw for each row.

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import feed
+from jaxtrain import feed, glossary
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
@@ -126,6 +127,16 @@ def records(workdir: pathlib.Path, split: str) -> dict[int, dict[str, float]]:
     return {r["step"]: {k: v for k, v in r.items() if k not in rates} for r in lines if r["split"] == split}
 
 
+def unexplained(workdir: pathlib.Path) -> set[str]:
+    """Names in metrics.jsonl that the glossary has no meaning for."""
+    workload = json.loads((workdir / "config.json").read_text())["workload"]
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        name for r in lines for name in r.keys() - {"step", "split"}
+        if not glossary.meaning(name, workload=workload, split=r["split"])
+    }  # fmt: skip
+
+
 def hashes(workdir: pathlib.Path, step: int) -> dict[str, str]:
     """sha256 of every leaf of a checkpoint."""
     path = workdir.absolute() / "checkpoints" / str(step) / "state"
@@ -161,7 +172,9 @@ def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_t
     assert {p: ids(folder)[p] for p in range(1, 21)} == {p: ids(folder, "whole.jsonl")[p] for p in range(1, 21)}
     for split in ("train", "test"):
         assert records(folder / "killed", split) == records(folder / "whole", split)
-    assert "already reached step 20" in run(*killed)
+    assert "schedule of the learning rate" not in output
+    ended = run(*killed)
+    assert "already reached step 20" in ended and "compil" not in ended, "a run that has ended says so at once"
 
 
 def test_promise_4_two_processes_equal_one(folder, corpus):
@@ -212,13 +225,28 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     assert list((workdir / "tensorboard").iterdir())
     assert (workdir / "checkpoints" / "2").is_dir()
     line = next(line for line in output.splitlines() if line.startswith("step 2/2"))
-    for part in ("loss", "samples/s", "MFU", "waiting for data", "left"):
+    for part in ("loss", " = supervised ", " + probe ", "samples/s", "MFU", "waiting for data", "left"):
         assert part in line
     line = next(line for line in output.splitlines() if "from the command to the first step" in line)
     whole, phases = line.split(" s from the command to the first step: ")
     named = dict(phase.rsplit(" ", 1) for phase in phases.split(", "))
     assert {"imports and config", "compilation", "first step"} <= named.keys()
     assert float(whole) == pytest.approx(sum(map(float, named.values())), abs=0.5) and float(named["compilation"]) > 0
+    last = output[output.index("the run has ended; it left") :].splitlines()
+    paths = [line.rpartition(": ")[2] for line in last[1 : last.index("next")]]
+    names = ("checkpoints", "metrics.jsonl", "pictures", "tensorboard")
+    assert paths == [f"runs/tiny/{name}" for name in names] and all((folder / path).exists() for path in paths)
+    longer, export, embed, inspect = (line.partition(": ")[2] for line in last[last.index("next") + 1 :])
+    again = [f"--config=tiny.py:{corpus}", "--config.metrics.tensorboard=true", "--config.train.steps=4"]
+    assert shlex.split(longer) == ["jaxtrain", "train", *again]
+    assert export == "jaxtrain export runs/tiny --out runs/tiny-weights" and embed.startswith("jaxtrain embed runs/tiny ")
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxtrain.cli", *inspect.split()[1:]],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+    )
+    assert done.returncode == 0, "what it says can be typed"
 
 
 def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):
@@ -363,7 +391,8 @@ def test_a_warm_start_that_does_not_fit_or_is_damaged_stops_with_every_reason(fo
     assert "encoder/blocks/b_up" in output and "'^head/' matches nothing" in output and "Traceback" not in output
     step = folder / "first" / "checkpoints" / "1"
     data = max(step.rglob("d/*"), key=lambda p: p.stat().st_size)
-    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     output = run(*again, code=2)
     assert data.name in output and "Traceback" not in output
 

@@ -32,7 +32,8 @@ def test_promise_15_a_resumed_run_drops_later_steps_and_a_line_cut_short(tmp_pat
     writer.close()
     assert [(r["step"], r["split"]) for r in lines(tmp_path)] == [(10, "train"), (20, "train"), (20, "test"), (30, "train")]
     assert lines(tmp_path)[-1]["loss"] == 3.0
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.odd"]
+    assert (tmp_path / "metrics.jsonl.odd").read_text() == '{"step": 20, "split": "tr\n'
 
 
 def test_a_fresh_run_starts_a_fresh_file(tmp_path):

@@ -350,7 +350,7 @@ class Each:
 
 class Ours:
     def __init__(self, shard: pathlib.Path, threads: int):
-        config = ours.Config(train=str(shard), test_share=0.0, threads=threads)
+        config = ours.Config(train=str(shard), test_share=0.0, threads=threads, short="origin")
         n = ours.facts(config)["n_train"]
         self.batch = math.gcd(n, BATCH)  # so that an epoch is whole batches
         self.n_batches = n // self.batch

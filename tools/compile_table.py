@@ -1,6 +1,6 @@
 """The five workloads, compiled for chips that are not here, as a table: python -m tools.compile_table [--targets …]
 
-    python -m jaxtrain.main --plan-setup gpu                                            # once
+    jaxtrain plan --setup gpu                                            # once
     python -m tools.compile_table                                                       # 8 H100s: data, fsdp, 2 × 2 × 2
     python -m tools.compile_table --targets tpu:v5e:4x4 --workloads bird language --meshes fsdp
     python -m tools.compile_table --targets gpu:b200x8 gpu:h100x8*2 --sizes small

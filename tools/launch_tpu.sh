@@ -1,29 +1,31 @@
 #!/usr/bin/env bash
-# Trains on a Cloud TPU pod: creates it, copies this checkout, installs, runs on every worker, streams worker 0, starts again
-# after a preemption, and deletes the pod.
+# Trains on a Cloud TPU pod: creates it, sends a wheel, runs on every worker, streams worker 0, starts again after a preemption,
+# and deletes the pod.
 #
 #   tools/launch_tpu.sh --name=xcm --zone=us-central2-b --type=v4-32 --version=tpu-ubuntu2204-base -- \
-#       --config=configs/xcm.py:/data/XCM --config.workdir=/mnt/runs/xcm
+#       --config=xcm:/data/XCM --config.workdir=/mnt/runs/xcm
 #
 #   --name=NAME          of the TPU VM and of its queued resource
 #   --zone=ZONE          --type=TYPE     --version=IMAGE    as gcloud takes them
 #   --project=PROJECT    (default: gcloud's own)
 #   --queued             waits in the queue for resources, instead of failing while there are none
 #   --spot               may be preempted; implies --queued
+#   --wheel=FILE         of `make wheel` (default: the newest in dist/ of this checkout for x86-64)
+#   --files=FOLDER       sent along: configs and modules of your own. The run begins in it
 #   --retries=N          pods that may follow one that was preempted (20)
 #   --setup=COMMAND      runs on every worker before the run, for example to mount the data and the workdir, which all share
 #   --keep               leaves the pod there at the end
 #   --dry-run            prints the commands, runs none
 #
 # Everything after -- goes to python -m jaxtrain.main. Every worker is a process of one run, which finds the others by the
-# metadata of its VM. A run that is notified of a preemption saves and exits with 75; any other exit code ends
-# this script, too.
+# metadata of its VM, and knows them by a secret that is made here for each pod. A run that is notified of a preemption saves
+# and exits with 75; any other exit code ends this script, too.
 set -euo pipefail
 
 usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "$0"; }
 fail() { printf 'launch_tpu: %s\n' "$1" >&2; exit "${2:-2}"; }
 
-name="" zone="" type="" version="" project="" queued=false spot=false retries=20 setup=true keep=false dry=false
+name="" zone="" type="" version="" project="" queued=false spot=false retries=20 wheel="" files="" setup=true keep=false dry=false
 while (($#)); do
     case $1 in
         --name=*) name=${1#*=} ;;
@@ -31,6 +33,8 @@ while (($#)); do
         --type=*) type=${1#*=} ;;
         --version=*) version=${1#*=} ;;
         --project=*) project=${1#*=} ;;
+        --wheel=*) wheel=${1#*=} ;;
+        --files=*) files=${1#*=} ;;
         --retries=*) retries=${1#*=} ;;
         --setup=*) setup=${1#*=} ;;
         --queued) queued=true ;;
@@ -46,11 +50,23 @@ done
 for needed in name zone type version; do
     [[ -n ${!needed} ]] || fail "--$needed= is missing; see --help"
 done
+for needed in zone type version project; do
+    [[ ! ${!needed} =~ [[:cntrl:]] ]] || fail "--$needed= has a line break or another control character"
+done
 [[ $name =~ ^[a-z][a-z0-9-]*$ ]] || fail "--name=$name: small letters, digits and hyphens, a letter first"
 [[ $retries =~ ^[0-9]+$ ]] || fail "--retries=$retries is no number"
-(($#)) || fail "no config; end with: -- --config=configs/xcm.py"
+(($#)) || fail "no config; end with: -- --config=xcm"
+[[ -z $files || -d $files ]] || fail "--files=$files is no folder"
 
 root=$(cd "$(dirname "$0")/.." && pwd)
+if [[ -z $wheel ]]; then
+    for built in "$root"/dist/jaxtrain-*-abi3-manylinux*_x86_64.whl; do
+        [[ ! -f $built || -n $wheel && $wheel -nt $built ]] || wheel=$built
+    done
+    if $dry; then wheel=${wheel:-$root/dist/jaxtrain.whl}; fi  # whose commands need no wheel yet
+    [[ -n $wheel ]] || fail "dist/ has no wheel for x86-64; \`make wheel\` makes one, or name one with --wheel=FILE"
+fi
+[[ -f $wheel && $wheel == *.whl ]] || $dry || fail "--wheel=$wheel is no wheel; \`make wheel\` makes one in dist/"
 where=("--zone=$zone")
 [[ -z $project ]] || where+=("--project=$project")
 work=$(mktemp -d)
@@ -103,19 +119,29 @@ delete() {
 }
 
 install() {
-    run tar -C "$root" --exclude=./.git --exclude=./.venv --exclude=./runs --exclude='*.so' -czf "$work/jaxtrain.tar.gz" .
-    tpu scp "$work/jaxtrain.tar.gz" "$name:jaxtrain.tar.gz" --worker=all
+    mkdir -p "$work/send"
+    [[ -z $files ]] || run cp -R "$files"/. "$work/send"
+    run cp "$wheel" "$work/send"
+    run tar -C "$work/send" -czf "$work/jaxtrain.tar.gz" .
+    # In a file: arguments of a command are seen by everybody on the machine.
+    (umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$work/jaxtrain-secret")
+    tpu scp "$work/jaxtrain.tar.gz" "$work/jaxtrain-secret" "$name:" --worker=all
+    # Where the image's Python is too old, uv, a PyPI package, fetches another.
     # shellcheck disable=SC2016  # the workers expand it
-    on_all 'set -e; mkdir -p jaxtrain; tar -C jaxtrain -xzf jaxtrain.tar.gz; cd jaxtrain
-command -v cargo >/dev/null || test -x "$HOME/.cargo/bin/cargo" || curl -sSf https://sh.rustup.rs | sh -s -- -y -q --profile minimal
-PATH="$HOME/.cargo/bin:$PATH"; python3 -m venv .venv; .venv/bin/pip install -q -e ".[tpu]"'
+    on_all 'set -e; chmod 600 jaxtrain-secret; mkdir -p jaxtrain; tar -C jaxtrain -xzf jaxtrain.tar.gz; cd jaxtrain; python=
+for p in python3.13 python3.12 python3.11 python3; do
+    [ -n "$python" ] || ! "$p" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || python=$p
+done
+if [ -n "$python" ]; then "$python" -m venv .venv
+else python3 -m venv .uv; .uv/bin/pip install -q uv; .uv/bin/uv venv -q --seed --python 3.12 .venv; fi
+.venv/bin/pip install -q "./'"$(basename "$wheel")"'[tpu]"'
 }
 
 # Runs on all workers, in the background: a lost connection is not the end of a run. Each leaves its exit code in a file.
 train() {
     local arguments
     arguments=$(printf '%q ' "$@")
-    on_all "set -e; cd jaxtrain; rm -f exit-code worker.log
+    on_all "set -e; cd jaxtrain; rm -f exit-code worker.log; JAXTRAIN_SECRET=\$(cat ../jaxtrain-secret); export JAXTRAIN_SECRET
 $setup
 (code=0; nohup .venv/bin/python -m jaxtrain.main $arguments >worker.log 2>&1 || code=\$?; echo \$code >exit-code) \\
     </dev/null >/dev/null 2>&1 &"

@@ -10,10 +10,11 @@ import importlib
 import pathlib
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jaxtrain.workloads
 import loaders
+from jaxtrain import glossary
 from jaxtrain.config import Config, gloss
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -26,6 +27,10 @@ A field is set in a config file, or on the command line: `--config.train.batch=6
 """
 
 
+METRICS = """Each line of `metrics.jsonl` is a record, `{"step": 10, "split": "train", "loss": 2.3, …}`. X, N and K stand for a
+name or a number. `jaxtrain explain` prints those of one config, and the card of an export has them beside their values."""
+
+
 def page() -> str:
     """The page's text."""
     parts = [HEAD, "## Every run", *table(Config, "", leave_out=("model", "data"))]
@@ -34,7 +39,17 @@ def page() -> str:
             name = f"{package.__name__}.{module}"
             if (cls := getattr(importlib.import_module(name), "Config", None)) and cls is not Config:
                 parts += [f"## `{section}` of {kind} `{name}`", *table(cls, f"{section}.")]
+    parts += ["## Metrics", METRICS, 'Of each step, split "train":', glossary_table(glossary.STEP)]
+    for workload, entries in glossary.WORKLOADS.items():
+        parts += [f'Of `{workload}`, splits "train" and "test":', glossary_table(entries)]
+    parts += ['Of the order of the recordings, split "data":', glossary_table(glossary.DATA)]
+    parts += ['Of saves, split "save":', glossary_table(glossary.SAVE)]
     return "\n\n".join(parts) + "\n"
+
+
+def glossary_table(entries: Sequence[glossary.Entry]) -> str:
+    rows = [f"| {', '.join(f'`{name}`' for name in e.names.split(', '))} | {e.meaning} |" for e in entries]
+    return "\n".join(["| name | meaning |", "|---|---|", *rows])
 
 
 def table(cls: type, path: str, *, leave_out: tuple[str, ...] = ()) -> Iterator[str]:

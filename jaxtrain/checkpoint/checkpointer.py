@@ -16,6 +16,7 @@ its meta says ``"weights_only": true``: enough to evaluate, export and warm-star
 """
 
 import concurrent.futures
+import contextlib
 import json
 import logging
 import os
@@ -31,7 +32,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxtrain import cluster, specs
 from jaxtrain import config as config_lib
-from jaxtrain.checkpoint import checksums
+from jaxtrain.checkpoint import checksums, late
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.history import CheckpointError, History, Scores
 from jaxtrain.schedule import is_save_due
@@ -63,6 +64,7 @@ class Checkpointer:
     """Saves and restores the runs of one workdir. Every method is called by all processes, in the same order."""
 
     def __init__(self, config: config_lib.Config, task: Task):
+        late.keep_quiet()
         self._config = config
         self._meta = {
             "config": json.loads(config_lib.to_json(config)),
@@ -78,6 +80,7 @@ class Checkpointer:
             keep.append(policies.EveryNSteps(config.checkpoint.keep_every))
         self._unsealed: epath.Path | None = None
         self._failures = 0
+        self._given_up: list[str] = []  # steps whose saves failed
         self._sealing = concurrent.futures.ThreadPoolExecutor(1)
         self._seals: list[tuple[epath.Path, concurrent.futures.Future]] = []
         options = ocp.CheckpointManagerOptions(preservation_policy=policies.AnyPreservationPolicy(keep), create=True)
@@ -172,6 +175,7 @@ class Checkpointer:
         finally:
             self._sealing.shutdown()
             self._manager.close()
+            self._remove_parts()
 
     def _finish(self) -> None:
         self._settle()
@@ -198,6 +202,8 @@ class Checkpointer:
     def _failed(self, error: Exception, step: epath.Path) -> None:
         """Handles a save that failed, as config.checkpoint.on_error says. The steps before it are untouched."""
         self._drain()
+        self._given_up.append(step.name)
+        self._remove_parts()
         self._failures += 1
         self._manager.reload()
         whole = max(self._manager.all_steps(), default=None)
@@ -224,11 +230,21 @@ class Checkpointer:
             except Exception as error:  # noqa: BLE001  whatever a disk raises
                 log.debug("another error of the same save: %s", error)
 
+    def _remove_parts(self) -> None:
+        """Frees the space of saves that failed. Not with several processes: the others may still write."""
+        if jax.process_count() > 1:
+            return
+        with contextlib.suppress(OSError):  # threads that nobody waits for may still write there: the next call tries again
+            for step in self._given_up:
+                for part in self._path.glob(f"{step}.orbax-checkpoint-tmp*"):
+                    part.rmtree()
+
     def _damage(self, path: epath.Path) -> str:
         """Describes the damage that a step's checksums show; "" if there is none. Process 0 reads them for all."""
         if not self._config.checkpoint.verify or jax.process_index() != 0:
             return ""
         try:
+            stored.check_files(path)
             return "; ".join(checksums.verify(path))
         except checksums.NoManifest:
             log.info("checkpoint %s has no checksums: the run was killed between its last two renames, or wrote none", path)
@@ -332,8 +348,8 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
 def _read_meta(step: epath.Path) -> dict[str, Any]:
     """Reads a step's meta, as far as it can be read; damage is reported when the step itself is read."""
     try:
-        return json.loads((step / "meta" / "metadata").read_text())
-    except (OSError, ValueError):
+        return stored.read_json(step, "meta") or {}
+    except (OSError, stored.StoredError):
         return {}
 
 

@@ -21,10 +21,13 @@ import functools
 import hashlib
 import json
 import os
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 from etils import epath
+
+from loaders import files
 
 NAME = "manifest.json"
 ALGORITHM = "sha256"
@@ -44,11 +47,11 @@ def write(step_dir: epath.PathLike) -> None:
     folder = epath.Path(step_dir)
     names = sorted(_files(folder))
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        files = dict(zip(names, pool.map(functools.partial(_measure, folder), names), strict=True))
+        measured = dict(zip(names, pool.map(functools.partial(_measure, folder), names), strict=True))
     # A dot in front: a kill before the rename leaves a file that `_files` does not list.
     temporary = folder / f".{NAME}.{os.getpid()}"
     with temporary.open("wb") as file:
-        file.write(_encode(files))
+        file.write(_encode(measured))
         file.flush()
         with contextlib.suppress(AttributeError, OSError):  # an object store has neither descriptors nor torn files
             os.fsync(file.fileno())
@@ -62,50 +65,71 @@ def verify(step_dir: epath.PathLike) -> list[str]:
       NoManifest: there is no manifest to compare with.
     """
     folder = epath.Path(step_dir)
+    if not (folder / NAME).exists():
+        raise NoManifest(f"{folder} has no {NAME}")
     try:
-        raw = (folder / NAME).read_bytes()
-    except FileNotFoundError as error:
-        raise NoManifest(f"{folder} has no {NAME}") from error
-    try:
-        files = json.loads(raw)["files"]
-        intact = _encode(files) == raw
+        raw = files.read(_inside(folder, NAME), most=files.MOST_JSON)
+        listed = files.parse(raw.decode(), NAME)["files"]
+        intact = _encode(listed) == raw and all(_is_entry(entry) for entry in listed.values())
+    except files.FileError as error:
+        return [f"{NAME}: is damaged ({error}), so that no other file can be verified"]
     except Exception:  # noqa: BLE001  a damaged text may fail in any way
         intact = False
     if not intact:
         return [f"{NAME}: is damaged (it does not match its own hash), so that no other file can be verified"]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        results = pool.map(lambda item: _problem(folder, *item), files.items())
+        results = pool.map(lambda item: _problem(folder, *item), listed.items())
         return [problem for problem in results if problem]
 
 
 def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | None:
-    path = folder / name
     try:
+        path = _inside(folder, name)
+        if not path.exists():
+            raise FileNotFoundError(name)
         length = path.stat().length
         if length != expected["bytes"]:
             return f"{name}: has {length} bytes, and {expected['bytes']} were written"
         actual = _measure(folder, name)
     except FileNotFoundError:
         return f"{name}: is missing ({expected['bytes']} bytes were written)"
-    except OSError as error:
+    except (OSError, files.FileError) as error:
         return f"{name}: cannot be read ({error})"
     if actual != expected:
         return f"{name}: its {length} bytes are not those that were written ({ALGORITHM} differs)"
     return None
 
 
+def digest_of(path: epath.Path) -> str:
+    """The hash of a regular file, in hex. Raises `loaders.files.FileError`."""
+    return _measure(path.parent, path.name)["hash"]
+
+
 def _measure(folder: epath.Path, name: str) -> dict[str, Any]:
     digest, length = hashlib.new(ALGORITHM), 0
-    with (folder / name).open("rb") as file:
+    with files.regular(folder / name) as file:
         while piece := file.read(PIECE):
             digest.update(piece)
             length += len(piece)
     return {"bytes": length, "hash": digest.hexdigest()}
 
 
-def _encode(files: dict[str, Any]) -> bytes:
+def _inside(folder: epath.Path, name: str) -> epath.Path:
+    """The file that the manifest names. Raises FileError where it leads out of the step."""
+    if "://" not in os.fspath(folder):
+        return epath.Path(files.inside(pathlib.Path(folder), name))
+    if name.startswith("/") or ".." in name.split("/"):  # an object store has no links
+        raise files.FileError(f"{name} leads out of {folder}")
+    return folder / name
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and type(entry.get("bytes")) is int and type(entry.get("hash")) is str
+
+
+def _encode(listed: dict[str, Any]) -> bytes:
     """Encodes a manifest in its only valid form, so that every byte of it is checked."""
-    body = {"algorithm": ALGORITHM, "files": files}
+    body = {"algorithm": ALGORITHM, "files": listed}
     digest = hashlib.new(ALGORITHM, json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "hash": digest}, indent=1, sort_keys=True) + "\n").encode()
 

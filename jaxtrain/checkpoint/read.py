@@ -12,10 +12,11 @@ A path that ends in ``[i]`` is entry i of an array that is stacked along a first
 """
 
 import functools
-import json
 import math
 import os
+import pathlib
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -26,10 +27,16 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-EXPORT = "jaxtrain.json"
+from jaxtrain.checkpoint import late
+from jaxtrain.types import EXPORT_FILE
+from loaders import files
+
+EXPORT = EXPORT_FILE
 CARRY = "carry/"  # what paths of a carry begin with, in a step and in an export
 INDEX = "model.safetensors.index.json"
 CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
+MOST_HEADER = 100_000_000  # [bytes] of a file of safetensors: the format's own bound
+MOST_DIMENSIONS = 32  # of an array
 Index = tuple[slice, ...]  # one slice per dimension; () = everything
 
 # safetensors' names of types, those that numpy with ml_dtypes has.
@@ -110,6 +117,8 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
     folder = _item(_absolute(step_dir))
     if folder is None:
         raise StoredError(f"{step_dir} is not a step directory: it holds no _METADATA of arrays")
+    check_files(folder)
+    late.keep_quiet()  # of the arrays that a damaged tree names, all but the first error come after that one is raised
     try:
         # The handler, not an Orbax Checkpointer, which requires files that only a complete step directory has.
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
@@ -117,6 +126,9 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
         raise StoredError(f"the tree of arrays in {folder} cannot be read: {error}") from error
     context = ts.Context({"cache_pool": {"total_bytes_limit": 16 << 20}})
     indexed = (folder / "manifest.ocdbt").exists()
+    arrays = [(keys, leaf) for keys, leaf in _leaves(metadata.tree) if hasattr(leaf, "shape")]  # empty subtrees have none
+    for _, leaf in arrays:
+        inside(folder, leaf.name)
     return {
         "/".join(map(str, keys)): Stored(
             shape=tuple(leaf.shape),
@@ -126,18 +138,52 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
             chunk=tuple(leaf.storage.chunk_shape) if leaf.storage and leaf.storage.chunk_shape else tuple(leaf.shape),
             sharding=_describe(leaf.sharding),
         )
-        for keys, leaf in _leaves(metadata.tree)
-        if hasattr(leaf, "shape")  # empty subtrees have none
+        for keys, leaf in arrays
     }
 
 
 def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
     """Reads ``data`` or ``meta`` of a step directory; None when it does not exist. Raises StoredError when it is damaged."""
-    path = epath.Path(step_dir) / item / "metadata"
+    folder = epath.Path(step_dir)
+    return read_object(folder, f"{item}/metadata") if (folder / item / "metadata").exists() else None
+
+
+def read_object(folder: epath.Path, name: str) -> dict[str, Any]:
+    """The object that a JSON file of ``folder`` holds. Raises StoredError: damage, no regular file in that folder."""
     try:
-        return json.loads(path.read_text()) if path.exists() else None
-    except ValueError as error:
-        raise StoredError(f"{path} cannot be read: {error}") from error
+        return files.read_json(inside(folder, name))
+    except files.FileError as error:
+        raise StoredError(str(error)) from error
+
+
+def inside(folder: epath.Path, name: Any) -> epath.Path:
+    """The path of the file ``name`` in a folder, as another file names it. Raises StoredError where it leads out."""
+    if "://" in os.fspath(folder):  # an object store has no links
+        if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
+            raise StoredError(f"{folder} has a file that names {str(name)[:80]!r}, which leads out of it")
+        return folder / name
+    try:
+        return epath.Path(files.inside(pathlib.Path(folder), name))
+    except files.FileError as error:
+        raise StoredError(str(error)) from error
+
+
+def check_files(folder: epath.Path) -> None:
+    """Raises StoredError unless everything below a folder is a regular file or a folder, inside of it.
+
+    Orbax and tensorstore open what they find there, and would wait for a pipe.
+    """
+    if "://" in os.fspath(folder):
+        return
+    for where, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = inside(folder, os.path.relpath(os.path.join(where, name), folder))
+            try:
+                mode = os.stat(path).st_mode
+            except OSError as error:
+                raise StoredError(f"{path} cannot be read: {error.strerror}") from error
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise StoredError(f"{path} is a pipe or a device; expected files and folders alone")
 
 
 def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
@@ -150,20 +196,27 @@ def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
 
 
 def _open_folder(folder: epath.Path) -> dict[str, Stored]:
-    if folder.is_file():
+    if not folder.is_dir():
         return _open_file(folder, {})
-    export = json.loads((folder / EXPORT).read_text()) if (folder / EXPORT).exists() else {}
+    export = read_object(folder, EXPORT) if (folder / EXPORT).exists() else {}
     paths, shapes = export.get("paths", {}), export.get("shapes", {})
+    if not isinstance(paths, dict) or not all(isinstance(path, str) for path in paths.values()):
+        raise StoredError(f"{folder / EXPORT}: 'paths' must give a path for each name")
+    if not isinstance(shapes, dict) or not all(_is_shape(shape) for shape in shapes.values()):
+        raise StoredError(f"{folder / EXPORT}: 'shapes' must give a list of sizes for each path")
     if (folder / INDEX).exists():
-        where = json.loads((folder / INDEX).read_text())["weight_map"]
-        files = [folder / name for name in sorted(set(where.values()))]
+        where = read_object(folder, INDEX).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+            raise StoredError(f"{folder / INDEX}: 'weight_map' must give a file for each name")
+        names = sorted(set(where.values()))
     else:
-        files = sorted(folder.glob("*.safetensors"))
-    if missing := [str(f) for f in files if not f.exists()]:
+        names = sorted(file.name for file in folder.glob("*.safetensors"))
+    places = [inside(folder, name) for name in names]
+    if missing := [str(f) for f in places if not f.exists()]:
         raise StoredError(f"{folder / INDEX} names {', '.join(missing)}, which is missing")
-    if not files:
+    if not places:
         raise StoredError(f"{folder} holds no *.safetensors")
-    stacked = stack({path: s for file in files for path, s in _open_file(file, paths).items()})
+    stacked = stack({path: s for file in places for path, s in _open_file(file, paths).items()})
     return {path: fold(array, tuple(shapes[path])) if path in shapes else array for path, array in stacked.items()}
 
 
@@ -248,10 +301,12 @@ def in_chunks(tree: Any) -> Any:
 
 
 def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
-    """Builds a tree of dictionaries and lists from (keys, leaf)."""
+    """Builds a tree of dictionaries and lists from (keys, leaf). Raises StoredError for a path that lies within another."""
     leaves = list(leaves)
     if len(leaves) == 1 and not leaves[0][0]:
         return leaves[0][1]
+    if any(not keys for keys, _ in leaves):
+        raise StoredError("an array has the path of a folder of other arrays, or two have one path")
     groups: dict[str | int, list] = {}
     for keys, leaf in leaves:
         groups.setdefault(keys[0], []).append((keys[1:], leaf))
@@ -309,25 +364,33 @@ def _describe(sharding: Any) -> str:
 
 
 def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
-    size = path.stat().length
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise StoredError(f"{path}: a header of {length} bytes does not fit in a file of {size}")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise StoredError(f"{path}: the header is not JSON: {error}") from error
+    try:
+        with files.regular(path) as file:
+            size = path.stat().length
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, MOST_HEADER):
+                raise StoredError(f"{path}: a header of {length} bytes does not fit in a file of {size}")
+            header = files.parse(file.read(length).decode(), f"{path}: the header")
+    except (files.FileError, UnicodeDecodeError) as error:
+        raise StoredError(f"{path}: {error}" if isinstance(error, UnicodeDecodeError) else str(error)) from error
     arrays = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] not in DTYPES:
-            raise StoredError(f"{path}: {name} is {entry['dtype']}; expected one of: {', '.join(DTYPES)}")
-        shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
-        start, stop = entry["data_offsets"]
+        entry = entry if isinstance(entry, dict) else {}
+        kind, sizes, place = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(kind, str) or kind not in DTYPES:
+            raise StoredError(f"{path}: {name} is {str(kind)[:40]}; expected one of: {', '.join(DTYPES)}")
+        if not (
+            isinstance(sizes, list) and isinstance(place, list) and _is_shape(sizes) and _is_shape(place) and len(place) == 2
+        ):
+            raise StoredError(
+                f"{path}: {name} has the shape {str(sizes)[:80]} at bytes {str(place)[:80]}; expected lists of sizes"
+            )
+        shape, dtype = tuple(sizes), DTYPES[kind]
+        start, stop = place
         if stop - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= stop <= size - 8 - length:
-            raise StoredError(f"{path}: {name} {shape} {entry['dtype']} does not fit bytes {start} to {stop} of the file")
+            raise StoredError(f"{path}: {name} {shape} {kind} does not fit bytes {start} to {stop} of the file")
         where = paths.get(name) or name.replace(".", "/")
         read = functools.partial(_read_file, path, 8 + length + start, shape, dtype)
         # Row by row, so that a large table is read in pieces.
@@ -339,11 +402,25 @@ def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.
     """Reads the rows of the first slice, and applies the other slices in memory."""
     first, last, _ = index[0].indices(shape[0]) if index else (0, shape[0] if shape else 1, 1)
     row = math.prod(shape[1:]) * dtype.itemsize
-    with path.open("rb") as file:
-        file.seek(offset + first * row)
-        content = file.read((last - first) * row)
+    try:
+        with files.regular(path) as file:
+            file.seek(offset + first * row)
+            content = file.read((last - first) * row)
+    except files.FileError as error:
+        raise StoredError(str(error)) from error
+    if len(content) != (last - first) * row:
+        raise StoredError(f"{path} was cut off since it was opened")
     rows = np.ndarray((last - first, *shape[1:]) if shape else (), dtype, buffer=content)
     return rows[(slice(None), *index[1:])] if index else rows
+
+
+def _is_shape(value: Any) -> bool:
+    """Whether something is a list of sizes whose product is one, too."""
+    return (
+        isinstance(value, list)
+        and len(value) <= MOST_DIMENSIONS
+        and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in value)
+    )
 
 
 def _read_stack(entries: list[Stored], index: Index) -> np.ndarray:

@@ -21,7 +21,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +37,9 @@ from jaxtrain.config import RESHAPE, WarmStart
 from jaxtrain.types import Array, PyTree
 
 log = logging.getLogger("jaxtrain")
+
+
+WAYS = ("crop", "pad", "fold")  # of reshaping, besides a grid's, whose sizes no shape tells
 
 
 class WarmStartError(ValueError):
@@ -89,7 +92,8 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
     except stored.StoredError as error:
         raise WarmStartError(config.source, [str(error)]) from error
     if not arrays:
-        raise WarmStartError(config.source, [f"{step_dir} holds no {group[:-1]!r}"])
+        why = ": the run kept no average (its config.train.ema was 0); omit config.warm_start.ema" if config.ema else ""
+        raise WarmStartError(config.source, [f"{step_dir} holds no {group[:-1]!r}{why}"])
     return arrays
 
 
@@ -118,6 +122,9 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
     skipped: list[str] = []
     fresh: list[str] = []
     notes: list[str] = []
+    missing: list[str] = []
+    surplus: list[str] = []
+    misfits: dict[tuple[str, ...], list[str]] = {}  # ways of reshaping that would do -> what they would do for
     for path, (shape, dtype) in table.items():
         if tried.any("skip", config.skip, path):
             (skipped if path in source else fresh).append(path)
@@ -125,14 +132,16 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
         if path not in source:
             near = difflib.get_close_matches(path, source, n=1, cutoff=0.6)
             hint = f" (is it {near[0]!r}?)" if near else ""
-            problems.append(
-                f"{path} {list(shape)} is not in the source{hint}: rename it, or declare it in config.warm_start.skip"
-            )
+            missing.append(f"{path} {list(shape)}{hint}")
             continue
         array = source[path]
         how = next((how for pattern, how in config.reshape.items() if tried.any("reshape", [pattern], path)), "")
         if array.shape == tuple(shape):
             how = ""
+        elif not how:
+            ways = tuple(way for way in WAYS if not _misfit(array.shape, tuple(shape), way))
+            misfits.setdefault(ways, []).append(f"{path}: is {list(array.shape)} in the source and {list(shape)} here")
+            continue
         elif problem := _misfit(array.shape, tuple(shape), how):
             problems.append(f"{path}: {problem}")
             continue
@@ -150,10 +159,15 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
             continue
         unused.append(path)
         if not tried.any("unused", config.unused, path):
-            problems.append(
-                f"{path} {list(source[path].shape)} of the source is not in this model: rename it, or declare it in "
-                "config.warm_start.unused"
-            )
+            surplus.append(f"{path} {list(source[path].shape)}")
+    problems += _grouped(
+        missing, "not in the source: rename them (config.warm_start.renames), or declare them in config.warm_start.skip"
+    )
+    for ways, lines in misfits.items():
+        problems += _grouped(lines, f"of another shape: {_how_to_reshape(ways)}, or declare them in config.warm_start.skip")
+    problems += _grouped(
+        surplus, "of the source and not in this model: rename them, or declare them in config.warm_start.unused"
+    )
     problems += tried.without_effect(config)
     if problems:
         raise WarmStartError(config.source, problems)
@@ -193,6 +207,22 @@ def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> Py
 def folded(match: Match, shape: tuple[int, ...]) -> Stored:
     """Returns a source's array in its new shape. Raises StoredError where that takes more than folding."""
     return match.stored if match.stored.shape == tuple(shape) else stored.fold(match.stored, tuple(shape))
+
+
+def _grouped(lines: Sequence[str], remedy: str) -> list[str]:
+    """One problem with its remedy, once, and what it is about; none without lines."""
+    if not lines:
+        return []
+    return ["\n".join([f"{len(lines)} parameter{'s' * (len(lines) > 1)} {remedy}", *(f"    {line}" for line in lines)])]
+
+
+def _how_to_reshape(ways: Sequence[str]) -> str:
+    """The choices of config.warm_start.reshape, those first that give the shape."""
+    example = f"for example \"--config.warm_start.reshape={{'REGEX': '{ways[0] if ways else 'grid 32x8 to 16x8'}'}}\""
+    if ways:
+        return f"{' or '.join(ways)} would do in config.warm_start.reshape, {example}"
+    choices = f"{', '.join(WAYS)} do not; a grid of patches is resampled"
+    return f"declare how in config.warm_start.reshape ({choices}, {example})"
 
 
 class _Patterns:
@@ -256,8 +286,6 @@ def _grid(how: str) -> tuple[int, int, int, int]:
 def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
     """Explains why ``how`` does not turn ``source`` into ``target``; "" when it does."""
     shapes = f"is {list(source)} in the source and {list(target)} here"
-    if not how:
-        return f"{shapes}: declare how to reshape it in config.warm_start.reshape, or declare it in config.warm_start.skip"
     if how.startswith("grid"):
         a, b, c, d = _grid(how)
         if source and target and (a * b, c * d) == (source[0], target[0]) and source[1:] == target[1:]:

@@ -2,6 +2,7 @@
 
 discover      environment -> Cluster, a pure function
 rendezvous    the roll call before JAX joins the processes
+handshake     both ends of its connections prove that they know the job's secret
 processes     joining them; what they agree on, compare, gather and wait for
 signals       signals that ask a run to save and end
 notices       what Google's metadata server says about this machine

@@ -9,6 +9,9 @@ The first of these that the environment describes:
    job, the step and the count of restarts, below the ports that systems hand out (JAX takes the job id modulo 4096).
 4. A TPU pod: TPU_WORKER_* and MEGASCALE_* (GKE), or the same from the metadata of a TPU VM (`jaxtrain.cluster.notices`).
 5. None of them: one process.
+
+Processes of several hosts prove to each other that they belong together by JAXTRAIN_SECRET (`secret_of`), which their launcher
+makes.
 """
 
 import re
@@ -16,7 +19,11 @@ import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jaxtrain.cluster import rendezvous
+
 VARIABLES = ("JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS")
+SECRET = "JAXTRAIN_SECRET"
+SHORTEST = 16  # [characters] of a secret: fewer could be found by trying
 TPU_PORT = 8482  # the one that JAX documents for pods, and that their firewalls leave open
 PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports, so that no other connection holds one by chance
 
@@ -63,6 +70,28 @@ def from_environment(environment: Mapping[str, str], *, gpus: int = 0, metadata:
         remedy = "pass it on with mpirun -x JAXTRAIN_COORDINATOR=host:port"
         raise ClusterError([f"{launched.launcher} does not say where process 0 runs; {remedy}"])
     return launched or Cluster()
+
+
+def secret_of(environment: Mapping[str, str], coordinator: str) -> str:
+    """Returns the secret by which the processes of a run know each other; "" = none is needed, or none wanted.
+
+    Raises:
+      ClusterError: ``coordinator`` [host:port] can be reached from other machines, and there is no secret, or a short one.
+    """
+    given = environment.get(SECRET, "")
+    if given == "none" or (not given and rendezvous.is_loopback(coordinator.rpartition(":")[0])):
+        return ""
+    if not given:
+        raise ClusterError(
+            [
+                f"{SECRET} is not set, and others than this run can reach its process 0 at {coordinator}. Set it to the same "
+                f"random text in all processes (export {SECRET}=$(openssl rand -hex 32) before srun; mpirun -x {SECRET}), or "
+                "to none in a network where everybody is trusted"
+            ]
+        )
+    if len(given) < SHORTEST:
+        raise ClusterError([f"{SECRET} has {len(given)} characters; it needs at least {SHORTEST}: openssl rand -hex 32"])
+    return given
 
 
 def _explicit(given: Mapping[str, str]) -> Cluster:
@@ -122,7 +151,7 @@ def _slurm(environment: Mapping[str, str], gpus: int) -> Cluster | None:
     tasks, process = int(values["STEP_NUM_TASKS"]), int(values["PROCID"])
     job = f"{environment['SLURM_JOB_ID']}.{values['STEP_ID']}.{environment.get('SLURM_RESTART_COUNT', '0')}"
     local = _tasks_per_node(values["STEP_TASKS_PER_NODE"])[int(values["NODEID"])]
-    host = first_host(values["STEP_NODELIST"])
+    host = "127.0.0.1" if local == tasks else first_host(values["STEP_NODELIST"])
     name = f"process {process} of {tasks} (on {environment.get('SLURMD_NODENAME', 'its node')})"
     own = _own_gpus(environment, gpus, int(environment.get("SLURM_GPUS_ON_NODE") or 0), local, int(values["LOCALID"]), name)
     return Cluster(tasks, process, f"{host}:{_port(job)}" if tasks > 1 else "", own, "SLURM", job)

@@ -33,11 +33,17 @@ def find() -> Cluster:
     return discover.from_environment(os.environ, gpus=gpus, metadata=notices.tpu_metadata(os.environ))
 
 
-def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False) -> None:
+def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
     """Joins the processes: first a roll call in which all must be present and identical, then JAX, with every value explicit.
 
+    Args:
+      leave: called repeatedly during the wait for others, which ends when it returns true.
+      refusal: why process 0 cannot begin; the roll call says it to all.
+
     Raises:
-      RendezvousError: processes, by number, are late, or differ (in the config, a package, the devices); the port is taken.
+      ClusterError: processes of several hosts have no JAXTRAIN_SECRET.
+      RendezvousError: ``refusal``; processes, by number, are late, or differ (in the config, a package, the devices); the port
+        is taken.
       Stopped: ``leave()`` returned true during the wait for others.
     """
     if membership.note:
@@ -53,6 +59,7 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
         membership.coordinator,
     )
     bounds = config.distributed
+    secret = discover.secret_of(os.environ, membership.coordinator)
     rendezvous.meet(
         membership.coordinator,
         process=membership.process,
@@ -66,10 +73,16 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
         },
         timeout=bounds.init_timeout,
         leave=leave,
+        secret=secret,
+        refusal=refusal,
     )
+    host, _, port = membership.coordinator.rpartition(":")
+    places = [host] if rendezvous.is_loopback(host) else rendezvous.addresses(host.strip("[]"), int(port))
     try:
         jax.distributed.initialize(
             coordinator_address=membership.coordinator,
+            # JAX's own port has no secret: let it be where process 0 is reached, and nowhere else.
+            coordinator_bind_address=_place(places[0], port) if membership.process == 0 and len(places) == 1 else None,
             num_processes=membership.processes,
             process_id=membership.process,
             local_device_ids=list(membership.local_devices),
@@ -88,6 +101,10 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
         # Process 0 alone writes programs there, and one that is read back runs its collectives in another order than one just
         # compiled (jax 0.10.2): the processes then wait for each other for ever.
         jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _place(host: str, port: str) -> str:
+    return f"[{host}]:{port}" if ":" in host.strip("[]") and not host.startswith("[") else f"{host}:{port}"
 
 
 def uneven(devices: Mapping[int, int], processes: int) -> str:

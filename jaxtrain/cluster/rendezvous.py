@@ -2,23 +2,31 @@
 
 jax.distributed aborts when a process is late, without naming it, ends with a segmentation fault when the port is taken, and
 lets two runs that share a port mix. So the processes meet here first, on the same port, where each of these is an error that
-names the process and the reason. A process sends one line of JSON, and gets one line back once the roll call is over:
+names the process and the reason. Both ends prove that they know the job's secret (`handshake`); then a process sends one
+message, and gets one back once the roll call is over:
 
     → {"job": "…", "process": 3, "processes": 4, "host": "node7", "facts": {"config": {…}, "versions": {…}}}
     ← {"error": "", "stopped": false}    all are present and agree; or the reason, the same for all
 
-A process that a signal asks to stop while it waits sends one more line, and the roll call ends for all.
+A process that a signal asks to stop while it waits sends one more message, and the roll call ends for all. Strangers are
+bounded in number, bytes and time, learn nothing, and cost the others nothing but a retry.
 """
 
+import contextlib
+import errno
+import ipaddress
 import json
 import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-LINE = 1 << 22  # [bytes] longest line that is read
+from jaxtrain.cluster.handshake import Guest, HandshakeError, Line, prove
+
+STRANGERS = 128  # connections that may be open without having proven anything
+PATIENCE = 10.0  # [s] for a connection to prove that it knows the secret, and to say who it is
 
 
 class RendezvousError(RuntimeError):
@@ -38,6 +46,8 @@ def meet(
     facts: Mapping[str, Any],
     timeout: float,
     leave: Callable[[], Any] = lambda: False,
+    secret: str = "",
+    refusal: str = "",
 ) -> None:
     """Returns once all processes have reported that they are present, with equal facts.
 
@@ -47,76 +57,180 @@ def meet(
       facts: nested dictionaries that must be equal in all processes.
       timeout: seconds within which all must have connected.
       leave: called repeatedly during the wait, which ends when it returns true.
+      secret: of the job, the same in all processes, and known to nobody else; "" = whoever connects is believed.
+      refusal: why process 0 cannot begin, which becomes the error of all.
 
     Raises:
-      RendezvousError: processes, by number, did not connect, or differ in named facts; the port is taken.
+      RendezvousError: processes, by number, did not connect, or differ in named facts; the port is taken; ``refusal``.
       Stopped: ``leave`` returned true, here or in another process.
     """
     hello = {"job": job, "process": process, "processes": processes, "host": socket.gethostname(), "facts": facts}
     host, _, port = coordinator.rpartition(":")
-    deadline = time.monotonic() + timeout
+    deadline, key = time.monotonic() + timeout, secret.encode()
     if process == 0:
-        verdict = _hold_roll_call(hello, int(port), deadline, timeout, leave)
+        roll_call = RollCall(hello, key, timeout=timeout, leave=leave, refusal=refusal)
+        verdict = roll_call.hold(host.strip("[]"), int(port), deadline)
     else:
-        verdict = _answer_roll_call(hello, host.strip("[]"), int(port), deadline, timeout, leave)
+        verdict = _answer_roll_call(hello, host.strip("[]"), int(port), key, deadline, timeout, leave)
     if verdict["error"]:
         raise (Stopped if verdict["stopped"] else RendezvousError)(verdict["error"])
 
 
-def _hold_roll_call(hello: dict, port: int, deadline: float, timeout: float, leave: Callable[[], Any]) -> dict:
-    """Waits for all others, as process 0, and replies to them. Returns the verdict."""
-    present: dict[int, tuple[dict, socket.socket]] = {}
-    verdict = {"error": f"process 0 ({hello['host']}) has failed", "stopped": False}
-    with _listen(port, min(deadline, time.monotonic() + 10), leave) as listener, selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ, None)
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host of this name or address."""
+    if host.strip("[]").lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def addresses(host: str, port: int) -> list[str]:
+    """Where process 0 listens for those who connect to ``host``: its addresses on this machine; [] = on every interface.
+
+    That is where the name leads to none of this machine's addresses (a service's, behind which it is), or to loopback, as a
+    machine's own name does on some systems although others reach it by that name.
+    """
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except (socket.gaierror, UnicodeError):
+        return []
+    return [a for a in dict.fromkeys(found) if (is_loopback(host) or not is_loopback(a)) and _is_own(a)]
+
+
+def _is_own(address: str) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            return False
+        raise
+    return True
+
+
+class RollCall:
+    """The roll call as process 0 holds it."""
+
+    def __init__(self, hello: dict, secret: bytes, *, timeout: float, leave: Callable[[], Any], refusal: str):
+        self._hello, self._secret, self._timeout, self._leave, self._refusal = hello, secret, timeout, leave, refusal
+        self._selector = selectors.DefaultSelector()
+        self._guests: dict[Guest, float] = {}  # who has not said yet who it is, and since when [s]
+        self._present: dict[int, tuple[dict, Guest]] = {}
+
+    def hold(self, host: str, port: int, deadline: float) -> dict:
+        """Waits for all others, and replies to them. Returns the verdict."""
+        verdict = {"error": f"process 0 ({self._hello['host']}) has failed", "stopped": False}
+        with contextlib.ExitStack() as closing:
+            closing.enter_context(self._selector)
+            for listener in _listen(host, port, min(deadline, time.monotonic() + 10), self._leave):
+                closing.enter_context(listener)
+                self._selector.register(listener, selectors.EVENT_READ, None)
+            try:
+                verdict = self._verdict(port, deadline)
+            finally:
+                for _, guest in self._present.values():
+                    _reply(guest, verdict)
+                    guest.connection.close()
+                for guest in self._guests:
+                    guest.connection.close()
+        return verdict
+
+    def _verdict(self, port: int, deadline: float) -> dict:
+        hello, present = self._hello, self._present
+        while len(present) < hello["processes"] - 1:
+            if self._leave():
+                return {"error": f"process 0 ({hello['host']}) was asked to stop while it waited for others", "stopped": True}
+            if time.monotonic() > deadline:
+                late = _numbered([p for p in range(1, hello["processes"]) if p not in present])
+                where = f"{hello['host']}:{port}"
+                error = f"{late} of {hello['processes']} did not connect to {where} within {self._timeout:g} s"
+                return {"error": self._refusal or error, "stopped": False}
+            for guest in [g for g, since in self._guests.items() if time.monotonic() - since > PATIENCE]:
+                self._drop(guest)
+            for key, _ in self._selector.select(0.2):
+                if key.data is None:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._admit(key.fileobj)
+                elif (stopped := self._receive(key.data)) is not None:
+                    return {"error": f"process {stopped} was asked to stop while it waited for others", "stopped": True}
+        reports = [hello, *(present[p][0] for p in sorted(present))]
+        return {"error": self._refusal or differences(reports), "stopped": False}
+
+    def _admit(self, listener: socket.socket) -> None:
+        """Takes a connection; the oldest stranger makes way where there are many, or no descriptors left."""
         try:
-            verdict = _verdict(selector, listener, hello, present, deadline, timeout, leave)
-        finally:
-            for _, connection in present.values():
-                _reply(connection, verdict)
-            for key in list(selector.get_map().values()):
-                _socket(key).close()
-    return verdict
-
-
-def _verdict(
-    selector: selectors.BaseSelector,
-    listener: socket.socket,
-    hello: dict,
-    present: dict,
-    deadline: float,
-    timeout: float,
-    leave: Callable[[], Any],
-) -> dict:
-    while len(present) < hello["processes"] - 1:
-        if leave():
-            return {"error": f"process 0 ({hello['host']}) was asked to stop while it waited for others", "stopped": True}
-        if time.monotonic() > deadline:
-            late = _numbered([p for p in range(1, hello["processes"]) if p not in present])
-            where = f"{hello['host']}:{listener.getsockname()[1]}"
-            return {
-                "error": f"{late} of {hello['processes']} did not connect to {where} within {timeout:g} s",
-                "stopped": False,
-            }
-        for key, _ in selector.select(0.2):
-            if key.data is None:
-                connection, _ = listener.accept()
-                connection.setblocking(False)
-                selector.register(connection, selectors.EVENT_READ, bytearray())
-            elif (stopped := _receive(key, selector, hello, present)) is not None:
-                return {"error": f"process {stopped} was asked to stop while it waited for others", "stopped": True}
-    return {"error": differences([hello, *(present[p][0] for p in sorted(present))]), "stopped": False}
-
-
-def _listen(port: int, deadline: float, leave: Callable[[], Any]) -> socket.socket:
-    """Opens the port for this process alone: gRPC would share it with another run."""
-    both = socket.has_dualstack_ipv6()
-    while True:
-        try:
-            # create_server sets SO_REUSEADDR: another listener is an error, connections left by an earlier run are not.
-            family = socket.AF_INET6 if both else socket.AF_INET
-            return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
+            connection, _ = listener.accept()
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                if self._guests:
+                    self._drop(next(iter(self._guests)))
+                time.sleep(0.05)  # whoever knocks goes on knocking
+            return
+        guest = Guest(connection, self._secret)
+        self._guests[guest] = time.monotonic()
+        self._selector.register(connection, selectors.EVENT_READ, guest)
+        if len(self._guests) > STRANGERS:
+            self._drop(next(iter(self._guests)))
+
+    def _drop(self, guest: Guest) -> None:
+        self._guests.pop(guest, None)
+        with contextlib.suppress(KeyError, ValueError):  # it is not registered any more
+            self._selector.unregister(guest.connection)
+        guest.connection.close()
+
+    def _receive(self, guest: Guest) -> int | None:
+        """Reads from a connection: its first message admits a process, its end removes one. Returns who asks to stop."""
+        known = next((p for p, (_, g) in self._present.items() if g is guest), None)
+        try:
+            for message in guest.receive():
+                if known is not None:
+                    return known
+                if refusal := self._problem(message):
+                    _reply(guest, {"error": refusal, "stopped": False})
+                    raise HandshakeError(refusal)
+                known = message["process"]
+                self._present[known] = (message, guest)
+                self._guests.pop(guest)
+        except OSError:
+            if known is not None:
+                self._present.pop(known, None)
+            self._drop(guest)
+        return None
+
+    def _problem(self, other: Any) -> str:
+        """Why a process is not admitted; "" when it is."""
+        hello, present = self._hello, self._present
+        kinds = {"job": str, "process": int, "processes": int, "host": str, "facts": dict}
+        # Exactly these: True, 0.5 and 1.0 are no numbers of processes.
+        if type(other) is not dict or any(type(other.get(name)) is not kind for name, kind in kinds.items()):
+            return "this was not a process of a run"
+        if other["job"] != hello["job"]:
+            return f"another run's process 0 ({hello['host']}) listens here: {hello['job']}, not {other['job']}"
+        if other["processes"] != hello["processes"]:
+            return (
+                f"process {other['process']} ({other['host']}) belongs to a run of {other['processes']} processes, and "
+                f"process 0 ({hello['host']}) to one of {hello['processes']}"
+            )
+        if other["process"] in present or not 0 < other["process"] < hello["processes"]:
+            first = present[other["process"]][0]["host"] if other["process"] in present else hello["host"]
+            return f"two processes have the number {other['process']}: one on {first}, one on {other['host']}"
+        return ""
+
+
+def _listen(host: str, port: int, deadline: float, leave: Callable[[], Any]) -> list[socket.socket]:
+    """Opens the port for this process alone, where the coordinator is: gRPC would share it with another run."""
+    while True:
+        listeners: list[socket.socket] = []
+        try:
+            for listener in _sockets(addresses(host, port), port):
+                listener.setblocking(False)
+                listeners.append(listener)
+            return listeners
+        except OSError as error:
+            for listener in listeners:
+                listener.close()
             if time.monotonic() > deadline or leave():
                 raise RendezvousError(
                     f"process 0 ({socket.gethostname()}) cannot listen on port {port}: {error.strerror}. If another run uses "
@@ -125,66 +239,27 @@ def _listen(port: int, deadline: float, leave: Callable[[], Any]) -> socket.sock
         time.sleep(0.5)
 
 
-def _socket(key: selectors.SelectorKey) -> socket.socket:
-    """What is registered here; a selector would also take a file's number."""
-    assert isinstance(key.fileobj, socket.socket)
-    return key.fileobj
+def _sockets(places: Sequence[str], port: int) -> Iterator[socket.socket]:
+    # create_server sets SO_REUSEADDR: another listener is an error, connections left by an earlier run are not.
+    for place in places:
+        family = socket.AF_INET6 if ":" in place else socket.AF_INET
+        yield socket.create_server((place, port), family=family, backlog=1024)
+    if not places:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        yield socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
 
 
-def _receive(key: selectors.SelectorKey, selector: selectors.BaseSelector, hello: dict, present: dict) -> int | None:
-    """Reads from a connection: a whole line admits a process, its end removes one. Returns the process that asks to stop."""
-    connection, received = _socket(key), key.data
-    known = next((p for p, (_, c) in present.items() if c is connection), None)
-    try:
-        data = connection.recv(1 << 16)
-    except OSError:
-        data = b""
-    if data and known is not None:
-        return known
-    received += data
-    if data and b"\n" not in received and len(received) < LINE:
-        return None
-    refusal = ""
-    if data:
-        try:
-            other = json.loads(received)
-            refusal = _refusal(hello, other, present)
-        except (ValueError, KeyError, TypeError):
-            refusal = "this was not a process of a run"
-        if not refusal:
-            present[other["process"]] = (other, connection)
-            return None
-        _reply(connection, {"error": refusal, "stopped": False})
-    present.pop(known, None)
-    selector.unregister(connection)
-    connection.close()
-    return None
+def _reply(guest: Guest, verdict: dict) -> None:
+    with contextlib.suppress(OSError):  # it has left; the others are still answered
+        if guest.line:
+            guest.connection.settimeout(5)
+            guest.connection.sendall(guest.line.pack(verdict))
 
 
-def _refusal(hello: dict, other: dict, present: Mapping) -> str:
-    if other["job"] != hello["job"]:
-        return f"another run's process 0 ({hello['host']}) listens here: {hello['job']}, not {other['job']}"
-    if other["processes"] != hello["processes"]:
-        return (
-            f"process {other['process']} ({other['host']}) belongs to a run of {other['processes']} processes, and "
-            f"process 0 ({hello['host']}) to one of {hello['processes']}"
-        )
-    if other["process"] in present or not 0 < other["process"] < hello["processes"]:
-        first = present[other["process"]][0]["host"] if other["process"] in present else hello["host"]
-        return f"two processes have the number {other['process']}: one on {first}, one on {other['host']}"
-    return ""
-
-
-def _reply(connection: socket.socket, verdict: dict) -> None:
-    try:
-        connection.setblocking(True)
-        connection.settimeout(5)
-        connection.sendall(json.dumps(verdict).encode() + b"\n")
-    except OSError:
-        pass  # it has left; the others are still answered
-
-
-def _answer_roll_call(hello: dict, host: str, port: int, deadline: float, timeout: float, leave: Callable[[], Any]) -> dict:
+def _answer_roll_call(
+    hello: dict, host: str, port: int, secret: bytes, deadline: float, timeout: float, leave: Callable[[], Any]
+) -> dict:
     """Reports to process 0, as any other process, and waits for its reply. Returns the verdict."""
     name, reason = f"process {hello['process']} ({hello['host']})", "no answer"
     while not leave():
@@ -193,29 +268,38 @@ def _answer_roll_call(hello: dict, host: str, port: int, deadline: float, timeou
             return {"error": error, "stopped": False}
         try:
             with socket.create_connection((host, port), timeout=5) as connection:
-                connection.sendall(json.dumps(hello).encode() + b"\n")
-                connection.settimeout(0.3)
+                line = prove(connection, secret)
+                connection.sendall(line.pack(hello))
                 # Process 0 names those who are late; it may have begun to wait later than this process.
-                received = b""
-                while not received.endswith(b"\n") and time.monotonic() < deadline + 10:
-                    if leave():
-                        connection.sendall(b"stop\n")
-                        break
-                    try:
-                        data = connection.recv(1 << 16)
-                    except TimeoutError:
-                        continue
-                    if not data:
-                        raise ConnectionError("it closed the connection")
-                    received += data
-                else:
-                    if not received:
-                        return {"error": f"{name} waited for the others, and process 0 no longer answers", "stopped": False}
-                    return json.loads(received)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                if verdict := _wait(connection, line, deadline + 10, leave):
+                    return verdict
+                if leave():
+                    break
+                return {"error": f"{name} waited for the others, and process 0 no longer answers", "stopped": False}
+        except OSError as error:
+            reason = error.strerror or str(error) or type(error).__name__
         time.sleep(0.3)
     return {"error": f"{name} was asked to stop while it waited for others", "stopped": True}
+
+
+def _wait(connection: socket.socket, line: Line, deadline: float, leave: Callable[[], Any]) -> dict | None:
+    """The verdict; None when this process leaves, which it reports to process 0, or the time is up."""
+    connection.settimeout(0.3)
+    while time.monotonic() < deadline:
+        if leave():
+            connection.sendall(line.pack("stop"))
+            return None
+        try:
+            data = connection.recv(1 << 16)
+        except TimeoutError:
+            continue
+        if not data:
+            raise HandshakeError("it closed the connection")
+        for verdict in line.unpack(data):
+            if type(verdict) is dict and type(verdict.get("error")) is str and type(verdict.get("stopped")) is bool:
+                return verdict
+            raise HandshakeError("it sent no verdict")
+    return None
 
 
 def differences(reports: Sequence[Mapping[str, Any]]) -> str:

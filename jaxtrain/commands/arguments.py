@@ -24,6 +24,7 @@ from loaders import checks
 # A path that a user named is in the way, or is missing.
 PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 INTERRUPTED = 130
+HELP = {"-h", "--help"}
 MISTAKE = 2
 CONFIG_USAGE = "jaxtrain {} --config=FILE[:ARGUMENT] [--config.section.field=value …]"
 
@@ -43,6 +44,11 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # typeshed's also returns a namespace of the caller's own type
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
+        args = sys.argv[1:] if args is None else args
+        if asks_for_help(args):
+            parsers = [parser for name, parser in self._actions_by_name() if name in args]
+            (parsers or [self])[0].print_help()
+            self.exit()
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             known = [option for parser in self._with_actions() for a in parser._actions for option in a.option_strings]
@@ -53,11 +59,15 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _with_actions(self) -> Iterator[argparse.ArgumentParser]:
-        """This parser, and those of its actions (`jaxtrain checkpoint verify`)."""
+        """This parser, and those of its actions."""
         yield self
+        yield from (parser for _, parser in self._actions_by_name())
+
+    def _actions_by_name(self) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+        """The parsers of its actions (`jaxtrain checkpoint verify`)."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                yield from action.choices.values()
+                yield from action.choices.items()
 
     def error(self, message: str) -> NoReturn:
         report(f"{message}; see {self.prog} --help")
@@ -74,6 +84,16 @@ def add_run(parser: argparse.ArgumentParser, *, ema: bool = False, nargs: int | 
         parser.add_argument("--ema", action="store_true", help="the average of the parameters, which evaluation uses")
 
 
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Adds --workload, which `jaxtrain.weights.workload` takes."""
+    parser.add_argument(
+        "--workload",
+        default="",
+        metavar="MODULE",
+        help="import the run's own workload, if you trust its code; default: jaxtrain's",
+    )
+
+
 def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits ``argv`` into what `jaxtrain.config.parse_args` reads (--config… with their values) and the rest."""
     config, rest = [], []
@@ -85,8 +105,13 @@ def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         config.append(argument)
         if not equals and (value := next(given, None)) is not None:
-            config.append(value)
+            (rest if value in HELP else config).append(value)
     return config, rest
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether -h or --help is anywhere on a command line; behind a mistake, too."""
+    return bool(HELP & set(argv))
 
 
 def positive(text: str) -> int:
@@ -116,15 +141,19 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
         # Whoever read our output has enough of it. Python flushes stdout at its end, and would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            report(
-                f"{error.filename or 'a file'} could not be written: {error.strerror}; free some space, then rerun the command"
-            )
+    except Exception as error:
+        from jaxtrain.weights import whole
+
+        if whole.is_full(error):
+            path = getattr(error, "filename", None) or "a file"
+            report(f"{path} could not be written: {os.strerror(errno.ENOSPC)}; free some space, then rerun the command")
             return MISTAKE
-        if error.filename is None or not isinstance(error, PATHS):
+        if not isinstance(error, PATHS) or error.filename is None:
             raise
         report(f"{error.filename}: {error.strerror}; name another path, or change its permissions")
+        return MISTAKE
+    except MemoryError as error:
+        report(f"there is not enough memory{f': {error}' if str(error) else ''}; give this process more, or it less to do")
         return MISTAKE
     except KeyboardInterrupt:
         report("interrupted")

@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_run(parser, ema=True)
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make, or to resume")
     parser.add_argument("--data", help="folder, glob or file of shards; default: what the run was trained on")
-    parser.add_argument("--split", choices=("train", "test"), default="train", help="default: train")
+    parser.add_argument("--audio-root", default="", help="folder of recordings that are files; default: each shard's own")
+    parser.add_argument("--follow-links", action="store_true", help="links in folders of data may lead out of them")
+    parser.add_argument("--split", default="train", help="any split of the data: train, test, test_5s, …; default: train")
     parser.add_argument("--label", help="column of labels; default: the run's; '' = none")
     parser.add_argument("--multilabel", action="store_true", help="the column holds lists of classes")
     parser.add_argument("--kinds", type=_kinds, default="mean,cls", help=f"some of {','.join(KINDS)}; default: mean,cls")
@@ -64,6 +66,7 @@ def _embed(args: argparse.Namespace) -> int:
     cluster.use_compilation_cache()
     model = embed.load(args.run, step=args.step, ema=args.ema, random=args.random)
     changes: dict[str, Any] = {"views": args.views, "multilabel": args.multilabel}
+    changes |= {"audio_root": args.audio_root, "follow_links": args.follow_links}
     changes |= {"train": args.data, "test": ""} if args.data else {}
     changes |= {"label": args.label} if args.label is not None else {}
     columns = [name for name in args.columns.split(",") if name]

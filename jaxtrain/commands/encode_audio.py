@@ -45,10 +45,11 @@ def encode(args: argparse.Namespace) -> int:
         manifest=args.manifest, codec=args.codec, audio_root=args.audio_root, cache=args.cache, threads=args.threads,
         codebooks=args.codebooks, codebook_size=args.codebook_size,
     )  # fmt: skip
-    done, bad = chat_samples.encode_all(config, args.manifest)
+    done, there, bad = chat_samples.encode_all(config, args.manifest)
     for name, reason in bad:
         print(f"{name}: {reason}")
-    print(f"{done} recordings encoded, {len(bad)} could not be, in {time.perf_counter() - began:.1f} s")
+    seconds = time.perf_counter() - began
+    print(f"{done} recordings encoded, {there} were there already, {len(bad)} could not be encoded; {seconds:.1f} s")
     return 1 if bad else 0
 
 

@@ -1,17 +1,17 @@
-"""Prints every field of a config: its value, unit and meaning.
+"""Prints every field of a config with its value, unit and meaning, and what the metrics of its run mean.
 
     jaxtrain explain --config=FILE[:ARGUMENT] [--config.section.field=value …]
 
     jaxtrain explain --config=configs/xcm.py --config.train.batch=64
 
-Nothing is trained, and no device is used.
+Nothing is trained or generated, and no device is used. What is missing or wrong is listed after the fields.
 """
 
 import functools
 import sys
 from collections.abc import Sequence
 
-from jaxtrain import config
+from jaxtrain import config, glossary
 from jaxtrain.commands import arguments
 from loaders.base import DataError
 
@@ -25,9 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(given: config.Arguments) -> int:
-    """Prints the config. Raises ConfigError and DataError."""
-    print(config.explain(config.load(given.source, given.overrides)))
-    return 0
+    """Prints the config, then its mistakes, and returns the exit code. Nothing is generated for it.
+
+    Raises ConfigError, where there are no fields to print, and DataError.
+    """
+    found, problems = config.read(given.source, given.overrides, make_data=False)
+    print(f"{config.explain(found)}\n\n{glossary.explained(found.workload)}", flush=True)
+    if not problems:
+        return 0
+    arguments.report(config.ConfigError(problems))
+    return arguments.MISTAKE
 
 
 def _explain(config_arguments: Sequence[str]) -> int:

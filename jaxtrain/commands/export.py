@@ -21,11 +21,11 @@ adapters alone. --reverse makes a workdir with one step of weights, marked as su
 import argparse
 import functools
 import re
-import resource
 import time
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
+from loaders import machine
 
 DTYPES = ("f32", "f16", "bf16")
 
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=_regex, default="", metavar="REGEX", help="parameters whose path matches: ^encoder/")
     parser.add_argument("--dtype", choices=DTYPES, help="round floating-point arrays to this; default: as they are")
     parser.add_argument("--shard-size", type=_size, default="5GB", help="largest file; default: 5GB")
+    arguments.add_workload(parser)
     args = parser.parse_args(argv)
     if (args.run is None) == (args.reverse is None):
         parser.error("give either RUN or --reverse DIR")
@@ -56,9 +57,11 @@ def _export(args: argparse.Namespace) -> int:
         line = safetensors.reverse(args.reverse, args.out)
     else:
         dtype = safetensors.SHORT[args.dtype] if args.dtype else None
-        options = dict(step=args.step, ema=args.ema, only=args.only, dtype=dtype, shard_size=args.shard_size)
+        options = dict(
+            step=args.step, ema=args.ema, only=args.only, dtype=dtype, shard_size=args.shard_size, named=args.workload
+        )
         line = safetensors.export(args.run, args.out, **options)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    peak = machine.peak_memory()
     print(f"{line}; {time.perf_counter() - began:.1f} s, at most {peak / 1e6:.0f} MB of host memory")
     return 0
 

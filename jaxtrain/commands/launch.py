@@ -12,7 +12,8 @@ All mistakes of the config, and of every point of the sweep, are reported before
 with all its GPUs, unless --tasks-per-node is larger. Before the time limit, and on preemption, SLURM signals the tasks; they
 save and end with config.preemption.exit_code, and the script requeues the job, unless it was cancelled.
 
-workdir/slurm holds each job's script, its pickled task, and <job>_<task>_log.out of every task; jobs.jsonl lists the jobs:
+workdir/slurm holds each job's script, its pickled task, and <job>_<task>_log.out of every task; secret-*, by which
+the processes of a job know each other, and which only its owner can read; jobs.jsonl lists the jobs:
 {"job": "17", "workdir": "…", "overrides": {…}}. Needs the package submitit (extra: slurm).
 """
 
@@ -21,6 +22,8 @@ import functools
 import json
 import os
 import pathlib
+import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -31,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain import config as config_lib
 from jaxtrain.commands import arguments
+from loaders import files
 
 if TYPE_CHECKING:
     import submitit
@@ -53,6 +57,9 @@ class Run:
         sys.exit(train.main(self._argv))
 
 
+MOST_TEXT = 1 << 30  # [bytes] of jobs.jsonl and metrics.jsonl
+
+
 class LaunchError(ValueError):
     """A mistake in how a run is launched. The message names the remedy."""
 
@@ -70,7 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="processes of a node, which share its GPUs evenly; default: 1",
     )
     add("--mem-gb", type=arguments.positive, default=64, help="of a node; default: 64")
-    add("--workers", type=arguments.positive, help="loader threads of a process; default: config.data.threads, or 8")
+    add(
+        "--cpus",
+        "--workers",
+        dest="cpus",
+        metavar="N",
+        type=arguments.positive,
+        help="cores of a process, which its loader uses; default: config.data.threads, or 8",
+    )
     add("--time", type=arguments.positive, default=24 * 60, help="minutes after which the job is requeued; default: 1440")
     add("--notice", type=int, default=120, help="seconds before the time limit at which the tasks are signalled; default: 120")
     add("--max-restarts", type=int, default=100, help="default: 100")
@@ -105,7 +119,8 @@ def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
     base = config_lib.load(source, overrides)
     points = config_lib.sweeps(source, overrides) if args.sweep else [(base, overrides)]
     folder = pathlib.Path(base.workdir).absolute() / "slurm"
-    executor = make_executor(args, base, folder)
+    secret = folder / f"secret-{secrets.token_hex(4)}" if args.nodes * args.tasks_per_node > 1 else None
+    executor = make_executor(args, base, folder, secret)
     if args.dry_run:
         executor.parameters |= {"map_count": len(points)} if len(points) > 1 else {}
         print(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
@@ -114,6 +129,9 @@ def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
         return 0
     runs = [Run(_arguments(source, texts), config.preemption) for config, texts in points]
     folder.mkdir(parents=True, exist_ok=True)
+    if secret:
+        with open(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
     from submitit.core.utils import FailedJobError  # make_executor has found submitit
 
     try:
@@ -131,11 +149,24 @@ def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
     return 0
 
 
-def make_executor(args: argparse.Namespace, config: config_lib.Config, folder: pathlib.Path) -> "submitit.SlurmExecutor":
+def make_executor(
+    args: argparse.Namespace, config: config_lib.Config, folder: pathlib.Path, secret: pathlib.Path | None
+) -> "submitit.SlurmExecutor":
     """Makes the executor that submits to SLURM, with the script's resources, environment and ending.
 
-    Raises LaunchError: submitit is missing, or an argument of --env is malformed.
+    Args:
+      folder: of the script.
+      secret: the file that holds the job's JAXTRAIN_SECRET, in every node's sight; None for a job of one process.
+
+    Raises LaunchError: submitit is missing, or an argument is malformed or would end its line of the script.
     """
+    job_name = args.name or folder.parent.name
+    for option, text in {
+        **{f"--{option}": getattr(args, option) for option in ("partition", "account", "qos", "constraint")},
+        "--name" if args.name else "config.workdir": job_name,
+        "config.workdir": str(folder),
+    }.items():
+        _check_line(option, text or "")
     try:
         import submitit
     except ImportError as error:
@@ -148,8 +179,6 @@ def make_executor(args: argparse.Namespace, config: config_lib.Config, folder: p
         def affinity(cls) -> int:
             return 2
 
-    workers = args.workers or config.data.threads or 8
-    cpus = max(args.mem_gb // 10 // args.tasks_per_node, workers)
     # SIGTERM comes by itself; the notice before the time limit can be any other signal that the run knows.
     notice = next((s for s in config.preemption.signals if s != "SIGTERM"), "SIGTERM").removeprefix("SIG")
     python, srun = shlex.quote(f"{args.venv}/bin/python" if args.venv else sys.executable), ["--kill-on-bad-exit=1"]
@@ -165,18 +194,31 @@ def make_executor(args: argparse.Namespace, config: config_lib.Config, folder: p
         gpus = ["--nv"] if args.gpus_per_node else []
         python = shlex.join([args.container_runtime, "exec", *gpus, "--bind", binds, args.container, "python3"])
     environment = [f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"]
+    if secret:
+        environment += [f"JAXTRAIN_SECRET=$(cat {shlex.quote(str(secret))}) || exit 2", "export JAXTRAIN_SECRET"]
     for pair in args.env:
         name, equals, value = pair.partition("=")
-        if not name.isidentifier() or not equals:
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or not equals:
             raise LaunchError(f"--env is {pair!r}; expected NAME=VALUE")
         environment.append(f"export {name}={shlex.quote(value)}")
-    extra = {"requeue": True, "signal": f"{notice}@{args.notice}"}
+    extra: dict[str, str | int | bool] = {"requeue": True, "signal": f"{notice}@{args.notice}"}
     for pair in args.sbatch:
         key, equals, value = pair.removeprefix("--").partition("=")
-        extra[key] = value if equals else True
+        if not re.fullmatch("[a-z][a-z0-9_-]*", key):
+            raise LaunchError(f"--sbatch is {pair!r}; expected KEY=VALUE, or KEY, where KEY is a long option of sbatch")
+        _check_line("--sbatch", value)
+        extra[key.replace("-", "_")] = value if equals else True  # as submitit spells them, which else writes a second line
+    cpus = args.cpus or config.data.threads or 8
+    if (wish := extra.pop("cpus_per_task", None)) is not None:  # the same number by sbatch's name
+        wish = str(wish)
+        if not wish.isdecimal() or not int(wish):
+            raise LaunchError(f"--sbatch is cpus-per-task={wish}; expected a number of cores, for example --cpus=16")
+        if args.cpus and int(wish) != args.cpus:
+            raise LaunchError(f"--cpus is {args.cpus}, and --sbatch cpus-per-task={wish}; give one of the two")
+        cpus = int(wish)
     executor = Executor(folder, python=python)
     executor.update_parameters(
-        job_name=args.name or folder.parent.name,
+        job_name=job_name,
         nodes=args.nodes,
         ntasks_per_node=args.tasks_per_node,
         cpus_per_task=cpus,
@@ -193,6 +235,12 @@ def make_executor(args: argparse.Namespace, config: config_lib.Config, folder: p
         **{name: getattr(args, name) for name in ("partition", "account", "qos", "constraint") if getattr(args, name)},
     )
     return executor
+
+
+def _check_line(option: str, text: str) -> None:
+    """Raises LaunchError for what would end an #SBATCH comment, so that the rest of it ran as shell."""
+    if not text.isprintable():
+        raise LaunchError(f"{option} is {text!r}, which has a line break or another control character; omit it")
 
 
 def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) -> list[str]:
@@ -217,14 +265,31 @@ def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) ->
 
 def _arguments(source: str, texts: Sequence[tuple[str, str]]) -> list[str]:
     path, colon, argument = source.partition(":")
-    return [f"--config={os.path.abspath(path)}{colon}{argument}", *(f"--config.{where}={text}" for where, text in texts)]
+    path = os.path.abspath(path) if os.path.isfile(path) else path  # a name: of a shipped config
+    return [f"--config={path}{colon}{argument}", *(f"--config.{where}={text}" for where, text in texts)]
 
 
 def _jobs(workdir: str) -> list[dict]:
     path = pathlib.Path(workdir) / "slurm" / "jobs.jsonl"
     if not path.exists():
         raise LaunchError(f"{path} does not exist: nothing was submitted with this workdir; name another")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    try:
+        lines = files.read_text(path, most=MOST_TEXT).splitlines()
+        jobs = [files.parse(line, f"{path}: line {i + 1}") for i, line in enumerate(lines)]
+    except files.FileError as error:
+        raise LaunchError(str(error)) from error
+    for job in jobs:
+        if not isinstance(job.get("workdir"), str) or not re.fullmatch(r"\d+(_\d+)?", str(job.get("job"))):
+            raise LaunchError(f"{path} has a line that describes no job: {str(job)[:80]}; remove it")
+    return jobs
+
+
+def _text(path: pathlib.Path) -> str:
+    """The text of a file, as far as there is one."""
+    try:
+        return files.read(path, most=MOST_TEXT).decode(errors="replace")
+    except files.FileError:
+        return ""
 
 
 def state_of(job: str) -> dict[str, str]:
@@ -241,13 +306,16 @@ def _status(workdir: str) -> int:
     for job in _jobs(workdir):
         state, folder = state_of(job["job"]), pathlib.Path(job["workdir"])
         config, metrics, step = folder / "config.json", folder / "metrics.jsonl", 0
-        for line in reversed(metrics.read_text().splitlines() if metrics.exists() else []):
+        for line in reversed(_text(metrics).splitlines()):
             try:
-                step = json.loads(line)["step"]
+                step = files.parse(line, "")["step"]
                 break
-            except ValueError:
+            except (files.FileError, KeyError):
                 continue  # being written
-        steps = json.loads(config.read_text())["train"]["steps"] if config.exists() else "?"
+        try:
+            steps = files.read_json(config)["train"]["steps"] if config.exists() else "?"
+        except (files.FileError, KeyError, TypeError):
+            steps = "?"
         print(f"{job['job']}  {state['JobState']}  {state.get('Restarts', '?')} restarts  on {state.get('NodeList') or '-'}  "
               f"step {step}/{steps}  {folder}")  # fmt: skip
     return 0

@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain lora-to-peft", __doc__)
     arguments.add_run(parser)
     parser.add_argument("--out", required=True, help="the folder to make")
+    arguments.add_workload(parser)
     args = parser.parse_args(argv)
 
     from jaxtrain.checkpoint import read as stored
@@ -34,5 +35,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(args: argparse.Namespace) -> int:
     from jaxtrain.weights import peft
 
-    print(peft.export(args.run, args.out, step=args.step))
+    print(peft.export(args.run, args.out, step=args.step, named=args.workload))
     return 0

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.commands import arguments
+from jaxtrain.weights import whole
 from loaders import film_files, multimodal
 from loaders.base import DataError
 
@@ -88,9 +89,9 @@ def prepare(args: argparse.Namespace) -> str:
         # What is quick to refuse comes first.
         tr, volumes, names = check_fmri(args.fmri, args.tr, args.volumes)
         text, since, note = window_text(args, tr, volumes)
-        np.save(partial / "text.npy", np.ascontiguousarray(text))
+        whole.save(partial / "text.npy", np.ascontiguousarray(text))
         audio = read_codes(args.codes) if args.codes else sound_features(args.audio, args.code_rate, args.bands)
-        np.save(partial / "audio.npy", np.ascontiguousarray(audio))
+        whole.save(partial / "audio.npy", np.ascontiguousarray(audio))
         constant = write_fmri(partial, args.fmri, names, args.mask, volumes, np.dtype(args.dtype))
         frames = write_video(args.video, partial / "video.npy", args.fps, args.size, limit=math.ceil(volumes * tr * args.fps))
         info = {
@@ -214,7 +215,7 @@ def write_fmri(
             varies = (some.min(0) < some.max(0)) & (deviation > 0)  # a constant's is not 0 where its mean is rounded
             constant += int((~varies).sum())
             z[:, start : start + 4096] = np.where(varies, (some - some.mean(0)) / np.where(varies, deviation, 1), 0)
-        np.save(folder / "fmri" / f"{name}.npy", z)
+        whole.save(folder / "fmri" / f"{name}.npy", z)
     nibabel.save(nibabel.Nifti1Image(inside.astype(np.uint8), first.affine), folder / "mask.nii.gz")
     return constant
 

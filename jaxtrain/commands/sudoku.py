@@ -13,6 +13,7 @@ gives the same puzzles again, and no solution is in both splits.
 import argparse
 import csv
 import functools
+import io
 import json
 import pathlib
 import time
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.commands import arguments
+from jaxtrain.weights import whole
 from loaders import sudoku
 from loaders.base import DataError
 
@@ -63,7 +65,7 @@ def write_csv(out: pathlib.Path, split: str, puzzles: sudoku.Puzzles) -> None:
     def text(board: np.ndarray) -> str:
         return "".join("." if symbol == 1 else str(symbol - 1) for symbol in board.tolist())
 
-    with open(out / f"{split}.csv", "w", newline="") as file:
+    with whole.file(out / f"{split}.csv") as raw, io.TextIOWrapper(raw, newline="", write_through=True) as file:
         rows = csv.writer(file)
         rows.writerow(("source", "question", "answer", "rating"))
         for board, answer, rating in zip(puzzles.inputs, puzzles.labels, puzzles.rating, strict=True):
@@ -81,6 +83,6 @@ def write_npy(out: pathlib.Path, split: str, puzzles: sudoku.Puzzles) -> None:
         "group_indices": puzzles.groups.astype(np.int32),
     }
     for name, array in arrays.items():
-        np.save(folder / f"all__{name}.npy", array)
+        whole.save(folder / f"all__{name}.npy", array)
     about = {"seq_len": puzzles.inputs.shape[1], "pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "sets": ["all"]}
-    (folder / "dataset.json").write_text(json.dumps({**about, "total_puzzles": n}, indent=2) + "\n")
+    whole.write(folder / "dataset.json", json.dumps({**about, "total_puzzles": n}, indent=2) + "\n")

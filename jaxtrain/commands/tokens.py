@@ -15,7 +15,7 @@ Inputs are files, folders (all files below with a known ending) or globs. By the
 --tokenizer is a file of Hugging Face ``tokenizers`` (its special tokens are not added, except --eos, which ends every
 document), or ``bytes``, which needs no file. A part of an input becomes a shard, in the order of the inputs, whatever the
 number of workers: the files are the same bytes every time. Rerun the same command to resume after the last whole shard; other
-inputs or another tokenizer are an error.
+inputs or another tokenizer are an error. Of a folder that is whole it says what it holds.
 
 A row without text (null, of another type, a line that is not JSON) is an error that names it. With --skip N up to N of them are
 skipped, counted and listed.
@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     from loaders import tokenise
+    from loaders.base import DataError
 
-    return arguments.run(functools.partial(_make, args), mistakes=(tokenise.TokensError,))
+    return arguments.run(functools.partial(_make, args), mistakes=(tokenise.TokensError, DataError))
 
 
 def _make(args: argparse.Namespace) -> int:

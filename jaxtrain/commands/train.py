@@ -12,6 +12,8 @@ A run that a signal ends is saved and exits with 75: rerun the same command to r
 
 import errno
 import functools
+import logging
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--explain", action="store_true", help="print every field of the config, and train nothing")
     parser.add_argument("--plan", metavar="TARGET", nargs="?", help="plan the run for these devices, and train nothing")
     parser.add_argument("--plan-setup", metavar="KIND", help="fetch the compiler for plans of gpu or tpu, and train nothing")
-    if {"-h", "--help"} & set(arguments.split_config(argv)[1]):
+    if arguments.asks_for_help(argv):
         parser.print_help()
         return 0
     try:
@@ -40,6 +42,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _train(given) if given.plan is None else plan.show(given)
 
 
+def last_lines(given: config.Arguments, run: config.Config) -> str:
+    """Where a run that has ended left what, and what may be typed next."""
+    from jaxtrain import writers
+
+    found, workdir = writers.left_behind(run), shlex.quote(run.workdir)
+    out = shlex.quote(f"{run.workdir.rstrip('/')}-weights")
+    longer = [(path, text) for path, text in given.overrides if path != "train.steps"]
+    longer.append(("train.steps", str(2 * run.train.steps)))
+    words = [f"--config={given.source}", *(f"--config.{path}={text}" for path, text in longer)]
+    again = " ".join(["jaxtrain train", *map(_quoted, words)])
+    commands = [] if run.checkpoint.final == "weights" else [(again, "to train for longer")]
+    commands.append((f"jaxtrain export {workdir} --out {out}", "for safetensors and a model card"))
+    if run.lora.rank:
+        commands.append((f"jaxtrain lora-to-peft {workdir} --out {out}-adapters", "for the adapters alone"))
+    if run.workload == "jaxtrain.workloads.bird":
+        embeddings = shlex.quote(f"{run.workdir.rstrip('/')}-embeddings")
+        commands.append((f"jaxtrain embed {workdir} --out {embeddings}", "for the features of recordings"))
+    commands.append((f"jaxtrain checkpoint inspect {workdir}", "to see what a checkpoint holds"))
+    files = [f"  {what}: {path}" for path, what in found]
+    return "\n".join(["the run has ended; it left", *files, "next", *(f"  {why}: {text}" for text, why in commands)])
+
+
+def _quoted(word: str) -> str:
+    """A word for a shell; one with single quotes in it is put between double ones, as a person would."""
+    return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
+
+
 def _train(given: config.Arguments) -> int:
     from jaxtrain import cluster, console, train
 
@@ -50,6 +79,7 @@ def _train(given: config.Arguments) -> int:
     try:
         resolved = config.load(given.source, given.overrides)
         train.run(resolved)
+        logging.getLogger("jaxtrain").info("%s", last_lines(given, resolved))
     except train.USER_ERRORS as error:
         arguments.report(error)
         return arguments.MISTAKE
@@ -63,7 +93,7 @@ def _train(given: config.Arguments) -> int:
         return arguments.MISTAKE
     except train.Preempted as end:
         assert resolved is not None  # raised by `train.run` alone
-        print(end, file=sys.stderr)
+        print(f"{end}; rerun the same command to resume", file=sys.stderr)
         return resolved.preemption.exit_code
     except KeyboardInterrupt:
         print("stopped; rerun the same command to resume from the last checkpoint", file=sys.stderr)

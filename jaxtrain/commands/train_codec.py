@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxtrain.commands import arguments
 from loaders import chat_samples, chatml, codec, order
+from loaders import files as files_lib
 from loaders.base import DataError
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga")
@@ -94,6 +95,9 @@ def sources(paths: Sequence[str]) -> list[codec.Source]:
         files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
         if not path.exists():
             raise DataError(f"{path} does not exist; name audio files, folders of them, or manifests")
+        for file in files if path.is_dir() else ():
+            remedy = "; name that file itself, or the folder that it lies in"
+            files_lib.inside(path, str(file.relative_to(path)), remedy=remedy)
         by_name |= {str(file): codec.Source(file) for file in files}
     if not by_name:
         raise DataError(f"no recordings in {', '.join(paths)}; expected files that end in one of: {', '.join(SUFFIXES)}")

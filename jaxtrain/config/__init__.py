@@ -9,7 +9,7 @@ arguments   the command line of a run
 """
 
 from jaxtrain.config.arguments import Arguments, parse_args
-from jaxtrain.config.build import from_dict, load, save, section, to_json
+from jaxtrain.config.build import from_dict, load, read, save, section, to_json
 from jaxtrain.config.checks import ConfigError
 from jaxtrain.config.explain import explain, gloss
 from jaxtrain.config.schema import (
@@ -59,6 +59,7 @@ __all__ = [
     "gloss",
     "load",
     "parse_args",
+    "read",
     "save",
     "section",
     "sweeps",

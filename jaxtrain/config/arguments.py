@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxtrain.config.build import load
+from jaxtrain.config.build import read
 from jaxtrain.config.checks import ConfigError
 from loaders import checks
 
@@ -61,7 +61,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         problems.append(("", "file is missing; for example --config=configs/xcm.py"))
     if problems and source:  # report the config's own mistakes along with these
         try:
-            load(source, overrides)
+            problems += read(source, overrides, make_data=False)[1]
         except ConfigError as error:
             problems += error.problems
     if problems:

@@ -10,17 +10,22 @@ import importlib
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import pathlib
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxtrain import configs
 from jaxtrain.config.checks import ConfigError, between_sections, on_this_machine
-from jaxtrain.config.schema import Config, ModelSection
+from jaxtrain.config.schema import SHARES, Config, ModelSection, Train
 from loaders import checks
 from loaders.checks import DataSection, Section
+
+log = logging.getLogger("jaxtrain")
 
 
 class _Text(str):
@@ -30,12 +35,30 @@ class _Text(str):
 def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
     """Reads ``path.py`` or ``path.py:argument`` and applies (dotted path, text) overrides; checks everything.
 
+    A shipped config (`jaxtrain.configs`) is also found by its name: ``xcm``, ``xcm:argument``.
+
     Raises:
       ConfigError: with all mistakes: unknown keys (and the nearest spelling), wrong types, values that do not fit
         together, data that is not there, a workdir that cannot be written.
     """
+    config, problems = read(source, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def read(
+    source: str, overrides: Iterable[tuple[str, str]] = (), *, make_data: bool = True
+) -> tuple[Config, list[tuple[str, str]]]:
+    """Like `load`, but returns the config with all its mistakes; a field with a wrong value has its default.
+
+    Args:
+      make_data: whether data that do not exist yet are made, where their facts are asked for; else those fields stay None.
+
+    Raises ConfigError where there is no config to return: no such file, a module that cannot be imported.
+    """
     name, tree = _read_file(source)
-    problems = []
+    problems: list[tuple[str, str]] = []
     for path, text in overrides:
         *parents, last = path.split(".")
         node = tree
@@ -47,20 +70,23 @@ def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
         else:
             node[last] = _Text(text)
     tree["workdir"] = tree.get("workdir") or f"runs/{name}"
-    try:
-        config = from_dict(tree)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return _checked(tree, problems, make_data=make_data), problems
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
     """A checked `Config` from nested dictionaries. Raises ConfigError with all mistakes."""
     problems: list[tuple[str, str]] = []
-    tree = dict(tree)
+    config = _checked(tree, problems, make_data=True)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_data: bool) -> Config:
+    """Builds a config, adds all its mistakes to ``problems``, and takes the facts of its data."""
+    tree = _shares_in_steps(tree)
     sections: dict[str, Any] = {}
+    classes: dict[str, type[Section]] = {}
     for section, owner, base, functions in (
         ("model", "workload", ModelSection, ("make_task",)),
         ("data", "loader", DataSection, ("fields", "facts", "make_loader")),
@@ -73,9 +99,13 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
         except TypeError as error:
             problems.append((owner, str(error)))
         else:
-            sections[section] = _build(cls, tree.get(section) or {}, section, problems)
-        tree.pop(section, None)
+            classes[section] = cls
+    parts = _taken_over(classes, {name: tree.pop(name, None) or {} for name in ("model", "data")})
+    sections |= {name: _build(cls, parts[name], name, problems) for name, cls in classes.items()}
     config = dataclasses.replace(_build(Config, tree, "", problems), **sections)
+    for i, (path, text) in enumerate(problems):
+        if path in SHARES and text.endswith(_described(int)):
+            problems[i] = path, f"{text}, or a share of the run between 0 and 1"
     problems += config.problems()
     for f in dataclasses.fields(config):
         section = getattr(config, f.name)
@@ -83,11 +113,37 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
             problems += checks.under(f.name, section.problems())
     problems += between_sections(config)
     problems += on_this_machine(config)
-    if len(sections) == 2:
-        config = _take_facts(config, problems)
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return _take_facts(config, problems, make_data=make_data) if len(sections) == 2 else config
+
+
+def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The given fields of the sections model and data, in which what one side says of a shared field the other says, too."""
+    parts = dict(parts)
+    if len(classes) < 2 or not all(isinstance(part, Mapping) for part in parts.values()):
+        return parts
+    for name in getattr(classes["model"], "shared", ()):
+        has = {section: name in parts[section] for section in parts}
+        fields = {section: name in getattr(cls, "__dataclass_fields__", {}) for section, cls in classes.items()}
+        if all(fields.values()) and has["model"] != has["data"]:
+            given, other = ("model", "data") if has["model"] else ("data", "model")
+            parts[other] = {**parts[other], name: parts[given][name]}
+    return parts
+
+
+def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``tree`` whose fields in `SHARES` are steps, where they were shares of the run: 0.05 of 2,000 steps is 100."""
+    tree = {name: dict(part) if isinstance(part, Mapping) else part for name, part in tree.items()}
+    train = tree.get("train")
+    steps = _literal(train.get("steps", Train.steps)) if isinstance(train, Mapping) else Train.steps
+    for path in SHARES:
+        section, name = path.split(".")
+        part = tree.get(section)
+        if not isinstance(part, dict) or not isinstance(steps, int):
+            continue
+        value = _literal(part.get(name))
+        if isinstance(value, float) and 0 < value < 1:
+            part[name] = max(1, round(value * steps))
+    return tree
 
 
 def section(cls: type, tree: Mapping[str, Any]) -> Any:
@@ -116,13 +172,13 @@ def _section_class(module_name: str, base: type[Section], functions: Sequence[st
     return cls
 
 
-def _take_facts(config: Config, problems: list[tuple[str, str]]) -> Config:
+def _take_facts(config: Config, problems: list[tuple[str, str]], *, make_data: bool) -> Config:
     """Fills the model's None fields with facts of the data. Does nothing while the data section has mistakes."""
     if any(path.startswith(("data", "loader")) for path, _ in problems):
         return config
     loader = importlib.import_module(config.loader)
-    if problems and not config.data.exists():
-        return config  # the data would have to be made first, and the config is refused anyway
+    if (problems or not make_data) and not config.data.exists():
+        return config  # the data would have to be made first, and the config is refused anyway, or only looked at
     try:
         facts = loader.facts(config.data)
     except ValueError as error:
@@ -131,6 +187,9 @@ def _take_facts(config: Config, problems: list[tuple[str, str]]) -> Config:
     names = [f.name for f in dataclasses.fields(config.model) if getattr(config.model, f.name) is None and f.name in facts]
     model = dataclasses.replace(config.model, **{name: facts[name] for name in names})
     problems += checks.under("model", model.data_problems(facts))
+    if not problems and not config.warm_start.source:
+        for path, text in checks.under("model", model.data_notes(facts)):
+            log.warning("config.%s %s", path, text)
     return dataclasses.replace(config, model=model)
 
 
@@ -148,22 +207,45 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
         config = get_config(argument) if takes else get_config()
     except ValueError as error:  # how a config refuses its argument
         raise ConfigError([("", f"file {file} says: {error}")]) from error
-    return file.stem, config.to_dict() if isinstance(config, ConfigDict) else dict(config)
+    tree = config.to_dict() if isinstance(config, ConfigDict) else config
+    if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
+        found = f"{str(config)[:80]!r} ({type(config).__name__})"
+        raise ConfigError(
+            [("", f"file {file}: get_config returns {found}; expected a ConfigDict, or a dictionary of sections")]
+        )
+    return file.stem, dict(tree)
 
 
 def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
     """Imports a config file. Returns its path, the module, and what follows the colon. Raises ConfigError."""
     path, _, argument = source.partition(":")
-    file = pathlib.Path(path)
-    if not file.is_file():
-        there = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        remedy = checks.expected(path, there) if there else f"{file.parent} holds no config"
-        raise ConfigError([("", f"file {path} does not exist; {remedy}")])
+    file = locate(path)
+    # Modules that a config of one's own names lie next to it, or where the command is typed: as with `python -m`, whatever
+    # started this process.
+    for folder in (os.getcwd(), str(file.parent.absolute())) if file.parent != configs.FOLDER else ():
+        if folder not in sys.path:
+            sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(f"jaxtrain_config_{file.stem}", file)
-    assert spec and spec.loader, f"{file} is a file, and its name ends in .py or not"
+    assert spec and spec.loader, f"{file} is a Python file"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return file, module, argument
+
+
+def locate(path: str) -> pathlib.Path:
+    """The file of a config: one of the user's, by its path, or one that jaxtrain ships, by its name. Raises ConfigError."""
+    file = pathlib.Path(path)
+    if file.is_file() and file.suffix == ".py":
+        return file
+    if path in configs.names():
+        return configs.FOLDER / f"{path}.py"
+    if file.suffix == ".py" and file.stem in configs.names():
+        raise ConfigError([("", f"file {path} does not exist; the config that jaxtrain ships is --config={file.stem}")])
+    if file.is_file():
+        raise ConfigError([("", f"file {path} is no config; its name must end in .py")])
+    there = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+    remedy = checks.expected(path, [*configs.names(), *there])
+    raise ConfigError([("", f"file {path} does not exist, nor does jaxtrain ship a config of this name; {remedy}")])
 
 
 def function_of(module: types.ModuleType, file: pathlib.Path, name: str, what: str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxtrain.config.schema import AXIS_RULES, Config
+from jaxtrain.config.schema import AXIS_RULES, Config, Optim, Train
 from loaders import checks
 from loaders.checks import Problems
 
@@ -42,11 +42,25 @@ def between_sections(config: Config) -> Problems:
         )
     if train.patience and not config.checkpoint.best:
         yield "train.patience", f"is {train.patience}, and checkpoint.best names no metric, for example '-loss'"
-    if optim.warmup > train.steps:
-        yield "optim.warmup", f"is {optim.warmup}, longer than train.steps={train.steps}"
-    elif optim.warmup + optim.decay > train.steps:
-        text = f"is {optim.decay}: together with optim.warmup={optim.warmup} longer than train.steps={train.steps}"
-        yield "optim.decay", text
+    yield from _schedule_problems(train, optim)
+
+
+def _schedule_problems(train: Train, optim: Optim) -> Problems:
+    """What does not fit into the run's steps, each with a value that would."""
+
+    def remedy(name: str, share: float) -> str:
+        return f"set config.optim.{name}={max(1, round(share * train.steps))}, or config.optim.{name}={share} of any run"
+
+    steps = train.steps
+    if steps < 1 or optim.warmup + optim.decay <= steps:
+        return
+    if optim.warmup > steps:
+        yield "optim.warmup", f"is {optim.warmup}, longer than train.steps={steps}; {remedy('warmup', 0.05)}"
+    if optim.decay > steps:
+        yield "optim.decay", f"is {optim.decay}, longer than train.steps={steps}; {remedy('decay', 0.2)}"
+    elif optim.warmup <= steps:
+        text = f"is {optim.decay}: together with optim.warmup={optim.warmup} longer than train.steps={steps}"
+        yield "optim.decay", f"{text}; at most {steps - optim.warmup} fits" if optim.warmup < steps else text
 
 
 def on_this_machine(config: Config) -> Problems:

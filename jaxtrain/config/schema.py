@@ -10,25 +10,39 @@ import re
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from loaders import checks
 from loaders.checks import Problems, Section
 
+MOST_STEPS = 2**31 - 1  # a step is an int32
 OPTIMIZERS = ("adamw", "adam_atan2", "adafactor", "lion", "muon", "sign_sgd")
 CORRECTIONS = ("outside", "inside")
 SCHEDULES = ("constant", "cosine", "wsd", "three_phase")
 MOMENTS = ("float32", "bfloat16", "int8")
 MUON_SCALES = ("rms", "in_out", "out_in")
 DECAY_SHAPES = ("linear", "cosine", "sqrt")
+# Fields in steps that may be given as a share of train.steps, a fraction between 0 and 1; a Config has them in steps.
+SHARES = ("optim.warmup", "optim.decay", "train.eval_every", "checkpoint.every", "checkpoint.keep_every", "metrics.every")
 RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")  # what jaxtrain.checkpoint.warm_start can do
 
 
 class ModelSection(Section):
-    """The section ``model``: the base class of a workload's ``Config``."""
+    """The section ``model``: the base class of a workload's ``Config``.
+
+    Attributes:
+      shared: fields that the data section may have, too: where one side alone is given, the other takes its value over.
+    """
+
+    shared: ClassVar[tuple[str, ...]] = ()
 
     def data_problems(self, facts: Mapping[str, Any]) -> Problems:
         """Yields (field, what is wrong and the remedy) for every field that contradicts what the data say of themselves."""
+        del facts
+        return iter(())
+
+    def data_notes(self, facts: Mapping[str, Any]) -> Problems:
+        """Yields (field, text) for what is allowed and is hardly meant. Not asked where the weights come from elsewhere."""
         del facts
         return iter(())
 
@@ -41,13 +55,15 @@ class Train(Section):
     batch: int = 64  # [rows] global batch, whatever the number of devices
     accumulate: int = 1  # [microbatches] parts that a step is computed in; gradients are reduced once
     ema: float = 0.0  # [1] decay of the average of the parameters that evaluation uses; 0 = no average
-    eval_every: int = 1_000  # [steps] between evaluations; the last step is always evaluated; 0 = only that one
+    eval_every: int = 1_000  # [steps] between evaluations, or 0.1 of the run; the last is always evaluated; 0 = only that one
     eval_batches: int = 0  # [batches] in an evaluation during the run; 0 = all; the evaluation of the last step takes all
     patience: int = 0  # [evaluations] in a row without progress of checkpoint.best after which a run ends; 0 = never
     min_delta: float = 0.0  # [1] improvement of checkpoint.best that must be exceeded to count as progress
 
     def problems(self) -> Problems:
         yield from checks.at_least(self, 1, "steps", "batch", "accumulate")
+        if self.steps > MOST_STEPS:
+            yield "steps", f"is {self.steps}; it must be at most {MOST_STEPS}"
         if self.accumulate > 0 and self.batch % self.accumulate:
             yield "batch", f"is {self.batch}, which accumulate={self.accumulate} does not divide"
         yield from checks.within(self, "[0, 1)", "ema")
@@ -81,8 +97,8 @@ class Optim(Section):
     name: str = "adamw"  # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd (of a table: only the rows that are read)
     lr: float = 1e-4  # [1/step] peak learning rate
     schedule: str = "cosine"  # [name] constant, cosine, wsd (warm-up, stable, decay), three_phase (wsd in shares of the run)
-    warmup: int = 0  # [steps] linear rise from lr_init to lr
-    decay: int = 0  # [steps] length of wsd's decay, the last steps of the run; 0 = none, in three_phase 20 %
+    warmup: int = 0  # [steps] linear rise from lr_init to lr; 0.05 = the first 5 % of the run
+    decay: int = 0  # [steps] length of wsd's decay, the last of the run; 0 = none, in three_phase 20 %; 0.2 = its last 20 %
     decay_shape: str = "linear"  # [name] of wsd's decay: linear, cosine, sqrt
     lr_init: float = 0.0  # [ratio of lr] learning rate of the first update when there is a warm-up
     lr_floor: float = 0.0  # [ratio of lr] learning rate at the end
@@ -217,7 +233,7 @@ class Checkpoint(Section):
 
     folder: str = ""  # [path or URL] of the checkpoints, for example gs://bucket/run/checkpoints; empty = workdir/checkpoints
 
-    every: int = 500  # [steps] between saves; the last step is always saved
+    every: int = 500  # [steps] between saves, or as 0.05 a share of the run; the last step is always saved
     keep: int = 3  # [checkpoints] newest ones that stay on disk
     keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
     verify: bool = True  # [bool] compare every byte of a checkpoint with its checksums before resuming from it

@@ -12,13 +12,15 @@ The folder that `embed` writes:
       NAME.npy                             any other column of integers
       embeddings.json                      what all this was made of, class names, and the progress
 
-The device computes while the loader's threads decode: the slower of the two sets the pace, which is reported with its share of
-waiting.
+The arrays are called NAME.npy.partial until all of their rows are there. The device computes while the loader's threads decode:
+the slower of the two sets the pace, which is reported with its share of waiting.
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +37,10 @@ from jaxtrain.layout import Layout, make_layout, make_mesh
 from jaxtrain.nn import vit
 from jaxtrain.types import PyTree
 from jaxtrain.weights import source as source_lib
+from jaxtrain.weights import whole, workload
 from jaxtrain.workloads import bird
-from loaders import columnar, shards, spectrogram
+from loaders import checks, columnar, shards, spectrogram
+from loaders import files as files_lib
 from loaders.base import DataError, Rows
 
 AHEAD = 3  # [batches] that the loader may have on the device before it computes them
@@ -76,29 +80,64 @@ def load(run: str, *, step: int | None = None, ema: bool = False, random: int | 
     """
     source = source_lib.find(run, step)
     config, arrays = source.config(workload=bird.__name__), source.parameters(ema=ema)
-    c = config_lib.section(bird.Config, config["model"])
+    c = config_lib.section(bird.Config, workload.model_of(config))
+    if problems := list(checks.under("model", c.problems())):
+        raise config_lib.ConfigError(problems)
     table = vit.make_specs(c)
+    # A config may name any size: initialised or read, the encoder is no larger than what the run holds.
+    for path, spec in zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True):
+        _check(arrays, f"encoder/{path}", spec)
     if random is not None:
         made = specs.materialise({"encoder": table}, jax.random.key(random))["encoder"]
         return Model(c, jax.tree.map(np.asarray, made), None, config, f"{run}, initialised with seed {random}")
-    params = specs.map_specs(lambda p, spec: _read(arrays, f"encoder/{p}", spec), table)
+    params = specs.map_specs(lambda p, _: _read(arrays, f"encoder/{p}"), table)
     head = {leaf: arrays[f"objective/supervised/{leaf}"] for leaf in "wb" if f"objective/supervised/{leaf}" in arrays}
     name = f"{source.path}{' (ema)' if ema else ''}"
     return Model(c, params, {k: x.read(()) for k, x in head.items()} or None, config, name)
 
 
-def _read(arrays: dict[str, stored.Stored], path: str, spec: Any) -> np.ndarray:
+def _check(arrays: dict[str, stored.Stored], path: str, spec: Any) -> None:
     if path not in arrays or arrays[path].shape != spec.shape:
         shape = arrays[path].shape if path in arrays else "missing"
         raise EmbedError(f"{path} is {shape}; the run's config expects {spec.shape}")
+
+
+def _read(arrays: dict[str, stored.Stored], path: str) -> np.ndarray:
     return np.asarray(arrays[path].read(()), np.float32)
 
 
 def data_config(model: Model, **changes: Any) -> spectrogram.Config:
-    """The run's own data section with ``changes``, by which nothing is held out, excluded or mixed in."""
-    data = {name: value for name, value in model.run["data"].items() if name in spectrogram.Config.__dataclass_fields__}
-    own = {"test_share": 0.0, "exclude": (), "exclude_paths": (), "background": "", "bad_budget": 1.0, "form": "spectrogram"}
+    """The run's own data section with ``changes``, by which nothing is held out, excluded or mixed in.
+
+    The run may be anyone's: where recordings are files, and whether links are followed, is for ``changes`` alone to say.
+    """
+    data = {
+        name: value for name, value in (model.run.get("data") or {}).items() if name in spectrogram.Config.__dataclass_fields__
+    }
+    own = {
+        "audio_root": "",
+        "follow_links": False,
+        "test_share": 0.0,
+        "exclude": (),
+        "exclude_paths": (),
+        "background": "",
+        "bad_budget": 1.0,
+        "form": "spectrogram",
+    }
     return config_lib.section(spectrogram.Config, {**data, **own, **changes})
+
+
+def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
+    """A data section whose training split is ``split``, any that the data have, and which reads no other.
+
+    "train" and "test" are those that the section trains and tests on.
+    """
+    name = {"train": data.train_split, "test": data.test_split}.get(split, split)
+    path = data.test if data.test and split in ("test", data.test_split) else data.train
+    # Shards that lie side by side are no splits by name: their test split is a share of them.
+    folder = pathlib.Path(path).expanduser()
+    other = "test" if folder.is_dir() and not shards.has_split(folder, name) else name
+    return dataclasses.replace(data, train=path, test="", train_split=name, test_split=other)
 
 
 class Setup(NamedTuple):
@@ -122,6 +161,7 @@ def set_up(
     model: Model, data: spectrogram.Config, *, split: str = "train", kinds: Sequence[str] = ("mean", "cls"), batch: int = 64
 ) -> Setup:
     """Opens the data and compiles the encoder for them. Raises DataError."""
+    data = of_split(data, split)
     layout = make_layout(make_mesh(-1, 1, 1), {})
     batch = -(-batch // len(jax.devices())) * len(jax.devices())
     abstract = {
@@ -133,11 +173,11 @@ def set_up(
     rows = feed.rows_for(abstract)
     for where, text in data.problems():
         raise DataError(f"data.{where} {text}")
-    loader = spectrogram.make_loader(data, split=split, rows=rows, seed=0, in_order=True)
+    loader = spectrogram.make_loader(data, split="train", rows=rows, seed=0, in_order=True)
     facts = spectrogram.facts(data)
     weights = jax.device_put((model.params, model.head), layout.replicated())
     run = _program(model, layout, kinds, data.views).lower(weights, abstract)
-    return Setup(run.compile(), weights, run.out_info, abstract, rows, loader, batch, facts[f"n_{split}"], facts)
+    return Setup(run.compile(), weights, run.out_info, abstract, rows, loader, batch, facts["n_train"], facts)
 
 
 def embed(
@@ -171,15 +211,10 @@ def embed(
     progress = _progress(out, made_of)
     progress |= {"model": model.name, "class_names": list(facts.get("class_names", ())), "multilabel": data.multilabel}
     start = progress.get("done", 0)
-    files = {
-        name: np.lib.format.open_memmap(
-            out / f"{name}.npy", mode="r+" if start else "w+", dtype=x.dtype, shape=(n, *x.shape[1:])
-        )
-        for name, x in setup.shapes.items()
-    }
+    files = _open(out, {name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for name, x in setup.shapes.items()}, start)
     if not start:
         for name in columns:
-            np.save(out / f"{name}.npy", _column(data, split, name)[:n])
+            whole.save(out / f"{name}.npy", _column(data, split, name)[:n])
     loader.seek(start // batch)
     stream = setup.feed()
     began = noted = time.perf_counter()
@@ -205,6 +240,11 @@ def embed(
         stream.close()
         _note(out, files, {**made_of, **progress})
     seconds = time.perf_counter() - began
+    for file in files.values():
+        file.flush()
+    for name in files:
+        if (partial := out / f"{name}.npy.partial").exists():
+            partial.replace(out / f"{name}.npy")
     bad = n - int((np.load(out / "weight.npy", mmap_mode="r") > 0).sum())
     progress |= {"unreadable": bad, "samples_per_second": (n - start) / seconds, "waiting": stream.waited / seconds}
     _note(out, files, {**made_of, **progress})
@@ -216,20 +256,61 @@ def _progress(out: pathlib.Path, made_of: dict[str, Any]) -> dict[str, Any]:
     path = out / PROGRESS
     if not path.exists():
         return {}
-    before = json.loads(path.read_text())
+    try:
+        before = files_lib.read_json(files_lib.inside(out, PROGRESS))
+    except files_lib.FileError as error:
+        raise EmbedError(f"{error}; choose another --out") from error
     if differing := [name for name, value in made_of.items() if before.get(name) != value]:
         changes = ", ".join(f"{name} was {before.get(name)!r} and is {made_of[name]!r}" for name in differing)
         raise EmbedError(f"{out} holds embeddings of something else: {changes}; choose another --out")
-    return {"done": before["done"]}
+    done = before.get("done", 0)
+    if type(done) is not int or not 0 <= done <= made_of["rows"]:
+        raise EmbedError(f"{path} says that {done!r} of {made_of['rows']} rows are done; choose another --out")
+    return {"done": done}
+
+
+def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: int) -> dict[str, np.memmap]:
+    """Opens the arrays, new ones under the names NAME.npy.partial, which they keep until they are whole.
+
+    Their space is reserved: a disk that fills up under a memory map ends the process with SIGBUS. Raises OSError when there is
+    too little.
+    """
+    if start:
+        paths = {name: out / f"{name}.npy" for name in shapes}
+        paths = {name: path if path.exists() else path.with_name(f"{path.name}.partial") for name, path in paths.items()}
+        return {name: np.lib.format.open_memmap(path, mode="r+") for name, path in paths.items()}
+    files = {}
+    paths = {name: out / f"{name}.npy.partial" for name in shapes}
+    try:
+        for name, x in shapes.items():
+            with whole.naming(out / f"{name}.npy"):
+                files[name] = np.lib.format.open_memmap(paths[name], mode="w+", dtype=x.dtype, shape=x.shape)
+                _reserve(paths[name])
+    except OSError:
+        for path in paths.values():
+            path.unlink(missing_ok=True)
+        raise
+    for name in shapes:
+        (out / f"{name}.npy").unlink(missing_ok=True)  # of an attempt that left no note
+    return files
+
+
+def _reserve(path: pathlib.Path) -> None:
+    """Makes the disk keep the space of a sparse file, where the system and the file system can."""
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
 
 
 def _note(out: pathlib.Path, files: dict[str, np.memmap], content: dict[str, Any]) -> None:
     """First the rows reach the disk, then the note that they are there."""
     for file in files.values():
         file.flush()
-    temporary = out / f".{PROGRESS}"
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(out / PROGRESS)
+    whole.write(out / PROGRESS, json.dumps(content, indent=2) + "\n")
 
 
 def _program(model: Model, layout: Layout, kinds: Sequence[str], views: int) -> Any:
@@ -260,7 +341,8 @@ def _program(model: Model, layout: Layout, kinds: Sequence[str], views: int) -> 
 
 def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:
     """Reads a column of integers, of all recordings of a split in order."""
-    paths = shards.find_shards(shards.resolve(data.train if split == "train" else data.test or data.train), split)
+    data = of_split(data, split)
+    paths = shards.find_shards(shards.resolve(data.train), data.train_split, links=data.follow_links)
     parts = [columnar.read(path, name)[0].to_numpy() for path in paths]
     values = np.concatenate(parts)
     if not np.issubdtype(values.dtype, np.integer):

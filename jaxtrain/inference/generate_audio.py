@@ -16,8 +16,9 @@ from jaxtrain.checkpoint import warm_start
 from jaxtrain.checkpoint.read import StoredError
 from jaxtrain.types import PyTree
 from jaxtrain.weights import source as source_lib
+from jaxtrain.weights import whole, workload
 from jaxtrain.workloads import audio_language
-from loaders import chat_audio, chat_samples, chatml, codec
+from loaders import chat_audio, chat_samples, chatml, checks, codec
 
 
 class Speaker(NamedTuple):
@@ -47,10 +48,20 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
         raise StoredError(
             f"{source.path} holds adapters without the weights that they change; merge them with `jaxtrain export`"
         )
-    model = config_lib.section(audio_language.Config, run_config["model"])
+    model = config_lib.section(audio_language.Config, workload.model_of(run_config))
+    if problems := list(checks.under("model", model.problems())):
+        raise config_lib.ConfigError(problems)
     changes = {"tokenizer": tokenizer} if tokenizer else {}
     changes |= {"codec": codec_path, "codes": ""} if codec_path else {}
-    data = config_lib.section(chat_audio.Config, run_config["data"] | changes)
+    run_data = run_config.get("data") or {}
+    theirs = run_data.get("codec")
+    # module:function would be imported, and the run may be anyone's.
+    if not codec_path and isinstance(theirs, str) and theirs and not pathlib.Path(theirs).expanduser().is_file():
+        raise StoredError(
+            f"{source.path}: the run's codec is {theirs!r}, which is no file here; name a codec.npz, or that function if you "
+            "trust its code, with --codec"
+        )
+    data = config_lib.section(chat_audio.Config, run_data | changes)
     layout = layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
     abstract = specs.abstract(audio_language.make_specs(model), layout)
     paths = specs.paths(abstract)
@@ -128,14 +139,24 @@ def write(speaker: Speaker, out: pathlib.Path, prompts: Sequence[str], answers: 
         line: dict[str, Any] = {"prompt": prompt, "text": answer.text}
         for codes in answer.codes[:1]:
             name = f"{i // each:03}-{i % each}"
-            np.save(out / f"{name}.npy", codes.astype(np.int16))
+            whole.save(out / f"{name}.npy", codes.astype(np.int16))
             line |= {"file": f"{name}.npy", "seconds": codes.shape[1] / speaker.tools.frame_rate}
             if isinstance(speaker.codec, codec.Rvq) and codes.shape[1]:
                 mel = speaker.codec.decode(codes)
-                codec.write_wav(out / f"{name}.wav", codec.sound(mel))
+                partial = out / f".{name}.partial.wav"
+                try:
+                    with whole.naming(out / f"{name}.wav"):
+                        codec.write_wav(partial, codec.sound(mel))
+                        partial.rename(out / f"{name}.wav")
+                finally:
+                    partial.unlink(missing_ok=True)
                 picture = (mel - mel.min()) / max(float(np.ptp(mel)), 1e-6)
-                writers.write_pictures(out, {name: picture.T[None]})
-                (out / f"{name}_0.png").rename(out / f"{name}.png")
+                try:
+                    with whole.naming(out / f"{name}.png"):
+                        writers.write_pictures(out, {f".{name}": picture.T[None]})
+                        (out / f".{name}_0.png").rename(out / f"{name}.png")
+                finally:
+                    (out / f".{name}_0.png").unlink(missing_ok=True)
         lines.append(json.dumps(line, ensure_ascii=False))
         print(lines[-1])
-    (out / "answers.jsonl").write_text("".join(line + "\n" for line in lines))
+    whole.write(out / "answers.jsonl", "".join(line + "\n" for line in lines))

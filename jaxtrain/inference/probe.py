@@ -24,9 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.weights import whole
+from loaders import files
+
 MEASURES = ("accuracy", "cmAP", "AUROC")
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 TEMPERATURE = 0.07
+MOST_CLASSES = 100_000
 PART = 1000  # bootstrap draws whose sums are held at once, times a class
 
 
@@ -49,42 +53,56 @@ def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = 
     """Reads a folder of embeddings. Raises ProbeError: it is unfinished, or has no labels or not this kind."""
     folder = pathlib.Path(folder).expanduser()
     try:
-        meta = json.loads((folder / "embeddings.json").read_text())
-    except OSError as error:
-        raise ProbeError(
-            f"{folder} holds no embeddings ({error.strerror}: embeddings.json); make them with `jaxtrain embed`"
-        ) from error
+        meta = files.read_json(files.inside(folder, "embeddings.json"))
+    except files.FileError as error:
+        raise ProbeError(f"{folder} holds no embeddings ({error}); make them with `jaxtrain embed`") from error
+    names = meta.get("class_names")
+    is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if (
+        not is_text
+        or not all(type(meta.get(key)) is int for key in ("done", "rows"))
+        or type(meta.get("multilabel")) is not bool
+    ):
+        raise ProbeError(f"{folder / 'embeddings.json'} does not describe embeddings; make them with `jaxtrain embed`")
     if meta["done"] < meta["rows"]:
         raise ProbeError(
             f"{folder} holds {meta['done']} of {meta['rows']} embeddings; rerun the same `jaxtrain embed` to resume"
         )
 
-    def load(name: str) -> np.ndarray:
+    def load(name: str, *dimensions: int) -> np.ndarray:
         path = folder / f"{name}.npy"
         if not path.exists():
             raise ProbeError(
                 f"{folder} has no {name}.npy; expected one of: {', '.join(sorted(p.stem for p in folder.glob('*.npy')))}"
             )
-        return np.load(path)
+        try:
+            x = files.array(files.inside(folder, path.name))
+        except files.FileError as error:
+            raise ProbeError(f"{error}; embed again") from error
+        if x.ndim not in (dimensions or (1, 2)) or len(x) != meta["rows"] or x.dtype.kind not in "fiu" or 0 in x.shape[1:]:
+            raise ProbeError(f"{path} holds {x.dtype} {x.shape}; expected {meta['rows']} rows of numbers; embed again")
+        return np.array(x)
 
-    names = tuple(meta["class_names"])
-    weight = load("weight")
+    names = tuple(names)
+    weight = load("weight", 1)
     if meta["multilabel"]:
-        y, known = load("labels"), weight > 0
+        y, known = load("labels", 2), weight > 0
     else:
-        label = load("label")
+        label = load("label", 1)
         known = (weight > 0) & (label >= 0)
+        if label.dtype.kind not in "iu" or label.max(initial=0) >= (len(names) or MOST_CLASSES):
+            raise ProbeError(f"{folder}/label.npy has class {label.max(initial=0)}, but names for {len(names)}; embed again")
         y = (label[:, None] == np.arange(len(names) or label.max() + 1)).astype(np.uint8)
     if not known.any():
         raise ProbeError(f"{folder} has no labels; embed it with --label")
-    scores = load("scores")[known] if (folder / "scores.npy").exists() else None
+    scores = load("scores", 2)[known] if (folder / "scores.npy").exists() else None
     if scores is not None and scores.shape[1] != y.shape[1]:
         scores = None  # of a run with other classes
     return Features(
-        np.asarray(load(kind)[known], np.float32),
+        np.asarray(load(kind, 2)[known], np.float32),
         y[known],
         scores,
-        load(group)[known] if group else None,
+        load(group, 1)[known] if group else None,
         meta["multilabel"],
         names,
     )
@@ -283,6 +301,10 @@ def evaluate(
                 f"the train rows have {train.y.shape[1]} classes, the test rows {test.y.shape[1]}, or only one of them has "
                 "several for a recording; embed both with the same --label and --multilabel"
             )
+        if train.x.shape[1] != test.x.shape[1]:
+            raise ProbeError(
+                f"the train rows have {train.x.shape[1]} features, the test rows {test.x.shape[1]}; embed both with one run"
+            )
         scores["linear"].append(linear(train.x, train.y, test.x, multilabel=train.multilabel))
         scores["knn"].append(nearest(train.x, train.y, test.x, k=k))
     y = np.concatenate([test.y for _, test in splits])
@@ -385,7 +407,8 @@ def plot(results: Mapping[str, Mapping[str, Any]], out: pathlib.Path) -> list[pa
     paths = [out / "measures.png", out / "few_shot.png"]
     for path, one in zip(paths, (figure, few), strict=True):
         one.tight_layout()
-        one.savefig(path, dpi=120)
+        with whole.file(path) as file:
+            one.savefig(file, dpi=120, format="png")
         pyplot.close(one)
     return paths
 
@@ -395,7 +418,7 @@ def report(results: Mapping[str, Mapping[str, Any]], out: str | pathlib.Path) ->
     out = pathlib.Path(out).expanduser()
     out.mkdir(parents=True, exist_ok=True)
     text = table(results)
-    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    whole.write(out / "results.json", json.dumps(results, indent=2) + "\n")
     pictures = "".join(f"\n![]({path.name})\n" for path in plot(results, out))
-    (out / "results.md").write_text(f"Percent, with bootstrap intervals of 95 %.\n\n{text}{pictures}")
+    whole.write(out / "results.md", f"Percent, with bootstrap intervals of 95 %.\n\n{text}{pictures}")
     return text

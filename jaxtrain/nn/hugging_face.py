@@ -1,10 +1,13 @@
 """A decoder under Hugging Face's names: the same numbers in the same order, only names and shapes differ."""
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loaders import checks
+from jaxtrain.nn.transformer import Decoder
+from jaxtrain.types import EXPORT_FILE
+from loaders import checks, files
 
 LAYER = {
     "scale_attention": "input_layernorm.weight",
@@ -26,6 +29,30 @@ LAYER = {
 
 class HuggingFaceError(ValueError):
     """A config.json that this model cannot be."""
+
+
+def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) -> dict[str, Any] | None:
+    """The architecture of a folder that `jaxtrain export` wrote, as fields of the section ``model``; None for any other.
+
+    Args:
+      workload: the module whose run it has to be.
+      names: fields that the workload's ``Config`` has beyond `Decoder`'s and that decide shapes.
+
+    Raises HuggingFaceError: an export of another workload, or a damaged one.
+    """
+    path = pathlib.Path(folder).expanduser() / EXPORT_FILE
+    if not path.is_file():
+        return None
+    try:
+        config = files.read_json(files.inside(path.parent, path.name))["config"]
+        found, model = config["workload"], dict(config["model"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HuggingFaceError(f"{path} cannot be read as what `jaxtrain export` writes: {error!r}") from error
+    if found != workload:
+        raise HuggingFaceError(f"{path}: the export is of a run of {found}; expected one of {workload}")
+    # Places that are not learned are as many as the data have.
+    kept = {f.name for f in dataclasses.fields(Decoder)} - ({"context"} if model.get("positions") != "learned" else set())
+    return {name: value for name, value in model.items() if name in kept or name in names}
 
 
 def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

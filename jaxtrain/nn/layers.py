@@ -67,11 +67,55 @@ def rotate(x_bthk: Array, cos_sin: tuple[Array, Array]) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
 
 
-def project(equation: str, x: Array, w: Array | Unmerged) -> Array:
-    """einsum of activations and a matrix, in the activations' dtype. An adapted matrix (`jaxtrain.lora`) does it unmerged."""
+def product(equation: str, x: Array, w: Array, shard: Shard) -> Array:
+    """einsum of activations and one matrix, in the activations' dtype. No product of a model has a batch dimension.
+
+    For CPUs the rows, the contracted dimensions and the others become one dimension each: a product whose gradients contract
+    over several dimensions (B and T) is computed there after writing both operands out, transposed. A device that has part of a
+    row (a split sequence) would have to exchange tokens for that. GPUs and TPUs take several dimensions as they are, and under
+    FSDP the partitioner exchanges less with them.
+    """
+    w = w.astype(x.dtype)
+    (of_x, of_w), of_y = (left := equation.split("->"))[0].split(","), left[1]
+    rows, inner = (tuple(i for i in of_x if (i in of_w) == shared) for shared in (False, True))
+    outer = tuple(i for i in of_w if i not in inner)
+    whole = len(rows) < 2 or shard.size("seq", x.shape[1]) == 1
+    if shard.devices[0] != "cpu" or (*rows, *inner) != tuple(of_x) or (*rows, *outer) != tuple(of_y) or not whole:
+        return jnp.einsum(equation, x, w)
+    size = dict(zip(of_x + of_w, x.shape + w.shape, strict=True))
+    n_inner = math.prod(size[i] for i in inner)
+    first = (*inner, *outer) == tuple(of_w)
+    if not first and (*outer, *inner) != tuple(of_w):
+        return jnp.einsum(equation, x, w)
+    w = w.reshape(n_inner, -1) if first else w.reshape(-1, n_inner)
+    y = jax.lax.dot_general(x.reshape(-1, n_inner), w, (((1,), (0 if first else 1,)), ((), ())))
+    return y.reshape(*(size[i] for i in (*rows, *outer)))
+
+
+def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None) -> list[Array]:
+    """`product` with each of the matrices that lie side by side along w's dimension c.
+
+    For CPUs they are products of their own: of one that is cut, the gradient's parts are padded to its size and added up there.
+    Elsewhere one product fills the device better.
+
+    Args:
+      axes: the logical axes of a result.
+    """
+    of_y = equation.split("->")[1]
+    at_w, at_y = equation.split("->")[0].split(",")[1].index("c"), of_y.index("c")
+    each = range(w.shape[at_w])
+    if shard.devices[0] == "cpu":
+        one = equation.replace("c", "")
+        return [shard(product(one, x, jax.lax.index_in_dim(w, i, at_w, keepdims=False), shard), *axes) for i in each]
+    y = shard(product(equation, x, w, shard), *axes[:at_y], None, *axes[at_y:])
+    return [jax.lax.index_in_dim(y, i, at_y, keepdims=False) for i in each]
+
+
+def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array:
+    """`product` with a matrix that may be adapted (`jaxtrain.lora`), which is then not merged."""
     if isinstance(w, Unmerged):
-        return w.project(equation, x)
-    return jnp.einsum(equation, x, w.astype(x.dtype))
+        return w.project(equation, x, lambda equation, x, w: product(equation, x, w, shard))
+    return product(equation, x, w, shard)
 
 
 def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab", "embed"), dtype: Any = None) -> Array:

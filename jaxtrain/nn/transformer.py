@@ -159,13 +159,13 @@ def norm(c: Decoder, w: Weights, name: str, x: Array) -> Array:
     return layer_norm(x, w[f"scale{suffix}"], w.get(f"bias{suffix}"), c.eps)
 
 
-def _normed(c: Decoder, name: str, equation: str, x_btd: Array, w: Weights, matrices: list[str]) -> list[Array]:
+def _normed(c: Decoder, name: str, equation: str, x_btd: Array, w: Weights, matrices: list[str], shard: Shard) -> list[Array]:
     """Products of the norm ``name`` of x with several matrices."""
 
     @remat.cheap(c.remat)
     def products(x_btd: Array, w: Weights) -> list[Array]:
         y_btd = norm(c, w, name, x_btd)
-        return [project(equation, y_btd, w[matrix]) for matrix in matrices]
+        return [project(equation, y_btd, w[matrix], shard) for matrix in matrices]
 
     return products(x_btd, {n: w[n] for n in (f"scale_{name}", f"bias_{name}", *matrices) if n in w})
 
@@ -189,7 +189,7 @@ def attend(
     dtype = x_btd.dtype
     with jax.named_scope("attention"):
         names, qkv = ("q", "k", "v"), []
-        raw = _normed(c, "attention", "btd,hkd->bthk", x_btd, w, [f"w_{name}" for name in names])
+        raw = _normed(c, "attention", "btd,hkd->bthk", x_btd, w, [f"w_{name}" for name in names], shard)
         for name, heads, z_bthk in zip(names, ("heads", "kv_heads", "kv_heads"), raw, strict=True):
             if c.qkv_bias:
                 z_bthk += w[f"b_{name}"].astype(dtype)[None, None]
@@ -199,7 +199,7 @@ def attend(
             qkv.append(remat.name(z_bthk, "qkv"))
         y_bthk, kept = mix(*qkv)
         y_bthk = shard(y_bthk, "batch", "seq", "heads", "head_dim")
-        y_btd = project("bthk,dhk->btd", y_bthk, w["w_out"])
+        y_btd = project("bthk,dhk->btd", y_bthk, w["w_out"], shard)
         if c.bias:
             y_btd += w["b_out"].astype(dtype)[None, None]
         return shard(x_btd + y_btd, "batch", "seq", None), kept
@@ -219,10 +219,10 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
         else:
             (y_btm,) = z
             y_btm = jax.nn.gelu(y_btm, approximate=False)
-        return project("btm,dm->btd", y_btm, w_down)
+        return project("btm,dm->btd", y_btm, w_down, shard)
 
     with jax.named_scope("mlp"):
-        z = _normed(c, "mlp", "btd,md->btm", x_btd, w, [f"w_{name}" for name in names])
+        z = _normed(c, "mlp", "btd,md->btm", x_btd, w, [f"w_{name}" for name in names], shard)
         if c.bias:
             z = [z_btm + w[f"b_{name}"].astype(dtype)[None, None] for name, z_btm in zip(names, z, strict=True)]
         y_btd = down([remat.name(shard(z_btm, "batch", "seq", "mlp"), "mlp") for z_btm in z], w["w_down"])

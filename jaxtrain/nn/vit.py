@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxtrain.nn import attention, remat
-from jaxtrain.nn.layers import layer_norm, rotate
+from jaxtrain.nn.layers import layer_norm, product, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Axes, Initializer, Key, PyTree, Shard, Spec
 from loaders import checks
@@ -62,6 +62,7 @@ class Config(checks.Section):
     drop_path: float = 0.0  # [1] stochastic depth: share of the rows that skip the last layer; less, evenly, before it
     dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms and losses are float32
     remat: str = "none"  # [how] what is computed again in the backward pass: none, full, 'every 2', or 'save attention,mlp'
+    unroll: int = 1  # [layers] of the stack's loop that are compiled one after the other; depth = no loop
 
     def __post_init__(self):
         for name, value in zip(("embed", "depth", "heads"), PRESETS.get(self.preset, (1, 1, 1)), strict=True):
@@ -69,7 +70,7 @@ class Config(checks.Section):
                 object.__setattr__(self, name, value)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        yield from checks.at_least(self, 1, "n_frames", "n_mels", "embed", "depth", "heads", "mlp_ratio", "n_cls")
+        yield from checks.at_least(self, 1, "n_frames", "n_mels", "embed", "depth", "heads", "mlp_ratio", "n_cls", "unroll")
         yield from checks.not_negative(self, "n_registers", "layer_scale")
         yield from checks.choice(self, PRESETS, "preset")
         yield from checks.choice(self, DTYPES, "dtype")
@@ -110,7 +111,7 @@ class Config(checks.Section):
         gated = self.mlp == "swiglu"
         return Stack(
             self.embed, self.depth, self.heads, int(2 / 3 * hidden) if gated else hidden, gated, self.qk_norm, self.layer_scale,
-            self.dtype, self.remat,
+            self.dtype, self.remat, self.unroll,
         )  # fmt: skip
 
 
@@ -132,6 +133,7 @@ class Stack(NamedTuple):
     layer_scale: float = 0.0
     dtype: str = "float32"
     remat: str = "none"
+    unroll: int = 1
 
 
 class Encoded(NamedTuple):
@@ -333,7 +335,7 @@ def run_stack(
     @cheap
     def project(x_btd: Array, scale: Array, bias: Array, *matrices: Array) -> list[Array]:
         y_btd = layer_norm(x_btd, scale, bias, EPS)
-        return [jnp.einsum(("btd,dm->btm", "btd,dchk->btchk")[len(m.shape) > 2], y_btd, m.astype(dtype)) for m in matrices]
+        return [product(("btd,dm->btm", "btd,dchk->btchk")[len(m.shape) > 2], y_btd, m, shard) for m in matrices]
 
     @cheap
     def place(z_bthk: Array, scale: Array | None, bias: Array | None, turns: tuple[Array, Array] | None) -> Array:
@@ -347,7 +349,7 @@ def run_stack(
             y_btm = shard(jax.nn.silu(gate_btm) * y_btm, "batch", "seq", "mlp")
         else:
             y_btm = jax.nn.gelu(y_btm)
-        return jnp.einsum("btm,md->btd", y_btm, w_down.astype(dtype))
+        return product("btm,md->btd", y_btm, w_down, shard)
 
     def layer(x_btd: Array, xs: tuple[PyTree, Array | None]) -> tuple[Array, None]:
         w, keep_2b = xs
@@ -358,7 +360,7 @@ def run_stack(
             q, k, v = (qkv_bt3hk[:, :, i] for i in range(3))
             if s.qk_norm or turns is not None:
                 q, k = (place(z, w.get(f"scale_{n}"), w.get(f"bias_{n}"), turns) for z, n in ((q, "q"), (k, "k")))
-            y_btd = jnp.einsum("bthk,hkd->btd", attention.within(shard, q, k, v), w["w_out"].astype(dtype))
+            y_btd = product("bthk,hkd->btd", attention.within(shard, q, k, v), w["w_out"], shard)
             x_btd = add(x_btd, y_btd + w["b_out"].astype(dtype)[None, None], w, 0, keep_2b)
         with jax.named_scope("mlp"):
             norm = (w["scale_mlp"], w["bias_mlp"])
@@ -374,7 +376,7 @@ def run_stack(
         return shard(x_btd, "batch", "seq", None), None
 
     x_btd = shard(x_btd.astype(dtype), "batch", "seq", None)
-    return remat.scan(layer, x_btd, (stack, keep_l2b), s.remat)[0]
+    return remat.scan(layer, x_btd, (stack, keep_l2b), s.remat, unroll=s.unroll)[0]
 
 
 def patchify(c: Config, x_bfw: Array) -> Array:

@@ -7,8 +7,8 @@ param_groups   which parameters decay, are frozen, have their own rate or rule
 make           all of it, in order
 """
 
-from jaxtrain.optim.make import global_norm, make_optimizer
+from jaxtrain.optim.make import global_norm, make_optimizer, root_of_sum, square_sums
 from jaxtrain.optim.param_groups import OptimError
 from jaxtrain.optim.schedules import make_schedule
 
-__all__ = ["OptimError", "global_norm", "make_optimizer", "make_schedule"]
+__all__ = ["OptimError", "global_norm", "make_optimizer", "make_schedule", "root_of_sum", "square_sums"]

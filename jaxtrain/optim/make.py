@@ -93,7 +93,17 @@ def _clip(most: float) -> optax.GradientTransformation:
 
 def global_norm(tree: PyTree) -> Array:
     """Returns the root of the sum of all squares, in float32."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
+    return root_of_sum(square_sums(tree))
+
+
+def square_sums(tree: PyTree) -> PyTree:
+    """Returns each array's sum of squares, in float32."""
+    return jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree)
+
+
+def root_of_sum(tree: PyTree) -> Array:
+    """Returns the root of the sum of numbers: of some of `square_sums`, their norm."""
+    return jnp.sqrt(sum(jax.tree.leaves(tree)))
 
 
 def _only_touched(sparse: PyTree) -> optax.GradientTransformationExtraArgs:

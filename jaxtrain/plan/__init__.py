@@ -5,7 +5,7 @@
     python -m jaxtrain.main --config=… --plan=tpu:v4:2x2x4*2   # two such slices
     python -m jaxtrain.main --config=… --plan=gpu:h100x8       # so many GPUs of one node or more
     python -m jaxtrain.main --config=… --plan=gpu:h100x8*4     # four nodes of eight
-    python -m jaxtrain.main --plan-setup gpu                   # once: fetches the compiler (or tpu), which needs no such chip
+    jaxtrain plan --setup gpu                   # once: fetches the compiler (or tpu), which needs no such chip
 
 Nothing here makes an array. What a device holds between steps is exact: the sum over the abstract state, with the tiles that
 TPUs pad to. With the target's compiler at hand the real step is compiled, else what it needs is estimated from its jaxpr.
@@ -30,10 +30,11 @@ from jaxtrain.plan.peak import peak
 from jaxtrain.plan.refuse import refuse_if_too_large
 from jaxtrain.plan.remedies import remedies
 from jaxtrain.plan.report import report
-from jaxtrain.plan.target import Target, parse_target
+from jaxtrain.plan.target import Target, parse_target, refuse_unknown
 
 __all__ = (
     "DOUBT", "SLACK", "Assembly", "Compiled", "Compiler", "Estimate", "Peak", "PlanError", "Target", "abstractly",
     "argument_bytes", "assemble", "compiled", "compiler_options", "device_bytes", "estimate", "held", "host_memory", "least",
-    "offloaded", "padded", "parse_target", "peak", "refuse_if_too_large", "remedies", "report", "set_up", "tpu_devices",
+    "offloaded", "padded", "parse_target", "peak", "refuse_if_too_large", "refuse_unknown", "remedies", "report", "set_up",
+    "tpu_devices",
 )  # fmt: skip

@@ -4,12 +4,12 @@ import contextlib
 import importlib.util
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxtrain import compiler
+from jaxtrain import compiler, layout
 from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.plan import gpu_specs, hlo
@@ -72,6 +72,27 @@ def gpu_devices(target: Target) -> list[Any]:
         return list(topologies.get_topology_desc("", "cuda", target_config=spec, topology=target.topology).devices)
     except Exception as error:
         raise PlanError(f"--plan={target.name}: XLA's compiler for GPUs: {str(error).splitlines()[0]}") from error
+
+
+# Of each compute capability, a card that Pallas knows by name (jax 0.11).
+KNOWN_TO_PALLAS = {"8.0": "NVIDIA A100", "8.6": "NVIDIA A10", "8.9": "NVIDIA L4", "9.0": "NVIDIA H100", "10.0": "NVIDIA B200"}
+
+
+@contextlib.contextmanager
+def for_kernels(device: Any) -> Iterator[None]:
+    """Traces kernels of Pallas for a GPU that need not exist.
+
+    From jax 0.11 on they are traced for the GPU of the mesh around them, and on one device there is no such mesh: then for this
+    machine's, of which a plan has none.
+    """
+    devices = layout.devices_like(device)
+    if devices.platform != "gpu":
+        yield
+        return
+    kind = KNOWN_TO_PALLAS.get(devices.capability, device.device_kind)
+    gpu = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+        yield
 
 
 def is_at_hand(target: Target) -> bool:

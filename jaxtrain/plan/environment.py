@@ -1,7 +1,7 @@
 """The compilers that plans need, each in an environment of its own beneath the cache: never in the one that trains.
 
-    python -m jaxtrain.main --plan-setup gpu      # XLA's compiler for NVIDIA GPUs, and ptxas: some 0.6 GB
-    python -m jaxtrain.main --plan-setup tpu      # libtpu: some 0.5 GB
+    jaxtrain plan --setup gpu      # XLA's compiler for NVIDIA GPUs, and ptxas: some 0.6 GB
+    jaxtrain plan --setup tpu      # libtpu: some 0.5 GB
 
 An environment is a folder of packages, $JAXTRAIN_CACHE/envs/plan-KIND-jaxlib-VERSION-pyVERSION (or ~/.cache/jaxtrain/envs/…),
 which a process of its own has on its path before this Python's packages (`jaxtrain.plan.worker`): so its jax is the jax that
@@ -53,7 +53,7 @@ def find(kind: str) -> pathlib.Path | None:
 
 def how_to_get(kind: str) -> str:
     """For a person: the command that makes it."""
-    return f"python -m jaxtrain.main --plan-setup {kind}"
+    return f"jaxtrain plan --setup {kind}"
 
 
 def set_up(kind: str) -> str:

@@ -49,7 +49,9 @@ class Value:
 class Node:
     """An instruction. ``kind``: cheap, dear, reduce, product, alias or other (which stands for itself)."""
 
-    __slots__ = ("kind", "name", "inputs", "outputs", "inner", "place", "kept", "holds", "free", "costly", "again", "apart")
+    __slots__ = (
+        "kind", "name", "inputs", "outputs", "inner", "place", "kept", "holds", "free", "costly", "again", "apart", "waits",
+    )  # fmt: skip
 
     def __init__(self, kind: str, name: str, inputs: list[Value]):
         self.kind, self.name, self.inputs, self.inner = kind, name, inputs, 0
@@ -58,6 +60,7 @@ class Node:
         self.free: bool = all(v.constant if v.node is None else v.node.free for v in inputs)  # computed from no array at all
         self.again = False  # a checkpoint's, computed again
         self.apart = False  # its results do not lie where its operands lay
+        self.waits: list[Value] = []  # what has to be there first, besides its operands: of a barrier
         self.costly: bool = kind == "dear" or any(v.node and v.node.costly for v in inputs) and kind in ("cheap", "alias")
 
 

@@ -60,7 +60,8 @@ class Program:
     """
 
     def __init__(self, text: str):
-        parts = re.findall(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)
+        # A kernel of Pallas has a text of several lines, of which one may begin with "}}".
+        parts = re.findall(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}(?!\})", text, re.M | re.S)
         self.bodies = {name: body.splitlines() for _, name, body in parts}
         self.devices = max((int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:4000])), default=1)
         self.times: dict[str, int] = {}
@@ -115,7 +116,7 @@ class Program:
         return max(sizes)
 
     def products(self) -> list[Product]:
-        """Every product of matrices, convolutions and kernels of Pallas aside."""
+        """Every product of matrices, kernels of Pallas aside; convolutions too, as which TPUs write them."""
         every_product = []
         for name, lines in self.bodies.items():
             if name not in self.times:
@@ -128,18 +129,56 @@ class Program:
                 )
                 if results:
                     shapes[left.lstrip("%")] = (results[0][0], _dims(results[0][1]))
-                match = re.search(r" (dot|custom-call)\(([^)]*)\)", line)
+                match = re.search(r" (dot|convolution|custom-call)\(([^)]*)\)", line)
                 if not match or match[1] == "custom-call" and not re.search(r'custom_call_target="__cublas', line):
                     continue
                 operands = [shapes.get(x, ("", ())) for x in re.findall(r"%([\w.\-]+)", match[2])][:2]
-                summed = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)', line)
                 if len(operands) < 2 or not results:
                     continue
-                places = [int(n) for n in re.findall(r"\d+", summed[1])] if summed else []
-                depth = math.prod(operands[0][1][i] for i in places) if places and operands[0][1] else 1
+                dims = [dims for _, dims in operands]
+                depth = _depth_of_convolution(line, *dims) if match[1] == "convolution" else _depth(line, dims[0])
                 flops = 2.0 * math.prod(_dims(results[0][1])) * depth * self.times[name]
                 every_product.append(Product(tuple(dtype for dtype, _ in operands), results[0][0], flops, line.strip()))
         return every_product
+
+
+def _depth(line: str, left: Sequence[int]) -> int:
+    """How many numbers a product adds up for each of its results."""
+    summed = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)', line)
+    places = [int(n) for n in re.findall(r"\d+", summed[1])] if summed else []
+    return math.prod(left[i] for i in places) if places and left else 1
+
+
+def _depth_of_convolution(line: str, image: Sequence[int], kernel: Sequence[int]) -> float:
+    """The same of a convolution, on average: what its window reads of the padding is nothing.
+
+    Of matrices that are counted, TPUs make places of the window, all but one of them in the padding for each result.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
+    assert labels is not None, line  # every convolution has them
+    window = re.search(r"window=\{([^}]*)\}", line)
+    given = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
+    depth: float = kernel[labels[2].index("i")]
+    for i, size in enumerate(_by_x(given.get("size", ""))):
+
+        def of(name: str, i: int = i) -> int:
+            return _by_x(given[name])[i] if name in given else 1
+
+        low, high = (int(n) for n in given["pad"].split("x")[i].split("_")) if "pad" in given else (0, 0)
+        stride, spread, gap = of("stride"), of("rhs_dilate"), of("lhs_dilate")
+        reach = (image[labels[1].index(str(i))] - 1) * gap + 1
+        n = (reach + low + high - (size - 1) * spread - 1) // stride + 1  # results
+        inside, step = 0, max(1, 2**22 // n)  # some of the window at a time
+        for first in range(0, size, step):
+            taps = np.arange(first, min(first + step, size)) * spread
+            at = np.arange(n)[:, None] * stride - low + taps[None]
+            inside += int(((at >= 0) & (at < reach) & (at % gap == 0)).sum())
+        depth *= inside / n
+    return depth
+
+
+def _by_x(text: str) -> list[int]:
+    return [int(n) for n in text.split("x") if n]
 
 
 def collectives(text: str | Program) -> list[Collective]:

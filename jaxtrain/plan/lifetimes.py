@@ -77,6 +77,21 @@ def _sources(value: Value) -> list[Value]:
     return sources
 
 
+def _awaited(node: Node) -> list[Value]:
+    """The arrays in memory that come first because of barriers on the way to what a node reads."""
+    lists: dict[int, list[Value]] = {}
+    todo, seen = list(node.inputs), set()
+    while todo:
+        v = todo.pop()
+        if id(v) in seen or v.node is None or v.node.kept:
+            continue
+        seen.add(id(v))
+        if v.node.waits:
+            lists[id(v.node.waits)] = v.node.waits
+        todo += v.node.inputs
+    return [s for values in lists.values() for v in values for s in _sources(v)]
+
+
 def _last_reads(steps: Sequence[Read], outputs: Sequence[Value], end: int) -> dict[int, float]:
     """Array -> the place of the instruction that reads it last."""
     last: dict[int, float] = {}
@@ -225,7 +240,7 @@ def _ordered(graph: Graph, ends: set[int]) -> list[Node]:
                     time = max((early.get(id(s), when.get(id(s), -1)) for s in read), default=-1) + 0.25
                 elif node.kind in ("cheap", "dear") and all(id(v) in ends for v in node.outputs):
                     group = id(max((s for s in read if s.node), key=graph.size, default=node))
-                    before = max((when.get(id(s), -1) for s in read), default=-1)
+                    before = max((when.get(id(s), -1) for s in (*read, *_awaited(node))), default=-1)
                     before = together[group] = max(before, together.get(group, -1))
                     time = before + 0.5
                     early |= {id(v): before for v in node.outputs}
@@ -264,7 +279,8 @@ def _decide(graph: Graph, ends: set[int], streamed: set[int]) -> None:
             inside = {min(inside)}
         if node.kind in ("other", "product", "reduce") or _is_running_sum(node):
             node.kept = any(v.readers for v in node.outputs) or at_end or stream
-            if node.kind == "product" and graph.compiler.halves and not at_end:
+            rounds = graph.compiler.halves and not (graph.compiler.apart and not all(is_half(v) for v in node.inputs))
+            if node.kind == "product" and rounds and not at_end:
                 node.outputs[0].inline = _becomes_another(node)
         elif node.free:  # constants and counters are made wherever they are read, in loops too
             node.kept = at_end

@@ -1,6 +1,7 @@
 """Bytes of arrays on one device, exactly: what is held between two steps, and what a step reads."""
 
 import math
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -10,8 +11,9 @@ import numpy as np
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
-from jaxtrain.plan.errors import PlanError
 from jaxtrain.types import PyTree
+
+MEMINFO = pathlib.Path("/proc/meminfo")
 
 
 def device_bytes(x: jax.ShapeDtypeStruct, *, tiled: bool) -> int:
@@ -82,11 +84,15 @@ def least(held: Mapping[str, int]) -> int:
 
 
 def host_memory() -> float:
-    """Bytes that this machine could still give to a process."""
-    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+    """Bytes that this machine could still give to a process, as Linux estimates them; elsewhere (macOS), all that it has."""
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise PlanError("/proc/meminfo names no MemAvailable")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def in_bytes(n: float) -> str:

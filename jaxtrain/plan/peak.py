@@ -34,7 +34,7 @@ def peak(closed: Any, splits: Sequence[Split], mesh: Mapping[str, int], donated:
     avals = [cast(jax.core.ShapedArray, v.aval) for v in jaxpr.invars]
     inputs = [Value(aval.shape, aval.dtype, s, None) for aval, s in zip(avals, split, strict=True)]
     outputs = peak_rules.block(graph, jaxpr, constants(closed.consts), inputs)
-    if compiler.apart:
+    if compiler.halves:  # GPUs and TPUs were seen to
         _pin(graph)
     given = [v for v, f in zip(inputs, free, strict=True) if f]
     return lifetimes.fullest(graph, inputs, outputs, reusable={id(v) for v in given}, replaced=_pairs(given, outputs))

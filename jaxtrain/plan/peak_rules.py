@@ -21,7 +21,7 @@ from jaxtrain.state import HOST
 Rule = Callable[[Graph, Any, list[Value]], list[Value]]  # (graph, equation, operands) -> results
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-ALIASES = {"optimization_barrier", "copy", "copy_p", "pvary", "pcast", "stop_gradient", "reshard", "name"}
+ALIASES = {"copy", "copy_p", "pvary", "pcast", "stop_gradient", "reshard", "name"}
 CHEAP = {
     "add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "and", "or", "not", "xor", "eq", "ne", "lt", "le", "gt",
     "ge", "select_n", "clamp", "convert_element_type", "integer_pow", "square", "is_finite", "floor", "ceil", "round", "rem",
@@ -143,6 +143,15 @@ def alias(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     ]
 
 
+def barrier(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
+    """The operands under other names: what reads one comes after all of them."""
+    outputs = alias(graph, eqn, inputs)
+    for value in outputs:
+        assert value.node is not None  # just made
+        value.node.waits = inputs
+    return outputs
+
+
 def constraint(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     wanted = split_of(eqn.params["sharding"].spec, len(eqn.outvars[0].aval.shape))
     split = tuple(tuple(a for a in dim if a in graph.mesh) for dim in wanted)
@@ -174,10 +183,24 @@ def _operands(graph: Graph, numbers: Any, inputs: Sequence[Value]) -> list[Value
     operands = list(inputs)
     if not graph.compiler.halves:
         operands = [graph.written("widened", v, np.float32) if is_half(v) else v for v in operands]
+    elif graph.compiler.apart and not all(is_half(v) for v in operands):  # cuBLAS takes two of one type
+        operands = [_wide(graph, v) if is_half(v) else v for v in operands]
     if graph.compiler.merges:
         turned = _turned(numbers, [len(v.shape) for v in inputs])
         operands = [graph.written("turned", v, v.dtype) if turn else v for v, turn in zip(operands, turned, strict=True)]
     return operands
+
+
+def _wide(graph: Graph, value: Value) -> Value:
+    """A 16-bit array in float32: what it was rounded from, where that is so (XLA leaves both roundings out), else another."""
+    source = value
+    while source.node and source.node.kind == "alias" and source.node.inputs[0].split == value.split:
+        source = source.node.inputs[0]
+    if source.node and source.node.name.startswith("convert_element_type"):
+        before = source.node.inputs[0]
+        if before.dtype == np.float32 and before.split == value.split:
+            return before
+    return graph.written("widened", value, np.float32)
 
 
 def _turned(numbers: Any, ranks: Sequence[int]) -> list[bool]:
@@ -251,7 +274,7 @@ def collective(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     for value in inputs:
         graph.move(COLLECTIVES[eqn.primitive.name], value, {axes} if isinstance(axes, str) else set(axes))
     outputs = graph.add("other", eqn, inputs, [v.split for v in inputs])
-    graph.nodes[-1].apart = graph.compiler.apart
+    graph.nodes[-1].apart = graph.compiler.apart and COLLECTIVES[eqn.primitive.name] != "all-reduce"
     return outputs
 
 
@@ -403,6 +426,7 @@ RULES: dict[str, Rule] = {
     "device_put": device_put,
     "dot_general": product,
     "erfc": erfc,
+    "optimization_barrier": barrier,
     "scan": scan,
     "shard_map": manual,
     "sharding_constraint": constraint,

@@ -239,7 +239,8 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
     folder = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(folder).free
     text = f"{keep} checkpoints of {in_bytes(saved)} need {in_bytes(keep * saved)}; {folder} has {in_bytes(free)} free"
-    yield "disk", text, keep * saved <= free
+    # A plan for devices elsewhere is for a disk elsewhere.
+    yield "disk", text if target.here else f"{text} here", not target.here or keep * saved <= free
 
     local = jax.local_device_count() if target.here else min(target.count, 4 if target.tiled else GPUS_PER_NODE)
     copy = min(local * state_lib.bytes_per_device(state), saved)  # a save is written from a copy on the host

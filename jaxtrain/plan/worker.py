@@ -18,7 +18,7 @@ from jaxtrain import layout as layout_lib
 from jaxtrain.assembly import assemble
 from jaxtrain.config import Config
 from jaxtrain.plan import environment
-from jaxtrain.plan.compile import UNTUNED, Compiled, ask_for_no_chips, compiled, gpu_devices, tpu_devices
+from jaxtrain.plan.compile import UNTUNED, Compiled, ask_for_no_chips, compiled, for_kernels, gpu_devices, tpu_devices
 from jaxtrain.plan.errors import PlanError
 from jaxtrain.plan.estimate import Estimate, estimate
 from jaxtrain.plan.target import parse_target
@@ -77,9 +77,10 @@ def answer(job: Job) -> Answer:
         mesh = layout_lib.make_mesh(job.config.mesh.data, job.config.mesh.fsdp, job.config.mesh.model, devices=devices)
         assembly = assemble(job.config, mesh)
         stage = assembly.task.stage(job.config.train.steps - 1) if job.stage == LAST else job.stage
-        traced = assembly.trace(stage)
-        needed = estimate(assembly, traced, target)
-        return Answer(compiled(assembly, traced, options=UNTUNED if target.kind == "gpu" else None), needed)
+        with for_kernels(devices[0]):
+            traced = assembly.trace(stage)
+            needed = estimate(assembly, traced, target)
+            return Answer(compiled(assembly, traced, options=UNTUNED if target.kind == "gpu" else None), needed)
     except PlanError as error:
         return Answer(None, needed, str(error), too_large=needed is not None)
     except Exception as error:  # the compiler's own, or the tracer's: it ends no other job

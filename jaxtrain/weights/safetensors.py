@@ -10,12 +10,10 @@ the model is exported in its own dtypes. A warm start takes parameters alone.
 import collections
 import functools
 import hashlib
-import importlib
 import json
 import math
 import pathlib
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,17 +22,20 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain import config as config_lib
-from jaxtrain import lora
+from jaxtrain import glossary, lora
 from jaxtrain import specs as spec_lib
 from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.read import Stored, StoredError
 from jaxtrain.types import Export
 from jaxtrain.weights import source as source_lib
-from jaxtrain.weights import steps
+from jaxtrain.weights import steps, whole, workload
 from jaxtrain.weights.source import SUMS, Source
+from loaders import files as files_lib
 
 SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
+CARD = ("test", "train", "data", "save")  # splits in the order of the card: how good the model is comes first
+MOST_METRICS = 1 << 30  # [bytes] of metrics.jsonl
 CODES = {dtype: code for code, dtype in stored.DTYPES.items()}
 
 
@@ -60,8 +61,12 @@ def export(
     only: str = "",
     dtype: np.dtype | None = None,
     shard_size: int = 5 * 10**9,
+    named: str = "",
 ) -> str:
     """Writes the folder ``out``, whole or not at all. Returns a line about it.
+
+    Args:
+      named: the module of the run's workload, where it is none of this package (`jaxtrain.weights.workload`).
 
     Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path, names that are given twice,
     an ``out`` that exists.
@@ -72,13 +77,16 @@ def export(
     group = "ema" if ema else "params"
     arrays = source.parameters(ema=ema)
     meta = source.meta()
-    config = meta.pop("config", {})
-    step = int(everything["step"].read(())) if "step" in everything else None
-    contract = export_of(config)
+    meta.pop("config", None)
+    config = source.config()
+    step = source.step(everything)
+    contract = workload.export_of(config, named)
+    if workload.module_of(config, named) is None:
+        print(f"{workload.unknown(config)}: its arrays are named by their paths, and it adds no files")
     if contract.carry:
         arrays |= {path: one for path, one in everything.items() if path.startswith(stored.CARRY)}
     if any(lora.is_adapter(path) for path in arrays):
-        arrays = _merged(arrays, config)
+        arrays = _merged(arrays, config, named)
 
     chosen = {path: one for path, one in arrays.items() if re.search(only, path)}
     if not chosen:
@@ -89,7 +97,7 @@ def export(
     entries: dict[str, list[Entry]] = {}
     for path, one in arrays.items():
         floating = (np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V") and not path.startswith(stored.CARRY)
-        entries[path] = list(_entries(path, one.shape, dtype if dtype and floating else one.dtype, config))
+        entries[path] = list(_entries(path, one.shape, dtype if dtype and floating else one.dtype, config, contract))
     # Wide types first: then every array begins at a multiple of its width, for readers that map the file.
     order = sorted(arrays, key=lambda path: -entries[path][0].dtype.itemsize)
     flat = [entry for path in order for entry in entries[path]]
@@ -108,51 +116,62 @@ def export(
     target = pathlib.Path(out).expanduser().absolute()
     if target.exists() and any(target.iterdir()):
         raise StoredError(f"{target} is not empty; choose another --out")
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-    partial.mkdir(parents=True)
-    kinds: collections.Counter[str] = collections.Counter()
-    for entry in flat:
-        kinds[entry.dtype.name] += entry.n_bytes
-    further = contract.files(config, kinds.most_common(1)[0][0])
-    # transformers reads a folder with a config.json of its own, and only arrays that are marked as PyTorch's.
-    sums = _write_shards(partial, files, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax")
+    with whole.folder(target) as partial:
+        kinds: collections.Counter[str] = collections.Counter()
+        for entry in flat:
+            kinds[entry.dtype.name] += entry.n_bytes
+        try:
+            further = contract.files(config, kinds.most_common(1)[0][0])
+        except Exception as error:  # noqa: BLE001  whatever a config that is none makes of it
+            raise StoredError(f"{source.path}: its config does not describe its workload: {_reason(error)}") from error
+        # transformers reads a folder with a config.json of its own, and only arrays that are marked as PyTorch's.
+        sums = _write_shards(
+            partial, files, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax"
+        )
 
-    # 3. The files that make arrays a model: their index, config and card, and the way back.
-    total = sum(entry.n_bytes for entry in flat)
-    where = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
-    export = {"step": step, "group": group, "meta": meta, "config": config, "paths": {e.name: e.path for e in flat}}
-    export["shapes"] = {path: list(arrays[path].shape) for path in order if _is_folded(arrays[path], entries[path])}
-    texts = {
-        stored.INDEX: _json({"metadata": {"total_size": total}, "weight_map": where}),
-        "config.json": _json(config),
-        stored.EXPORT: _json(export),
-        "README.md": _card(step, group, flat, config, meta, _last_metrics(source, step)),
-    }
-    for name, content in {**{name: text.encode() for name, text in texts.items()}, **further}.items():
-        (partial / name).write_bytes(content)
-        sums[name] = hashlib.sha256(content).hexdigest()
-    (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
-    if target.exists():
-        target.rmdir()
-    partial.rename(target)
+        # 3. The files that make arrays a model: their index, config and card, and the way back.
+        total = sum(entry.n_bytes for entry in flat)
+        where = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
+        export = {"step": step, "group": group, "meta": meta, "config": config, "paths": {e.name: e.path for e in flat}}
+        export["shapes"] = {path: list(arrays[path].shape) for path in order if _is_folded(arrays[path], entries[path])}
+        texts = {
+            stored.INDEX: _json({"metadata": {"total_size": total}, "weight_map": where}),
+            "config.json": _json(config),
+            stored.EXPORT: _json(export),
+            "README.md": _card(step, group, flat, config, meta, _last_metrics(source, step)),
+        }
+        for name, content in {**{name: text.encode() for name, text in texts.items()}, **further}.items():
+            (partial / name).write_bytes(content)
+            sums[name] = hashlib.sha256(content).hexdigest()
+        (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
     return f"{target}: {group} of step {step}, {len(flat)} arrays, {total / 1e6:.1f} MB in {len(files)} file(s)"
 
 
-def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[str, Stored]:
+def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str) -> dict[str, Stored]:
     """The weights of a run with adapters: what it trained, and what config.warm_start.source has, merged as it is read."""
-    rules = config_lib.section(config_lib.WarmStart, config["warm_start"])
+    rules = workload.section_of(config, "warm_start", config_lib.WarmStart)
     if not rules.source:
         raise StoredError(
             "the run's frozen parameters were initialised, not read: there is no config.warm_start.source to merge with; "
             "`jaxtrain lora-to-peft` writes its adapters"
         )
-    module = importlib.import_module(config["workload"])
-    table = module.make_specs(config_lib.section(module.Config, config["model"]))
+    module = workload.module_of(config, named)
+    if module is None:
+        raise StoredError(f"{workload.unknown(config)}; without it the adapters cannot be merged")
+    table = module.make_specs(workload.section_of(config, "model", module.Config))
     specs = dict(zip(spec_lib.paths(table), jax.tree.leaves(table, is_leaf=spec_lib.is_spec), strict=True))
     shapes = {path: (spec.shape, spec.dtype) for path, spec in specs.items()}
-    base = warm_start.match(shapes, warm_start.open_source(rules), rules).loaded
-    scale = config["lora"]["alpha"] / config["lora"]["rank"]
+    try:
+        source = warm_start.open_source(rules)
+    except (warm_start.WarmStartError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001  of an address, whatever its store's client raises
+        raise StoredError(f"the run's warm_start.source, {rules.source!r}, cannot be opened: {_reason(error)}") from error
+    base = warm_start.match(shapes, source, rules).loaded
+    adapters = workload.section_of(config, "lora", config_lib.Lora)
+    if not adapters.rank:
+        raise StoredError("the run's config.lora.rank is 0, and it holds adapters")
+    scale = adapters.alpha / adapters.rank
     found = {}
     for path, spec in specs.items():
         one = arrays[path] if path in arrays else warm_start.folded(base[path], spec.shape)
@@ -185,7 +204,7 @@ def reverse(folder: str, out: str) -> str:
         raise StoredError(f"--reverse is {folder}, which is a step of a run; expected a folder of safetensors")
     _refuse_damage(source)
     arrays, meta = source.arrays(), source.meta()
-    path = steps.save_weights(out, int(arrays["step"].read(())), arrays, data={}, meta=meta)
+    path = steps.save_weights(out, source.step(arrays) or 0, arrays, data={}, meta=meta)
     n = sum(path.startswith("params/") for path in arrays)
     return f"{path}: {n} arrays, weights only, to warm-start from"
 
@@ -201,29 +220,30 @@ def _refuse_damage(source: Source) -> None:
         raise StoredError(f"{source.path} is damaged: {'; '.join(problems)}")
 
 
-def _entries(path: str, shape: tuple[int, ...], dtype: np.dtype, config: Mapping[str, Any]) -> Iterator[Entry]:
-    model = config.get("model") or {}
-    contract = export_of(config)
-    names, reshaped = contract.names(model, path), contract.shape
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _entries(
+    path: str, shape: tuple[int, ...], dtype: np.dtype, config: Mapping[str, Any], contract: Export
+) -> Iterator[Entry]:
+    model = workload.model_of(config)
+    try:
+        names = contract.names(model, path)
+        part = contract.shape(model, path, shape if isinstance(names, str) else shape[1:])
+    except Exception as error:  # noqa: BLE001  whatever a config that is none makes of it
+        raise StoredError(f"{path} {list(shape)} does not fit the run's config.model: {_reason(error)}") from error
     if isinstance(names, str):
-        yield Entry(names, path, reshaped(model, path, shape), dtype)
+        yield Entry(names, path, part, dtype)
         return
     if not shape or len(names) != shape[0]:
         raise StoredError(f"{config['workload']}.EXPORT.names gives {len(names)} names for the first axis of {path} {shape}")
     for i, name in enumerate(names):
-        yield Entry(name, f"{path}[{i}]", reshaped(model, path, shape[1:]), dtype)
+        yield Entry(name, f"{path}[{i}]", part, dtype)
 
 
 def _is_folded(one: Stored, entries: Sequence[Entry]) -> bool:
     return entries[0].shape != (one.shape[1:] if entries[0].path.endswith("]") else one.shape)
-
-
-def export_of(config: Mapping[str, Any]) -> Export:
-    """The contract of a run's workload; that of the defaults on a machine without the model's code."""
-    try:
-        return getattr(importlib.import_module(config.get("workload", "")), "EXPORT", Export())
-    except (ImportError, ValueError):
-        return Export()
 
 
 def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
@@ -296,15 +316,23 @@ def header(entries: Sequence[Entry], framework: str) -> bytes:
 
 def _last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
     """split -> the last record of metrics.jsonl up to ``step``."""
-    path = source.path.parent.parent / "metrics.jsonl"
-    records = {}
-    for line in path.read_text().splitlines() if path.exists() and step is not None else []:
+    run = source.path.parent.parent
+    records: dict[str, dict[str, Any]] = {}
+    if step is None or not (run / "metrics.jsonl").exists():
+        return records
+    try:
+        lines = files_lib.read_text(stored.inside(run, "metrics.jsonl"), most=MOST_METRICS).splitlines()
+    except (files_lib.FileError, StoredError) as error:
+        print(f"{error}: the card has no metrics")
+        return records
+    for line in lines:
         try:
-            record = json.loads(line)
-        except ValueError:  # cut short by a kill
+            record = files_lib.parse(line, "")
+        except files_lib.FileError:  # cut short by a kill, or damaged
             continue
-        if record.get("step", math.inf) <= step:
-            records[record["split"]] = record
+        at, split = record.get("step"), record.get("split")
+        if isinstance(at, int) and at <= step and isinstance(split, str):
+            records[split] = record
     return records
 
 
@@ -319,12 +347,15 @@ def _card(
     kinds = sorted({e.dtype.name for e in entries})
     numbers = sum(math.prod(e.shape) for e in entries)
     what = "the average of the parameters" if group == "ema" else "the parameters"
+    known = [split for split in CARD if split in metrics]
+    workload = config.get("workload", "")
     rows = [
-        f"| {split} | {name} | {value} |"
-        for split, record in sorted(metrics.items())
-        for name, value in sorted(record.items())
-        if name != "split"
+        f"| {split} | {name} | {value} | {glossary.meaning(name, workload=workload, split=split)} |"
+        for split in (*known, *sorted(metrics.keys() - set(CARD)))
+        for name, value in sorted(metrics[split].items())
+        if name not in ("split", "step")
     ]
+    at = ", ".join(f"{split} at step {metrics[split].get('step')}" for split in known)
     versions = ", ".join(f"{k} {v}" for k, v in sorted(meta.get("versions", {}).items()))
     return "\n".join(
         [
@@ -340,7 +371,11 @@ def _card(
             "",
             "## Last metrics",
             "",
-            *(["| split | metric | value |", "|---|---|---|", *rows] if rows else ["None were found next to the checkpoint."]),
+            *(
+                [f"The newest of each split: {at}.", "", "| split | metric | value | meaning |", "|---|---|---|---|", *rows]
+                if rows
+                else ["None were found next to the checkpoint."]
+            ),
             "",
             "## Config",
             "",

@@ -3,8 +3,6 @@
 `find` is the one place that decides which of them a path is, and says what is wrong when it is none.
 """
 
-import hashlib
-import json
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +11,7 @@ from etils import epath
 from jaxtrain.checkpoint import checksums
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.read import Stored, StoredError
+from loaders import files
 
 SUMS = "SHA256SUMS"  # of an export: the digest of each of its files
 
@@ -33,7 +32,8 @@ class Source(NamedTuple):
         if not self.is_export:
             return stored.open_step(self.path)
         origin, stored_arrays = self._json(stored.EXPORT), stored.open_safetensors(self.path)
-        step = np.array(origin.get("step") or 0, np.int32)  # a folder from elsewhere does not count steps
+        number = _step_number(origin.get("step") or 0, self.path / stored.EXPORT)
+        step = np.array(number, np.int32)  # a folder from elsewhere does not count steps
         arrays = {"step": Stored((), step.dtype, lambda index: step, ("step",), ())}
         for path, one in stored_arrays.items():
             is_carry = path.startswith(stored.CARRY) and bool(origin)
@@ -56,10 +56,26 @@ class Source(NamedTuple):
 
     def meta(self) -> dict[str, Any]:
         """What was noted of the run: its config, versions and parameter table. Raises StoredError when that is damaged."""
-        if not self.is_export:
-            return stored.read_json(self.path, "meta") or {}
-        origin = self._json(stored.EXPORT)
-        return {**origin.get("meta", {}), "config": origin.get("config") or self._json("config.json"), "weights_only": True}
+        if self.is_export:
+            origin = self._json(stored.EXPORT)
+            meta = origin.get("meta", {})
+            meta = {**meta, "config": origin.get("config") or self._json("config.json")} if isinstance(meta, dict) else meta
+        else:
+            meta = stored.read_json(self.path, "meta") or {}
+        for name in ("config", "versions"):
+            if not isinstance(meta, dict) or not isinstance(meta.get(name) or {}, dict):
+                found = str(meta.get(name) if isinstance(meta, dict) else meta)[:80]
+                raise StoredError(f"{self.path}: its metadata have {name} {found!r}; expected an object")
+        return {**meta, "weights_only": True} if self.is_export else meta
+
+    def step(self, arrays: dict[str, Stored]) -> int | None:
+        """The number of the step, from its ``arrays``; None where they have none. Raises StoredError."""
+        if "step" not in arrays:
+            return None
+        found = arrays["step"].read(()) if arrays["step"].shape == () else None
+        if found is None or found.dtype.kind not in "iu":
+            raise StoredError(f"{self.path}: its array 'step' is {list(arrays['step'].shape)}; expected one whole number")
+        return _step_number(int(found), self.path)
 
     def data(self) -> dict[str, Any]:
         """Where the run was in its data; empty for an export. Raises StoredError when that is damaged."""
@@ -68,6 +84,13 @@ class Source(NamedTuple):
     def config(self, workload: str = "") -> dict[str, Any]:
         """The run's config. Raises StoredError unless it is a run of the module ``workload``."""
         config = self.meta().get("config") or {}
+        for name in ("model", "data", "warm_start", "lora"):
+            if not isinstance(config.get(name) or {}, dict):
+                raise StoredError(f"{self.path}: its config.{name} is {str(config[name])[:80]!r}; expected a section")
+        if not isinstance(config.get("workload") or "", str):
+            raise StoredError(
+                f"{self.path}: its config.workload is {str(config['workload'])[:80]!r}; expected the name of a module"
+            )
         if workload and config.get("workload") != workload:
             kind = f"a run of {config['workload']}" if config.get("workload") else "not a run of this program"
             raise StoredError(f"{self.path} is {kind}; expected a run of {workload}")
@@ -80,22 +103,29 @@ class Source(NamedTuple):
         if not (self.path / SUMS).exists():
             raise checksums.NoManifest(f"{self.path} has no {SUMS}")
         bad = []
-        for line in (self.path / SUMS).read_text().splitlines():
+        try:
+            lines = files.read_text(stored.inside(self.path, SUMS), most=files.MOST_JSON).splitlines()
+        except (files.FileError, StoredError) as error:
+            return [str(error)]
+        for line in lines:
             digest, _, name = line.partition("  ")
             try:
-                with (self.path / name).open("rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                        bad.append(f"{name} differs")
-            except OSError as error:
-                bad.append(f"{name} cannot be read ({error.strerror})")
+                if checksums.digest_of(stored.inside(self.path, name)) != digest:
+                    bad.append(f"{name} differs")
+            except (files.FileError, StoredError) as error:
+                bad.append(f"{name[:200]!r} cannot be read: {error}")
         return bad
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.path / name
-        try:
-            return json.loads(path.read_text()) if self.path.is_dir() and path.exists() else {}
-        except ValueError as error:
-            raise StoredError(f"{path} cannot be read: {error}") from error
+        return stored.read_object(self.path, name) if self.path.is_dir() and path.exists() else {}
+
+
+def _step_number(value: Any, source: epath.Path) -> int:
+    """``value`` as the number of a step. Raises StoredError."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise StoredError(f"{source}: its step is {str(value)[:80]!r}; expected a whole number from 0 to 2^31 - 1")
+    return value
 
 
 def find(run: epath.PathLike, step: int | None = None, *, export: str = "") -> Source:

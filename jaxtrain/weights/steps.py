@@ -26,7 +26,7 @@ WEIGHTS = ("step", "params", "ema", "carry")  # of a state, what an export keeps
 def inspect(source: Source, *, as_json: bool = False) -> int:
     """Prints what a step or an export holds. Returns the exit code. Raises StoredError."""
     arrays, data, meta = source.arrays(), source.data(), source.meta()
-    step = int(arrays["step"].read(())) if "step" in arrays else None
+    step = source.step(arrays)
     groups: dict[str, list[Stored]] = {}
     for path, one in arrays.items():
         groups.setdefault(path.split("/")[0], []).append(one)
@@ -159,7 +159,8 @@ def export(source: Source, out: str) -> int:
         raise stored.StoredError(
             f"{source.path} holds no 'step': another program wrote it, and which arrays are weights is unknown"
         )
-    step = int(arrays["step"].read(()))
+    step = source.step(arrays)
+    assert step is not None  # there is one
     path = save_weights(out, step, arrays, data=source.data(), meta=source.meta())
     print(f"{path}: {len(arrays)} arrays, {_bytes(sum(s.n_bytes for s in arrays.values()))}; weights only, to warm-start from")
     return 0

@@ -30,7 +30,6 @@ L layers.
 """
 
 import functools
-import json
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -45,10 +44,10 @@ from jaxtrain.checkpoint import read as stored
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import remat, sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
-from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded
+from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded, own_export
 from jaxtrain.nn.layers import Rope, lookup, rope_angles
 from jaxtrain.types import OF_DATA, Array, Batch, Export, Key, LossOut, Mean, OfData, PyTree, Shard, Spec, Task, Variables
-from loaders import checks
+from loaders import checks, files
 
 Net = Callable[[Array], Array]  # [B, U, D] -> [B, U, D]
 N_SPECIAL = 2  # of each codebook: begin and end of a stream
@@ -580,26 +579,32 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """config.json and the tokenizer's files of the weights that a run began with. ``config`` is the whole run's."""
     del dtype
     source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
-    files = {name: (source / name).read_bytes() for name in _FILES if (source / name).is_file()}
-    if (source / stored.EXPORT).is_file():  # our own export, whose config.json is a run's
-        files.pop("config.json", None)
-    return files
+    found = {name: files.read(source / name, most=files.MOST_JSON) for name in _FILES if (source / name).is_file()}
+    # Of a model of Hugging Face; not our own export's, which is a run's, and not what another program keeps under that name.
+    if "config.json" in found and "model_type" not in files.read_json(source / "config.json"):
+        found.pop("config.json")
+    return found
 
 
 EXPORT = Export(export_names, export_shape, export_files)
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sections ``model`` and ``warm_start`` for a folder with config.json and safetensors. Raises HuggingFaceError."""
+    """Sections ``model`` and ``warm_start`` for a folder with config.json and safetensors, or one of `jaxtrain export`.
+
+    Raises HuggingFaceError.
+    """
+    if own := own_export(folder, __name__, ("vocab", "codebooks", "codebook_size", "average_codes", "audio_attention")):
+        return own, dict(source=str(folder))
     path = pathlib.Path(folder).expanduser() / "config.json"
     try:
-        h = json.loads(path.read_text())
+        h = files.read_json(path)
         text = h.get("text_config") or h["text"]
         codebooks, size = h["audio_num_codebooks"], h["audio_codebook_size"]
         own = {"head_dim": h["head_dim"]} if "head_dim" in h else {}
         model = dict(decoder_fields({**text, **own}, path), vocab=text["vocab_size"], codebooks=codebooks, codebook_size=size)
         there = stored.open_safetensors(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise error if isinstance(error, HuggingFaceError) else HuggingFaceError(f"{path}: {error!r}") from error
     model |= dict(
         tied="audio_decoder_proj/text_lm_head/weight" not in there,

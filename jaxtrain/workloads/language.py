@@ -30,10 +30,25 @@ from jaxtrain import environments
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
-from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded
+from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded, own_export
 from jaxtrain.nn.layers import Rope
-from jaxtrain.types import OF_DATA, Array, Batch, Export, Key, LossOut, Mean, OfData, PyTree, Shard, Task, Trial, Variables
-from loaders import checks
+from jaxtrain.types import (
+    OF_DATA,
+    Array,
+    Batch,
+    Export,
+    Key,
+    LossOut,
+    Mean,
+    OfData,
+    PyTree,
+    Shard,
+    Spec,
+    Task,
+    Trial,
+    Variables,
+)
+from loaders import checks, files
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,8 @@ class Config(transformer.Decoder):
             elif needed is not None and value < needed:
                 yield name, f"is {value}, and the data need {needed}"
         for where, section in self._writers():
+            if section is self.samples and not self.samples.prompts:
+                continue  # nothing is continued
             if self.context is not None and section.tokens >= self.context:
                 yield f"{where}.tokens", f"is {section.tokens}, and the model's context is {self.context}, prompt included"
         try:
@@ -102,6 +119,19 @@ class Config(transformer.Decoder):
         except CodecError as error:
             if self.samples.prompts or self.targets:
                 yield "samples.prompts", str(error)
+
+    def data_notes(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        used = facts.get("vocab")
+        if not used or not self.vocab or self.vocab < 4 * used:
+            return
+        whole = _n_numbers(self, self.vocab)
+        idle = whole - _n_numbers(self, used)
+        if 2 * idle > whole:
+            yield (
+                "vocab",
+                f"is {self.vocab:,}, and the data have {used:,} tokens: {idle / whole:.0%} of the parameters are rows of "
+                "tokens that never come; --config.model.vocab=None takes the data's",
+            )
 
     def _writers(self) -> Iterator[tuple[str, Samples | Target]]:
         """The sections that have the model write: (path, section)."""
@@ -159,6 +189,12 @@ def logits(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
     return jnp.einsum("bsd,vd->bsv", x_bsd, w_vd, preferred_element_type=jnp.float32)
 
 
+def _n_numbers(c: Config, vocab: int) -> int:
+    """Parameters of the model with another vocabulary."""
+    table = transformer.decoder_specs(c, vocab)
+    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(table, is_leaf=lambda x: isinstance(x, Spec)))
+
+
 class Model(NamedTuple):
     """The part of the run that every function of the task reads."""
 
@@ -180,6 +216,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         tokens=batch * c.context,
         finish=functools.partial(finish, c),
         trials=tuple(_trials(c, shard, config.seed)),
+        terms=("cross_entropy", "z_loss") if c.z_loss else (),
     )
 
 
@@ -377,21 +414,25 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     Fields of the config.json of config.warm_start.source beyond the architecture (token ids, for one) are kept.
     """
     model, family = config["model"], _family(config["model"])
-    if family is None:
-        return {}
-    places = [config["warm_start"]["source"], *(v for k, v in config["data"].items() if k in ("tokenizer", "path") and v)]
-    folders = [p if p.is_dir() else p.parent for p in (pathlib.Path(str(place)).expanduser() for place in places if place)]
-    files = {
-        name: (folder / name).read_bytes() for folder in reversed(folders) for name in _TOKENIZER if (folder / name).is_file()
+    # What the run began with, what its texts were read with, and what its prompts are (that of token files).
+    places = [config["warm_start"]["source"], config["data"].get("tokenizer"), model.get("tokenizer")]
+    folders = [p if p.is_dir() else p.parent for p in (pathlib.Path(str(x)).expanduser() for x in places if x and x != "bytes")]
+    found = {
+        name: files.read(folder / name, most=files.MOST_JSON)
+        for folder in reversed(folders)
+        for name in _TOKENIZER
+        if (folder / name).is_file()
     }
+    if family is None:
+        return found
     source = next((folder / "config.json" for folder in folders[:1] if (folder / "config.json").is_file()), None)
-    kept = json.loads(source.read_text()) if source else {}
+    kept = files.read_json(source) if source else {}
     if kept.get("model_type") not in _FAMILIES:
         kept = {}
     for key in ("rope_parameters", "torch_dtype", "dtype"):
         kept.pop(key, None)
     fields = kept | _hugging_face_fields(model, family, dtype, least_context=kept.get("max_position_embeddings", 0))
-    return {"config.json": (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode(), **files}
+    return {"config.json": (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode(), **found}
 
 
 EXPORT = Export(export_names, export_shape, export_files)
@@ -440,9 +481,14 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
     path = pathlib.Path(path).expanduser()
     path = path / "config.json" if path.is_dir() else path
     try:
-        h = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise HuggingFaceError(f"{path} cannot be read: {error}") from error
+        return _read_fields(files.read_json(path), path)
+    except files.FileError as error:
+        raise HuggingFaceError(str(error)) from error
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise error if isinstance(error, HuggingFaceError) else HuggingFaceError(f"{path}: {error!r}") from error
+
+
+def _read_fields(h: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
     family, problems = h.get("model_type"), []
     if family == "gpt2":
         d = h["n_embd"]
@@ -466,7 +512,12 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sections ``model`` and ``warm_start`` for a folder with config.json and safetensors. Raises HuggingFaceError."""
+    """Sections ``model`` and ``warm_start`` for a folder with config.json and safetensors, or one of `jaxtrain export`.
+
+    Raises HuggingFaceError.
+    """
+    if own := own_export(folder, __name__, ("vocab",)):
+        return own, dict(source=str(folder))
     model = read_config(folder)
     if model.get("positions") == "learned":
         raise HuggingFaceError(f"{folder}: the arrays of gpt2 are kept differently; only its sizes are read")

@@ -27,6 +27,7 @@ import numpy as np
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention, remat
+from jaxtrain.nn.layers import product, products
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, Batch, Key, LossOut, Mean, OfData, PyTree, Shard, Spec, Task, Variables
 from loaders import checks
@@ -186,26 +187,34 @@ def rotate(x_bthk: Array, theta: float) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
 
 
+def mix(up_tcn: Array, down_nt: Array, x_btd: Array, shard: Shard) -> Array:
+    """The feed-forward net along a row's tokens, with its norm."""
+    axes = ("batch", None, "mlp")
+    if shard.devices[0] == "cpu":  # tokens last, or each product is written out once more, transposed
+        x_bdt = x_btd.swapaxes(1, 2)
+        gate_bdn, y_bdn = products("bdt,tcn->bdcn", x_bdt, up_tcn, shard, *axes)
+        y_bdt = product("bdn,nt->bdt", jax.nn.silu(gate_bdn) * y_bdn, down_nt, shard)
+        return rms_norm(x_bdt + y_bdt, 2).swapaxes(1, 2)
+    gate_bdn, y_bdn = products("btd,tcn->bcdn", x_btd, up_tcn, shard, *axes)
+    return rms_norm(x_btd + jnp.einsum("bdn,nt->btd", jax.nn.silu(gate_bdn) * y_bdn, down_nt), 1)
+
+
 def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
     """The net, on the sum of the state that it refines and the inputs that it reads. ``w`` has the activations' dtype."""
     for l in range(c.depth):
         with jax.named_scope("mix"):
             if c.mixer == "mlp":
-                y_bcdn = shard(jnp.einsum("btd,tcn->bcdn", x_btd, w["w_mix_up"][l]), "batch", None, None, "mlp")
-                y_bdn = jax.nn.silu(y_bcdn[:, 0]) * y_bcdn[:, 1]
-                x_btd = rms_norm(x_btd + jnp.einsum("bdn,nt->btd", y_bdn, w["w_mix_down"][l]), 1)
+                x_btd = mix(w["w_mix_up"][l], w["w_mix_down"][l], x_btd, shard)
             else:
-                qkv_bt3hk = jnp.einsum("btd,dchk->btchk", x_btd, w["w_qkv"][l])
-                qkv_bt3hk = shard(qkv_bt3hk, "batch", "seq", None, "heads", "head_dim")
-                q_bthk, k_bthk, v_bthk = (qkv_bt3hk[:, :, i] for i in range(3))
+                axes = ("batch", "seq", "heads", "head_dim")
+                q_bthk, k_bthk, v_bthk = products("btd,dchk->btchk", x_btd, w["w_qkv"][l], shard, *axes)
                 if c.positions == "rope":
                     q_bthk, k_bthk = rotate(q_bthk, c.rope_theta), rotate(k_bthk, c.rope_theta)
                 y_bthk = attention.within(shard, q_bthk, k_bthk, v_bthk)
-                x_btd = rms_norm(x_btd + jnp.einsum("bthk,hkd->btd", y_bthk, w["w_out"][l]), 2)
+                x_btd = rms_norm(x_btd + product("bthk,hkd->btd", y_bthk, w["w_out"][l], shard), 2)
         with jax.named_scope("mlp"):
-            y_btcm = shard(jnp.einsum("btd,dcm->btcm", x_btd, w["w_up"][l]), "batch", "seq", None, "mlp")
-            y_btm = jax.nn.silu(y_btcm[:, :, 0]) * y_btcm[:, :, 1]
-            x_btd = rms_norm(x_btd + jnp.einsum("btm,md->btd", y_btm, w["w_down"][l]), 2)
+            gate_btm, y_btm = products("btd,dcm->btcm", x_btd, w["w_up"][l], shard, "batch", "seq", "mlp")
+            x_btd = rms_norm(x_btd + product("btm,md->btd", jax.nn.silu(gate_btm) * y_btm, w["w_down"][l], shard), 2)
     return shard(x_btd, "batch", "seq", None)
 
 
@@ -217,7 +226,7 @@ def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles,
     dtype = jnp.dtype(c.dtype)
     w = jax.tree.map(lambda x: x.astype(dtype), params["net"])
     with jax.named_scope("embed"):
-        x_btd = embed(c, params, rows["inputs"], rows["puzzle"])
+        x_btd = embed(c, params, rows["inputs"], rows["puzzle"], shard)
     high, low = cycles
 
     def cycle(w: PyTree, x_btd: Array, z: tuple[Array, Array], unroll: int | bool) -> tuple[Array, Array]:
@@ -235,18 +244,20 @@ def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles,
     with jax.named_scope("with_gradient"):
         z_h, z_l = cycle(w, x_btd, jax.lax.stop_gradient(z), True)
     with jax.named_scope("heads"):
-        logits_bsv = jnp.einsum(
-            "bsd,dv->bsv", z_h[:, c.puzzle_tokens :], params["w_symbols"].astype(dtype), preferred_element_type=jnp.float32
-        )
-        q_b2 = (z_h[:, 0] @ params["w_q"].astype(dtype) + params["b_q"].astype(dtype)[None]).astype(jnp.float32)
+        symbols_dv, q_d2 = (shard(params[name].astype(dtype), None, None) for name in ("w_symbols", "w_q"))
+        cells_bsd = z_h[:, c.puzzle_tokens :]
+        logits_bsv = jnp.einsum("bsd,dv->bsv", cells_bsd, symbols_dv, preferred_element_type=jnp.float32)
+        q_b2 = (z_h[:, 0] @ q_d2 + params["b_q"].astype(dtype)[None]).astype(jnp.float32)
     return z_h, z_l, logits_bsv, q_b2
 
 
-def embed(c: Config, params: PyTree, inputs_bs: Array, puzzle_b: Array) -> Array:
+def embed(c: Config, params: PyTree, inputs_bs: Array, puzzle_b: Array, shard: Shard) -> Array:
     """x [B, T, D], of unit variance: the puzzle's vector over the first tokens, padded with zeros, then the cells."""
     dtype, b = jnp.dtype(c.dtype), inputs_bs.shape[0]
     # A product, not a gather: the symbols are few, and XLA's partitioner cannot yet split a gather inside a manual axis.
-    x_btd = jax.nn.one_hot(inputs_bs, c.vocab, dtype=dtype) @ params["w_cells"].astype(dtype)
+    # Pinned on both sides: where nothing says so, XLA's partitioner splits the widths, and exchanges rows for them.
+    hot_bsv = shard(jax.nn.one_hot(inputs_bs, c.vocab, dtype=dtype), "batch", None, None)
+    x_btd = shard(hot_bsv @ shard(params["w_cells"].astype(dtype), None, None), "batch", None, None)
     if c.puzzle_tokens:
         width = c.puzzle_tokens * c.embed
         rows_be = jnp.zeros((b, 0), dtype)
@@ -412,10 +423,12 @@ def solve(
     """All supervision steps, from the start: last logits and q, and ``keep(logits)`` of each step, stacked."""
     c, n = model.c, batch["inputs"].shape[0]
     z = {f"z_{k}": jnp.broadcast_to(variables.carry[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
-    z = {name: x.astype(c.dtype) for name, x in z.items()}
+    # Pinned from the start: XLA's partitioner would choose a layout of the loop's state by itself, and another for the logits.
+    z = {name: model.shard(x.astype(c.dtype), "batch", "seq", None) for name, x in z.items()}
 
     def step(state: tuple, _: None) -> tuple[tuple, PyTree]:
         z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, {**batch, **state[0]}, c.cycles, model.shard)
+        logits_bsv, q_b2 = model.shard(logits_bsv, "batch", None, None), model.shard(q_b2, "batch", None)
         return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), keep(logits_bsv) if keep else None
 
     start = (z, jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
@@ -437,9 +450,10 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
     """The first boards, one picture each: the puzzle, then the guess after each step, then the solution."""
-    first = {name: x[:4] for name, x in batch.items()}
+    n = math.lcm(4, model.shard.size("batch", batch["inputs"].shape[0]))  # rows that divide over the devices
+    first = {name: x[:n] for name, x in batch.items()}
     _, _, guess_kbs = solve(model, variables, first, lambda logits_bsv: logits_bsv.argmax(-1))
-    return {"steps": draw(first["inputs"], first["labels"], guess_kbs)}
+    return {"steps": draw(first["inputs"][:4], first["labels"][:4], guess_kbs[:, :4])}
 
 
 def net_flops(c: Config) -> int:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxtrain.cluster import discover
 from jaxtrain.cluster.discover import PORTS, Cluster, ClusterError, first_host, from_environment
 
 C, N, I = "JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS"
@@ -184,3 +185,20 @@ def test_tpu_pods():
     assert from_environment({}, metadata={**vm, "tpu-env": several})[:3] == (4, 2, "10.0.0.9:8482")
     with pytest.raises(ClusterError, match="TPU worker 2 of slice 0"):
         from_environment({**gke, "TPU_WORKER_ID": "2"})
+
+
+def test_processes_of_several_hosts_need_a_secret_and_those_of_one_do_not():
+    needed = "10.0.0.1:27508"
+    assert (
+        discover.secret_of({}, "127.0.0.1:1")
+        == discover.secret_of({}, "[::1]:1")
+        == discover.secret_of({}, "localhost:1")
+        == ""
+    )
+    assert discover.secret_of({"JAXTRAIN_SECRET": "x" * 16}, needed) == "x" * 16
+    assert discover.secret_of({"JAXTRAIN_SECRET": "x" * 16}, "127.0.0.1:1") == "x" * 16
+    assert discover.secret_of({"JAXTRAIN_SECRET": "none"}, needed) == ""
+    for given, reason in (({}, "is not set"), ({"JAXTRAIN_SECRET": "hunter2"}, "at least 16")):
+        with pytest.raises(ClusterError, match=reason) as error:
+            discover.secret_of(given, needed)
+        assert "openssl rand" in str(error.value) and "hunter2" not in str(error.value)

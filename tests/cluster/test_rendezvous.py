@@ -1,12 +1,17 @@
 """The roll call: threads stand for processes, over real sockets."""
 
 import concurrent.futures
+import pathlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+from jaxtrain.cluster import handshake, rendezvous
+from jaxtrain.cluster.handshake import prove
 from jaxtrain.cluster.rendezvous import RendezvousError, Stopped, differences, meet
 
 
@@ -17,7 +22,7 @@ def port():
         return s.getsockname()[1]
 
 
-def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, delay=None):
+def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, delay=None, secret="", refusal=""):
     """What each process gets: None, or its error; and the seconds it took."""
 
     def one(process):
@@ -32,6 +37,8 @@ def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, 
                 facts=(facts or {}).get(process, {"config": {"lr": 1}}),
                 timeout=timeout,
                 leave=(leave or {}).get(process, lambda: False),
+                secret=secret if isinstance(secret, str) else secret[process],
+                refusal=refusal if process == 0 else "",
             )
         except RendezvousError as error:
             return error, time.monotonic() - began
@@ -55,17 +62,39 @@ def test_late_processes_are_named_to_all_within_the_bound(port):
     assert "process 1" in str(error) and "no process 0" in str(error) and "refused" in str(error) and seconds < 4
 
 
-def test_one_that_leaves_and_comes_again_is_counted_once(port):
-    def interloper():
-        time.sleep(0.3)
-        with socket.create_connection(("127.0.0.1", port)) as s:
-            s.sendall(b'{"job": "run", "process": 1, "processes": 3, "host": "a", "facts": {"config": {"lr": 1}}}\n')
-            time.sleep(0.3)
+def knock(port, *messages, secret="", wait=0.0):
+    """What a process of its own making gets for its messages, sent after the proof: a verdict, or None without one."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        line = prove(connection, secret.encode())
+        for message in messages:
+            connection.sendall(line.pack(message) if not isinstance(message, bytes) else packed(line, message))
+        if wait:  # and it leaves, without an answer
+            time.sleep(wait)
+            return None
+        connection.settimeout(0.5)
+        try:
+            return next(iter(line.unpack(connection.recv(1 << 16))), None)
+        except OSError:
+            return None
 
-    thread = threading.Thread(target=interloper)
-    thread.start()
-    assert [error for error, _ in call(port, 0, 1, 2, of=3, delay={1: 1.2, 2: 1.0})] == [None] * 3
-    thread.join()
+
+def packed(line, text):
+    """Bytes that are no JSON, or none that Python would write."""
+    head = len(text).to_bytes(4, "big")
+    line._sent += 1
+    return head + text + line._seal(line._out, line._sent, head + text)
+
+
+def hello(**changed):
+    return {"job": "run", "process": 1, "processes": 3, "host": "a", "facts": {"config": {"lr": 1}}} | changed
+
+
+def test_one_that_leaves_and_comes_again_is_counted_once(port):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        both = pool.submit(call, port, 0, 1, 2, of=3, delay={1: 1.2, 2: 1.0})
+        time.sleep(0.3)
+        assert knock(port, hello(), wait=0.3) is None
+        assert [error for error, _ in both.result()] == [None] * 3
 
 
 def test_what_differs_is_named_with_the_process_and_the_field(port):
@@ -117,14 +146,170 @@ def test_a_signal_ends_the_wait_of_all(port, who):
     assert all(seconds < 5 for _, seconds in found)
 
 
-def test_noise_on_the_port_is_no_process(port):
-    def noise():
-        time.sleep(0.3)
-        for text in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b"", b"\x00" * 100):
-            with socket.create_connection(("127.0.0.1", port)) as s:
-                s.sendall(text)
+def test_what_keeps_process_0_from_beginning_is_said_to_all(port):
+    for error, _ in call(port, 0, 1, 2, of=3, refusal="the workdir is in use"):
+        assert str(error) == "the workdir is in use"
 
-    thread = threading.Thread(target=noise)
+
+SECRET = "5e" * 32
+
+
+def stranger(port, data, *, seconds=5.0):
+    """All that someone without the secret gets to read."""
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
+        heard = b""
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            while more := connection.recv(1 << 16):
+                heard += more
+        except OSError:
+            pass
+        return heard
+
+
+def test_strangers_hear_random_bytes_and_nothing_else(port):
+    """Whatever they say, and as many as they are: the processes of the run meet."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        run = pool.submit(call, port, 0, 1, of=2, delay={1: 1.5}, secret=SECRET)
+        time.sleep(0.5)
+        heard = [
+            stranger(port, data)
+            for data in (
+                b"GET / HTTP/1.1\r\n\r\n",
+                b"",
+                b"\x00" * 64,
+                b"\xff" * 100_000,
+                b'{"job": "run", "process": 1, "processes": 2, "host": "a", "facts": {}}\n' * 3,
+                b"[" * 100_000,
+            )
+        ]
+        assert {len(x) for x in heard} <= {0, handshake.NONCE} and len(set(heard)) == len([x for x in heard if x]) + 1
+        with pytest.raises(ConnectionError, match="JAXTRAIN_SECRET"):
+            knock(port, hello(processes=2), secret="another")
+        assert [error for error, _ in run.result()] == [None, None]
+
+
+def test_a_process_with_another_secret_is_not_admitted_and_says_why(port):
+    found = call(port, 0, 1, of=2, timeout=1.5, secret={0: SECRET, 1: "another"})
+    assert "process 1 of 2 did not connect" in str(found[0][0])
+    assert "what listens there has another JAXTRAIN_SECRET" in str(found[1][0])
+
+
+def test_one_that_only_repeats_what_it_is_sent_is_not_believed_to_be_process_0(port):
+    """No message of a process is a proof for another, and nobody gets its facts before the proof."""
+    heard = []
+
+    def mirror():
+        with socket.create_server(("127.0.0.1", port)) as listener:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(2)
+                for _ in range(2):
+                    heard.append(connection.recv(1000))
+                    connection.sendall(heard[-1])
+                heard.append(connection.recv(1000))
+
+    thread = threading.Thread(target=mirror)
     thread.start()
-    assert [error for error, _ in call(port, 0, 1, of=2, delay={1: 0.8})] == [None, None]
+    time.sleep(0.2)
+    ((error, _),) = call(port, 1, of=2, timeout=0.5, secret=SECRET)
     thread.join()
+    assert "no process 0" in str(error) and [len(x) for x in heard] == [32, 32, 0]
+
+
+def test_messages_of_another_kind_admit_nobody(port):
+    """From one that knows the secret: other types for numbers, deep JSON, long messages, changed ones."""
+    odd = [hello(process=p) for p in (True, 1.0, 0.5, "1", None, [], 1 << 70, -1, 0, 3)]
+    odd += [hello(processes=3.0), hello(job=["run"]), hello(host=1), hello(facts=[]), [hello()], "stop", None]
+    odd += [b"[" * 100_000, b'{"a":' * 90 + b"1" + b"}" * 90, b"\xff", b"NaN", b""]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        run = pool.submit(call, port, 0, 1, 2, of=3, delay={1: 3.0}, timeout=20.0, secret=SECRET)
+        time.sleep(0.5)
+        for message in odd:
+            verdict = knock(port, message, secret=SECRET)
+            assert verdict is None or verdict["error"], message
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            line = prove(connection, SECRET.encode())
+            whole = line.pack(hello())
+            connection.sendall(whole[:-1] + bytes([whole[-1] ^ 1]))
+            assert connection.recv(1000) == b"", "a changed message ends the connection"
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            prove(connection, SECRET.encode())
+            connection.sendall(b"\xff\xff\xff\xff")
+            assert connection.recv(1000) == b"", "as does one that is to be 4 GB long"
+        assert [error for error, _ in run.result()] == [None] * 3
+
+
+def test_more_strangers_than_descriptors_do_not_end_the_roll_call(port):
+    """In a process of few descriptors, with more idle connections than it can have."""
+    program = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+from jaxtrain.cluster.rendezvous import meet
+meet("127.0.0.1:{port}", process=0, processes=2, job="run", facts={{}}, timeout=30, secret="{SECRET}")
+print("met")
+"""
+    root = pathlib.Path(rendezvous.__file__).parents[2]
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, text=True)
+    idle = []
+    try:
+        deadline = time.monotonic() + 30
+        while len(idle) < 200 and time.monotonic() < deadline:
+            try:
+                idle.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+            except ConnectionRefusedError:
+                time.sleep(0.1)
+        assert len(idle) == 200
+        found = call(port, 1, of=2, timeout=25.0, facts={1: {}}, secret=SECRET)
+        assert found[0][0] is None and process.communicate(timeout=30)[0] == "met\n"
+    finally:
+        process.kill()
+        process.communicate()
+        for connection in idle:
+            connection.close()
+
+
+def test_a_listener_that_answers_byte_by_byte_is_not_waited_for_beyond_the_timeout():
+    def drip():
+        for _ in range(handshake.NONCE - 1):
+            there.sendall(b"x")
+            time.sleep(0.1)
+        there.close()
+
+    here, there = socket.socketpair()
+    thread = threading.Thread(target=drip)
+    with here:
+        here.settimeout(0.3)
+        thread.start()
+        with pytest.raises(TimeoutError):  # and not the end of the connection, which comes later
+            prove(here, SECRET.encode())
+        thread.join()
+
+
+def test_an_idle_stranger_is_sent_away(port, monkeypatch):
+    monkeypatch.setattr(rendezvous, "PATIENCE", 0.5)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        run = pool.submit(call, port, 0, 1, of=2, delay={1: 2.0}, secret=SECRET)
+        time.sleep(0.3)
+        with socket.create_connection(("127.0.0.1", port), timeout=3) as connection:
+            connection.sendall(b"x")
+            assert connection.recv(100) == b""
+        assert [error for error, _ in run.result()] == [None, None]
+
+
+def test_process_0_listens_where_the_coordinator_is(port):
+    """For 127.0.0.1, a connection to another address of this machine is refused."""
+    outside = next(f"127.0.0.{i}" for i in (2, 3))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        run = pool.submit(call, port, 0, 1, of=2, delay={1: 1.0})
+        time.sleep(0.4)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((outside, port), timeout=1)
+        assert [error for error, _ in run.result()] == [None, None]
+
+
+def test_where_process_0_listens():
+    assert rendezvous.addresses("127.0.0.1", 1) == ["127.0.0.1"] and "127.0.0.1" in rendezvous.addresses("localhost", 1)
+    assert rendezvous.addresses("192.0.2.1", 1) == [], "an address that is another machine's: every interface"
+    assert rendezvous.addresses("no-such-host.invalid", 1) == []

@@ -140,5 +140,17 @@ def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, 
     assert done.returncode == 0, done.stderr
     values = np.array(done.stdout.split(), float)
     np.testing.assert_allclose(values, np.load(tmp_path / "out" / "mean.npy")[0], rtol=0, atol=1e-4)
+    done = subprocess.run([sys.executable, "export/example.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("usage: python export/example.py RECORDING"), done.stderr
     example = (tmp_path / "export" / "example.py").read_text().splitlines()
     assert len([line for line in example[1:] if not line.startswith(("import", "from"))]) <= 10
+
+
+def test_shards_side_by_side_have_a_training_split(corpus, tmp_path):
+    """No folder train/ or test/: the command that such a run names as the next one takes them all."""
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for i, shard in enumerate(sorted(corpus.glob("train/*.arrow")) or sorted(corpus.rglob("*.arrow"))):
+        (flat / f"data-{i:05}.arrow").write_bytes(shard.read_bytes())
+    data = embed.of_split(spectrogram.Config(train=str(flat)), "train")
+    assert not list(data.problems()) and spectrogram.facts(data)["n_train"]

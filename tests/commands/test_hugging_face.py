@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 import runs
@@ -11,6 +12,9 @@ import safetensors
 import safetensors.numpy
 import test_language as language_test
 
+from jaxtrain import config as config_lib
+from jaxtrain import specs
+from jaxtrain.checkpoint import warm_start
 from jaxtrain.commands import export as tool
 from jaxtrain.workloads import language
 
@@ -143,7 +147,7 @@ def test_what_cannot_be_read_is_told(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(h | change))
         with pytest.raises(language.HuggingFaceError, match=text):
             language.read_config(tmp_path)
-    with pytest.raises(language.HuggingFaceError, match="cannot be read"):
+    with pytest.raises(language.HuggingFaceError, match="nowhere does not exist"):
         language.read_config(tmp_path / "nowhere")
 
 
@@ -154,10 +158,50 @@ def test_published_sizes():
         "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "qwen2.5-7b": 7_615_616_512, "llama-3.1-70b": 70_553_706_496,
         "llama-3.2-3b": 3_212_749_824, "qwen2.5-1.5b": 1_543_714_304, "qwen3-1.7b": 1_720_574_976,
     }  # fmt: skip
-    from jaxtrain import config as config_lib
-    from jaxtrain import specs
-
     for name, preset in language.PRESETS.items():
         c = config_lib.section(language.Config, {"context": 1024, **preset})
         assert not list(c.problems())
         assert specs.count(language.make_specs(c)) == expected[name], name
+
+
+def test_an_export_of_ours_is_a_start_like_one_from_elsewhere(exported):
+    """`configs/lm.py:FOLDER`: every parameter is loaded, bit for bit, and nothing has to be renamed."""
+    name, c, params, folder = exported
+    model, start = language.from_hugging_face(folder / "out")
+    again = config_lib.section(language.Config, model)
+    assert language.make_specs(again).keys() == language.make_specs(c).keys()
+    rules = config_lib.WarmStart(**start)
+    table = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
+    matches = warm_start.match({p: (x.shape, x.dtype) for p, x in table.items()}, warm_start.open_source(rules), rules)
+    assert matches.loaded.keys() == table.keys() and not matches.fresh
+    for path, x in table.items():
+        np.testing.assert_array_equal(matches.loaded[path].stored.read(()), x, err_msg=path)
+
+
+def test_an_export_of_characters_is_a_start_with_its_places(tmp_path):
+    """An architecture without a name at Hugging Face, with learned positions, and the tokenizer that the data named."""
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "tokenizer.json").write_text('{"model": {}}')
+    fields = dict(embed=8, depth=2, heads=2, mlp=16, vocab=11, context=12, positions="learned", norm="layer", activation="gelu")
+    c = config_lib.section(language.Config, {**fields, "tokenizer": str(tmp_path / "tokens" / "tokenizer.json")})
+    params = specs.materialise(language.make_specs(c), jax.random.key(0))
+    run = {
+        "workload": "jaxtrain.workloads.language", "model": dataclasses.asdict(c), "train": {"steps": 30}, "seed": 0,
+        "data": {"sources": [{"path": str(tmp_path / "tokens")}]}, "warm_start": {"source": ""},
+    }  # fmt: skip
+    runs.save(tmp_path / "run", 10, runs.state(0, 10) | {"params": params, "opt_state": (), "ema": ()}, run=run)
+    assert tool.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"model": {}}'
+    model, start = language.from_hugging_face(tmp_path / "out")
+    assert (model["context"], model["vocab"], model["positions"]) == (12, 11, "learned")
+    rules = config_lib.WarmStart(**start)
+    source = warm_start.open_source(rules)
+    np.testing.assert_array_equal(source["pos"].read(()), params["pos"])
+    (tmp_path / "out" / "jaxtrain.json").write_text("{}")
+    with pytest.raises(language.HuggingFaceError, match="cannot be read as what `jaxtrain export` writes"):
+        language.from_hugging_face(tmp_path / "out")
+    (tmp_path / "out" / "jaxtrain.json").write_text('{"config": {"workload": "jaxtrain.workloads.trm", "model": {}}}')
+    with pytest.raises(
+        language.HuggingFaceError, match="of a run of jaxtrain.workloads.trm; expected one of jaxtrain.workloads.l"
+    ):
+        language.from_hugging_face(tmp_path / "out")

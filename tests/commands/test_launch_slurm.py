@@ -64,7 +64,7 @@ def test_the_script_of_a_run(folder, corpus, capsys):  # noqa: F811
         "--dry-run",
     )
     found = options(script)
-    wanted = {"nodes": "2", "gpus-per-node": "8", "ntasks-per-node": "1", "cpus-per-task": "50", "mem": "500GB", "time": "90"}
+    wanted = {"nodes": "2", "gpus-per-node": "8", "ntasks-per-node": "1", "cpus-per-task": "2", "mem": "500GB", "time": "90"}
     wanted |= {
         "partition": "long",
         "reservation": "mine",
@@ -75,7 +75,7 @@ def test_the_script_of_a_run(folder, corpus, capsys):  # noqa: F811
     }
     assert {k: found.get(k) for k in wanted} == wanted
     lines = script.splitlines()
-    assert "module load cuda" in lines and "export SRUN_CPUS_PER_TASK=50" in lines
+    assert "module load cuda" in lines and "export SRUN_CPUS_PER_TASK=2" in lines
     srun = next(line for line in lines if line.startswith("srun "))
     assert "--kill-on-bad-exit=1" in srun and "'/opt/my env/bin/python' -u -m submitit" in srun
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
@@ -85,12 +85,71 @@ def test_the_script_of_a_run(folder, corpus, capsys):  # noqa: F811
     assert not (folder / "runs").exists(), "a dry run leaves nothing"
 
 
-def test_cpus_are_the_workers_or_a_tenth_of_the_memory(folder, corpus, capsys):  # noqa: F811
-    def cpus(*arguments):
-        return options(launch(capsys, f"--config=tiny.py:{corpus}", "--dry-run", *arguments))["cpus-per-task"]
+def test_processes_of_a_job_know_each_other_by_a_secret_that_only_its_owner_reads(folder, corpus, capsys, monkeypatch):  # noqa: F811
+    arguments = (f"--config=tiny.py:{corpus}", "--tasks-per-node=2")
+    assert "SECRET" not in launch(capsys, arguments[0], "--dry-run"), "one process meets nobody"
+    assert "JAXTRAIN_SECRET=$(cat " in launch(capsys, *arguments, "--dry-run")
+    monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 17\n")
+    (folder / "bin" / "sbatch").chmod(0o755)
+    seen = set()
+    for _ in range(2):
+        launch(capsys, *arguments)
+        script = (folder / "runs" / "tiny" / "slurm" / "17_submission.sh").read_text()
+        lines = script[script.index("JAXTRAIN_SECRET=") :].splitlines()[:2]
+        printed = subprocess.run(["bash", "-c", "\n".join([*lines, "env"])], capture_output=True, text=True, check=True).stdout
+        (secret,) = (line.partition("=")[2] for line in printed.splitlines() if line.startswith("JAXTRAIN_SECRET="))
+        assert len(bytes.fromhex(secret)) == 32 and secret not in script
+        seen.add(secret)
+    files = list((folder / "runs" / "tiny" / "slurm").glob("secret-*"))
+    assert len(seen) == len(files) == 2 and all(path.stat().st_mode & 0o777 == 0o600 for path in files)
 
-    assert cpus("--mem-gb=64") == "6" and cpus("--mem-gb=8") == "2" and cpus("--mem-gb=8", "--workers=12") == "12"
-    assert cpus("--mem-gb=640", "--tasks-per-node=8") == "8"
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--name=a\nid",
+        "--account=a\nid",
+        "--partition=a\rid",
+        "--qos=a\x0bid",
+        "--constraint=a\u2028id",
+        "--sbatch=comment=a\nid",
+        "--sbatch=comment\nid=1",
+        "--sbatch=--a b=1",
+        "--config.workdir=a\nid",
+    ],
+    ids=lambda option: ascii(option),
+)
+def test_a_line_break_never_ends_a_comment_of_the_script(folder, corpus, capsys, option):  # noqa: F811
+    message = launch(capsys, f"--config=tiny.py:{corpus}", "--dry-run", option, code=2)
+    assert option.removeprefix("--").split("=")[0] in message and "Traceback" not in message
+
+
+def test_cores_are_one_number(folder, corpus, capsys):  # noqa: F811
+    """Whatever name it is given by, and whatever the memory; never a second line, nor another number for srun."""
+
+    def cores(*arguments):
+        script = launch(capsys, f"--config=tiny.py:{corpus}", "--dry-run", *arguments)
+        lines = [line for line in script.splitlines() if "cpus-per-task" in line or "cpus_per_task" in line.replace("--", "")]
+        assert len(lines) == 1 and f"export SRUN_CPUS_PER_TASK={options(script)['cpus-per-task']}" in script.splitlines()
+        return options(script)["cpus-per-task"]
+
+    assert cores() == "2", "as many threads as the config has"
+    assert cores("--mem-gb=500") == "2" and cores("--config.data.threads=0") == "8"
+    assert cores("--cpus=12") == cores("--workers=12") == "12"
+    for key in ("cpus-per-task", "cpus_per_task", "--cpus-per-task"):
+        assert cores(f"--sbatch={key}=16", "--mem-gb=500") == "16"
+        assert cores(f"--sbatch={key}=16", "--cpus=16") == "16"
+        error = launch(capsys, f"--config=tiny.py:{corpus}", "--dry-run", f"--sbatch={key}=16", "--cpus=4", code=2)
+        assert "--cpus is 4, and --sbatch cpus-per-task=16; give one of the two" in error
+    assert "expected a number of cores" in launch(
+        capsys, f"--config=tiny.py:{corpus}", "--dry-run", "--sbatch=cpus-per-task=many", code=2
+    )
+    script = launch(
+        capsys, f"--config=tiny.py:{corpus}", "--dry-run", "--sbatch=gpu-bind=none", "--sbatch=kill-on-invalid-dep=yes"
+    )
+    assert script.count("gpu-bind=none") == 1 and script.count("kill-on-invalid-dep=yes") == 1
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_mistakes_are_named(tmp_path, capsys):
     fails("begun with other inputs or options", bad, "--tokenizer=bytes", "--column=id")
     assert tokens_command.main([str(tmp_path / "out"), str(bad), "--tokenizer=bytes", "--skip=4"]) == 0
     assert documents(tmp_path / "out") == [list(b"fine")] and capsys.readouterr().err.count("skipped: ") == 4
-    fails("holds token files already", bad, "--tokenizer=bytes", "--skip=4")
+    fails("holds token files of other inputs or options already", bad, "--tokenizer=bytes", "--column=id", "--skip=4")
     fails("nowhere is not a file", tmp_path / "nowhere", "--tokenizer=bytes")
     fails("expected a tokenizer.json", bad, "--tokenizer=gpt2")
     torn = tmp_path / "torn.parquet"
@@ -117,3 +117,18 @@ def test_mistakes_are_named(tmp_path, capsys):
     pq.write_table(pa.table({"body": ["a"]}), tmp_path / "other.parquet")
     assert tokens_command.main([str(tmp_path / "out2"), str(tmp_path / "other.parquet"), "--tokenizer=bytes"]) == 2
     assert "has no column 'text'; expected one of: body (--column)" in capsys.readouterr().err
+
+
+def test_the_same_command_again_says_what_is_there(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("to be")
+    command = [str(tmp_path / "out"), str(tmp_path / "a.txt"), "--tokenizer=bytes"]
+    assert tokens_command.main(command) == 0
+    before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "out").iterdir()}
+    capsys.readouterr()
+    assert tokens_command.main(command) == 0
+    told = capsys.readouterr().out
+    assert told == f"{tmp_path / 'out'} is there already, of these inputs: 1 documents, 5 tokens of 5 bytes\n"
+    assert {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "out").iterdir()} == before
+    (tmp_path / "a.txt").write_text("or not to be")
+    assert tokens_command.main(command) == 2
+    assert "other inputs or options already; choose another folder" in capsys.readouterr().err

@@ -8,14 +8,13 @@ import re
 import pytest
 
 from jaxtrain import plan
-from jaxtrain.plan import worker
+from jaxtrain.plan import hlo, worker
 from tools import compile_table
 
 KERNELS = {"bird": "__cudnn$fmha", "higgs": "__cudnn$fmha", "language": "triton"}  # attention, not XLA's with all its weights
 WORKLOADS = list(compile_table.WORKLOADS)
-# Largest share of float32 products. Patches are embedded in float32, which is a part of a small bird; giblet is float32 itself.
-HALF = {name: {"small": 0.02, "published": 0.02} for name in ("language", "trm", "higgs")}
-HALF["bird"] = {"small": 0.08, "published": 0.02}
+HALF = ("bird", "language", "trm", "higgs")  # models in bfloat16; giblet is float32 itself
+WIDE = 0.02  # largest share of their products in float32, but for patches, which are embedded in it
 # Of a published size what is estimated is close; of a small one the compiler's own odds and ends are most.
 CASES = [
     *(("gpu:h100x8", name, "small", mesh) for name in WORKLOADS for mesh in compile_table.MESHES),
@@ -23,8 +22,6 @@ CASES = [
     *(("tpu:v4:2x2x2", name, "small", "fsdp") for name in WORKLOADS),
     ("tpu:v5e:2x4", "trm", "small", "fsdp"),  # libtpu 0.0.42 fails on it with the options for v5e
 ]
-# The estimate has all sums over replicas side by side; of giblet's matrices of gigabytes the compiler does one after the other.
-SLACK = {("giblet", "data"): 0.25, ("giblet", "mixed"): 0.25}
 ALL_PUBLISHED = [("gpu:h100x8", name, "published", mesh) for name in WORKLOADS for mesh in ("data", "mixed")]
 
 
@@ -56,9 +53,12 @@ def check(answer, target, name, size, mesh):
     found = answer.compiled
     assert found, answer.error
     assert found.peak + found.workspace < plan.parse_target(target).memory
-    if found.products and name in HALF:
-        wide = sum(flops for types, flops in found.products.items() if "f32" in types)
-        assert wide < HALF[name][size] * sum(found.products.values()), f"products in float32: {found.products}"
+    # On TPUs XLA's own attention, which the bird's 257 tokens take, has cotangents in float32: 1.8 % of a published size.
+    if name in HALF and (target.startswith("gpu") or name == "language"):
+        products = hlo.Program(found.text).products()
+        wide = [one for one in products if "f32" in one.operands and "patchify" not in one.line]
+        share = sum(one.flops for one in wide) / sum(one.flops for one in products)
+        assert share < WIDE, [one.line for one in wide]
     if kernel := KERNELS.get(name) if target.startswith("gpu") else None:
         assert any(kernel in call for call in found.library_calls), found.library_calls
     spanned = {axis for _, axes in found.collectives for axis in axes}
@@ -110,12 +110,18 @@ def test_matrices_are_not_written_beside_adapters(answers, gpu_compiler):
     assert found.peak < 4.2e9
 
 
+def test_no_parameter_is_copied_for_its_norms(answers, gpu_compiler):
+    """Each was, and twice their bytes were written and read. Where a table is split, its part is copied for the exchange."""
+    found = answers("gpu:h100x8", "language", "small", "data").compiled
+    assert not re.findall(r"= f32\[\d[\d,]*\]\S* copy\(%param.*", found.text)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "name", "size", "mesh"), ALL_PUBLISHED)
 def test_published_sizes_on_the_other_meshes(target, name, size, mesh, answers, gpu_compiler):
     answer = answers(target, name, size, mesh)
     check(answer, target, name, size, mesh)
-    assert answer.estimate.peak == pytest.approx(answer.compiled.peak, rel=SLACK.get((name, mesh), plan.SLACK))
+    assert answer.estimate.peak == pytest.approx(answer.compiled.peak, rel=plan.SLACK)
 
 
 @pytest.mark.slow

@@ -47,3 +47,16 @@ def test_explain_touches_no_device_and_trains_nothing(here):
     done = command(here, "--explain")
     assert done.returncode == 0, done.stderr
     assert "config.train.steps" in done.stdout and not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_modules_of_ones_own_are_found_by_the_command_as_by_python_m(here, where):
+    """`jaxtrain` starts without the folder where it is typed among its modules; the config's own folder counts, too."""
+    file, folder = "configs/toy.py", here
+    if where == "elsewhere":
+        (here / "configs" / "toy.py").rename(here / "toy.py")
+        file, folder = "../toy.py", here / "configs"
+    command = [str(pathlib.Path(sys.executable).with_name("jaxtrain")), "explain", f"--config={file}"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "config.model.n_classes" in done.stdout, done.stderr

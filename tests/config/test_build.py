@@ -161,6 +161,23 @@ def test_a_missing_file_is_reported_with_those_that_there_are():
         config_lib.parse_args(["--explain"])
 
 
+def test_a_shipped_config_is_found_by_its_name_anywhere(here):
+    config = config_lib.load("trm_sudoku:4x4", [("workdir", str(here))])
+    assert config.workload == "jaxtrain.workloads.trm" and config.train.steps == 600
+    found = mistakes(source="trm_sudoko:4x4")[""]
+    assert "trm_sudoko does not exist" in found and "did you mean 'trm_sudoku'?" in found
+    assert mistakes(source="configs/xcm.py")[""].endswith("the config that jaxtrain ships is --config=xcm")
+    (here / "text").write_text(FILE)
+    assert mistakes(source="text")[""] == "file text is no config; its name must end in .py"
+
+
+def test_a_config_of_ones_own_changes_a_shipped_one(here):
+    own = "from jaxtrain.configs import trm_sudoku\n\n\ndef get_config():\n    config = trm_sudoku.get_config('4x4')\n"
+    (here / "mine.py").write_text(f"{own}    config.train.steps = 70\n    return config\n")
+    config = config_lib.load("mine.py", [("train.batch", "8"), ("train.eval_every", "0")])
+    assert (config.train.steps, config.train.batch, config.optim.name) == (70, 8, "adam_atan2")
+
+
 def test_a_file_that_offers_no_config_is_reported(here):
     (here / "configs" / "empty.py").write_text("config = 3\n")
     assert "defines no function get_config" in mistakes(source="configs/empty.py")[""]
@@ -217,5 +234,21 @@ def test_xcl_is_xcm_without_five_recordings(tmp_path):
     paths = {name: ROOT / "configs" / f"{name}.py" for name in ("xcm", "xcl")}
     xcm, xcl = (runpy.run_path(str(path))["get_config"](str(tmp_path)) for path in paths.values())
     assert xcl.data.exclude == (495640, 495763, 497541, 498645, 501254)
-    del xcl.data.exclude
+    assert xcl.data.exclude_of == 528_422, "the rows are those of one mirror"
+    del xcl.data.exclude, xcl.data.exclude_of
     assert xcl == xcm
+
+
+FRAMES = """def get_config():
+    return dict(workload="jaxtrain.workloads.bird", loader="loaders.spectrogram", data=dict(train="demo", clip_seconds=2.5))
+"""
+
+
+@pytest.mark.parametrize("given", ["model", "data"])
+def test_frames_that_one_side_names_are_the_others_too(given, tmp_path):
+    (tmp_path / "frames.py").write_text(FRAMES)
+    config, _ = config_lib.read(str(tmp_path / "frames.py"), [(f"{given}.n_frames", "256")], make_data=False)
+    assert (config.model.n_frames, config.data.n_frames) == (256, 256)
+    both = [("model.n_frames", "512"), ("data.n_frames", "256")]
+    config, _ = config_lib.read(str(tmp_path / "frames.py"), both, make_data=False)
+    assert (config.model.n_frames, config.data.n_frames) == (512, 256), "two that differ are both kept, and refused"

@@ -106,3 +106,31 @@ def test_all_mistakes_are_reported_together(here):
         "trian", "train.bacth", "train.batch", "model.whole", "model.first.width", "model.nothing", "optim.lr", "optim.lr.peak",
         "data.path", "workdir",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [10, 200, 4_000])
+def test_a_share_of_the_run_is_so_many_steps(steps):
+    """0.05 of any run; so shortening it needs no second flag."""
+    given = ["optim.warmup=0.05", "optim.decay=0.2", "optim.schedule=wsd", "train.eval_every=0.1", "checkpoint.every=0.5"]
+    config = load(*(f"--config.{text}" for text in [*given, "metrics.every=0.001", f"train.steps={steps}"]))
+    assert (config.optim.warmup, config.optim.decay) == (max(1, round(0.05 * steps)), round(0.2 * steps))
+    assert (config.train.eval_every, config.checkpoint.every) == (steps // 10, steps // 2)
+    assert config.metrics.every == max(1, steps // 1000), "at least one step"
+    assert all(type(x) is int for x in (config.optim.warmup, config.train.eval_every, config.metrics.every))
+    neither = mistakes("--config.optim.warmup=1.5")["optim.warmup"]
+    assert "a whole number, or a share of the run between 0 and 1" in neither
+    assert mistakes("--config.train.steps=0.5")["train.steps"].endswith("a whole number"), "a share of what"
+
+
+def test_what_is_longer_than_the_run_is_named_with_what_would_fit():
+    long = ["--config.optim.schedule=wsd", "--config.optim.warmup=100", "--config.optim.decay=2000"]
+    found = mistakes("--config.train.steps=40", *long)
+    assert set(found) == {"optim.warmup", "optim.decay"}, "both at once"
+    assert found["optim.warmup"].endswith("set config.optim.warmup=2, or config.optim.warmup=0.05 of any run")
+    assert found["optim.decay"].endswith("set config.optim.decay=8, or config.optim.decay=0.2 of any run")
+    for remedies in (["warmup=2", "decay=8"], ["warmup=0.05", "decay=0.2"]):  # which do
+        assert load("--config.train.steps=40", *long, *(f"--config.optim.{text}" for text in remedies)).optim.decay == 8
+    text = mistakes(
+        "--config.train.steps=40", "--config.optim.schedule=wsd", "--config.optim.warmup=30", "--config.optim.decay=20"
+    )
+    assert text["optim.decay"].endswith("at most 10 fits")

@@ -56,3 +56,55 @@ def test_explain_lists_every_field_with_value_unit_and_meaning():
         ("config.model.n_classes", "3", "classes", "None = what the data say"),
     ):
         assert explained[path].split(maxsplit=3) == [path, value, unit, meaning]
+
+
+def test_the_fields_come_first_and_then_what_is_wrong(here, capsys):
+    """A config that is incomplete is explained just then."""
+    from jaxtrain.commands import explain, train
+
+    wrong = [
+        "--config=configs/toy.py",
+        "--config.train.steps=many",
+        "--config.data.path=/nowhere",
+        "--config.model.first.width=5",
+    ]
+    assert explain.main(wrong) == 2
+    told = capsys.readouterr()
+    fields = {line.split()[0]: line for line in told.out.splitlines() if line.startswith("config.")}
+    assert "config.train.steps" in fields and " 5 " in fields["config.model.first.width"]
+    assert told.err.splitlines()[0] == "error: the config has 2 mistakes:"
+    assert "config.train.steps is 'many'" in told.err and "config.data.path is '/nowhere'" in told.err
+    assert train.main([*wrong, "--explain"]) == 2 and capsys.readouterr() == told
+    assert not (here / "runs").exists()
+
+
+def test_nothing_is_made_to_explain_a_config(here, capsys):
+    """Facts of data that would first have to be made stay open; those of data that are there are filled in."""
+    from jaxtrain.commands import explain
+
+    loader = (here / "toy_loader.py").read_text()
+    unmade = "    def exists(self):\n        return self.path != 'made at the first use'\n\n    def problems"
+    loader = loader.replace("    def problems", unmade, 1).replace(
+        "if self.path and", "if self.path != 'made at the first use' and self.path and"
+    )
+    made = "    if config.path == 'made at the first use':\n        open('made', 'w').close()\n    return {"
+    (here / "toy_loader.py").write_text(loader.replace("    return {", made, 1))
+    for arguments, classes in (([], "3"), (["--config.data.path=made at the first use"], "None")):
+        assert explain.main(["--config=configs/toy.py", *arguments]) == 0
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("config.model.n_classes")]
+        assert line.split()[1] == classes and not (here / "made").exists()
+    load("--config.data.path=made at the first use")
+    assert (here / "made").exists(), "a run makes them"
+
+
+def test_a_shipped_config_without_its_data_is_explained_too(capsys, monkeypatch):
+    from jaxtrain.commands import explain
+
+    monkeypatch.delenv("JAXTRAIN_XCL", raising=False)
+    assert explain.main(["--config=xcl"]) == 2
+    told = capsys.readouterr()
+    assert "config.data.exclude" in told.out and "(495640, 495763," in told.out
+    assert "config.data.train is empty; name a folder" in told.err
+    assert explain.main(["--config=folder"]) == 2, "what it takes from an index has values, too"
+    told = capsys.readouterr()
+    assert "config.data.clip_seconds" in told.out and "config.data.train is empty; name a folder" in told.err

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 
+from jaxtrain.commands import encode_audio
 from loaders import buckets, chat_audio, chat_samples, chatml, codec
 from loaders.base import DataError, Rows
 
@@ -277,3 +278,15 @@ def test_a_place_that_cannot_be_written_is_told_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="codes cannot be kept in .*file.*data.cache"):
         chat_audio.facts(dataclasses.replace(config, cache=str(tmp_path / "file" / "codes")))
+
+
+def test_recordings_that_are_encoded_already_are_counted_and_stay(tmp_path, capsys):
+    """`jaxtrain encode-audio` again: it says what is there, and ends well."""
+    chat.corpus(tmp_path, n=12)
+    command = [str(tmp_path / "manifest.json"), "--codec", str(tmp_path / "codec.npz")]
+    assert encode_audio.main(command) == 0
+    assert capsys.readouterr().out.startswith("3 recordings encoded, 0 were there already, 0 could not be encoded; ")
+    before = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
+    assert encode_audio.main(command) == 0
+    assert capsys.readouterr().out.startswith("0 recordings encoded, 3 were there already, 0 could not be encoded; ")
+    assert {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()} == before

@@ -101,7 +101,7 @@ def test_the_tools_train_encode_and_play(tmp_path, capsys):
     capsys.readouterr()
     assert encode_audio.main([str(tmp_path / "manifest.json"), "--codec", out]) == 1
     told = capsys.readouterr().out
-    assert "1 recordings encoded, 1 could not be" in told and "bad.wav" in told
+    assert "1 recordings encoded" in told and "1 could not be" in told and "bad.wav" in told
     np.testing.assert_array_equal(np.load(tmp_path / f"3.wav.{made.name}.npy"), made.encode(chirps(3, 0.5), 32_000))
     played = tmp_path / "again.wav"
     assert encode_audio.main(["--listen", str(tmp_path / "3.wav"), "--codec", out, "--out", str(played)]) == 0

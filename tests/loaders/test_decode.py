@@ -317,13 +317,12 @@ def test_vorbis_cut_out_of_a_longer_stream_begins_at_its_first_sample():
         (b"RIFF\x04\0\0\0WAVE", "no data chunk"),
         (b"OggS" + bytes(100), "cut off"),
         (b"fLaC" + bytes(3), "cut off"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(1000), "not a WAV, FLAC, MP3, OGG Vorbis or OGG Opus"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(1000), "not a WAV, FLAC, MP3, OGG, AIFF, CAF or M4A"),
         (corpus.encode(np.zeros(0, np.float32), 8000), "no audio"),
         (corpus.encode(np.array([0, np.nan, 0], np.float32), 8000, "WAV", "FLOAT"), "non-finite"),
-        (corpus.encode(np.zeros(100, np.float32), 8000, "WAV", "ULAW"), "G.711"),
     ],
     # Named: libsndfile writes the second of its birth into a float WAV, and workers must collect the same names.
-    ids=["empty", "no-chunk", "ogg-cut-off", "flac-cut-off", "png", "no-samples", "nan", "ulaw"],
+    ids=["empty", "no-chunk", "ogg-cut-off", "flac-cut-off", "png", "no-samples", "nan"],
 )
 def test_what_cannot_be_decoded_says_why(data, message):
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Cores that a process may use, whatever the machine has."""
+"""Cores and memory that a process may use, whatever the machine has."""
 
 import math
 import os
@@ -43,3 +43,9 @@ def test_without_affinity_all_cores_count(monkeypatch):
     assert machine.cores() == 5
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert machine.cores() == 1
+
+
+def test_the_most_memory_that_was_held_is_in_bytes():
+    """However the system counts: an array of 64 MB is in it, and it is less than the machine has."""
+    held = bytearray(64 << 20)
+    assert len(held) < machine.peak_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

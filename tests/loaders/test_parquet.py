@@ -1,3 +1,4 @@
+import os
 import resource
 import subprocess
 import sys
@@ -201,19 +202,17 @@ def test_recordings_in_files_of_their_own(tmp_path, write):
         _rust.Index([elsewhere]).encoded(3)
     (tmp_path / "0.wav").unlink()
     (tmp_path / "0.wav").mkdir()
-    with pytest.raises(ValueError, match="is not a file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         beside.encoded(0)
     (tmp_path / "1.wav").write_bytes(b"")
     assert beside.encoded(1) == b""
 
 
 def test_a_pipe_in_place_of_a_recording_is_no_hang(tmp_path):
-    import os
-
     table = files(tmp_path)
     (tmp_path / "2.wav").unlink()
     os.mkfifo(tmp_path / "2.wav")
-    with pytest.raises(ValueError, match="is not a file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         _rust.Index([corpus.write(tmp_path / "s.arrow", table)]).encoded(2)
 
 
@@ -241,3 +240,26 @@ def test_any_number_of_shards_with_few_descriptors(tmp_path):
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 40
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path], capture_output=True, text=True)
     assert run.stdout == "300\n", run.stderr
+
+
+@pytest.mark.parametrize("write", [corpus.write, corpus.write_parquet])
+def test_a_named_recording_lies_below_its_folder_and_is_a_regular_file(tmp_path, write):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "secret.wav").write_bytes(corpus.wav(0))
+    (folder / "link.wav").symlink_to(tmp_path / "secret.wav")
+    os.mkfifo(folder / "pipe.wav")
+    names = ["../secret.wav", str(tmp_path / "secret.wav"), "link.wav", "pipe.wav", "/dev/zero", "in/../../secret.wav"]
+    audio = [{"bytes": None, "path": name} for name in names]
+    table = pa.table([pa.array(audio, corpus.AUDIO), pa.array([0] * len(names), pa.int64())], schema=corpus.schema(None))
+    for links in (False, True):
+        index = _rust.Index([write(folder / "s", table)], root=folder, links=links)
+        for row, name in enumerate(names):
+            if name == "link.wav" and links:
+                assert index.encoded(row) == corpus.wav(0)
+                continue
+            with pytest.raises(ValueError, match="leads out of|is not a regular file|No such file"):
+                index.encoded(row)
+    os.mkfifo(folder / "x.arrow")
+    with pytest.raises(OSError, match="not a regular file"):
+        _rust.Index([folder / "x.arrow"])

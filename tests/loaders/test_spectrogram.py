@@ -229,7 +229,7 @@ def test_missing_paths_name_the_remedy(folder):
     assert f"matches no file; {folder} exists" in problems(test=str(folder / "*.parquet"))["test"]
     (parent / "empty").mkdir()
     assert "without Arrow or Parquet shards; it holds nothing" in problems(train=str(parent / "empty"))["train"]
-    assert "without the split 'test'; it has train" in problems(test=str(only_train(parent)))["test"]
+    assert "without the split 'test'; expected one of: train" in problems(test=str(only_train(parent)))["test"]
     (folder / "train" / "state.json").write_text("{}")
     assert "broken" in problems(train=str(folder))["train"]
     assert "is empty" in problems(train="")["train"]
@@ -311,3 +311,19 @@ def test_esc10():
     labels = np.concatenate([b["label"][0] for b in batches])
     assert set(labels) == set(range(10))
     assert train.diagnostics()["bad"] == 0
+
+
+def test_a_missing_label_names_the_columns_of_labels_and_the_override(tmp_path):
+    """In the same words for one label and for lists of them, in Arrow and in Parquet."""
+    shard = corpus.write(tmp_path / "s.arrow", small(3))
+    for options in ({}, {"multilabel": True}):
+        with pytest.raises(DataError) as error:
+            spectrogram.facts(config(shard, label="ebird_code", **options))
+        assert str(error.value) == (
+            f"{shard} has no column 'ebird_code'; it has audio, label; of these label holds class labels: set data.label=label"
+        )
+    assert spectrogram.facts(config(shard, label="label", test_share=0.0))["n_classes"] == 2
+    assert "the column of recordings" in problems(label="audio")["label"]
+    plain = corpus.write(tmp_path / "p.arrow", small(3, names=None))
+    with pytest.raises(DataError, match="none of these is a ClassLabel: cast one"):
+        spectrogram.facts(config(plain, label="ebird_code"))

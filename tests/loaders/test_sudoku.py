@@ -251,3 +251,47 @@ def test_mistakes_of_the_config_are_named():
     assert [where for where, _ in config.problems()] == [
         "sources[0].kind", "sources[0].share", "sources[0].path", "sources[1].blanks",
     ]  # fmt: skip
+
+
+def test_generated_puzzles_are_made_once_and_their_facts_need_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    times = []
+    generate = sudoku.generate
+    monkeypatch.setattr(sudoku, "generate", lambda *a: times.append(a) or generate(*a))
+    config = sudoku.Config(tuple(SOURCES.values()), seed=11)
+    known = sudoku.facts(config)
+    assert sudoku.fields(config)["inputs"].shape == (144,) and known["n_test"] == (12, 12, 2)
+    assert not times and not list(tmp_path.iterdir())
+    rows = Rows(30, ((0, 30),))
+
+    def first():
+        sudoku._kept.cache_clear()
+        sudoku._split.cache_clear()
+        loader = sudoku.make_loader(config, split="train", rows=rows, seed=0)
+        loader.seek(0)
+        return loader.fingerprint, next(loader)[1]
+
+    once, kept = first(), len(times)
+    assert kept == 3 and len(list((tmp_path / "puzzles").iterdir())) == 3
+    again = first()
+    assert len(times) == 3 and again[0] == once[0]
+    for name, parts in once[1].items():
+        np.testing.assert_array_equal(parts[0], again[1][name][0])
+    for path in (tmp_path / "puzzles").iterdir():  # as a full disk leaves it
+        path.write_bytes(path.read_bytes()[:500])
+    assert first()[0] == once[0] and len(times) == 6
+    # What the facts said is what was generated.
+    generated = [generate(s, 11) for s in SOURCES.values()]
+    assert known["n_train"] == tuple(len(g["train"].inputs) for g in generated)
+    assert known["n_cells"] == max(g["train"].inputs.shape[1] for g in generated)
+    assert known["vocab"] > max(int(g[s].labels.max()) for g in generated for s in g)
+    assert known["n_puzzles"] == 3
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "file"))
+    sudoku._kept.cache_clear()
+    with caplog.at_level("WARNING", "jaxtrain"):
+        assert len(sudoku._kept(SOURCES["sudoku4"], 12)["train"].inputs) == 40
+    assert str(tmp_path / "file") in caplog.text

@@ -4,7 +4,6 @@ The compilers are those of `--plan-setup gpu` and `--plan-setup tpu`, fetched on
 `FULL` has every mesh with every mask; it is slow.
 """
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -64,8 +63,6 @@ LONG = {"rows": 1, "tokens": 32768, "heads": 4, "kv_heads": 2, "head_dim": 64, "
 
 def compiler(kind: str) -> pathlib.Path:
     """The folder of its packages, fetched if it is not there; skips where it cannot be had."""
-    if kind == "tpu" and importlib.util.find_spec("libtpu"):
-        return ROOT
     try:
         plan.set_up(kind)
     except plan.PlanError as error:

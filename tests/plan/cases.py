@@ -9,7 +9,7 @@ from jaxtrain import layout as layout_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 BOARDS = "({'kind': 'sudoku4', 'n_train': 20, 'n_test': 5, 'blanks': (3, 6)},)"
-BIRD = (("model.embed", "64"), ("model.depth", "2"), ("model.heads", "2"))
+BIRD = (("model.embed", "64"), ("model.depth", "2"), ("model.heads", "2"), ("model.unroll", "1"))
 TRM = (("data.sources", BOARDS), ("train.batch", "64"))
 LANGUAGE = (("model.unroll", "1"), ("train.batch", "64"), ("model.samples.prompts", "('one',)"))
 NARROW = "(32, 32, 32)"

@@ -110,5 +110,5 @@ def test_an_unknown_kind_names_those_that_are(cache, capsys):
 
 
 def test_without_an_environment_nothing_is_compiled_and_the_command_is_named(cache):
-    with pytest.raises(plan.PlanError, match="--plan-setup gpu"):
+    with pytest.raises(plan.PlanError, match="jaxtrain plan --setup gpu fetches it"):
         worker.ask([worker.Job(None, "gpu:h100x8")])

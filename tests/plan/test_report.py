@@ -1,7 +1,6 @@
 """What a plan says, and what it refuses."""
 
 import importlib
-import importlib.util
 import re
 
 import jax
@@ -12,10 +11,9 @@ from jaxtrain import config as config_lib
 from jaxtrain import plan, train
 
 MODULES = ("refuse", "report")  # that estimate a step (the package's names of them are functions)
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the extra topology is not installed")
 
 
-@needs_libtpu
+@pytest.mark.usefixtures("libtpu")
 def test_a_topology_that_there_is_not_is_an_error():
     with pytest.raises(plan.PlanError, match="libtpu knows no such topology"):
         plan.tpu_devices(plan.parse_target("tpu:v4:3x5x7"))
@@ -72,7 +70,18 @@ def test_what_speaks_against_a_run_is_told(tmp_path, monkeypatch):
     config = load("bird", tmp_path, monkeypatch, ("model.embed", "16384"), ("model.depth", "40"), ("checkpoint.keep", "100000"))
     text, well = plan.report(config, "gpu:l40sx1")
     assert not well
-    assert "problem: it does not fit: " in text and "problem: 100001 checkpoints of" in text
+    assert "problem: it does not fit: " in text
+    (line,) = [line for line in text.splitlines() if "100001 checkpoints of" in line]
+    assert line.startswith("disk ") and line.endswith("free here"), "another machine's disk is a note, no verdict"
+
+
+def test_a_disk_that_is_too_small_is_a_problem_here_and_a_note_elsewhere(tmp_path, monkeypatch):
+    config = load("bird", tmp_path, monkeypatch, ("checkpoint.keep", "100000000"), ("data.threads", "1"))
+    checks = importlib.import_module("jaxtrain.plan.report").checks
+    for name, verdict in (("", False), ("gpu:h100x8", True)):
+        target = plan.parse_target(name)
+        found = {what: (text, well) for what, text, well in checks(config, plan.abstractly(config, target), target)}
+        assert "100000001 checkpoints of" in found["disk"][0] and found["disk"][1] == verdict
 
 
 def test_a_plan_makes_no_array(tmp_path, monkeypatch):
@@ -140,4 +149,4 @@ def test_without_a_compiler_a_doubtful_estimate_is_no_problem(tmp_path, monkeypa
         monkeypatch.setattr(plan.Target, "memory", memory)
         text, well = plan.report(config, target.name)
         assert verdict in text and well == ("problem" not in verdict), text
-        assert "not compiled for it: its compiler is not here; python -m jaxtrain.main --plan-setup gpu fetches it" in text
+        assert "not compiled for it: its compiler is not here; jaxtrain plan --setup gpu fetches it" in text

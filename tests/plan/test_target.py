@@ -1,8 +1,14 @@
 """Names of targets."""
 
+import importlib
+import os
+import pathlib
+
 import pytest
 
-from jaxtrain import chips, plan
+from jaxtrain import chips, cli, plan
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_target_that_is_unknown_names_those_that_are():
@@ -28,3 +34,22 @@ def test_targets_know_their_devices():
     assert plan.parse_target("gpu:h100x8").memory == plan.parse_target("gpu:H100x8").memory == 80e9
     assert plan.parse_target("").count == 8
     assert chips.find("TPU v5 lite").name == "v5e" and chips.find("TPU v5").name == "v5p" and chips.find("cpu") is None
+
+
+def test_a_misspelt_target_is_reported_before_any_data_are_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("loaders.sudoku.generate", lambda *a: pytest.fail("puzzles are generated"))
+    assert cli.main(["plan", f"--config={ROOT}/configs/trm_sudoku.py", f"--config.workdir={tmp_path}", "gpu:h1000x8"]) == 2
+    assert "--plan=gpu:h1000x8 is unknown" in capsys.readouterr().err
+
+
+def test_memory_of_the_host_is_known_without_proc(tmp_path, monkeypatch):
+    """Linux estimates what is available; macOS has no /proc, and all that the machine has is taken."""
+    memory = importlib.import_module("jaxtrain.plan.memory")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < plan.host_memory() <= whole
+    (tmp_path / "meminfo").write_text("MemTotal:  16000 kB\nMemAvailable:  12345 kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    assert plan.host_memory() == 12345 * 1024
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "nothing")
+    assert plan.host_memory() == whole

@@ -40,6 +40,9 @@ def launch(tmp_path):
     (tmp_path / "bin" / "gcloud").chmod(0o755)
     answers = {"code": "0\n0", "tpu-vm-describe": "READY\n0", "stream": "step 1\n0"}
 
+    wheel = tmp_path / "jaxtrain-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl"
+    wheel.write_bytes(b"a wheel")
+
     def run(*arguments, code=0, rest=("--config=configs/xcm.py",), **changed):
         for name, text in {**answers, **changed}.items():
             (tmp_path / name.replace("__", ".").replace("_", "-")).write_text(text)
@@ -49,7 +52,7 @@ def launch(tmp_path):
             "FAKE": str(tmp_path),
             "LAUNCH_TPU_PAUSE": "0",
         }
-        where = ("--name=pod", "--zone=us-central2-b", "--type=v4-32", "--version=tpu-ubuntu2204-base")
+        where = (f"--wheel={wheel}", "--name=pod", "--zone=us-central2-b", "--type=v4-32", "--version=tpu-ubuntu2204-base")
         done = subprocess.run(
             [SCRIPT, *where, *arguments, "--", *rest], env=environment, capture_output=True, text=True, timeout=60
         )
@@ -86,11 +89,41 @@ def test_the_runs_arguments_reach_the_workers_as_they_are(launch, tmp_path):
     command = next(a for a in calls[kinds.index("start")] if a.startswith("--command=")).removeprefix("--command=")
     python = tmp_path / "jaxtrain" / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open('seen', 'w'))\nsys.exit(75)\n")
+    (tmp_path / "jaxtrain-secret").write_text("5e" * 32)
+    python.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\nfor name, what in (('seen', sys.argv[1:]), "
+        "('secret', os.environ['JAXTRAIN_SECRET'])): json.dump(what, open(name, 'w'))\nsys.exit(75)\n"
+    )
     python.chmod(0o755)
     subprocess.run(["bash", "-c", command + "\nwait"], cwd=tmp_path, check=True, timeout=20)
     assert json.loads((tmp_path / "jaxtrain" / "seen").read_text()) == ["-m", "jaxtrain.main", *rest]
+    assert json.loads((tmp_path / "jaxtrain" / "secret").read_text()) == "5e" * 32
     assert (tmp_path / "jaxtrain" / "exit-code").read_text() == "75\n"
+
+
+def test_every_pod_has_a_secret_of_its_own_that_no_command_line_shows(launch, tmp_path):
+    copy = f"""#!{sys.executable}
+import os, pathlib, stat, sys
+for path in sys.argv[1:]:
+    if path.endswith("jaxtrain-secret"):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        with open(pathlib.Path(os.environ["FAKE"]) / "secrets", "a") as file:
+            file.write(pathlib.Path(path).read_text() + "\\n")
+os.execv(os.path.join(os.environ["FAKE"], "gcloud"), ["gcloud", *sys.argv[1:]])
+"""
+    (tmp_path / "bin" / "gcloud").rename(tmp_path / "gcloud")
+    (tmp_path / "bin" / "gcloud").write_text(copy)
+    (tmp_path / "bin" / "gcloud").chmod(0o755)
+    _, _, calls = launch("--retries=1", code=75, **{"code__0": "75\n0", "code__1": "75\n0"})
+    secrets = (tmp_path / "secrets").read_text().split()
+    assert len(set(secrets)) == 2 and all(len(bytes.fromhex(secret)) == 32 for secret in secrets)
+    assert not any(secret in argument for secret in secrets for argv in calls for argument in argv)
+
+
+@pytest.mark.parametrize("option", ["--name=pod\nid", "--zone=a\nid", "--type=a\rb", "--version=a\x1bb", "--project=a\nb"])
+def test_a_line_break_in_an_option_is_refused(launch, option):
+    done, kinds, _ = launch(option, code=2)
+    assert option.partition("=")[0] in done.stderr and not kinds
 
 
 def test_a_queued_spot_pod_waits_and_is_made_again_after_a_preemption(launch):
@@ -157,11 +190,47 @@ def test_a_dry_run_calls_nothing_and_prints_what_a_shell_can_read(launch):
         (["--name=X_1"], "--name=X_1"),
         (["--type="], "--type="),
         (["--retries=a"], "--retries=a"),
+        (["--wheel=nowhere.whl"], "`make wheel` makes one"),
+        (["--files=nowhere"], "--files=nowhere is no folder"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_called(launch, arguments, told):
     done, kinds, _ = launch(*arguments, code=2)
     assert told in done.stderr and not kinds
+
+
+def test_every_worker_installs_the_wheel_and_has_the_files(launch, tmp_path):
+    """With the workers' own Python where it is new enough, else with one that uv fetches; no worker compiles anything."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own.py").write_text("1")
+    keep = tmp_path / "kept.tar.gz"
+    (tmp_path / "bin" / "tar").write_text(f'#!/bin/bash\nPATH=${{PATH#*:}}\ntar "$@" && [[ $3 != -czf ]] || cp "$4" {keep}\n')
+    (tmp_path / "bin" / "tar").chmod(0o755)
+    _, kinds, calls = launch(f"--files={tmp_path / 'mine'}")
+    command = next(a for a in calls[kinds.index("install")] if a.startswith("--command=")).removeprefix("--command=")
+    assert "cargo" not in command and "rustup" not in command
+    for old in (False, True):  # the worker's Python: its --version test fails, or not
+        home = tmp_path / f"worker-{old}"
+        (home / "bin").mkdir(parents=True)
+        shutil.copy(keep, home / "jaxtrain.tar.gz")
+        (home / "jaxtrain-secret").write_text("5e")
+        fake = (
+            'echo "$0 $*" >>"$HOME/said"; [[ $1 != -c ]] || exit OLD; [[ $1 != -m ]] || { mkdir -p $3/bin; for p in pip uv; do '
+        )
+        fake += 'cp "$0" $3/bin/$p; done; }; [[ $1 != venv ]] || { mkdir -p .venv/bin; cp "$0" .venv/bin/pip; }'
+        for name in ("python3", "python3.13", "python3.12", "python3.11"):
+            (home / "bin" / name).write_text(f"#!/bin/bash\n{fake.replace('OLD', str(int(old)))}\n")
+            (home / "bin" / name).chmod(0o755)
+        environment = {"HOME": str(home), "PATH": f"{home}/bin:/usr/bin:/bin"}
+        subprocess.run(["bash", "-c", command], cwd=home, env=environment, check=True, timeout=20)
+        said = (home / "said").read_text()
+        assert ("uv venv -q --seed --python 3.12 .venv" in said) == old
+        assert (
+            said.splitlines()[-1].endswith("/pip install -q ./jaxtrain-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl[tpu]")
+            or said.splitlines()[-1] == ".venv/bin/pip install -q ./jaxtrain-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl[tpu]"
+        )
+        assert (home / "jaxtrain" / "own.py").read_text() == "1"
+        assert (home / "jaxtrain" / "jaxtrain-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl").read_bytes() == b"a wheel"
 
 
 def test_no_config(launch):

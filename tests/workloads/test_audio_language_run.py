@@ -11,8 +11,12 @@ import safetensors.numpy
 import test_train
 from test_reliability import cluster
 
+from jaxtrain import config as config_lib
+from jaxtrain import specs
+from jaxtrain.checkpoint import warm_start
 from jaxtrain.commands import export, generate_audio, lora_to_peft
 from jaxtrain.inference import generate_audio as inference
+from jaxtrain.workloads import audio_language
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "loaders"))
 import chat  # noqa: E402
@@ -71,6 +75,7 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
     saved = test_train.hashes(folder / "parts", 8)
     assert saved == test_train.hashes(folder / "whole", 8)
     assert {path.rpartition("[")[2] for path in saved if "params" in path and "opt" not in path} == {"'w_a']", "'w_b']"}
+    assert not test_train.unexplained(folder / "whole")
     found = test_train.records(folder / "whole", "test")
     assert found[8]["loss"] == pytest.approx(found[8]["text"] + found[8]["audio"]) and found[8]["loss"] < found[4]["loss"] + 0.5
     assert found[8]["audio"] == pytest.approx((found[8]["audio_0"] + found[8]["audio_1"]) / 2)
@@ -93,6 +98,17 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
             assert np.abs(adapter[f"{key}.lora_B.weight"]).max() > 0
         else:
             np.testing.assert_array_equal(merged[name], base[name], err_msg=name)
+
+    # What was exported is a start again: as a folder of weights, without a word about it.
+    model, start = audio_language.from_hugging_face(folder / "merged")
+    table = audio_language.make_specs(config_lib.section(audio_language.Config, model))
+    shapes = dict(
+        zip(specs.paths(table), ((s.shape, s.dtype) for s in jax.tree.leaves(table, is_leaf=specs.is_spec)), strict=True)
+    )
+    rules = config_lib.WarmStart(**start)
+    loaded = warm_start.match(shapes, warm_start.open_source(rules), rules).loaded
+    assert loaded.keys() == shapes.keys() and start == {"source": str(folder / "merged")}
+    np.testing.assert_array_equal(loaded["embed"].stored.read(()), merged["embed_tokens.weight"])
 
     adapters = [str(folder / "whole"), "play", "--out", str(folder / "none")]
     assert generate_audio.main(adapters) == 2 and "merge them with `jaxtrain export`" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The autoencoder at its full size, of which nothing is ever made: what it holds where, and that its step compiles."""
 
-import importlib.util
 import pathlib
 
 import jax
@@ -13,7 +12,6 @@ from jaxtrain import plan as plan_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIRST = 1_641_600 * 4096  # values of the first matrix
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the extra topology is not installed")
 NARROW, NARROW_MOMENTS = ("model.param_dtype", "bfloat16"), ("optim.moments", "bfloat16")
 BFLOAT16 = (NARROW, NARROW_MOMENTS)
 
@@ -82,8 +80,9 @@ def test_state_and_gradients_fit_where(load, target, overrides, fits):
 @pytest.mark.parametrize(
     ("target", "overrides", "peak"),
     [
-        ("gpu:h100x1", BFLOAT16, 66.9e9),
-        ("gpu:h100x1", (NARROW,), 100.3e9),
+        # On GPUs products of 16-bit weights and float32 activations are float32: 26.9 GB for the first matrix's gradient.
+        ("gpu:h100x1", BFLOAT16, 93.8e9),
+        ("gpu:h100x1", (NARROW,), 127.3e9),
         ("gpu:h200x1", (), 133.8e9),
         ("gpu:a6000x8", (), 16.7e9),
         ("tpu:v4:2x2x2", (), 16.7e9),
@@ -103,10 +102,10 @@ def test_a_step_at_its_fullest_moment_is_the_known_arithmetic(load, target, over
 @pytest.mark.parametrize(
     ("target", "overrides", "verdict"),
     [
-        ("gpu:h100x1", BFLOAT16, ""),
+        ("gpu:h100x1", BFLOAT16, ""),  # state and gradients do; the whole step is an estimate, and no verdict
         ("gpu:h200x1", (), ""),
         ("gpu:a6000x8", (), ""),
-        ("gpu:h100x1", (NARROW,), "optim.moments=bfloat16 would make it 66.91 GB"),
+        ("gpu:h100x1", (NARROW,), "optim.moments=int8 would make it 77.12 GB"),
         ("gpu:h100x1", (), "No single change would make it fit"),
     ],
 )
@@ -119,7 +118,7 @@ def test_the_command_says_what_fits(load, tmp_path, capsys, target, overrides, v
     assert bool(problems) == bool(verdict) and (not verdict or verdict in problems[0]), text
 
 
-@needs_libtpu
+@pytest.mark.usefixtures("libtpu")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "beside"),
@@ -151,7 +150,7 @@ def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything
         assert sum(sent for _, sent in found.collectives.values()) < 0.1e9, "activations travel"
 
 
-@needs_libtpu
+@pytest.mark.usefixtures("libtpu")
 @pytest.mark.slow
 def test_the_start_makes_every_part_where_it_stays(load):
     target = plan_lib.parse_target("tpu:v4:2x2x2")

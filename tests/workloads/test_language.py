@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
@@ -206,11 +207,10 @@ def test_flops_are_those_that_the_compiler_counts(changes):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("libtpu")
 @pytest.mark.parametrize(("mesh", "kernels"), [((1, 2, 2), 4), ((1, 4, 1), 4), ((2, 2, 1), 0), ((4, 1, 1), 0)])
 def test_a_step_for_tpus_compiles_and_has_their_kernel_where_data_is_not_split(mesh, kernels):
     """The real one, by XLA for four chips that are not here: forward, recomputed, and the two kernels backward."""
-    topologies = pytest.importorskip("jax.experimental.topologies")
-    pytest.importorskip("libtpu")
     devices = list(topologies.get_topology_desc("v5e:2x2", platform="tpu").devices)
     sizes = dict(embed=256, heads=4, head_dim=64, mlp=512, vocab=1024, context=256, depth=2)
     c = dataclasses.replace(TINY, **sizes, dtype="bfloat16", remat="full")
@@ -222,3 +222,24 @@ def test_a_step_for_tpus_compiles_and_has_their_kernel_where_data_is_not_split(m
     step = step_lib.make_train_step(task, tx, layout, plan, accumulate=2, ema=0.0, guard=config_lib.Guard(), seed=0)
     text = step.lower(plan.state, plan.batch, step_lib.abstract_stop(layout)).compile().as_text()
     assert text.count("tpu_custom_call") >= kernels
+
+
+def test_prompts_bind_the_context_where_there_are_prompts():
+    """Lengths of texts that nobody writes are no mistake."""
+    facts = {"vocab": 256, "context": 64}
+    c = language.Config(vocab=256, context=64, samples=language.Samples(tokens=64))
+    assert not list(c.data_problems(facts))
+    c = dataclasses.replace(c, samples=language.Samples(prompts=("a",), tokens=64))
+    assert list(c.data_problems(facts)) == [("samples.tokens", "is 64, and the model's context is 64, prompt included")]
+
+
+def test_a_vocabulary_that_no_data_use_is_worth_a_word():
+    """Shrunk from a preset, nearly all of the model would be rows that are never read."""
+    small = dict(language.PRESETS["qwen3-0.6b"], embed=64, depth=2, heads=4, head_dim=16, kv_heads=2, mlp=128, context=64)
+    c = config_lib.section(language.Config, small)
+    ((name, text),) = c.data_notes({"vocab": 512})
+    assert name == "vocab" and text.startswith("is 151,936, and the data have 512 tokens: 99% of the parameters are rows of")
+    assert "--config.model.vocab=None" in text
+    assert not list(dataclasses.replace(c, vocab=512).data_notes({"vocab": 512}))
+    whole = config_lib.section(language.Config, dict(language.PRESETS["qwen3-0.6b"], context=64))
+    assert not list(whole.data_notes({"vocab": 512})), "a quarter of the published model"

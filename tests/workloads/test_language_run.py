@@ -49,6 +49,7 @@ def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
     assert records[6]["loss"] < records[1]["loss"] - 1
     last = test_train.records(folder / "whole", "test")[6]
     assert last["perplexity"] == pytest.approx(np.exp(last["cross_entropy"]), rel=1e-6) and last["bits_per_byte"] > 0
+    assert not test_train.unexplained(folder / "whole")
     lines = [json.loads(line) for line in (folder / "whole" / "samples.jsonl").read_text().splitlines()]
     assert [(x["step"], x["prompt"]) for x in lines] == [(3, "one "), (6, "one ")]
 

@@ -13,10 +13,12 @@ from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
+from jaxtrain.assembly import assemble
 from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.optim import make_optimizer
 from jaxtrain.types import Variables
 from jaxtrain.workloads import trm
+from loaders.base import Field
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 VARIANTS = ("mlp_t", "attention")
@@ -365,6 +367,17 @@ def test_curriculum_grows_to_the_full_cycles():
     found = [trm.curriculum(c, step) for step in range(0, 130)]
     assert found[0] == (1, 2) and found[50] == (2, 4) and found[99] == (2, 5) and set(found[100:]) == {(3, 6)}
     assert len(set(found)) <= 3 + 6 and found == sorted(found)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (8, 1, 1), (2, 4, 1)])
+def test_pictures_are_of_the_first_boards_on_every_mesh(mesh):
+    """Rows that do not divide over the devices were refused: the first evaluation on eight of them ended the run."""
+    fields = {name: Field(x.shape[1:], x.dtype) for name, x in random_batch(0).items()}
+    config = config_lib.Config(model=TINY, optim=OPTIM, train=config_lib.Train(batch=WIDE))
+    devices = jax.devices()[: np.prod(mesh)]
+    run = assemble(config, make_mesh(*mesh, devices=devices), make_task=trm.make_task, fields=fields)
+    found = jax.eval_shape(run.task.progress, run.abstract.state.variables, run.abstract.batch)
+    assert found["steps"].shape == (4, 36, 5 * 35)
 
 
 def test_pictures_mark_wrong_cells():

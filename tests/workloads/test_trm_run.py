@@ -70,3 +70,4 @@ def test_a_run_killed_between_two_stages_resumes_exactly(folder):
     assert round(last["exact_accuracy"] * 9, 6) % 1 == 0 and last["exact_accuracy_difficulty_4"] is None
     assert {p.name for p in (folder / "whole" / "pictures").iterdir()} >= {"step000008_steps_0.png", "step000016_steps_3.png"}
     assert "already reached step 16" in test_train.run(*killed)
+    assert not test_train.unexplained(folder / "killed")

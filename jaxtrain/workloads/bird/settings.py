@@ -26,6 +26,7 @@ class Mask(Section):
 class Settings(vit.Config, ModelSection):
     """ViT-S by default."""
 
+    shared = ("n_frames",)
     n_classes: int | None = None  # [classes] None = as many as the data have names for; without any there is no probe
     multilabel: OfData[bool] = OF_DATA  # [bool] a recording has any number of classes; None = as the data have it
     n_recordings: int | None = None  # [recordings] that diet distinguishes; None = as many as the data have

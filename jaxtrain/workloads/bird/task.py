@@ -5,6 +5,7 @@ Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, N patc
 
 import functools
 import logging
+import math
 from typing import NamedTuple
 
 import jax
@@ -44,7 +45,14 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         pictures=functools.partial(pictures, model),
         progress=functools.partial(progress, model),
         advance=functools.partial(advance, model),
+        terms=(_objective_term(c), "probe_loss") if c.n_classes else (),
     )
+
+
+def _objective_term(c: Config) -> str:
+    """The metric of all that the loss has besides the probe's: the objective's own where there is one, with weight 1."""
+    name = next(iter(c.on))
+    return f"{name}_loss" if len(c.on) == 1 and c.section(name).weight == 1 else "objective_loss"
 
 
 def announce_microbatches(c: Config, batch: int, accumulate: int) -> None:
@@ -183,7 +191,8 @@ def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Arra
     drawing = {name: (o.needs, o.progress) for name, o in c.on.items() if o.progress}
     if not drawing:
         return images
-    first = views.with_spectrograms(c, {name: x[:4] for name, x in batch.items()}, model.shard)
+    n = math.lcm(4, model.shard.size("batch", next(iter(batch.values())).shape[0]))  # rows that divide over the devices
+    first = views.with_spectrograms(c, {name: x[:n] for name, x in batch.items()}, model.shard)
     for name, (needs, draw) in drawing.items():
         shared = inputs(model, variables, first, first["spectrogram"], needs)
         images |= draw(c.section(name), of_objective(shared, variables, name))

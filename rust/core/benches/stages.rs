@@ -55,7 +55,7 @@ fn decode(c: &mut Criterion) {
             b.iter(|| {
                 start = (start + 7919) % (info.frames - out.len() as u64 + 1);
                 let info = decoder.info(black_box(&bytes)).expect("a whole recording");
-                decoder.read(&bytes, &info, start, &mut out).expect("a whole recording");
+                decoder.read(&bytes, &info, start, None, &mut out).expect("a whole recording");
             });
         });
     }

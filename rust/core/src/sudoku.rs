@@ -257,9 +257,14 @@ pub fn parallel<T: Send>(n: usize, threads: usize, f: impl Fn(usize) -> T + Sync
         let f = &f;
         let parts: Vec<_> = (0..n)
             .step_by(share)
-            .map(|start| scope.spawn(move || (start..n.min(start + share)).map(f).collect::<Vec<_>>()))
+            .map(|start| {
+                let work = move || (start..n.min(start + share)).map(f).collect::<Vec<_>>();
+                // Where no thread can be started, its part is done here.
+                std::thread::Builder::new().spawn_scoped(scope, work).map_err(|_| work())
+            })
             .collect();
-        parts.into_iter().flat_map(|part| part.join().expect("solving does not panic")).collect()
+        let done = |thread: std::thread::ScopedJoinHandle<_>| thread.join().expect("solving does not panic");
+        parts.into_iter().flat_map(|part| part.map_or_else(|done| done, done)).collect()
     })
 }
 

@@ -49,7 +49,7 @@ fn no_sample_allocates_after_the_first_ones() {
             let resampler = resamplers.get(info.rate, 32000);
             let context = resampler.context();
             let n = 2 * info.rate as usize + 2 * context;
-            decoder.read(bytes, &info, round * 7919, &mut wave[..n]).expect("a whole recording");
+            decoder.read(bytes, &info, round * 7919, None, &mut wave[..n]).expect("a whole recording");
             resampler.process(&wave[..n], context, &mut clip);
             fbank.normalised(&clip, 198, &mut mels);
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use arrow_array::{ArrayRef, BinaryArray, RecordBatch, StringArray, StructArray};
 use arrow_schema::{DataType, Field};
-use jaxtrain_loader::pipeline::{Block, Config, Form, Next, Pipeline};
+use jaxtrain_loader::pipeline::{Block, Clip, Config, Form, Next, Pipeline};
 use jaxtrain_loader::source::{Index, Options};
 
 struct Counting;
@@ -84,6 +84,8 @@ fn no_row_allocates_once_warm() {
             clip_samples: 16_000,
             n_frames: 50,
             views,
+            channel: None,
+            clip: Clip::default(),
             form,
             block,
             threads: 2,

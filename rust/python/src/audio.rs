@@ -1,6 +1,8 @@
 //! One waveform at a time: decoding, resampling, spectrograms.
 
-use jaxtrain_loader::decode::Decoder;
+use std::path::PathBuf;
+
+use jaxtrain_loader::decode::{Decoder, RATES};
 use jaxtrain_loader::fbank::{Fbank, N_MELS};
 use jaxtrain_loader::pipeline;
 use jaxtrain_loader::resample::Resampler;
@@ -11,21 +13,45 @@ use pyo3::prelude::*;
 /// Frames of a normalised spectrogram.
 pub const N_FRAMES: usize = 512;
 
+/// The most samples, or values of a spectrogram, that one call gives: 4 GiB of them.
+const MOST: u64 = 1 << 30;
+
+/// Zeros, or an error where they would be more than `MOST` or than there is memory for.
+fn zeros(n: u64) -> Result<Vec<f32>, String> {
+    if n > MOST {
+        return Err(format!("{n} values are more than the {MOST} that one call gives; ask for a part"));
+    }
+    let mut values = Vec::new();
+    values.try_reserve_exact(n as usize).map_err(|e| e.to_string())?;
+    values.resize(n as usize, 0.0);
+    Ok(values)
+}
+
+fn check_rate(name: &str, rate: u32) -> PyResult<()> {
+    if RATES.contains(&rate) {
+        return Ok(());
+    }
+    Err(PyValueError::new_err(format!("{name} = {rate} Hz must lie in {RATES:?}")))
+}
+
 /// Decode a recording, or a part of it, to mono.
 ///
-/// The format is recognised by its content: WAV, FLAC, MP3, OGG Vorbis or OGG Opus (always decoded to 48 kHz).
-/// The samples are [start, start + length); length=None decodes to the end.
+/// The format is recognised by its content: WAV, FLAC, MP3, OGG Vorbis or OGG Opus (always decoded to 48 kHz), and more
+/// slowly AIFF, CAF, M4A (AAC, ALAC) and WAV with ADPCM or G.711.
+/// The samples are [start, start + length); length=None decodes to the end. channel=None: the mean of all channels.
 ///
-/// Returns (wave, rate, frames): float32 [length], the mean of the channels at the recording's own sample rate;
+/// Returns (wave, rate, frames): float32 [length], at the recording's own sample rate;
 /// that rate in Hz; the number of samples per channel in the whole recording.
-/// Raises ValueError for an unknown format, damaged audio, or a range outside the recording.
+/// Raises ValueError for an unknown format, damaged audio, a rate outside [1000, 768000] Hz, a range outside the
+/// recording, or one of more than 2^30 samples.
 #[pyfunction]
-#[pyo3(signature = (data, start = 0, length = None))]
+#[pyo3(signature = (data, start = 0, length = None, channel = None))]
 pub fn decode<'py>(
     py: Python<'py>,
     data: &[u8],
     start: u64,
     length: Option<u64>,
+    channel: Option<u16>,
 ) -> PyResult<(Bound<'py, PyArray1<f32>>, u32, u64)> {
     let decoded = py.detach(|| {
         let mut decoder = Decoder::new();
@@ -37,22 +63,35 @@ pub fn decode<'py>(
                 info.frames
             ));
         }
-        let mut wave = Vec::new();
-        let n = usize::try_from(length).map_err(|e| e.to_string())?;
-        // The length comes from the recording's header, which may claim any number.
-        wave.try_reserve_exact(n).map_err(|e| e.to_string())?;
-        wave.resize(n, 0.0);
-        decoder.read(data, &info, start, &mut wave).map_err(|e| e.to_string())?;
+        let mut wave = zeros(length)?; // which a header may claim to be any number
+        decoder.read(data, &info, start, channel, &mut wave).map_err(|e| e.to_string())?;
         Ok((wave, info))
     });
     let (wave, info) = decoded.map_err(PyValueError::new_err)?;
     Ok((wave.into_pyarray(py), info.rate, info.frames))
 }
 
+/// Read what the headers of a recording state.
+///
+/// Returns (rate, frames, channels, slow): the sample rate in Hz; the exact number of samples per channel; the number of
+/// channels; whether its format is decoded several times slower. The file is mapped, and only the parts of it that
+/// say where it ends are read.
+/// Raises OSError for a file that cannot be opened, and ValueError for an unknown format or damaged headers.
+#[pyfunction]
+pub fn recording_info(py: Python<'_>, path: PathBuf) -> PyResult<(u32, u64, u16, bool)> {
+    let read = || {
+        let map = jaxtrain_loader::source::map_file(&path)?;
+        let mut decoder = Decoder::new();
+        let info = decoder.info(map.as_deref().unwrap_or(&[])).map_err(|e| e.to_string());
+        std::io::Result::Ok(info.map(|info| (info.rate, info.frames, info.channels, decoder.is_slow())))
+    };
+    py.detach(read)?.map_err(PyValueError::new_err)
+}
+
 /// Resample a waveform from source_rate to target_rate (Hz), without delay.
 ///
 /// Returns float32 [round(n * target_rate / source_rate)] for n input samples.
-/// Raises ValueError for a rate of 0.
+/// Raises ValueError for a rate outside [1000, 768000] Hz, and for more than 2^30 samples.
 #[pyfunction]
 pub fn resample<'py>(
     py: Python<'py>,
@@ -60,19 +99,16 @@ pub fn resample<'py>(
     source_rate: u32,
     target_rate: u32,
 ) -> PyResult<Bound<'py, PyArray1<f32>>> {
-    if source_rate == 0 || target_rate == 0 {
-        return Err(PyValueError::new_err(format!(
-            "source_rate = {source_rate} Hz and target_rate = {target_rate} Hz must be at least 1"
-        )));
-    }
+    check_rate("source_rate", source_rate)?;
+    check_rate("target_rate", target_rate)?;
     let wave = wave.as_slice()?;
     let out = py.detach(|| {
         let (n, from, to) = (wave.len() as u128, u128::from(source_rate), u128::from(target_rate));
-        let mut out = vec![0.0; ((n * to + from / 2) / from) as usize];
+        let mut out = zeros(((n * to + from / 2) / from) as u64)?;
         Resampler::new(source_rate, target_rate).process(wave, 0, &mut out);
-        out
+        Ok::<_, String>(out)
     });
-    Ok(out.into_pyarray(py))
+    Ok(out.map_err(PyValueError::new_err)?.into_pyarray(py))
 }
 
 /// Compute the Kaldi-compatible log-mel spectrogram of a waveform at 32 kHz.
@@ -114,7 +150,8 @@ pub fn fbank<'py>(
 /// the whole recording centred between zeros where it is shorter.
 ///
 /// Returns float32 [n_frames, 128], normalised.
-/// Raises ValueError for a rate of 0, a clip of no frames or of more than n_frames, and NaN or huge samples.
+/// Raises ValueError for a rate outside [1000, 768000] Hz, a clip of no frames or of more than n_frames, more than 2^23
+/// frames, and NaN or huge samples.
 #[pyfunction]
 pub fn front_end<'py>(
     py: Python<'py>,
@@ -123,9 +160,7 @@ pub fn front_end<'py>(
     clip_samples: usize,
     n_frames: usize,
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
-    if rate == 0 {
-        return Err(PyValueError::new_err("rate = 0 Hz must be at least 1"));
-    }
+    check_rate("rate", rate)?;
     let frames = Fbank::n_frames(clip_samples);
     if !(1..=n_frames).contains(&frames) {
         return Err(PyValueError::new_err(format!(
@@ -133,7 +168,7 @@ pub fn front_end<'py>(
         )));
     }
     let wave = wave.as_slice()?;
-    let mut out = vec![0.0; n_frames * N_MELS];
+    let mut out = zeros((n_frames as u64).saturating_mul(N_MELS as u64)).map_err(PyValueError::new_err)?;
     py.detach(|| pipeline::front_end(wave, rate, clip_samples, n_frames, &mut out))
         .ok_or_else(|| PyValueError::new_err("the waveform has samples that are NaN or too large"))?;
     out.into_pyarray(py).reshape([n_frames, N_MELS])

@@ -16,7 +16,8 @@ use crate::exception;
 /// shards: paths of the shards, in order. audio: the column of recordings, a struct of bytes and path. label: the
 /// column of int64 class labels; None for no labels. root: the folder that the paths of recordings without bytes are
 /// relative to; None for the folder of each shard. cache: a folder that keeps the index until the name, size or
-/// modification time of a shard changes; None for no cache.
+/// modification time of a shard changes; None for no cache. links: whether links may lead out of root, below which every
+/// named file must lie.
 ///
 /// Raises OSError for a shard that cannot be opened. Raises ValueError for a shard that is damaged or compressed, a
 /// column that is missing or of another type, a label outside its class names, and classes that differ from those of
@@ -33,7 +34,7 @@ impl Index {
 #[pymethods]
 impl Index {
     #[new]
-    #[pyo3(signature = (shards, *, audio = "audio", label = None, root = None, cache = None))]
+    #[pyo3(signature = (shards, *, audio = "audio", label = None, root = None, cache = None, links = false))]
     fn new(
         py: Python<'_>,
         shards: Vec<PathBuf>,
@@ -41,8 +42,9 @@ impl Index {
         label: Option<&str>,
         root: Option<PathBuf>,
         cache: Option<PathBuf>,
+        links: bool,
     ) -> PyResult<Self> {
-        let options = source::Options { audio, label, root: root.as_deref(), cache: cache.as_deref() };
+        let options = source::Options { audio, label, root: root.as_deref(), cache: cache.as_deref(), links };
         let index = py.detach(|| source::Index::open(&shards, options)).map_err(exception)?;
         Ok(Self(Arc::new(index)))
     }
@@ -102,6 +104,30 @@ impl Index {
             (0..self.0.n_rows()).map(|row| self.0.path(row, &mut reader)).collect::<Result<_, _>>()
         };
         py.detach(all).map_err(exception)
+    }
+
+    /// Return the rows of the recordings that were stored under one of the names.
+    ///
+    /// Returns (rows, found): int64 [k]; how many of the names are those of a recording.
+    fn rows_named<'py>(
+        &self,
+        py: Python<'py>,
+        names: std::collections::HashSet<String>,
+    ) -> PyResult<(Bound<'py, PyArray1<i64>>, usize)> {
+        let (rows, found) = py.detach(|| self.0.rows_named(&names)).map_err(exception)?;
+        let rows: Vec<i64> = rows.into_iter().map(i64::from).collect();
+        Ok((rows.into_pyarray(py), found))
+    }
+
+    /// Return where in its recording a row lies.
+    ///
+    /// Returns (start, end, channel): seconds, and -1 for the mean of the channels;
+    /// None for a row that is its whole recording.
+    ///
+    /// Raises IndexError for a row that does not exist.
+    fn part(&self, row: i64) -> PyResult<Option<(f64, f64, i32)>> {
+        let part = self.0.part(self.row(row)?);
+        Ok(part.map(|part| (part.start, part.end, part.channel.map_or(-1, i32::from))))
     }
 
     fn __len__(&self) -> usize {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use jaxtrain_loader::error::Error;
-use jaxtrain_loader::pipeline::{self, Block, Config, Form, Next, STAGES};
+use jaxtrain_loader::pipeline::{self, Block, Clip, Config, Form, Next, Short, STAGES};
 use numpy::PyReadonlyArray1;
 use pyo3::exceptions::{PyStopIteration, PyValueError};
 use pyo3::prelude::*;
@@ -25,8 +25,12 @@ const SIGNALS: Duration = Duration::from_millis(50);
 /// sample_rate: Hz of the waveform that crops are taken at. clip_samples: samples of a crop at sample_rate.
 /// n_frames: frames of a spectrogram, at least those of a crop. views: crops of one recording in each row.
 /// form: what a row holds of a crop: "float32", its spectrogram; "bfloat16", the same, given as uint16; "waveform", its
-/// samples. block: (rows of a block, blocks of a window) for the block order in training; None for a global
-/// permutation.
+/// samples. channel: of recordings whose row names none; None for the mean of all. short: where samples that are fewer
+/// than a crop lie in it: "origin" (at the start in training, in the centre in testing), "start", "centre", or "random"
+/// (anywhere in training, in the centre in testing). repeat: they are surrounded by themselves, not by silence. silence:
+/// what surrounds a part that is shorter than a crop is silence, not what the recording holds there.
+///
+/// block: (rows of a block, blocks of a window) for the block order in training; None for a global permutation.
 ///
 /// threads: worker threads. depth: finished batches that may be queued. bad_budget: the share of the recordings that
 /// may be unusable: max(1, bad_budget * n) of them, or none for 0.
@@ -40,8 +44,8 @@ pub struct Pipeline(pipeline::Pipeline);
 impl Pipeline {
     #[new]
     #[pyo3(signature = (index, *, rows, batch, ranges, seed, train, sample_rate = 32_000, clip_samples = 160_000,
-                        n_frames = N_FRAMES, views = 1, form = "float32", block = None, threads = 1, depth = 2,
-                        bad_budget = 0.01))]
+                        n_frames = N_FRAMES, views = 1, form = "float32", channel = None, short = "origin", repeat = false,
+                        silence = false, block = None, threads = 1, depth = 2, bad_budget = 0.01))]
     #[allow(clippy::too_many_arguments)] // keywords in Python; one struct from here on
     fn new(
         index: &Index,
@@ -55,6 +59,10 @@ impl Pipeline {
         n_frames: usize,
         views: usize,
         form: &str,
+        channel: Option<u16>,
+        short: &str,
+        repeat: bool,
+        silence: bool,
         block: Option<(u64, u64)>,
         threads: usize,
         depth: usize,
@@ -69,6 +77,15 @@ impl Pipeline {
             "waveform" => Form::Waveform,
             _ => return Err(PyValueError::new_err(format!("form = {form:?} must be float32, bfloat16 or waveform"))),
         };
+        let short = match short {
+            "origin" => Short::Origin,
+            "start" => Short::Start,
+            "centre" => Short::Centre,
+            "random" => Short::Random,
+            _ => {
+                return Err(PyValueError::new_err(format!("short = {short:?} must be origin, start, centre or random")))
+            }
+        };
         let config = Config {
             rows,
             batch,
@@ -79,6 +96,8 @@ impl Pipeline {
             clip_samples,
             n_frames,
             views,
+            channel,
+            clip: Clip { short, repeat, silence },
             form,
             block: block.map(|(rows, window)| Block { rows, window }),
             threads,
@@ -131,6 +150,7 @@ impl Pipeline {
     /// the workers' stage with the most seconds; None before any work. bytes_recordings: size of the recordings that
     /// were opened. bytes_used: the share of it that the crops needed. bytes_ahead: bytes requested from the system in
     /// advance (block order). faults: major page faults of the workers (0 where the system does not count them).
+    /// slow_rows: rows of formats that symphonia reads (AIFF, CAF, M4A, ADPCM), several times slower.
     fn diagnostics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.0.diagnostics();
         let seconds = PyDict::new(py);
@@ -154,6 +174,7 @@ impl Pipeline {
         out.set_item("bytes_used", counters.bytes_used)?;
         out.set_item("bytes_ahead", counters.bytes_ahead)?;
         out.set_item("faults", counters.faults)?;
+        out.set_item("slow_rows", counters.slow_rows)?;
         Ok(out)
     }
 

@@ -8,6 +8,16 @@ use pyo3::prelude::*;
 type Boards<'py> = Bound<'py, PyArray2<u8>>;
 type Counts<'py> = Bound<'py, PyArray1<i64>>;
 
+/// The most puzzles of one call.
+const MOST: usize = 1 << 24;
+
+fn check_threads(threads: usize) -> PyResult<()> {
+    match threads {
+        0..=1024 => Ok(()),
+        _ => Err(PyValueError::new_err(format!("threads = {threads} must be at most 1024"))),
+    }
+}
+
 /// Solve sudoku boards, counting their solutions.
 ///
 /// boards: uint8 [n, 16 or 81], row by row, 0 for a blank.
@@ -15,7 +25,7 @@ type Counts<'py> = Bound<'py, PyArray1<i64>>;
 /// Returns (solutions, guesses, first): int64 [n], the number of solutions, at most limit; int64 [n], the guesses that
 /// the search made, 0 where forced cells alone solve the board; uint8 [n, cells], the first solution, zeros where a
 /// board has none.
-/// Raises ValueError for boards of another size.
+/// Raises ValueError for boards of another size, and for more than 1024 threads.
 #[pyfunction]
 #[pyo3(signature = (boards, *, limit = 2, threads = 1))]
 pub fn sudoku_solve<'py>(
@@ -27,6 +37,7 @@ pub fn sudoku_solve<'py>(
     let (n, cells) = boards.as_array().dim();
     let rules = Rules::new(cells.isqrt()).filter(|rules| rules.n_cells() == cells);
     let rules = rules.ok_or_else(|| PyValueError::new_err(format!("boards have {cells} cells; expected 16 or 81")))?;
+    check_threads(threads)?;
     let boards = boards.as_slice()?;
     let searches = py.detach(|| parallel(n, threads, |i| rules.solve(&boards[i * cells..(i + 1) * cells], limit)));
     let solutions: Vec<i64> = searches.iter().map(|search| search.solutions.into()).collect();
@@ -43,7 +54,7 @@ pub fn sudoku_solve<'py>(
 ///
 /// Returns (boards, solutions, guesses): uint8 [n, side * side], 0 for a blank; uint8 [n, side * side]; int64 [n], the
 /// guesses that the solver makes.
-/// Raises ValueError for another side.
+/// Raises ValueError for another side, more than 2^24 puzzles, numbers beyond 2^64, and more than 1024 threads.
 #[pyfunction]
 #[pyo3(signature = (n, *, side = 9, seed = 0, start = 0, blanks = (0, 81), threads = 1))]
 pub fn sudoku_generate(
@@ -56,6 +67,12 @@ pub fn sudoku_generate(
     threads: usize,
 ) -> PyResult<(Boards<'_>, Boards<'_>, Counts<'_>)> {
     let rules = Rules::new(side).ok_or_else(|| PyValueError::new_err(format!("side = {side} must be 4 or 9")))?;
+    check_threads(threads)?;
+    if n > MOST || start.checked_add(n as u64).is_none() {
+        return Err(PyValueError::new_err(format!(
+            "n = {n} from start = {start} on; expected at most {MOST} below 2^64"
+        )));
+    }
     let puzzles = py.detach(|| parallel(n, threads, |i| rules.generate(seed, start + i as u64, blanks.0, blanks.1)));
     let guesses: Vec<i64> = puzzles.iter().map(|puzzle| puzzle.guesses.into()).collect();
     let (mut boards, mut solutions) = (Vec::new(), Vec::new());

@@ -218,17 +218,24 @@ impl Flac {
         corrupt("FLAC", "no frame near the end can be decoded")
     }
 
-    pub fn read(&mut self, bytes: &[u8], start: u64, out: &mut [f32]) -> Result<(), Error> {
+    pub fn read(&mut self, bytes: &[u8], start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
         let stream = parse(bytes)?;
         let at = stream.seek(start);
-        match self.run(&stream, at, start, out) {
-            Err(_) if at > 0 => self.run(&stream, 0, start, out),
+        match self.run(&stream, at, start, channel, out) {
+            Err(_) if at > 0 => self.run(&stream, 0, start, channel, out),
             result => result,
         }
     }
 
     /// Decodes from the frame at `at` on until `out` is full.
-    fn run(&mut self, stream: &Stream, mut at: usize, start: u64, out: &mut [f32]) -> Result<(), Error> {
+    fn run(
+        &mut self,
+        stream: &Stream,
+        mut at: usize,
+        start: u64,
+        channel: Option<u16>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
         let Some(first) = stream.header(at) else {
             return corrupt("FLAC", "a frame header is missing");
         };
@@ -250,12 +257,35 @@ impl Flac {
             if end > start {
                 let from = (start + done as u64 - position) as usize;
                 let n = (header.block as usize - from).min(out.len() - done);
-                self.mix(stream, header.stereo, from, gain, &mut out[done..done + n]);
+                match channel {
+                    None => self.mix(stream, header.stereo, from, gain, &mut out[done..done + n]),
+                    Some(channel) => self.pick(stream, header.stereo, channel, from, &mut out[done..done + n]),
+                }
                 done += n;
             }
             position = end;
         }
         Ok(())
+    }
+
+    /// One channel of the current frame from sample `from` on.
+    fn pick(&self, stream: &Stream, stereo: Stereo, channel: u16, from: usize, out: &mut [f32]) {
+        let gain = 0.5f64.powi(stream.bits as i32 - 1);
+        let side_is_wide = stream.bits == 32 && stereo != Stereo::Independent;
+        let sample = |channel: usize, i: usize| i64::from(self.channels[channel][from + i]);
+        let side = |channel: usize, i: usize| if side_is_wide { self.wide[from + i] } else { sample(channel, i) };
+        for (i, y) in out.iter_mut().enumerate() {
+            let value = match (stereo, channel) {
+                (Stereo::LeftSide, 1) => sample(0, i) - side(1, i),
+                (Stereo::SideRight, 0) => sample(1, i) + side(0, i),
+                (Stereo::MidSide, _) => {
+                    let (twice, side) = (2 * sample(0, i) + (side(1, i) & 1), side(1, i));
+                    (if channel == 0 { twice + side } else { twice - side }) >> 1
+                }
+                _ => sample(usize::from(channel), i),
+            };
+            *y = (value as f64 * gain) as f32;
+        }
     }
 
     /// Mean of the channels of the current frame from sample `from` on. It needs no decorrelation: with

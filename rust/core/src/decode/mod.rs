@@ -1,6 +1,6 @@
 //! Encoded bytes and \[start, length) to mono float32: only the packets that the crop needs are read and decoded.
 //!
-//! WAV, FLAC, MP3, OGG Vorbis and OGG Opus, recognised by their content. Every format has its own index into the bytes
+//! WAV, FLAC, MP3, OGG Vorbis and OGG Opus, recognised by their content, and more slowly what `other` lists. Every format has its own index into the bytes
 //! (the containers are read here, so that a seek is exact to the sample); symphonia decodes Vorbis packets, opus-pure Opus
 //! packets. In each format a crop equals the same slice of the whole recording: exactly for WAV and FLAC, and within 1e-5
 //! for MP3, Vorbis and Opus, whose decoders are warmed up on what precedes the crop.
@@ -16,17 +16,23 @@ mod flac;
 mod mp3;
 mod ogg;
 mod opus;
+mod other;
 mod vorbis;
 mod wav;
 
+use std::ops::RangeInclusive;
+
 use symphonia::core::audio::{Audio, AudioBuffer};
+
+/// Sample rates of recordings in Hz. A header that claims another is damaged, or would need an absurdly large filter.
+pub const RATES: RangeInclusive<u32> = 1_000..=768_000;
 
 /// What the headers of a recording state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Info {
     /// Sample rate in Hz; always 48,000 for Opus, whatever rate was encoded.
     pub rate: u32,
-    /// Channels in the file; [`Decoder::read`] returns their mean.
+    /// Channels in the file; [`Decoder::read`] returns their mean, or one of them.
     pub channels: u16,
     /// Length in samples per channel, without the encoder's delay and padding.
     pub frames: u64,
@@ -37,22 +43,32 @@ pub struct Info {
 pub enum Error {
     #[error("the recording is empty (0 bytes)")]
     NoBytes,
-    #[error("not a WAV, FLAC, MP3, OGG Vorbis or OGG Opus recording (it begins with bytes {0:02x?})")]
+    #[error("not a WAV, FLAC, MP3, OGG, AIFF, CAF or M4A recording (it begins with bytes {0:02x?})")]
     Unknown([u8; 4]),
     #[error("{format}: {what} is not supported; convert it to FLAC or 16-bit WAV")]
     Unsupported { format: &'static str, what: String },
     #[error("{format}: {what}; the file is damaged, fetch or convert it again")]
     Corrupt { format: &'static str, what: &'static str },
+    #[error("has a sample rate of {0} Hz; expected one in {RATES:?}")]
+    Rate(u32),
     #[error("{format}: the recording holds no audio")]
     NoAudio { format: &'static str },
     #[error("non-finite samples (NaN or infinity) at or after sample {0}")]
     NotFinite(u64),
     #[error("samples [{start}, {start} + {length}) are not inside the recording's {frames} frames")]
     Range { start: u64, length: usize, frames: u64 },
+    #[error("channel {channel} does not exist: the recording has {channels}, counted from 0")]
+    Channel { channel: u16, channels: u16 },
 }
 
-/// Writes the mean of the channels' samples from `skip` on.
-fn mix(decoded: &AudioBuffer<f32>, skip: usize, out: &mut [f32]) {
+/// Writes the samples from `skip` on: the mean of the channels, or one of them.
+fn mix(decoded: &AudioBuffer<f32>, skip: usize, channel: Option<u16>, out: &mut [f32]) {
+    if let Some(plane) = channel.and_then(|channel| decoded.plane(channel.into())) {
+        for (y, x) in out.iter_mut().zip(plane.get(skip..).unwrap_or(&[])) {
+            *y = *x;
+        }
+        return;
+    }
     let channels = decoded.num_planes();
     for (i, plane) in decoded.iter_planes().enumerate() {
         let plane = plane.get(skip..).unwrap_or(&[]);
@@ -85,6 +101,8 @@ enum Format {
     /// With the serial number of the stream.
     Vorbis(u32),
     Opus(u32),
+    /// Left to symphonia.
+    Other,
 }
 
 /// Decoders of all formats and their memory, kept between calls. One per thread.
@@ -94,6 +112,7 @@ pub struct Decoder {
     mp3: mp3::Mp3,
     opus: opus::Opus,
     vorbis: vorbis::Vorbis,
+    is_other: bool,
 }
 
 impl Decoder {
@@ -104,18 +123,24 @@ impl Decoder {
     /// Rate, channels and exact length of a recording, without decoding it.
     ///
     /// # Errors
-    /// Bytes that are none of the five formats, use a feature that is not supported, or hold no audio.
+    /// Bytes that are none of the formats, use a feature that is not supported, hold no audio, or claim a rate that
+    /// is none of `RATES`.
     pub fn info(&mut self, bytes: &[u8]) -> Result<Info, Error> {
         let (format, bytes) = format(bytes)?;
+        self.is_other = matches!(format, Format::Other);
         let (name, info) = match format {
             Format::Wav => ("WAV", wav::info(bytes)?),
             Format::Flac => ("FLAC", self.flac.info(bytes)?),
             Format::Mp3 => ("MP3", self.mp3.info(bytes)?),
             Format::Vorbis(serial) => ("OGG Vorbis", self.vorbis.info(bytes, serial)?),
             Format::Opus(serial) => ("OGG Opus", self.opus.info(bytes, serial)?),
+            Format::Other => (other::name(bytes), other::info(bytes)?),
         };
         if info.rate == 0 || info.channels == 0 {
             return corrupt(name, "the sample rate or the number of channels is 0");
+        }
+        if !RATES.contains(&info.rate) {
+            return Err(Error::Rate(info.rate));
         }
         if info.frames == 0 {
             return Err(Error::NoAudio { format: name });
@@ -123,12 +148,28 @@ impl Decoder {
         Ok(info)
     }
 
-    /// Decodes samples \[start, start + out.len()), the mean of all channels at the recording's own rate. `info` is
-    /// the result of [`Decoder::info`] for these bytes.
+    /// Whether the recording that [`Decoder::info`] was last called for is left to symphonia: read, but slowly.
+    pub fn is_slow(&self) -> bool {
+        self.is_other
+    }
+
+    /// Decodes samples \[start, start + out.len()) at the recording's own rate: the mean of all channels, or one `channel`.
+    /// `info` is the result of [`Decoder::info`] for these bytes.
     ///
     /// # Errors
-    /// A range that is not inside the recording, damage in it, or a sample that is not finite.
-    pub fn read(&mut self, bytes: &[u8], info: &Info, start: u64, out: &mut [f32]) -> Result<(), Error> {
+    /// A range or a channel that is not in the recording, damage in it, or a sample that is not finite.
+    pub fn read(
+        &mut self,
+        bytes: &[u8],
+        info: &Info,
+        start: u64,
+        channel: Option<u16>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        if let Some(channel) = channel.filter(|&channel| channel >= info.channels) {
+            return Err(Error::Channel { channel, channels: info.channels });
+        }
+        let channel = channel.filter(|_| info.channels > 1);
         if start.checked_add(out.len() as u64).is_none_or(|end| end > info.frames) {
             return Err(Error::Range { start, length: out.len(), frames: info.frames });
         }
@@ -137,12 +178,13 @@ impl Decoder {
         }
         let (format, bytes) = format(bytes)?;
         match format {
-            Format::Wav => wav::read(bytes, start, out)?,
+            Format::Wav => wav::read(bytes, start, channel, out)?,
             // Integers are always finite.
-            Format::Flac => return self.flac.read(bytes, start, out),
-            Format::Mp3 => self.mp3.read(bytes, start, out)?,
-            Format::Vorbis(serial) => self.vorbis.read(bytes, serial, start, out)?,
-            Format::Opus(serial) => self.opus.read(bytes, serial, start, out)?,
+            Format::Flac => return self.flac.read(bytes, start, channel, out),
+            Format::Mp3 => self.mp3.read(bytes, start, channel, out)?,
+            Format::Vorbis(serial) => self.vorbis.read(bytes, serial, start, channel, out)?,
+            Format::Opus(serial) => self.opus.read(bytes, serial, start, channel, out)?,
+            Format::Other => other::read(bytes, info, start, channel, out)?,
         }
         // Without a branch for each sample, so that it is vectorised.
         let exponent = f32::INFINITY.to_bits();
@@ -167,7 +209,7 @@ pub fn probe(bytes: &[u8]) -> Result<Info, Error> {
     let mut out = vec![f32::NAN; length as usize];
     let mut first = Ok(info);
     for start in [0, (info.frames - length) / 2, info.frames - length] {
-        match decoder.read(bytes, &info, start, &mut out) {
+        match decoder.read(bytes, &info, start, None, &mut out) {
             Ok(()) => assert!(out.iter().all(|x| x.is_finite())),
             Err(error) => first = first.and(Err(error)),
         }
@@ -186,7 +228,8 @@ fn format(bytes: &[u8]) -> Result<(Format, &[u8]), Error> {
     }
     let magic = |at: usize| rest.get(at..at + 4).unwrap_or(&[]);
     let format = match magic(0) {
-        b"RIFF" | b"RF64" | b"BW64" if magic(8) == b"WAVE" => Format::Wav,
+        b"RIFF" | b"RF64" | b"BW64" if magic(8) == b"WAVE" && !wav::is_left_to_others(rest) => Format::Wav,
+        _ if other::is_other(rest) => Format::Other,
         b"fLaC" => Format::Flac,
         b"OggS" => match ogg::stream(rest)? {
             (ogg::Codec::Vorbis, serial) => Format::Vorbis(serial),
@@ -249,7 +292,7 @@ mod tests {
         let mut decoder = Decoder::new();
         let info = decoder.info(bytes)?;
         let mut out = vec![0.0; info.frames as usize];
-        decoder.read(bytes, &info, 0, &mut out)?;
+        decoder.read(bytes, &info, 0, None, &mut out)?;
         Ok((info, out))
     }
 
@@ -272,7 +315,7 @@ mod tests {
             }));
             for (start, length) in crops {
                 let mut out = vec![f32::NAN; length as usize];
-                decoder.read(&bytes, &info, start, &mut out).unwrap();
+                decoder.read(&bytes, &info, start, None, &mut out).unwrap();
                 let slice = &all[start as usize..(start + length) as usize];
                 let worst = out.iter().zip(slice).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
                 let allowed = if name.ends_with("flac") || name == "wav" { 0.0 } else { 1e-5 };
@@ -315,10 +358,10 @@ mod tests {
         let nan: Vec<u8> = [1.0f32, f32::NAN].iter().flat_map(|x| x.to_le_bytes()).collect();
         let cases: [(&[u8], &str); 7] = [
             (b"", "empty (0 bytes)"),
-            (b"<html>not found</html>", "not a WAV, FLAC, MP3, OGG Vorbis or OGG Opus recording"),
+            (b"<html>not found</html>", "not a WAV, FLAC, MP3, OGG, AIFF, CAF or M4A recording"),
             (&wav(3, 1, 32, &nan), "non-finite samples"),
             (&wav(1, 1, 16, &[]), "holds no audio"),
-            (&wav(7, 1, 8, &[0]), "G.711"),
+            (&wav(0x55, 1, 8, &[0]), "not supported"),
             (&wav(1, 0, 16, &[0, 0]), "contradicts itself"),
             (b"fLaC\0\0\0\x22", "cut off"),
         ];
@@ -328,7 +371,7 @@ mod tests {
         }
         let bytes = wav(1, 1, 16, &[0; 8]);
         let info = Decoder::new().info(&bytes).unwrap();
-        let error = Decoder::new().read(&bytes, &info, 3, &mut [0.0; 2]).unwrap_err();
+        let error = Decoder::new().read(&bytes, &info, 3, None, &mut [0.0; 2]).unwrap_err();
         assert_eq!(error, Error::Range { start: 3, length: 2, frames: 4 });
     }
 }

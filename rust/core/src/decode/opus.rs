@@ -159,7 +159,14 @@ impl Opus {
         Ok(Stream { begin: origin.saturating_add(head.skip), head, audio, origin, end })
     }
 
-    pub fn read(&mut self, bytes: &[u8], serial: u32, start: u64, out: &mut [f32]) -> Result<(), Error> {
+    pub fn read(
+        &mut self,
+        bytes: &[u8],
+        serial: u32,
+        start: u64,
+        channel: Option<u16>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
         let Stream { head, audio, origin, begin, end } = self.open(bytes, serial)?;
         let begin = begin.saturating_add_unsigned(start);
         if begin.saturating_add_unsigned(out.len() as u64) > end {
@@ -212,7 +219,10 @@ impl Opus {
                 let gain = head.gain / head.channels as f32;
                 let frames = self.samples[skip * head.channels..].chunks_exact(head.channels);
                 for (y, x) in out[done..done + take].iter_mut().zip(frames) {
-                    *y = x.iter().sum::<f32>() * gain;
+                    *y = match channel.and_then(|channel| x.get(usize::from(channel))) {
+                        None => x.iter().sum::<f32>() * gain,
+                        Some(x) => *x * head.gain,
+                    };
                 }
                 done += take;
             }

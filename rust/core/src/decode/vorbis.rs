@@ -135,7 +135,14 @@ impl Vorbis {
         Ok(Stream { serial, audio, origin, begin: origin.max(0), end })
     }
 
-    pub fn read(&mut self, bytes: &[u8], serial: u32, start: u64, out: &mut [f32]) -> Result<(), Error> {
+    pub fn read(
+        &mut self,
+        bytes: &[u8],
+        serial: u32,
+        start: u64,
+        channel: Option<u16>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
         let stream = self.open(bytes, serial)?;
         let Prepared { setup, decoder, .. } = self.kept.last_mut().expect("open succeeded");
         let begin = stream.begin.saturating_add_unsigned(start);
@@ -176,7 +183,7 @@ impl Vorbis {
                         let skip = (begin + done as i64 - position).max(0);
                         if skip < n {
                             let n = (n - skip).min((out.len() - done) as i64) as usize;
-                            super::mix(samples, skip as usize, &mut out[done..done + n]);
+                            super::mix(samples, skip as usize, channel, &mut out[done..done + n]);
                             done += n;
                         }
                         Some(position + n)

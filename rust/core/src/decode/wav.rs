@@ -2,6 +2,9 @@
 
 use super::{corrupt, Error, Info};
 
+const ADPCM: &str = "ADPCM";
+const G711: &str = "G.711 (A-law, mu-law)";
+
 #[derive(Clone, Copy)]
 enum Encoding {
     U8,
@@ -43,6 +46,7 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 fn parse(bytes: &[u8]) -> Result<Wav<'_>, Error> {
     // A writer to a pipe leaves both sizes at 0 or all ones: then the data extends to the end of the file.
     let streamed = |size: u32| size == 0 || size == u32::MAX;
+    let long_format = !bytes.starts_with(b"RIFF");
     let mut long_size = None;
     let mut format = None;
     let mut at = 12;
@@ -62,7 +66,9 @@ fn parse(bytes: &[u8]) -> Result<Wav<'_>, Error> {
                 };
                 let size = match long_size {
                     // RF64: the size is in the ds64 chunk, and this field is all ones.
-                    Some(long) if size == u32::MAX => long.min(body.len() as u64) as usize,
+                    Some(long) if size == u32::MAX || long_format && size == 0 => long.min(body.len() as u64) as usize,
+                    // A recorder that went on after 4 GiB states what is left of the size in 32 bits.
+                    _ if wraps(body.len() as u64, size) => body.len(),
                     _ if streamed(size) && streamed(u32_at(bytes, 4)) => body.len(),
                     _ => body.len().min(size as usize),
                 };
@@ -77,6 +83,13 @@ fn parse(bytes: &[u8]) -> Result<Wav<'_>, Error> {
         };
     }
     corrupt("WAV", "there is no data chunk")
+}
+
+/// Whether a stated size is that of the rest of the file, but for multiples of 4 GiB that 32 bits do not hold and for what
+/// little may follow the data.
+fn wraps(left: u64, size: u32) -> bool {
+    const FOLLOWS: u64 = 1 << 20;
+    left >> 32 > 0 && left.wrapping_sub(size.into()) % (1 << 32) <= FOLLOWS
 }
 
 fn parse_format(body: &[u8]) -> Result<(u32, u16, Encoding), Error> {
@@ -97,8 +110,8 @@ fn parse_format(body: &[u8]) -> Result<(u32, u16, Encoding), Error> {
         (3, 32) => Encoding::F32,
         (3, 64) => Encoding::F64,
         (1 | 3, _) => return Err(Error::Unsupported { format: "WAV", what: format!("{bits}-bit samples") }),
-        (6 | 7, _) => return Err(Error::Unsupported { format: "WAV", what: "G.711 (A-law, mu-law)".into() }),
-        (2 | 0x11, _) => return Err(Error::Unsupported { format: "WAV", what: "ADPCM".into() }),
+        (6 | 7, _) => return Err(Error::Unsupported { format: "WAV", what: G711.into() }),
+        (2 | 0x11, _) => return Err(Error::Unsupported { format: "WAV", what: ADPCM.into() }),
         _ => return Err(Error::Unsupported { format: "WAV", what: format!("encoding {tag:#06x}") }),
     };
     if channels == 0 || usize::from(block) != usize::from(channels) * encoding.bytes() {
@@ -113,14 +126,31 @@ pub(super) fn info(bytes: &[u8]) -> Result<Info, Error> {
     Ok(Info { rate: wav.rate, channels: wav.channels, frames: (wav.data.len() / block) as u64 })
 }
 
-/// Decodes the frames from `start` on, which must lie inside the recording; only their bytes are read.
-pub(super) fn read(bytes: &[u8], start: u64, out: &mut [f32]) -> Result<(), Error> {
+/// Whether the samples are of an encoding that `other` reads.
+pub(super) fn is_left_to_others(bytes: &[u8]) -> bool {
+    matches!(parse(bytes), Err(Error::Unsupported { what, .. }) if what == ADPCM || what == G711)
+}
+
+/// Decodes the frames from `start` on, which must lie inside the recording; only their bytes are read. With a `channel`,
+/// which must be one of the recording's, that one instead of the mean.
+pub(super) fn read(bytes: &[u8], start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
     let wav = parse(bytes)?;
-    let channels = usize::from(wav.channels);
+    let mut channels = usize::from(wav.channels);
     let block = wav.encoding.bytes() * channels;
     let begin = (start as usize).saturating_mul(block);
     let Some(data) = wav.data.get(begin..begin.saturating_add(out.len().saturating_mul(block))) else {
         return corrupt("WAV", "the data ends before its stated length");
+    };
+    let chosen: Vec<u8>;
+    let data = match channel {
+        Some(channel) if channels > 1 => {
+            let size = wav.encoding.bytes();
+            let first = usize::from(channel) * size;
+            chosen = data.chunks_exact(block).flat_map(|frame| &frame[first..first + size]).copied().collect();
+            channels = 1;
+            &chosen[..]
+        }
+        _ => data,
     };
     match wav.encoding {
         Encoding::U8 => mix(data, channels, out, 7, |[a]: [u8; 1]| f64::from(i32::from(a) - 128)),

@@ -1,13 +1,13 @@
 //! What a pipeline delivers, and its checks.
 
-use std::ops::RangeInclusive;
-
+use super::crop::Clip;
+use crate::decode::RATES;
 use crate::error::Error;
 use crate::fbank::{Fbank, N_MELS};
 use crate::source::Index;
 
-/// Sample rates that are resampled. A header that claims another is damaged, or would need an absurdly large filter.
-pub(super) const RATES: RangeInclusive<u32> = 1_000..=768_000;
+/// Worker threads of a pipeline, at most.
+const MOST_THREADS: usize = 1024;
 
 /// What a pipeline delivers, and with how many threads.
 pub struct Config {
@@ -19,6 +19,8 @@ pub struct Config {
     pub sample_rate: u32, // Hz of the waveform before the filter bank
     pub clip_samples: usize, // at sample_rate
     pub n_frames: usize, // of a row's spectrogram
+    pub channel: Option<u16>, // of a recording; None: the mean of all
+    pub clip: Clip,  // how a clip is taken from a recording
     pub views: usize, // crops of one recording in a row
     pub form: Form,  // what a row holds of each crop
     pub block: Option<Block>, // training in the block order instead of a global permutation
@@ -71,6 +73,9 @@ impl Config {
         }
         if self.threads == 0 || self.depth == 0 {
             return fail(format!("threads = {} and depth = {} must be at least 1", self.threads, self.depth));
+        }
+        if self.threads > MOST_THREADS {
+            return fail(format!("threads = {} must be at most {MOST_THREADS}", self.threads));
         }
         if self.views == 0 {
             return fail("views = 0 must be at least 1".into());

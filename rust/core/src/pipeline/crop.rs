@@ -1,5 +1,23 @@
 //! Which samples of a recording make a clip.
 
+/// Where samples that are fewer than a clip lie in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Short {
+    #[default]
+    Origin, // at the start in training, in the centre in testing
+    Start,  // at the start
+    Centre, // in the centre
+    Random, // anywhere in training, drawn anew each time; in the centre in testing
+}
+
+/// How a clip is taken from a recording.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Clip {
+    pub short: Short,
+    pub repeat: bool,  // what surrounds a short recording in its clip is itself again, not silence
+    pub silence: bool, // what surrounds a part that is shorter than the clip is silence, not what the recording holds there
+}
+
 /// Which samples of a recording make a clip, and where they lie in it.
 #[derive(Debug, PartialEq)]
 pub(super) struct Crop {
@@ -7,26 +25,85 @@ pub(super) struct Crop {
     pub len: u64,      // samples, at the recording's rate
     pub offset: usize, // zeros before them in the clip, at the target rate
     pub out: usize,    // samples that they become, at the target rate
+    from: u64,         // samples before this one, and from `to` on, do not exist for this row
+    to: u64,
+}
+
+/// The samples \[from, to) of a recording of `frames` that a row is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bounds {
+    pub from: u64,
+    pub to: u64,
+    pub frames: u64,
+}
+
+impl Bounds {
+    pub fn whole(frames: u64) -> Self {
+        Self { from: 0, to: frames, frames }
+    }
 }
 
 impl Crop {
-    /// A clip of `clip` samples at `target` Hz from a recording of `frames` samples at `rate` Hz.
+    /// A clip of `clip` samples at `target` Hz from a recording at `rate` Hz, in training or in testing.
     ///
-    /// `pick` chooses the start between 0 and the surplus that it is given. A short recording is padded at its end, or on
-    /// both sides when it is `centred`.
-    pub fn new(frames: u64, rate: u32, target: u32, clip: usize, centred: bool, pick: impl FnOnce(u64) -> u64) -> Self {
+    /// `pick` chooses the start between 0 and the surplus that it is given. A part that is shorter than the clip is surrounded
+    /// by what the recording holds around it, anywhere in training and centred in testing, or by silence; a recording that is
+    /// shorter by silence or by itself.
+    pub fn new(
+        bounds: Bounds,
+        rate: u32,
+        target: u32,
+        clip: usize,
+        how: Clip,
+        train: bool,
+        pick: impl FnOnce(u64) -> u64,
+    ) -> Self {
         let (rate, target) = (u128::from(rate), u128::from(target));
         let needed = (clip as u128 * rate).div_ceil(target) as u64; // enough for the last output sample
-        if frames >= needed {
-            return Self { start: pick(frames - needed), len: needed, offset: 0, out: clip };
+        let Bounds { mut from, mut to, frames } = bounds;
+        if to - from >= needed {
+            return Self { start: from + pick(to - from - needed), len: needed, offset: 0, out: clip, from, to };
         }
-        let out = ((u128::from(frames) * target + rate / 2) / rate).min(clip as u128) as usize;
-        Self { start: 0, len: frames, offset: if centred { (clip - out) / 2 } else { 0 }, out }
+        if !how.silence {
+            if frames >= needed {
+                // The clip begins where it still holds the end of the part, at the latest where the part begins.
+                let first = to.saturating_sub(needed);
+                let last = from.min(frames - needed);
+                let first = first.min(last);
+                let start = if train { first + pick(last - first) } else { first + (last - first) / 2 };
+                return Self { start, len: needed, offset: 0, out: clip, from: 0, to: frames };
+            }
+            (from, to) = (0, frames);
+        }
+        let out = ((u128::from(to - from) * target + rate / 2) / rate).min(clip as u128) as usize;
+        let room = (clip - out) as u64;
+        let offset = match (how.short, train) {
+            (Short::Start, _) | (Short::Origin, true) => 0,
+            (Short::Centre, _) | (Short::Origin | Short::Random, false) => room / 2,
+            (Short::Random, true) => pick(room),
+        };
+        Self { start: from, len: to - from, offset: offset as usize, out, from, to }
     }
 
     /// The samples of the recording that the resampler needs: the crop and up to `context` more on both sides.
-    pub fn span(&self, context: u64, frames: u64) -> (u64, u64) {
-        (self.start.saturating_sub(context), (self.start + self.len + context).min(frames))
+    pub fn span(&self, context: u64) -> (u64, u64) {
+        (self.start.saturating_sub(context).max(self.from), (self.start + self.len + context).min(self.to))
+    }
+
+    /// Fills the clip around its samples: with silence, or with themselves again and again.
+    pub fn surround(&self, repeat: bool, wave: &mut [f32]) {
+        let (offset, out) = (self.offset, self.out);
+        if !repeat || out == 0 {
+            wave[..offset].fill(0.0);
+            wave[offset + out..].fill(0.0);
+            return;
+        }
+        for i in (0..offset).rev() {
+            wave[i] = wave[i + out];
+        }
+        for i in offset + out..wave.len() {
+            wave[i] = wave[i - out];
+        }
     }
 }
 
@@ -35,7 +112,7 @@ mod tests {
     use super::*;
 
     fn centre(rate: u32, frames: u64) -> Crop {
-        Crop::new(frames, rate, 32_000, 160_000, true, |surplus| surplus / 2)
+        Crop::new(Bounds::whole(frames), rate, 32_000, 160_000, Clip::default(), false, |surplus| surplus / 2)
     }
 
     #[test]
@@ -43,7 +120,8 @@ mod tests {
         for rate in [8_000, 22_050, 32_000, 44_100, 48_000, 192_000] {
             let frames = u64::from(rate) * 7 + 3;
             for pick in [0, u64::MAX] {
-                let crop = Crop::new(frames, rate, 32_000, 160_000, false, |surplus| pick.min(surplus));
+                let bounds = Bounds::whole(frames);
+                let crop = Crop::new(bounds, rate, 32_000, 160_000, Clip::default(), true, |surplus| pick.min(surplus));
                 assert_eq!((crop.offset, crop.out), (0, 160_000));
                 assert!(crop.start + crop.len <= frames);
                 assert!(crop.len * 32_000 >= 160_000 * u64::from(rate));
@@ -56,10 +134,52 @@ mod tests {
 
     #[test]
     fn short_recordings_are_padded() {
-        assert_eq!(centre(16_000, 16_000), Crop { start: 0, len: 16_000, offset: 64_000, out: 32_000 });
-        let train = Crop::new(16_000, 16_000, 32_000, 160_000, false, |_| unreachable!());
-        assert_eq!(train, Crop { start: 0, len: 16_000, offset: 0, out: 32_000 });
-        assert_eq!(centre(32_000, 160_000), Crop { start: 0, len: 160_000, offset: 0, out: 160_000 });
+        let whole = |len, offset, out| Crop { start: 0, len, offset, out, from: 0, to: len };
+        assert_eq!(centre(16_000, 16_000), whole(16_000, 64_000, 32_000));
+        let train = |short, pick: u64| {
+            let how = Clip { short, ..Clip::default() };
+            Crop::new(Bounds::whole(16_000), 16_000, 32_000, 160_000, how, true, |surplus| pick.min(surplus))
+        };
+        assert_eq!(train(Short::Origin, 7), whole(16_000, 0, 32_000));
+        assert_eq!(train(Short::Start, 7), whole(16_000, 0, 32_000));
+        assert_eq!(train(Short::Centre, 7), whole(16_000, 64_000, 32_000));
+        assert_eq!(train(Short::Random, 7), whole(16_000, 7, 32_000));
+        assert_eq!(train(Short::Random, u64::MAX), whole(16_000, 128_000, 32_000));
+        assert_eq!(centre(32_000, 160_000), whole(160_000, 0, 160_000));
         assert_eq!(centre(32_000, 160_011).start, 5);
+    }
+
+    #[test]
+    fn a_short_recording_repeats_from_its_place_in_both_directions() {
+        let crop = Crop { start: 0, len: 3, offset: 4, out: 3, from: 0, to: 3 };
+        let mut wave = [9.0, 9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 9.0, 9.0];
+        crop.surround(true, &mut wave);
+        assert_eq!(wave, [3.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 1.0, 2.0]);
+        crop.surround(false, &mut wave);
+        assert_eq!(wave, [0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 0.0, 0.0]);
+    }
+
+    /// The clip of a part: inside it where it fits, around it where it does not, and never outside the recording.
+    #[test]
+    fn a_part_is_cropped_inside_or_surrounded_by_what_is_there() {
+        let clip = |from, to, silence, train, pick: u64| {
+            let bounds = Bounds { from, to, frames: 1_000 };
+            let how = Clip { silence, ..Clip::default() };
+            Crop::new(bounds, 100, 100, 200, how, train, |surplus| pick.min(surplus))
+        };
+        // Longer than the clip: drawn inside, and no context from outside.
+        assert_eq!((clip(300, 700, false, true, 0).start, clip(300, 700, false, true, u64::MAX).start), (300, 500));
+        assert_eq!(clip(300, 700, false, true, 0).span(50), (300, 550));
+        // Shorter: the whole part is in the clip, anywhere in training, in its centre in testing.
+        assert_eq!((clip(300, 400, false, true, 0).start, clip(300, 400, false, true, u64::MAX).start), (200, 300));
+        assert_eq!(clip(300, 400, false, false, 0).start, 250);
+        // At the recording's ends the clip stays inside.
+        assert_eq!(clip(0, 20, false, false, 0).start, 0);
+        assert_eq!((clip(990, 1_000, false, true, 0).start, clip(990, 1_000, false, true, 9).start), (800, 800));
+        assert_eq!(clip(990, 1_000, false, true, 0).span(50), (750, 1_000));
+        // Or silence.
+        let alone = clip(300, 400, true, false, 0);
+        assert_eq!((alone.start, alone.len, alone.offset, alone.out), (300, 100, 50, 100));
+        assert_eq!(alone.span(50), (300, 400));
     }
 }

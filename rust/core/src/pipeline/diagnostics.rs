@@ -33,6 +33,7 @@ pub struct Diagnostics {
     pub bytes_recordings: u64,         // size of the recordings that were opened
     pub bytes_used: u64,               // the share of it that lies in the crops
     pub bytes_ahead: u64,              // requested from the system in advance (block order)
+    pub slow_rows: u64,                // of formats that have no decoder here; see decode::other
     pub faults: u64,                   // major page faults of the workers; 0 where they are not counted
 }
 
@@ -44,6 +45,7 @@ pub(super) struct Counters {
     pub bytes_used: AtomicU64,
     pub bytes_ahead: AtomicU64,
     pub faults: AtomicU64,
+    pub slow_rows: AtomicU64,
     nanos: [AtomicU64; STAGES.len()],
 }
 

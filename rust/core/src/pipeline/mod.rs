@@ -44,6 +44,7 @@ use crate::slab::{Layout, Pool};
 use crate::source::Index;
 pub use budget::LISTED;
 pub use config::{Block, Config, Form};
+pub use crop::{Clip, Short};
 pub use diagnostics::{Diagnostics, STAGES};
 pub use queue::Next;
 pub use row::front_end;
@@ -176,6 +177,7 @@ impl Pipeline {
             bytes_used: counters.bytes_used.load(Relaxed),
             bytes_ahead: counters.bytes_ahead.load(Relaxed),
             faults: counters.faults.load(Relaxed),
+            slow_rows: counters.slow_rows.load(Relaxed),
         }
     }
 
@@ -213,6 +215,8 @@ mod tests {
             sample_rate: 32_000,
             clip_samples: 800,
             n_frames: 1,
+            channel: None,
+            clip: Clip::default(),
             views: 1,
             form: Form::Float32,
             block: None,

@@ -4,8 +4,7 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::config::RATES;
-use super::crop::Crop;
+use super::crop::{Bounds, Clip, Crop, Short};
 use super::diagnostics::{DECODE, FBANK, READ, RESAMPLE, SEEK};
 use super::queue::Slot;
 use super::{panics, Form, Shared};
@@ -13,7 +12,7 @@ use crate::decode::{Decoder, Info};
 use crate::fbank::{self, Fbank};
 use crate::order::crop_start;
 use crate::resample::{Resampler, Resamplers};
-use crate::source::Reader;
+use crate::source::{Part, Reader};
 
 /// Samples beyond this would overflow the power spectrum's float32.
 const PEAK: f32 = 1e12;
@@ -91,17 +90,21 @@ fn try_load(
     if info.frames == 0 || info.channels == 0 {
         return Err(unusable("holds no samples".into()));
     }
-    if !RATES.contains(&info.rate) {
-        return Err(unusable(format!("has a sample rate of {} Hz; expected one in {RATES:?}", info.rate)));
+    if decoder.is_slow() {
+        counters.slow_rows.fetch_add(1, Ordering::Relaxed);
     }
-    draw_crops(shared, &info, row, epoch, crops);
+    let (bounds, channel) = match index.part(row) {
+        None => (Bounds::whole(info.frames), config.channel),
+        Some(part) => (within(part, &info).map_err(unusable)?, part.channel.or(config.channel)),
+    };
+    draw_crops(shared, &info, bounds, row, epoch, crops);
     counters.time(SEEK, begin);
 
     // 3. Views that overlap are decoded once, together with what lies between them.
     let begin = Instant::now();
     let same_rate = info.rate == config.sample_rate;
     let context = if same_rate { 0 } else { resamplers.get(info.rate, config.sample_rate).context() as u64 };
-    let span = |crop: &Crop| crop.span(context, info.frames);
+    let span = |crop: &Crop| crop.span(context);
     let low = crops.iter().map(|crop| span(crop).0).min().unwrap_or(0);
     let high = crops.iter().map(|crop| span(crop).1).max().unwrap_or(0);
     let apart: u64 = crops.iter().map(|crop| span(crop).1 - span(crop).0).sum();
@@ -111,7 +114,7 @@ fn try_load(
     counters.bytes_used.fetch_add(used as u64, Ordering::Relaxed);
     if together {
         samples.resize((high - low) as usize, 0.0);
-        decoder.read(bytes, &info, low, samples).map_err(|e| unusable(e.to_string()))?;
+        decoder.read(bytes, &info, low, channel, samples).map_err(|e| unusable(e.to_string()))?;
     }
     counters.time(DECODE, begin);
 
@@ -122,14 +125,12 @@ fn try_load(
         // 4. Decode the view, straight into its place where the rate already matches.
         let begin = Instant::now();
         let (first, last) = span(crop);
-        wave[..crop.offset].fill(0.0);
-        wave[crop.offset + crop.out..].fill(0.0);
         let clip = &mut wave[crop.offset..][..crop.out];
         if !together && same_rate {
-            decoder.read(bytes, &info, first, clip).map_err(|e| unusable(e.to_string()))?;
+            decoder.read(bytes, &info, first, channel, clip).map_err(|e| unusable(e.to_string()))?;
         } else if !together {
             samples.resize((last - first) as usize, 0.0);
-            decoder.read(bytes, &info, first, samples).map_err(|e| unusable(e.to_string()))?;
+            decoder.read(bytes, &info, first, channel, samples).map_err(|e| unusable(e.to_string()))?;
         }
         counters.time(DECODE, begin);
         check_cancelled()?;
@@ -147,6 +148,7 @@ fn try_load(
         if !clip.iter().fold(true, |fine, x| fine & (x.abs() <= PEAK)) {
             return Err(unusable("has samples that are NaN or too large".into()));
         }
+        crop.surround(config.clip.repeat, wave);
         counters.time(RESAMPLE, begin);
         check_cancelled()?;
 
@@ -162,8 +164,23 @@ fn try_load(
     Ok(())
 }
 
+/// The samples that a part is. Its times may end a little after the recording, whose length was rounded.
+fn within(part: Part, info: &Info) -> Result<Bounds, String> {
+    let (rate, frames) = (f64::from(info.rate), info.frames);
+    let sample = |time: f64| (time * rate).round().clamp(0.0, frames as f64) as u64;
+    let (from, to) = (sample(part.start), sample(part.end));
+    if from >= to || part.start.is_nan() || part.end.is_nan() {
+        let seconds = frames as f64 / rate;
+        return Err(format!(
+            "is the part [{}, {}) s of a recording of {seconds:.3} s, which holds no sample",
+            part.start, part.end
+        ));
+    }
+    Ok(Bounds { from, to, frames })
+}
+
 /// The crops of a recording's views: each drawn independently in training, otherwise spread evenly.
-fn draw_crops(shared: &Shared, info: &Info, row: usize, epoch: u64, crops: &mut Vec<Crop>) {
+fn draw_crops(shared: &Shared, info: &Info, bounds: Bounds, row: usize, epoch: u64, crops: &mut Vec<Crop>) {
     let config = &shared.config;
     let views = config.views as u64;
     let pick = |view: u64, surplus: u64| match config.train {
@@ -171,7 +188,8 @@ fn draw_crops(shared: &Shared, info: &Info, row: usize, epoch: u64, crops: &mut 
         false => (u128::from(surplus) * u128::from(2 * view + 1) / u128::from(2 * views)) as u64,
     };
     let crop = |view| {
-        Crop::new(info.frames, info.rate, config.sample_rate, config.clip_samples, !config.train, |n| pick(view, n))
+        let (target, clip) = (config.sample_rate, config.clip_samples);
+        Crop::new(bounds, info.rate, target, clip, config.clip, config.train, |n| pick(view, n))
     };
     crops.clear();
     crops.extend((0..views).map(crop));
@@ -180,9 +198,11 @@ fn draw_crops(shared: &Shared, info: &Info, row: usize, epoch: u64, crops: &mut 
 /// Writes the row that a test split of one view would hold of this mono recording into `out` \[n_frames, 128\]: its centre at
 /// 32 kHz, or all of it between zeros. `None` where samples are NaN or too large.
 pub fn front_end(wave: &[f32], rate: u32, clip_samples: usize, n_frames: usize, out: &mut [f32]) -> Option<()> {
-    let crop = Crop::new(wave.len() as u64, rate, fbank::RATE, clip_samples, true, |surplus| surplus / 2);
+    let how = Clip { short: Short::Centre, ..Clip::default() };
+    let bounds = Bounds::whole(wave.len() as u64);
+    let crop = Crop::new(bounds, rate, fbank::RATE, clip_samples, how, false, |surplus| surplus / 2);
     let resampler = Resampler::new(rate, fbank::RATE);
-    let (first, last) = crop.span(resampler.context() as u64, wave.len() as u64);
+    let (first, last) = crop.span(resampler.context() as u64);
     let mut clip = vec![0.0; clip_samples];
     let part = &wave[first as usize..last as usize];
     resampler.process(part, (crop.start - first) as usize, &mut clip[crop.offset..][..crop.out]);

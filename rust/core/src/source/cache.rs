@@ -1,7 +1,7 @@
 //! The cache of an index: a file that holds it while names, sizes and modification times of the shards stay what they were.
 //!
 //! ```text
-//! "jaxtrain index 2\n" [key: 16 bytes] [body] [hash of all before: 8 bytes]
+//! "jaxtrain index 3\n" [key: 16 bytes] [body] [hash of all before: 8 bytes]
 //! ```
 //!
 //! Integers are little-endian. The file's name is the hash of the shards' paths and of the columns; the key, that of names,
@@ -14,9 +14,10 @@ use memmap2::Mmap;
 
 use super::hash::Hash;
 use super::parquet::{Body, Column, Page, Pair};
+use super::parts::{Names, Parts, MEAN};
 use super::{Index, Options, Shard, Span, Table, NULL};
 
-const MAGIC: &[u8] = b"jaxtrain index 2\n";
+const MAGIC: &[u8] = b"jaxtrain index 3\n";
 
 /// The name of the file for these shards and columns.
 pub(super) fn name(shards: &[PathBuf], options: Options) -> String {
@@ -52,6 +53,17 @@ pub(super) fn save(index: &Index, key: [u64; 2], place: &Path) -> std::io::Resul
             Table::Parquet(pair) => {
                 out.word(1 + u64::from(pair.path.is_some()));
                 [Some(&pair.bytes), pair.path.as_ref()].into_iter().flatten().for_each(|column| out.column(column));
+            }
+            Table::Parts(parts) => {
+                out.word(3);
+                out.bytes(parts.names.text.as_bytes());
+                out.word(parts.names.ends.len() as u64);
+                parts.names.ends.iter().for_each(|end| out.word(*end));
+                out.word(parts.len() as u64);
+                parts.files.iter().for_each(|file| out.0.extend(file.to_le_bytes()));
+                parts.starts.iter().chain(&parts.ends).for_each(|time| out.0.extend(time.to_le_bytes()));
+                out.word(parts.channels.len() as u64);
+                parts.channels.iter().for_each(|channel| out.0.extend(channel.to_le_bytes()));
             }
         }
     }
@@ -97,6 +109,7 @@ pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut V
                 bytes: input.column()?,
                 path: if kind == 2 { Some(input.column()?) } else { None },
             }),
+            3 => Table::Parts(input.parts()?),
             _ => return None,
         };
         tables.push((first_row, table));
@@ -104,7 +117,12 @@ pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut V
     for (k, (first, table)) in tables.iter().enumerate() {
         let end = tables.get(k + 1).map_or(n_rows, |next| next.0);
         let n = end.checked_sub(*first)?;
-        if (k == 0 && *first != 0) || matches!(table, Table::Arrow { audio, .. } if audio.len() != n) {
+        let other = match table {
+            Table::Arrow { audio, .. } => audio.len() != n,
+            Table::Parts(parts) => parts.len() != n,
+            Table::Parquet(_) => false,
+        };
+        if (k == 0 && *first != 0) || other {
             return None;
         }
     }
@@ -116,6 +134,7 @@ pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut V
         class_names: if named { Some(names?) } else { None },
         fingerprint,
         root: None,
+        links: false,
     })
 }
 
@@ -187,6 +206,31 @@ impl<'a> In<'a> {
         let span = Span { start: self.word()?, len: self.small()? };
         let fits = span.start.checked_add({ span.len }.into()).is_some_and(|end| end <= size as u64);
         (span.len == NULL || fits).then_some(span)
+    }
+
+    fn parts(&mut self) -> Option<Parts> {
+        let text = self.text()?;
+        let n = self.len(8)?;
+        let ends: Vec<u64> = (0..n).map(|_| self.word()).collect::<Option<_>>()?;
+        let sound = ends.windows(2).all(|pair| pair[0] <= pair[1])
+            && ends.last().copied().unwrap_or(0) == text.len() as u64
+            && ends.iter().all(|&end| text.is_char_boundary(end as usize));
+        let n = self.len(20)?;
+        let files: Vec<u32> =
+            self.take(4 * n)?.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+        let mut times = || -> Option<Vec<f64>> {
+            let bytes = self.take(8 * n)?.chunks_exact(8);
+            Some(bytes.map(|b| f64::from_le_bytes(b.try_into().unwrap_or_default())).collect())
+        };
+        let (starts, stops) = (times()?, times()?);
+        let channels = match self.len(2)? {
+            0 => Vec::new(),
+            k if k == n => self.take(2 * n)?.chunks_exact(2).map(|b| i16::from_le_bytes([b[0], b[1]])).collect(),
+            _ => return None,
+        };
+        let valid =
+            sound && files.iter().all(|&file| (file as usize) < ends.len()) && channels.iter().all(|&c| c >= MEAN);
+        valid.then_some(Parts { names: Names { text, ends }, files, starts, ends: stops, channels })
     }
 
     fn column(&mut self) -> Option<Column> {

@@ -2,14 +2,17 @@
 //!
 //! Shards are Arrow IPC streams (what Hugging Face `datasets` writes), Arrow IPC files, or Parquet (what the Hub stores),
 //! recognised by their first bytes; `arrow` and `parquet` describe the formats. In each, `audio` is a struct of bytes (binary
-//! or large_binary) and path; where bytes are null the recording is the file at path, relative to a root.
+//! or large_binary) and path; where bytes are null the recording is the file at path, relative to a root, below which it
+//! must lie.
+//!
+//! Parquet shards that `jaxtrain index` wrote hold no audio: a row is a part \[start, end) of such a file; see `parts`.
 //!
 //! Class names are `info.features.<label>.names` in the JSON under the schema's metadata key `huggingface`.
 //!
 //! # Memory
 //!
-//! A row of an Arrow shard takes 28 bytes (two spans and a label), a row of a Parquet shard 4, and 12 more once a row of
-//! its page is read; a shard takes its path and its mapping. A mapping needs no file descriptor, so any number of shards can
+//! A row of an Arrow shard takes 28 bytes (two spans and a label), a row that is a part 24 to 26, any other row of a
+//! Parquet shard 4, and 12 more once a row of its page is read; a shard takes its path and its mapping. A mapping needs no file descriptor, so any number of shards can
 //! be open at once. A shard must not change while it is mapped: if it is truncated, the process is killed with SIGBUS.
 //! Each thread keeps in its `Reader` one recording that is a file of its own, also as a mapping, and decompressed pages of
 //! Parquet: 64 MiB of them, or the page in use and its dictionary where they are larger.
@@ -19,9 +22,10 @@
 mod arrow;
 mod cache;
 mod hash;
+mod open;
 mod parquet;
+mod parts;
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
@@ -31,6 +35,8 @@ use memmap2::Mmap;
 use crate::error::Error;
 use hash::Hash;
 use parquet::Body;
+pub use parts::Part;
+use parts::Parts;
 
 /// Where a value lies in its shard. A null is `len == NULL`.
 #[derive(Clone, Copy)]
@@ -66,6 +72,7 @@ struct Shard {
 enum Table {
     Arrow { audio: Vec<Span>, paths: Vec<Span> },
     Parquet(parquet::Pair),
+    Parts(Parts),
 }
 
 /// What the index takes from one shard.
@@ -82,6 +89,7 @@ pub struct Options<'a> {
     pub label: Option<&'a str>,  // the column of class labels
     pub root: Option<&'a Path>,  // of `path` where bytes are null; None: the folder of the shard
     pub cache: Option<&'a Path>, // a folder to keep the index in
+    pub links: bool,             // whether links may lead out of the root
 }
 
 /// A row index over many shards.
@@ -91,6 +99,7 @@ pub struct Index {
     class_names: Option<Vec<String>>,
     fingerprint: String,
     root: Option<PathBuf>,
+    links: bool,
 }
 
 /// What one thread keeps between recordings.
@@ -99,6 +108,7 @@ pub struct Reader {
     pages: parquet::Pages,
     page: Option<Arc<Vec<u8>>>, // that holds the recording that was read last
     file: Option<Mmap>,
+    part: Option<(usize, u32)>, // the shard, and the recording in it, whose file `file` is
 }
 
 impl Reader {
@@ -126,8 +136,7 @@ impl Index {
         let mut key = Hash::new();
         for path in shards {
             let open = |source| Error::Open { path: path.clone(), source };
-            let file = File::open(path).map_err(open)?;
-            let stat = file.metadata().map_err(open)?;
+            let (file, stat) = open::regular(path).map_err(open)?;
             if stat.len() == 0 {
                 return Err(shard_error(path, 0, "is empty"));
             }
@@ -141,7 +150,7 @@ impl Index {
         let mut index = match &place {
             None => Self::read(shards, maps, options)?,
             Some(place) => {
-                match std::fs::read(place).ok().and_then(|b| cache::load(&b, key.words(), shards, &mut maps)) {
+                match map_file(place).ok().flatten().and_then(|b| cache::load(&b, key.words(), shards, &mut maps)) {
                     Some(index) => index,
                     None => {
                         let index = Self::read(shards, maps, options)?;
@@ -152,12 +161,19 @@ impl Index {
             }
         };
         index.root = options.root.map(Path::to_path_buf);
+        index.links = options.links;
         Ok(index)
     }
 
     fn read(shards: &[PathBuf], maps: Vec<Mmap>, options: Options) -> Result<Self, Error> {
-        let mut index =
-            Self { shards: Vec::new(), labels: Vec::new(), class_names: None, fingerprint: String::new(), root: None };
+        let mut index = Self {
+            shards: Vec::new(),
+            labels: Vec::new(),
+            class_names: None,
+            fingerprint: String::new(),
+            root: None,
+            links: false,
+        };
         for (path, map) in shards.iter().zip(maps) {
             index.add(path, map, options)?;
         }
@@ -176,6 +192,7 @@ impl Index {
             class_names: None,
             fingerprint: String::new(),
             root: None,
+            links: false,
         }
     }
 
@@ -201,6 +218,7 @@ impl Index {
         for row in 0..index.n_rows() {
             let read = index.encoded(row, &mut reader).map(drop);
             let read = read.and_then(|()| index.path(row, &mut reader).map(drop));
+            let _ = index.part(row);
             if let (Err(error), true) = (read, first.is_ok()) {
                 first = Err(error);
             }
@@ -244,6 +262,16 @@ impl Index {
         match &shard.table {
             Table::Arrow { audio, .. } if audio[local].len != NULL => return Ok(audio[local].slice(&shard.map)),
             Table::Arrow { .. } => {}
+            Table::Parts(parts) => {
+                let known = Some((number, parts.files[local]));
+                if reader.part == known {
+                    return Ok(reader.file.as_deref().unwrap_or(&[]));
+                }
+                reader.part = None;
+                reader.file = self.open_file(row, shard, parts.name(local))?;
+                reader.part = known;
+                return Ok(reader.file.as_deref().unwrap_or(&[]));
+            }
             Table::Parquet(pair) => {
                 let value = pair.bytes.value(&shard.map, number, local, &mut reader.pages);
                 match value.map_err(|what| self.bad_row(row, format!("its page {what}")))? {
@@ -256,18 +284,59 @@ impl Index {
         let Some(path) = self.path(row, reader)? else {
             return Err(self.bad_row(row, "holds no audio bytes and no path".into()));
         };
+        reader.part = None;
+        reader.file = self.open_file(row, shard, &path)?;
+        Ok(reader.file.as_deref().unwrap_or(&[]))
+    }
+
+    /// The part of its recording that a row is; None for a row that is its whole recording.
+    pub fn part(&self, row: usize) -> Option<Part> {
+        let (_, shard) = self.shard(row).ok()?;
+        match &shard.table {
+            Table::Parts(parts) => Some(parts.part(row - shard.first_row)),
+            _ => None,
+        }
+    }
+
+    /// The rows whose recordings have one of these names, and how many of the names are those of a recording.
+    ///
+    /// # Errors
+    /// A name that cannot be read.
+    pub fn rows_named(&self, names: &std::collections::HashSet<String>) -> Result<(Vec<u32>, usize), Error> {
+        let (mut rows, mut found) = (Vec::new(), std::collections::HashSet::new());
+        let mut reader = Reader::new();
+        for (number, shard) in self.shards.iter().enumerate() {
+            let end = self.shards.get(number + 1).map_or(self.n_rows(), |next| next.first_row);
+            if let Table::Parts(parts) = &shard.table {
+                let wanted: Vec<bool> =
+                    (0..parts.names.len()).map(|k| names.contains(parts.names.get(k as u32))).collect();
+                for (k, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
+                    found.insert(parts.names.get(k as u32).to_owned());
+                }
+                let of_shard = parts.files.iter().enumerate().filter(|(_, &file)| wanted[file as usize]);
+                rows.extend(of_shard.map(|(local, _)| (shard.first_row + local) as u32));
+                continue;
+            }
+            for row in shard.first_row..end {
+                if let Some(name) = self.path(row, &mut reader)?.filter(|name| names.contains(name)) {
+                    rows.push(row as u32);
+                    found.insert(name);
+                }
+            }
+        }
+        Ok((rows, found.len()))
+    }
+
+    /// Maps the file of a recording that is not in its shard.
+    fn open_file(&self, row: usize, shard: &Shard, path: &str) -> Result<Option<Mmap>, Error> {
         let folder = self.root.as_deref().or(shard.path.parent()).unwrap_or(Path::new(""));
-        let place = folder.join(&path);
-        let map = map_file(&place).map_err(|e| {
-            let what = format!("holds no audio bytes, only the path {path:?}, and {}: {e}", place.display());
+        open::below(folder, Path::new(path), self.links).and_then(|place| map_file(&place)).map_err(|e| {
+            let what =
+                format!("holds no audio bytes, only the path {path:?}, and {}: {e}", folder.join(path).display());
             self.bad_row(
                 row,
                 format!("{what}. Embed the audio in the shards, or set audio_root to the folder of the files"),
             )
-        })?;
-        Ok(match map {
-            Some(map) => reader.file.insert(map),
-            None => &[],
         })
     }
 
@@ -279,6 +348,7 @@ impl Index {
         let (number, shard) = self.shard(row)?;
         let local = row - shard.first_row;
         let text = match &shard.table {
+            Table::Parts(parts) => return Ok(Some(parts.name(local).to_owned())),
             Table::Arrow { paths, .. } if paths[local].len == NULL => return Ok(None),
             Table::Arrow { paths, .. } => std::str::from_utf8(paths[local].slice(&shard.map)).map(str::to_owned),
             Table::Parquet(pair) => {
@@ -305,6 +375,7 @@ impl Index {
                 Span { len: NULL, .. } => return 0,
                 Span { start, len } => (start, len),
             },
+            Table::Parts(_) => return 0,
             Table::Parquet(pair) => match pair.bytes.page(row - shard.first_row) {
                 Some(body) => (body.at, body.packed),
                 None => return 0,
@@ -408,6 +479,16 @@ impl Index {
                         hash.feed(*label as u64);
                     }
                 }
+                Table::Parts(parts) => {
+                    hash.text(&parts.names.text);
+                    for (row, label) in labels.iter().enumerate() {
+                        hash.feed(*label as u64);
+                        hash.feed(parts.files[row].into());
+                        hash.feed(parts.starts[row].to_bits());
+                        hash.feed(parts.ends[row].to_bits());
+                    }
+                    parts.channels.iter().for_each(|channel| hash.feed(*channel as u64));
+                }
                 Table::Parquet(pair) => {
                     labels.iter().for_each(|label| hash.feed(*label as u64));
                     for page in &pair.bytes.pages {
@@ -422,17 +503,13 @@ impl Index {
 }
 
 /// Maps a file; None for an empty one, which cannot be mapped.
-fn map_file(path: &Path) -> std::io::Result<Option<Mmap>> {
-    // Checked before it is opened, since opening a pipe waits for its writer.
-    let stat = std::fs::metadata(path)?;
-    if !stat.is_file() {
-        return Err(std::io::Error::other("is not a file"));
-    }
+pub fn map_file(path: &Path) -> std::io::Result<Option<Mmap>> {
+    let (file, stat) = open::regular(path)?;
     if stat.len() == 0 {
         return Ok(None);
     }
     // SAFETY: the map is only read, and the module requires that nobody truncates the file meanwhile.
-    unsafe { Mmap::map(&File::open(path)?) }.map(Some)
+    unsafe { Mmap::map(&file) }.map(Some)
 }
 
 fn shard_error(path: &Path, at: u64, what: impl Into<String>) -> Error {

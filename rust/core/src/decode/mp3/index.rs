@@ -3,10 +3,14 @@
 //! At a constant bit rate the offset of every frame follows from its number; a few frames are checked (only the last one, if
 //! the first frame's tag states a constant bit rate too). Otherwise the tag gives the number of frames, if it can be trusted:
 //! its checksum (for VBRI: its table) and the size in bytes that it states must be right. Then frames are walked only up to
-//! the crop. Without a constant bit rate or a tag, all are walked.
+//! the crop. Without a constant bit rate or a tag, all are walked. What was once walked whole is kept for all threads as a
+//! seek table: see `table`.
+
+use std::sync::Arc;
 
 use super::super::{corrupt, Error};
 use super::header::Header;
+use super::table::{self, Table};
 use super::tag::Tag;
 
 /// Samples by which a decoder is late.
@@ -49,9 +53,13 @@ pub(super) struct Index {
     /// Frames that hold audio.
     pub n: usize,
     constant: Option<Constant>,
-    /// Without a constant bit rate: the offsets of the frames walked so far, and where to continue.
+    /// Without a constant bit rate: the offsets of frames from number `base` on, as far as they were walked, and where to
+    /// continue.
     walked: Vec<u32>,
+    base: usize,
     next: Option<usize>,
+    /// Where to walk from; None until the recording was walked whole.
+    table: Option<Arc<Table>>,
     /// The recording without delay and padding, in decoded samples.
     pub begin: u64,
     pub end: u64,
@@ -105,6 +113,9 @@ impl Constant {
     }
 }
 
+/// Frames to walk, about a minute, beyond which the recording is walked whole and its seek table kept.
+const FAR: usize = 2048;
+
 /// A hash of the beginning, which almost certainly differs when another recording lies at the same address.
 fn fingerprint(bytes: &[u8]) -> u64 {
     bytes.iter().take(256).fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
@@ -122,7 +133,8 @@ impl Index {
 
     /// Whether clearly fewer frames were found than the tag stated: a missing frame is then past the end, not damaged.
     pub fn lacks_frames(&self) -> bool {
-        self.constant.is_none() && self.n > self.walked.len() * 101 / 100 + 1
+        let found = self.table.as_ref().map_or(self.base + self.walked.len(), |table| table.n);
+        self.constant.is_none() && self.n > found * 101 / 100 + 1
     }
 
     /// Indexes `bytes`, and returns the header of the first frame.
@@ -144,9 +156,13 @@ impl Index {
         }
         self.first = Some(first);
         self.walked.clear();
+        (self.base, self.table) = (0, None);
         self.next = Some(at);
         let constant =
             Constant::detect(bytes, at, end, stated.filter(|_| tag.as_ref().is_some_and(|tag| tag.constant)));
+        if constant.is_none() {
+            self.table = table::find(bytes);
+        }
         (self.constant, self.n) = match (constant, stated) {
             (Some((constant, n)), _) => (Some(constant), n),
             (None, Some(n)) => {
@@ -154,8 +170,8 @@ impl Index {
                 (None, n as usize)
             }
             (None, None) => {
-                self.walk(bytes, usize::MAX);
-                (None, self.walked.len())
+                self.walk_all(bytes);
+                (None, self.table.as_ref().map_or(self.walked.len(), |table| table.n))
             }
         };
         let samples = first.samples() as u64;
@@ -174,16 +190,37 @@ impl Index {
         match self.constant {
             Some(constant) => constant.frame(bytes, k),
             None => {
+                if k.saturating_sub(self.base + self.walked.len()) > FAR {
+                    self.walk_all(bytes);
+                }
+                if let Some(table) = &self.table {
+                    let (number, at) = table.before(k)?;
+                    if k < self.base || number > self.base + self.walked.len() {
+                        self.walked.clear();
+                        (self.base, self.next) = (number, Some(at));
+                    }
+                }
                 self.walk(bytes, k);
-                self.walked.get(k).map(|&at| at as usize)
+                self.walked.get(k.checked_sub(self.base)?).map(|&at| at as usize)
             }
+        }
+    }
+
+    /// Walks all frames, unless that was done before, and keeps a long recording's seek table.
+    fn walk_all(&mut self, bytes: &[u8]) {
+        if self.table.is_some() {
+            return;
+        }
+        self.walk(bytes, usize::MAX);
+        if self.walked.len() > FAR {
+            self.table = Some(table::keep(bytes, &self.walked));
         }
     }
 
     /// Walks from frame to frame until frame `k` is known.
     fn walk(&mut self, bytes: &[u8], k: usize) {
         let Some(first) = self.first else { return };
-        while self.walked.len() <= k {
+        while self.base + self.walked.len() <= k {
             let Some(at) = self.next.take() else { return };
             let Some(header) = bytes.get(at..).and_then(Header::parse) else { return };
             // A frame that is truncated at the end is not decoded.

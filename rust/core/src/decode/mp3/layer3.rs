@@ -1,4 +1,4 @@
-//! The layer III decoder (ISO/IEC 11172-3, 2.4.3.4; lower rates: 13818-3, 2.4.3.2), straight to mono.
+//! The layer III decoder (ISO/IEC 11172-3, 2.4.3.4; lower rates: 13818-3, 2.4.3.2), straight to mono: the mean, or one channel.
 //!
 //! Everything after the stereo processing is linear, so the mean of the channels is taken there, and one hybrid filter
 //! bank runs instead of two. Where the channels' block types differ, each goes through its own transform, into the
@@ -25,6 +25,8 @@ pub(super) struct Layer3 {
     /// Scale factors in the order of bands; of an intensity band's right channel, the positions.
     scale: [[u8; 39]; 2],
     hybrid: Box<Hybrid>,
+    /// The channel that is decoded; None for the mean.
+    channel: Option<u16>,
 }
 
 impl Default for Layer3 {
@@ -35,13 +37,15 @@ impl Default for Layer3 {
             used: [0; 2],
             scale: [[0; 39]; 2],
             hybrid: Box::default(),
+            channel: None,
         }
     }
 }
 
 impl Layer3 {
-    /// Forgets everything that was decoded before.
-    pub fn reset(&mut self) {
+    /// Forgets everything that was decoded before. From here on `channel` is decoded, or the mean.
+    pub fn reset(&mut self, channel: Option<u16>) {
+        self.channel = channel;
         self.main.clear();
         self.hybrid.reset();
     }
@@ -90,7 +94,7 @@ impl Layer3 {
         let same_block = (granule[0].block, granule[0].mixed) == (granule[1].block, granule[1].mixed);
         let middle_side = channels == 2 && header.middle_side();
         let intensity = channels == 2 && header.intensity();
-        let only_middle = middle_side && !intensity && same_block;
+        let only_middle = middle_side && !intensity && same_block && self.channel.is_none();
         for (c, channel) in granule.iter().enumerate().take(channels) {
             let end = bit + channel.bits;
             let mut bits = Msb::at(&self.main, bit);
@@ -114,8 +118,14 @@ impl Layer3 {
         } else if middle_side {
             self.unmix(0, both);
         }
-        let [left, right] = &mut self.lines;
         let n = self.used[0].max(self.used[1]).max(both);
+        if let Some(channel) = self.channel {
+            let channel = usize::from(channel).min(1);
+            self.used[channel] = n;
+            self.synthesise(&[(channel, granule[channel])], header);
+            return;
+        }
+        let [left, right] = &mut self.lines;
         if same_block {
             for (l, r) in left[..n].iter_mut().zip(&right[..n]) {
                 *l = 0.5 * (*l + *r);

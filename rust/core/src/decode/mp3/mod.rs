@@ -11,7 +11,7 @@
 //! ```text
 //! header    the header of a frame
 //! tag       the tag in the first frame
-//! index     where the frames are
+//! index     where the frames are; table, what is kept of that
 //! layer3    a frame to samples: bit reservoir, stereo
 //! side      side information and scale factors
 //! huffman   the quantised spectrum; tables, the standards' numbers
@@ -24,6 +24,7 @@ mod hybrid;
 mod index;
 mod layer3;
 mod side;
+mod table;
 mod tables;
 mod tag;
 
@@ -60,7 +61,7 @@ impl Mp3 {
         Ok(Info { rate: first.rate, channels: u16::from(first.channels), frames })
     }
 
-    pub fn read(&mut self, bytes: &[u8], start: u64, out: &mut [f32]) -> Result<(), Error> {
+    pub fn read(&mut self, bytes: &[u8], start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
         if !self.index.is_of(bytes) {
             self.index.build(bytes)?;
         }
@@ -81,7 +82,7 @@ impl Mp3 {
             begin -= 1;
             reservoir += self.frame(bytes, begin).map_or(0, |(data, h)| data.len().saturating_sub(h.before_data()));
         }
-        self.decoder.reset();
+        self.decoder.reset(channel);
         let mut done = 0;
         let mut skip = (first % per_frame as u64) as usize;
         for frame in begin..frames {

@@ -1,5 +1,6 @@
 //! Parquet's metadata: the footer and the page headers, as far as the index needs them.
 
+use super::super::parts::KEY;
 use super::thrift::{Thrift, STRUCT, TRUE};
 use super::Result;
 
@@ -42,12 +43,13 @@ pub struct Footer {
     pub n_rows: u64,
     pub groups: Vec<Group>,
     pub huggingface: Option<String>,
+    pub parts: Option<String>, // under parts::KEY: the version of a shard whose rows are parts
 }
 
 impl Footer {
     pub fn read(bytes: &[u8]) -> Result<Self> {
         let mut input = Thrift::new(bytes);
-        let mut footer = Self { schema: Vec::new(), n_rows: 0, groups: Vec::new(), huggingface: None };
+        let mut footer = Self { schema: Vec::new(), n_rows: 0, groups: Vec::new(), huggingface: None, parts: None };
         input.fields(|input, id, kind| {
             match id {
                 2 => footer.schema = input.list(kind, Self::element)?,
@@ -57,6 +59,8 @@ impl Footer {
                     for (key, value) in input.list(kind, Self::pair)? {
                         if key == "huggingface" {
                             footer.huggingface = Some(value);
+                        } else if key == KEY {
+                            footer.parts = Some(value);
                         }
                     }
                 }

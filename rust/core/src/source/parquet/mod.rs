@@ -30,6 +30,7 @@ mod page;
 mod schema;
 mod thrift;
 
+use super::parts::{Numbers, Parts, MEAN, VERSION};
 use super::{class_names, Metadata, Table};
 use metadata::{Chunk, Footer, PageHeader, PageKind};
 pub(super) use page::{Body, Column, Page, Pages, Pair, Value};
@@ -67,7 +68,12 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
     let start = end.checked_sub(size).ok_or("has a footer that is longer than the file".to_owned())?;
     let at = |what: String| Broken::Invalid(start as u64, what);
     let footer = Footer::read(&map[start..end]).map_err(at)?;
-    let chosen = Chosen::find(&footer.schema, audio, label)?;
+    if let Some(version) = footer.parts.as_ref().filter(|version| *version != VERSION) {
+        let what =
+            format!("was written by another version of jaxtrain index ({version:?}; this one reads {VERSION:?})");
+        return Err(at(format!("{what}: run jaxtrain index again")));
+    }
+    let chosen = Chosen::find(&footer.schema, audio, label, footer.parts.is_some())?;
     // Every row takes at least a byte, so a larger count is false; believing it would only allocate memory.
     if footer.n_rows > (n as u64).min(u32::MAX.into()) {
         return Err(at(format!("claims {} rows in {n} bytes", footer.n_rows)));
@@ -77,6 +83,7 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
         path: chosen.path.as_ref().map(|leaf| Column { levels: leaf.levels, ..Column::default() }),
     };
     let mut labels = Vec::new();
+    let mut parts = Parts::default();
     let mut first_row = 0u64;
     for group in &footer.groups {
         let last = first_row.saturating_add(group.n_rows);
@@ -92,6 +99,14 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
             Some(leaf) => read_labels(map, chunk(leaf)?, leaf.levels, first_row as u32, group.n_rows, &mut labels)?,
             None => labels.resize(last as usize, -1),
         }
+        if let Some([start, end, channel]) = &chosen.part {
+            let rows = (first_row as u32, group.n_rows);
+            let time = |bytes: [u8; 8]| f64::from_le_bytes(bytes);
+            numbers(map, chunk(start)?, start.levels, rows, &mut parts.starts, 0.0, time)?;
+            numbers(map, chunk(end)?, end.levels, rows, &mut parts.ends, f64::INFINITY, time)?;
+            let number = |bytes: [u8; 4]| i16::try_from(i32::from_le_bytes(bytes)).unwrap_or(i16::MAX).max(MEAN);
+            numbers(map, chunk(channel)?, channel.levels, rows, &mut parts.channels, MEAN, number)?;
+        }
         first_row = last;
     }
     if first_row != footer.n_rows {
@@ -101,7 +116,28 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
         Some(label) => class_names(footer.huggingface.as_deref(), label).map_err(at)?,
         None => None,
     };
-    Ok(Metadata { class_names: names, labels, table: Table::Parquet(pair) })
+    if chosen.part.is_none() {
+        return Ok(Metadata { class_names: names, labels, table: Table::Parquet(pair) });
+    }
+    let mut numbers = Numbers::default();
+    let mut pages = Pages::default();
+    let Some(paths) = &pair.path else { return Err(Broken::NotAudio("without a path".into())) };
+    for row in 0..labels.len() {
+        let text = match paths.value(map, 0, row, &mut pages).map_err(|what| at(format!("its path {what}")))? {
+            Value::Null => return Err(at(format!("row {row} of this shard names no recording"))),
+            Value::InFile(span) => numbers.bytes(span.slice(map)),
+            Value::Decompressed(page, span) => numbers.bytes(span.slice(&page)),
+        };
+        parts.files.push(text.ok_or_else(|| at(format!("row {row} of this shard has a path that is not UTF-8")))?);
+    }
+    if parts.channels.iter().all(|&channel| channel == MEAN) {
+        parts.channels = Vec::new();
+    }
+    parts.names = numbers.names;
+    for list in [&mut parts.starts, &mut parts.ends] {
+        list.shrink_to_fit();
+    }
+    Ok(Metadata { class_names: names, labels, table: Table::Parts(parts) })
 }
 
 /// Appends the pages of a column chunk, found by walking their headers.
@@ -167,6 +203,28 @@ fn read_labels(
     n_rows: u64,
     out: &mut Vec<i32>,
 ) -> Result<(), Broken> {
+    let label = |bytes: [u8; 8]| {
+        let value = i64::from_le_bytes(bytes);
+        // A label that does not fit is beyond any list of classes, and is reported as out of range.
+        if value < 0 {
+            -1
+        } else {
+            i32::try_from(value).unwrap_or(i32::MAX)
+        }
+    };
+    numbers(map, chunk, levels, (first_row, n_rows), out, -1, label)
+}
+
+/// Appends a column of numbers of `N` bytes each; a null becomes `null`. `rows`: the first one, and how many.
+fn numbers<const N: usize, T: Copy>(
+    map: &[u8],
+    chunk: &Chunk,
+    levels: u8,
+    (first_row, n_rows): (u32, u64),
+    out: &mut Vec<T>,
+    null: T,
+    value: impl Fn([u8; N]) -> T,
+) -> Result<(), Broken> {
     let mut column = Column::default();
     pages(map, chunk, first_row, n_rows, &mut column)?;
     let read = |body: &Body, level: u8| -> Result<(Vec<bool>, Vec<u8>)> {
@@ -176,10 +234,8 @@ fn read_labels(
         Ok((opened.present, values))
     };
     let number = |bytes: &[u8], i: usize| {
-        let word = bytes.get(i * 8..i * 8 + 8).ok_or("is cut short inside its labels")?;
-        let value = i64::from_le_bytes(word.try_into().map_err(|_| "is cut short inside its labels")?);
-        // A label that does not fit is beyond any list of classes, and is reported as out of range.
-        Ok::<i32, String>(if value < 0 { -1 } else { i32::try_from(value).unwrap_or(i32::MAX) })
+        let word = bytes.get(i * N..i * N + N).ok_or("is cut short inside its numbers")?;
+        Ok::<T, String>(value(word.try_into().map_err(|_| "is cut short inside its numbers")?))
     };
     for page in &column.pages {
         let fail = |what| Broken::Invalid(page.body.at, what);
@@ -198,7 +254,7 @@ fn read_labels(
             }
         }
         let mut values = values.into_iter();
-        out.extend(present.into_iter().map(|present| if present { values.next().unwrap_or(-1) } else { -1 }));
+        out.extend(present.into_iter().map(|present| if present { values.next().unwrap_or(null) } else { null }));
     }
     Ok(())
 }

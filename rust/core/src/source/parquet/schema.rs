@@ -14,19 +14,28 @@ pub struct Chosen {
     pub bytes: Leaf,
     pub path: Option<Leaf>,
     pub label: Option<Leaf>,
+    pub part: Option<[Leaf; 3]>, // start and end (doubles), channel (int32), of a shard whose rows are parts
 }
 
+/// The columns of a part, and their physical types: double and int32.
+const PART: [(&str, i64); 3] = [("start", 5), ("end", 5), ("channel", 1)];
+
 impl Chosen {
-    pub fn find(schema: &[Element], audio: &str, label: Option<&str>) -> Result<Self, Broken> {
+    pub fn find(schema: &[Element], audio: &str, label: Option<&str>, parts: bool) -> Result<Self, Broken> {
         let mut walk = Walk { schema, at: 0, leaf: 0 };
         let root = schema.first().ok_or("has an empty schema".to_owned())?;
         walk.at = 1;
         let (mut found, mut label_leaf, mut names) = (None, None, Vec::new());
+        let mut times: [Option<Leaf>; 3] = [None, None, None];
         for _ in 0..root.n_children {
             let element = walk.element()?;
             let before = (walk.at, walk.leaf);
             let text = walk.describe(0)?;
             names.push(format!("{} ({text})", element.name));
+            let column = PART.iter().position(|(name, _)| parts && element.name == *name);
+            if let Some(k) = column.filter(|&k| element.physical == Some(PART[k].1)) {
+                times[k] = element.level().map(|levels| Leaf { number: before.1, levels });
+            }
             let wrong = || Broken::NotAudio(text.clone());
             if element.name == audio {
                 (walk.at, walk.leaf) = before;
@@ -59,7 +68,12 @@ impl Chosen {
         if let (Some(name), None) = (label, &label_leaf) {
             return Err(missing(name));
         }
-        Ok(Self { bytes, path, label: label_leaf })
+        let part = match (parts, times) {
+            (false, _) => None,
+            (true, [Some(start), Some(end), Some(channel)]) => Some([start, end, channel]),
+            (true, _) => return Err(missing("start, end or channel")),
+        };
+        Ok(Self { bytes, path, label: label_leaf, part })
     }
 }
 

@@ -1,0 +1,65 @@
+"""Any index of `jaxtrain index`, on two CPU cores: a small supervised model with an online probe.
+
+    jaxtrain index recordings --out index --split recording=0.2
+    jaxtrain train --config=configs/folder.py:index
+
+The argument is the index's folder. Whether a row has one class or several, and how long a clip is (at most 5 s), are taken
+from it. It must have the splits "train" and "test": of windows of one recording, some would otherwise be trained and others
+tested on.
+"""
+
+import json
+import math
+import pathlib
+
+from ml_collections import ConfigDict
+
+
+def get_config(path: str = "") -> ConfigDict:
+    if not path:  # to read the fields; for a run, data.train is reported as empty
+        return recipe("", several=False, seconds=5.0)
+    folder = pathlib.Path(path).expanduser()
+    try:
+        splits = json.loads((folder / "index.json").read_text())["splits"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{path} is not an index of jaxtrain index ({error}); make one: jaxtrain index … --out {path}"
+        ) from error
+    if not {"train", "test"} <= set(splits):
+        raise ValueError(
+            f"{path} has the splits {', '.join(splits)}; make it with train and test, for example --split recording=0.2"
+        )
+    several = any(split["rows_of_several_classes"] for split in splits.values())
+    return recipe(path, several=several, seconds=min(5.0, max(0.1, splits["train"]["median_seconds"])))
+
+
+def recipe(path: str, *, several: bool, seconds: float) -> ConfigDict:
+    """The recipe on an index whose rows have ``several`` classes or one, in clips of ``seconds``."""
+    frames = 1 + int((round(seconds * 32_000) - 800) // 320)
+    return ConfigDict(
+        dict(
+            workload="jaxtrain.workloads.bird",
+            loader="loaders.spectrogram",
+            workdir=f"runs/folder-{pathlib.Path(path).expanduser().resolve().name}" if path else "runs/folder",
+            model=dict(
+                embed=128,
+                depth=3,
+                heads=4,
+                patch=(32, 32),
+                pool="patches",
+                dtype="float32",
+                supervised=dict(label_smoothing=0.0 if several else 0.1),
+                augment=dict(time_masks=1, mel_masks=1, time_mask=min(80, frames // 4)),
+            ),
+            data=dict(train=path, multilabel=several, clip_seconds=seconds, n_frames=32 * math.ceil(frames / 32)),
+            train=dict(steps=600, batch=32, eval_every=200),
+            optim=dict(
+                lr=2e-3,
+                schedule="cosine",
+                warmup=1 / 12,
+                weight_decay=0.05,
+                groups=(dict(match="^probe/", lr=1e-3, weight_decay=1e-7, clip=1.0),),
+            ),
+            checkpoint=dict(every=100),
+        )
+    )

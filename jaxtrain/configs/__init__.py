@@ -1,0 +1,14 @@
+"""The shipped configs: `--config=xcm` by name, and `from jaxtrain.configs import xcm` in a config of one's own.
+
+Their files are in the folder configs/ beside this package, in a checkout as in an installed wheel.
+"""
+
+import pathlib
+
+FOLDER = pathlib.Path(__file__).parents[2] / "configs"
+__path__ = [str(FOLDER)]
+
+
+def names() -> list[str]:
+    """The names that --config takes, in alphabetical order."""
+    return sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))

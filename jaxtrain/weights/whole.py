@@ -1,0 +1,89 @@
+"""Files and folders that are there whole, or not at all: written under another name, which is removed where it fails.
+
+An error of the disk carries the name of what was to be written: NumPy and others raise some without one, and without a number.
+"""
+
+import contextlib
+import errno
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator
+from typing import IO
+
+import numpy as np
+
+
+@contextlib.contextmanager
+def file(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+    """A file that takes the name ``path`` when the block ends well. Raises OSError with that name."""
+    path = pathlib.Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    with naming(path):
+        try:
+            partial.unlink(missing_ok=True)
+            with partial.open("xb") as opened:  # never through a link that someone left there
+                yield opened
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def save(path: str | os.PathLike, array: np.ndarray) -> None:
+    """Writes a .npy file. Raises OSError with its name.
+
+    Given a file of the system, numpy.save would write through C's buffer, and not see that its last part was never written.
+    """
+    with file(path) as opened:
+        np.save(_Plain(opened), array)
+
+
+class _Plain:
+    """A file by its method ``write`` alone."""
+
+    def __init__(self, opened: IO[bytes]):
+        self.write = opened.write
+
+
+def write(path: str | os.PathLike, text: str) -> None:
+    """Writes a text file. Raises OSError with its name."""
+    with file(path) as opened:
+        opened.write(text.encode())
+
+
+@contextlib.contextmanager
+def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder that takes the name ``path``, which is missing or an empty folder, when the block ends well."""
+    partial = path.with_name(f".{path.name}.partial")
+    with naming(path):
+        shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            if path.exists():
+                path.rmdir()
+            partial.rename(path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Gives errors of a full disk ``path`` as the file that could not be written."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk, or a quota, was full; also where a library says so in words alone."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    # NumPy: "1024 requested and 512 written"; TensorStore and Arrow quote the system.
+    return bool(re.search(r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written", str(error)))

@@ -1,0 +1,78 @@
+"""The code of a run's workload, for commands that read what others may have written.
+
+A run's config names its workload's module. That config may come from anyone, and importing a module runs it: so what is
+imported is a workload of this package, or the module that the user named on this command line with --workload.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from jaxtrain import config as config_lib
+from jaxtrain import workloads
+from jaxtrain.checkpoint.read import StoredError
+from jaxtrain.types import Export
+
+MOST_LAYERS = 10_000
+
+
+def known() -> list[str]:
+    """The modules of this package's workloads."""
+    return sorted(f"{workloads.__name__}.{module.name}" for module in pkgutil.iter_modules(workloads.__path__))
+
+
+def module_of(config: Mapping[str, Any], named: str = "") -> ModuleType | None:
+    """The module of a run's workload; None for one that is not known here and that the user did not name.
+
+    Args:
+      config: the run's, as it was read.
+      named: --workload.
+
+    Raises StoredError: ``named`` is another module than the run's, or cannot be imported.
+    """
+    name = config.get("workload")
+    if named and name != named:
+        raise StoredError(f"--workload is {named}, and the run's workload is {name!r}; name that one, if you trust its code")
+    if name not in (*known(), *([named] if named else [])):
+        return None
+    try:
+        return importlib.import_module(name)
+    except (ImportError, ValueError) as error:
+        raise StoredError(f"workload {name!r} cannot be imported: {error}") from error
+
+
+def unknown(config: Mapping[str, Any]) -> str:
+    """A sentence for a run whose workload is not imported."""
+    name = config.get("workload")
+    return f"the run's workload is {name!r}, which is imported only if you trust its code and name it with --workload"
+
+
+def export_of(config: Mapping[str, Any], named: str = "") -> Export:
+    """How a run's workload is exported; by the defaults where `module_of` knows none. Raises StoredError."""
+    return getattr(module_of(config, named), "EXPORT", Export())
+
+
+def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
+    """The section ``name`` of a run's config as ``cls``. Raises StoredError where it is none."""
+    tree = config.get(name) or {}
+    try:
+        section = config_lib.section(cls, tree)
+        problems = list(section.problems())
+    except config_lib.ConfigError as error:
+        raise StoredError(f"the run's config.{name} cannot be used: {error}") from error
+    if problems:
+        raise StoredError(f"the run's config.{name}.{problems[0][0]} {problems[0][1]}")
+    return section
+
+
+def model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section ``model`` of a run's config. Raises StoredError where it describes no model."""
+    model = config.get("model") or {}
+    depth = model.get("depth", 1) if isinstance(model, Mapping) else None
+    if not isinstance(depth, int) or not 0 <= depth <= MOST_LAYERS:
+        raise StoredError(
+            f"the run's config.model is {str(model)[:80]!r}; expected a section with a depth of at most {MOST_LAYERS}"
+        )
+    return model

@@ -1,0 +1,232 @@
+"""Files from elsewhere: the one place where they are opened.
+
+A dataset, a checkpoint or an export may come from anyone. A name in it may lead out of its folder, and what has the name may
+be a pipe, a device or a file of any size. So every such file is opened here: it is regular, it lies inside its folder after
+links are resolved, nothing waits for it, and no more is read of it than may be there. docs/security.md says what is promised.
+
+In the cache of Hugging Face's Hub, the files of a snapshot are links to ../../blobs: `home` takes its repository as the folder.
+"""
+
+import contextlib
+import errno
+import io
+import json
+import math
+import os
+import pathlib
+import re
+import stat
+import zipfile
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+
+MOST_JSON = 64 << 20  # [bytes] of a file that describes others
+MOST_ARRAYS = 1 << 30  # [bytes] of arrays in an archive
+MOST_DEPTH = 100  # of its lists and objects
+MOST_AXES = 64  # that numpy's arrays may have
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character, which may lack its other half
+LINKS = "; its links are followed with data.follow_links=true"
+
+
+class DataError(ValueError):
+    """Data that cannot be used as configured. The message names the path, the value and the remedy."""
+
+
+class FileError(DataError):
+    """A file that is not opened, or does not hold what it should. The message begins with its path."""
+
+
+def home(folder: pathlib.Path) -> pathlib.Path:
+    """The folder that the files of ``folder`` must lie in: itself, or the repository of a snapshot in the Hub's cache."""
+    for place in (folder, *folder.parents):
+        if place.parent.name == "snapshots" and (place.parent.parent / "blobs").is_dir():
+            return place.parent.parent
+    return folder
+
+
+def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str = "") -> pathlib.Path:
+    """The path of the file ``name`` in ``folder``, which need not exist. Raises FileError for a name that leads out of it.
+
+    Args:
+      name: as another file gives it, so anything.
+      links: whether links in the folder may lead out of it.
+      remedy: what the message ends with.
+    """
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise FileError(f"{folder} has a file that names {str(name)[:80]!r}; expected the name of a file in that folder")
+    place = folder / name
+    try:
+        if links:
+            is_inside = _lexical(place).is_relative_to(_lexical(folder))
+        else:
+            is_inside = place.resolve().is_relative_to(home(folder.absolute()).resolve())
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise FileError(f"{place}: {getattr(error, 'strerror', None) or error}") from error
+    if not is_inside:
+        raise FileError(f"{place} leads out of {folder}, and is not read{remedy}")
+    return place
+
+
+@contextlib.contextmanager
+def regular(path: os.PathLike) -> Iterator[BinaryIO]:
+    """Opens a regular file to read. Raises FileError for everything else, without waiting for it.
+
+    Args:
+      path: on this machine; or an `etils.epath.Path` in an object store, which has no other files.
+    """
+    file = opened(path)
+    with file:
+        try:
+            yield file
+        except OSError as error:
+            raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def opened(path: os.PathLike) -> BinaryIO:
+    """`regular`, for a caller that closes the file. Raises FileError."""
+    if "://" in os.fspath(path):
+        return path.open("rb")  # type: ignore[attr-defined]  # etils.epath has it
+    try:
+        _check_regular(path, os.stat(path))  # first, since merely opening some devices has effects
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)  # it may have become a pipe
+        try:
+            _check_regular(path, os.fstat(descriptor))
+            return os.fdopen(descriptor, "rb")
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        if isinstance(error, FileError):
+            raise
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise FileError(f"{path} {'does not exist' if is_missing(error) else f'cannot be read: {reason}'}") from error
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether an error, or its cause, is a file that does not exist."""
+    return getattr(error, "errno", None) == errno.ENOENT or (error.__cause__ is not None and is_missing(error.__cause__))
+
+
+def read(path: os.PathLike, *, most: int) -> bytes:
+    """The content of a regular file of at most ``most`` bytes. Raises FileError."""
+    with regular(path) as file:
+        try:  # memory is taken for all that is asked for, before any is read
+            size = os.fstat(file.fileno()).st_size
+        except io.UnsupportedOperation:  # an object of a bucket has no descriptor
+            size = most
+        content = file.read(min(most, size) + 1)
+        if size < len(content) <= most:  # it has grown, or its size is not known, as in /proc
+            content += file.read(most + 1 - len(content))
+    if len(content) > most:
+        raise FileError(f"{path} has more than the {most:,} bytes that are read of such a file")
+    return content
+
+
+def read_text(path: os.PathLike, *, most: int) -> str:
+    """The text of a regular file of at most ``most`` bytes. Raises FileError."""
+    try:
+        return read(path, most=most).decode()
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def read_json(path: os.PathLike, *, kind: type = dict, most: int = MOST_JSON) -> Any:
+    """What a regular file holds as JSON. Raises FileError, also where it is no ``kind``, or too large, or nested too deep."""
+    return parse(read_text(path, most=most), os.fspath(path), kind=kind)
+
+
+def parse(text: str, source: str, *, kind: type = dict) -> Any:
+    """``text`` as JSON. Raises FileError, with ``source`` first, where it is none, no ``kind``, or nested too deep."""
+    try:
+        tree = json.loads(text)
+        too_deep = not _is_shallow(tree)
+        if not too_deep and HALF.search(text):
+            json.dumps(tree, ensure_ascii=False).encode()  # what cannot be written again, nor printed, is no text
+    except RecursionError:
+        too_deep = True
+    except ValueError as error:  # also of a number with thousands of digits
+        raise FileError(f"{source} is not JSON: {error}") from error
+    if too_deep:
+        raise FileError(f"{source} is nested more than {MOST_DEPTH} deep")
+    if not isinstance(tree, kind):
+        names: dict[type, str] = {dict: "an object", list: "a list"}
+        found = names.get(type(tree), f"{str(tree)[:40]!r}")
+        raise FileError(f"{source} holds {found}; expected {names.get(kind, kind.__name__)}")
+    return tree
+
+
+def _is_shallow(tree: Any) -> bool:
+    """Whether nothing in a tree is nested more than `MOST_DEPTH` deep, so that whatever walks it may call itself."""
+    level = [tree]
+    for _ in range(MOST_DEPTH):
+        if not (
+            level := [
+                child for x in level if isinstance(x, dict | list) for child in (x.values() if isinstance(x, dict) else x)
+            ]
+        ):
+            return True
+    return False
+
+
+def _check_regular(path: os.PathLike, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        raise FileError(f"{path} is {kinds.get(stat.S_IFMT(found.st_mode), 'a device')}; expected a regular file")
+
+
+def _lexical(path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(os.path.abspath(path))
+
+
+def array(path: os.PathLike) -> np.ndarray:
+    """Maps an array of a regular .npy file, whose header must fit the file's size. Raises FileError."""
+    with regular(path) as file:
+        shape, column_major, dtype = _header(file, path)
+        offset, size = file.tell(), os.fstat(file.fileno()).st_size
+        _check_size(path, shape, dtype, size - offset)
+        order: Any = "F" if column_major else "C"
+        if 0 in shape:
+            return np.empty(shape, dtype, order)
+        source: Any = file
+        return np.memmap(source, dtype, "r", offset, shape, order)
+
+
+def arrays(path: os.PathLike, *, most: int = MOST_ARRAYS) -> dict[str, np.ndarray]:
+    """The arrays of a regular .npz file, of ``most`` bytes together at most. Raises FileError."""
+    found: dict[str, np.ndarray] = {}
+    try:
+        with regular(path) as file, zipfile.ZipFile(file) as archive:
+            if (total := sum(info.file_size for info in archive.infolist())) > most:
+                raise FileError(f"{path} holds {total:,} bytes of arrays; at most {most:,} are read")
+            for info in archive.infolist():
+                content = io.BytesIO(archive.read(info))
+                shape, column_major, dtype = _header(content, path)
+                _check_size(path, shape, dtype, info.file_size - content.tell())
+                flat = np.frombuffer(content.getbuffer(), dtype, math.prod(shape), content.tell())
+                found[info.filename.removesuffix(".npy")] = flat.reshape(shape, order="F" if column_major else "C")
+    except FileError:
+        raise
+    except Exception as error:  # noqa: BLE001  zipfile and zlib raise many kinds for bytes that are no archive
+        raise FileError(f"{path} cannot be read as an archive of arrays: {error or type(error).__name__}") from error
+    return found
+
+
+def _header(file: BinaryIO, path: os.PathLike) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """The header of an array: its shape, whether it is column-major, its dtype. Raises FileError."""
+    try:
+        version = np.lib.format.read_magic(file)
+        reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, column_major, dtype = reader(file)
+        size = math.prod(max(n, 1) for n in shape) * dtype.itemsize
+        if dtype.hasobject or not 0 < size < 2**63 or len(shape) > MOST_AXES or any(type(n) is not int or n < 0 for n in shape):
+            raise ValueError(f"it holds {dtype} {shape}")
+    except Exception as error:  # noqa: BLE001  numpy raises many kinds for files that are no arrays
+        raise FileError(f"{path} cannot be read as an array: {(str(error).splitlines() or ['its header'])[0]}") from error
+    return shape, column_major, dtype
+
+
+def _check_size(path: os.PathLike, shape: tuple[int, ...], dtype: np.dtype, size: int) -> None:
+    if math.prod(shape) * dtype.itemsize > size:
+        raise FileError(f"{path} cannot be read as an array: {size:,} bytes are too few for {dtype} {shape}")

@@ -1,0 +1,119 @@
+"""Sources to an index, in one call."""
+
+import errno
+import lzma
+import os
+import pathlib
+import re
+import shutil
+import tarfile
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from loaders.base import DataError
+from loaders.recordings import classes, headers, sources, store
+from loaders.recordings.annotations import Mistakes
+from loaders.recordings.rows import Options, Splitter, plan
+
+
+def make(
+    given: Sequence[str],
+    out: pathlib.Path,
+    *,
+    reading: sources.Options,
+    options: Options,
+    class_file: str = "",
+    root: str = "",
+    mistakes: Mistakes,
+    note: Callable[[str], None] = lambda text: None,
+    threads: int = 0,
+) -> dict[str, Any]:
+    """Reads sources, checks them and writes the index ``out``. Returns what its index.json says, and "n_read", headers read.
+
+    Args:
+      root: the folder that names in the index are relative to; empty: that of --audio, a folder that is the only source, or
+        the folder that all recordings lie in.
+      note: is called with a line of progress.
+
+    Raises:
+      DataError: a source that is none, mistakes that no option says to drop or keep (`IndexMistakes`), or an ``out`` that
+        holds other things. Nothing is written then.
+    """
+    store.refuse_other(out)
+    splitter = Splitter(options.split, options.seed)
+    if splitter.column and not reading.split_column:
+        reading = sources.Options(**{**reading.__dict__, "split_column": splitter.column})
+    _check(options)
+    known = classes.read(class_file) if class_file else None
+    annotations = [each for source in given for each in sources.read(source, reading, mistakes)]
+    paths = {each.path for each in annotations}
+    note(f"{len(annotations)} annotations of {len(paths)} recordings")
+    found, n_read = headers.read_all(paths, store.read_recordings(out), mistakes, threads)
+    note(f"{len(found)} headers, {n_read} of them read now")
+    where = _root(given, reading, root, paths)
+    planned = plan(annotations, found, known, where, options, splitter, mistakes)
+    mistakes.refuse()
+    asked = {**options.__dict__, **reading.__dict__, "sources": list(given), "class_file": class_file}
+    about = store.write(out, planned, mistakes, {name: value for name, value in asked.items() if value not in ("", False)})
+    return {**about, "n_read": n_read}
+
+
+def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
+    """Unpacks the files of tar archives into a folder; one that is there already, of the same size, is left. Returns how many.
+
+    Raises DataError: an archive that cannot be read, or holds anything but files and folders below it.
+    """
+    n = 0
+    for archive in archives:
+        try:
+            with tarfile.open(archive) as tar:
+                for member in tar:
+                    name = os.path.normpath(member.name)
+                    if member.isdir():
+                        continue
+                    if not member.isfile() or name.startswith(("..", "/")):
+                        raise DataError(f"{archive} holds {member.name!r}, which is no plain file below it; unpack it by hand")
+                    place = folder / name
+                    if place.is_file() and place.stat().st_size == member.size:
+                        continue
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    partial = place.with_name(f".{place.name}.partial")
+                    content = tar.extractfile(member)
+                    assert content is not None
+                    with content, open(partial, "wb") as file:
+                        shutil.copyfileobj(content, file, 1 << 20)
+                    partial.rename(place)
+                    n += 1
+        except DataError:
+            raise
+        except (tarfile.TarError, EOFError, ValueError, OSError, zlib.error, lzma.LZMAError) as error:
+            # Full disks, and paths in the way, are reported as they are everywhere.
+            if isinstance(error, OSError) and error.errno not in (None, errno.ENAMETOOLONG):
+                raise
+            raise DataError(f"{archive} cannot be unpacked: {str(error)[:300]}; fetch it again") from error
+    return n
+
+
+def _check(options: Options) -> None:
+    """Raises DataError for numbers that make no sense."""
+    for name, flag in (("windows", "--windows"), ("hop", "--hop"), ("min_overlap", "--min-overlap")):
+        value = getattr(options, name)
+        if not 0 <= value < float("inf"):
+            raise DataError(f"{flag} is {value}; it must be a number of seconds, at least 0")
+    if options.hop and not options.windows:
+        raise DataError("--hop is given without --windows, whose distance it is")
+    if options.min_count < 1:
+        raise DataError(f"--min-count is {options.min_count}; it must be at least 1")
+    if not re.fullmatch(r"mean|each|table|\d{1,4}", options.channels):
+        raise DataError(f"--channels is {options.channels!r}; expected mean, each, table, or a number from 0")
+
+
+def _root(given: Sequence[str], reading: sources.Options, root: str, paths: set[str]) -> str:
+    if root:
+        return os.path.abspath(os.path.expanduser(root))
+    if reading.audio:
+        return os.path.abspath(os.path.expanduser(reading.audio))
+    if len(given) == 1 and os.path.isdir(folder := os.path.expanduser(given[0])):
+        return os.path.abspath(folder)
+    return os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else os.getcwd()

@@ -1,0 +1,80 @@
+//! Seek tables of long recordings whose frames had to be walked, kept for all threads of the process.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// One frame of so many has its offset in the table: the others are walked from it.
+const STRIDE: usize = 32;
+/// Bytes of all tables: 2,000 recordings of two hours.
+const KEPT: usize = 64 << 20;
+/// Bytes at each place of a recording that identify it.
+const PROBE: usize = 256;
+
+/// Where every `STRIDE`th frame of a recording begins.
+pub struct Table {
+    pub n: usize, // frames
+    offsets: Vec<u32>,
+}
+
+impl Table {
+    /// The last frame in the table that is not after frame `k`, and where it begins; None for one that does not exist.
+    pub fn before(&self, k: usize) -> Option<(usize, usize)> {
+        let i = k / STRIDE;
+        (k < self.n).then(|| self.offsets.get(i).map(|&at| (i * STRIDE, at as usize)))?
+    }
+
+    fn bytes(&self) -> usize {
+        64 + 4 * self.offsets.len()
+    }
+}
+
+#[derive(Default)]
+struct Tables {
+    by_key: HashMap<u128, (u64, Arc<Table>)>, // and when it was last used
+    clock: u64,
+    bytes: usize,
+}
+
+static TABLES: Mutex<Option<Tables>> = Mutex::new(None);
+
+/// The table of a recording that was walked before.
+pub fn find(bytes: &[u8]) -> Option<Arc<Table>> {
+    let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
+    let tables = tables.as_mut()?;
+    tables.clock += 1;
+    let clock = tables.clock;
+    let (used, table) = tables.by_key.get_mut(&key(bytes))?;
+    *used = clock;
+    Some(table.clone())
+}
+
+/// Keeps the table of a recording with these frames; the one that was not used for longest makes room.
+pub fn keep(bytes: &[u8], frames: &[u32]) -> Arc<Table> {
+    let offsets = frames.iter().step_by(STRIDE).copied().collect();
+    let table = Arc::new(Table { n: frames.len(), offsets });
+    let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
+    let tables = tables.get_or_insert_with(Tables::default);
+    tables.clock += 1;
+    tables.bytes += table.bytes();
+    if let Some((_, old)) = tables.by_key.insert(key(bytes), (tables.clock, table.clone())) {
+        tables.bytes -= old.bytes();
+    }
+    while tables.bytes > KEPT {
+        let Some(oldest) = tables.by_key.iter().min_by_key(|(_, (used, _))| *used).map(|(key, _)| *key) else { break };
+        if let Some((_, old)) = tables.by_key.remove(&oldest) {
+            tables.bytes -= old.bytes();
+        }
+    }
+    table
+}
+
+/// Tells recordings apart by their size and by what lies at their beginning, middle and end.
+fn key(bytes: &[u8]) -> u128 {
+    let mut hash: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
+    let mut feed = |byte: u8| hash = (hash ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
+    bytes.len().to_le_bytes().into_iter().for_each(&mut feed);
+    for start in [0, bytes.len() / 2, bytes.len().saturating_sub(PROBE)] {
+        bytes[start..].iter().take(PROBE).copied().for_each(&mut feed);
+    }
+    hash
+}

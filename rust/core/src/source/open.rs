@@ -1,0 +1,80 @@
+//! Opens files without trusting their names: regular files alone, and what a shard names only below its root.
+
+use std::fs::{File, Metadata, OpenOptions};
+use std::io::{Error, Result};
+use std::path::{Component, Path, PathBuf};
+
+/// Opens a regular file to read it. A pipe, a device or a folder is an error at once: opening one never waits.
+pub(super) fn regular(path: &Path) -> Result<(File, Metadata)> {
+    let check = |stat: Metadata| match stat.is_file() {
+        true => Ok(stat),
+        false => Err(Error::other("is not a regular file")),
+    };
+    check(std::fs::metadata(path)?)?; // first, since merely opening some devices has effects
+    let mut options = OpenOptions::new();
+    options.read(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK); // where it became a pipe since
+    let file = options.open(path)?;
+    let stat = check(file.metadata()?)?;
+    Ok((file, stat))
+}
+
+/// The file `name` of `root`. It must lie below it: after links are resolved, or before where `links` may lead out.
+pub(super) fn below(root: &Path, name: &Path, links: bool) -> Result<PathBuf> {
+    let place = root.join(name);
+    let is_below = match links {
+        true => lexical(&std::path::absolute(&place)?).starts_with(lexical(&std::path::absolute(root)?)),
+        false => {
+            let root = if root.as_os_str().is_empty() { Path::new(".") } else { root };
+            place.canonicalize()?.starts_with(root.canonicalize()?)
+        }
+    };
+    match is_below {
+        true => Ok(place),
+        false => Err(Error::other(format!("leads out of {}", root.display()))),
+    }
+}
+
+/// An absolute path without `..`, as it reads.
+fn lexical(path: &Path) -> PathBuf {
+    let mut plain = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => drop(plain.pop()),
+            part => plain.push(part),
+        }
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_stay_below_their_root() {
+        let folder = std::env::temp_dir().join(format!("jaxtrain-open-{}", std::process::id()));
+        let root = folder.join("root");
+        std::fs::create_dir_all(root.join("deep")).unwrap();
+        std::fs::write(folder.join("secret"), "x").unwrap();
+        std::fs::write(root.join("a"), "x").unwrap();
+        let inside = root.join("a");
+        for name in [Path::new("a"), Path::new("deep/../a"), &inside] {
+            assert!(below(&root, name, false).is_ok() && below(&root, name, true).is_ok(), "{}", name.display());
+        }
+        let outside = folder.join("secret");
+        for name in [Path::new("../secret"), Path::new("deep/../../secret"), &outside] {
+            assert!(below(&root, name, false).is_err() && below(&root, name, true).is_err(), "{}", name.display());
+        }
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink("../secret", root.join("link")).unwrap();
+            assert!(below(&root, Path::new("link"), false).is_err());
+            assert!(below(&root, Path::new("link"), true).is_ok());
+            assert!(regular(Path::new("/dev/zero")).is_err());
+        }
+        assert!(regular(&root).is_err() && regular(&inside).is_ok());
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+}

@@ -1,0 +1,93 @@
+//! Rows that are parts of recordings which lie beside the shards, as `jaxtrain index` writes them.
+//!
+//! A row takes 24 bytes: its recording (4), start and end (16) and class (4); and 2 for its channel where any row of the shard
+//! has one. Names are kept once for each recording of a shard.
+
+use std::collections::HashMap;
+
+/// The key of a shard's metadata that says that its rows are parts; the value is the version.
+pub(super) const KEY: &str = "jaxtrain.index";
+pub(super) const VERSION: &str = "1";
+/// The channel of a row that takes their mean.
+pub(super) const MEAN: i16 = -1;
+
+/// A part of a recording.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Part {
+    pub start: f64,           // seconds
+    pub end: f64,             // seconds; infinite where the part ends with the recording
+    pub channel: Option<u16>, // None: the mean
+}
+
+/// The parts of a shard, by row.
+#[derive(Default)]
+pub(super) struct Parts {
+    pub names: Names,
+    pub files: Vec<u32>, // of `names`
+    pub starts: Vec<f64>,
+    pub ends: Vec<f64>,
+    pub channels: Vec<i16>, // empty where all are `MEAN`
+}
+
+impl Parts {
+    pub fn len(&self) -> usize {
+        self.files.len()
+    }
+
+    pub fn part(&self, row: usize) -> Part {
+        let channel = self.channels.get(row).and_then(|&channel| u16::try_from(channel).ok());
+        Part { start: self.starts[row], end: self.ends[row], channel }
+    }
+
+    pub fn name(&self, row: usize) -> &str {
+        self.names.get(self.files[row])
+    }
+}
+
+/// Texts by number, one after another in memory.
+#[derive(Default)]
+pub(super) struct Names {
+    pub text: String,
+    pub ends: Vec<u64>,
+}
+
+impl Names {
+    pub fn get(&self, number: u32) -> &str {
+        let number = number as usize;
+        let start = number.checked_sub(1).map_or(0, |before| self.ends[before]);
+        &self.text[start as usize..self.ends[number] as usize]
+    }
+
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    pub fn push(&mut self, name: &str) {
+        self.text.push_str(name);
+        self.ends.push(self.text.len() as u64);
+    }
+}
+
+/// Gives each name a number, the first time that it is met.
+#[derive(Default)]
+pub(super) struct Numbers {
+    pub names: Names,
+    known: HashMap<String, u32>,
+}
+
+impl Numbers {
+    /// The number of a name; None where it is not UTF-8.
+    pub fn bytes(&mut self, name: &[u8]) -> Option<u32> {
+        std::str::from_utf8(name).ok().map(|name| self.number(name))
+    }
+
+    pub fn number(&mut self, name: &str) -> u32 {
+        if let Some(&number) = self.known.get(name) {
+            return number;
+        }
+        let number = self.names.len() as u32;
+        self.known.insert(name.into(), number);
+        self.names.push(name);
+        number
+    }
+}

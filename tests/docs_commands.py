@@ -1,0 +1,322 @@
+"""Every command that README, CONTRIBUTING, docs/*.md and the configs' docstrings show, and how a test runs it.
+
+    python tests/docs_commands.py FOLDER [--only=REGEX] [--quick]      in FOLDER, with the data of tests/docs_data.py
+
+runs them in the order of the pages, prints a line for each, and ends with 1 when one ended with a code that its rule does not
+expect. What has passed in FOLDER is not run again.
+
+A command without a rule fails tests/test_docs_commands.py. To add one, append a row to `RULES`: a regular expression that the
+command matches, and one of
+
+    Run("--config.… …")     it is run, with these arguments behind it: the sizes below make every model and run tiny
+    Run(quick=True)         it takes seconds and no jax: `make test` runs it, too
+    Why("…")                it is not run, and why
+
+The first row that matches counts. Paths of the docs (/path/to/XCM) are replaced by those of small data: `PLACES`.
+"""
+
+import argparse
+import ast
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+
+# Sizes, by what the command trains: appended to it, so that they count.
+RUN = (
+    "--config.train.steps=2 --config.train.batch=4 --config.train.accumulate=1 --config.train.eval_every=1 "
+    "--config.train.eval_batches=1 --config.checkpoint.every=1 --config.metrics.every=1"
+)
+BIRD = (
+    f"{RUN} --config.model.embed=32 --config.model.depth=1 --config.model.heads=2 '--config.model.patch=(32, 32)' "
+    "--config.model.dtype=float32 --config.data.threads=1"
+)
+LANGUAGE = (
+    f"{RUN} --config.model.embed=32 --config.model.depth=1 --config.model.heads=2 --config.model.mlp=32 "
+    "--config.model.dtype=float32 --config.model.context=64 --config.data.context=64"
+)
+PRESET = f"{LANGUAGE} --config.model.kv_heads=1 --config.model.head_dim=16 --config.model.vocab=None"
+PRETRAINED = f"{RUN} --config.model.context=64 --config.data.context=64 --config.model.dtype=float32"
+HIGGS = f"{RUN} --config.model.dtype=float32 --config.data.codebooks=4 --config.data.codebook_size=32 --config.data.buckets=1"
+PUZZLES = (
+    f"{RUN} --config.model.embed=32 --config.model.heads=2 --config.model.depth=1 --config.model.inner_multiple=32 "
+    "--config.model.puzzle_tokens=1 --config.model.puzzle_embed=32 --config.model.cycles_high=1 --config.model.cycles_low=1 "
+    "--config.model.halt_steps=2 --config.model.dtype=float32"
+)
+GENERATED = "\"--config.data.sources=({'n_train': 20, 'n_test': 8, 'blanks': (10, 20)},)\""
+GIBLET = (
+    f"{RUN} '--config.model.video_widths=(16, 16, 16)' '--config.model.audio_widths=(8, 8)' "
+    "'--config.model.text_widths=(8, 8)' '--config.model.trunk_widths=(16, 16)' --config.model.bottleneck=8 "
+    "--config.model.head_width=16 '--config.model.decoder_widths=(16, 16, 16, 16)' "
+    "'--config.model.decode_video_widths=(16, 16)' '--config.model.decode_audio_widths=(16, 16)' "
+    "'--config.model.decode_text_widths=(16, 16)' --config.model.dtype=float32 --config.data.hrf_seconds=6"
+)
+SMALL_DATA = "--config.data.train=data/XCM"  # instead of the demo birds, which take a minute to make
+
+# What the docs call a path -> what is there (tests/docs_data.py), and steps that a run of two has.
+PLACES = {
+    "/path/to/XCM": "data/XCM",
+    "/path/to/XCL": "data/XCM",
+    "/data/XCM": "data/XCM",
+    "/path/to/HSN-archive": "data/HSN-archive",
+    "/path/to/HSN": "data/HSN",
+    "/path/to/other": "data/XCM",
+    "/path/to/esc10": "data/esc10",
+    "/path/to/input.txt": "input.txt",
+    "/path/to/sudoku": "puzzles",
+    "giblet.py:/path/to/folder": "giblet.py:data/film",
+    "giblet:/path/to/folder": "giblet:data/film",
+    "checkpoints/500": "checkpoints/1",
+    "{500,600}": "{1,2}",
+}
+
+
+class Run(NamedTuple):
+    """It is run, with ``more`` behind it."""
+
+    more: str = ""
+    code: int = 0  # that it ends with
+    quick: bool = False  # whether `make test` runs it, too
+    instead: tuple[tuple[str, str], ...] = ()  # (text of the command, what takes its place)
+
+
+class Why(NamedTuple):
+    """It is not run."""
+
+    reason: str
+
+
+PLAN = r"--plan|jaxtrain plan"
+RULES: tuple[tuple[str, Run | Why], ...] = (
+    # Not run: what installs, tests or measures, what needs a cluster or a network, and patterns that stand for many commands.
+    (
+        r"^make ",
+        Why("it installs and then runs what other rows run; the gate runs it, and the demos have tests of their parts"),
+    ),
+    (r"^(make|pip install .*|source .*|pre-commit .*)$", Why("it changes the environment that the tests run in")),
+    (r"^(docker|kubectl) ", Why("it needs Docker or a cluster; tests/tools/test_container.py reads what it is given")),
+    (r"^(\S*python -m )?pytest|^\.venv/bin/python -m pytest", Why("it is a test itself")),
+    (r"--plan-setup|plan --setup", Why("it needs the network; tests/plan/test_environment.py runs it against a stand-in")),
+    (r"tools\.compile_table", Why("it needs compilers that are fetched; tests/compiled compiles the same steps")),
+    (r"tools\.bench_|tools\.esc10_folds|tools\.index_scale|tools\.shuffle_quality", Why("it measures, for minutes")),
+    (r"tools\.pack_gpu_check|tools\.gpu_check --readme", Why("tests/tools runs it; it needs wheels, or a chip's numbers")),
+    (r"^python tools/gpu_check\.py$", Why("it measures for minutes; tests/tools/test_gpu_check.py runs its parts")),
+    (r"JAXTRAIN_COORDINATOR=", Why("a pattern for two hosts; tests/test_train.py runs two such processes")),
+    (r"launch.* --(status|tail)=", Why("it is of a job; tests/commands/test_launch_slurm.py asks a real SLURM")),
+    (r"--config=…|higgs_demo(\.py)?:", Why("it stands for any config, or for what tools/demo_higgs.py fills in")),
+    (r"RUN|DIR|FILE|NAME=VALUE", Why("a pattern; an example of it is in another row")),
+    (r"my_config\.py", Why("tests/test_docs.py trains the files of CONTRIBUTING")),
+    (r"model\.energy\.weight", Why("tests/test_docs.py runs the objective of CONTRIBUTING")),
+    (r"^tests/slurm_up\.sh$", Why("it starts a SLURM as root; the gate does so")),
+    # Mentions of a command, without arguments or with a flag alone.
+    (r"^jaxtrain( [a-z-]+)?( --[a-z-]+)*$", Run("--help", quick=True)),
+    (r"^python -m tools\.orbax_to_safetensors$", Run("--help", quick=True)),
+    (r"--help$", Run()),
+    (r"^jaxtrain completion ", Run(quick=True)),
+    (r"demo_chat\.tokenizer", Run(quick=True)),
+    (r"tools\.write_reference$", Run("--check")),
+    (r"tools\.draw_augmentations$", Run("--data=data/XCM --out=drawn.png")),
+    (r"tools\.packing_report", Run(instead=(("corpus/train", "tokens/train"),), quick=True)),
+    # Clusters: what would be submitted.
+    (r"launch_slurm .*--dry-run|jaxtrain launch .*--dry-run", Run(quick=True)),
+    (r"launch_tpu\.sh .*--dry-run", Run(quick=True)),
+    # Data.
+    (r"^jaxtrain tokens ", Run("--workers=1", quick=True)),
+    (r"^jaxtrain index ", Run(quick=True)),
+    (r"folder(\.py)?:index$", Run(BIRD)),
+    (r"^jaxtrain sudoku ", Run("--train 20 --test 8 --blanks 10 20", quick=True)),
+    (r"^jaxtrain train-codec ", Run("--codebooks=4 --size=32 --components=8 --rounds=2")),
+    (r"^jaxtrain encode-audio ", Run()),
+    # Looking ahead.
+    (r"--explain|jaxtrain explain", Run()),
+    (rf"giblet(\.py)?:blank.*({PLAN})", Run()),
+    (rf"higgs(\.py)?:blank.*({PLAN})", Run()),
+    (rf"trm_sudoku.*({PLAN})", Run(f"{PUZZLES} --config.train.batch=32 {GENERATED}")),
+    # Training, at the sizes above.
+    (r"xcm(\.py)?:.* --config\.warm_start", Run(BIRD)),
+    (r"(xcm|xcl)(\.py)?:", Run(BIRD)),
+    (r"=(configs/)?xcm(\.py)?(\s|$)", Run(f"{BIRD} {SMALL_DATA}")),
+    (r"esc10(\.py)?:", Run(f"{BIRD} --config.train.ema=0.9")),
+    (r"esc10_folds(\.py)?:", Run(f"{BIRD} --config.model.mae.decoder.embed=32 --config.model.mae.decoder.depth=1")),
+    (r"^--config\.data\.multilabel|^--config\S*asymmetric", Run(f"{BIRD} --config.data.train=data/HSN")),
+    (
+        r"^--config\.data\.views|lejepa",
+        Run(f"{BIRD} {SMALL_DATA} --config.model.lejepa.hidden=16 --config.model.lejepa.size=8"),
+    ),
+    (r"^--config\.model", Run(f"{BIRD} {SMALL_DATA}")),
+    (r"=(configs/)?lm(\.py)?:(path/to/|exported)", Run(PRETRAINED)),
+    (r"=(configs/)?lm(\.py)?:.*'corpus'", Run(f"{PRESET} --config.workdir=runs/lm-corpus")),
+    (r"=(configs/)?lm(\.py)?:", Run(PRESET, instead=((" …", " \"--config.data.sources=({'path': 'tokens'},)\""),))),
+    (r"shakespeare_char(\.py)?:", Run(LANGUAGE)),
+    (r"=(configs/)?sums(\.py)?$", Run(f"{LANGUAGE} '--config.model.targets=()'")),
+    (r"trm_sudoku(\.py)?:", Run(f"{PUZZLES} --config.workdir=runs/trm-files")),
+    (r"trm_sudoku(\.py)?$", Run(f"{PUZZLES} {GENERATED}")),
+    (r"giblet(\.py)?:", Run(GIBLET)),
+    (
+        r"higgs(\.py)?:path/to/weights …",
+        Run(
+            f"{HIGGS} --config.data.manifest=manifest.json --config.data.tokenizer=path/to/weights/tokenizer.json "
+            "--config.data.codes=codes.npz --config.workdir=runs/higgs-table",
+            instead=((" …", ""),),
+        ),
+    ),
+    (r"higgs(\.py)?:path/to/weights .*data\.codes=", Run(f"{HIGGS} --config.workdir=runs/higgs-codes")),
+    (r"higgs(\.py)?:(path/to/weights|merged)", Run(HIGGS)),
+    # Looking back.
+    (r"^jaxtrain embed ", Run("--batch=8")),
+    (r"^jaxtrain probe ", Run()),
+    (r"^jaxtrain checkpoint diff ", Run(code=1)),  # they differ, as it says
+    (r"^jaxtrain (export|checkpoint) ", Run()),
+    (r"^jaxtrain lora-to-peft runs/higgs ", Run()),
+    (r"^jaxtrain generate-audio ", Run("--seconds=0.4 --each=1")),
+)
+
+
+class Command(NamedTuple):
+    """A command as a page shows it."""
+
+    page: str
+    text: str
+    before: str = ""  # lines of its block that set variables
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}: {self.text}"
+
+    @property
+    def rule(self) -> Run | Why | None:
+        return next((rule for pattern, rule in RULES if re.search(pattern, self.text)), None)
+
+    def line(self) -> str:
+        """What is typed: with the rule's arguments, and small data in the place of what the docs name."""
+        rule, text = self.rule, self.text
+        assert isinstance(rule, Run)
+        for old, new in rule.instead:
+            text = text.replace(old, new)
+        if text.startswith("--config"):
+            text = f"jaxtrain train --config=configs/xcm.py:/path/to/XCM --config.workdir=runs/objective-{len(text)} {text}"
+        if (at := text.find(" -- ")) >= 0:  # what follows is another program's
+            text = f"{text[:at]} {rule.more}{text[at:]}"
+        else:
+            text = f"{text} {rule.more}"
+        for old, new in PLACES.items():
+            text = text.replace(old, new)
+        before = self.before
+        for old, new in PLACES.items():
+            before = before.replace(old, new)
+        return f"{before}\n{text}" if before else text
+
+
+STARTS = re.compile(
+    r"(jaxtrain|python|make|pip|pytest|source|tools/\S+\.sh|tests/\S+\.sh)(\s|$)|[A-Z_]+=\S+ .*python|--config\."
+)
+INLINE = re.compile(r"(jaxtrain|make|python -m|python tools/|pytest|tools/\S+\.sh|tests/\S+\.sh|source|pip)(\s.*)?")
+
+
+@functools.cache
+def shown() -> tuple[Command, ...]:
+    """Every command, once, in the order of the pages."""
+    found: dict[str, Command] = {}
+    for page in PAGES:
+        text = page.read_text()
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+            if language in ("", "bash", "sh"):
+                _add(found, page, block.replace("\\\n", " ").splitlines())
+        rest = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        codes = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", rest)]
+        _add(found, page, [code for code in codes if INLINE.fullmatch(code)])
+    for file in CONFIGS:
+        lines = (ast.get_docstring(ast.parse(file.read_text()), clean=False) or "").replace("\\\n", " ").splitlines()
+        _add(found, file, [line.strip() for line in lines if line.startswith("    ")])
+    return tuple(found.values())
+
+
+def _add(found: dict[str, Command], page: pathlib.Path, lines: list[str]) -> None:
+    before = ""
+    for line in lines:
+        text = " ".join(re.sub(r"\s+#\s.*$|\s{2,}\(.*$", "", line).split())
+        if re.match(r"[a-z_]+=\"", text):
+            before = f"{before}\n{text}".strip()
+        elif STARTS.match(text):
+            found.setdefault(f"{before}\n{text}", Command(str(page.relative_to(ROOT)), text, before))
+
+
+def start(folder: pathlib.Path) -> None:
+    """Makes ``folder`` what a reader has in front of them: the checkout's folders, and data. Nothing if it is that already."""
+    if (folder / "configs").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, str(ROOT / "tests" / "docs_data.py"), str(folder)], cwd=ROOT, check=True)
+    for name in ("tools", "tests", "docs", "configs"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def run(command: Command, folder: pathlib.Path) -> subprocess.CompletedProcess:
+    """Types a command in ``folder``."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
+    cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
+    environment = inherited | cache | {
+        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # tiny programs: their compilation is what takes long
+        "JAXTRAIN_CACHE": str(folder / "cache"),
+    }  # fmt: skip
+    script = f"set -euo pipefail\nshopt -s expand_aliases\n{command.line()}"
+    return subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--only", default="", metavar="REGEX", help="commands whose text, or page, matches")
+    parser.add_argument("--quick", action="store_true", help="those that take seconds")
+    args = parser.parse_args(argv)
+    folder = args.folder.resolve()
+    start(folder)
+    done = folder / "passed.txt"
+    passed = set(done.read_text().splitlines()) if done.exists() else set()
+    failures = 0
+    for command in shown():
+        rule = command.rule
+        if isinstance(rule, Why) or (args.quick and rule and not rule.quick) or not re.search(args.only, command.name):
+            continue
+        if rule is None or command.name in passed:
+            print(f"{'no rule' if rule is None else 'passed before':>13}  {command.name}", flush=True)
+            failures += rule is None
+            continue
+        began = time.monotonic()
+        ended = run(command, folder)
+        well = ended.returncode == rule.code
+        print(
+            f"{'passed' if well else f'code {ended.returncode}':>13}  {command.name}  ({time.monotonic() - began:.0f} s)",
+            flush=True,
+        )
+        if well:
+            with done.open("a") as file:
+                file.write(f"{command.name}\n")
+        else:
+            failures += 1
+            print(f"{command.line()}\n{ended.stdout[-1500:]}{ended.stderr[-3000:]}", flush=True)
+    print(f"{failures} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Small data of every kind that the docs' commands name, in one folder: what a reader would have under those paths."""
+
+import io
+import json
+import pathlib
+import shutil
+import sys
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import soundfile
+
+TESTS = pathlib.Path(__file__).parent
+sys.path[:0] = [str(TESTS / "loaders"), str(TESTS.parent)]
+import chat  # noqa: E402
+import corpus  # noqa: E402
+
+from loaders import demo_chat, film_files, tokenise  # noqa: E402
+
+NAMES = ("blackbird", "chiffchaff", "wren")
+WORDS = "the wren sings at dawn and the owl hears it far away over wet fields of rye".split()
+
+
+def make(folder: pathlib.Path) -> None:
+    """Fills ``folder``, which may hold nothing of the names below."""
+    birds(folder)
+    recordings(folder)
+    texts(folder)
+    sounds(folder)
+    film(folder)
+    shutil.copytree(TESTS / "data" / "lm" / "qwen2", folder / "path" / "to" / "Qwen2.5-0.5B")
+    weights = folder / "path" / "to" / "weights"
+    weights.mkdir(parents=True)
+    for source, name in (("config.json", "config.json"), ("weights.safetensors", "model.safetensors")):
+        shutil.copyfile(TESTS / "data" / "higgs" / source, weights / name)
+    demo_chat.tokenizer(weights / "tokenizer.json")
+
+
+def table(n: int, label: str, *, lists: bool = False) -> pa.Table:
+    """``n`` recordings of 0.3 s with a class, or a list of classes, in the column ``label``."""
+    feature: dict = {"names": list(NAMES), "_type": "ClassLabel"}
+    kind = pa.list_(pa.int64()) if lists else pa.int64()
+    features = {"audio": {"_type": "Audio"}, label: {"feature": feature, "_type": "Sequence"} if lists else feature}
+    schema = pa.schema({"audio": corpus.AUDIO, label: kind})
+    schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    labels = [[i % 3] if i % 4 else [0, 2] for i in range(n)] if lists else [i % 3 for i in range(n)]
+    audio = [{"bytes": corpus.wav(i, 0.3), "path": f"{i}.wav"} for i in range(n)]
+    return pa.table([pa.array(audio, corpus.AUDIO), pa.array(labels, kind)], schema=schema)
+
+
+def birds(folder: pathlib.Path) -> None:
+    """data/XCM and data/XCL: one folder; data/HSN: lists of classes and its splits; data/esc10: five folds."""
+    corpus.save_to_disk(folder / "data" / "XCM", [table(20, "ebird_code"), table(20, "ebird_code")])
+    for split, n in (("train", 24), ("test", 12), ("test_5s", 12)):
+        corpus.save_to_disk(folder / "data" / "HSN" / split, [table(n, "ebird_code_multilabel", lists=True)])
+    corpus.save_to_disk(folder / "data" / "esc10" / "train", [table(80, "label") for _ in range(4)])
+    corpus.save_to_disk(folder / "data" / "esc10" / "test", [table(80, "label")])
+
+
+def recordings(folder: pathlib.Path) -> None:
+    """recordings/ with two folders of WAVs, events.csv and tables/ of Raven about them; an archive as BirdSet's."""
+    header = "Selection\tBegin Time (s)\tEnd Time (s)\tSpecies"
+    (folder / "tables").mkdir()
+    lines = ["file,start,end,label"]
+    for n in range(12):
+        name = f"{'ab'[n % 2]}/rec{n}.wav"
+        path = folder / "recordings" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(corpus.wav(n, 6.0))
+        lines.append(f"{name},{n % 4},{n % 4 + 1.5},{'ab'[n % 2]}")
+        (folder / "tables" / f"rec{n}.Table.1.selections.txt").write_text(f"{header}\n1\t1.0\t2.0\t{'ab'[n % 2]}\n")
+    (folder / "events.csv").write_text("\n".join(lines))
+    archive = folder / "data" / "HSN-archive"
+    archive.mkdir(parents=True)
+    row = {"filepath": "XC1.wav", "ebird_code": "a", "ebird_code_multilabel": ["a"], "start_time": None, "end_time": None}
+    pq.write_table(pa.Table.from_pylist([{**row, "low_freq": None, "high_freq": None}]), archive / "HSN_metadata_train.parquet")
+    (folder / "XC1.wav").write_bytes(corpus.wav(50))
+    with tarfile.open(archive / "HSN_train_shard_0001.tar.gz", "w:gz") as tar:
+        tar.add(folder / "XC1.wav", "XC1.wav")
+
+
+def texts(folder: pathlib.Path) -> None:
+    """texts/*.parquet with tokenizer.json, tokens/ made of them, input.txt."""
+    import tokenizers
+
+    rng = np.random.default_rng(0)
+    lines = [" ".join(rng.choice(WORDS, 60)) for _ in range(300)]
+    (folder / "texts").mkdir()
+    pq.write_table(pa.table({"text": lines}), folder / "texts" / "birds.parquet")
+    (folder / "input.txt").write_text("\n".join(f"ROMEO:\n{line}" for line in lines))  # a prompt of the config's begins so
+    words = ["[unk]", "<|endoftext|>", *sorted(set(WORDS))]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[unk]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(folder / "tokenizer.json"))
+    options = tokenise.Options(str(folder / "tokenizer.json"), "<|endoftext|>", "text", "file")
+    tokenise.make(folder / "tokens" / "train", [str(folder / "texts")], options)
+
+
+def sounds(folder: pathlib.Path) -> None:
+    """sounds/ and manifest.json, as `jaxtrain train-codec` and configs/higgs.py read them."""
+    (folder / "sounds").mkdir()
+    for i in range(6):
+        file = io.BytesIO()
+        soundfile.write(file, chat.wave(i, 1.0), 32_000, format="WAV")
+        (folder / "sounds" / f"{i}.wav").write_bytes(file.getvalue())
+    samples = [chat.says(f"sounds/{i % 6}.wav", duration=0.4 + 0.1 * (i % 3)) for i in range(24)]
+    (folder / "manifest.json").write_text(json.dumps(samples))
+    # What another codec would have written: 4 codebooks of 32, as path/to/weights has them.
+    rng = np.random.default_rng(0)
+    np.savez(folder / "codes.npz", **{f"sounds/{i}.wav": rng.integers(0, 32, (4, 25), np.int16) for i in range(6)})
+
+
+def film(folder: pathlib.Path) -> None:
+    """data/film: what `jaxtrain prepare-giblet` would make of a film of a minute and two viewers."""
+    rng, out = np.random.default_rng(0), folder / "data" / "film"
+    (out / "fmri").mkdir(parents=True)
+    np.save(out / "video.npy", rng.integers(0, 256, (240, 6, 8, 3), np.uint8))
+    np.save(out / "audio.npy", rng.integers(0, 1024, (240, 2), np.int16))
+    np.save(out / "text.npy", rng.standard_normal((60, 8), np.float32))
+    for name in "ab":
+        np.save(out / "fmri" / f"{name}.npy", rng.standard_normal((60, 12)).astype(np.float16))
+    film_files.write(out, {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "codes", "subjects": ["a", "b"]})
+
+
+if __name__ == "__main__":
+    make(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,150 @@
+"""Every command, and what is given to it damaged. A new command of jaxtrain/cli.py needs a line in `ATTACKS` or `HARMLESS`.
+
+An attack has an input (a function of inputs.py, which fills a folder), other inputs that stay whole, and the arguments, with
+{input}, {out} and the other inputs' names in the place of their folders. The input is damaged in every way of `damage.cases`,
+and nothing may come of it that `harness` forbids. Arguments come from the user and are trusted; files are not.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import inputs
+
+LIGHT, HEAVY = 6, 1  # cases of the short form, which CI runs
+
+
+class Attack(NamedTuple):
+    """One command, and one input of it."""
+
+    name: str
+    argv: tuple[str, ...]
+    make: Callable
+    beside: tuple[Callable, ...] = ()  # other inputs, which are whole
+    short: int = LIGHT  # cases in CI; 0: the long form alone
+    most: int = 250  # cases of the long form
+    named: tuple[str, ...] = ()  # files that the user names in the arguments: where they link to is the user's choice
+
+
+def _attack(name: str, text: str, make: Callable, *beside: Callable, **options) -> Attack:
+    return Attack(name, tuple(text.split()), make, beside, **options)
+
+
+BIRDS = f"--config=configs/xcm.py:{{input}} --config.workdir={{out}} {inputs.SMALL}"
+EMBED = "--out {out} --label label --data"
+SOUND = "--codebooks 1 --size 4 --rounds 1 --test-share 0"
+FROM = "--config.warm_start.source={input} --config.warm_start.skip=('^(?!encoder)',)"
+OTHER = BIRDS.replace("{input}", "{recordings}")  # than what is damaged
+
+ATTACKS = (
+    _attack("inspect a run", "checkpoint inspect {input}", inputs.birds),
+    _attack("inspect a run as JSON", "checkpoint inspect --json {input}", inputs.birds, short=2),
+    _attack("inspect an export", "checkpoint inspect {input}", inputs.export),
+    _attack("verify a run", "checkpoint verify {input}", inputs.birds, short=10),
+    _attack("verify an export", "checkpoint verify {input}", inputs.export, short=10),
+    _attack("compare runs", "checkpoint diff {input} {birds}", inputs.birds, inputs.birds),
+    _attack("strip a run", "checkpoint export {input} --out {out}", inputs.birds),
+    _attack("export a run", "export {input} --out {out}", inputs.birds, short=10),
+    _attack("export a language model", "export {input} --out {out}", inputs.language),
+    _attack("take an export back", "export --reverse {input} --out {out}", inputs.export, short=10),
+    _attack("adapters of a run", "lora-to-peft {input} --out {out}", inputs.adapters),
+    _attack("embed with a run", f"embed {{input}} {EMBED} {{recordings}}", inputs.birds, inputs.recordings, short=3, most=150),
+    _attack(
+        "embed with an export", f"embed {{input}} {EMBED} {{recordings}}", inputs.export, inputs.recordings, short=2, most=100
+    ),
+    _attack("embed recordings", f"embed {{birds}} {EMBED} {{input}}", inputs.recordings, inputs.birds, short=2, most=60),
+    _attack(
+        "embed several classes",
+        f"embed {{birds}} {EMBED} {{input}} --label labels --multilabel",
+        inputs.class_lists,
+        inputs.birds,
+        short=2,
+        most=30,
+    ),
+    _attack(
+        "probe embeddings",
+        "probe --train {input} --test {embeddings} --out {out}",
+        inputs.embeddings,
+        inputs.embeddings,
+        short=3,
+        most=120,
+    ),
+    _attack(
+        "index a folder",
+        "index {input} --out {out} --on duplicate-content=drop --on unreadable-file=drop --on empty-file=drop",
+        inputs.recordings,
+    ),
+    _attack(
+        "index what a table names",
+        "index {input}/labels.csv --audio {input} --out {out}",
+        inputs.annotated,
+        named=("labels.csv",),
+    ),
+    _attack("show an index", "index --show {input}", inputs.index),
+    _attack("make tokens", "tokens {out} {input} --tokenizer bytes", inputs.texts),
+    _attack(
+        "encode a manifest",
+        "encode-audio {input}/manifest.json --codec {input}/codec.npz",
+        inputs.sounds,
+        named=("manifest.json", "codec.npz"),
+    ),
+    _attack(
+        "listen to a recording",
+        "encode-audio --listen {input}/0.wav --codec {input}/codec.npz --out {out}.wav",
+        inputs.sounds,
+        most=40,
+        named=("0.wav", "codec.npz"),
+    ),
+    _attack(
+        "learn a codec",
+        f"train-codec {{out}}.npz {{input}}/manifest.json {{input}} {SOUND}",
+        inputs.sounds,
+        short=3,
+        most=100,
+        named=("manifest.json",),
+    ),
+    _attack(
+        "generate with a run",
+        "generate-audio {input} hello --out {out} --seconds 0.2",
+        inputs.speech,
+        inputs.sounds,
+        short=2,
+        most=100,
+    ),
+    _attack("explain recordings", f"explain {BIRDS}", inputs.recordings, short=4),
+    _attack(
+        "explain a film",
+        "explain --config=configs/giblet.py:{input} --config.workdir={out} --config.data.test_share=0",
+        inputs.film,
+    ),
+    _attack("status of jobs", "launch --status {input}", inputs.jobs),
+    _attack("plan recordings", f"plan {BIRDS}", inputs.recordings, short=0, most=40),
+    _attack("train on recordings", f"train {BIRDS}", inputs.recordings, short=0, most=40),
+    _attack("train on the Hub's shards", f"train {BIRDS}", inputs.parquet, short=0, most=40),
+    _attack("train from an export", f"train {OTHER} {FROM}", inputs.export, inputs.recordings, short=0, most=40),
+    _attack(
+        "resume a run",
+        f"train {OTHER} --config.resume.path={{input}} --config.train.steps=2",
+        inputs.trained,
+        inputs.recordings,
+        short=0,
+        most=40,
+    ),
+)
+
+PROBES = (
+    _attack("classes of recordings", "call class_lists {input}", inputs.class_lists, short=30, most=400),
+    _attack("classes of the Hub's recordings", "call class_lists {input}", inputs.class_lists_parquet, short=20, most=400),
+    _attack("read recordings", "call recordings {input}", inputs.recordings, short=20, most=400),
+    _attack("read the Hub's recordings", "call recordings {input}", inputs.parquet, short=10, most=400),
+    _attack("check recordings", "call problems {input}", inputs.recordings, short=5, most=100),
+    _attack("read an index", "call index {input}", inputs.index, short=5, most=300),
+    _attack("read documents", "call documents {input}", inputs.tokens, short=20, most=400),
+    _attack("read boards", "call puzzles {input}", inputs.boards, short=10, most=200),
+    _attack("read codes", "call codes {input}", inputs.codes, short=10, most=200, named=("codes.npz", "codes.parquet")),
+)
+
+HARMLESS = {
+    "completion": "it reads no file: it prints what commands there are",
+    "sudoku": "it reads no file: its boards follow from its arguments",
+    "prepare-giblet": "its film, scans and tables are read by FFmpeg, nibabel and openpyxl: trusted, says docs/security.md",
+}

@@ -1,0 +1,167 @@
+"""What can be wrong with a folder of files: every way in which an attacker, or a disk, might leave it.
+
+`cases` lists them all, in the same order wherever it runs; each is a name and a function that damages a copy.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+OUTSIDE = "outside"  # the folder next to the damaged one whose files nobody may open
+SECRET = f"../{OUTSIDE}/secret.json"
+DEEP = b"[" * 100_000 + b"]" * 100_000
+TEXTS = {  # of a JSON file
+    "a number": b"5",
+    "a string": b'"x"',
+    "null": b"null",
+    "a list": b"[]",
+    "an object": b"{}",
+    "deep": DEEP,
+    "no UTF-8": b'{"\xff": 1}',
+    "many digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "deep within": b'{"config": ' + b"[" * 500 + b"]" * 500 + b"}",
+}
+VALUES = (  # of an entry of a JSON file
+    None, -1, 0, 3_000_000_000, 10**30, 1.5, float("nan"), True, "x", "", "\0", "a\nb", [], {}, [1, 2], [-1], {"a": {}}, SECRET,
+    f"../../../{OUTSIDE}/secret.json", "/dev/zero", "payload", "os", "os:system", "x" * 5000,
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A damage. ``apply`` is given the copy."""
+
+    name: str
+    apply: Callable[[pathlib.Path], None]
+    sealed: bool = False  # whether checksums are written again, as an attacker would
+
+
+def cases(folder: pathlib.Path, *, most: int = 400, named: Sequence[str] = ()) -> list[Case]:
+    """The damages of a folder: all of its files', or ``most`` of them, which then are the same ones at every call.
+
+    ``named``: files that the user names, which may be links.
+    """
+    found = [case for file in _files(folder) for case in _of_file(folder, file, str(file) in named)]
+    if len(found) > most:
+        kept = sorted(random.Random(folder.name).sample(range(len(found)), most))
+        found = [found[i] for i in kept]
+    return [case._replace(sealed=i % 2 == 1) for i, case in enumerate(found)]
+
+
+def some(folder: pathlib.Path, n: int, seed: str, *, named: Sequence[str] = ()) -> list[Case]:
+    """``n`` of the damages, drawn by a seed."""
+    found = cases(folder, named=named)
+    return [found[i] for i in sorted(random.Random(seed).sample(range(len(found)), min(n, len(found))))]
+
+
+def make(case: Case, source: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies ``source`` to ``target``, and damages the copy."""
+    shutil.copytree(source, target, symlinks=True)
+    case.apply(target)
+    if case.sealed:
+        seal(target)
+
+
+def seal(folder: pathlib.Path) -> None:
+    """Writes the checksums of steps and exports below a folder again."""
+    from jaxtrain.checkpoint import checksums
+
+    for name in ("manifest.json", "SHA256SUMS"):
+        for path in sorted(folder.rglob(name)):
+            if path.is_symlink() or not path.is_file():
+                continue
+            files = [p for p in sorted(path.parent.rglob("*")) if p.is_file() and not p.is_symlink() and p != path]
+            if name == "manifest.json":
+                listed = {str(p.relative_to(path.parent)): _entry(p) for p in files if not p.name.startswith(".")}
+                path.write_bytes(checksums._encode(listed))
+            else:
+                lines = (f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(path.parent)}\n" for p in files)
+                path.write_text("".join(lines))
+
+
+def _entry(path: pathlib.Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    return {"bytes": len(content), "hash": hashlib.sha256(content).hexdigest()}
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+
+
+def _of_file(folder: pathlib.Path, file: pathlib.Path, is_named: bool) -> Iterator[Case]:
+    content, rng = (folder / file).read_bytes(), random.Random(str(file))
+    bytes_of = {"empty": b"", "half": content[: len(content) // 2], "with more": content + b"\0" * 999}
+    for i in range(3):
+        at = rng.randrange(max(len(content), 1))
+        bytes_of[f"byte {i}"] = content[:at] + bytes([rng.randrange(256)]) + content[at + 1 :]
+    for i in range(3):  # lengths, counts and offsets are small numbers somewhere near the beginning
+        at = rng.randrange(max(min(len(content), 400), 1))
+        bytes_of[f"word {i}"] = content[:at] + rng.choice([b"\xff" * 4, b"\0" * 4, b"\xff\xff\xff\x7f"]) + content[at + 4 :]
+    tree = _json(content)
+    if tree is not None:
+        bytes_of |= TEXTS
+    for what, new in bytes_of.items():
+        yield Case(f"{file}: {what}", _writer(file, new))
+    yield Case(f"{file}: missing", lambda copy: (copy / file).unlink())
+    for what, kind in (("a link out", SECRET), ("a link to a device", "/dev/zero"), ("a link to itself", file.name)):
+        if is_named and kind == SECRET:
+            continue
+        yield Case(f"{file}: {what}", _linker(file, kind))
+    yield Case(f"{file}: a pipe", _replacer(file, os.mkfifo))
+    yield Case(f"{file}: a folder", _replacer(file, os.mkdir))
+    if tree is not None:
+        for place in list(_places(tree)):
+            for value in VALUES:
+                yield Case(f"{file}: {'.'.join(map(str, place))} = {str(value)[:20]!r}", _setter(file, place, value))
+
+
+def _json(content: bytes) -> Any:
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return tree if isinstance(tree, dict | list) else None
+
+
+def _places(tree: Any, path: tuple = ()) -> Iterator[tuple]:
+    """The path of every entry."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield (*path, key)
+        yield from _places(value, (*path, key))
+
+
+def _writer(file: pathlib.Path, content: bytes) -> Callable[[pathlib.Path], None]:
+    return lambda copy: (copy / file).write_bytes(content) and None
+
+
+def _linker(file: pathlib.Path, target: str) -> Callable[[pathlib.Path], None]:
+    def apply(copy: pathlib.Path) -> None:
+        (copy / file).unlink()
+        up = "../" * (len(file.parts) - 1) if target == SECRET else ""
+        (copy / file).symlink_to(up + target)
+
+    return apply
+
+
+def _replacer(file: pathlib.Path, make_one: Callable[[pathlib.Path], None]) -> Callable[[pathlib.Path], None]:
+    def apply(copy: pathlib.Path) -> None:
+        (copy / file).unlink()
+        make_one(copy / file)
+
+    return apply
+
+
+def _setter(file: pathlib.Path, place: tuple, value: Any) -> Callable[[pathlib.Path], None]:
+    def apply(copy: pathlib.Path) -> None:
+        tree = json.loads((copy / file).read_text())
+        node = tree
+        for key in place[:-1]:
+            node = node[key]
+        node[place[-1]] = value
+        (copy / file).write_text(json.dumps(tree))
+
+    return apply

@@ -1,0 +1,294 @@
+"""Small inputs of every kind, as commands read them, for `damage` to damage. Each function fills an empty folder."""
+
+import io
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import wave
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+ROOT = pathlib.Path(__file__).parents[2]
+AUDIO = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+BIRDS = dict(embed=16, depth=1, heads=1, patch=(16, 16), n_frames=32, n_mels=128, dtype="float32")
+SMALL = (
+    "--config.model.n_frames=32 --config.model.embed=16 --config.model.depth=1 --config.model.heads=1 "
+    "--config.model.patch=(16,16) --config.data.clip_seconds=0.3 --config.data.n_frames=32 --config.data.threads=1 "
+    "--config.data.label=label --config.data.test_share=0 --config.train.batch=2 --config.train.steps=1 "
+    "--config.optim.warmup=0 --config.train.eval_every=0"
+)
+LANGUAGE = dict(embed=16, depth=1, heads=2, kv_heads=1, mlp=32, vocab=64, context=16, dtype="float32")
+
+
+def tone(seconds: float = 0.3, rate: int = 32_000) -> bytes:
+    """A WAV of 16 bits, mono."""
+    content = io.BytesIO()
+    with wave.open(content, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        t = np.arange(int(seconds * rate)) / rate
+        file.writeframes((np.sin(2 * np.pi * 440 * t) * 10_000).astype("<i2").tobytes())
+    return content.getvalue()
+
+
+def table(rows: int = 4, *, lists: bool = False, paths: bool = False) -> pa.Table:
+    """Recordings with a class each, or a list of classes; every other one, or all, by the path of a file."""
+    audio = [{"bytes": None if paths or i % 2 else tone(0.25), "path": f"{i}.wav"} for i in range(rows)]
+    label = {"names": ["a", "b", "c"], "_type": "ClassLabel"}
+    features = {"audio": {"_type": "Audio"}, "label": label, "labels": {"feature": label, "_type": "List"}}
+    name, values, kind = "label", [0, 1, 2, 1], pa.int64()
+    if lists:
+        name, values, kind = "labels", [[0, 1], [], [2], None], pa.list_(pa.int64())
+    schema = pa.schema({"audio": AUDIO, name: kind})
+    schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    return pa.table([pa.array(audio, AUDIO), pa.array((values * rows)[:rows], kind)], schema=schema)
+
+
+def _arrow(path: pathlib.Path, content: pa.Table) -> None:
+    with pa.ipc.new_stream(str(path), content.schema) as writer:
+        writer.write_table(content, max_chunksize=2)
+
+
+def recordings(folder: pathlib.Path) -> None:
+    """What datasets.save_to_disk writes, and recordings in files."""
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name in names:
+        _arrow(folder / name, table())
+    for i in (1, 3):
+        (folder / f"{i}.wav").write_bytes(tone(0.22))
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+
+
+def parquet(folder: pathlib.Path) -> None:
+    """As the Hub stores recordings."""
+    (folder / "data").mkdir()
+    pq.write_table(table(), folder / "data" / "train-00000-of-00001.parquet", row_group_size=2)
+    for i in (1, 3):
+        (folder / "data" / f"{i}.wav").write_bytes(tone(0.22))
+
+
+def annotated(folder: pathlib.Path) -> None:
+    """Recordings, and a table of events in them."""
+    for i in range(3):
+        (folder / f"{i}.wav").write_bytes(tone(0.5 + 0.1 * i))
+    lines = [f"{i}.wav,0.0,0.{k},{'ab'[i % 2]}" for i in range(3) for k in (2, 3)]
+    (folder / "labels.csv").write_text("file,start,end,label\n" + "\n".join(lines) + "\n")
+
+
+def index(folder: pathlib.Path) -> None:
+    """What `jaxtrain index` writes, of recordings that lie in it."""
+    source = folder.parent / "indexed"
+    source.mkdir(exist_ok=True)
+    annotated(source)
+    command = [sys.executable, "-m", "jaxtrain.cli", "index", str(source), "--out", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    about = json.loads((folder / "index.json").read_text())
+    for i in range(3):
+        shutil.copy(source / f"{i}.wav", folder)
+    (folder / "index.json").write_text(json.dumps({**about, "root": "."}))
+
+
+def class_lists(folder: pathlib.Path) -> None:
+    """Recordings of several classes, in a stream and in a table."""
+    _arrow(folder / "a.arrow", table(lists=True))
+
+
+def class_lists_parquet(folder: pathlib.Path) -> None:
+    pq.write_table(table(lists=True), folder / "a.parquet")
+
+
+def sounds(folder: pathlib.Path) -> None:
+    """A manifest of conversations, its recordings, a codec and a tokenizer."""
+    from loaders import codec, demo_chat
+
+    rng = np.random.default_rng(0)
+    for i in range(2):
+        (folder / f"{i}.wav").write_bytes(tone(0.4 + 0.2 * i))
+    audio = [{"type": "audio", "audio_url": f"{i}.wav", "offset": 0.0, "duration": 0.2} for i in range(2)]
+    samples = [
+        {"messages": [{"role": "user", "content": "play"}, {"role": "assistant", "content": [audio[0]]}], "start_index": 0},
+        {"messages": [{"role": "user", "content": ["what?", audio[1]]}, {"role": "assistant", "content": "a tone"}]},
+    ]
+    (folder / "manifest.json").write_text(json.dumps(samples))
+    codec.train(rng.normal(size=(40, 512)).astype("f4"), codebooks=2, size=16, components=8, rounds=1).save(
+        folder / "codec.npz"
+    )
+    demo_chat.tokenizer(folder / "tokenizer.json")
+
+
+def texts(folder: pathlib.Path) -> None:
+    """Documents in every kind of file that `jaxtrain tokens` reads."""
+    lines = [{"text": f"document {i}"} for i in range(4)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "b.txt").write_text("one\n\ntwo\n")
+    pq.write_table(pa.Table.from_pylist(lines), folder / "c.parquet")
+    _arrow(folder / "d.arrow", pa.Table.from_pylist(lines))
+
+
+def tokens(folder: pathlib.Path) -> None:
+    """A folder of token files."""
+    from loaders import token_files
+
+    documents = [np.arange(5 + i) for i in range(6)]
+    shards = [token_files.write_shard(folder, f"{i:05}", documents, [9] * 6, np.uint16) for i in range(2)]
+    token_files.write_about(folder, vocab=64, eos=None, tokenizer=None, shards=shards)
+
+
+def film(folder: pathlib.Path) -> None:
+    """What `jaxtrain prepare-giblet` writes."""
+    from loaders import film_files
+
+    (folder / "fmri").mkdir()
+    rng = np.random.default_rng(0)
+    np.save(folder / "video.npy", rng.integers(0, 255, (40, 4, 4, 3), np.uint8))
+    np.save(folder / "audio.npy", rng.normal(size=(40, 3)).astype("f4"))
+    np.save(folder / "text.npy", rng.normal(size=(10, 3)).astype("f4"))
+    for name in "ab":
+        np.save(folder / "fmri" / f"{name}.npy", rng.normal(size=(10, 5)).astype("f4"))
+    film_files.write(folder, {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "features", "subjects": ["a", "b"]})
+
+
+def boards(folder: pathlib.Path) -> None:
+    """Sudoku in numpy's files."""
+    arrays = {
+        "inputs": np.ones((4, 81), np.uint8),
+        "labels": np.full((4, 81), 2, np.uint8),
+        "puzzle_identifiers": np.zeros(4, np.int32),
+        "puzzle_indices": np.arange(5, dtype=np.int32),
+        "group_indices": np.arange(5, dtype=np.int32),
+    }
+    for split in ("train", "test"):
+        (folder / split).mkdir()
+        for name, x in arrays.items():
+            np.save(folder / split / f"all__{name}.npy", x)
+
+
+def embeddings(folder: pathlib.Path) -> None:
+    """What `jaxtrain embed` writes."""
+    n, rng = 12, np.random.default_rng(0)
+    arrays = {
+        "mean": rng.normal(size=(n, 4)).astype("f4"), "label": np.arange(n) % 2, "weight": np.ones(n, "f4"),
+        "index": np.arange(n), "scores": rng.normal(size=(n, 2)).astype("f4"), "fold": np.arange(n) % 3,
+    }  # fmt: skip
+    for name, x in arrays.items():
+        np.save(folder / f"{name}.npy", x)
+    about = {"done": n, "rows": n, "class_names": ["a", "b"], "multilabel": False, "model": "a run", "kinds": ["mean"]}
+    (folder / "embeddings.json").write_text(json.dumps(about))
+
+
+def codes(folder: pathlib.Path) -> None:
+    """Codes made elsewhere."""
+    np.savez(folder / "codes.npz", **{"0.wav": np.ones((2, 5), np.int16)})
+    pq.write_table(pa.Table.from_pylist([{"audio_url": "0.wav", "codes": [[1, 2], [3, 4]]}]), folder / "codes.parquet")
+
+
+def jobs(folder: pathlib.Path) -> None:
+    """What `jaxtrain launch` notes of what it submitted."""
+    (folder / "slurm").mkdir()
+    (folder / "slurm" / "jobs.jsonl").write_text(json.dumps({"job": "12", "workdir": str(folder)}) + "\n")
+    (folder / "config.json").write_text(json.dumps({"train": {"steps": 30}}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "split": "train", "loss": 1.0}) + "\n")
+
+
+def birds(folder: pathlib.Path) -> None:
+    """A run of the bird encoder: one step of weights, its metrics."""
+    from jaxtrain.workloads import bird
+
+    data = dict(train="recordings", label="label", clip_seconds=0.3, n_frames=32, threads=1)
+    _run(folder, bird, BIRDS, data, lambda c: {"encoder": _vit().make_specs(c)})
+
+
+def trained(folder: pathlib.Path) -> None:
+    """A run of the bird encoder that can be resumed."""
+    data = folder.parent / "trained-on" / "recordings"
+    data.mkdir(parents=True, exist_ok=True)
+    recordings(data)
+    config = f"--config={ROOT / 'configs' / 'xcm.py'}:{data} --config.workdir={folder} --config.train.steps=1"
+    command = [sys.executable, "-m", "jaxtrain.main", *config.split(), *SMALL.split()]
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    shutil.rmtree(folder / "logs", ignore_errors=True)
+
+
+def language(folder: pathlib.Path) -> None:
+    """A run of a language model."""
+    from jaxtrain.workloads import language as workload
+
+    _run(folder, workload, LANGUAGE, {}, workload.make_specs)
+
+
+def adapters(folder: pathlib.Path) -> None:
+    """The adapters of a language model."""
+    from jaxtrain.workloads import language as workload
+
+    given = {"blocks": {"w_q": {"w_a": np.ones((1, 16, 2), "f4"), "w_b": np.ones((1, 2, 2, 8), "f4")}}}
+    _run(folder, workload, LANGUAGE, {}, lambda c: {}, adapters=given)
+
+
+def speech(folder: pathlib.Path) -> None:
+    """A run of a model of text and sound."""
+    from jaxtrain.workloads import audio_language
+
+    model = {**LANGUAGE, "codebooks": 2, "codebook_size": 16}
+    names = ("manifest", "tokenizer", "codec")
+    data = dict(zip(names, ("sounds/manifest.json", "sounds/tokenizer.json", "sounds/codec.npz"), strict=True))
+    _run(folder, audio_language, model, data, audio_language.make_specs)
+
+
+def export(folder: pathlib.Path) -> None:
+    """An export of the run of the bird encoder, in two files of a layer each."""
+    from jaxtrain.weights import safetensors
+
+    run = folder.parent / "run-for-export"
+    run.mkdir()
+    birds(run)
+    safetensors.export(str(run), str(folder), shard_size=9_000)
+
+
+def _vit():
+    from jaxtrain.nn import vit
+
+    return vit
+
+
+def _run(folder: pathlib.Path, workload, model: dict, data: dict, table_of, adapters: dict | None = None) -> None:
+    """A workdir whose only step holds weights."""
+    import dataclasses
+
+    import jax
+
+    from jaxtrain import specs
+    from jaxtrain.checkpoint.read import Stored
+    from jaxtrain.weights import steps
+
+    c = workload.Config(**model)
+    table = table_of(c)
+    arrays = {"step": _stored(Stored, np.array(10, np.int32), ("step",))}
+    leaves = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
+    found = {path: np.full(spec.shape, 0.1, np.float32) for path, spec in leaves}
+    for path, x in {**found, **_flat(adapters or {})}.items():
+        arrays[f"params/{path}"] = _stored(Stored, x, ("params", *path.split("/")))
+    config = {
+        "workload": workload.__name__, "model": dataclasses.asdict(c), "data": data, "train": {"steps": 10}, "seed": 0,
+        "warm_start": {"source": ""}, "lora": {"rank": 2 if adapters else 0, "alpha": 4.0},
+    }  # fmt: skip
+    meta = {"config": config, "parameters": "abc", "versions": {"jax": "0.10"}}
+    steps.save_weights(str(folder), 10, arrays, data={"position": 10, "seed": 0}, meta=meta)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "split": "train", "loss": 1.0}) + "\n")
+
+
+def _stored(cls, x: np.ndarray, keys: tuple):
+    return cls(x.shape, x.dtype, lambda index: x[index] if index else x, keys, x.shape)
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, np.ndarray]:
+    found = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

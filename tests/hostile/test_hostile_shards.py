@@ -1,0 +1,82 @@
+"""Thousands of damaged shards for data.multilabel, whose columns pyarrow reads: an error, whatever was changed."""
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import inputs
+import pytest
+from harness import HERE, ROOT
+
+N = {"short": 250, "long": 12_000}
+CODE = """
+import faulthandler, json, pathlib, sys
+faulthandler.enable()
+import test_hostile_shards
+print(json.dumps(test_hostile_shards.read_all(pathlib.Path(sys.argv[1]), int(sys.argv[2]))))
+"""
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """A shard with a few bytes, words or stretches changed, mostly where offsets and lengths are."""
+    changed = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(len(changed))
+        kind = rng.randrange(6)
+        if kind < 2:
+            changed[at] = rng.randrange(256)
+        elif kind == 2:
+            changed[at : at + 8] = rng.choice((2**31 - 1, 2**32 - 1, 2**62, 0, 2**63)).to_bytes(8, "little")[
+                : len(changed) - at
+            ]
+        elif kind == 3:
+            changed[at : at + 4] = rng.randrange(2**32).to_bytes(4, "little")[: len(changed) - at]
+        elif kind == 4:
+            del changed[at : at + rng.randrange(1, 64)]
+        else:
+            other = rng.randrange(len(changed))
+            changed[at : at + 16] = changed[other : other + 16]
+    return bytes(changed)
+
+
+def read_all(folder: pathlib.Path, n: int) -> dict[str, int]:
+    """Reads ``n`` mutations, one after the other; a crash ends this process. Counts those that were read and refused."""
+    from loaders import shards
+    from loaders.base import DataError
+
+    seeds = [path.read_bytes() for path in sorted(folder.glob("seed*"))]
+    counts = {"read": 0, "refused": 0}
+    for number in range(n):
+        rng = random.Random(number)
+        source = seeds[number % len(seeds)]
+        path = folder / ("now.parquet" if source[:4] == b"PAR1" else "now.arrow")
+        path.unlink(missing_ok=True)
+        path.write_bytes(mutated(source, rng))
+        (folder / "number").write_text(str(number))
+        shards._class_lists_once.cache_clear()
+        try:
+            lists = shards.read_class_lists([path], "labels")
+            lists.hot(range(len(lists.starts) - 1))
+            counts["read"] += 1
+        except DataError:
+            counts["refused"] += 1
+    return counts
+
+
+@pytest.mark.parametrize("size", ["short", pytest.param("long", marks=pytest.mark.slow)])
+def test_a_damaged_shard_is_an_error(tmp_path, size):
+    for k, make in enumerate((inputs.class_lists, inputs.class_lists_parquet)):
+        (tmp_path / "made").mkdir(exist_ok=True)
+        make(tmp_path / "made")
+        for path in list((tmp_path / "made").iterdir()):
+            path.rename(tmp_path / f"seed-{k}{path.suffix}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])}
+    command = [sys.executable, "-c", CODE, str(tmp_path), str(N[size])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    number = (tmp_path / "number").read_text()
+    assert done.returncode == 0, f"mutation {number} ended the process ({done.returncode}): {done.stderr[-2000:]}"
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert sum(counts.values()) == N[size] and counts["refused"] > N[size] // 10 and counts["read"] > 0

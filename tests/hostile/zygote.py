@@ -1,0 +1,112 @@
+"""Runs commands in processes of their own, under limits: `harness.Zygote` starts it once, and it forks for every command.
+
+What takes seconds to import is imported before the first fork; nothing of it has begun to compute, so that forking is safe. A
+request is a line of JSON on standard input, and so is the answer on standard output:
+
+    {"argv": [...], "log": FILE, "folder": FOLDER, "input": FOLDER, "seconds": S, "cpu": S, "memory": BYTES, "descriptors": N}
+    {"code": N or null, "signal": N or null, "hung": bool, "cpu": S, "peak": BYTES}
+
+``argv`` is that of jaxtrain; or ["call", NAME, ARGUMENT …], a function of probes.py.
+"""
+
+import gc
+import json
+import os
+import resource
+import signal
+import sys
+import time
+
+IMPORTS = (
+    "jax", "orbax.checkpoint", "pyarrow.parquet", "loaders.spectrogram", "loaders.tokens", "loaders.chat_audio",
+    "loaders.multimodal", "loaders.sudoku", "jaxtrain.weights.safetensors", "jaxtrain.weights.peft", "jaxtrain.inference.embed",
+    "jaxtrain.inference.probe", "jaxtrain.inference.generate_audio", "jaxtrain.commands.train_codec", "jaxtrain.assembly",
+    "probes",
+)  # fmt: skip
+LEAK = "LEAKED DESCRIPTOR"
+
+
+def main() -> None:
+    for name in IMPORTS:
+        __import__(name)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(serve(json.loads(line))), flush=True)
+
+
+def serve(request: dict) -> dict:
+    """Runs one command, and says how it ended."""
+    child = os.fork()
+    if not child:
+        try:
+            run(request)
+        finally:
+            os._exit(99)
+    began, hung = time.monotonic(), False
+    while True:
+        found, status, used = os.wait4(child, os.WNOHANG)
+        if found:
+            break
+        if time.monotonic() - began > request["seconds"]:
+            hung = True
+            os.killpg(child, signal.SIGKILL)
+            _, status, used = os.wait4(child, 0)
+            break
+        time.sleep(0.005)
+    stopped = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+    peak = used.ru_maxrss * (1024 if sys.platform == "linux" else 1)
+    return {"code": code, "signal": stopped, "hung": hung, "cpu": used.ru_utime + used.ru_stime, "peak": peak}
+
+
+def run(request: dict) -> None:
+    """In the child: the command, its output in a file, and the descriptors that it left open."""
+    os.setsid()
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.chdir(request["folder"])
+    mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
+    for what, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, request["cpu"]),
+        (resource.RLIMIT_NOFILE, request["descriptors"]),
+        (resource.RLIMIT_AS, mapped + request["memory"]),
+        (resource.RLIMIT_FSIZE, 1 << 30),
+    ):
+        resource.setrlimit(what, (most, most))
+    argv = request["argv"]
+    code = 98
+    try:
+        if argv[0] == "call":
+            import probes
+
+            code = getattr(probes, argv[1])(*argv[2:])
+        else:
+            from jaxtrain import cli
+
+            code = cli.main(argv)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    gc.collect()
+    # A mapping of Python's has a descriptor for as long as it is there.
+    mapped_files = {line.split(None, 5)[-1].strip() for line in open("/proc/self/maps")} if sys.platform == "linux" else set()
+    for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:  # that of the list itself
+            continue
+        if target.startswith(request["input"]) and target not in mapped_files:
+            print(f"{LEAK}: {target}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if 0 <= (code or 0) < 256 else 97)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,507 @@
+"""jaxtrain index: the same rows from every source, every mistake named, nothing half written."""
+
+import json
+import os
+import pathlib
+import struct
+import tarfile
+
+import corpus
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+
+from jaxtrain import cli
+from loaders import shards
+from loaders.base import Rows
+from loaders.recordings import headers
+from loaders.spectrogram import Config, facts, make_loader
+
+RATE = 16_000
+SPECIES = {"Parus major": "gretit1", "Turdus merula": "eurbla", "Erithacus rubecula": "eurrob1", "Apus apus": "comswi"}
+# recording, start, end, species, low, high; calls of different species overlap
+EVENTS = [
+    ("a.wav", 0.5, 1.25, "Parus major", 2000.0, 6000.0),
+    ("a.wav", 1.0, 1.75, "Turdus merula", 1500.0, 4000.0),
+    ("b.flac", 0.0, 2.0, "Erithacus rubecula", 2500.0, 7000.0),
+    ("c.mp3", 3.25, 4.5, "Apus apus", 4000.0, 7500.0),
+    ("c.mp3", 5.0, 5.5, "Parus major", 2000.0, 6000.0),
+    ("d.ogg", 1.5, 2.0, "Turdus merula", 1500.0, 4000.0),
+]
+SECONDS = {"a.wav": 3.0, "b.flac": 2.0, "c.mp3": 8.0, "d.ogg": 4.0}
+
+
+def index(*args, code: int = 0, capsys=None) -> str:
+    """Runs `jaxtrain index`. Returns its stderr."""
+    assert cli.main(["index", *map(str, args)]) == code, capsys.readouterr().err if capsys else ""
+    return capsys.readouterr().err if capsys else ""
+
+
+@pytest.fixture
+def recordings(tmp_path):
+    folder = tmp_path / "recordings"
+    folder.mkdir()
+    for seed, (name, seconds) in enumerate(SECONDS.items()):
+        kind = name.rpartition(".")[2].upper()
+        (folder / name).write_bytes(corpus.encode(corpus.noise(seed, seconds, RATE), RATE, kind))
+    return folder
+
+
+def raven(folder: pathlib.Path) -> list[pathlib.Path]:
+    """A selection table for each recording, as Raven writes it: each selection for both of its views."""
+    paths = []
+    columns = ["Selection", "View", "Channel", "Begin Time (s)", "End Time (s)", "Low Freq (Hz)", "High Freq (Hz)", "Species"]
+    for name in SECONDS:
+        lines = ["\t".join(columns)]
+        for number, (_, start, end, species, low, high) in enumerate((e for e in EVENTS if e[0] == name), 1):
+            for view in ("Waveform 1", "Spectrogram 1"):
+                lines.append("\t".join(map(str, (number, view, 1, start, end, low, high, species))))
+        paths.append(folder / f"{name.rpartition('.')[0]}.Table.1.selections.txt")
+        paths[-1].write_text("\n".join(lines) + "\n")
+    return paths
+
+
+def table(folder: pathlib.Path, separator: str = ";", encoding: str = "latin-1") -> pathlib.Path:
+    lines = [separator.join(("Datei", "start", "end", "species", "low_freq", "high_freq"))]
+    lines += [separator.join(map(str, event[:4] + event[4:])) for event in EVENTS]
+    path = folder / "events.csv"
+    path.write_bytes("\r\n".join(lines).encode(encoding))
+    return path
+
+
+def audacity(folder: pathlib.Path) -> list[pathlib.Path]:
+    paths = []
+    for name in SECONDS:
+        lines = []
+        for _, start, end, species, low, high in (e for e in EVENTS if e[0] == name):
+            lines += [f"{start:.6f}\t{end:.6f}\t{species}", f"\\\t{low:.6f}\t{high:.6f}"]
+        paths.append(folder / f"{name.rpartition('.')[0]}.txt")
+        paths[-1].write_text("\n".join(lines) + "\n")
+    return paths
+
+
+def rows(folder: pathlib.Path, split: str = "train") -> list[dict]:
+    return [row for path in shards.find_shards(str(folder), split) for row in pq.read_table(path).to_pylist()]
+
+
+def batches(folder: pathlib.Path, n: int = 3, **options) -> list[bytes]:
+    config = Config(train=str(folder), test_share=0.0, clip_seconds=1.0, n_frames=128, threads=2, **options)
+    loader = make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=3)
+    out = []
+    for _ in range(n):
+        _, batch = next(loader)
+        out.append(b"".join(part[0].tobytes() for part in batch.values()))
+    loader.close()
+    return out
+
+
+def test_every_source_gives_the_same_rows_and_batches(recordings, tmp_path, capsys):
+    labels = tmp_path / "labels"
+    labels.mkdir()
+    sources = {
+        "raven": [*raven(labels)],
+        "folder of raven": [labels],
+        "csv": [table(tmp_path), "--file-column", "datei"],
+        "audacity": None,
+    }
+    found = {}
+    for name, given in sources.items():
+        if name == "audacity":
+            for path in labels.iterdir():
+                path.unlink()
+            given = audacity(labels)
+        out = tmp_path / name.replace(" ", "-")
+        index(*given, "--audio", recordings, "--out", out, capsys=capsys)
+        found[name] = rows(out)
+        assert found[name] == found["raven"], name
+        assert batches(out) == batches(tmp_path / "raven"), name
+    events = [(r["audio"]["path"], r["start"], r["end"], r["low"], r["high"]) for r in found["raven"]]
+    assert events == [(e[0], e[1], e[2], e[4], e[5]) for e in EVENTS]
+    names = json.loads((tmp_path / "raven" / "index.json").read_text())["classes"]
+    assert names == sorted(SPECIES) and [names[r["label"]] for r in found["raven"]] == [e[3] for e in EVENTS]
+    assert all(r["rate"] == RATE and r["channels"] == 1 for r in found["raven"])
+    # Whole recordings: a folder, and a table that says the same.
+    for name in SECONDS:
+        species = next(e[3] for e in EVENTS if e[0] == name)
+        (recordings / species).mkdir(exist_ok=True)
+        (recordings / name).rename(recordings / species / name)
+    index(recordings, "--out", tmp_path / "folder", capsys=capsys)
+    lines = [f"{path.relative_to(recordings)},{path.parent.name}" for path in sorted(recordings.rglob("*.*"))]
+    (tmp_path / "whole.tsv").write_text("\n".join(["filename,label", *lines]))
+    index(tmp_path / "whole.tsv", "--audio", recordings, "--out", tmp_path / "whole", capsys=capsys)
+    assert rows(tmp_path / "folder") == rows(tmp_path / "whole")
+    assert batches(tmp_path / "folder") == batches(tmp_path / "whole")
+    assert batches(tmp_path / "folder", multilabel=True) == batches(tmp_path / "whole", multilabel=True)
+
+
+def test_other_tables(recordings, tmp_path, capsys):
+    """opensoundscape's classes in columns, BirdNET's results, Kaleidoscope, AudioSet's strong labels, a list of paths."""
+    names = sorted(SPECIES)
+    hot = [",".join(("file", "start_time", "end_time", *names))]
+    hot += [",".join((f"/elsewhere/{f}", str(s), str(e), *(str(int(n == c)) for n in names))) for f, s, e, c, *_ in EVENTS]
+    birdnet = ["Start (s),End (s),Scientific name,Common name,Confidence,File"]
+    birdnet += [f"{s},{e},{c},x,0.9,{recordings / f}" for f, s, e, c, *_ in EVENTS]
+    kaleidoscope = ["INDIR,FOLDER,IN FILE,CHANNEL,OFFSET,DURATION,Fmin,Fmax,AUTO ID,MANUAL ID"]
+    kaleidoscope += [f"C:\\x,,{f},0,{s},{e - s},{low},{high},wrong,{c}" for f, s, e, c, low, high in EVENTS]
+    strong = ["segment_id\tstart_time_seconds\tend_time_seconds\tlabel"]
+    strong += [f"{f.rpartition('.')[0]}\t{s}\t{e}\t{c}" for f, s, e, c, *_ in EVENTS]
+    texts = {"hot.csv": hot, "birdnet.csv": birdnet, "kaleidoscope.csv": kaleidoscope, "strong.tsv": strong}
+    wanted = [(e[0], e[1], e[2], [names.index(e[3])]) for e in EVENTS]
+    for name, lines in texts.items():
+        (tmp_path / name).write_text("\n".join(lines))
+        label = ["--label-column", "Scientific name"] if name == "birdnet.csv" else []
+        index(tmp_path / name, "--audio", recordings, "--out", tmp_path / "out", *label, capsys=capsys)
+        assert [(r["audio"]["path"], r["start"], r["end"], r["labels"]) for r in rows(tmp_path / "out")] == wanted, name
+    (tmp_path / "list.txt").write_text("".join(f"{name}\n" for name in SECONDS))
+    index(tmp_path / "list.txt", "--audio", recordings, "--out", tmp_path / "out", capsys=capsys)
+    assert [(r["audio"]["path"], r["end"], r["label"]) for r in rows(tmp_path / "out")] == [
+        (n, s, None) for n, s in SECONDS.items()
+    ]
+
+
+def test_raven_tables_over_several_recordings(recordings, tmp_path, capsys):
+    """Times count from the first recording; Begin File and File Offset say where a selection lies."""
+    lines = ["Selection\tBegin Time (s)\tEnd Time (s)\tBegin File\tFile Offset (s)\tAnnotation"]
+    lines += ["1\t1.0\t1.5\ta.wav\t1.0\tx", "2\t6.0\t6.5\tc.mp3\t3.0\ty"]
+    (tmp_path / "all.selections.txt").write_text("\n".join(lines))
+    index(tmp_path / "all.selections.txt", "--audio", recordings, "--out", tmp_path / "out", capsys=capsys)
+    assert [(r["audio"]["path"], r["start"], r["end"]) for r in rows(tmp_path / "out")] == [
+        ("a.wav", 1.0, 1.5),
+        ("c.mp3", 3.0, 3.5),
+    ]
+
+
+def test_classes_have_an_order_and_synonyms(recordings, tmp_path, capsys):
+    order = ["Turdus merula", "Parus major", "Apus apus", "Erithacus rubecula"]
+    (tmp_path / "classes.csv").write_text("\n".join(f"{SPECIES[name]},{name.upper()}" for name in order))
+    index(table(tmp_path), "--file-column=Datei", "--audio", recordings, "--out", tmp_path / "out",
+          "--classes", tmp_path / "classes.csv", capsys=capsys)  # fmt: skip
+    codes = [SPECIES[name] for name in order]
+    assert json.loads((tmp_path / "out" / "index.json").read_text())["classes"] == codes
+    assert [codes[r["label"]] for r in rows(tmp_path / "out")] == [SPECIES[e[3]] for e in EVENTS]
+    assert facts(Config(train=str(tmp_path / "out"), test_share=0.0))["class_names"] == tuple(codes)
+    (tmp_path / "classes.csv").write_text("a,x\nb,X\n")
+    err = index(tmp_path / "events.csv", "--out", tmp_path / "o", "--classes", tmp_path / "classes.csv", code=2, capsys=capsys)
+    assert "classes.csv:2 gives 'X' to 'b'" in err
+
+
+def test_windows_are_labelled_by_overlap(recordings, tmp_path, capsys):
+    args = (
+        table(tmp_path),
+        "--file-column=Datei",
+        "--audio",
+        recordings,
+        "--out",
+        tmp_path / "out",
+        "--windows=1",
+        "--hop=0.5",
+    )
+    index(*args, capsys=capsys)
+    names = sorted(SPECIES)
+    found = [
+        (r["start"], r["end"], [names[k] for k in r["labels"]]) for r in rows(tmp_path / "out") if r["audio"]["path"] == "a.wav"
+    ]
+    great, black = "Parus major", "Turdus merula"
+    assert found == [
+        (0.0, 1.0, [great]), (0.5, 1.5, [great, black]), (1.0, 2.0, [great, black]), (1.5, 2.5, [black]), (2.0, 3.0, []),
+    ]  # fmt: skip
+    index(*args, "--min-overlap=0.6", "--no-empty", capsys=capsys)
+    found = [(r["start"], [names[k] for k in r["labels"]]) for r in rows(tmp_path / "out") if r["audio"]["path"] == "a.wav"]
+    assert found == [(0.5, [great]), (1.0, [black])]
+    index(*args[:-2], "--windows=2.9", capsys=capsys)
+    found = [(r["start"], r["end"]) for r in rows(tmp_path / "out") if r["audio"]["path"] == "c.mp3"]
+    assert found == [(0.0, 2.9), (2.9, 5.8), (5.1, 8.0)], "the last one lies at the end"
+
+
+MISTAKES = {
+    "reversed-times": ("a.wav,2,1,x", 1),
+    "outside-recording": ("a.wav,3.5,4,x", 1),
+    "beyond-end": ("a.wav,2,9,x", 1),
+    "bad-row": ("a.wav,one,2,x", 1),
+    "missing-file": ("zzz.wav,1,2,x", 1),
+    "unknown-label": ("a.wav,1,2,zzz", 1),
+    "conflicting-labels": ("a.wav,0,0.5,x\na.wav,0,0.5,y", 1),
+    "duplicate-row": ("c.mp3,0,0.5,x\nc.mp3,0,0.5,x", 1),
+    "overlapping-times": ("b.flac,0,1,x\nb.flac,0.5,1.5,x", 1),
+}
+
+
+def test_mistakes_are_listed_together_and_nothing_is_written(recordings, tmp_path, capsys):
+    lines = ["file,start,end,label", *(text for text, _ in MISTAKES.values()), "d.ogg,1,2,x"]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    (tmp_path / "classes.txt").write_text("x\ny\n")
+    args = (tmp_path / "t.csv", "--audio", recordings, "--classes", tmp_path / "classes.txt", "--out", tmp_path / "out")
+    err = index(*args, code=2, capsys=capsys)
+    for kind, (_, n) in MISTAKES.items():
+        assert f"\n{kind}: {n} (" in "\n" + err, kind
+    assert "t.csv:2: [2, 1) s" in err and "'zzz.wav', which is not below" in err
+    assert "nothing was written" in err and not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    err = index(*args, "--on=all=drop", "--on=beyond-end=keep", "--on=conflicting-labels=keep", capsys=capsys)
+    found = [(r["audio"]["path"], r["start"], r["end"], r["labels"]) for r in rows(tmp_path / "out")]
+    kept = [
+        ("a.wav", 0.0, 0.5, [0, 1]),
+        ("a.wav", 2.0, 3.0, [0]),
+        ("b.flac", 0.0, 1.0, [0]),
+        ("c.mp3", 0.0, 0.5, [0]),
+        ("d.ogg", 1.0, 2.0, [0]),
+    ]
+    assert found == kept
+    assert (tmp_path / "out" / "mistakes.csv").read_text().count("\n") > len(MISTAKES)
+    err = index(*args, "--on=reverse-times=drop", code=2, capsys=capsys)
+    assert "names the mistake 'reverse-times'" in err and "did you mean 'reversed-times'" in err
+    assert "cannot be" in index(*args, "--on=missing-file=keep", code=2, capsys=capsys)
+
+
+def test_broken_recordings_are_a_line_each(recordings, tmp_path, capsys):
+    data = (recordings / "a.wav").read_bytes()
+    (recordings / "zero.wav").write_bytes(b"")
+    (recordings / "cut.wav").write_bytes(data[: len(data) // 2])
+    (recordings / "page.mp3").write_bytes(b"<html>not found</html>")
+    (recordings / "copy.wav").write_bytes(data)
+    (recordings / "circle").symlink_to(recordings)
+    (recordings / "nowhere.wav").symlink_to("missing")
+    (tmp_path / "elsewhere.wav").write_bytes(corpus.wav(77))
+    (recordings / "out.wav").symlink_to(tmp_path / "elsewhere.wav")
+    os.mkdir(os.fsencode(recordings) + b"/odd")
+    with open(os.fsencode(recordings) + b"/odd/\xff.wav", "wb") as file:
+        file.write(data[:-100])
+    err = index(recordings, "--labels=none", "--out", tmp_path / "out", code=2, capsys=capsys)
+    kinds = (
+        "link-outside",
+        "empty-file",
+        "truncated-file",
+        "unreadable-file",
+        "duplicate-content",
+        "odd-name",
+        "missing-file",
+        "link-circle",
+    )
+    for kind in kinds:
+        assert f"\n{kind}: 1 (" in "\n" + err, kind
+    assert "ends after 1.498 s; its header states 3.000 s" in err or "its header states 3.000 s" in err
+    assert not (tmp_path / "out").exists()
+    index(recordings, "--labels=none", "--out", tmp_path / "out", "--on=all=drop", capsys=capsys)
+    assert [r["audio"]["path"] for r in rows(tmp_path / "out")] == sorted(SECONDS)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read(recordings, tmp_path, capsys):
+    (recordings / "closed").mkdir(mode=0)
+    (recordings / "a.wav").chmod(0)
+    err = index(recordings, "--labels=none", "--out", tmp_path / "out", code=2, capsys=capsys)
+    assert "no-permission: 2" in err
+
+
+def test_the_same_command_reads_only_what_is_new(recordings, tmp_path, capsys):
+    index(recordings, "--out", tmp_path / "out", capsys=capsys)
+    first = rows(tmp_path / "out")
+    err = index(recordings, "--out", tmp_path / "out", capsys=capsys)
+    assert "4 headers, 0 of them read now" in err and rows(tmp_path / "out") == first
+    (recordings / "e.wav").write_bytes(corpus.wav(9))
+    (recordings / "b.flac").write_bytes(corpus.encode(corpus.noise(7, 1.0, RATE), RATE, "FLAC"))
+    err = index(recordings, "--out", tmp_path / "out", capsys=capsys)
+    assert "5 headers, 2 of them read now" in err
+    assert {r["audio"]["path"]: r["end"] for r in rows(tmp_path / "out")} == {**SECONDS, "b.flac": 1.0, "e.wav": 1.0}
+    # A failed command leaves the index as it was.
+    before = rows(tmp_path / "out")
+    (recordings / "f.wav").write_bytes(b"")
+    index(recordings, "--out", tmp_path / "out", code=2, capsys=capsys)
+    assert rows(tmp_path / "out") == before
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious").write_text("x")
+    assert "holds other things" in index(recordings, "--out", tmp_path / "full", code=2, capsys=capsys)
+
+
+def test_splits(recordings, tmp_path, capsys):
+    for n in range(30):
+        (recordings / f"SITE{n % 5}_202305{n % 28 + 1:02d}_053000.wav").write_bytes(corpus.wav(100 + n, 0.2, 8000))
+    out = tmp_path / "out"
+
+    def split(how):
+        index(recordings, "--labels=none", "--out", out, f"--split={how}", capsys=capsys)
+        names = json.loads((out / "index.json").read_text())["splits"]
+        return {name: {r["audio"]["path"] for r in rows(out, name)} for name in names}
+
+    for path in SECONDS:
+        (recordings / path).unlink()
+    first = split("recording=0.3")
+    assert 3 < len(first["test"]) < 16 and not first["test"] & first["train"] and split("recording=0.3") == first
+    sites = split("site=test:0.3,valid:0.3")
+    of_site = {name: {path.split("_")[0] for path in paths} for name, paths in sites.items()}
+    assert sum(map(len, of_site.values())) == 5 and len(of_site) > 1, "a site is in one split"
+    dates = split("date=2023-05-20")
+    assert dates["test"] == {path for path in dates["test"] | dates["train"] if path.split("_")[1] >= "20230520"}
+    lines = [f"{path.name},{n % 3}" for n, path in enumerate(sorted(recordings.iterdir()))]
+    (tmp_path / "folds.csv").write_text("\n".join(["file,fold", *lines]))
+    index(tmp_path / "folds.csv", "--audio", recordings, "--out", out, "--split=column=fold:2", capsys=capsys)
+    assert len(rows(out, "test")) == 10
+    for how, text in (("fold=1", "expected one of"), ("recording=2", "must lie in"), ("date=May", "expected a day")):
+        assert text in index(recordings, "--out", out, f"--split={how}", code=2, capsys=capsys)
+
+
+def test_a_recording_in_two_splits_is_a_leak(recordings, tmp_path, capsys):
+    lines = ["file,start,end,label,split", "a.wav,0,1,x,train", "a.wav,1,2,x,test", "b.flac,0,1,x,train"]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    args = (tmp_path / "t.csv", "--audio", recordings, "--out", tmp_path / "out")
+    assert "a.wav is in the splits test, train" in index(*args, code=2, capsys=capsys)
+    index(*args, "--on=leaking-recording=drop", capsys=capsys)
+    assert [r["audio"]["path"] for r in rows(tmp_path / "out")] == ["b.flac"]
+    index(*args, "--on=leaking-recording=keep", capsys=capsys)
+    assert [r["audio"]["path"] for r in rows(tmp_path / "out")] == ["a.wav", "b.flac"]
+
+
+def test_birdset_as_its_archive_publishes_it(tmp_path, capsys):
+    """Archives of recordings and the metadata of three splits."""
+    source = tmp_path / "HSN"
+    source.mkdir()
+    files = {"train": "XC1.ogg", "test": "HSN_001.ogg", "test5s": "HSN_001_000_005.ogg"}
+    for n, (split, name) in enumerate(files.items()):
+        (tmp_path / name).write_bytes(corpus.encode(corpus.noise(n, 6.0, RATE), RATE, "OGG"))
+        with tarfile.open(source / f"HSN_{split}_shard_0001.tar.gz", "w:gz") as tar:
+            tar.add(tmp_path / name, name)
+    none = {"low_freq": None, "high_freq": None, "lat": 1.5, "long": 2.5}
+    metadata = {
+        "train": [
+            dict(filepath="XC1.ogg", start_time=None, end_time=None, ebird_code="x", ebird_code_multilabel=["x"], **none)
+        ],
+        "test": [
+            dict(filepath="HSN_001.ogg", start_time=s, end_time=s + 1, ebird_code=c, ebird_code_multilabel=[c], **none)
+            for s, c in ((1.0, "x"), (3.0, "y"))
+        ],
+        "test_5s": [
+            dict(
+                filepath="HSN_001_000_005.ogg",
+                start_time=0.0,
+                end_time=5.0,
+                ebird_code=None,
+                ebird_code_multilabel=["x", "y"],
+                **none,
+            )
+        ],
+    }
+    for split, its in metadata.items():
+        pq.write_table(pa.Table.from_pylist(its), source / f"HSN_metadata_{split}.parquet")
+    index(source, "--unpack", source, "--out", tmp_path / "out", capsys=capsys)
+    assert [(r["start"], r["end"], r["label"]) for r in rows(tmp_path / "out", "test")] == [(1.0, 2.0, 0), (3.0, 4.0, 1)]
+    ((clip),) = rows(tmp_path / "out", "test_5s")
+    assert clip["labels"] == [0, 1] and clip["label"] is None and clip["latitude"] == 1.5
+    assert [r["label"] for r in rows(tmp_path / "out")] == [0]
+    config = Config(train=str(tmp_path / "out"), multilabel=True, test_split="test_5s", clip_seconds=1.0, n_frames=128)
+    loader = make_loader(config, split="test", rows=Rows(1, ((0, 1),)), seed=0)
+    assert next(loader)[1]["labels"][0].tolist() == [[1, 1]]
+    loader.close()
+    assert "0 files unpacked from 3 archives" in index(source, "--unpack", source, "--out", tmp_path / "out", capsys=capsys)
+
+
+def test_xeno_canto(recordings, tmp_path, capsys):
+    (recordings / "c.mp3").rename(recordings / "XC77.mp3")
+    about = {"id": "77", "gen": "Turdus", "sp": "merula", "date": "2021-05-02", "time": "06:30", "lat": "50.1", "lng": "8.2"}
+    (recordings / "page.json").write_text(json.dumps({"numRecordings": "1", "recordings": [about]}))
+    index(recordings / "page.json", "--out", tmp_path / "out", capsys=capsys)
+    (row,) = rows(tmp_path / "out")
+    assert (row["recording"], row["date"], row["time"], row["latitude"]) == ("XC77", "2021-05-02", "06:30:00", 50.1)
+    assert row["audio"]["path"] == "XC77.mp3" and row["label"] == 0
+
+
+def chunk(name: bytes, body: bytes) -> bytes:
+    return name + struct.pack("<I", len(body)) + body + b"\0" * (len(body) & 1)
+
+
+def test_date_and_place_of_headers(tmp_path):
+    wav = corpus.encode(corpus.noise(0, 0.5, 8000), 8000, "WAV", "PCM_16")
+    comment = b"Recorded at 19:17:30 23/06/2021 (UTC+1) by AudioMoth 24F3190361DBF81E at medium gain while battery was 4.5V."
+    (tmp_path / "moth.wav").write_bytes(wav + chunk(b"LIST", b"INFO" + chunk(b"ICMT", comment)))
+    guano = b"GUANO|Version: 1.0\nTimestamp: 2020-08-12T21:04:05-05:00\nLoc Position: 32.18 -110.87\n"
+    (tmp_path / "bat.wav").write_bytes(wav + chunk(b"guan", guano))
+    (tmp_path / "5E90A4D4.WAV").write_bytes(wav)
+    found = {os.path.basename(path): headers._read(str(path), None).about for path in tmp_path.iterdir()}
+    assert found["moth.wav"] == {"date": "2021-06-23", "time": "19:17:30+01:00"}
+    assert found["bat.wav"] == {"date": "2020-08-12", "time": "21:04:05-05:00", "latitude": "32.18", "longitude": "-110.87"}
+    assert found["5E90A4D4.WAV"] == {"date": "2020-04-10", "time": "16:54:44+00:00"}
+
+
+@pytest.mark.parametrize(
+    "name, about",
+    [
+        ("NORTH-2_20230501_053000.wav", {"date": "2023-05-01", "time": "05:30:00", "site": "NORTH-2"}),
+        ("2023-05-01T05-30-00Z.flac", {"date": "2023-05-01", "time": "05:30:00+00:00"}),
+        ("rec_20230501.wav", {"date": "2023-05-01"}),
+        ("20239901_053000.wav", {}),
+        ("XC123456.mp3", {}),
+    ],
+)
+def test_date_and_site_of_file_names(name, about):
+    assert headers.from_name(name) == about
+
+
+def test_each_channel_as_a_row(tmp_path, capsys):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    wave = np.stack([corpus.noise(1, 1.0, RATE), corpus.noise(2, 1.0, RATE)], 1)
+    soundfile.write(folder / "s.wav", wave, RATE)
+    index(folder, "--channels=each", "--out", tmp_path / "out", capsys=capsys)
+    assert [r["channel"] for r in rows(tmp_path / "out")] == [0, 1]
+    assert "expected mean, each, table" in index(folder, "--channels=left", "--out", tmp_path / "o", code=2, capsys=capsys)
+
+
+def test_show(recordings, tmp_path, capsys):
+    index(
+        table(tmp_path), "--file-column=Datei", "--audio", recordings, "--out", tmp_path / "out", "--windows=1", capsys=capsys
+    )
+    assert cli.main(["index", "--show", str(tmp_path / "out"), "--pictures", str(tmp_path / "pictures")]) == 0
+    out = capsys.readouterr().out
+    assert "train: 17 rows of 4 recordings" in out and "Parus major + Turdus merula: 1" in out and "16000: 17" in out
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"train-classes.png", "train-rows.png"}
+    assert "is not an index" in index("--show", recordings, code=2, capsys=capsys)
+
+
+def test_an_index_that_moved_names_the_remedy(recordings, tmp_path, capsys):
+    index(recordings, "--out", tmp_path / "deep" / "er" / "out", "--labels=none", capsys=capsys)
+    (tmp_path / "deep" / "er" / "out").rename(tmp_path / "moved")
+    pq.read_table(tmp_path / "moved" / "data")
+    config = Config(train=str(tmp_path / "moved"), test_share=0.0, bad_budget=1.0, audio_root=str(recordings))
+    loader = make_loader(config, split="test", rows=Rows(1, ((0, 1),)), seed=0, in_order=True)
+    loader.close()
+    loader = make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=0, in_order=True)
+    assert next(loader)[1]["weight"][0].sum() == 4
+    loader.close()
+
+
+@pytest.mark.skipif(not corpus.ESC10.is_dir(), reason=f"{corpus.ESC10} is not there")
+def test_esc10_as_a_plain_folder_gives_the_shards_batches(tmp_path, capsys):
+    """Its WAVs in folders by split and class; a table of them in the shards' order gives the same batches byte for byte."""
+    from loaders import _rust
+
+    lines = {"train": ["file,label"], "test": ["file,label"]}
+    for split in lines:
+        shard_paths = shards.find_shards(str(corpus.ESC10), split)
+        source = _rust.Index(shard_paths, label="label")
+        for row in range(source.n_rows):
+            name = source.class_names[source.labels[row]]
+            path = tmp_path / "wav" / split / name / f"{row:04d}.wav"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(source.encoded(row))
+            flat = tmp_path / "flat" / split / f"{row:04d}.wav"
+            flat.parent.mkdir(parents=True, exist_ok=True)
+            flat.write_bytes(source.encoded(row))
+            lines[split].append(f"{flat.relative_to(tmp_path / 'flat')},{name}")
+    (tmp_path / "classes.txt").write_text("\n".join(source.class_names))
+    options = ("--split=folder", "--on=duplicate-content=keep", "--classes", tmp_path / "classes.txt")
+    index(tmp_path / "wav", *options, "--out", tmp_path / "folder", capsys=capsys)
+    (tmp_path / "flat.csv").write_text("\n".join([*lines["train"], *lines["test"][1:]]))
+    index(tmp_path / "flat.csv", "--audio", tmp_path / "flat", *options, "--out", tmp_path / "table", capsys=capsys)
+    told = [facts(Config(train=str(path), label="label")) for path in (corpus.ESC10, tmp_path / "folder", tmp_path / "table")]
+    assert told[0] == told[1] == told[2]
+    for split in lines:
+        loaders = [
+            make_loader(Config(train=str(path), label="label"), split=split, rows=Rows(40, ((0, 40),)), seed=5)
+            for path in (corpus.ESC10, tmp_path / "table")
+        ]
+        for _ in range(2):
+            ours, theirs = (next(loader)[1] for loader in loaders)
+            for name in ours:
+                assert ours[name][0].tobytes() == theirs[name][0].tobytes(), (split, name)
+        for loader in loaders:
+            loader.close()

@@ -1,0 +1,186 @@
+"""Shards on a server that fails, is slow and cuts its answers short: the copies are whole, bounded and resumed."""
+
+import http.server
+import pathlib
+import threading
+import time
+
+import corpus
+import pytest
+
+from loaders import remote, shards
+from loaders.base import DataError, Rows
+from loaders.spectrogram import Config, facts, make_loader
+
+pytest.importorskip("aiohttp")
+
+
+class Store(http.server.ThreadingHTTPServer):
+    """Serves a folder with ranges and tags; ``faults`` is asked before each part: None, or "error", "short", "slow"."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: pathlib.Path):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder, self.asked, self.faults = folder, [], lambda path, n: None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Store
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.answer(body=False)
+
+    def do_GET(self):
+        self.answer(body=True)
+
+    def answer(self, body: bool):
+        path = self.server.folder / self.path.strip("/")
+        if path.is_dir():
+            base = self.path.rstrip("/")
+            links = "".join(f'<a href="{base}/{p.name}{"/" * p.is_dir()}">{p.name}</a>' for p in sorted(path.iterdir()))
+            return self.send(200, links.encode(), body, {"Content-Type": "text/html"})
+        if not path.is_file():
+            return self.send(404, b"", body, {})
+        data = path.read_bytes()
+        headers = {"Accept-Ranges": "bytes", "ETag": f'"{path.stat().st_mtime_ns}"', "Content-Type": "application/x-arrow"}
+        wanted = self.headers.get("Range")
+        if not wanted:
+            return self.send(200, data, body, headers)
+        first, last = (int(text) for text in wanted.removeprefix("bytes=").split("-"))
+        self.server.asked.append((path.name, first))
+        fault = self.server.faults(path.name, sum(name == path.name for name, _ in self.server.asked))
+        if fault == "error":
+            return self.send(503, b"", body, {})
+        if fault == "slow":
+            time.sleep(0.2)
+        part = data[first : last + 1]
+        headers["Content-Range"] = f"bytes {first}-{first + len(part) - 1}/{len(data)}"
+        return self.send(206, part[: len(part) // 2] if fault == "short" else part, body, headers)
+
+    def send(self, status: int, data: bytes, body: bool, headers: dict):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "WAIT", 0.01)
+    monkeypatch.setattr(remote, "PART", 20_000)
+    monkeypatch.setattr(remote, "_held", {})
+    for split, n in (("train", 3), ("test", 2)):
+        shard = corpus.table([corpus.wav(i, 0.5) for i in range(n)], [i % 2 for i in range(n)])
+        corpus.write(tmp_path / "web" / "birds" / split / "data-00000-of-00001.arrow", shard)
+    server = Store(tmp_path / "web")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def content(folder: pathlib.Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.arrow")}
+
+
+def test_a_run_reads_shards_from_an_address(store, tmp_path):
+    address = f"{store.url}/birds/"
+    config = Config(train=address, label="label", clip_seconds=0.4, n_frames=64, threads=1)
+    assert not config.exists() and not list(config.problems()), "nothing is copied to look at a config"
+    assert (facts(config)["n_train"], facts(config)["n_test"]) == (3, 2)
+    assert config.exists()
+    local = Config(**{**config.__dict__, "train": str(tmp_path / "web" / "birds")})
+    batches = []
+    for each in (config, local):
+        loader = make_loader(each, split="train", rows=Rows(3, ((0, 3),)), seed=0)
+        batches.append({name: part[0].tobytes() for name, part in next(loader)[1].items()})
+        loader.close()
+    assert batches[0] == batches[1]
+
+
+def test_errors_slow_answers_and_truncation_are_overcome(store, tmp_path):
+    store.faults = lambda name, n: {1: "error", 2: "short", 3: "slow", 5: "error"}.get(n)
+    folder = pathlib.Path(remote.fetch(f"{store.url}/birds/"))
+    assert content(folder) == content(tmp_path / "web" / "birds")
+    n = len(store.asked)
+    remote._held.clear()
+    remote.fetch(f"{store.url}/birds/")
+    assert len(store.asked) == n, "what is there is not copied again"
+
+
+def test_an_interrupted_copy_resumes_and_a_changed_file_begins_again(store, tmp_path):
+    shard = tmp_path / "web" / "birds" / "train" / "data-00000-of-00001.arrow"
+    store.faults = lambda name, n: "error" if n > 2 else None
+    with pytest.raises(DataError, match="cannot be had after 6 tries .*; rerun to resume"):
+        remote.fetch(f"{store.url}/birds/train/")
+    store.faults, store.asked = lambda name, n: None, []
+    folder = pathlib.Path(remote.fetch(f"{store.url}/birds/train/"))
+    assert min(first for _, first in store.asked) == 40_000, "two parts were there"
+    assert content(folder) == content(shard.parent)
+    corpus.write(shard, corpus.table([corpus.wav(7, 0.6)], [0]))
+    remote._held.clear()
+    remote.fetch(f"{store.url}/birds/train/")
+    assert content(folder) == content(shard.parent)
+
+
+def test_the_cache_is_bounded_and_what_is_in_use_stays(store, tmp_path, monkeypatch):
+    size = sum(map(len, content(tmp_path / "web" / "birds" / "train").values()))
+    first = pathlib.Path(remote.fetch(f"{store.url}/birds/train/"))
+    monkeypatch.setenv("JAXTRAIN_SHARDS_GB", str(1.2 * size / 1e9))
+    with pytest.raises(DataError, match="runs use .* of the cache's"):
+        remote.fetch(f"{store.url}/birds/test/")
+    assert content(first), "this process has it mapped"
+    remote._held.pop(str(first)).close() if hasattr(remote._held[str(first)], "close") else None
+    second = pathlib.Path(remote.fetch(f"{store.url}/birds/test/"))
+    assert content(second) and not first.exists()
+    monkeypatch.setenv("JAXTRAIN_SHARDS_GB", "0.00001")
+    with pytest.raises(DataError, match="and the cache may hold 0.0 GB; set JAXTRAIN_SHARDS_GB"):
+        remote.fetch(f"{store.url}/birds/train/")
+
+
+def test_a_copy_serves_without_a_network(store, caplog):
+    address = f"{store.url}/birds/train/"
+    folder = remote.fetch(address)
+    remote._held.clear()
+    store.shutdown()
+    store.server_close()
+    assert remote.fetch(address) == folder and "the copy of before is used" in caplog.text
+
+
+def test_addresses_that_hold_nothing_say_so(store):
+    with pytest.raises(DataError, match="holds no Arrow or Parquet shards|cannot be listed"):
+        remote.fetch(f"{store.url}/nothing/")
+    with pytest.raises(DataError, match="s3://bucket/x (needs s3fs|cannot be listed)"):
+        shards.resolve("s3://bucket/x")
+
+
+def test_checksums_of_stores():
+    assert remote._digest({"md5Hash": "1B2M2Y8AsgTpgAmY7PhCfg=="}) == ("md5", "d41d8cd98f00b204e9800998ecf8427e")
+    assert remote._digest({"lfs": {"sha256": "ab"}}) == ("sha256", "ab")
+    tag = "d41d8cd98f00b204e9800998ecf8427e"
+    assert remote._digest({"ETag": f'"{tag}"', "StorageClass": "STANDARD"}) == ("md5", tag)
+    assert remote._digest({"ETag": f'"{tag}-3"', "StorageClass": "STANDARD"}) == ("", ""), "of several parts"
+
+
+def test_a_wrong_checksum_is_refused(tmp_path):
+    class System:
+        def cat_file(self, path, start, end):
+            return b"x" * (end - start)
+
+    file = remote.File("bucket/a.arrow", "a.arrow", 100, "t", ("md5", "0" * 32))
+    with pytest.raises(DataError, match="the store says 0000"):
+        remote._copy(System(), file, tmp_path)
+    assert not list(tmp_path.glob("*.arrow")) and not list(tmp_path.glob(".*partial"))

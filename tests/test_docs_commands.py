@@ -1,0 +1,60 @@
+"""The commands that the pages show: each has a rule of `docs_commands`, and does what the rule says."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import docs_commands
+import pytest
+
+COMMANDS = docs_commands.shown()
+RUNS = [command for command in COMMANDS if isinstance(command.rule, docs_commands.Run)]
+HOW = f"append a row to RULES in {pathlib.Path(docs_commands.__file__).name}, whose docstring says how"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What a reader has in front of them."""
+    here = tmp_path_factory.mktemp("reader") / "checkout"
+    docs_commands.start(here)
+    return here
+
+
+def test_every_command_has_a_rule():
+    without = [command.name for command in COMMANDS if command.rule is None]
+    assert not without, f"{HOW}: {without}"
+    assert len(COMMANDS) > 80 and len(RUNS) > 40, "the pages are read"
+
+
+def test_a_reason_names_what_is_there():
+    for command in COMMANDS:
+        if isinstance(command.rule, docs_commands.Why):
+            for path in re.findall(r"(?:tests|tools)/[\w/]+(?:\.py)?", command.rule.reason):
+                assert (docs_commands.ROOT / path).exists(), command.name
+        if made := re.match(r"make ([a-z-]+)", command.text):
+            assert f"\n{made[1]}:" in (docs_commands.ROOT / "Makefile").read_text(), command.name
+
+
+def test_the_commands_that_take_seconds(folder):
+    """As they are typed, one after the other: later ones read what earlier ones made."""
+    quick = [command for command in RUNS if command.rule.quick]
+    assert len(quick) > 8
+    for command in quick:
+        done = docs_commands.run(command, folder)
+        assert done.returncode == command.rule.code, f"{command.name}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+
+
+def test_the_python_of_the_pages_runs(folder):
+    """That of CONTRIBUTING is tested in test_docs.py, and that of ARCHITECTURE is no program."""
+    for page in docs_commands.PAGES:
+        if page.stem not in ("CONTRIBUTING", "ARCHITECTURE"):
+            for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+                done = subprocess.run([sys.executable, "-c", block], cwd=folder, capture_output=True, text=True, timeout=300)
+                assert done.returncode == 0, f"{page.name}\n{block}{done.stderr}"
+
+
+@pytest.mark.slow
+def test_all_commands(tmp_path, capsys):
+    """The pages from the first to the last, in one folder: half an hour of CPU time."""
+    assert docs_commands.main([str(tmp_path / "checkout")]) == 0, capsys.readouterr().out

@@ -1,0 +1,131 @@
+"""Commands on small, full disks: one line that names a file, and nothing there that looks finished."""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+
+import numpy as np
+import pytest
+from commands import runs
+from test_reliability import small_disk
+
+from jaxtrain.commands import arguments, export, sudoku
+from jaxtrain.inference import embed, probe
+from jaxtrain.weights import whole
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Makes a disk of so many kilobytes."""
+    mounted = []
+
+    def make(kilobytes):
+        mounted.append(small_disk(tmp_path / f"disk{len(mounted)}", kilobytes))
+        return mounted[-1]
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", folder], check=True)
+
+
+def files(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def assert_told(capsys, path):
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1, told
+    assert str(path) in told and "No space left on device; free some space, then rerun the command" in told
+
+
+@pytest.mark.parametrize("how", ["csv", "npy"])
+def test_sudoku(disk, capsys, how):
+    folder = disk(8)
+    assert sudoku.main(["--train=100", "--test=2", f"--format={how}", str(folder)]) == 2
+    assert_told(capsys, folder)
+    for name in files(folder):  # what is there is whole
+        assert name.endswith((".npy", ".json")) and (not name.endswith(".npy") or len(np.load(folder / name)))
+
+
+@pytest.mark.parametrize("kilobytes", [4, 40, 100])
+def test_an_export(disk, tmp_path, capsys, kilobytes):
+    runs.save(tmp_path / "run", 20, runs.state(0, 20))
+    folder = disk(kilobytes)
+    assert export.main([str(tmp_path / "run"), "--out", str(folder / "out")]) == 2
+    assert_told(capsys, folder / "out")
+    assert files(folder) == [] and list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("kilobytes", [16, 2000])
+def test_an_export_back_to_a_checkpoint(disk, tmp_path, capsys, kilobytes):
+    runs.save(tmp_path / "run", 20, runs.state(0, 20))
+    assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    folder = disk(kilobytes)
+    if kilobytes > 16:
+        (folder / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(folder)) - 30_000))
+    assert export.main(["--reverse", str(tmp_path / "out"), "--out", str(folder / "back")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert not (folder / "back" / "checkpoints" / "20").exists()
+
+
+def test_embeddings_reserve_their_space_and_are_partial_until_they_are_whole(disk):
+    import jax
+
+    shapes = {"mean": jax.ShapeDtypeStruct((100, 32), np.float32), "cls": jax.ShapeDtypeStruct((100, 64), np.float32)}
+    folder = disk(32)
+    with pytest.raises(OSError, match="No space left on device.*cls.npy"):
+        embed._open(folder, shapes, 0)
+    assert files(folder) == []
+    folder = disk(64)
+    made = embed._open(folder, shapes, 0)
+    assert files(folder) == ["cls.npy.partial", "mean.npy.partial"]
+    with contextlib.suppress(OSError):  # whatever fills the disk meanwhile
+        (folder / "ballast").write_bytes(bytes(64_000))
+    for array in made.values():
+        array[:] = 1
+        array.flush()
+    assert all((x == 1).all() for x in embed._open(folder, shapes, 50).values())
+
+
+def test_a_probes_report(disk, capsys):
+    folder = disk(8)
+    (folder / "ballast").write_bytes(bytes(8192 - 4096))
+    score = {"value": 0.5, "low": 0.4, "high": 0.6}
+
+    def act():
+        probe.report({f"run {i}": {"linear": {m: score for m in probe.MEASURES}, "few shot": {}} for i in range(100)}, folder)
+        return 0
+
+    assert arguments.run(act) == 2
+    assert_told(capsys, folder / "results.json")
+    assert files(folder) == ["ballast"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        OSError("1024 requested and 512 written"),
+        ValueError('RESOURCE_EXHAUSTED: Error writing "x": No space left on device [os_error_code=28]'),
+        OSError(122, "Disk quota exceeded"),
+    ],
+    ids=["system", "NumPy", "TensorStore", "quota"],
+)
+def test_whole_files_and_folders(tmp_path, error):
+    (tmp_path / "x.npy").write_bytes(b"before")
+    with pytest.raises(OSError) as raised, whole.file(tmp_path / "x.npy") as file:
+        file.write(b"half")
+        raise error
+    assert raised.value.filename == str(tmp_path / "x.npy") and (tmp_path / "x.npy").read_bytes() == b"before"
+    with pytest.raises(OSError) as raised, whole.folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("half")
+        raise error
+    assert raised.value.filename == str(tmp_path / "out")
+    with pytest.raises(ZeroDivisionError), whole.folder(tmp_path / "out"):
+        raise ZeroDivisionError
+    assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
+    with whole.folder(tmp_path / "out") as folder:
+        whole.write(pathlib.Path(folder) / "a", "all")
+    assert files(tmp_path) == ["out/a", "x.npy"]

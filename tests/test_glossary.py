@@ -1,0 +1,29 @@
+"""The glossary of metrics, as the model card and the reference print it."""
+
+import itertools
+
+import pytest
+
+from jaxtrain import glossary
+
+
+def test_a_meaning_stands_alone():
+    """A card lists metrics by the alphabet: none can lean on the one before."""
+    groups = (glossary.STEP, glossary.DATA, glossary.SAVE, *glossary.WORKLOADS.values())
+    for entry in itertools.chain(*groups):
+        assert not entry.meaning.startswith(("the same", "its ")), entry.names
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "split", "told"),
+    [
+        ("mae_loss", "bird", "test", "of objective mae, before"),
+        ("grad_norm_encoder", "bird", "train", "below encoder alone"),
+        ("chi2_mod_expected", "bird", "data", "what chi2_mod would be"),
+        ("perplexity_source_1", "language", "test", "perplexity on source number 1 of"),
+        ("exact_accuracy_difficulty_3", "trm", "test", "difficulty class 3,"),
+        ("audio_7", "audio_language", "test", "codebook 7"),
+    ],
+)
+def test_the_letters_of_a_meaning_are_filled_in(name, workload, split, told):
+    assert told in glossary.meaning(name, workload=f"jaxtrain.workloads.{workload}", split=split)

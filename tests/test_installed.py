@@ -1,0 +1,85 @@
+"""What an installation does away from the checkout: without a network, without a compiler, and without a line too many."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+BOARDS = "({'kind': 'sudoku4', 'n_train': 64, 'n_test': 16, 'blanks': (3, 6)},)"
+SMALL = {
+    "data.sources": BOARDS,
+    "model.embed": 16, "model.puzzle_embed": 16, "model.heads": 2, "model.cycles_high": 1, "model.cycles_low": 1,
+    "train.steps": 4, "train.batch": 16, "train.eval_every": 2, "optim.warmup": 2, "checkpoint.every": 2, "metrics.every": 1,
+}  # fmt: skip
+RUN = ["--config=trm_sudoku:4x4", *(f"--config.{name}={value}" for name, value in SMALL.items())]
+NUMBER = r"-?\d[\d.,e+-]*"
+# All that a run may say on a console. A line of anybody else, a warning of a library, is not for whoever runs it.
+CONSOLE = (
+    rf"{NUMBER} parameters, .* of state per device; mesh .* on 1 × cpu",
+    r"generated 80 sudoku4 puzzles in .* s, kept in /.*\.npz",
+    r"MFU is of .* TFLOP/s \(measured .* on cpu\)",
+    r"compiling; what takes long is kept for the next start",
+    rf"compiled in {NUMBER} s",
+    rf"{NUMBER} s from the command to the first step: .*",
+    rf"step \d/4  loss {NUMBER}  {NUMBER} samples/s  MFU {NUMBER}%  waiting for data .*  \d:\d\d:\d\d left",
+    rf"step [24] test  accuracy {NUMBER}  exact_accuracy {NUMBER}  .*q_halt_loss {NUMBER}",
+    r"the run has ended; it left",
+    r"next",
+    r"  [a-z ,]+: (runs/trm-4x4/.*|jaxtrain .*)",  # a file of the run, or a command
+)
+SOMETIMES = (r"evaluation after step \d: batch \d of \d",)  # where that takes long
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The packages that a wheel holds, in a folder as pip makes it: nothing of the checkout is beside them."""
+    folder = tmp_path_factory.mktemp("site")
+    for name in ("jaxtrain", "loaders", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(site, tmp_path_factory):
+    """Runs a command where there is no network, and no program on PATH but those of a system without a compiler."""
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
+        pytest.skip("this machine makes no network namespaces (unshare -rn)")
+    folder = tmp_path_factory.mktemp("here")
+    kept = ("HOME", "LD_LIBRARY_PATH", "TMPDIR")
+    env = {name: os.environ[name] for name in kept if name in os.environ}
+    env |= {"PYTHONPATH": str(site), "JAXTRAIN_CACHE": str(folder / "cache"), "PATH": str(folder), "JAX_PLATFORMS": "cpu"}
+    unshare = shutil.which("unshare")
+
+    def run(*argv, code=0):
+        command = [unshare, "-rn", sys.executable, "-m", "jaxtrain.cli", *argv]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, done.stderr
+        return done
+
+    return run
+
+
+def test_the_namespace_has_no_network(site, tmp_path):
+    """The test of the test: where a name is looked up, it is not found."""
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
+        pytest.skip("this machine makes no network namespaces (unshare -rn)")
+    program = "import socket; socket.create_connection(('127.0.0.1', 9), 1)"
+    done = subprocess.run(["unshare", "-rn", sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "Network is unreachable" in done.stderr
+
+
+def test_a_run_its_plan_and_its_export_need_no_network_and_say_what_they_should(alone):
+    trained = alone("train", *RUN)
+    lines = (trained.stdout + trained.stderr).splitlines()
+    assert not [line for line in lines if not any(re.fullmatch(pattern, line) for pattern in CONSOLE + SOMETIMES)]
+    assert not [pattern for pattern in CONSOLE if not any(re.fullmatch(pattern, line) for line in lines)], lines
+    planned = alone("plan", *RUN, "gpu:h100x8")
+    assert "this run has no problem" in planned.stdout and not planned.stderr
+    exported = alone("export", "runs/trm-4x4", "--out", "out")
+    assert "params of step 4" in exported.stdout and not exported.stderr
+    assert "no problems" in alone("checkpoint", "verify", "out").stdout

@@ -1,0 +1,26 @@
+"""What `make` asks pip for."""
+
+import pathlib
+import tomllib
+
+from tools import needs
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_extras_that_name_others_are_followed_and_nothing_is_asked_for_twice():
+    project = {
+        "name": "jaxtrain",
+        "dependencies": ["jax>=1"],
+        "optional-dependencies": {"a": ["x", "jaxtrain[b, c]"], "b": ["jax>=1"], "c": ["y; sys_platform == 'linux'"]},
+    }
+    assert needs.needs(project, []) == ["jax>=1"]
+    assert needs.needs(project, ["a"]) == ["jax>=1", "x", "y; sys_platform == 'linux'"]
+
+
+def test_this_package_is_never_among_its_needs_nor_a_compiler_for_plans_in_an_environment_that_trains():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extras in ([], ["dev"], ["all"]):
+        names = [requirement.partition(">")[0] for requirement in needs.needs(project, extras)]
+        assert not [name for name in names if name.startswith(("jaxtrain", "libtpu", "jax-cuda"))]
+    assert len(needs.needs(project, ["dev"])) > len(needs.needs(project, [])) == len(project["dependencies"])
