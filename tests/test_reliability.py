@@ -151,7 +151,8 @@ def test_promise_9_a_signal_while_the_data_stall(unruly, corpus):  # noqa: F811
         STALL_AT="4",
         STALLED=str(stalled),
     )
-    wait_for(lambda: stalled.exists() and step_of(unruly / "runs" / "tiny") >= 1, watch=[process])
+    # The second step is written while the third computes; the fourth has no data.
+    wait_for(lambda: stalled.exists() and step_of(unruly / "runs" / "tiny") >= 2, watch=[process])
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75 and "after step 3" in output, output
