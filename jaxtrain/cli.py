@@ -39,6 +39,7 @@ COMMANDS = (
     Command("export", "weights", "convert a checkpoint to safetensors for Hugging Face, and back"),
     Command("lora-to-peft", "weights", "write the adapters of a run in peft's format"),
     Command("checkpoint", "weights", "inspect, verify, compare and strip checkpoints"),
+    Command("detect", "answers", "what is heard when: tables and scores of recordings of any length", caches=True),
     Command("embed", "look back", "embed any dataset with a trained encoder", caches=True),
     Command("probe", "look back", "measure how good embeddings are: linear probe, k-NN, few shot", caches=True),
     Command("generate-audio", "look back", "answer prompts with sound, by an audio language model"),

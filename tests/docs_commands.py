@@ -171,7 +171,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"higgs(\.py)?:path/to/weights .*data\.codes=", Run(f"{HIGGS} --config.workdir=runs/higgs-codes")),
     (r"higgs(\.py)?:(path/to/weights|merged)", Run(HIGGS)),
     # Looking back.
-    (r"^jaxtrain embed ", Run("--batch=8")),
+    (r"^jaxtrain (detect|embed) ", Run("--batch=8")),
     (r"^jaxtrain probe ", Run()),
     (r"^jaxtrain checkpoint diff ", Run(code=1)),  # they differ, as it says
     (r"^jaxtrain (export|checkpoint) ", Run()),

@@ -48,7 +48,17 @@ def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
         group = next(line for line in reversed(lines[:at]) if line.endswith(":") and not line.startswith(" "))
         assert group == f"{command.group}:"
     groups = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert groups == ["train:", "look ahead:", "data:", "weights:", "look back:", "clusters:", "shell:", "exit codes:"]
+    assert groups == [
+        "train:",
+        "look ahead:",
+        "data:",
+        "weights:",
+        "answers:",
+        "look back:",
+        "clusters:",
+        "shell:",
+        "exit codes:",
+    ]
     codes = lines[lines.index("exit codes:") :]
     assert [line.split()[0] for line in codes[1:]] == ["0", "1", "2", "75", "130"]
     assert all(len(line) <= 128 for line in lines)

@@ -10,6 +10,8 @@ from typing import Any
 
 from jaxtrain.config.schema import Config
 
+MOST_VALUES = 32  # of a tuple that are printed
+
 
 def explain(config: Config) -> str:
     """Every field with its value, unit and meaning, one line each."""
@@ -23,11 +25,18 @@ def explain(config: Config) -> str:
                 walk(value, f"{where}.")
             else:
                 unit, meaning = glosses[f.name]
-                lines.append((f"config.{where}", repr(value), unit, meaning))
+                lines.append((f"config.{where}", _short(value), unit, meaning))
 
     walk(config, "")
     widths = [min(max(len(line[i]) for line in lines), 40) for i in range(3)]
     return "\n".join("  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3])) for line in lines)
+
+
+def _short(value: Any) -> str:
+    """A value as Python writes it; of a long tuple its beginning and its length."""
+    if isinstance(value, tuple) and len(value) > MOST_VALUES:
+        return f"({', '.join(map(repr, value[:3]))}, … {len(value)} in all)"
+    return repr(value)
 
 
 @functools.cache

@@ -60,6 +60,7 @@ class Model(NamedTuple):
     head: PyTree | None  # of the supervised objective: w, b
     run: dict[str, Any]  # the run's whole config
     name: str
+    probe: PyTree | None = None  # of the online probe: scale, bias, w, b
 
     @property
     def digest(self) -> str:
@@ -91,9 +92,16 @@ def load(run: str, *, step: int | None = None, ema: bool = False, random: int | 
         made = specs.materialise({"encoder": table}, jax.random.key(random))["encoder"]
         return Model(c, jax.tree.map(np.asarray, made), None, config, f"{run}, initialised with seed {random}")
     params = specs.map_specs(lambda p, _: _read(arrays, f"encoder/{p}"), table)
-    head = {leaf: arrays[f"objective/supervised/{leaf}"] for leaf in "wb" if f"objective/supervised/{leaf}" in arrays}
     name = f"{source.path}{' (ema)' if ema else ''}"
-    return Model(c, params, {k: x.read(()) for k, x in head.items()} or None, config, name)
+    head, probe = _leaves(arrays, "objective/supervised", "w", "b"), _leaves(arrays, "probe", "scale", "bias", "w", "b")
+    return Model(c, params, head, config, name, probe)
+
+
+def _leaves(arrays: dict[str, stored.Stored], folder: str, *names: str) -> PyTree | None:
+    """The arrays of a head; None unless all are there."""
+    if any(f"{folder}/{name}" not in arrays for name in names):
+        return None
+    return {name: _read(arrays, f"{folder}/{name}") for name in names}
 
 
 def _check(arrays: dict[str, stored.Stored], path: str, spec: Any) -> None:
@@ -157,10 +165,30 @@ class Setup(NamedTuple):
         return feed.Feed(self.loader, self.abstract, self.rows, depth=AHEAD)
 
 
+# Weights of its own, CLS tokens [B × views, L, D] and patches [B × views, N, D], a batch -> what is written.
+Compute = Callable[[PyTree, jax.Array, jax.Array, Mapping[str, jax.Array]], dict[str, jax.Array]]
+
+
 def set_up(
-    model: Model, data: spectrogram.Config, *, split: str = "train", kinds: Sequence[str] = ("mean", "cls"), batch: int = 64
+    model: Model,
+    data: spectrogram.Config,
+    *,
+    split: str = "train",
+    kinds: Sequence[str] = ("mean", "cls"),
+    batch: int = 64,
+    compute: Compute | None = None,
+    weights: PyTree = None,
 ) -> Setup:
-    """Opens the data and compiles the encoder for them. Raises DataError."""
+    """Opens the data and compiles the encoder for them, and what is made of its tokens.
+
+    Args:
+      compute: None = what `embed` writes, of these ``kinds``.
+      weights: those of ``compute``.
+
+    Raises DataError.
+    """
+    if compute is None:
+        compute, weights = _features(model.config, kinds, data.views), model.head
     data = of_split(data, split)
     layout = make_layout(make_mesh(-1, 1, 1), {})
     batch = -(-batch // len(jax.devices())) * len(jax.devices())
@@ -175,8 +203,8 @@ def set_up(
         raise DataError(f"data.{where} {text}")
     loader = spectrogram.make_loader(data, split="train", rows=rows, seed=0, in_order=True)
     facts = spectrogram.facts(data)
-    weights = jax.device_put((model.params, model.head), layout.replicated())
-    run = _program(model, layout, kinds, data.views).lower(weights, abstract)
+    weights = jax.device_put((model.params, weights), layout.replicated())
+    run = _program(model, layout, compute).lower(weights, abstract)
     return Setup(run.compile(), weights, run.out_info, abstract, rows, loader, batch, facts["n_train"], facts)
 
 
@@ -313,14 +341,20 @@ def _note(out: pathlib.Path, files: dict[str, np.memmap], content: dict[str, Any
     whole.write(out / PROGRESS, json.dumps(content, indent=2) + "\n")
 
 
-def _program(model: Model, layout: Layout, kinds: Sequence[str], views: int) -> Any:
+def _program(model: Model, layout: Layout, compute: Compute) -> Any:
     c = dataclasses.replace(model.config, drop_path=0.0)
 
     def run(weights: tuple, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        params, head = weights
+        params, own = weights
         x = batch["spectrogram"].astype(jnp.float32).reshape(-1, c.n_frames, c.n_mels)
         cls, patches = vit.encode(c, params, x, layout.shard)
+        return compute(own, cls, patches, batch)
 
+    return jax.jit(run)
+
+
+def _features(c: bird.Config, kinds: Sequence[str], views: int) -> Compute:
+    def compute(head: PyTree, cls: jax.Array, patches: jax.Array, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         def rows(z: jax.Array) -> jax.Array:
             return z.reshape(-1, views, *z.shape[1:])
 
@@ -336,7 +370,7 @@ def _program(model: Model, layout: Layout, kinds: Sequence[str], views: int) -> 
                 outputs[name] = batch[name]
         return outputs
 
-    return jax.jit(run)
+    return compute
 
 
 def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:

@@ -139,14 +139,10 @@ def plan(
     Raises DataError: recordings for which what decides their split is unknown.
     """
     events: dict[str, list[Annotation]] = defaultdict(list)
-    below, below_links = os.path.join(root, ""), os.path.join(os.path.realpath(root), "")
+    below = os.path.join(root, "")
     outside: set[str] = set()
-    leads_out = {
-        path for path in sorted(headers) if path.startswith(below) and not os.path.realpath(path).startswith(below_links)
-    }
-    leads_out -= {
-        path for path in sorted(leads_out) if mistakes.add("link-outside", f"{path} leads to {os.path.realpath(path)}")
-    }
+    links = {path: led for path in sorted(headers) if path.startswith(below) and (led := leads_out(path, root))}
+    out = {path for path, led in links.items() if not mistakes.add("link-outside", f"{path} leads to {led}")}
     for each in annotations:
         header = headers.get(each.path)
         if not each.path.startswith(below):
@@ -154,11 +150,7 @@ def plan(
                 outside.add(each.path)
                 mistakes.add("outside-root", f"{each.path} is not below {root}")
             continue
-        if (
-            each.path not in leads_out
-            and header is not None
-            and (checked := _checked(each, header, classes, options, mistakes))
-        ):
+        if each.path not in out and header is not None and (checked := _checked(each, header, classes, options, mistakes)):
             events[each.path].append(checked)
     for path in events:
         events[path] = _without_doubles(path, events[path], options, mistakes)
@@ -199,6 +191,12 @@ def plan(
                 f"the split {split!r} is no name; expected letters, digits and _: for folds, use --split column=fold:5"
             )
     return Plan(names, kept, splits, {path: headers[path.partition("\0")[0]] for path in kept}, root, options)
+
+
+def leads_out(path: str, root: str) -> str:
+    """Where a path below ``root`` leads to, if links lead it out of there; else ""."""
+    led = os.path.realpath(path)
+    return "" if led.startswith(os.path.join(os.path.realpath(root), "")) else led
 
 
 def _checked(
@@ -301,7 +299,7 @@ def _rows(
         about |= {key: value for key, value in each.about.items() if value}
     parts: Iterator[Part]
     if options.windows:
-        parts = _windows(events, header.seconds, numbers, options)
+        parts = windows_of(events, header.seconds, numbers, options)
     else:
         parts = (
             (
@@ -327,7 +325,7 @@ def _channels(stated: int | None, n: int, option: str) -> Sequence[int]:
     return (-1 if stated is None else stated,)
 
 
-def _windows(events: list[Annotation], seconds: float, numbers: Mapping[str, int], options: Options) -> Iterator[Part]:
+def windows_of(events: list[Annotation], seconds: float, numbers: Mapping[str, int], options: Options) -> Iterator[Part]:
     """Windows of a recording, the last one at its end, with the classes that overlap each."""
     length, hop = options.windows, options.hop or options.windows
     starts = [0.0]

@@ -72,7 +72,7 @@ def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[st
     shutil.rmtree(fresh, ignore_errors=True)
     try:
         (fresh / "data").mkdir(parents=True)
-        splits = {split: _write_split(fresh / "data", split, plan) for split in sorted(set(plan.splits.values()))}
+        splits = {split: write_split(fresh / "data", split, plan) for split in sorted(set(plan.splits.values()))}
         splits = {split: about for split, about in splits.items() if about["rows"]}
         if not splits:
             raise DataError("the sources leave no row to write; see the list of mistakes")
@@ -178,7 +178,7 @@ def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
     pq.write_table(pa.table({name: pa.array(columns[name], kind) for name, kind in kinds.items()}), file)
 
 
-def _write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
+def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
     """Writes the shards of a split. Returns its rows, recordings and hours."""
     kind = schema(plan.names)
     files: list[pathlib.Path] = []

@@ -204,6 +204,25 @@ def birds(folder: pathlib.Path) -> None:
     _run(folder, bird, BIRDS, data, lambda c: {"encoder": _vit().make_specs(c)})
 
 
+def birds_with_head(folder: pathlib.Path) -> None:
+    """A run of the bird encoder with a head for two classes, and their names."""
+    from jaxtrain.workloads import bird
+
+    data = dict(train="recordings", label="label", clip_seconds=0.3, n_frames=32, threads=1)
+    _run(folder, bird, {**BIRDS, "n_classes": 2, "class_names": ("a", "b")}, data, bird.make_specs)
+
+
+def detected(folder: pathlib.Path) -> None:
+    """What `jaxtrain detect` writes."""
+    run, source = folder.parent / "run-that-detects", folder.parent / "heard"
+    for place, make in ((run, birds_with_head), (source, annotated)):
+        place.mkdir(exist_ok=True)
+        make(place)
+    command = [sys.executable, "-m", "jaxtrain.cli", "detect", str(run), str(source), "--out", str(folder), "--batch", "2"]
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+
+
 def trained(folder: pathlib.Path) -> None:
     """A run of the bird encoder that can be resumed."""
     data = folder.parent / "trained-on" / "recordings"
