@@ -35,6 +35,8 @@ its steps teacher was at +3.8 [-0.2, +7.7], together: it learns little before st
 it learned nothing.
 """
 
+import logging
+
 from ml_collections import ConfigDict
 
 CLIPS = 80  # in a fold
@@ -55,9 +57,11 @@ LONG = dict(shift=250, gain=0.2, noise=0.05, time_masks=2, time_mask=60, mel_mas
 OBJECTIVES["supervised_long"] = (800, LONG, OBJECTIVES["supervised"][2])
 
 
-def get_config(argument: str) -> ConfigDict:
-    path, objective, fold = (*argument.split(","), "", "")[:3]
-    if not path or objective not in OBJECTIVES or fold not in tuple("012345"):
+def get_config(argument: str = "") -> ConfigDict:
+    if not argument:  # to read the fields; for a run, data.train is reported as empty
+        logging.getLogger("jaxtrain").warning("no data path: use --config=esc10_folds:PATH,OBJECTIVE,FOLD")
+    path, objective, fold = (*argument.split(","), "", "")[:3] if argument else ("", "supervised", "0")
+    if (argument and not path) or objective not in OBJECTIVES or fold not in tuple("012345"):
         raise ValueError(f"{argument!r} is not PATH,OBJECTIVE,FOLD with one of {', '.join(OBJECTIVES)} and a fold from 0 to 5")
     first = int(fold) % 5 * CLIPS  # test/ comes first in the alphabet
     steps, augment, model = OBJECTIVES[objective]
@@ -83,7 +87,7 @@ def get_config(argument: str) -> ConfigDict:
                 **{"supervised": dict(weight=0.0), **model},
             ),
             data=dict(
-                train=f"{path}/*/*.arrow",
+                train=f"{path}/*/*.arrow" if path else "",
                 test_share=0.0,
                 label="label",
                 exclude=() if fold == "0" else tuple(range(first, first + CLIPS)),

@@ -21,7 +21,7 @@ import math
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -38,7 +38,12 @@ NOISE = 1.0  # standard deviation of each viewer's noise; the shared response ha
 
 def ensure() -> pathlib.Path:
     """The folder of the film, made if it is not there. Raises DataError if it cannot be written."""
-    return _ensure_folder(f"film-{_recipe_hash()}", make)
+    return _ensure_folder(folder().name, make)
+
+
+def folder() -> pathlib.Path:
+    """Where `ensure` makes the film; it need not be there."""
+    return machine.cache_folder() / f"film-{_recipe_hash()}"
 
 
 def ensure_blank(*, viewers: int, volumes: int, voxels: int) -> pathlib.Path:
@@ -99,20 +104,43 @@ def make_blank(folder: pathlib.Path, *, viewers: int, volumes: int, voxels: int)
 
     160 × 90 pixels at 25 frames/s, 8 codebooks at 75 a second, 3 × 1024 values of text every 1.5 s.
     """
+    streams = {
+        "video": ((round(volumes * TR * 25), 90, 160, 3), "u1"),
+        "audio": ((round(volumes * TR * 75), 8), "<i2"),
+        "text": ((volumes, 3072), "<f4"),
+    }
+    _write_zeros(folder, streams, {"fps": 25, "audio_rate": 75}, viewers=viewers, voxels=voxels)
+
+
+def make_outline(folder: pathlib.Path) -> None:
+    """Writes the film's shapes, all zeros: what can be known of it before it is made."""
+    frames = round(VOLUMES * TR * FPS)
+    streams = {
+        "video": ((frames, HEIGHT, WIDTH, 3), "u1"),
+        "audio": ((round(frames / FPS * AUDIO_RATE), CODEBOOKS), "<i2"),
+        "text": ((VOLUMES, TEXT), "<f4"),
+    }
+    _write_zeros(folder, streams, {"fps": FPS, "audio_rate": AUDIO_RATE}, viewers=VIEWERS, voxels=VOXELS)
+
+
+def _write_zeros(
+    folder: pathlib.Path,
+    streams: Mapping[str, tuple[tuple[int, ...], str]],
+    rates: Mapping[str, float],
+    *,
+    viewers: int,
+    voxels: int,
+) -> None:
+    """Writes ``streams``, name -> (shape, dtype), and fMRI into an empty folder: sparse files, which take no space."""
     (folder / "fmri").mkdir()
     names = [f"viewer-{i + 1}" for i in range(viewers)]
-    shapes = {
-        "video.npy": ((round(volumes * TR * 25), 90, 160, 3), "u1"),
-        "audio.npy": ((round(volumes * TR * 75), 8), "<i2"),
-        "text.npy": ((volumes, 3072), "<f4"),
-        **{f"fmri/{name}.npy": ((volumes, voxels), "<f2") for name in names},
-    }
-    for name, (shape, dtype) in shapes.items():
-        with (folder / name).open("wb") as file:
+    measured = {f"fmri/{name}": ((streams["text"][0][0], voxels), "<f2") for name in names}
+    for name, (shape, dtype) in {**streams, **measured}.items():
+        with (folder / f"{name}.npy").open("wb") as file:
             np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
             file.truncate(file.tell() + math.prod(shape) * np.dtype(dtype).itemsize)
     # Without checksums, for which all the zeros would be read.
-    info = {"version": film_files.VERSION, "tr": TR, "fps": 25, "audio_rate": 75, "audio": "codes", "subjects": names}
+    info = {"version": film_files.VERSION, "tr": TR, **rates, "audio": "codes", "subjects": names}
     (folder / "dataset.json").write_text(json.dumps(info))
 
 

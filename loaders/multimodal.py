@@ -56,7 +56,7 @@ class Config(checks.DataSection):
     threads: int = 0  # [threads] that cut windows; 0 = one for each core this process may use
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.exists() and not (pathlib.Path(self.path).expanduser() / "dataset.json").is_file():
+        if self.path not in BUILT_IN and not (pathlib.Path(self.path).expanduser() / "dataset.json").is_file():
             yield "path", f"is {self.path!r}, which holds no dataset.json; `jaxtrain prepare-giblet` makes such a folder"
         yield from checks.at_least(self, 1, "frame_skip")
         yield from checks.choice(self, PADDINGS, "padding")
@@ -74,7 +74,7 @@ class Config(checks.DataSection):
 
     def exists(self) -> bool:
         """False when reading the facts would first have to make the data."""
-        return self.path not in BUILT_IN
+        return self.path != "blank"
 
 
 class Split(NamedTuple):
@@ -98,7 +98,7 @@ class Volumes(Loader):
 
     def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
         self._config = config
-        self._film = open_film(config)
+        self._film = open_film(config, make=True)
         self._volumes = getattr(split_volumes(config), split)
         self._n = len(self._volumes) * (1 if config.average else len(self._film.subjects))
         if split == "train" and not self._n:
@@ -297,11 +297,19 @@ def _convolved_text(config: Config, film: Film) -> np.ndarray:
     return total
 
 
-def open_film(config: Config) -> Film:
-    """The film and viewers of a config; the built-in ones are made at their first use. Raises DataError."""
+def open_film(config: Config, *, make: bool = False) -> Film:
+    """The film and viewers of a config. Raises DataError.
+
+    Args:
+      make: whether the built-in film is made where it is not there; else that is its outline, whose content is zeros.
+    """
     path = config.path
-    if path in BUILT_IN:
-        path = str(demo_film.ensure() if path == "demo" else demo_film.ensure_blank(**BLANK))
+    if path == "blank":
+        path = str(demo_film.ensure_blank(**BLANK))
+    elif path == "demo":
+        from loaders import outline  # imports encoders, which nothing else here needs
+
+        path = str(demo_film.ensure() if make or demo_film.folder().is_dir() else outline.film())
     film = film_files.open_folder(path, config.subjects, links=config.follow_links)
     if "audio" in config.hrf and film.info["audio"] == "codes":
         raise DataError(f"data.hrf holds 'audio', and {path} has codes, which have no mean; prepare features instead")

@@ -230,8 +230,11 @@ def label_column(shards: Sequence[pathlib.Path], label: str, multilabel: bool) -
     return ("labels" if multilabel else "label") if label and index_file(shards[0]) else label
 
 
-def resolve(path: str) -> str:
+def resolve(path: str, *, make: bool = True) -> str:
     """A path on disk: of the built-in corpus for "demo", made at its first use; of the copy of an address of a store.
+
+    Args:
+      make: whether the built-in corpus is made where it is not there; else that of its outline, which has no sound.
 
     Raises DataError: an address whose shards cannot be had (`loaders.remote`).
     """
@@ -239,16 +242,9 @@ def resolve(path: str) -> str:
         return remote.fetch(path)
     if path != "demo":
         return path
-    from loaders import demo  # imports encoders, which nothing else here needs
+    from loaders import demo, outline  # imports encoders, which nothing else here needs
 
-    return str(demo.ensure())
-
-
-def demo_exists() -> bool:
-    """Whether the built-in corpus has been made."""
-    from loaders import demo
-
-    return demo.folder().is_dir()
+    return str(demo.ensure() if make or demo.folder().is_dir() else outline.birds())
 
 
 def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, links: bool = False) -> "_rust.Index":

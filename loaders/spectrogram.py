@@ -47,7 +47,6 @@ from loaders import checks, machine, order, remote
 from loaders.base import DataError, Facts, Field, HostBatch, Loader, Population, Rows, refuse_problems
 from loaders.shards import (
     ClassLists,
-    demo_exists,
     find_shards,
     has_split,
     index_file,
@@ -175,9 +174,8 @@ class Config(checks.DataSection):
         return self.train_split if field == "train" else "train"
 
     def exists(self) -> bool:
-        """False when reading the facts would first have to make the data."""
-        copied = all(remote.is_complete(path) for path in (self.train, self.test, self.background) if remote.is_remote(path))
-        return copied and ("demo" not in (self.train, self.test) or demo_exists())
+        """False when reading the facts would first have to copy the data."""
+        return all(remote.is_complete(path) for path in (self.train, self.test, self.background) if remote.is_remote(path))
 
     @property
     def clip_samples(self) -> int:
@@ -308,12 +306,12 @@ def fields(config: Config) -> dict[str, Field]:
         data["background"] = clip
     if config.multilabel:  # as many classes as the data name
         del data["label"]
-        data["labels"] = Field((len(_splits(config)["train"].names),), np.dtype(np.uint8))
+        data["labels"] = Field((len(_splits(config, make=False)["train"].names),), np.dtype(np.uint8))
     return {**data, "index": scalar, "epoch": scalar, "weight": Field((), np.dtype(np.float32))}
 
 
 def facts(config: Config) -> Facts:
-    """What the recordings decide, read without decoding.
+    """What the recordings decide, read without decoding; the built-in ones need not be made for it.
 
     n_train, n_test: recordings of each split. n_recordings: rows of train's index, excluded ones included: one more than
     the largest ``index`` in a batch. n_unlabelled: recordings of both splits whose label is null. class_names, n_classes:
@@ -322,7 +320,7 @@ def facts(config: Config) -> Facts:
     Raises:
       DataError: shards that cannot be used, or that hold other classes in "test" than in "train".
     """
-    splits = _splits(config)
+    splits = _splits(config, make=False)
     train, test = splits["train"], splits["test"]
     facts = {
         "n_train": len(train.rows),
@@ -424,9 +422,9 @@ def n_clip_frames(n_samples: int) -> int:
     return 0 if n_samples < WINDOW else 1 + (n_samples - WINDOW) // HOP
 
 
-def _splits(config: Config) -> dict[str, Split]:
-    """The recordings of both splits. Raises DataError."""
-    train_path, test_path = (resolve(path) for path in (config.train, config.test))
+def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
+    """The recordings of both splits; without ``make``, of built-in ones their outline. Raises DataError."""
+    train_path, test_path = (resolve(path, make=make) for path in (config.train, config.test))
     train, train_lists = _open(find_shards(train_path, config.train_split, links=config.follow_links), config)
     rows = np.arange(train.n_rows)
     if config.exclude_of not in (0, train.n_rows):

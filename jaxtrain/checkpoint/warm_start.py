@@ -40,6 +40,12 @@ log = logging.getLogger("jaxtrain")
 
 
 WAYS = ("crop", "pad", "fold")  # of reshaping, besides a grid's, whose sizes no shape tells
+WAYS_DO = {
+    "crop": "takes the first entries",
+    "pad": "leaves the new ones as initialised",
+    "fold": "keeps the numbers in their order",
+    "grid": "resamples patches, as in 'grid 32x8 to 16x8'",
+}
 
 
 class WarmStartError(ValueError):
@@ -124,7 +130,8 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
     notes: list[str] = []
     missing: list[str] = []
     surplus: list[str] = []
-    misfits: dict[tuple[str, ...], list[str]] = {}  # ways of reshaping that would do -> what they would do for
+    # Ways of reshaping that would do -> (shape in the source, shape here) -> paths.
+    misfits: dict[tuple[str, ...], dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]] = {}
     for path, (shape, dtype) in table.items():
         if tried.any("skip", config.skip, path):
             (skipped if path in source else fresh).append(path)
@@ -139,8 +146,8 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
         if array.shape == tuple(shape):
             how = ""
         elif not how:
-            ways = tuple(way for way in WAYS if not _misfit(array.shape, tuple(shape), way))
-            misfits.setdefault(ways, []).append(f"{path}: is {list(array.shape)} in the source and {list(shape)} here")
+            shapes = array.shape, tuple(shape)
+            misfits.setdefault(_ways(path, *shapes), {}).setdefault(shapes, []).append(path)
             continue
         elif problem := _misfit(array.shape, tuple(shape), how):
             problems.append(f"{path}: {problem}")
@@ -163,8 +170,10 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
     problems += _grouped(
         missing, "not in the source: rename them (config.warm_start.renames), or declare them in config.warm_start.skip"
     )
-    for ways, lines in misfits.items():
-        problems += _grouped(lines, f"of another shape: {_how_to_reshape(ways)}, or declare them in config.warm_start.skip")
+    for ways, by_shape in misfits.items():
+        lines = [f"{', '.join(names)}: {list(a)} in the source, {list(b)} here" for (a, b), names in by_shape.items()]
+        n = sum(map(len, by_shape.values()))
+        problems += _grouped(lines, f"of another shape: {_how_to_reshape(ways)} them in config.warm_start.skip", n=n)
     problems += _grouped(
         surplus, "of the source and not in this model: rename them, or declare them in config.warm_start.unused"
     )
@@ -209,20 +218,29 @@ def folded(match: Match, shape: tuple[int, ...]) -> Stored:
     return match.stored if match.stored.shape == tuple(shape) else stored.fold(match.stored, tuple(shape))
 
 
-def _grouped(lines: Sequence[str], remedy: str) -> list[str]:
-    """One problem with its remedy, once, and what it is about; none without lines."""
+def _grouped(lines: Sequence[str], remedy: str, *, n: int | None = None) -> list[str]:
+    """One problem with its remedy, once, and what it is about: ``n`` parameters, by default one a line; none without lines."""
     if not lines:
         return []
-    return ["\n".join([f"{len(lines)} parameter{'s' * (len(lines) > 1)} {remedy}", *(f"    {line}" for line in lines)])]
+    n = n or len(lines)
+    return ["\n".join([f"{n} parameter{'s' * (n > 1)} {remedy}", *(f"    {line}" for line in lines)])]
+
+
+def _ways(path: str, source: tuple[int, ...], target: tuple[int, ...]) -> tuple[str, ...]:
+    """The ways of reshaping that turn ``source`` into ``target``; "grid", whose sizes no shape tells, for positions."""
+    ways = [way for way in WAYS if not _misfit(source, target, way)]
+    is_grid = re.search(r"(^|/)pos[^/]*$", path) and len(source) == len(target) == 2 and source[1] == target[1]
+    return (*ways, "grid") if is_grid else tuple(ways)
 
 
 def _how_to_reshape(ways: Sequence[str]) -> str:
-    """The choices of config.warm_start.reshape, those first that give the shape."""
-    example = f"for example \"--config.warm_start.reshape={{'REGEX': '{ways[0] if ways else 'grid 32x8 to 16x8'}'}}\""
-    if ways:
-        return f"{' or '.join(ways)} would do in config.warm_start.reshape, {example}"
-    choices = f"{', '.join(WAYS)} do not; a grid of patches is resampled"
-    return f"declare how in config.warm_start.reshape ({choices}, {example})"
+    """The choices of config.warm_start.reshape that give the shape, and what they do."""
+    if not ways:
+        return f"{', '.join(WAYS)} and grid do not give it; declare"
+    does = "; ".join(f"{way} {WAYS_DO[way]}" if len(ways) > 1 else WAYS_DO[way] for way in ways)
+    how = "grid 32x8 to 16x8" if ways[0] == "grid" else ways[0]
+    example = f"for example \"--config.warm_start.reshape={{'REGEX': '{how}'}}\""
+    return f"{' or '.join(ways)} would do in config.warm_start.reshape ({does}), {example}, or declare"
 
 
 class _Patterns:

@@ -16,6 +16,9 @@ from jaxtrain.commands import arguments
 from loaders.base import DataError
 
 MISTAKES = (config.ConfigError, DataError)
+OTHERS = (
+    "above are the defaults of every run; this config's own values, its model and its data come with --config=FILE:ARGUMENT"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,9 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show(given: config.Arguments) -> int:
     """Prints the config, then its mistakes, and returns the exit code. Nothing is generated for it.
 
+    Of a config that refuses its argument, or misses it, these are the fields that every config has.
+
     Raises ConfigError, where there are no fields to print, and DataError.
     """
-    found, problems = config.read(given.source, given.overrides, make_data=False)
+    try:
+        found, problems = config.read(given.source, given.overrides, make_data=False)
+    except config.ArgumentError as error:
+        found, problems = config.Config(workload="", loader=""), [(path, f"{text}; {OTHERS}") for path, text in error.problems]
     print(f"{config.explain(found)}\n\n{glossary.explained(found.workload)}", flush=True)
     if not problems:
         return 0

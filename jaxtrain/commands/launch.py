@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "STOPPED", "SIGNALING", "RESV_DEL_HOLD")
 
+# Options of sbatch that more of the script follows from than their own line: those of this command take their place.
+OWN = {"nodes": "--nodes", "ntasks_per_node": "--tasks-per-node", "time": "--time"}
+
 
 class Run:
     """A task: the run, with its exit code. A signal that comes before the run listens for it is not lost."""
@@ -202,12 +205,18 @@ def make_executor(
             raise LaunchError(f"--env is {pair!r}; expected NAME=VALUE")
         environment.append(f"export {name}={shlex.quote(value)}")
     extra: dict[str, str | int | bool] = {"requeue": True, "signal": f"{notice}@{args.notice}"}
+    given: dict[str, str] = {}
     for pair in args.sbatch:
         key, equals, value = pair.removeprefix("--").partition("=")
         if not re.fullmatch("[a-z][a-z0-9_-]*", key):
             raise LaunchError(f"--sbatch is {pair!r}; expected KEY=VALUE, or KEY, where KEY is a long option of sbatch")
         _check_line("--sbatch", value)
-        extra[key.replace("-", "_")] = value if equals else True  # as submitit spells them, which else writes a second line
+        key = key.replace("-", "_")  # as submitit spells them, which else writes a second line
+        if own := OWN.get(key):
+            raise LaunchError(f"--sbatch is {pair}; give it as {own}, by which the rest of the script goes, too")
+        if key in given and extra[key] != (value if equals else True):
+            raise LaunchError(f"--sbatch is given as {given[key]} and as {pair}; give one of the two")
+        given[key], extra[key] = pair, value if equals else True
     cpus = args.cpus or config.data.threads or 8
     if (wish := extra.pop("cpus_per_task", None)) is not None:  # the same number by sbatch's name
         wish = str(wish)

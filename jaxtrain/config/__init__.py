@@ -10,7 +10,7 @@ arguments   the command line of a run
 
 from jaxtrain.config.arguments import Arguments, parse_args
 from jaxtrain.config.build import from_dict, load, read, save, section, to_json
-from jaxtrain.config.checks import ConfigError
+from jaxtrain.config.checks import ArgumentError, ConfigError
 from jaxtrain.config.explain import explain, gloss
 from jaxtrain.config.schema import (
     AXIS_RULES,
@@ -36,6 +36,7 @@ from loaders.checks import DataSection, Section
 __all__ = [
     "AXIS_RULES",
     "RESHAPE",
+    "ArgumentError",
     "Arguments",
     "Checkpoint",
     "Config",

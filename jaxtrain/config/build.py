@@ -20,7 +20,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain import configs
-from jaxtrain.config.checks import ConfigError, between_sections, on_this_machine
+from jaxtrain.config.checks import (
+    ArgumentError,
+    ConfigError,
+    between_sections,
+    beyond_the_run,
+    on_this_machine,
+    without_defaults,
+)
 from jaxtrain.config.schema import SHARES, Config, ModelSection, Train
 from loaders import checks
 from loaders.checks import DataSection, Section
@@ -44,6 +51,8 @@ def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
     config, problems = read(source, overrides)
     if problems:
         raise ConfigError(problems)
+    for text in beyond_the_run(config):
+        log.warning("%s", text)
     return config
 
 
@@ -106,14 +115,18 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
     for i, (path, text) in enumerate(problems):
         if path in SHARES and text.endswith(_described(int)):
             problems[i] = path, f"{text}, or a share of the run between 0 and 1"
-    problems += config.problems()
+    unread = tuple(path for path, _ in problems)
+    found = [*config.problems()]
     for f in dataclasses.fields(config):
         section = getattr(config, f.name)
         if isinstance(section, Section):
-            problems += checks.under(f.name, section.problems())
-    problems += between_sections(config)
-    problems += on_this_machine(config)
-    return _take_facts(config, problems, make_data=make_data) if len(sections) == 2 else config
+            found += checks.under(f.name, section.problems())
+    found += between_sections(config)
+    found += on_this_machine(config)
+    problems += without_defaults(found, unread)
+    if len(sections) == 2:
+        config = _take_facts(config, problems, unread, make_data=make_data)
+    return config
 
 
 def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,11 +151,11 @@ def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
     for path in SHARES:
         section, name = path.split(".")
         part = tree.get(section)
-        if not isinstance(part, dict) or not isinstance(steps, int):
+        if not isinstance(part, dict):
             continue
         value = _literal(part.get(name))
         if isinstance(value, float) and 0 < value < 1:
-            part[name] = max(1, round(value * steps))
+            part[name] = max(1, round(value * (steps if isinstance(steps, int) else Train.steps)))
     return tree
 
 
@@ -172,8 +185,12 @@ def _section_class(module_name: str, base: type[Section], functions: Sequence[st
     return cls
 
 
-def _take_facts(config: Config, problems: list[tuple[str, str]], *, make_data: bool) -> Config:
-    """Fills the model's None fields with facts of the data. Does nothing while the data section has mistakes."""
+def _take_facts(config: Config, problems: list[tuple[str, str]], unread: Sequence[str], *, make_data: bool) -> Config:
+    """Fills the model's None fields with facts of the data. Does nothing while the data section has mistakes.
+
+    Args:
+      unread: as `without_defaults` has it.
+    """
     if any(path.startswith(("data", "loader")) for path, _ in problems):
         return config
     loader = importlib.import_module(config.loader)
@@ -186,7 +203,7 @@ def _take_facts(config: Config, problems: list[tuple[str, str]], *, make_data: b
         return config
     names = [f.name for f in dataclasses.fields(config.model) if getattr(config.model, f.name) is None and f.name in facts]
     model = dataclasses.replace(config.model, **{name: facts[name] for name in names})
-    problems += checks.under("model", model.data_problems(facts))
+    problems += without_defaults(checks.under("model", model.data_problems(facts)), unread)
     if not problems and not config.warm_start.source:
         for path, text in checks.under("model", model.data_notes(facts)):
             log.warning("config.%s %s", path, text)
@@ -205,8 +222,8 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
     try:
         takes = argument or any(p.default is inspect.Parameter.empty for p in parameters)
         config = get_config(argument) if takes else get_config()
-    except ValueError as error:  # how a config refuses its argument
-        raise ConfigError([("", f"file {file} says: {error}")]) from error
+    except (ValueError, OSError) as error:  # how a config refuses its argument
+        raise ArgumentError([("", f"file {file} says: {error}")]) from error
     tree = config.to_dict() if isinstance(config, ConfigDict) else config
     if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
         found = f"{str(config)[:80]!r} ({type(config).__name__})"

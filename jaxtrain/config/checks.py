@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxtrain.config.schema import AXIS_RULES, Config, Optim, Train
 from loaders import checks
@@ -23,6 +23,45 @@ class ConfigError(ValueError):
         count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         lines = (f"  config.{path} {text}" if path else f"  {text}" for path, text in problems)
         super().__init__("\n".join([f"the config has {count}:", *lines]))
+
+
+class ArgumentError(ConfigError):
+    """A config file that refuses its argument, or misses it: there are no fields."""
+
+
+def without_defaults(problems: Iterable[tuple[str, str]], unread: Sequence[str]) -> Problems:
+    """Yields the ``problems`` that do not rest on a field of ``unread``, whose default stands for a value of the wrong type.
+
+    A text names every field that it rests on: by its whole path, or within its section by its name.
+    """
+    for path, text in problems:
+        for field in filter(None, unread):
+            name = re.split(r"[.\[]", field)[-1] if field.split(".")[0] == path.split(".")[0] else field
+            inside = path == field or path.startswith((f"{field}.", f"{field}["))
+            if inside or re.search(rf"(?<![\w.])({re.escape(name)}|{re.escape(field)})(?!\w)", text):
+                break
+        else:
+            yield path, text
+
+
+def beyond_the_run(config: Config) -> Iterator[str]:
+    """Yields what never comes up within the run's steps, which is hardly meant, with a value that would."""
+    train, steps = config.train, config.train.steps
+    periods = {
+        "train.eval_every": train.eval_every,
+        "checkpoint.every": config.checkpoint.every,
+        "checkpoint.keep_every": config.checkpoint.keep_every,
+        "metrics.every": config.metrics.every,
+    }
+    if long := {name: every for name, every in periods.items() if every > steps > 1}:
+        values = ", ".join(f"{name}={every}" for name, every in long.items())
+        shorter = " ".join(f"--config.{name}={max(1, round(steps / 10))}" for name in long)
+        text = f"{values}: longer than train.steps={steps}, so that only the last step counts"
+        yield f"{text}; {shorter} would do, as 0.1 in any run"
+    rounds = -(-steps // train.eval_every) if train.eval_every else 1
+    if train.patience >= rounds > 1:
+        text = f"train.patience={train.patience}: the run has {rounds} evaluations, so that it never ends early"
+        yield f"{text}; --config.train.eval_every={max(1, steps // (4 * train.patience))} would do"
 
 
 def between_sections(config: Config) -> Problems:

@@ -21,6 +21,8 @@ def explain(config: Config) -> str:
         glosses = gloss(type(section))  # type: ignore[arg-type]  # mypy: a class of which nothing is known may not hash
         for f in dataclasses.fields(section):
             value, where = getattr(section, f.name), f"{path}{f.name}"
+            if where in ("model", "data") and value is None:
+                continue  # no module is named
             if dataclasses.is_dataclass(value):
                 walk(value, f"{where}.")
             else:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping
 
-from jaxtrain.config.build import function_of, import_file, load
+from jaxtrain.config.build import function_of, import_file, load, read
 from jaxtrain.config.checks import ConfigError
 from jaxtrain.config.schema import Config
 
@@ -31,9 +31,12 @@ def sweeps(source: str, overrides: Iterable[tuple[str, str]] = ()) -> list[tuple
         point = {"workdir": os.path.join(base, f"{i:03}"), **point}
         texts = [*overrides, *((path, value if isinstance(value, str) else repr(value)) for path, value in point.items())]
         try:
-            points.append((load(source, texts), texts))
+            config, found = read(source, texts)
         except ConfigError as error:
-            problems += [(path, f"{text} (sweep {i})") for path, text in error.problems]
+            found = list(error.problems)
+        else:
+            points.append((config, texts))
+        problems += [(path, f"{text} (sweep {i})") for path, text in found]
     workdirs = [os.path.abspath(config.workdir) for config, _ in points]
     problems += [
         ("workdir", f"is {w!r} in more than one sweep") for w in sorted({w for w in workdirs if workdirs.count(w) > 1})

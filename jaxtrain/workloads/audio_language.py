@@ -83,7 +83,7 @@ class Config(transformer.Decoder):
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and (value < needed if name == "vocab" else value != needed):
-                yield name, f"is {value}, and the data have {needed}"
+                yield name, f"is {value}, and the data have {needed}; config.model.{name}=None takes that"
 
     @property
     def n_codes(self) -> int:

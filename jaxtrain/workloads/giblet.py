@@ -124,7 +124,8 @@ class Config(ModelSection):
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and value != needed:
-                yield name, f"is {value}, and the data have {needed}; nothing is cut or padded to fit"
+                text = f"is {value}, and the data have {needed}; nothing is cut or padded to fit"
+                yield name, f"{text}: config.model.{name}=None takes the data's"
         if self.n_frames is not None and not -self.n_frames <= self.frame < self.n_frames:
             yield "frame", f"is {self.frame}, and a window has the frames 0 … {self.n_frames - 1} (or -{self.n_frames} … -1)"
 

@@ -106,12 +106,14 @@ class Config(transformer.Decoder):
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and value < needed:
-                yield name, f"is {value}, and the data need {needed}"
+                shorter = f", or shorter rows: config.data.context={value}" if name == "context" else ""
+                yield name, f"is {value}, and the data need {needed}; set config.model.{name}={needed}{shorter}"
         for where, section in self._writers():
             if section is self.samples and not self.samples.prompts:
                 continue  # nothing is continued
             if self.context is not None and section.tokens >= self.context:
-                yield f"{where}.tokens", f"is {section.tokens}, and the model's context is {self.context}, prompt included"
+                text = f"is {section.tokens}, and the model's context is {self.context}, prompt included"
+                yield f"{where}.tokens", f"{text}; {self._fewer(where)}"
         try:
             codec = make_codec(self)
             for prompt in self.samples.prompts:
@@ -132,6 +134,13 @@ class Config(transformer.Decoder):
                 f"is {self.vocab:,}, and the data have {used:,} tokens: {idle / whole:.0%} of the parameters are rows of "
                 "tokens that never come; --config.model.vocab=None takes the data's",
             )
+
+    def _fewer(self, where: str) -> str:
+        """The remedy for continuations of ``where`` that the context does not hold."""
+        half = max(self.context // 2, 1)
+        if where == "samples":
+            return f"set config.model.samples.tokens={half}, or write nothing: config.model.samples.prompts=()"
+        return f"set tokens to {half} in config.model.targets, or score nothing: config.model.targets=()"
 
     def _writers(self) -> Iterator[tuple[str, Samples | Target]]:
         """The sections that have the model write: (path, section)."""

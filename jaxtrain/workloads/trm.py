@@ -104,7 +104,7 @@ class Config(ModelSection):
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and (value < needed or (name == "n_cells" and value != needed)):
-                yield name, f"is {value}, and the data need {needed}"
+                yield name, f"is {value}, and the data need {needed}; config.model.{name}=None takes that"
 
     @property
     def n_tokens(self) -> int:

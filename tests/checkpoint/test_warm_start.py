@@ -143,39 +143,44 @@ def test_what_is_missing_unwanted_or_different_is_reported_at_once_with_its_reme
     dtype, missing, shape, unwanted, idle = found
     assert missing.startswith("1 parameter not in the source: rename them") and "config.warm_start.skip" in missing
     assert "\n    encoder/pos [8, 8] (is it 'encoder/positions'?)" in missing
-    assert (
-        "\n    head/w: is [8, 7] in the source and [8, 4] here" in shape
-        and "crop would do in config.warm_start.reshape" in shape
-    )
+    assert "\n    head/w: [8, 7] in the source, [8, 4] here" in shape and "crop would do in config.warm_start.reshape" in shape
     assert "head/b: is int32 in the source and float32 here" in dtype
     assert unwanted.endswith("\n    encoder/positions [8, 8]") and "not in this model" in unwanted and "unused" in unwanted
     assert "'^nothing/' matches nothing" in idle
 
 
 def test_one_remedy_for_all_that_it_is_a_remedy_for():
-    """Another depth: a line for each array below one remedy, which names the choices that give the shape."""
+    """Another depth, another width: a line for each pair of shapes, below one remedy with the choices that give them."""
     stack = {f"blocks/{name}": np.zeros((4, 3), np.float32) for name in "abcdef"}
     source = {
         **stack,
+        **{f"wide/{name}": np.zeros((2, 4), np.float32) for name in "abc"},
         "pos": np.zeros((6, 4), np.float32),
+        "table": np.zeros((6, 4), np.float32),
         "w": np.zeros((4, 2, 3), np.float32),
         "x/y": np.zeros(2, np.float32),
     }
     here = {f"blocks/{name}": ((2, 3), "float32") for name in "abcdef"}
-    here |= {"pos": ((8, 5), "float32"), "w": ((8, 3), "float32"), "new/a": ((2,), "float32"), "new/b": ((2,), "float32")}
+    here |= {f"wide/{name}": ((3, 8), "float32") for name in "abc"} | {"table": ((8, 5), "float32")}
+    here |= {"pos": ((8, 4), "float32"), "w": ((8, 3), "float32"), "new/a": ((2,), "float32"), "new/b": ((2,), "float32")}
     with pytest.raises(warm_start.WarmStartError) as caught:
         warm_start.match(here, stored_of(source), WarmStart(source="there"))
-    missing, crop, pad, fold, surplus = caught.value.problems
+    missing, crop, pad, grid, fold, surplus = caught.value.problems
     assert missing.splitlines()[0].startswith("2 parameters not in the source: ") and len(missing.splitlines()) == 3
-    assert len(crop.splitlines()) == 7 and crop.count("config.warm_start.reshape,") == 1
-    assert crop.startswith("6 parameters of another shape: crop would do in config.warm_start.reshape, for example ")
-    assert "\"--config.warm_start.reshape={'REGEX': 'crop'}\"" in crop
-    assert "pad would do" in pad and "pos: is [6, 4] in the source and [8, 5] here" in pad
-    assert "fold would do" in fold and "w: is [4, 2, 3] in the source and [8, 3] here" in fold
+    assert crop.splitlines()[1:] == [f"    {', '.join(stack)}: [4, 3] in the source, [2, 3] here"]
+    assert crop.startswith(
+        "6 parameters of another shape: crop would do in config.warm_start.reshape (takes the first entries), "
+    )
+    assert "\"--config.warm_start.reshape={'REGEX': 'crop'}\"" in crop and "config.warm_start.skip" in crop
+    assert pad.startswith("4 parameters of another shape: pad would do") and len(pad.splitlines()) == 3
+    assert "\n    wide/a, wide/b, wide/c: [2, 4] in the source, [3, 8] here" in pad
+    assert "pad or grid would do" in grid and "grid resamples patches, as in 'grid 32x8 to 16x8'" in grid
+    assert grid.splitlines()[1:] == ["    pos: [6, 4] in the source, [8, 4] here"]
+    assert "fold would do" in fold and "w: [4, 2, 3] in the source, [8, 3] here" in fold
     assert surplus.splitlines()[1:] == ["    x/y [2]"]
     with pytest.raises(warm_start.WarmStartError) as caught:
         warm_start.match({"w": ((4, 3), "float32")}, stored_of({"w": np.zeros((2, 5), np.float32)}), WarmStart(source="there"))
-    assert "crop, pad, fold do not; a grid of patches is resampled, for example" in caught.value.problems[0]
+    assert "crop, pad, fold and grid do not give it; declare them in config.warm_start.skip" in caught.value.problems[0]
 
 
 def test_renames_in_order_skips_and_unused_are_reported():

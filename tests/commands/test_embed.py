@@ -141,7 +141,7 @@ def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, 
     values = np.array(done.stdout.split(), float)
     np.testing.assert_allclose(values, np.load(tmp_path / "out" / "mean.npy")[0], rtol=0, atol=1e-4)
     done = subprocess.run([sys.executable, "export/example.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("usage: python export/example.py RECORDING"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("usage: python export/example.py RECORDING"), done.stderr
     example = (tmp_path / "export" / "example.py").read_text().splitlines()
     assert len([line for line in example[1:] if not line.startswith(("import", "from"))]) <= 10
 

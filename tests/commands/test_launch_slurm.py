@@ -143,6 +143,11 @@ def test_cores_are_one_number(folder, corpus, capsys):  # noqa: F811
         assert cores(f"--sbatch={key}=16", "--cpus=16") == "16"
         error = launch(capsys, f"--config=tiny.py:{corpus}", "--dry-run", f"--sbatch={key}=16", "--cpus=4", code=2)
         assert "--cpus is 4, and --sbatch cpus-per-task=16; give one of the two" in error
+    for first, second in (("cpus_per_task=4", "cpus-per-task=8"), ("cpus-per-task=8", "cpus-per-task=4")):
+        error = launch(capsys, f"--config=tiny.py:{corpus}", "--dry-run", f"--sbatch={first}", f"--sbatch={second}", code=2)
+        assert f"--sbatch is given as {first} and as {second}; give one of the two" in error
+    error = launch(capsys, f"--config=tiny.py:{corpus}", "--dry-run", "--sbatch=nodes=2", code=2)
+    assert "--sbatch is nodes=2; give it as --nodes" in error, "else two hosts would have no secret"
     assert "expected a number of cores" in launch(
         capsys, f"--config=tiny.py:{corpus}", "--dry-run", "--sbatch=cpus-per-task=many", code=2
     )

@@ -134,3 +134,46 @@ def test_what_is_longer_than_the_run_is_named_with_what_would_fit():
         "--config.train.steps=40", "--config.optim.schedule=wsd", "--config.optim.warmup=30", "--config.optim.decay=20"
     )
     assert text["optim.decay"].endswith("at most 10 fits")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rests", "others"),
+    [
+        ("train.steps=many", ["optim.warmup=20000", "optim.schedule=wsd", "optim.decay=0.2"], {}),
+        ("train.accumulate=2.5", ["train.batch=7"], {}),
+        ("train.batch=all", ["train.accumulate=3"], {"optim.lr": -1}),
+        ("optim.warmup=()", ["train.steps=50", "optim.schedule=wsd"], {"optim.decay": 60}),
+        ("train.eval_every=x", ["train.patience=3", "checkpoint.best=-loss"], {"model.whole": -1}),
+        ("model.whole=a", [], {"train.batch": 0}),
+        ("model.n_classes=three", [], {}),
+    ],
+)
+def test_nothing_is_said_about_a_default_that_stands_for_a_value_of_the_wrong_type(wrong, rests, others):
+    """And what is wrong besides is said along with it."""
+    path = wrong.partition("=")[0]
+    given = [wrong, *rests, *(f"{name}={value}" for name, value in others.items())]
+    found = mistakes(*(f"--config.{text}" for text in given))
+    assert set(found) == {path, *others} and "; expected " in found[path]
+
+
+def test_what_never_comes_up_within_the_run_is_said_with_what_would(caplog):
+    """And it runs: its last step is saved, evaluated and recorded."""
+    longer = ["--config.train.eval_every=1000", "--config.checkpoint.every=500", "--config.metrics.every=5"]
+    load("--config.train.steps=40", *longer)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "train.eval_every=1000, checkpoint.every=500: longer than train.steps=40, so that only the last step counts; "
+        "--config.train.eval_every=4 --config.checkpoint.every=4 would do, as 0.1 in any run"
+    )
+    caplog.clear()
+    load("--config.train.steps=40", *longer, "--config.train.eval_every=4", "--config.checkpoint.every=0.1")
+    patient = ["--config.train.steps=1000", "--config.checkpoint.best=-loss", "--config.train.patience=5"]
+    load(*patient, "--config.train.eval_every=50")
+    assert not caplog.records
+    load(*patient, "--config.train.eval_every=200")
+    assert (
+        caplog.records[0]
+        .getMessage()
+        .endswith("the run has 5 evaluations, so that it never ends early; --config.train.eval_every=50 would do")
+    )

@@ -108,3 +108,17 @@ def test_a_shipped_config_without_its_data_is_explained_too(capsys, monkeypatch)
     assert explain.main(["--config=folder"]) == 2, "what it takes from an index has values, too"
     told = capsys.readouterr()
     assert "config.data.clip_seconds" in told.out and "config.data.train is empty; name a folder" in told.err
+    assert explain.main(["--config=esc10_folds"]) == 2, "which takes three things"
+    told = capsys.readouterr()
+    assert "config.model.mask.ratio" in told.out and "config.data.train is empty; name a folder" in told.err
+
+
+def test_a_config_that_needs_an_argument_is_explained_as_far_as_it_goes_without(here, capsys):
+    from jaxtrain.commands import explain
+
+    (here / "needs.py").write_text("def get_config(path):\n    return dict(model=open(path).read())\n")
+    assert explain.main(["--config=needs.py"]) == 2
+    told = capsys.readouterr()
+    sections = {line.split(".")[1] for line in told.out.splitlines() if line.startswith("config.")}
+    assert {"train", "optim", "checkpoint"} <= sections and not {"model", "data"} & sections
+    assert "file needs.py says: [Errno 2]" in told.err and told.err.endswith("come with --config=FILE:ARGUMENT\n")

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 import soundfile
 
-from loaders import base, demo, demo_birds, machine
+from loaders import base, demo, demo_birds, machine, outline, spectrogram
 
 ROOT = pathlib.Path(__file__).parents[2]
 N_TRAIN, N_TEST = 24, 12
@@ -114,6 +114,32 @@ def test_full_corpus_is_balanced_small_and_free_of_codec_hints():
     assert sum(rec.seconds * rec.codec.kb_per_s for rec in recs) < 80_000  # kB
     seconds = [rec.seconds for rec in recs]
     assert min(seconds) == 3 and 30 < max(seconds) <= 60 and np.median(seconds) < np.mean(seconds)
+
+
+def test_the_outline_says_of_the_corpus_what_the_corpus_says(corpus, monkeypatch):
+    """So that a run can be checked before a minute goes into making it."""
+    monkeypatch.setattr(demo, "N_TRAIN", N_TRAIN)
+    monkeypatch.setattr(demo, "N_TEST", N_TEST)
+    with outline._birds.__wrapped__() as folder:
+        facts = [spectrogram.facts(spectrogram.Config(train=str(path))) for path in (corpus, folder)]
+    assert facts[0] == facts[1] and facts[0]["n_train"] == N_TRAIN
+
+
+@pytest.mark.parametrize("config", ["xcm", "giblet"])
+def test_nothing_is_made_for_a_run_that_is_refused(config, monkeypatch, tmp_path):
+    """Neither birds nor film, where the mesh does not fit the devices."""
+    from jaxtrain import config as config_lib
+    from jaxtrain import layout, train
+
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    for name in ("JAXTRAIN_XCM", "JAXTRAIN_GIBLET"):
+        monkeypatch.delenv(name, raising=False)
+    given = {"mesh.data": "1", "mesh.fsdp": "3", "train.batch": "33", "workdir": str(tmp_path / "run")}
+    run = config_lib.load(config, given.items())
+    assert run.model.n_classes == 12 if config == "xcm" else run.model.n_voxels == 2000, "facts are there all the same"
+    with pytest.raises(layout.LayoutError, match="3"):
+        train.run(run)
+    assert not list((tmp_path / "cache").glob("*"))
 
 
 @pytest.mark.parametrize("species", demo_birds.SPECIES, ids=lambda species: species.name)

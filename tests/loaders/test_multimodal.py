@@ -44,6 +44,18 @@ def amend(config, **entries):
     film_files._open_once.cache_clear()
 
 
+def test_the_outline_of_the_built_in_film_has_its_shapes(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_film, "VOLUMES", 24)
+    monkeypatch.setattr(demo_film, "VOXELS", 9)
+    for name, write in (("film", demo_film.make), ("outline", demo_film.make_outline)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    films = [film_files.open_folder(tmp_path / name) for name in ("film", "outline")]
+    shapes = [[(x.shape, x.dtype) for x in (film.video, film.audio, film.text, *film.fmri)] for film in films]
+    assert shapes[0] == shapes[1]
+    assert {k: v for k, v in films[0].info.items() if k != "files"} == films[1].info
+
+
 @pytest.fixture
 def config(tmp_path):
     return make(tmp_path / "film")

@@ -230,7 +230,15 @@ def test_prompts_bind_the_context_where_there_are_prompts():
     c = language.Config(vocab=256, context=64, samples=language.Samples(tokens=64))
     assert not list(c.data_problems(facts))
     c = dataclasses.replace(c, samples=language.Samples(prompts=("a",), tokens=64))
-    assert list(c.data_problems(facts)) == [("samples.tokens", "is 64, and the model's context is 64, prompt included")]
+    ((name, text),) = c.data_problems(facts)
+    assert name == "samples.tokens" and text.startswith("is 64, and the model's context is 64, prompt included; ")
+    assert "; set config.model.samples.tokens=32, or write nothing: config.model.samples.prompts=()" in text
+    assert not list(dataclasses.replace(c, samples=language.Samples(prompts=("a",), tokens=32)).data_problems(facts))
+    ((name, text),) = dataclasses.replace(c, context=32, samples=language.Samples()).data_problems(facts)
+    assert (name, text) == (
+        "context",
+        "is 32, and the data need 64; set config.model.context=64, or shorter rows: config.data.context=32",
+    )
 
 
 def test_a_vocabulary_that_no_data_use_is_worth_a_word():

@@ -8,7 +8,8 @@ from jaxtrain.types import Export
 
 EXAMPLE = '''"""The features of a recording: python example.py bird.ogg"""
 import json, pathlib, sys
-if len(sys.argv) != 2: sys.exit(f"usage: python {sys.argv[0]} RECORDING    (WAV, FLAC, MP3 or OGG)")
+if len(sys.argv) != 2:
+    print(f"usage: python {sys.argv[0]} RECORDING    (WAV, FLAC, MP3 or OGG)", file=sys.stderr); sys.exit(2)
 import jax
 from jaxtrain.nn import vit
 from jaxtrain.types import Export

@@ -50,7 +50,7 @@ class Settings(vit.Config, ModelSection):
         for name in ("n_classes", "n_recordings"):
             value, needed = getattr(self, name), facts.get(name, 0)
             if value is not None and value < needed:
-                yield name, f"is {value}, and the data have {needed}"
+                yield name, f"is {value}, and the data have {needed}; config.model.{name}=None takes that"
         if self.multilabel is not None and bool(facts.get("multilabel")) != self.multilabel:
             yield "multilabel", f"is {self.multilabel}, and data.label names a column of the other kind"
         if self.views not in (None, facts.get("views", 1)):
