@@ -109,34 +109,6 @@ class LogFile(logging.FileHandler):
         """A full disk costs this file its lines, and the console no tracebacks: they say what matters there."""
 
 
-class StartUp:
-    """How long each phase took, from the command to the first step."""
-
-    def __init__(self):
-        self._last = self._began = _process_start()
-        self._phases: list[tuple[str, float]] = []
-
-    def done(self, phase: str) -> None:
-        """What there was since the phase before was ``phase``."""
-        now = time.time()
-        self._phases.append((phase, now - self._last))
-        self._last = now
-
-    def line(self) -> str:
-        each = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self._phases)
-        return f"{self._last - self._began:.1f} s from the command to the first step: {each}"
-
-
-def _process_start() -> float:
-    """This process's start [s since 1970], from /proc (proc(5): stat, field 22, in clock ticks since boot); else now."""
-    try:
-        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
-            ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
-            return time.time() - float(uptime.read().split()[0]) + ticks / os.sysconf("SC_CLK_TCK")
-    except OSError:
-        return time.time()
-
-
 def progress_line(
     step: int,
     steps: int,

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxtrain import feed, state
+from jaxtrain import feed, goodput, state
 from jaxtrain.assembly import Assembly
 from jaxtrain.types import Batch
 
@@ -35,7 +35,8 @@ class Data:
       offset: batches that were of other data: the loader's position is the step less this.
     """
 
-    def __init__(self, assembly: Assembly):
+    def __init__(self, assembly: Assembly, clock: goodput.Clock):
+        self._clock = clock
         config, abstract = assembly.config, assembly.abstract
         module = importlib.import_module(config.loader)
         self._batch, self._steps = abstract.batch, config.train.steps
@@ -78,7 +79,10 @@ class Data:
         index = self._step
         bucket = self.bucket_of(index)
         assert self._stream is not None
-        if item := self._stream.next(unless=unless):
+        before = self._clock.switch(goodput.WAIT)
+        item = self._stream.next(unless=unless)
+        self._clock.switch(before)
+        if item:
             position, self._latest[bucket] = item
             self._step = position + self.offset
             index = self._step - 1

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxtrain import cluster, metrics, writers
+from jaxtrain import cluster, goodput, metrics, writers
 from jaxtrain.assembly import Assembly
 from jaxtrain.config import Config
 from jaxtrain.data import Data
@@ -25,6 +25,10 @@ class Evaluator:
 
     def __call__(self, state: TrainState, step: int) -> dict[str, float]:
         """The record of ``state``: over config.train.eval_batches of the test split, at the end of the run over all of it."""
+        with self._host.clock.during(goodput.EVALUATION):
+            return self._evaluate(state, step)
+
+    def _evaluate(self, state: TrainState, step: int) -> dict[str, float]:
         config, data = self._config, self._data
         whole = step == config.train.steps or not config.train.eval_batches
         n = data.test.n_batches if whole else min(config.train.eval_batches, data.test.n_batches)

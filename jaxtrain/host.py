@@ -4,7 +4,7 @@ import contextlib
 import os
 import types
 
-from jaxtrain import cluster
+from jaxtrain import cluster, goodput
 from jaxtrain import console as console_lib
 from jaxtrain.config import Config
 from jaxtrain.owner import Owner, WorkdirError
@@ -20,6 +20,7 @@ class Host:
     Attributes:
       owner: of the workdir, to be asked before anything is written; process 0 owns it for all.
       console: where progress is shown.
+      clock: whose time it is.
 
     Entering raises:
       WorkdirError: another run has the workdir.
@@ -30,12 +31,12 @@ class Host:
 
     def __init__(self, config: Config):
         self._config = config
-        self._start_up = console_lib.StartUp()
+        self.clock = goodput.Clock()
         self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> "Host":
         config = self._config
-        self.phase("imports and config")
+        self.clock.switch(goodput.OTHERS)
         with contextlib.ExitStack() as stack:
             self._signals = stack.enter_context(contextlib.closing(cluster.StopSignals(config.preemption.signals)))
             stack.callback(cluster.Notices(cluster.metadata_server(os.environ), self._signals.ask).close)
@@ -57,12 +58,20 @@ class Host:
                 start_timeout=config.distributed.start_timeout,
             )
             stack.callback(self._watchdog.close)
+            self.clock.open(
+                config.workdir,
+                process=membership.process,
+                processes=membership.processes,
+                facts={"versions": cluster.versions(), "commit": cluster.commit()} if membership.process == 0 else {},
+            )
+            self.clock.switch(goodput.MODEL)
             self._closing = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
+        self.clock.close(_in_words(error))
         self._closing.__exit__(kind, error, trace)
 
     def _own(self, stack: contextlib.ExitStack, membership: cluster.Cluster) -> str:
@@ -99,14 +108,14 @@ class Host:
         """Like `beat`, before the first step: what comes next may take config.distributed.start_timeout."""
         self._watchdog.starting(doing)
 
-    def phase(self, name: str) -> None:
-        """Ends a phase of the start: the time since the phase before is attributed to ``name``."""
-        self._start_up.done(name)
-
-    def start_up_line(self) -> str:
-        """How long each phase of the start took."""
-        return self._start_up.line()
-
     def meet(self, name: str) -> None:
         """Returns when every process has come here."""
         cluster.barrier(name)
+
+
+def _in_words(error: BaseException | None) -> str:
+    """What ended a run: a line."""
+    if error is None:
+        return "ended"
+    name = type(error).__name__
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else (str(error).splitlines() or [name])[0] or name

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain import cluster, compiler
+from jaxtrain import cluster, compiler, goodput
 from jaxtrain import step as step_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.config import ConfigError
@@ -70,6 +70,10 @@ class Ahead:
             self.late.append(step)
         return program.result()
 
+    def is_ready(self, step: int) -> bool:
+        """Whether the program of step number ``step`` is compiled."""
+        return self._programs[self._key_of(step)].done()
+
     def other(self, index: int) -> Callable:
         """One of the others, awaited. Raises what its compilation raised."""
         return self._others[index].result()
@@ -91,8 +95,8 @@ class Programs:
       ConfigError: config.checkpoint.best names what no evaluation has; the compiler refuses the options of config.compiler.
     """
 
-    def __init__(self, assembly: Assembly, data: Data, *, first: int):
-        began = time.perf_counter()
+    def __init__(self, assembly: Assembly, data: Data, clock: goodput.Clock, *, first: int):
+        self._clock, began = clock, time.perf_counter()
         config, layout, task = assembly.config, assembly.layout, assembly.task
         options = assembly.compiler_options()
 
@@ -135,7 +139,10 @@ class Programs:
 
     def at(self, item: Item) -> Callable:
         """The compiled step for a batch: (state, batch, stop) -> (state, metrics). The state is donated."""
-        return self._steps.at(item.index)
+        if self._steps.is_ready(item.index):
+            return self._steps.at(item.index)
+        with self._clock.during(goodput.COMPILATION):
+            return self._steps.at(item.index)
 
     def evaluation(self, bucket: int) -> Callable:
         """The compiled evaluation of a bucket of the test split: (variables, batch) -> sums. Waits for its compilation."""

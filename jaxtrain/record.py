@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import time
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -66,6 +67,7 @@ class Log:
     def start_clock(self, step: int) -> None:
         """Counts the pace from here: what was waited for since the last step is not the training's."""
         self._host.beat(f"step {step + 1}")
+        self._host.clock.steps(step)
         self._meter.begin(step, self._data.waited)
 
     def push(self, out: Mapping[str, Mean], item: Item) -> bool:
@@ -81,7 +83,9 @@ class Log:
             return False
         step, out, item = self._pending
         self._pending = None
+        began = time.perf_counter()
         record = metrics.mean([out])
+        self._host.clock.read(step, time.perf_counter() - began)
         self._host.beat(f"step {step + 1}")
         if record.pop("stopped"):
             return True
@@ -90,8 +94,7 @@ class Log:
 
     def _read(self, step: int, record: dict[str, Any], item: Item) -> None:
         if step == self._first + 1:
-            self._host.phase("first step")
-            log.info(self._host.start_up_line())
+            log.info("%s", self._host.clock.line())
         if self._shuffle_stats:
             self._shuffle_stats.add(feed.local_values(item.arrays["index"]))
         skipped = bool(record["skipped"])

@@ -5,11 +5,12 @@ import logging
 import types
 from collections.abc import Iterator, Mapping
 
+from jaxtrain import goodput
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, Restored, Saved
 from jaxtrain.data import Data
 from jaxtrain.guard import Streak
-from jaxtrain.owner import Owner
+from jaxtrain.host import Host
 from jaxtrain.schedule import Due
 from jaxtrain.state import TrainState
 
@@ -23,8 +24,8 @@ class Saves:
       history: facts about the run that are saved with its state.
     """
 
-    def __init__(self, assembly: Assembly, data: Data, owner: Owner):
-        self._owner = owner
+    def __init__(self, assembly: Assembly, data: Data, host: Host):
+        self._owner, self._clock = host.owner, host.clock
         self._config, self._abstract, self._data = assembly.config, assembly.abstract, data
         self._checkpointer = Checkpointer(assembly.config, assembly.task)
         self.history = History()
@@ -35,6 +36,7 @@ class Saves:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
+        self._clock.switch(goodput.SAVES)
         try:
             with self._in_own_workdir() if kind is None else contextlib.nullcontext():
                 self._checkpointer.close()
@@ -42,6 +44,8 @@ class Saves:
             if kind is None:
                 raise
             log.error("%s", late)  # and the error that ends the run is the one that its command reports
+        finally:
+            self._clock.switch(goodput.ENDING)
 
     def finished(self) -> bool:
         """Whether the run has ended with weights only, from which nothing can be resumed."""
@@ -63,7 +67,7 @@ class Saves:
         Raises WorkdirError: another run has the workdir meanwhile, or it was deleted.
         """
         self._owner.confirm(saving=True)
-        with self._in_own_workdir():
+        with self._clock.during(goodput.SAVES), self._in_own_workdir():
             return self._checkpointer.save(step, state, self._data.state(step), self.history)
 
     def poll(self) -> None:
@@ -101,7 +105,8 @@ class Saves:
         guard = self._config.guard
         older = None
         if self.history.rewinds < guard.rewinds:
-            older = self._checkpointer.rewind(self._abstract, streak.last_good)
+            with self._clock.during(goodput.RESTORE):
+                older = self._checkpointer.rewind(self._abstract, streak.last_good)
         if not older:
             raise FloatingPointError(
                 f"{guard.patience} steps in a row after {streak.last_good} were skipped: their gradients were not finite, or "

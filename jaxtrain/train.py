@@ -6,7 +6,7 @@ import logging
 import jax
 
 from jaxtrain import assembly as assembly_lib
-from jaxtrain import checkpoint, cluster, lora, optim, plan
+from jaxtrain import checkpoint, cluster, goodput, lora, optim, plan
 from jaxtrain import layout as layout_lib
 from jaxtrain.begin import begin
 from jaxtrain.checkpoint import warm_start
@@ -56,13 +56,13 @@ def run(config: Config) -> dict[str, float]:
         assembly = assembly_lib.assemble(config)
         assembly.compiler_options()  # those that the compiler refuses are reported before data is read
         log.info("%s", assembly_lib.describe(assembly))
-        host.phase("devices and model")
+        host.clock.switch(goodput.PLAN)
         plan.refuse_if_too_large(assembly)  # before anything is allocated
-        host.phase("plan")
-        data = closing.enter_context(Data(assembly))
-        host.phase("data")
+        host.clock.switch(goodput.INDEX)
+        data = closing.enter_context(Data(assembly, host.clock))
+        host.clock.switch(goodput.RESTORE)
         host.starting("its checkpoint")
-        saves = closing.enter_context(Saves(assembly, data, host.owner))
+        saves = closing.enter_context(Saves(assembly, data, host))
         if saves.finished():
             log.info("the run has already ended at step %d, with weights only", config.train.steps)
             return {}
@@ -72,13 +72,13 @@ def run(config: Config) -> dict[str, float]:
             log.info("the run has already reached step %d; raise config.train.steps to train on", step)
             if not is_missed(config, step, due=due.at(step).evaluate):
                 return {}  # and nothing is compiled
-        host.phase("state")
+        host.clock.switch(goodput.COMPILATION)
         host.starting("its compilation")
         data.start(step, saves.history.offset)
         note = closing.enter_context(Log(assembly, data, host, first=step))
-        programs = closing.enter_context(Programs(assembly, data, first=step))
+        programs = closing.enter_context(Programs(assembly, data, host.clock, first=step))
         evaluate = Evaluator(assembly, data, programs, note, saves, host)
-        host.phase("compilation")
+        host.clock.switch(goodput.OTHERS)
         host.meet("compiled")
         note.start_clock(step)
 

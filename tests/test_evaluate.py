@@ -6,7 +6,7 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain import console, evaluate
+from jaxtrain import console, evaluate, goodput
 from jaxtrain.config import Config, Train
 from jaxtrain.record import Log
 from jaxtrain.types import Mean, Variables
@@ -23,7 +23,7 @@ def test_a_long_evaluation_says_how_far_it_is(monkeypatch, trials):
     shown = Terminal()
     screen = console.Console(shown)
     screen._every = 0.0
-    host = types.SimpleNamespace(console=screen, beat=lambda doing: None, stopping=lambda: False)
+    host = types.SimpleNamespace(console=screen, beat=lambda doing: None, stopping=lambda: False, clock=goodput.Clock())
     trial = types.SimpleNamespace(run=lambda variables: jnp.zeros(()), judge=lambda found: ({"reward": 1.0}, []))
     task = types.SimpleNamespace(progress=lambda v, b: {}, finish=lambda record: record, trials=(trial,) * trials)
     assembly = types.SimpleNamespace(

@@ -21,7 +21,7 @@ FLOORS = (
     {"state"},
     {"workloads"},
     {"layout", "specs", "optim", "lora", "environments", "metrics", "nn", "cluster", "compiler", "guard"},
-    {"console", "glossary", "writers"},
+    {"console", "glossary", "writers", "goodput"},
     {"jsonl"},
     {"types", "config", "chips", "owner"},
     {"configs"},  # the folder of the shipped configs, which themselves import what they configure

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import feed, glossary
+from jaxtrain import feed, glossary, goodput
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
@@ -160,6 +160,7 @@ def ids(folder: pathlib.Path, name: str = "ids.jsonl") -> dict[int, list[int]]:
 
 def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_the_undisturbed_one(folder, corpus):
     run(folder, f"tiny.py:{corpus}", "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))
+    began = time.time()
     after = str(folder / "killed" / "checkpoints" / "10")
     killed = (folder, f"tiny.py:{corpus}", "--config.workdir=killed")
     run(*killed, code=-signal.SIGKILL, KILL_AT="16", KILL_AFTER=after)
@@ -175,6 +176,13 @@ def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_t
     assert "schedule of the learning rate" not in output
     ended = run(*killed)
     assert "already reached step 20" in ended and "compil" not in ended, "a run that has ended says so at once"
+    # Where the time went: three starts of one process, whose parts are all that passed.
+    wall, starts = time.time() - began, goodput.read(folder / "killed")[0]
+    seconds = goodput.totals(starts)
+    assert sum(seconds.values()) == pytest.approx(wall, rel=0.01, abs=0.4), "and a few 0.1 s of an interpreter's end"
+    assert [(s.first, s.end) for s in starts] == [(0, ""), (10, "ended"), (0, "ended")] and starts[1].step == 20
+    assert starts[0].step >= 10 and 0 < seconds[goodput.STEPS] + seconds.get(goodput.AGAIN, 0) < wall
+    assert min(seconds[name] for name in (goodput.IMPORTS, goodput.COMPILATION, goodput.SAVES, goodput.EVALUATION)) > 0
 
 
 def test_promise_4_two_processes_equal_one(folder, corpus):

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import socket
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -135,6 +136,19 @@ def compare(texts: Mapping[str, str]) -> None:
 
 def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in VERSIONED}
+
+
+def commit() -> str:
+    """The commit of jaxtrain's checkout, with "-dirty" behind it where files differ from it; "" for an installed package."""
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    git = ["git", "-C", here]
+    try:
+        if subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=5).returncode:
+            return ""  # a package inside somebody's other checkout, or none
+        told = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return told.stdout.decode(errors="replace").strip()[:80]
 
 
 def _entries(folder: str) -> list[str]:

@@ -204,6 +204,7 @@ def make_executor(
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or not equals:
             raise LaunchError(f"--env is {pair!r}; expected NAME=VALUE")
         environment.append(f"export {name}={shlex.quote(value)}")
+    environment.append(f"export JAXTRAIN_SUBMITTED={int(time.time())}")  # by which a run knows how long it was queued
     extra: dict[str, str | int | bool] = {"requeue": True, "signal": f"{notice}@{args.notice}"}
     given: dict[str, str] = {}
     for pair in args.sbatch:
