@@ -175,6 +175,9 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain probe ", Run()),
     (r"^jaxtrain checkpoint diff ", Run(code=1)),  # they differ, as it says
     (r"^jaxtrain (export|checkpoint) ", Run()),
+    (r"^jaxtrain runs", Run(quick=True)),
+    (r"^jaxtrain report .*sweep", Why("it needs a sweep; tests/report/test_page.py makes a page of several runs")),
+    (r"^jaxtrain report ", Run()),
     (r"^jaxtrain lora-to-peft runs/higgs ", Run()),
     (r"^jaxtrain generate-audio ", Run("--seconds=0.4 --each=1")),
 )

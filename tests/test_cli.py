@@ -50,6 +50,7 @@ def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
     groups = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert groups == [
         "train:",
+        "look on:",
         "look ahead:",
         "data:",
         "weights:",
@@ -110,7 +111,7 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
     [
         (["tran"], "did you mean 'train'?; see jaxtrain --help"),
         (["checkpont"], "did you mean 'checkpoint'?"),
-        (["zzz"], "expected one of: train, plan,"),
+        (["zzz"], "expected one of: train, runs,"),
         (["embed", "run", "--out", "x", "--veiws=2"], "did you mean '--views'?"),
         (["checkpoint", "export", "run", "--out=x", "--stepp=2"], "did you mean '--step'?"),
         (["export", "run"], "the following arguments are required: --out; see jaxtrain export --help"),

@@ -21,6 +21,7 @@ FLOORS = (
     {"state"},
     {"workloads"},
     {"layout", "specs", "optim", "lora", "environments", "metrics", "nn", "cluster", "compiler", "guard"},
+    {"report"},
     {"console", "glossary", "writers", "goodput"},
     {"jsonl"},
     {"types", "config", "chips", "owner"},

@@ -149,6 +149,8 @@ ATTACKS = (
         "explain --config=configs/giblet.py:{input} --config.workdir={out} --config.data.test_share=0",
         inputs.film,
     ),
+    _attack("list runs", "runs {input}", inputs.workdir),
+    _attack("report on a run", "report {input} --out {out}.html", inputs.workdir, short=8),
     _attack("status of jobs", "launch --status {input}", inputs.jobs),
     _attack("plan recordings", f"plan {BIRDS}", inputs.recordings, short=0, most=40),
     _attack("train on recordings", f"train {BIRDS}", inputs.recordings, short=0, most=40),

@@ -311,3 +311,23 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, np.ndarray]:
     for key, value in tree.items():
         found |= _flat(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
+
+
+def workdir(folder: pathlib.Path) -> None:
+    """What a run leaves for people: records, where its time went, pictures, samples, logs."""
+    from PIL import Image
+
+    from jaxtrain import goodput
+
+    (folder / "config.json").write_text(json.dumps({"workload": "x", "train": {"steps": 9}, "optim": {"lr": 1.5}}))
+    lines = [{"step": s, "split": split, "loss": 1 / s, "skipped": 0.0} for s in (1, 2, 3) for split in ("train", "test")]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "samples.jsonl").write_text(json.dumps({"step": 2, "prompt": "a", "score": 0.5}) + "\n")
+    clock = goodput.Clock()
+    clock.open(str(folder), process=0, processes=1, facts={"versions": {"jax": "1"}, "commit": "abc"})
+    clock.close("ended")
+    (folder / "logs").mkdir()
+    (folder / "logs" / "process-0.log").write_text("2026-01-01 00:00:00,000 WARNING step 2 skipped\n")
+    (folder / "pictures").mkdir()
+    for name in ("input_0.png", "step000002_restored_0.png"):
+        Image.fromarray(np.zeros((2, 2), np.uint8)).save(folder / "pictures" / name)

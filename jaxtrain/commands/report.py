@@ -1,0 +1,56 @@
+"""Writes one HTML file about a run, or about several: curves, where the time went, pictures, samples, configs.
+
+    jaxtrain report RUN… --out FILE [--metric NAME]
+
+    jaxtrain report runs/xcm-demo --out report.html
+    jaxtrain report runs/sweep/* --out sweep.html --metric accuracy
+
+The file opens in any browser, without a network or an account. Several runs are drawn over each other, ranked, and compared by
+the fields in which their configs differ. RUN is a workdir, also of a run that trains. It needs the extra: report.
+"""
+
+import functools
+import os
+import pathlib
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain report", __doc__)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's workdir")
+    parser.add_argument("--out", metavar="FILE", required=True, help="the HTML file to write")
+    parser.add_argument("--metric", default="", metavar="NAME", help="by which runs are ranked, for example accuracy or -loss")
+    args = parser.parse_args(argv)
+
+    from jaxtrain.report.run import RunError
+    from loaders.files import FileError
+
+    return arguments.run(functools.partial(_write, args.runs, args.out, args.metric), mistakes=(RunError, FileError))
+
+
+def _write(paths: Sequence[str], out: str, metric: str) -> int:
+    from jaxtrain.report import page
+    from jaxtrain.report import run as run_lib
+
+    plotly = page.library()  # before a million records are read
+    runs = [run_lib.open_run(path, name) for path, name in zip(paths, names(paths), strict=True)]
+    text = page.Page(runs, metric).html(plotly=plotly)
+    target, partial = pathlib.Path(out), pathlib.Path(f"{out}.{os.getpid()}.part")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{out}: {len(text) / 1e6:.1f} MB, {len(runs)} run{'s' if len(runs) > 1 else ''}; open it in a browser")
+    return 0
+
+
+def names(paths: Sequence[str]) -> list[str]:
+    """A short name for each run: the last part of its path, or as much of it as tells them apart."""
+    whole = [pathlib.Path(path).resolve().parts for path in paths]
+    length = 1
+    while length < 20 and len({parts[-length:] for parts in whole}) < len({*whole}):
+        length += 1
+    return ["/".join(parts[-length:]).removeprefix("//") for parts in whole]

@@ -1,0 +1,121 @@
+"""Lists all runs under a folder: state, step, time left, scores, restarts, goodput, disk.
+
+    jaxtrain runs [DIR] [--metric NAME]
+
+    jaxtrain runs runs
+
+State is one of training, starting, ended, saved (by a signal, to be resumed), interrupted, failed, killed, stopped, queued (its
+SLURM job waits) or new. A score is the newest and the best of config.checkpoint.best, else of the accuracy or the loss of the
+evaluations; --metric names another, with "-" before one of which less is better. Goodput is the share of the wall time that
+went into steps which were made for the first time.
+"""
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain.commands import arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain runs", __doc__)
+    parser.add_argument("folder", metavar="DIR", nargs="?", default="runs", help="a folder with runs in it; default: runs")
+    parser.add_argument("--metric", default="", metavar="NAME", help="of the evaluations, for example accuracy or -loss")
+    parser.add_argument("--json", action="store_true", help="for programs: a line for each run")
+    args = parser.parse_args(argv)
+
+    from jaxtrain.report.run import RunError
+
+    return arguments.run(functools.partial(_show, args.folder, args.metric, args.json), mistakes=(RunError,))
+
+
+def _show(folder: str, metric: str, as_json: bool) -> int:
+    from jaxtrain.report import run as run_lib
+
+    rows = [_row(run, metric) for run in run_lib.find(folder)]
+    waiting = _waiting([row for row in rows if row["state"] not in ("training", "starting", "ended")])
+    for row in rows:
+        row["state"] = "queued" if row["workdir"] in waiting else row["state"]
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+        return 0
+    if not rows:
+        print(f"no run in {folder}, nor below it")
+        return 0
+    head = ("run", "state", "step", "left", "score", "last", "best", "at step", "restarts", "goodput", "disk")
+    table = [head, *(_cells(row) for row in rows)]
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
+    for cells in table:
+        left = [cells[i].ljust(widths[i]) if i in (0, 1, 4) else cells[i].rjust(widths[i]) for i in range(len(head))]
+        print("  ".join(left).rstrip())
+    return 0
+
+
+def _row(run: Any, metric: str) -> dict[str, Any]:
+    from jaxtrain import goodput
+
+    score, share = run.score(metric), goodput.goodput(run.seconds)
+    return {
+        "run": run.name, "workdir": str(run.path), "state": run.state, "step": run.step, "steps": run.steps,
+        "eta_seconds": None if math.isnan(run.eta) else run.eta, "metric": score and score.name,
+        "last": score and score.last, "best": score and score.best, "best_step": score and score.step,
+        "restarts": max(len(run.starts) - 1, 0), "goodput": None if math.isnan(share) else round(share, 4), "disk": run.disk,
+    }  # fmt: skip
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    number = lambda name: "-" if row[name] is None else f"{row[name]:.4g}"  # noqa: E731
+    return (
+        _plain(row["run"]), row["state"], f"{row['step']}/{row['steps'] or '?'}", duration(row["eta_seconds"]),
+        row["metric"] or "-", number("last"), number("best"), "-" if row["best_step"] is None else str(row["best_step"]),
+        str(row["restarts"]), "-" if row["goodput"] is None else f"{row['goodput']:.0%}", size(row["disk"]),
+    )  # fmt: skip
+
+
+def _plain(name: str) -> str:
+    """A name without what would move a terminal's cursor."""
+    return "".join(c if c.isprintable() else "?" for c in name)
+
+
+def duration(seconds: float | None) -> str:
+    """For example 2:05:07; "-" of none."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}"
+
+
+def size(n: float) -> str:
+    """For example 1.2 GB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if n < 1000 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"
+        n /= 1000
+    return ""
+
+
+def _waiting(rows: list[dict[str, Any]]) -> set[str]:
+    """The workdirs of those rows whose newest SLURM job waits in its queue; none where there is no SLURM."""
+    if not shutil.which("scontrol"):
+        return set()
+    import os
+
+    from jaxtrain.commands import launch
+
+    wanted, found = {os.path.realpath(row["workdir"]): row["workdir"] for row in rows}, set()
+    for base in {place for path in wanted for place in (path, os.path.dirname(path))}:
+        if not os.path.isfile(os.path.join(base, "slurm", "jobs.jsonl")):
+            continue
+        try:
+            jobs = {os.path.realpath(job["workdir"]): job["job"] for job in launch._jobs(base)}
+        except launch.LaunchError:
+            continue  # `jaxtrain launch --status` says what is wrong there
+        for path, job in jobs.items():
+            if path in wanted and launch.state_of(job)["JobState"] == "PENDING":
+                found |= {wanted[path]}
+    return found

@@ -1,0 +1,136 @@
+"""Where a run's time went, drawn: shares of the wall time, its starts on one axis, and its processes."""
+
+import html
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from jaxtrain import goodput
+from jaxtrain.report.run import Run
+
+COLOURS = {
+    goodput.STEPS: "#2f8f6b", goodput.AGAIN: "#c9a227", goodput.WAIT: "#d1662b", goodput.SAVES: "#5a55c4",
+    goodput.EVALUATION: "#3b8ea5", goodput.COMPILATION: "#8e6bb0", goodput.RESTORE: "#7b8fd0", goodput.INDEX: "#b58a5a",
+    goodput.IMPORTS: "#7f8c99", goodput.OTHERS: "#a4adb6", goodput.MODEL: "#93a1ad", goodput.PLAN: "#b3bcc5",
+    goodput.ENDING: "#6b7680", goodput.QUEUE: "#d9c7a3", goodput.STOPPED: "#b8432f",
+}  # fmt: skip
+WIDTH, ROW = 1000, 20
+MOST_STARTS = 60  # that are drawn, the latest of them
+
+
+def section(run: Run, *, several: bool) -> str:
+    """The run's part of the page; "" for a run that did not keep its time."""
+    if not run.processes:
+        return ""
+    seconds = run.seconds
+    whole, share = sum(seconds.values()), goodput.goodput(seconds)
+    title = f"<h3>{_esc(run.name)}</h3>" if several else ""
+    of = f" of {len(run.processes)} processes" if len(run.processes) > 1 else ""
+    head = f"<p>Goodput is <b>{share:.1%}</b>: so much of {_time(whole)}{of} went into steps made for the first time.</p>"
+    return title + head + _bar(seconds) + ("" if several else _starts(run.starts)) + _processes(run.processes)
+
+
+def _bar(seconds: Mapping[str, float]) -> str:
+    whole = sum(seconds.values()) or 1.0
+    parts = sorted(seconds.items(), key=lambda item: -item[1])
+    told = "; ".join(f"{owner} {s / whole:.1%}" for owner, s in parts)
+    bar = "".join(
+        f'<i style="width:{100 * s / whole:.3f}%;background:{COLOURS[owner]}" title="{owner}: {_time(s)}, {s / whole:.1%}"></i>'
+        for owner, s in parts
+    )
+    key = "".join(
+        f'<span><i style="background:{COLOURS[owner]}"></i>{owner} {_time(s)} <span class="soft">{s / whole:.1%}</span></span>'
+        for owner, s in parts
+    )
+    return f'<div class="bar" role="img" aria-label="{told}">{bar}</div><div class="key">{key}</div>'
+
+
+def _starts(starts: Sequence[goodput.Start]) -> str:
+    """A row for each start of a process, on the axis of the wall time, and a table of them."""
+    if len(starts) < 2:
+        return ""
+    drawn = starts[-MOST_STARTS:]
+    begin, end = drawn[0].began, max(start.now for start in drawn)
+    scale = WIDTH / max(end - begin, 1e-9)
+    rows = []
+    for y, start in enumerate(drawn):
+        x = (start.began - begin) * scale
+        for owner in goodput.OWNERS:
+            if s := start.seconds.get(owner, 0.0):
+                tip = f"{owner}: {_time(s)}"
+                rows.append(
+                    f'<rect x="{x:.2f}" y="{y * ROW + 3}" width="{max(s * scale, 0.3):.2f}" height="{ROW - 6}" '
+                    f'fill="{COLOURS[owner]}"><title>{tip}</title></rect>'
+                )
+                x += s * scale
+    height = len(drawn) * ROW
+    axis = "".join(
+        f'<text x="{WIDTH * k / 4:.0f}" y="{height + 14}" text-anchor="{("start", "middle", "middle", "middle", "end")[k]}">'
+        f"{_time((end - begin) * k / 4)}</text>"
+        for k in range(5)
+    )
+    svg = (
+        f'<svg class="starts" viewBox="0 0 {WIDTH} {height + 20}" role="img" aria-label="{len(drawn)} starts of the run on the '
+        f'axis of the wall time; the table below has them">{"".join(rows)}{axis}</svg>'
+    )
+    lines = "".join(
+        f'<tr><td class="n">{i + 1}</td><td>{time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.began))}</td>'
+        f'<td class="n">{_time(s.now - s.began)}</td><td class="n">{s.first:,}</td><td class="n">{s.step:,}</td>'
+        f"<td>{_esc(_ending(s))}</td><td>{_esc(s.host)}</td></tr>"
+        for i, s in list(enumerate(starts))[-MOST_STARTS:]
+    )
+    head = (
+        '<th class="n">start</th><th>began</th><th class="n">lasted</th><th class="n">from step</th><th class="n">to step</th>'
+    )
+    return f'{svg}<div class="scroll"><table><tr>{head}<th>how it ended</th><th>host</th></tr>{lines}</table></div>'
+
+
+def _ending(start: goodput.Start) -> str:
+    return (
+        start.end or f"killed, or alive: last heard of {time.strftime('%H:%M:%S', time.localtime(start.now))}, at {start.owner}"
+    )
+
+
+def _processes(processes: Mapping[int, Sequence[goodput.Start]]) -> str:
+    """The spread of the step's time between processes, and who holds the others up."""
+    newest = {p: each[-1] for p, each in processes.items() if each[-1].timed}
+    if not newest:
+        return ""
+    slow = goodput.straggler(processes)
+    note = (
+        f'<p class="notice">Process {slow.process} on {_esc(slow.host)} holds the others up: it prepares a step for '
+        f"{1e3 * slow.own:.0f} ms before it waits for its devices.</p>"
+        if slow
+        else ""
+    )
+    chosen = sorted(newest, key=lambda p: -newest[p].own)[:32]
+    ms = lambda s: f"{1e3 * s:.1f}" if math.isfinite(s) else "–"  # noqa: E731
+    rows = "".join(
+        f'<tr><td class="n">{p}</td><td>{_esc(s.host)}</td><td class="n">{s.timed:,}</td>'
+        f'<td class="n">{ms(s.total / s.timed)}</td>'
+        f'<td class="n">{ms(s.deviation)}</td><td class="n">{ms(s.longest)}</td><td class="n">{ms(s.own)}</td>'
+        f'<td class="n">{s.seconds.get(goodput.WAIT, 0.0):.1f}</td></tr>'
+        for p in chosen
+        if (s := newest[p])
+    )
+    head = "".join(
+        f'<th class="n">{name}</th>'
+        for name in ("steps timed", "ms a step", "deviation", "longest", "of it its own", "s waiting for data")
+    )
+    return (
+        f'{note}<div class="scroll"><table><tr><th class="n">process</th><th>host</th>{head}</tr>{rows}</table></div>'
+        "<p class='soft'>Of the newest start. A step's own part is what a process does before it waits for its devices: "
+        "reading its data, and calling the program.</p>"
+    )
+
+
+def _time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {s:02} s"
+
+
+def _esc(text: object) -> str:
+    return html.escape("".join(c if c.isprintable() else "�" for c in str(text)))

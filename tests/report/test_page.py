@@ -1,0 +1,174 @@
+"""`jaxtrain report`: the page says what the files say, draws it in a browser, fetches nothing and believes no text of a run."""
+
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_run import make
+
+from jaxtrain import cli
+from jaxtrain.report import records as records_lib
+
+CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+EVIL = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with everything that a page can show, begun three times, with texts that would like to be markup."""
+    path = make(tmp_path_factory.mktemp("page") / "run", steps=5000, reached=10, end="", optim={"lr": 0.5, "name": EVIL})
+    make(path / "again", steps=5000, reached=40, end="ended by SIGTERM after step 40")
+    for name in ("a", "b"):  # two more starts: of the same file
+        with (path / "goodput" / "process-0.jsonl").open("ab") as file:
+            content = (path / "again" / "goodput" / "process-0.jsonl").read_bytes()
+            file.write(content.replace(json.loads(content.split(b"\n")[0])["id"].encode(), name.encode() * 32))
+    shutil.rmtree(path / "again")
+    with (path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 5001):
+            loss = 4321.0 if step == 3333 else 3 / math.sqrt(step)
+            record = {"loss": loss, "skipped": float(step == 3333), "mfu": 0.5, "data_wait_share": 0.125, EVIL: 1.5}
+            file.write(json.dumps({"step": step, "split": "train", **record}) + "\n")
+            if step % 500 == 0:
+                file.write(json.dumps({"step": step, "split": "test", "loss": 2.0, "accuracy": step / 10_000}) + "\n")
+        file.write('{"step": 5001, "split": "tr')
+    for step in (500, 1000):
+        (path / "pictures").mkdir(exist_ok=True)
+        Image.fromarray(np.full((8, 8), step // 10, np.uint8)).save(path / "pictures" / f"step{step:06}_restored_0.png")
+    (path / "samples.jsonl").write_text(
+        "".join(json.dumps({"step": s, "text": EVIL, "score": 0.25}) + "\n" for s in (500, 1000))
+    )
+    (path / "logs").mkdir()
+    log = "2026-01-01 00:00:00,000 WARNING step {} skipped: loss 4321; recordings [7]\n"
+    (path / "logs" / "process-0.log").write_text(log.format(3) + log.format(3333) + "2026-01-01 00:00:00,000 INFO fine\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    assert cli.main(["report", str(run), "--out", str(run.parent / "page.html")]) == 0
+    return run.parent / "page.html"
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    top = tmp_path_factory.mktemp("sweep")
+    for i in range(4):
+        make(top / f"{i:03}", scores=[(100, {"accuracy": 0.2 * i})], optim={"lr": 10.0**-i, "name": "ab"[i % 2]}, seed=i)
+    assert cli.main(["report", *(str(top / f"{i:03}") for i in range(4)), "--out", str(top / "page.html")]) == 0
+    return top / "page.html"
+
+
+def data_of(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.S)[1])
+
+
+def test_the_page_says_what_the_files_say(page):
+    text = page.read_text()
+    cards = {name: value for value, name in re.findall(r'<div class="card"><b>(.*?)</b><span>(.*?)</span>', text)}
+    expected = {"steps": "5,000 / 5,000", "accuracy, last evaluation": "0.5", "best, at step 5,000": "0.5", "restarts": "2"}
+    expected |= {"training loss at step 5,000": "0.04243", "MFU": "50.0%", "waiting for data": "12.5%"}
+    assert expected.items() <= cards.items() and {"wall time", "goodput"} <= cards.keys()
+    charts = {chart["title"]: chart["curves"] for chart in data_of(page)["charts"]}
+    train, test = charts["loss"]
+    assert (train["split"], test["split"]) == ("train", "test") and 1900 < len(train["x"]) <= 2000, "thinned"
+    assert train["y"][train["x"].index(3333)] == 4321.0 and train["x"][0] == 1 and train["x"][-1] == 5000, "and no peak lost"
+    assert test["x"] == list(range(500, 5001, 500)) and charts["accuracy"][0]["y"] == [s / 10_000 for s in test["x"]]
+    for part in (
+        "1 steps were skipped: 3333",
+        "2×",
+        "recordings [7]",
+        "ended by SIGTERM after step 40",
+        "Goodput is",
+        "optim.lr",
+    ):
+        assert part in text, part
+    assert text.count('src="data:image/png') == 2 and "Order of the recordings" not in text, "what there is, and no more"
+
+
+def test_the_page_is_one_file_that_believes_no_text_of_a_run(page):
+    text = page.read_text()
+    assert len(text) < 5e6 and EVIL not in text and html.escape(EVIL) in text
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", re.sub(r'id="library">.*?</script>', "", text))
+    assert EVIL in {chart["title"] for chart in data_of(page)["charts"]}, "it reaches the script as data"
+
+
+def test_several_runs_are_ranked_and_compared(sweep):
+    text = sweep.read_text()
+    rows = re.findall(r"<tr><td><span[^>]*></span>(\d{3})</td>.*?</tr>", text)
+    assert rows == ["003", "002", "001", "000"]
+    fields = re.findall(r"<th>([\w.]+)</th>", text)
+    assert [field for field in fields if "." in field or field == "seed"] == ["optim.lr", "optim.name", "seed"]
+    data = data_of(sweep)
+    [parallel] = [chart for chart in data["charts"] if chart.get("kind") == "parallel"]
+    assert [axis["label"] for axis in parallel["dimensions"]] == ["optim.lr", "optim.name", "seed", "best accuracy"]
+    assert parallel["dimensions"][0]["at"] == pytest.approx([1, 2 / 3, 1 / 3, 0], abs=1e-3), "a wide range is logarithmic"
+    assert {curve["run"] for chart in data["charts"] if "curves" in chart for curve in chart["curves"]} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("which", ["page", "sweep"])
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed here")
+def test_a_browser_draws_every_chart_without_an_error(which, request, tmp_path):
+    page = request.getfixturevalue(which)
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}",
+        "--virtual-time-budget=20000",
+    ]
+    command += ["--enable-logging=stderr", "--dump-dom", f"file://{page}#all"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert not [line for line in done.stderr.splitlines() if ":CONSOLE" in line], done.stderr
+    charts = data_of(page)["charts"]
+    assert f'data-drawn="{len(charts)}"' in done.stdout and "<title>owned" not in done.stdout
+    drawn = dict(re.findall(r'data-chart="(\d+)"(.*?)(?=data-chart="|</section>)', done.stdout, re.S))
+    assert len(drawn) == len(charts)
+    for i, chart in enumerate(charts):
+        expected = len(chart.get("curves", chart.get("names")))
+        assert len(re.findall(r'class="js-line"[^>]* d="M[^"]+[LCQ]|class="point"', drawn[str(i)])) >= expected, chart["title"]
+
+
+def test_odd_lines_cost_themselves_and_both_parsers_agree(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = [{"step": s, "split": "train", "loss": s / 7, "norm": None if s % 3 else 2} for s in range(1, 300)]
+    good += [{"step": 9, "split": "test", "accuracy": 1}]
+    path.write_text("".join(json.dumps(r) + "\n" for r in good))
+    fast = records_lib.read(path)
+    assert records_lib._by_arrow(path.read_bytes()) is not None and (fast.lines, fast.odd) == (300, 0)
+    path.write_text(
+        'nonsense\n{"step": -1, "split": "train"}\n' + path.read_text() + '{"step": 3, "split": "train", "loss": "x"}\n{"st'
+    )
+    slow = records_lib.read(path)
+    assert (slow.lines, slow.odd) == (300, 3) and slow.splits.keys() == fast.splits.keys()
+    for split, columns in fast.splits.items():
+        for name, values in columns.items():
+            np.testing.assert_array_equal(values, slow.splits[split][name])
+
+
+@pytest.mark.parametrize("n", [1, 10, 11, 57, 5000])
+def test_a_thinned_curve_keeps_its_ends_and_every_peak(n):
+    rng = np.random.default_rng(n)
+    x, y = np.arange(n) * 3, rng.normal(size=n)
+    y[rng.integers(n, size=n // 5)] = np.nan
+    y[n // 2] = 1e9
+    steps, values = records_lib.thinned(x, y, 10)
+    known = np.flatnonzero(np.isfinite(y))
+    assert len(steps) <= 10 and steps[0] == x[known[0]] and steps[-1] == x[known[-1]] and np.all(np.diff(steps) > 0)
+    assert values.max() == np.nanmax(y) and values.min() == np.nanmin(y)
+    np.testing.assert_array_equal(values, y[steps // 3])
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):
+    for path, text in (
+        (tmp_path / "none", "does not exist; expected a run's workdir"),
+        (tmp_path, "holds neither config.json"),
+    ):
+        assert cli.main(["report", str(path), "--out", str(tmp_path / "x.html")]) == 2
+        assert text in capsys.readouterr().err and not (tmp_path / "x.html").exists()

@@ -1,0 +1,112 @@
+"""`jaxtrain runs`: what a folder of workdirs tells of its runs, alive, ended, killed or odd."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxtrain import cli, goodput
+from jaxtrain.owner import Owner
+from jaxtrain.report import run as run_lib
+
+
+def make(path, *, steps=100, reached=100, scores=(), end="ended", **config):
+    """A workdir as a run leaves it; ``end`` None: without goodput, as an older version wrote it."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"workdir": str(path), "train": {"steps": steps}, **config}))
+    lines = [{"step": s, "split": "train", "loss": 1 / s, "eta_seconds": 65.0} for s in range(10, reached + 1, 10)]
+    lines += [{"step": s, "split": "test", "loss": 1.0, **record} for s, record in scores]
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in sorted(lines, key=lambda x: x["step"])))
+    if end is not None:
+        clock = goodput.Clock()
+        clock.open(str(path), process=0, processes=1, facts={"commit": "abc-dirty"})
+        clock.steps(0)
+        clock.read(reached, 0.0)
+        clock.close(end)
+    return path
+
+
+def shown(folder, capsys, *options, code=0):
+    assert cli.main(["runs", str(folder), *options]) == code
+    told = capsys.readouterr()
+    return told.out if not code else told.err
+
+
+def test_states_scores_and_restarts_are_in_the_table(tmp_path, capsys):
+    top = tmp_path / "runs"
+    make(top / "ended", scores=[(50, {"accuracy": 0.75}), (100, {"accuracy": 0.5})])
+    make(top / "sweep" / "000", reached=40, end="", scores=[(40, {"loss": 0.25})])
+    make(top / "sweep" / "001", reached=40, end="ended by SIGTERM after step 40, saved in x", checkpoint={"best": "-error"})
+    make(top / "failed", reached=40, end="disk full")
+    make(top / "older", reached=40, end=None)
+    make(top / "ended" / "checkpoints" / "no-run")
+    (top / "empty").mkdir()
+    (top / "loop").symlink_to(top)
+    again = goodput.Clock()  # a second start
+    again.open(str(top / "ended"), process=0, processes=1, facts={})
+    again.close("ended")
+    rows = {row["run"]: row for row in map(json.loads, shown(top, capsys, "--json").splitlines())}
+    states = {name: (row["state"], row["step"], row["steps"]) for name, row in rows.items()}
+    assert states == {
+        "ended": ("ended", 100, 100),
+        "failed": ("failed", 40, 100),
+        "older": ("stopped", 40, 100),
+        "sweep/000": ("killed", 40, 100),
+        "sweep/001": ("saved", 40, 100),
+    }
+    found = rows["ended"]
+    assert (found["metric"], found["last"], found["best"], found["best_step"], found["restarts"]) == (
+        "accuracy",
+        0.5,
+        0.75,
+        50,
+        1,
+    )
+    assert rows["sweep/000"]["metric"] == "loss" and rows["sweep/000"]["best"] == 0.25 and 0 <= found["goodput"] <= 1
+    assert rows["sweep/001"]["metric"] is None, "its config names another score, which no evaluation has"
+    assert found["disk"] == sum(p.stat().st_size for p in (top / "ended").rglob("*") if p.is_file())
+    table = shown(top, capsys, "--metric=-loss").splitlines()
+    assert table[0].split()[:4] == ["run", "state", "step", "left"] and len(table) == 6
+    assert next(line for line in table if line.startswith("sweep/000")).split()[1:3] == ["killed", "40/100"]
+
+
+def test_a_run_that_trains_is_seen_and_one_that_was_killed(tmp_path, capsys):
+    path = make(tmp_path / "run", reached=40, end=None)
+    with Owner([str(path)]):
+        [row] = map(json.loads, shown(tmp_path, capsys, "--json").splitlines())
+        assert row["state"] == "training" and row["eta_seconds"] == 65.0
+        assert " 0:01:05 " in shown(tmp_path, capsys)
+    code = f"import os, signal; from jaxtrain.owner import Owner; Owner([{str(path)!r}]).__enter__(); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert killed.returncode == -signal.SIGKILL and (path / "owner.json").exists()
+    assert json.loads(shown(tmp_path, capsys, "--json"))["state"] == "stopped"
+
+
+def test_a_file_that_is_cut_short_or_odd_costs_its_part_alone(tmp_path, capsys):
+    path = make(tmp_path / "run", scores=[(100, {"accuracy": 0.5})])
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1e9, "split": "test"}\n{"step": 110, "split": "train", "lo')
+    (path / "goodput" / "process-0.jsonl").write_bytes(b"\0" * 100)
+    make(tmp_path / "next")
+    (tmp_path / "next" / "metrics.jsonl").unlink()
+    (tmp_path / "next" / "metrics.jsonl").symlink_to("/etc/passwd")
+    rows = {row["run"]: row for row in map(json.loads, shown(tmp_path, capsys, "--json").splitlines())}
+    assert rows["run"]["step"] == 100 and rows["run"]["best"] == 0.5 and rows["run"]["goodput"] is None
+    assert rows["next"]["best"] is None
+    assert "nowhere does not exist; expected a folder with runs" in shown("nowhere", capsys, code=2)
+    (tmp_path / "none").mkdir()
+    assert shown(tmp_path / "none", capsys) == f"no run in {tmp_path / 'none'}, nor below it\n"
+
+
+def test_fields_in_which_configs_differ():
+    configs = {"a": {"workdir": "a", "optim": {"lr": 1}, "groups": []}, "b": {"workdir": "b", "optim": {"lr": 2}, "seed": 0}}
+    assert run_lib.differences(configs) == {
+        "groups": {"a": [], "b": None},
+        "optim.lr": {"a": 1, "b": 2},
+        "seed": {"a": None, "b": 0},
+    }
+    with pytest.raises(run_lib.RunError, match="holds neither config.json nor metrics.jsonl"):
+        run_lib.open_run("/")
