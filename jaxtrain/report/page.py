@@ -80,8 +80,13 @@ class Page:
         self.notes = [f"{run.name}: {r.odd} lines of metrics.jsonl are no records, and are left out"
                       for run, r in zip(runs, self.records, strict=True) if r.odd]  # fmt: skip
 
-    def html(self, *, plotly: str, refresh: float = 0.0) -> str:
-        """The whole page. ``plotly``: of `library`; ``refresh``: seconds after which a browser asks again, 0 = never."""
+    def html(self, *, plotly: str, every: float = 0.0, version: int = 0) -> str:
+        """The whole page.
+
+        Args:
+          plotly: of `library`.
+          every: seconds after which the page asks its server whether there is another ``version``; 0 = never, it has none.
+        """
         sections = [(name, text) for name, text in self._sections() if text]
         links = "".join(f'<a href="#{_id(name)}">{esc(name)}</a>' for name, _ in sections)
         title = " · ".join(run.name for run in self.runs[:4]) + (
@@ -93,14 +98,15 @@ class Page:
         data = json.dumps({"runs": [run.name for run in self.runs], "charts": self.charts}, allow_nan=False)
         own = importlib.resources.files("jaxtrain.report") / "assets"
         css, js = ((own / name).read_text() for name in ("report.css", "report.js"))
-        again = f'<meta http-equiv="refresh" content="{refresh:g}">' if refresh else ""
+        live = f' data-every="{every:g}" data-version="{version}"' if every else ""
+        policy = f"{POLICY}; connect-src 'self'" if every else POLICY
         notes = "".join(f'<p class="notice">{esc(note)}</p>' for note in self.notes)
         return (
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8">{again}'
+            f'<!doctype html><html lang="en"{live}><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><title>{esc(title)}</title>'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(title)}</title>'
             f"<style>{css}</style></head><body><header>{self._header(title)}"
-            f'<nav aria-label="Sections">{links}</nav></header><main>'
+            f'{LIVE if every else ""}<nav aria-label="Sections">{links}</nav></header><main>'
             f"{notes}{_tools(several=len(self.runs) > 1) if self.charts else ''}{body}</main>"
             f"<footer>Made by jaxtrain on {time.strftime('%Y-%m-%d %H:%M:%S %Z')}. Curves by plotly.js, MIT licence.</footer>"
             f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>'
@@ -347,6 +353,7 @@ class Page:
         )
 
 
+LIVE = '<p class="soft" id="live" aria-live="off">live</p>'
 # Were a text of a run ever taken for markup, it could still load nothing.
 POLICY = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 

@@ -179,6 +179,7 @@ PROBES = (
 )
 
 HARMLESS = {
+    "watch": "it serves the pages of `report`, which is attacked, until Ctrl-C",
     "completion": "it reads no file: it prints what commands there are",
     "sudoku": "it reads no file: its boards follow from its arguments",
     "prepare-giblet": "its film, scans and tables are read by FFmpeg, nibabel and openpyxl: trusted, says docs/security.md",

@@ -83,8 +83,8 @@
 
   const places = [...document.querySelectorAll(".chart")];
   const again = () => drawn.forEach(draw);
-  log.addEventListener("change", again);
-  smooth.addEventListener("input", () => { shown.textContent = Math.round(100 * smooth.value) + " %"; again(); });
+  if (log) log.addEventListener("change", again);
+  if (smooth) smooth.addEventListener("input", () => { shown.textContent = Math.round(100 * smooth.value) + " %"; again(); });
   dark.addEventListener("change", again);
 
   // Keys on a chart that has the focus: arrows move, + and - zoom, 0 shows all.
@@ -110,6 +110,27 @@
     };
     slider.addEventListener("input", show);
     show();
+  }
+
+  // Served by jaxtrain watch: asks whether there is a newer page, and shows it with the axes, smoothing and place as they are.
+  const every = Number(document.documentElement.dataset.every || 0);
+  if (every) {
+    const told = document.getElementById("live"), kept = JSON.parse(sessionStorage.getItem("shown") || "null");
+    if (kept && log) [log.checked, smooth.value] = [kept.log, kept.smooth];
+    if (kept) requestAnimationFrame(() => scrollTo(0, kept.y));
+    if (smooth) shown.textContent = Math.round(100 * smooth.value) + " %";
+    setInterval(async () => {
+      try {
+        const answer = await fetch("version"), version = await answer.text();
+        if (!answer.ok) throw new Error(version);
+        told.textContent = "live, asked at " + new Date().toLocaleTimeString();
+        if (version === document.documentElement.dataset.version) return;
+        sessionStorage.setItem("shown", JSON.stringify({ log: log && log.checked, smooth: smooth && smooth.value, y: scrollY }));
+        location.reload();
+      } catch (error) {
+        told.textContent = "not current: " + (error.message || "jaxtrain watch does not answer");
+      }
+    }, 1000 * every);
   }
 
   if (!places.length) return;

@@ -1,0 +1,75 @@
+"""`jaxtrain watch`: the page of a run that trains, for whoever has the token, and for nobody else."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from test_run import make
+
+from jaxtrain import cli
+from jaxtrain.commands import watch
+
+
+def ask(port, path, host=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{port}"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+@pytest.fixture
+def served(tmp_path):
+    path = make(tmp_path / "run", reached=40, end="")
+    pages = watch.Pages([str(path)], "", 0.001)
+    with watch.Server(0, "token", pages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield path, server.server_address[1]
+        server.shutdown()
+
+
+def test_the_page_follows_the_run_and_is_made_again_only_then(served):
+    path, port = served
+    status, text = ask(port, "/token/")
+    assert status == 200 and "connect-src 'self'" in text and "40 / 100" in text
+    assert ask(port, "/token/version") == (200, "1") == ask(port, "/token/version")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 50, "split": "train", "loss": 0.125}) + "\n" + '{"step": 60, "spl')
+    assert ask(port, "/token/version") == (200, "2")
+    text = ask(port, "/token/")[1]
+    assert "50 / 100" in text and 'data-version="2"' in text, "and a line that is being written is no trouble"
+    path.rename(path.with_name("moved"))
+    status, text = ask(port, "/token/version")
+    assert status == 503 and "run does not exist" in text
+    path.with_name("moved").rename(path)
+    assert ask(port, "/token/version")[0] == 200
+
+
+def test_nobody_else_is_answered(served):
+    _, port = served
+    for path in ("/", "/other/", "/token/../config.json", "/token/config.json", "/token", "/t%6fken/"):
+        assert ask(port, path)[0] == 404, path
+    assert ask(port, "/token/", host="evil.example:80")[0] == 404, "a name that was made to lead to this machine"
+    assert ask(port, "/token/", host=f"localhost:{port}")[0] == 200
+
+
+def test_the_command_prints_its_address_and_control_c_ends_it(tmp_path, capsys):
+    path = make(tmp_path / "run", reached=40)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "jaxtrain.cli", "watch", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    port, token = re.match(r"http://127\.0\.0\.1:(\d+)/([\w-]{20,})/", process.stdout.readline()).groups()
+    assert ask(int(port), f"/{token}/")[0] == 200 and ask(int(port), "/x/")[0] == 404
+    assert cli.main(["watch", str(path), "--port", port]) == 2 and "choose another --port" in capsys.readouterr().err
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0 and not process.stderr.read()
+    process.stdout.close()
+    process.stderr.close()
+    assert cli.main(["watch", str(tmp_path)]) == 2 and "holds neither" in capsys.readouterr().err
