@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import cluster, console, feed, metrics, writers
+from jaxtrain import cluster, console, feed, metrics, traces, writers
 from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import Saved
@@ -42,6 +42,8 @@ class Log:
         if cluster.is_main():
             config_lib.save(config, config.workdir)
         self._writers = writers.make_writers(config, first) if cluster.is_main() else []
+        self._traces = traces.Traces(config.workdir, config.metrics.profile, process=jax.process_index())
+        self._read_last = first
         peak, source = metrics.peak_flops()
         log.info("MFU is of %.2f TFLOP/s (%s)", peak / 1e12, source)
         self._meter = metrics.Meter(
@@ -57,6 +59,7 @@ class Log:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
+        self._traces.close(self._read_last)
         for writer in reversed(self._writers):
             try:
                 writer.close()
@@ -68,6 +71,8 @@ class Log:
         """Counts the pace from here: what was waited for since the last step is not the training's."""
         self._host.beat(f"step {step + 1}")
         self._host.clock.steps(step)
+        if self._traces.is_due(step):
+            self._traces.turn(step)
         self._meter.begin(step, self._data.waited)
 
     def push(self, out: Mapping[str, Mean], item: Item) -> bool:
@@ -75,6 +80,10 @@ class Log:
         if self.flush():
             return True
         self._pending = (item.step, out, item)
+        if self._traces.is_due(item.step):  # a trace has whole steps: here the host waits for this one
+            stopped = self.flush()
+            self._traces.turn(item.step)
+            return stopped
         return False
 
     def flush(self) -> bool:
@@ -93,6 +102,7 @@ class Log:
         return False
 
     def _read(self, step: int, record: dict[str, Any], item: Item) -> None:
+        self._read_last = step
         if step == self._first + 1:
             log.info("%s", self._host.clock.line())
         if self._shuffle_stats:

@@ -158,6 +158,7 @@ def left_behind(config: Config) -> list[tuple[str, str]]:
         ("samples.jsonl", "what the model wrote at each evaluation"),
         ("pictures", "what the model saw"),
         ("tensorboard", "the records, for TensorBoard"),
+        ("traces", "traces of steps, for Perfetto, XProf and jaxtrain report"),
     ):
         path = workdir / name
         if path.is_file() or (path.is_dir() and any(path.iterdir())):

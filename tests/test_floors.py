@@ -20,7 +20,7 @@ FLOORS = (
     {"step", "feed", "checkpoint", "schedule"},
     {"state"},
     {"workloads"},
-    {"layout", "specs", "optim", "lora", "environments", "metrics", "nn", "cluster", "compiler", "guard"},
+    {"layout", "specs", "optim", "lora", "environments", "metrics", "traces", "nn", "cluster", "compiler", "guard"},
     {"report"},
     {"console", "glossary", "writers", "goodput"},
     {"jsonl"},

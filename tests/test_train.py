@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shlex
 import signal
 import socket
@@ -18,18 +19,20 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from jaxtrain import cli, feed, glossary, goodput
 from jaxtrain import config as config_lib
-from jaxtrain import feed, glossary, goodput
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain import step as step_lib
 from jaxtrain.assembly import assemble
 from jaxtrain.checkpoint import read as stored
+from jaxtrain.report import trace
 from jaxtrain.workloads import bird
 from loaders import demo, spectrogram
 from loaders.base import Rows
 
 ROOT = pathlib.Path(__file__).parent.parent
+TRACED = "--config.metrics.profile=(2, 2)"
 
 # A loader that writes down which recordings it hands out, and that can end its process there and then.
 RECORDING_LOADER = """
@@ -223,7 +226,7 @@ def test_promise_4_two_processes_equal_one(folder, corpus):
 
 
 def test_what_a_run_leaves_in_its_workdir(folder, corpus):
-    output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=2", "--config.metrics.tensorboard=true")
+    output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=2", "--config.metrics.tensorboard=true", TRACED)
     workdir = folder / "runs" / "tiny"
     saved = json.loads((workdir / "config.json").read_text())
     assert saved["model"]["n_classes"] == 12 and saved["train"]["steps"] == 2
@@ -243,10 +246,10 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     assert float(whole) == pytest.approx(sum(map(float, named.values())), abs=0.5) and float(named["compilation"]) > 0
     last = output[output.index("the run has ended; it left") :].splitlines()
     paths = [line.rpartition(": ")[2] for line in last[1 : last.index("next")]]
-    names = ("checkpoints", "metrics.jsonl", "pictures", "tensorboard")
+    names = ("checkpoints", "metrics.jsonl", "pictures", "tensorboard", "traces")
     assert paths == [f"runs/tiny/{name}" for name in names] and all((folder / path).exists() for path in paths)
     longer, export, embed, inspect = (line.partition(": ")[2] for line in last[last.index("next") + 1 :])
-    again = [f"--config=tiny.py:{corpus}", "--config.metrics.tensorboard=true", "--config.train.steps=4"]
+    again = [f"--config=tiny.py:{corpus}", "--config.metrics.tensorboard=true", TRACED, "--config.train.steps=4"]
     assert shlex.split(longer) == ["jaxtrain", "train", *again]
     assert export == "jaxtrain export runs/tiny --out runs/tiny-weights" and embed.startswith("jaxtrain embed runs/tiny ")
     done = subprocess.run(
@@ -256,6 +259,11 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
         capture_output=True,
     )
     assert done.returncode == 0, "what it says can be typed"
+    [traced] = (workdir / "traces").iterdir()
+    found = trace.of_folder(traced)
+    assert traced.name == "steps-000002-000002-process-0" and sum(found.parts.values()) == pytest.approx(1)
+    assert min(found.parts[part] for part in ("forward", "backward", "optimizer")) > 0.001, found
+    assert list(traced.glob("plugins/profile/*/*.trace.json.gz")), "for Perfetto"
 
 
 def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):
@@ -325,12 +333,16 @@ def test_mistakes_come_together_and_before_a_device_is_touched(folder, corpus):
     assert "Traceback" not in output
 
 
-def test_control_c_ends_a_run_and_the_same_command_goes_on(folder, corpus):
+def test_control_c_ends_a_run_and_the_same_command_goes_on(folder, corpus, capsys):
     process = command(folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0")
     metrics = folder / "runs" / "tiny" / "checkpoints" / "20"
     deadline = time.monotonic() + 200
     while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
+    # Meanwhile somebody asks it for a trace of its next steps.
+    assert cli.main(["profile", str(folder / "runs" / "tiny"), "--steps", "2", "--timeout", "60"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"traces/steps-(\d{6})-(\d{6})-process-0\n", told) and re.search(r"\d%  backward", told), told
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in output, output

@@ -265,10 +265,16 @@ class Metrics(Section):
 
     every: int = 10  # [steps] between records
     tensorboard: bool = False  # [bool] event files in workdir/tensorboard (extra: tensorboard)
+    profile: tuple[
+        int, ...
+    ] = ()  # [steps] first and last that process 0 traces into workdir/traces, as (100, 103); empty = none
     wandb_project: str = ""  # [name] Weights & Biases project; empty = off (extra: wandb)
 
     def problems(self) -> Problems:
         yield from checks.at_least(self, 1, "every")
+        if self.profile and (len(self.profile) != 2 or not 1 <= self.profile[0] <= self.profile[1] < self.profile[0] + 1000):
+            text = "expected the first and the last step of a trace of at most 1000, for example (100, 103)"
+            yield "profile", f"is {self.profile}; {text}"
 
 
 @dataclass(frozen=True)

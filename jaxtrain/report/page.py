@@ -22,6 +22,7 @@ from jaxtrain import glossary, goodput
 from jaxtrain.report import records as records_lib
 from jaxtrain.report import run as run_lib
 from jaxtrain.report import timeline
+from jaxtrain.report import trace as trace_lib
 from jaxtrain.report.run import Run, RunError
 from loaders import files
 
@@ -29,6 +30,7 @@ POINTS = 110_000  # of all curves together: 1.6 MB
 MOST_POINTS = 2000  # of a curve
 PICTURES = 1_100_000  # [bytes] of all pictures together
 MOST_RUNS = 64
+MOST_TRACES = 4
 WARNINGS = 40  # lines of the logs that are shown
 RATES = ("steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share")
 HIDDEN = ("step", "eta_seconds", "failures")
@@ -123,6 +125,7 @@ class Page:
         yield "Pictures", self._pictures()
         yield "Samples", "".join(self._samples(i) for i in range(len(self.runs)))
         yield "Where the time went", "".join(timeline.section(run, several=len(self.runs) > 1) for run in self.runs)
+        yield "Traced steps", "".join(self._traces(run) for run in self.runs)
         yield "Skipped steps and warnings", "".join(self._trouble(i) for i in range(len(self.runs)))
         yield from curves.items()
         yield "Configuration", self._config(self.runs[0]) if len(self.runs) == 1 else ""
@@ -306,6 +309,19 @@ class Page:
             sets.append(f'<div class="scroll" data-name="step {step:,}"><table><tr>{head}</tr>{lines}</table></div>')
         which = f"samples-{i}"
         return _title(run, self.runs) + _slider(which, len(sets), "samples") + f'<div id="{which}">{"".join(sets)}</div>'
+
+    def _traces(self, run: Run) -> str:
+        found = sorted(path for path in (run.path / "traces").glob("steps-*") if path.is_dir() and not path.is_symlink())
+        parts = []
+        for folder in found[-MOST_TRACES:]:
+            try:
+                trace = trace_lib.of_folder(folder)
+            except files.FileError as error:
+                self.notes.append(str(error))
+                continue
+            if trace:
+                parts.append(timeline.traced(f"{run.name}: {folder.name}" if len(self.runs) > 1 else folder.name, trace))
+        return "".join(parts)
 
     def _trouble(self, i: int) -> str:
         run, train = self.runs[i], self.records[i].splits.get("train", {})

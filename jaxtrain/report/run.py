@@ -15,7 +15,7 @@ from jaxtrain.owner import WorkdirError, who
 from loaders import files
 
 # What a run keeps in its workdir beside other workdirs that may lie there; no run is looked for in them.
-PARTS = {"checkpoints", "goodput", "logs", "pictures", "tensorboard", "slurm", "wandb"}
+PARTS = {"checkpoints", "goodput", "logs", "pictures", "tensorboard", "traces", "slurm", "wandb"}
 MARKS = ("config.json", "metrics.jsonl")  # by which a folder is a run's
 MOST_DEPTH = 6  # of folders below the one that is searched
 TAIL = 1 << 16  # [bytes] in which the newest record is looked for

@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 
 from jaxtrain import goodput
 from jaxtrain.report.run import Run
+from jaxtrain.report.trace import Trace
 
 COLOURS = {
     goodput.STEPS: "#2f8f6b", goodput.AGAIN: "#c9a227", goodput.WAIT: "#d1662b", goodput.SAVES: "#5a55c4",
     goodput.EVALUATION: "#3b8ea5", goodput.COMPILATION: "#8e6bb0", goodput.RESTORE: "#7b8fd0", goodput.INDEX: "#b58a5a",
     goodput.IMPORTS: "#7f8c99", goodput.OTHERS: "#a4adb6", goodput.MODEL: "#93a1ad", goodput.PLAN: "#b3bcc5",
     goodput.ENDING: "#6b7680", goodput.QUEUE: "#d9c7a3", goodput.STOPPED: "#b8432f",
+}  # fmt: skip
+TRACED = {
+    "forward": "#2f8f6b", "backward": "#2f6fb3", "optimizer": "#8e6bb0", "guard and metrics": "#3b8ea5",
+    "collectives": "#d1662b", "other operations": "#a4adb6", "gaps": "#b8432f",
 }  # fmt: skip
 WIDTH, ROW = 1000, 20
 MOST_STARTS = 60  # that are drawn, the latest of them
@@ -30,16 +35,30 @@ def section(run: Run, *, several: bool) -> str:
     return title + head + _bar(seconds) + ("" if several else _starts(run.starts)) + _processes(run.processes)
 
 
-def _bar(seconds: Mapping[str, float]) -> str:
+def traced(name: str, trace: Trace) -> str:
+    """Where the time of traced steps goes: by the parts of a step, and by scopes."""
+    rows = "".join(
+        f'<tr><td class="n">{share:.1%}</td><td class="n">{times:,}</td><td class="code">{_esc(scope)}</td></tr>'
+        for scope, share, times in trace.scopes
+    )
+    seconds = {part: share * trace.seconds for part, share in trace.parts.items()}
+    return (
+        f"<h3>{_esc(name)}</h3>{_bar(seconds, TRACED)}<details open><summary>by scope</summary><div class='scroll'><table><tr>"
+        "<th class='n'>of the operations' time</th><th class='n'>times</th><th>scope in the program</th></tr>"
+        f"{rows}</table></div></details>"
+    )
+
+
+def _bar(seconds: Mapping[str, float], colours: Mapping[str, str] = COLOURS) -> str:
     whole = sum(seconds.values()) or 1.0
     parts = sorted(seconds.items(), key=lambda item: -item[1])
     told = "; ".join(f"{owner} {s / whole:.1%}" for owner, s in parts)
     bar = "".join(
-        f'<i style="width:{100 * s / whole:.3f}%;background:{COLOURS[owner]}" title="{owner}: {_time(s)}, {s / whole:.1%}"></i>'
+        f'<i style="width:{100 * s / whole:.3f}%;background:{colours[owner]}" title="{owner}: {_time(s)}, {s / whole:.1%}"></i>'
         for owner, s in parts
     )
     key = "".join(
-        f'<span><i style="background:{COLOURS[owner]}"></i>{owner} {_time(s)} <span class="soft">{s / whole:.1%}</span></span>'
+        f'<span><i style="background:{colours[owner]}"></i>{owner} {_time(s)} <span class="soft">{s / whole:.1%}</span></span>'
         for owner, s in parts
     )
     return f'<div class="bar" role="img" aria-label="{told}">{bar}</div><div class="key">{key}</div>'
@@ -126,7 +145,7 @@ def _processes(processes: Mapping[int, Sequence[goodput.Start]]) -> str:
 
 def _time(seconds: float) -> str:
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"
     minutes, s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {s:02} s"

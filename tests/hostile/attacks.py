@@ -179,6 +179,7 @@ PROBES = (
 )
 
 HARMLESS = {
+    "profile": "it asks a run that lives, and reads what it writes then; traces are attacked by `report`",
     "watch": "it serves the pages of `report`, which is attacked, until Ctrl-C",
     "completion": "it reads no file: it prints what commands there are",
     "sudoku": "it reads no file: its boards follow from its arguments",

@@ -331,3 +331,23 @@ def workdir(folder: pathlib.Path) -> None:
     (folder / "pictures").mkdir()
     for name in ("input_0.png", "step000002_restored_0.png"):
         Image.fromarray(np.zeros((2, 2), np.uint8)).save(folder / "pictures" / name)
+    (folder / "traces" / "steps-000001-000002-process-0" / "plugins" / "profile" / "now").mkdir(parents=True)
+    [place] = (folder / "traces").glob("*/plugins/profile/now")
+    (place / "host.xplane.pb").write_bytes(xspace())
+
+
+def xspace() -> bytes:
+    """A trace of one operation, as the profiler of a CPU writes it, with the scope of its instruction."""
+
+    def field(number: int, value: bytes | int) -> bytes:
+        if isinstance(value, int):
+            return bytes([number << 3, value])
+        return bytes([number << 3 | 2, len(value)]) + value
+
+    instruction = field(1, b"dot.1") + field(7, field(2, b"jit(step)/loss_and_grad/jvp(x)/dot_general"))
+    program = field(1, field(3, field(2, instruction)))
+    kind = field(4, field(1, 1) + field(2, field(1, 1) + field(2, b"dot") + field(5, field(1, 9) + field(6, program))))
+    stat = field(5, field(1, 3) + field(2, field(1, 3) + field(2, b"hlo_op")))
+    event = field(4, field(1, 1) + field(2, 5) + field(3, 100) + field(4, field(1, 3) + field(5, b"dot.1")))
+    plane = field(1, field(2, b"/host:CPU") + kind + stat + field(3, field(2, b"thread") + event))
+    return plane

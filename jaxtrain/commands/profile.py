@@ -1,0 +1,96 @@
+"""Traces the next steps of a run that trains, and shows where their time goes.
+
+    jaxtrain profile RUN [--steps N] [--all]
+
+    jaxtrain profile runs/xcm-demo --steps 3
+
+The run notices within a second or so, waits for its device once before and once behind those steps, and goes on. Its numbers
+stay as they are. The trace lies in RUN/traces, for https://ui.perfetto.dev, XProf and `jaxtrain report`. To trace chosen steps of a
+run: --config.metrics.profile='(100, 103)'.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import time
+import uuid
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+REQUEST, FOLDER, MOST_STEPS = "profile.json", "traces", 1000  # as jaxtrain.traces has them, which imports jax
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain profile", __doc__)
+    parser.add_argument("run", metavar="RUN", help="the workdir of a run that trains")
+    parser.add_argument("--steps", type=arguments.positive, default=3, metavar="N", help="how many; default: 3")
+    parser.add_argument("--all", action="store_true", help="every process; default: process 0")
+    parser.add_argument(
+        "--timeout", type=arguments.positive, default=600, metavar="SECONDS", help="to wait for the trace; default: 600"
+    )
+    args = parser.parse_args(argv)
+    if args.steps > MOST_STEPS:
+        parser.error(f"argument --steps: {args.steps}; expected at most {MOST_STEPS}")
+
+    from jaxtrain.report.run import RunError
+    from loaders.files import FileError
+
+    return arguments.run(functools.partial(_ask, args.run, args.steps, args.all, args.timeout), mistakes=(RunError, FileError))
+
+
+def _ask(path: str, steps: int, everyone: bool, timeout: int) -> int:
+    from jaxtrain.report import run as run_lib
+
+    run = run_lib.open_run(path)
+    if not run.is_alive:
+        raise run_lib.RunError(f"{path} does not train now ({run.state}); start it, or trace it with --config.metrics.profile")
+    processes = run.starts[-1].processes if everyone and run.starts else 1
+    before = {found.name: found.stat().st_mtime_ns for found in traces(run.path)}
+    request = run.path / REQUEST
+    partial = run.path / f".{REQUEST}.{os.getpid()}"
+    partial.write_text(json.dumps({"id": uuid.uuid4().hex, "steps": steps, "all": everyone}))
+    partial.replace(request)
+    try:
+        deadline = time.monotonic() + timeout
+        while len(new := [f for f in traces(run.path) if before.get(f.name) != f.stat().st_mtime_ns]) < processes:
+            if time.monotonic() > deadline:
+                raise run_lib.RunError(f"{path} made no trace within {timeout} s; does it take steps? It is at: {_doing(path)}")
+            if not run_lib.open_run(path).is_alive:
+                raise run_lib.RunError(f"{path} ended before it had made the trace")
+            time.sleep(0.3)
+    finally:
+        request.unlink(missing_ok=True)
+    for folder in new:
+        print(folder)
+        print("\n".join(lines(folder)))
+    return 0
+
+
+def _doing(path: str) -> str:
+    from jaxtrain.report import run as run_lib
+
+    starts = run_lib.open_run(path).starts
+    return starts[-1].owner if starts else "unknown"
+
+
+def traces(workdir: pathlib.Path) -> list[pathlib.Path]:
+    """The folders of a run's traces that are whole, by name."""
+    return sorted(found for found in (workdir / FOLDER).glob("steps-*") if found.is_dir() and not found.is_symlink())
+
+
+def lines(folder: pathlib.Path) -> list[str]:
+    """Where the time of a trace goes, for people."""
+    from jaxtrain.report import trace as trace_lib
+
+    found = trace_lib.of_folder(folder)
+    if not found:
+        return ["  it names no operation of a device"]
+    rows = [f"  {1e3 * found.seconds:.1f} ms, {found.operations} operations"]
+    rows += [f"  {share:6.1%}  {part}" for part, share in found.parts.items()]
+    return [
+        *rows,
+        "  of the operations' time:",
+        *(f"  {share:6.1%}  {times:5} ×  {name}" for name, share, times in found.scopes[:10]),
+    ]

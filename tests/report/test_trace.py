@@ -1,0 +1,80 @@
+"""Traces, read without jax, against jax's own reader, and damaged."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.report import trace
+from loaders.files import FileError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    def step(w, x):
+        with jax.named_scope("loss_and_grad"):
+            g = jax.grad(lambda w: (jnp.tanh(x @ w) @ w.T).sum())(w)
+        with jax.named_scope("update"):
+            return w - 0.1 * g
+
+    w, x = jnp.ones((256, 256)), jnp.ones((512, 256))
+    compiled = jax.jit(step).lower(w, x).compile()
+    place = tmp_path_factory.mktemp("trace")
+    with jax.profiler.trace(str(place)):
+        for _ in range(3):
+            w = compiled(w, x)
+        w.block_until_ready()
+    return place
+
+
+def test_the_time_of_operations_is_that_of_jaxs_reader(folder):
+    found = trace.of_folder(folder)
+    [path] = folder.glob("plugins/profile/*/*.xplane.pb")
+    events = [
+        event
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes
+        for line in plane.lines
+        for event in line.events
+        if "hlo_op" in dict(event.stats) and event.duration_ns > 0
+    ]
+    assert found.operations == len(events)
+    begin, end = min(e.start_ns for e in events), max(e.start_ns + e.duration_ns for e in events)
+    assert found.seconds == pytest.approx((end - begin) * 1e-9, rel=1e-6)
+    own = list(trace._operations(memoryview(path.read_bytes())))
+    assert sum(stop - start for _, _, start, stop in own) == pytest.approx(1000 * sum(e.duration_ns for e in events), rel=1e-6)
+
+
+def test_parts_are_the_whole_and_scopes_are_the_programs(folder):
+    found = trace.of_folder(folder)
+    assert sum(found.parts.values()) == pytest.approx(1) and all(share > 0 for share in found.parts.values())
+    assert found.parts["backward"] > found.parts["optimizer"] and found.parts["forward"] > 0
+    scopes = [name for name, _, _ in found.scopes]
+    assert any(name.startswith("loss_and_grad/transpose(jvp") for name in scopes)
+    assert any(name.startswith("update") for name in scopes)
+
+
+def test_operations_that_run_side_by_side_share_their_time():
+    """Forward from 0 to 10 on two threads, backward from 6 to 10 on one, nothing until 16, then 4 of the optimizer."""
+    forward, backward, update = (
+        "jit(f)/loss_and_grad/jvp(x)/dot",
+        "jit(f)/loss_and_grad/transpose(jvp(x))/dot",
+        "jit(f)/update/mul",
+    )
+    ops = [("a", forward, 0, 10), ("b", forward, 0, 10), ("c", backward, 6, 10), ("d", update, 16, 20)]
+    parts = trace._summary(ops).parts
+    assert parts == pytest.approx(
+        {"forward": (6 + 4 * 2 / 3) / 20, "backward": 4 / 3 / 20, "optimizer": 4 / 20, "gaps": 6 / 20}
+    )
+
+
+def test_a_damaged_trace_is_an_error_by_name(folder, tmp_path):
+    [path] = folder.glob("plugins/profile/*/*.xplane.pb")
+    whole, bad = path.read_bytes(), tmp_path / "bad.xplane.pb"
+    for i in range(40):
+        at = len(whole) * i // 40
+        bad.write_bytes(whole[:at] if i % 2 else whole[:at] + b"\xff" * 3 + whole[at + 3 :])
+        try:
+            trace.read(pathlib.Path(bad))
+        except FileError as error:
+            assert str(error).startswith(str(bad))
