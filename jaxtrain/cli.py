@@ -32,6 +32,7 @@ COMMANDS = (
     Command("report", "look on", "one HTML file of a run or of several: curves, time, pictures, samples, configs"),
     Command("watch", "look on", "the same page in a browser, kept current while runs train"),
     Command("profile", "look on", "trace the next steps of a run that trains: where their time goes"),
+    Command("metrics", "look on", "the records of runs as one Parquet table"),
     Command("plan", "look ahead", "memory, time and problems of a run on any devices, before it starts", caches=True),
     Command("explain", "look ahead", "every field of a config: value, unit, meaning"),
     Command("index", "data", "index recordings: folders, tables of annotations, hours-long files"),

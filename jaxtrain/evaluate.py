@@ -42,7 +42,7 @@ class Evaluator:
             sums.append(self._programs.evaluation(bucket)(variables, batch))
             if i == 0:
                 pictures = self._progress(variables, batch)  # every process takes part
-        self._log.pictures(pictures, prefix=f"step{step:06}_")
+        self._log.pictures(pictures, step=step)
         record, samples = self._task.finish(metrics.mean(sums)), []
         for trial, attempt in self._trials:
             self._host.beat(f"a trial of the evaluation after step {step}")

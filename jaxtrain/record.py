@@ -133,6 +133,8 @@ class Log:
         self._owner.confirm()
         if samples and cluster.is_main():
             writers.write_samples(self._config.workdir, step, samples)
+            for writer in self._writers:
+                writer.samples(step, samples)
         self._write(step, "test", record)
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
 
@@ -146,12 +148,16 @@ class Log:
         """Draws what the model sees of a batch."""
         self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))  # every process takes part
 
-    def pictures(self, pictures: Mapping[str, jax.Array], *, prefix: str = "") -> None:
-        """Writes named arrays [n, height, width] in 0..1 into workdir/pictures."""
+    def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:
+        """Writes named arrays [n, height, width] in 0..1 into workdir/pictures; step 0: as the run begins."""
         self._owner.confirm()
         if cluster.is_main():
-            named = {f"{prefix}{name}": images for name, images in pictures.items()}
+            host = jax.device_get(dict(pictures))
+            prefix = f"step{step:06}_" if step else ""
+            named = {f"{prefix}{name}": images for name, images in host.items()}
             writers.write_pictures(os.path.join(self._config.workdir, "pictures"), named)
+            for writer in self._writers:
+                writer.pictures(step, host)
 
     def _write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         self._owner.confirm()

@@ -23,13 +23,26 @@ from jaxtrain.owner import WorkdirError
 
 log = logging.getLogger("jaxtrain")
 
+WANDB = ("entity", "group", "job_type", "name", "tags", "notes")  # options of wandb.init that a config can give
+
 
 class Writer(Protocol):
+    """Where records go. A writer that has no place for pictures or samples leaves them to the workdir, which has them all."""
+
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None: ...
+
+    def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
+        """Takes named arrays [n, height, width] in 0..1, low rows at the bottom; step 0: as the run begins."""
+        return None
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Takes what the model wrote at an evaluation."""
+        return None
+
     def close(self) -> None: ...
 
 
-class JsonlWriter:
+class JsonlWriter(Writer):
     """workdir/metrics.jsonl, continued after ``step``. Lines that are no records are moved to metrics.jsonl.odd.
 
     Raises WorkdirError: something else than a file has that name; when writing and closing, the file is not there any more.
@@ -79,7 +92,7 @@ class JsonlWriter:
             self._file.close()
 
 
-class TensorboardWriter:
+class TensorboardWriter(Writer):
     """workdir/tensorboard. Records after ``step`` are marked as purged, as TensorBoard does for a restarted run."""
 
     def __init__(self, workdir: str, step: int):
@@ -91,20 +104,36 @@ class TensorboardWriter:
         for name, value in record.items():
             self._writer.add_scalar(f"{split}/{name}", value, step)
 
+    def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
+        for name, images in pictures.items():
+            for i, pixels in enumerate(_pixels(images)[:8]):
+                self._writer.add_image(f"{name}/{i}", pixels, step, dataformats="HW")
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        for i, sample in enumerate(samples[:32]):
+            lines = (f"{name}: {value}" for name, value in sample.items())
+            # Indented: TensorBoard takes it for Markdown, of which nothing in a sample is meant to be any.
+            self._writer.add_text(f"samples/{i}", "\n".join(f"    {x}" for line in lines for x in line.splitlines()), step)
+
     def close(self) -> None:
         self._writer.close()
 
 
-class WandbWriter:
-    """A Weights & Biases run whose id is kept in workdir/wandb_id, so that a resumed run continues it."""
+class WandbWriter(Writer):
+    """A Weights & Biases run whose id is kept in workdir/wandb_id, so that a resumed run continues it.
 
-    def __init__(self, workdir: str, project: str, config: Mapping[str, Any]):
+    ``options``: of wandb.init, as config.metrics.wandb_* gives them.
+    """
+
+    def __init__(self, workdir: str, project: str, config: Mapping[str, Any], **options: Any):
         import wandb
 
         path = pathlib.Path(workdir) / "wandb_id"
         if not path.exists():
             path.write_text(wandb.util.generate_id())
-        self._run = wandb.init(project=project, id=path.read_text(), resume="allow", dir=workdir, config=dict(config))
+        self._run = wandb.init(
+            project=project, id=path.read_text(), resume="allow", dir=workdir, config=dict(config), **options
+        )
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         if step >= self._run.step:  # the service keeps steps that rise; a replayed one is already there
@@ -119,8 +148,10 @@ def make_writers(config: Config, step: int) -> list[Writer]:
     writers: list[Writer] = [JsonlWriter(config.workdir, step)]
     if config.metrics.tensorboard:
         writers.append(TensorboardWriter(config.workdir, step))
-    if config.metrics.wandb_project:
-        writers.append(WandbWriter(config.workdir, config.metrics.wandb_project, dataclasses.asdict(config)))
+    if project := config.metrics.wandb_project:
+        given = {name: getattr(config.metrics, f"wandb_{name}") for name in WANDB}
+        options = {name: list(value) if name == "tags" else value for name, value in given.items() if value}
+        writers.append(WandbWriter(config.workdir, project, dataclasses.asdict(config), **options))
     return writers
 
 
@@ -132,11 +163,15 @@ def write_pictures(
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, images in pictures.items():
-        for i, image in enumerate(np.asarray(images)[:limit]):
-            pixels = (np.clip(np.nan_to_num(image), 0, 1) * 255).astype(np.uint8)[::-1]
+        for i, pixels in enumerate(_pixels(images)[:limit]):
             paths.append(folder / f"{name}_{i}.png")
             Image.fromarray(pixels).save(paths[-1])
     return paths
+
+
+def _pixels(images: np.typing.ArrayLike) -> np.ndarray:
+    """Grey pixels, the top row first, of arrays in 0..1."""
+    return (np.clip(np.nan_to_num(np.asarray(images)), 0, 1) * 255).astype(np.uint8)[:, ::-1]
 
 
 def write_samples(workdir: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:

@@ -178,6 +178,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain runs", Run(quick=True)),
     (r"^jaxtrain profile |metrics\.profile", Why("it needs a run that trains; tests/test_train.py asks one")),
     (r"^jaxtrain watch ", Why("it serves until Ctrl-C; tests/report/test_watch.py asks one")),
+    (r"^jaxtrain metrics ", Run()),
     (r"^jaxtrain report .*sweep", Why("it needs a sweep; tests/report/test_page.py makes a page of several runs")),
     (r"^jaxtrain report ", Run()),
     (r"^jaxtrain lora-to-peft runs/higgs ", Run()),

@@ -1,6 +1,7 @@
 """What a run leaves to be read: records, pictures."""
 
 import dataclasses
+import io
 import json
 import math
 import struct
@@ -76,6 +77,28 @@ def test_tensorboard_holds_the_records(tmp_path):
     assert scalars(tmp_path / "tensorboard")[0] == {("train/loss", s): 0.5 * s for s in (10, 20, 30)}
 
 
+def test_tensorboard_holds_pictures_and_samples(tmp_path):
+    events = pytest.importorskip("tensorboardX.proto.event_pb2")
+    writer = writers.TensorboardWriter(str(tmp_path), 0)
+    images = np.zeros((2, 3, 5))
+    images[0, 0] = 1.0  # the lowest row of the first
+    writer.pictures(7, {"restored": images})
+    writer.samples(7, [{"prompt": "2 + 3 =\n# no heading", "reward": 0.5}])
+    writer.close()
+    found = {}
+    for path in (tmp_path / "tensorboard").iterdir():
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event, data = events.Event.FromString(data[12 : 12 + size]), data[16 + size :]
+            found |= {(v.tag, event.step): v for v in event.summary.value}
+    with Image.open(io.BytesIO(found["restored/0", 7].image.encoded_image_string)) as picture:
+        grey = np.asarray(picture.convert("L"))
+    assert grey.shape == (3, 5) and (grey[-1] == 255).all() and not grey[:-1].any() and ("restored/1", 7) in found
+    [text] = [v.tensor.string_val[0].decode() for (tag, _), v in found.items() if tag.startswith("samples/0")]
+    assert text == "    prompt: 2 + 3 =\n    # no heading\n    reward: 0.5"
+
+
 def test_promise_15_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch):
     pytest.importorskip("tensorboardX")
     for start, steps, factor in ((0, (10, 20, 30), 1), (20, (30,), 2)):
@@ -107,12 +130,20 @@ def test_promise_15_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
         util=types.SimpleNamespace(generate_id=lambda: next(ids)), init=lambda **options: calls.append(options) or Run()
     )
     monkeypatch.setitem(sys.modules, "wandb", client)
+    metrics = Metrics(
+        wandb_project="birds", wandb_group="sweep", wandb_job_type="train", wandb_tags=("a", "b"), wandb_notes="n"
+    )
     for _ in range(2):
-        writer = writers.WandbWriter(str(tmp_path), "birds", {"seed": 0})
+        writer = writers.make_writers(Config(workdir=str(tmp_path), metrics=metrics), 0)[1]
         writer.write(10, "train", {"loss": 1.0})
         writer.write(9, "train", {"loss": 2.0})
         writer.close()
     assert [c["id"] for c in calls if isinstance(c, dict)] == ["first", "first"]
+    options = {"project": "birds", "group": "sweep", "job_type": "train", "tags": ["a", "b"], "notes": "n", "resume": "allow"}
+    assert options.items() <= calls[0].items() and not {"entity", "name"} & calls[0].keys(), (
+        "what is empty is left to the service"
+    )
+    assert [field for field, _ in Metrics(wandb_group="x").problems()] == ["wandb_group"]
     assert calls.count((10, {"train/loss": 1.0})) == 2 and calls.count("finish") == 2
     assert (9, {"train/loss": 2.0}) not in calls
 

@@ -269,12 +269,21 @@ class Metrics(Section):
         int, ...
     ] = ()  # [steps] first and last that process 0 traces into workdir/traces, as (100, 103); empty = none
     wandb_project: str = ""  # [name] Weights & Biases project; empty = off (extra: wandb)
+    wandb_entity: str = ""  # [name] user or team of the project; empty = the default of who is logged in
+    wandb_group: str = ""  # [name] under which runs are grouped, for example a sweep's
+    wandb_job_type: str = ""  # [name] of the run within its group
+    wandb_name: str = ""  # [name] shown for the run; empty = one that the service makes up
+    wandb_tags: tuple[str, ...] = ()  # [names] to filter runs by
+    wandb_notes: str = ""  # [text] about the run
 
     def problems(self) -> Problems:
         yield from checks.at_least(self, 1, "every")
         if self.profile and (len(self.profile) != 2 or not 1 <= self.profile[0] <= self.profile[1] < self.profile[0] + 1000):
             text = "expected the first and the last step of a trace of at most 1000, for example (100, 103)"
             yield "profile", f"is {self.profile}; {text}"
+        for name in ("entity", "group", "job_type", "name", "tags", "notes"):
+            if (value := getattr(self, f"wandb_{name}")) and not self.wandb_project:
+                yield f"wandb_{name}", f"is {value!r}, and wandb_project is empty; name a project, or omit it"
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,7 @@ ATTACKS = (
         inputs.film,
     ),
     _attack("list runs", "runs {input}", inputs.workdir),
+    _attack("metrics of a run", "metrics {input} --out {out}.parquet", inputs.workdir, short=3, most=60),
     _attack("report on a run", "report {input} --out {out}.html", inputs.workdir, short=8),
     _attack("status of jobs", "launch --status {input}", inputs.jobs),
     _attack("plan recordings", f"plan {BIRDS}", inputs.recordings, short=0, most=40),

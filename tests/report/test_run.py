@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import pyarrow.parquet as pq
 import pytest
 
 from jaxtrain import cli, goodput
@@ -110,3 +111,19 @@ def test_fields_in_which_configs_differ():
     }
     with pytest.raises(run_lib.RunError, match="holds neither config.json nor metrics.jsonl"):
         run_lib.open_run("/")
+
+
+def test_the_records_of_runs_become_one_table(tmp_path, capsys):
+    a = make(tmp_path / "a", reached=30, scores=[(30, {"accuracy": 0.5})], end=None)
+    b = make(tmp_path / "b", reached=10, end=None)
+    with (a / "metrics.jsonl").open("a") as file:
+        file.write("odd\n")
+    assert cli.main(["metrics", str(a), str(b), "--out", str(tmp_path / "m.parquet")]) == 0
+    assert "5 records, 3 metrics; 1 lines are no records" in capsys.readouterr().out
+    rows = pq.read_table(tmp_path / "m.parquet").to_pylist()
+    found = {(r["run"], r["split"], r["step"]): (r["loss"], r["accuracy"]) for r in rows}
+    expected = {(str(a), "train", s): (1 / s, None) for s in (10, 20, 30)} | {(str(b), "train", 10): (0.1, None)}
+    assert found == expected | {(str(a), "test", 30): (1.0, 0.5)}
+    (b / "metrics.jsonl").write_text("")
+    assert cli.main(["metrics", str(b), "--out", str(tmp_path / "n.parquet")]) == 2
+    assert "no record in metrics.jsonl" in capsys.readouterr().err and not (tmp_path / "n.parquet").exists()

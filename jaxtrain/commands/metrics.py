@@ -1,0 +1,59 @@
+"""Writes the records of runs as one Parquet table: a row for each record, a column for each metric.
+
+    jaxtrain metrics RUN… --out FILE
+
+    jaxtrain metrics runs/xcm-demo --out metrics.parquet
+
+Columns are run (the workdir as it was named), split (train, test, save, data), step, and the metrics in float64; null where a
+record has none. pandas, polars and DuckDB read it. Lines of metrics.jsonl that are no records are left out, and counted.
+"""
+
+import functools
+import os
+import pathlib
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain metrics", __doc__)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's workdir")
+    parser.add_argument("--out", metavar="FILE", required=True, help="the Parquet file to write")
+    args = parser.parse_args(argv)
+
+    from jaxtrain.report.run import RunError
+    from loaders.files import FileError
+
+    return arguments.run(functools.partial(_write, args.runs, args.out), mistakes=(RunError, FileError))
+
+
+def _write(paths: Sequence[str], out: str) -> int:
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from jaxtrain.report import records
+    from jaxtrain.report import run as run_lib
+
+    tables, odd = [], 0
+    for path in paths:
+        found = records.read(run_lib.open_run(path).file("metrics.jsonl"))
+        odd += found.odd
+        for split, columns in found.splits.items():
+            n = len(columns["step"])
+            named = {"run": pa.array([path] * n), "split": pa.array([split] * n), "step": columns["step"].astype(np.int64)}
+            taken = {f"metric_{name}" if name in named else name: x for name, x in columns.items() if name != "step"}
+            tables.append(pa.table(named | {name: pa.array(x, mask=np.isnan(x)) for name, x in taken.items()}))
+    if not tables:
+        raise run_lib.RunError(f"{', '.join(paths)}: no record in metrics.jsonl; name a run that has taken a step")
+    table = pa.concat_tables(tables, promote_options="default")
+    target, partial = pathlib.Path(out), pathlib.Path(f"{out}.{os.getpid()}.part")
+    try:
+        pq.write_table(table, partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    left = f"; {odd} lines are no records, and are left out" if odd else ""
+    print(f"{out}: {table.num_rows} records, {table.num_columns - 3} metrics{left}")
+    return 0
