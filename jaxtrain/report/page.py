@@ -76,8 +76,9 @@ class Page:
     def __init__(self, runs: Sequence[Run], metric: str = ""):
         if len(runs) > MOST_RUNS:
             raise RunError(f"{len(runs)} runs are more than a page can hold; name at most {MOST_RUNS}")
-        self.runs, self.metric = runs, metric
+        self.runs = runs
         self.records = [records_lib.read(run.file("metrics.jsonl")) for run in runs]
+        self.scores = [r.score(metric, of.splits.get("test", {})) for r, of in zip(runs, self.records, strict=True)]
         self.charts: list[dict[str, Any]] = []
         self.notes = [f"{run.name}: {r.odd} lines of metrics.jsonl are no records, and are left out"
                       for run, r in zip(runs, self.records, strict=True) if r.odd]  # fmt: skip
@@ -134,7 +135,7 @@ class Page:
         if len(self.runs) > 1:
             return f"<h1>{esc(title)}</h1><p class='soft'>{len(self.runs)} runs</p>"
         [run] = self.runs
-        score, share = run.score(self.metric), goodput.goodput(run.seconds)
+        score, share = self.scores[0], goodput.goodput(run.seconds)
         workload = str(run.setting("workload", "")).rpartition(".")[2]
         data = run.setting("data.train") or run.setting("data.path") or run.setting("loader", "")
         about = [f"{workload} on {data}"] if workload else []
@@ -218,7 +219,7 @@ class Page:
 
     def _compared(self) -> str:
         differ = run_lib.differences({str(i): run.config for i, run in enumerate(self.runs)})
-        scores = [run.score(self.metric) for run in self.runs]
+        scores = self.scores
         known = [score for score in scores if score and score.name == next((s.name for s in scores if s), "")]
         order = list(range(len(self.runs)))
         if known:

@@ -100,10 +100,9 @@ def _table(table: pa.Table) -> dict[str, dict[str, np.ndarray]] | None:
         for name, kind in schema.items()
         if name != "split" and kind != pa.null()
     }
-    names = split.to_numpy()
     found = {}
     for name in dict.fromkeys(compute.unique(split).to_pylist()):
-        chosen = names == name
+        chosen = compute.equal(split, name).to_numpy()
         columns = {metric: x[chosen] for metric, x in values.items()}
         found[name] = {metric: x for metric, x in columns.items() if metric == "step" or not np.isnan(x).all()}
     return found

@@ -111,12 +111,18 @@ class Run:
         found = (parse(line) for line in _lines_with(text, b'"split": "test"'))
         return [record for record in found if record and record["split"] == "test"]
 
-    def score(self, metric: str = "") -> "Score | None":
-        """The score of the last evaluation and the best; None without any."""
+    def score(self, metric: str = "", tests: Mapping[str, Any] | None = None) -> "Score | None":
+        """The score of the last evaluation and the best; None without any.
+
+        ``tests``: "step", and metrics, -> values of the evaluations, where they have been read.
+        """
         wanted = metric or str(self.setting("checkpoint.best", "") or "")
         for name in (wanted,) if wanted else BEST:
             sign, plain = (-1 if name.startswith("-") else 1), name.removeprefix("-")
-            values = [(r["step"], number(r.get(plain))) for r in self.tests]
+            if tests is None:
+                values = [(r["step"], number(r.get(plain))) for r in self.tests]
+            else:
+                values = [(int(s), float(x)) for s, x in zip(tests.get("step", ()), tests.get(plain, ()), strict=False)]
             values = [(step, value) for step, value in values if math.isfinite(value)]
             if values:
                 best = max(values, key=lambda pair: sign * pair[1])
