@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from loaders import _rust, files, machine
+from loaders import _rust, files, machine, whole
 from loaders.base import DataError
 
 VERSION = 1
@@ -109,11 +109,8 @@ class Rvq(NamedTuple):
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the file, whole or not at all."""
-        path = pathlib.Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with temporary.open("wb") as file:
+        with whole.file(path) as file:
             np.savez(file, version=VERSION, mean=self.mean, basis=self.basis, books=self.books)
-        temporary.replace(path)
 
 
 class Function(NamedTuple):
@@ -266,9 +263,9 @@ def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndar
 
 
 def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -> None:
-    """Writes 16 bits, mono; samples beyond full scale make the whole recording quieter."""
+    """Writes 16 bits, mono, whole or not at all; samples beyond full scale make the whole recording quieter."""
     scaled = samples / max(1.0, float(np.abs(samples).max(initial=0)))
-    with wave.open(str(path), "wb") as file:
+    with whole.file(path) as opened, wave.open(opened, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(rate)

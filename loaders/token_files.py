@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaders import files, order
+from loaders import files, order, whole
 from loaders.base import DataError
 
 FORMAT = 1
@@ -150,7 +150,7 @@ def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
     shards, shard, start, length = [], [], [], []
     dtype = np.dtype(about["dtype"]).newbyteorder("<")
     for i, entry in enumerate(about["shards"]):
-        path = folder / f"{entry['name']}.tokens"
+        path = files.inside(folder, f"{entry['name']}.tokens", links=links, remedy=files.LINKS)
         if not path.exists():
             expected = entry["tokens"] * dtype.itemsize
             raise DataError(f"{path} does not exist, but tokens.json names {expected} bytes; make the tokens again")
@@ -242,9 +242,8 @@ def write_shard(folder: pathlib.Path, name: str, documents: Sequence[np.ndarray]
     tokens = np.concatenate([np.asarray(d, dtype) for d in documents]) if documents else np.empty(0, dtype)
     raw = tokens.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
     for suffix, content in (("tokens", raw), ("docs", index.tobytes())):
-        temporary = folder / f".{name}.{suffix}.part"
-        temporary.write_bytes(content)
-        temporary.replace(folder / f"{name}.{suffix}")
+        with whole.file(folder / f"{name}.{suffix}") as file:
+            file.write(content)
     digest = hashlib.sha256(raw + index.tobytes()).hexdigest()
     return {
         "name": name,
@@ -265,9 +264,7 @@ def write_about(folder: pathlib.Path, *, vocab: int, eos: int | None, tokenizer:
         "tokenizer": tokenizer,
         "shards": list(shards),
     }
-    temporary = folder / ".tokens.json.part"
-    temporary.write_text(json.dumps(about, indent=1) + "\n")
-    temporary.replace(folder / "tokens.json")
+    whole.write(folder / "tokens.json", json.dumps(about, indent=1) + "\n")
 
 
 def token_dtype(vocab: int) -> np.dtype:

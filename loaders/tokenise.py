@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from loaders import files as files_lib
-from loaders import token_files
+from loaders import token_files, whole
 
 TEXT, LINES, PARQUET, ARROW = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
 PART = 32 << 20  # [bytes] of a JSONL file in one shard
@@ -76,7 +76,7 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     marker = out / PARTIAL / "plan"
     if marker.exists() and marker.read_text() != plan:
         raise TokensError(f"{out} was begun with other inputs or options; remove it, or choose another folder")
-    marker.write_text(plan)
+    whole.write(marker, plan)
     todo = [i for i in range(len(parts)) if not _entry(out, i).exists()]
     if len(todo) < len(parts):
         print(f"resuming: {len(parts) - len(todo)} of {len(parts)} shards are done", file=sys.stderr)
@@ -102,7 +102,8 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     name = None
     if options.tokenizer != "bytes":
         name = "tokenizer.json"
-        (out / name).write_bytes(pathlib.Path(options.tokenizer).read_bytes())
+        with whole.file(out / name) as file:
+            file.write(pathlib.Path(options.tokenizer).read_bytes())
     shards = [entry["shard"] for entry in entries]
     token_files.write_about(out, vocab=vocab, eos=eos, tokenizer=name, shards=shards)
     for i in range(len(parts)):
@@ -252,9 +253,7 @@ def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
             flush()
     flush()
     shard = token_files.write_shard(out, f"{number:05}", documents, sizes, token_files.token_dtype(vocab))
-    temporary = _entry(out, number).with_suffix(".new")
-    temporary.write_text(json.dumps({"shard": shard, "bad": bad}))
-    temporary.replace(_entry(out, number))
+    whole.write(_entry(out, number), json.dumps({"shard": shard, "bad": bad}))
 
 
 def _tokenizer(options: Options) -> tuple[int, int | None, Any]:

@@ -42,7 +42,7 @@ ALLOWED = {
     ("optim", "specs"): "groups are chosen by the paths of the parameter table",
 }
 # Modules of loaders/ that know of no data and import nothing of ours: every module of jaxtrain may use them.
-GROUND = {"loaders.machine", "loaders.checks", "loaders.files"}
+GROUND = {"loaders.machine", "loaders.checks", "loaders.files", "loaders.whole"}
 NO_ROOMS = {"utils", "helpers", "common", "base_trainer", "registry", "callbacks", "hooks"}
 MODULES = sorted((ROOT / "jaxtrain").rglob("*.py"))
 LOADERS = sorted((ROOT / "loaders").rglob("*.py")) + sorted((ROOT / "loaders").rglob("*.pyi"))

@@ -10,9 +10,9 @@ import pytest
 from commands import runs
 from test_reliability import small_disk
 
-from jaxtrain.commands import arguments, export, sudoku
+from jaxtrain.commands import arguments, encode_audio, export, index, sudoku, tokens, train_codec
 from jaxtrain.inference import embed, probe
-from jaxtrain.weights import whole
+from loaders import codec, whole
 
 
 @pytest.fixture
@@ -46,6 +46,56 @@ def test_sudoku(disk, capsys, how):
     assert_told(capsys, folder)
     for name in files(folder):  # what is there is whole
         assert name.endswith((".npy", ".json")) and (not name.endswith(".npy") or len(np.load(folder / name)))
+
+
+@pytest.fixture
+def sounds(tmp_path):
+    """A folder with a recording of half a second, and a codec next to it."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "sounds").mkdir()
+    codec.write_wav(tmp_path / "sounds" / "0.wav", rng.normal(size=16_000).astype("f4"))
+    parts = (rng.normal(size=shape).astype("f4") for shape in ((512,), (4, 512), (1, 4, 4)))
+    codec.Rvq(*parts).save(tmp_path / "c.npz")
+    return tmp_path / "sounds"
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tokens(disk, tmp_path, capsys, workers):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("so many words " * 1000)
+    folder = disk(60)
+    command = [str(folder / "out"), *(str(tmp_path / f"{i}.txt") for i in range(3)), "--tokenizer=bytes"]
+    assert tokens.main([*command, f"--workers={workers}"]) == 2
+    told = capsys.readouterr()
+    assert "No space left on device; free some space" in told.err and str(folder / "out" / "0000") in told.err, told
+    assert "Traceback" not in told.err and not [name for name in files(folder) if "partial" in name.rpartition("/")[2]]
+    assert not (folder / "out" / "tokens.json").exists()
+    subprocess.run(["mount", "-o", "remount,size=2000k", folder], check=True)
+    assert tokens.main(command) == 0 and "resuming: " in capsys.readouterr().err
+
+
+def test_a_codec(disk, sounds, capsys):
+    folder = disk(8)
+    small = "--codebooks=1 --size=4 --components=8 --rounds=1 --test-share=0".split()
+    assert train_codec.main([str(folder / "c.npz"), str(sounds), *small]) == 2
+    assert_told(capsys, folder / "c.npz")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_recording_that_a_codec_makes(disk, sounds, capsys):
+    folder, options = disk(8), "--codebooks=1 --codebook-size=4".split()
+    listened = ["--listen", str(sounds / "0.wav"), "--codec", str(sounds.parent / "c.npz"), *options]
+    assert encode_audio.main([*listened, "--out", str(folder / "again.wav")]) == 2
+    assert_told(capsys, folder / "again.wav")
+    assert list(folder.iterdir()) == []
+
+
+def test_an_index(disk, sounds, capsys):
+    folder = disk(8)
+    assert index.main([str(sounds), "--labels=none", "--out", str(folder / "out")]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"error: {folder / 'out'} could not be written: No space left on device; free some space"), told
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("kilobytes", [4, 40, 100])

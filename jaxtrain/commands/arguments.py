@@ -134,26 +134,27 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
     """Calls ``action`` and returns its exit code; reports ``mistakes``, files that are in the way, and an interruption."""
     try:
         return action()
-    except mistakes as error:
-        report(error)
-        return MISTAKE
     except BrokenPipeError:
         # Whoever read our output has enough of it. Python flushes stdout at its end, and would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except MemoryError as error:
+        report(f"there is not enough memory{f': {error}' if str(error) else ''}; give this process more, or it less to do")
+        return MISTAKE
     except Exception as error:
-        from jaxtrain.weights import whole
+        from loaders import whole
 
-        if whole.is_full(error):
+        is_mistake = isinstance(error, mistakes)
+        if whole.is_full(error) and (isinstance(error, OSError) or not is_mistake):
             path = getattr(error, "filename", None) or "a file"
             report(f"{path} could not be written: {os.strerror(errno.ENOSPC)}; free some space, then rerun the command")
+            return MISTAKE
+        if is_mistake:
+            report(error)
             return MISTAKE
         if not isinstance(error, PATHS) or error.filename is None:
             raise
         report(f"{error.filename}: {error.strerror}; name another path, or change its permissions")
-        return MISTAKE
-    except MemoryError as error:
-        report(f"there is not enough memory{f': {error}' if str(error) else ''}; give this process more, or it less to do")
         return MISTAKE
     except KeyboardInterrupt:
         report("interrupted")

@@ -25,15 +25,13 @@ import functools
 import importlib
 import math
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.commands import arguments
-from jaxtrain.weights import whole
-from loaders import film_files, multimodal
+from loaders import film_files, multimodal, whole
 from loaders.base import DataError
 
 SOUND_RATE = 24_000  # [Hz] that sound is resampled to
@@ -82,38 +80,35 @@ def prepare(args: argparse.Namespace) -> str:
         raise DataError(f"no such file: {', '.join(missing)}")
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise DataError(f"{args.out} is {'not empty' if args.out.is_dir() else 'a file'}; choose another --out")
-    partial = args.out.with_name(f".{args.out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    (partial / "fmri").mkdir(parents=True)
-    try:
-        # What is quick to refuse comes first.
-        tr, volumes, names = check_fmri(args.fmri, args.tr, args.volumes)
-        text, since, note = window_text(args, tr, volumes)
-        whole.save(partial / "text.npy", np.ascontiguousarray(text))
-        audio = read_codes(args.codes) if args.codes else sound_features(args.audio, args.code_rate, args.bands)
-        whole.save(partial / "audio.npy", np.ascontiguousarray(audio))
-        constant = write_fmri(partial, args.fmri, names, args.mask, volumes, np.dtype(args.dtype))
-        frames = write_video(args.video, partial / "video.npy", args.fps, args.size, limit=math.ceil(volumes * tr * args.fps))
-        info = {
-            "tr": tr,
-            "fps": args.fps,
-            "audio_rate": args.code_rate,
-            "audio": "codes" if args.codes else "features",
-            "subjects": names,
-            "text_since": since.tolist(),
-            "made_of": {name: str(value) for name, value in vars(args).items() if isinstance(value, pathlib.Path)},
-        }
-        film_files.write(partial, info)
-        # Reads it as training will, or says what does not fit.
-        facts = multimodal.facts(multimodal.Config(path=str(partial), test_share=0))
-        if args.out.exists():
-            args.out.rmdir()
-        partial.rename(args.out)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, DataError):
+    with whole.folder(args.out) as partial:
+        try:
+            return _fill(partial, args)
+        except DataError as error:
             raise DataError(str(error).replace(str(partial), str(args.out))) from error
-        raise
+
+
+def _fill(partial: pathlib.Path, args: argparse.Namespace) -> str:
+    # What is quick to refuse comes first.
+    tr, volumes, names = check_fmri(args.fmri, args.tr, args.volumes)
+    text, since, note = window_text(args, tr, volumes)
+    whole.save(partial / "text.npy", np.ascontiguousarray(text))
+    audio = read_codes(args.codes) if args.codes else sound_features(args.audio, args.code_rate, args.bands)
+    whole.save(partial / "audio.npy", np.ascontiguousarray(audio))
+    (partial / "fmri").mkdir()
+    constant = write_fmri(partial, args.fmri, names, args.mask, volumes, np.dtype(args.dtype))
+    frames = write_video(args.video, partial / "video.npy", args.fps, args.size, limit=math.ceil(volumes * tr * args.fps))
+    info = {
+        "tr": tr,
+        "fps": args.fps,
+        "audio_rate": args.code_rate,
+        "audio": "codes" if args.codes else "features",
+        "subjects": names,
+        "text_since": since.tolist(),
+        "made_of": {name: str(value) for name, value in vars(args).items() if isinstance(value, pathlib.Path)},
+    }
+    film_files.write(partial, info)
+    # Reads it as training will, or says what does not fit.
+    facts = multimodal.facts(multimodal.Config(path=str(partial), test_share=0))
     return (
         f"{args.out}: {len(names)} viewers, {volumes} volumes of {facts['n_voxels']} voxels every {tr:g} s"
         f"{f' ({constant} constant voxels are 0)' if constant else ''}; {frames} frames, {facts['n_frames']} in a window; "

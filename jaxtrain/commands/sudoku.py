@@ -22,8 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.commands import arguments
-from jaxtrain.weights import whole
-from loaders import sudoku
+from loaders import sudoku, whole
 from loaders.base import DataError
 
 

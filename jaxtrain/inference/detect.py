@@ -28,8 +28,7 @@ import pyarrow.parquet as pq
 from jaxtrain.inference import embed, heads
 from jaxtrain.inference.heads import Head, HeadError
 from jaxtrain.types import PyTree
-from jaxtrain.weights import whole
-from loaders import files, spectrogram
+from loaders import files, spectrogram, whole
 from loaders.base import DataError
 from loaders.recordings import classes as class_files
 from loaders.recordings.windows import Windows

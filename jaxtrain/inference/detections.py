@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxtrain.inference.detect import DetectError, Parts, remove_partial
 from jaxtrain.inference.heads import read_names
-from jaxtrain.weights import whole
+from loaders import whole
 from loaders.recordings import tables
 from loaders.recordings.annotations import Mistakes
 from loaders.recordings.windows import Recording

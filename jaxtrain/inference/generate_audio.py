@@ -16,9 +16,9 @@ from jaxtrain.checkpoint import warm_start
 from jaxtrain.checkpoint.read import StoredError
 from jaxtrain.types import PyTree
 from jaxtrain.weights import source as source_lib
-from jaxtrain.weights import whole, workload
+from jaxtrain.weights import workload
 from jaxtrain.workloads import audio_language
-from loaders import chat_audio, chat_samples, chatml, checks, codec
+from loaders import chat_audio, chat_samples, chatml, checks, codec, whole
 
 
 class Speaker(NamedTuple):
@@ -143,13 +143,7 @@ def write(speaker: Speaker, out: pathlib.Path, prompts: Sequence[str], answers: 
             line |= {"file": f"{name}.npy", "seconds": codes.shape[1] / speaker.tools.frame_rate}
             if isinstance(speaker.codec, codec.Rvq) and codes.shape[1]:
                 mel = speaker.codec.decode(codes)
-                partial = out / f".{name}.partial.wav"
-                try:
-                    with whole.naming(out / f"{name}.wav"):
-                        codec.write_wav(partial, codec.sound(mel))
-                        partial.rename(out / f"{name}.wav")
-                finally:
-                    partial.unlink(missing_ok=True)
+                codec.write_wav(out / f"{name}.wav", codec.sound(mel))
                 picture = (mel - mel.min()) / max(float(np.ptp(mel)), 1e-6)
                 try:
                     with whole.naming(out / f"{name}.png"):

@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.types import Array
-from jaxtrain.weights import whole
 from jaxtrain.workloads.bird import probe
-from loaders import files
+from loaders import files, whole
 
 KINDS: Mapping[str, tuple[str, ...]] = {  # and their arrays
     "linear": ("w", "b"),

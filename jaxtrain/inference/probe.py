@@ -24,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.weights import whole
-from loaders import files
+from loaders import files, whole
 
 MEASURES = ("accuracy", "cmAP", "AUROC")
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)

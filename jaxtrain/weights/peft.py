@@ -14,8 +14,9 @@ import numpy as np
 from jaxtrain import config as config_lib
 from jaxtrain import lora
 from jaxtrain.checkpoint.read import StoredError
-from jaxtrain.weights import safetensors, whole, workload
+from jaxtrain.weights import safetensors, workload
 from jaxtrain.weights import source as source_lib
+from loaders import whole
 
 SIDES = {lora.A: "lora_A", lora.B: "lora_B"}
 

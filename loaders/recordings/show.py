@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
-from loaders import _rust, shards
+from loaders import _rust, shards, whole
 from loaders.base import DataError
 from loaders.recordings import store
 
@@ -99,10 +99,13 @@ def pictures(folder: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
     for split in about["splits"]:
         paths = shards.find_shards(str(folder), split)
         found = count(paths, len(about["classes"]))
-        made.append(out / f"{split}-classes.png")
-        _bars(about["classes"], found.classes).save(made[-1])
-        made.append(out / f"{split}-rows.png")
-        _spectrograms(paths, about["classes"]).save(made[-1])
+        for name, picture in (
+            ("classes", _bars(about["classes"], found.classes)),
+            ("rows", _spectrograms(paths, about["classes"])),
+        ):
+            made.append(out / f"{split}-{name}.png")
+            with whole.file(made[-1]) as file:
+                picture.save(file, "PNG")
     return made
 
 

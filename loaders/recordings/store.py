@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from loaders import files, shards
+from loaders import files, shards, whole
 from loaders.base import DataError
 from loaders.recordings.annotations import Mistakes
 from loaders.recordings.headers import HIGHEST, LOWEST, Header
@@ -64,9 +64,16 @@ def schema(names: list[str]) -> pa.Schema:
 def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]) -> dict[str, Any]:
     """Writes an index into a folder beside ``out`` and puts it in its place. Returns what index.json says.
 
-    Raises DataError: ``out`` holds anything but an index.
+    Raises DataError: ``out`` holds anything but an index; OSError with the name ``out``: the disk is full.
     """
     refuse_other(out)
+    with whole.naming(out):
+        about = _replace(out, plan, mistakes, options)
+    shards.note_root(out, os.path.normpath(os.path.join(os.path.realpath(out), str(about["root"]))))
+    return about
+
+
+def _replace(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]) -> dict[str, Any]:
     out.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (out.with_name(f".{out.name}.{kind}") for kind in ("new", "old"))
     shutil.rmtree(fresh, ignore_errors=True)
@@ -95,7 +102,6 @@ def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[st
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
-    shards.note_root(out, os.path.normpath(os.path.join(os.path.realpath(out), str(about["root"]))))
     return about
 
 

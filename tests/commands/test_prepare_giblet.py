@@ -4,6 +4,7 @@ import csv
 import json
 import pathlib
 import re
+import subprocess
 import sys
 
 import av
@@ -11,6 +12,7 @@ import nibabel
 import numpy as np
 import openpyxl
 import pytest
+from test_reliability import small_disk
 
 from jaxtrain.commands import prepare_giblet as tool
 from loaders import multimodal
@@ -329,6 +331,22 @@ def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, c
     told = capsys.readouterr().err
     assert re.search(message, told), told
     assert not list(pathlib.Path(tmp_path).glob("*out*")) and not list(pathlib.Path(tmp_path).glob(".*"))
+
+
+@pytest.mark.parametrize("kilobytes", [4, 16, 48])
+def test_a_full_disk_is_told_and_left_empty(sources, tmp_path, capsys, kilobytes):
+    """Full at the text, at a scan, at the film."""
+    disk = small_disk(tmp_path / "disk", kilobytes)
+    try:
+        assert call(sources, disk / "out") == 2
+        told = capsys.readouterr().err
+        assert (
+            told
+            == f"error: {disk / 'out'} could not be written: No space left on device; free some space, then rerun the command\n"
+        )
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_an_output_that_is_a_file_is_refused(sources, tmp_path, capsys):
