@@ -18,7 +18,7 @@ class Host:
     """A context. Entered, the processes have met: process 0 has the console, each has its log, and a watchdog waits for `beat`.
 
     Attributes:
-      owner: of the workdir, to be asked before anything is written; process 0 owns it for all.
+      owner: of the workdir; process 0 owns it for all. `confirm`, or ``owner.confirm`` and `lose`, before anything is written.
       console: where progress is shown.
       clock: whose time it is.
 
@@ -32,6 +32,8 @@ class Host:
     def __init__(self, config: Config):
         self._config = config
         self.clock = goodput.Clock()
+        self._processes = 1
+        self._lost: WorkdirError | None = None
         self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> "Host":
@@ -41,6 +43,7 @@ class Host:
             self._signals = stack.enter_context(contextlib.closing(cluster.StopSignals(config.preemption.signals)))
             stack.callback(cluster.Notices(cluster.metadata_server(os.environ), self._signals.ask).close)
             membership = cluster.find()
+            self._processes = membership.processes
             in_use = self._own(stack, membership)
             logs = os.path.join(config.workdir, "logs")
             self.console = console_lib.start_console(process=membership.process, folder=logs)
@@ -71,6 +74,13 @@ class Host:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
+        if kind is None and self._processes > 1:
+            try:
+                self.confirm()  # what was deleted behind the last record is no run that ended well
+            except WorkdirError as lost:
+                self.clock.close(_in_words(lost))
+                self._closing.__exit__(type(lost), lost, lost.__traceback__)
+                raise
         self.clock.close(_in_words(error))
         self._closing.__exit__(kind, error, trace)
 
@@ -94,6 +104,34 @@ class Host:
     def stopping(self) -> bool:
         """Whether this process was asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
         return self._signals.check()
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether this process knows that the workdir is no longer the run's: nothing more is written."""
+        return self._lost is not None
+
+    def lose(self, error: WorkdirError) -> None:
+        """Ends the run, since process 0 has lost the workdir. Raises ``error`` where it is alone.
+
+        Else all stop at one step, and `confirm`: they wait in collectives, and would learn of its end by a timeout.
+        """
+        if self._processes == 1:
+            raise error
+        self._lost = self._lost or error
+        self._signals.ask("process 0, which lost the workdir")
+
+    def confirm(self, *, saving: bool = False) -> None:
+        """Returns if the workdir is still the run's. Every process calls it at one point; all raise WorkdirError if not."""
+        try:
+            if not self._lost:
+                self.owner.confirm(saving=saving)
+        except WorkdirError as error:
+            self._lost = error
+        if cluster.agree(self.has_lost):
+            raise self._lost or WorkdirError(
+                f"{self._config.workdir} was deleted, or another run took it over: process 0 of this run says which, in its "
+                "log. This process ends, too"
+            )
 
     @property
     def reason(self) -> str:

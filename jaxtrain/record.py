@@ -37,8 +37,7 @@ class Log:
         self._everywhere = assembly.layout.replicated()
         self.streak = Streak(config.guard, step=first)
         self._pending: tuple[int, Mapping[str, Mean], Item] | None = None
-        self._owner = host.owner
-        self._owner.confirm()
+        host.confirm()
         if cluster.is_main():
             config_lib.save(config, config.workdir)
         self._writers = writers.make_writers(config, first) if cluster.is_main() else []
@@ -130,7 +129,7 @@ class Log:
 
     def evaluated(self, step: int, record: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes what an evaluation found."""
-        self._owner.confirm()
+        self._host.confirm()
         if samples and cluster.is_main():
             writers.write_samples(self._config.workdir, step, samples)
             for writer in self._writers:
@@ -150,7 +149,7 @@ class Log:
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:
         """Writes named arrays [n, height, width] in 0..1 into workdir/pictures; step 0: as the run begins."""
-        self._owner.confirm()
+        self._host.confirm()
         if cluster.is_main():
             host = jax.device_get(dict(pictures))
             prefix = f"step{step:06}_" if step else ""
@@ -160,6 +159,10 @@ class Log:
                 writer.pictures(step, host)
 
     def _write(self, step: int, split: str, record: Mapping[str, float]) -> None:
-        self._owner.confirm()
-        for writer in self._writers:
-            writer.write(step, split, record)
+        try:
+            if self._writers and not self._host.has_lost:
+                self._host.owner.confirm()
+                for writer in self._writers:
+                    writer.write(step, split, record)
+        except WorkdirError as error:
+            self._host.lose(error)

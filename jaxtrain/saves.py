@@ -11,6 +11,7 @@ from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, Restored
 from jaxtrain.data import Data
 from jaxtrain.guard import Streak
 from jaxtrain.host import Host
+from jaxtrain.owner import WorkdirError
 from jaxtrain.schedule import Due
 from jaxtrain.state import TrainState
 
@@ -25,7 +26,7 @@ class Saves:
     """
 
     def __init__(self, assembly: Assembly, data: Data, host: Host):
-        self._owner, self._clock = host.owner, host.clock
+        self._host, self._clock = host, host.clock
         self._config, self._abstract, self._data = assembly.config, assembly.abstract, data
         self._checkpointer = Checkpointer(assembly.config, assembly.task)
         self.history = History()
@@ -66,14 +67,17 @@ class Saves:
 
         Raises WorkdirError: another run has the workdir meanwhile, or it was deleted.
         """
-        self._owner.confirm(saving=True)
+        self._host.confirm(saving=True)
         with self._clock.during(goodput.SAVES), self._in_own_workdir():
             return self._checkpointer.save(step, state, self._data.state(step), self.history)
 
     def poll(self) -> None:
         """Lets the checksums of a finished save be written. Costs nothing; to be called at every step."""
-        with self._in_own_workdir():
-            self._checkpointer.poll()
+        try:
+            with self._in_own_workdir():
+                self._checkpointer.poll()
+        except WorkdirError as error:
+            self._host.lose(error)
 
     @contextlib.contextmanager
     def _in_own_workdir(self) -> Iterator[None]:
@@ -81,12 +85,12 @@ class Saves:
         try:
             yield
         except CheckpointError:
-            self._owner.confirm()
+            self._host.owner.confirm()
             raise
 
     def score(self, step: int, record: Mapping[str, float]) -> None:
         """Notes an evaluation, by which config.checkpoint.best may keep its step."""
-        self._owner.confirm()
+        self._host.confirm()
         self._checkpointer.score(step, record)
 
     def stalled(self, step: int) -> bool:

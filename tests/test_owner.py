@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import object_store
 import pytest
 from test_reliability import cluster, wait_for
 from test_train import ROOT, command, corpus, folder, free_port  # noqa: F401
 
+from jaxtrain import cluster as cluster_lib
+from jaxtrain import config as config_lib
 from jaxtrain import writers
+from jaxtrain.host import Host
 from jaxtrain.owner import Owner, WorkdirError, disk, store, who
 
 # A process that becomes the owner, says so, and does what its standard input says.
@@ -355,6 +359,46 @@ def test_a_workdir_that_is_deleted_ends_the_run_with_a_code(folder, corpus):  # 
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 2 and "was deleted or moved while the run wrote to it" in output, output
     assert "Traceback" not in output, output
+
+
+def test_what_process_0_lost_is_lost_for_all(monkeypatch):
+    def process(found):
+        host = Host(config_lib.Config(workdir="runs/tiny"))
+        host._processes, host._signals = 2, cluster_lib.StopSignals(())
+        host._signals.close()
+        host.owner = types.SimpleNamespace(confirm=lambda saving: found() if found else None)
+        return host
+
+    def gone():
+        raise WorkdirError("runs/tiny was deleted")
+
+    first, second = process(gone), process(None)
+    first.lose(WorkdirError("the first"))  # between two steps: they stop at the next one, as for a signal
+    assert first.stopping() and first.has_lost and not second.stopping()
+    for host, agreed, said in (
+        (first, lambda own: own, "the first"),
+        (process(gone), lambda own: own, "runs/tiny was deleted"),
+        (second, lambda own: True, "process 0 of this run says which"),
+    ):
+        monkeypatch.setattr(cluster_lib, "agree", agreed)
+        with pytest.raises(WorkdirError, match=said):
+            host.confirm()
+    monkeypatch.setattr(cluster_lib, "agree", lambda own: own)
+    process(None).confirm(saving=True)
+
+
+@pytest.mark.slow
+def test_a_workdir_that_is_deleted_ends_every_process_with_a_code(folder, corpus):  # noqa: F811
+    args = (folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0")
+    both = cluster(*args, processes=2)
+    workdir = folder / "runs" / "tiny"
+    wait_for(lambda: (workdir / "metrics.jsonl").exists() and (workdir / "metrics.jsonl").stat().st_size, watch=both)
+    workdir.rename(folder / "moved")
+    began = time.monotonic()
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [2, 2], outputs
+    assert "was deleted or moved while the run wrote to it" in outputs[0] and "process 0 of this run says which" in outputs[1]
+    assert time.monotonic() - began < 60 and "Traceback" not in "".join(outputs), outputs
 
 
 def test_lines_that_are_no_records_are_set_aside_and_told(tmp_path, caplog):
