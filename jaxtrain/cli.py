@@ -3,11 +3,13 @@
 Nothing of a command is imported before it is named, so that `jaxtrain --help` takes as long as Python's start.
 """
 
+import contextlib
 import importlib
+import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jaxtrain.commands import arguments
 from loaders import checks
@@ -77,20 +79,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = [argv[1], "--help"]
     for command in COMMANDS:
         if command.name == argv[0]:
-            try:
-                if wrong := "" if arguments.asks_for_help(argv) else _unfit(command):
-                    arguments.report(wrong)
-                    return arguments.MISTAKE
-                return importlib.import_module(command.module).main(argv[1:])
-            except KeyboardInterrupt:  # while it imports what takes a second
-                arguments.report("interrupted")
-                return arguments.INTERRUPTED
+            with _plain_output():
+                return _run(command, argv)
     if arguments.asks_for_help(argv):
         print(listing())
         return 0
     remedy = checks.expected(argv[0], (command.name for command in COMMANDS))
     arguments.report(f"command {argv[0]!r} is unknown; {remedy}; see jaxtrain --help")
     return arguments.MISTAKE
+
+
+def _run(command: Command, argv: Sequence[str]) -> int:
+    try:
+        if wrong := "" if arguments.asks_for_help(argv) else _unfit(command):
+            arguments.report(wrong)
+            return arguments.MISTAKE
+        return importlib.import_module(command.module).main(argv[1:])
+    except KeyboardInterrupt:  # while it imports what takes a second
+        arguments.report("interrupted")
+        return arguments.INTERRUPTED
+
+
+@contextlib.contextmanager
+def _plain_output() -> Iterator[None]:
+    """What a command prints of files from elsewhere does not steer the terminal (`jaxtrain.console.Plain`)."""
+    from jaxtrain import console
+
+    before = sys.stdout, sys.stderr
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a character that it lacks ends no command
+    plain: Any = console.Plain
+    sys.stdout, sys.stderr = (plain(stream) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def _unfit(command: Command) -> str:

@@ -3,13 +3,41 @@
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 WORTH_NAMING = 0.05  # [share] of the time spent waiting for data, from which on the loader's slowest stage is named
+
+
+# What steers a terminal, or the order of what it shows; and halves of characters, as in names of files that are no UTF-8.
+STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """``text`` with what steers a terminal as escapes (\\u001b), but for a return to the line's beginning at its own beginning.
+
+    A name in a file from elsewhere may hold anything.
+    """
+    back = "\r" if text.startswith("\r") else ""
+    return back + STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text[len(back) :])
+
+
+class Plain:
+    """A stream to which text is written `plain`. ``stream`` is the one below it."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(plain(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 class Console:
@@ -19,7 +47,8 @@ class Console:
     """
 
     def __init__(self, stream: TextIO | None = None, *, every: float = 10.0):
-        self._stream = stream or sys.stderr
+        error = sys.stderr
+        self._stream = stream or (error.stream if isinstance(error, Plain) else error)  # below it: what clears a line is ours
         self._live = self._stream.isatty()
         self._every = 0.1 if self._live else every  # [s] between lines
         self._line, self._shown, self._printed = "", "", -math.inf
@@ -30,6 +59,7 @@ class Console:
         ``passing``: it is of an interlude, such as an evaluation; the line before it comes back with the next message.
         """
         # A line that wraps could not be cleared.
+        line = plain(line)
         line = line[: shutil.get_terminal_size().columns - 1] if self._live else line
         self._line = self._line if passing else line
         if time.monotonic() - self._printed >= self._every:
@@ -51,7 +81,7 @@ class Console:
 
     def message(self, text: str) -> None:
         clear, back = ("\r\x1b[2K", self._line) if self._live and (self._line or self._shown) else ("", "")
-        self._stream.write(f"{clear}{text}\n{back}")
+        self._stream.write(f"{clear}{plain(text)}\n{back}")
         self._stream.flush()
 
 
@@ -104,6 +134,9 @@ class LogFile(logging.FileHandler):
         os.makedirs(folder, exist_ok=True)
         super().__init__(os.path.join(folder, f"process-{process}.log"))
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
 
     def handleError(self, record: logging.LogRecord) -> None:
         """A full disk costs this file its lines, and the console no tracebacks: they say what matters there."""

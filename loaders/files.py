@@ -58,12 +58,14 @@ def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str 
         raise FileError(f"{folder} has a file that names {str(name)[:80]!r}; expected the name of a file in that folder")
     place = folder / name
     try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(place)  # a name that no file can have
         if links:
             is_inside = _lexical(place).is_relative_to(_lexical(folder))
         else:
             is_inside = place.resolve().is_relative_to(home(folder.absolute()).resolve())
     except (OSError, RuntimeError) as error:  # a loop of links
-        raise FileError(f"{place}: {getattr(error, 'strerror', None) or error}") from error
+        raise FileError(f"{str(place)[:300]}: {getattr(error, 'strerror', None) or error}") from error
     if not is_inside:
         raise FileError(f"{place} leads out of {folder}, and is not read{remedy}")
     return place
@@ -80,14 +82,19 @@ def regular(path: os.PathLike) -> Iterator[BinaryIO]:
     with file:
         try:
             yield file
-        except OSError as error:
-            raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
+        except OSError as error:  # a store's missing file is missed as it is read
+            reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
+            raise FileError(f"{path} {reason}") from error
 
 
 def opened(path: os.PathLike) -> BinaryIO:
     """`regular`, for a caller that closes the file. Raises FileError."""
     if "://" in os.fspath(path):
-        return path.open("rb")  # type: ignore[attr-defined]  # etils.epath has it
+        try:
+            return path.open("rb")  # type: ignore[attr-defined]  # etils.epath has it
+        except Exception as error:  # noqa: BLE001  of whatever kind a store's client raises
+            reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {str(error)[:300]}"
+            raise FileError(f"{path} {reason}") from error
     try:
         _check_regular(path, os.stat(path))  # first, since merely opening some devices has effects
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)  # it may have become a pipe

@@ -4,10 +4,17 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import object_store
 import pytest
+from commands import runs
+from etils import epath
 from test_reliability import cluster, wait_for
 from test_train import ROOT, corpus, folder, free_port, records, run  # noqa: F401
+
+from jaxtrain.weights import safetensors
+from jaxtrain.weights import source as source_lib
+from loaders import files
 
 RUN = "gs://bucket/tiny/checkpoints"
 
@@ -59,6 +66,32 @@ def test_promises_1_and_6_and_7_in_an_object_store(folder, corpus, bucket):  # n
     store.put("bucket", largest["name"], bytes(data))
     output = run(*args, "--config.train.steps=8", f"--config.checkpoint.folder={RUN}", **environment)
     assert "damaged" in output and largest["name"].rsplit("/", 1)[1] in output and "resuming from step 4" in output
+
+
+def test_what_is_read_of_a_store_is_read_as_on_a_disk(tmp_path, bucket, monkeypatch):
+    environment, store = bucket
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    runs.save(tmp_path / "run", 20, runs.state(0, 20))
+    safetensors.export(str(tmp_path / "run"), str(tmp_path / "out"))
+    np.savez(tmp_path / "out" / "a.npz", a=np.arange(5))
+    for path in (tmp_path / "out").iterdir():
+        store.put("bucket", f"out/{path.name}", path.read_bytes())
+    there = epath.Path("gs://bucket/out")
+    assert files.read_json(there / "config.json") == files.read_json(tmp_path / "out" / "config.json")
+    assert files.arrays(there / "a.npz")["a"].tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(files.FileError, match="README.md has more than the 10 bytes"):
+        files.read(there / "README.md", most=10)
+    for name in ("missing.json", "../out/x.json"):
+        with pytest.raises(files.FileError, match="does not exist"):
+            files.read_json(there / name)
+    source = source_lib.find(str(there))
+    assert source.damage() == []
+    for name, array in source.parameters().items():
+        np.testing.assert_array_equal(array.read(()), source_lib.find(str(tmp_path / "out")).parameters()[name].read(()))
+    store.delete("bucket", "out/README.md")
+    (problem,) = source.damage()
+    assert "README.md" in problem and "does not exist" in problem
 
 
 @pytest.mark.slow

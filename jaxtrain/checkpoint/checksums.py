@@ -70,7 +70,7 @@ def verify(step_dir: epath.PathLike) -> list[str]:
     try:
         raw = files.read(_inside(folder, NAME), most=files.MOST_JSON)
         listed = files.parse(raw.decode(), NAME)["files"]
-        intact = _encode(listed) == raw and all(_is_entry(entry) for entry in listed.values())
+        intact = _encode(listed) == raw and all(_is_entry(*entry) for entry in listed.items())
     except files.FileError as error:
         return [f"{NAME}: is damaged ({error}), so that no other file can be verified"]
     except Exception:  # noqa: BLE001  a damaged text may fail in any way
@@ -123,8 +123,8 @@ def _inside(folder: epath.Path, name: str) -> epath.Path:
     return folder / name
 
 
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and type(entry.get("bytes")) is int and type(entry.get("hash")) is str
+def _is_entry(name: str, entry: Any) -> bool:
+    return name.isprintable() and isinstance(entry, dict) and type(entry.get("bytes")) is int and type(entry.get("hash")) is str
 
 
 def _encode(listed: dict[str, Any]) -> bytes:

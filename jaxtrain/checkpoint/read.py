@@ -127,8 +127,9 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
     context = ts.Context({"cache_pool": {"total_bytes_limit": 16 << 20}})
     indexed = (folder / "manifest.ocdbt").exists()
     arrays = [(keys, leaf) for keys, leaf in _leaves(metadata.tree) if hasattr(leaf, "shape")]  # empty subtrees have none
-    for _, leaf in arrays:
+    for keys, leaf in arrays:
         inside(folder, leaf.name)
+        _check_name("/".join(map(str, keys)), folder)
     return {
         "/".join(map(str, keys)): Stored(
             shape=tuple(leaf.shape),
@@ -314,6 +315,11 @@ def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
     return list(tree.values()) if tree and all(isinstance(key, int) for key in tree) else tree
 
 
+def is_address(path: str) -> bool:
+    """Whether a path is an address of a store, or on the web; also as etils.epath writes one without a scheme (/gs/bucket)."""
+    return "://" in path or "://" in os.fspath(_absolute(path))
+
+
 def _absolute(path: epath.PathLike) -> epath.Path:
     """Makes a path absolute: Orbax and tensorstore ignore the working directory."""
     text = os.path.expanduser(os.fspath(path))
@@ -339,7 +345,8 @@ def _leaves(tree: Any, keys: tuple = ()) -> Iterator[tuple[tuple[str | int, ...]
 def _reader(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[Index], np.ndarray]:
     """Reads slices of one array of an Orbax item. ``indexed``: all arrays are in one OCDBT store, else each in a folder."""
     text = os.fspath(folder)
-    place = lambda path: path if "://" in path else {"driver": "file", "path": path}  # noqa: E731
+    # The folder alone decides: an array's name is its maker's.
+    place = lambda path: path if "://" in text else {"driver": "file", "path": path}  # noqa: E731
     if indexed:
         kvstore = {"driver": "ocdbt", "base": place(f"{text}/"), "path": f"{name}/"}
     else:
@@ -392,10 +399,17 @@ def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
         if stop - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= stop <= size - 8 - length:
             raise StoredError(f"{path}: {name} {shape} {kind} does not fit bytes {start} to {stop} of the file")
         where = paths.get(name) or name.replace(".", "/")
+        _check_name(where, path)
         read = functools.partial(_read_file, path, 8 + length + start, shape, dtype)
         # Row by row, so that a large table is read in pieces.
         arrays[where] = Stored(shape, dtype, read, tuple(where.split("/")), (1, *shape[1:]) if shape else ())
     return arrays
+
+
+def _check_name(name: str, source: epath.Path) -> None:
+    """Raises StoredError for the name of an array that could not be told from other lines of a report."""
+    if not name.isprintable():
+        raise StoredError(f"{source} has an array with the name {name[:80]!r}; expected printable characters")
 
 
 def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.dtype, index: Index) -> np.ndarray:

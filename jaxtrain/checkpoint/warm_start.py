@@ -39,6 +39,7 @@ from jaxtrain.types import Array, PyTree
 log = logging.getLogger("jaxtrain")
 
 
+MOST_NAME = 1000  # [characters] of a parameter's path
 WAYS = ("crop", "pad", "fold")  # of reshaping, besides a grid's, whose sizes no shape tells
 WAYS_DO = {
     "crop": "takes the first entries",
@@ -279,6 +280,9 @@ def _renamed(
         for pattern, replacement in renames:
             if tried.any("renames", [pattern], name):
                 name = re.sub(pattern, replacement, name)
+            if len(name) > MOST_NAME:
+                problems.append(f"{path[:200]} of the source is renamed to more than {MOST_NAME} characters")
+                return {}
         if name in by_path:
             problems.append(f"{origin[name]} and {path} of the source are both renamed to {name}")
         by_path[name], origin[name] = one, path

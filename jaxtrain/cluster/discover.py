@@ -22,6 +22,8 @@ from typing import NamedTuple
 from jaxtrain.cluster import rendezvous
 
 VARIABLES = ("JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS")
+NUMBER = "[0-9]{1,9}"
+MOST_NODES = 1_000_000
 SECRET = "JAXTRAIN_SECRET"
 SHORTEST = 16  # [characters] of a secret: fewer could be found by trying
 TPU_PORT = 8482  # the one that JAX documents for pods, and that their firewalls leave open
@@ -61,7 +63,17 @@ def from_environment(environment: Mapping[str, str], *, gpus: int = 0, metadata:
       ClusterError: the environment contradicts itself, or a process would see the wrong GPUs.
     """
     given = {name: environment[name] for name in VARIABLES if environment.get(name)}
-    launched = _open_mpi(environment, gpus) or _slurm(environment, gpus) or _tpu(environment, metadata or {})
+    try:
+        launched = _open_mpi(environment, gpus) or _slurm(environment, gpus) or _tpu(environment, metadata or {})
+    except ClusterError:
+        raise
+    except (ValueError, IndexError, ZeroDivisionError) as error:
+        named = [
+            f"{k}={v[:80]!r}"
+            for k, v in sorted(environment.items())
+            if re.match("SLURM_(STEP|PROC|LOCAL|NODEID|GPUS)|OMPI|MEGA", k)
+        ]
+        raise ClusterError([f"the launcher's variables are no numbers, or too large ({error}): {', '.join(named)}"]) from error
     if launched and launched.processes > 1 and set(given) == {VARIABLES[0]}:
         return launched._replace(coordinator=_address(given[VARIABLES[0]]))
     if given:
@@ -98,9 +110,10 @@ def _explicit(given: Mapping[str, str]) -> Cluster:
     problems = [f"{name} is not set, although {', '.join(given)} is" for name in VARIABLES if name not in given]
     numbers = {}
     for name in VARIABLES[1:]:
-        if name in given and not given[name].isdecimal():
-            problems.append(f"{name}={given[name]!r} is not a number")
-        numbers[name] = int(given[name]) if given.get(name, "").isdecimal() else 0
+        is_number = re.fullmatch(NUMBER, given.get(name, "")) is not None
+        if name in given and not is_number:
+            problems.append(f"{name}={given[name][:80]!r} is not a number of at most 9 digits")
+        numbers[name] = int(given[name]) if is_number else 0
     try:
         address = _address(given[VARIABLES[0]]) if VARIABLES[0] in given else ""
     except ClusterError as error:
@@ -115,7 +128,7 @@ def _explicit(given: Mapping[str, str]) -> Cluster:
 
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not re.fullmatch(NUMBER, port) or not 0 < int(port) < 65536:
         raise ClusterError([f"{VARIABLES[0]}={text!r} is not host:port; write for example 10.0.0.1:27508"])
     return text
 
@@ -167,7 +180,10 @@ def first_host(nodes: str) -> str:
 
 def _tasks_per_node(text: str) -> list[int]:
     """2(x3),1 → [2, 2, 2, 1]"""
-    return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    found = [(int(n), int(times or 1)) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)]
+    if sum(times for _, times in found) > MOST_NODES:
+        raise ValueError(f"more than {MOST_NODES} nodes")
+    return [n for n, times in found for _ in range(times)]
 
 
 def _port(job: str) -> int:

@@ -77,7 +77,8 @@ def _detect(args: argparse.Namespace) -> int:
     cluster.use_compilation_cache()
     model = embed.load(args.run, step=args.step, ema=args.ema)
     changes: dict[str, Any] = {"threads": args.threads, "follow_links": args.follow_links, "label": "", "multilabel": False}
-    data = embed.data_config(model, **changes, views=1, test="")
+    changes |= {"train": "", "test": ""}  # the windows are its data, and what the run was trained on is not opened
+    data = embed.data_config(model, **changes, views=1)
     head = _head(args, model, data)
     chosen = list(range(len(head.names)))
     if args.classes:
@@ -99,7 +100,7 @@ def _detect(args: argparse.Namespace) -> int:
         mistakes=mistakes,
         note=functools.partial(print, file=sys.stderr) if membership.process == 0 else lambda text: None,
     )
-    data = embed.data_config(model, **changes, views=1, test="", audio_root=windows.root)
+    data = embed.data_config(model, **changes, views=1, audio_root=windows.root)
     parts, made_of = detect.prepare(model, head, windows, args.out, chosen=chosen, batch=args.batch)
     console = console_lib.start_console(process=membership.process)
     try:

@@ -15,7 +15,8 @@
 
 One process on a CPU is enough, whatever mesh wrote the checkpoint. Two exports of one step are equal byte for byte. DIR appears
 whole or not at all. Of a run with adapters (config.lora) the merged weights are exported; `jaxtrain lora-to-peft` writes the
-adapters alone. --reverse makes a workdir with one step of weights, marked as such, to warm-start from.
+adapters alone. They are merged with the run's config.warm_start.source; an address (gs://…) is read only if --base names it.
+--reverse makes a workdir with one step of weights, marked as such, to warm-start from.
 """
 
 import argparse
@@ -38,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=_regex, default="", metavar="REGEX", help="parameters whose path matches: ^encoder/")
     parser.add_argument("--dtype", choices=DTYPES, help="round floating-point arrays to this; default: as they are")
     parser.add_argument("--shard-size", type=_size, default="5GB", help="largest file; default: 5GB")
+    parser.add_argument(
+        "--base", default="", metavar="SOURCE", help="what a run with adapters began with; default: its own warm_start.source"
+    )
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
     if (args.run is None) == (args.reverse is None):
@@ -58,7 +62,13 @@ def _export(args: argparse.Namespace) -> int:
     else:
         dtype = safetensors.SHORT[args.dtype] if args.dtype else None
         options = dict(
-            step=args.step, ema=args.ema, only=args.only, dtype=dtype, shard_size=args.shard_size, named=args.workload
+            step=args.step,
+            ema=args.ema,
+            only=args.only,
+            dtype=dtype,
+            shard_size=args.shard_size,
+            named=args.workload,
+            base=args.base,
         )
         line = safetensors.export(args.run, args.out, **options)
     peak = machine.peak_memory()

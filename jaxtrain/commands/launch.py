@@ -18,6 +18,7 @@ the processes of a job know each other, and which only its owner can read; jobs.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -284,20 +285,21 @@ def _jobs(workdir: str) -> list[dict]:
     if not path.exists():
         raise LaunchError(f"{path} does not exist: nothing was submitted with this workdir; name another")
     try:
-        lines = files.read_text(path, most=MOST_TEXT).splitlines()
+        lines = files.read_text(files.inside(pathlib.Path(workdir), "slurm/jobs.jsonl"), most=MOST_TEXT).splitlines()
         jobs = [files.parse(line, f"{path}: line {i + 1}") for i, line in enumerate(lines)]
     except files.FileError as error:
         raise LaunchError(str(error)) from error
     for job in jobs:
-        if not isinstance(job.get("workdir"), str) or not re.fullmatch(r"\d+(_\d+)?", str(job.get("job"))):
+        texts = [job.get("job"), job.get("workdir")]
+        if not all(isinstance(text, str) and text.isprintable() for text in texts) or not re.fullmatch(r"\d+(_\d+)?", texts[0]):
             raise LaunchError(f"{path} has a line that describes no job: {str(job)[:80]}; remove it")
     return jobs
 
 
-def _text(path: pathlib.Path) -> str:
-    """The text of a file, as far as there is one."""
+def _text(folder: pathlib.Path, name: str) -> str:
+    """The text of a file of a folder, as far as there is one."""
     try:
-        return files.read(path, most=MOST_TEXT).decode(errors="replace")
+        return files.read(files.inside(folder, name), most=MOST_TEXT).decode(errors="replace")
     except files.FileError:
         return ""
 
@@ -315,17 +317,15 @@ def state_of(job: str) -> dict[str, str]:
 def _status(workdir: str) -> int:
     for job in _jobs(workdir):
         state, folder = state_of(job["job"]), pathlib.Path(job["workdir"])
-        config, metrics, step = folder / "config.json", folder / "metrics.jsonl", 0
-        for line in reversed(_text(metrics).splitlines()):
-            try:
-                step = files.parse(line, "")["step"]
+        step, steps = 0, "?"
+        for line in reversed(_text(folder, "metrics.jsonl").splitlines()):
+            with contextlib.suppress(
+                files.FileError, KeyError, TypeError, ValueError, OverflowError
+            ):  # being written, or no record
+                step = int(files.parse(line, "")["step"])
                 break
-            except (files.FileError, KeyError):
-                continue  # being written
-        try:
-            steps = files.read_json(config)["train"]["steps"] if config.exists() else "?"
-        except (files.FileError, KeyError, TypeError):
-            steps = "?"
+        with contextlib.suppress(files.FileError, KeyError, TypeError, ValueError, OverflowError):
+            steps = str(int(files.parse(_text(folder, "config.json"), "")["train"]["steps"]))
         print(f"{job['job']}  {state['JobState']}  {state.get('Restarts', '?')} restarts  on {state.get('NodeList') or '-'}  "
               f"step {step}/{steps}  {folder}")  # fmt: skip
     return 0

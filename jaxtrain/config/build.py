@@ -333,6 +333,8 @@ def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) 
         return {
             _convert(options[0], k, path, problems): _convert(options[1], v, f"{path}.{k}", problems) for k, v in value.items()
         }
+    if kind in (int, float) and isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise TypeError(f"is {str(value)[:40]}…; expected a number of at most 63 bits")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

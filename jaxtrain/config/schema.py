@@ -24,6 +24,8 @@ MUON_SCALES = ("rms", "in_out", "out_in")
 DECAY_SHAPES = ("linear", "cosine", "sqrt")
 # Fields in steps that may be given as a share of train.steps, a fraction between 0 and 1; a Config has them in steps.
 SHARES = ("optim.warmup", "optim.decay", "train.eval_every", "checkpoint.every", "checkpoint.keep_every", "metrics.every")
+MOST_PATTERN = 10_000  # [characters] of a regular expression
+MOST_REPLACEMENT = 200  # [characters] of what its match is replaced by
 RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")  # what jaxtrain.checkpoint.warm_start can do
 
 
@@ -201,7 +203,16 @@ class WarmStart(Section):
         patterns = {f"renames[{i}]": pattern for i, (pattern, _) in enumerate(self.renames)}
         patterns |= {f"{name}[{i}]": p for name in ("skip", "unused") for i, p in enumerate(getattr(self, name))}
         patterns |= {f"reshape.{pattern}": pattern for pattern in self.reshape}
-        yield from _regexes(patterns)
+        wrong = dict(_regexes(patterns))
+        yield from wrong.items()
+        for i, (pattern, replacement) in enumerate(self.renames):
+            try:
+                if len(replacement) > MOST_REPLACEMENT:
+                    raise IndexError(f"has {len(replacement):,} characters; expected at most {MOST_REPLACEMENT}")
+                if f"renames[{i}]" not in wrong:
+                    re.sub(pattern, replacement, "")
+            except (re.error, IndexError) as error:
+                yield f"renames[{i}]", f"cannot be replaced by {replacement[:200]!r}: {error}"
         for pattern, how in self.reshape.items():
             if not RESHAPE.fullmatch(how):
                 yield f"reshape.{pattern}", f"is {how!r}; expected one of: crop, pad, fold, or for example 'grid 32x8 to 16x8'"
@@ -370,7 +381,10 @@ class Config(Section):
 def _regexes(patterns: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Those of ``patterns``, field -> text, that are not regular expressions."""
     for name, pattern in patterns.items():
+        if len(pattern) > MOST_PATTERN:
+            yield name, f"has {len(pattern):,} characters; expected at most {MOST_PATTERN:,}"
+            continue
         try:
             re.compile(pattern)
-        except re.error as error:
-            yield name, f"is {pattern!r}, which is not a regular expression: {error}"
+        except (re.error, OverflowError, RecursionError) as error:  # a count too large; parentheses too deep
+            yield name, f"is {pattern[:200]!r}, which is not a regular expression: {error}"

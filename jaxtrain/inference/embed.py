@@ -37,9 +37,9 @@ from jaxtrain.layout import Layout, make_layout, make_mesh
 from jaxtrain.nn import vit
 from jaxtrain.types import PyTree
 from jaxtrain.weights import source as source_lib
-from jaxtrain.weights import whole, workload
+from jaxtrain.weights import workload
 from jaxtrain.workloads import bird
-from loaders import checks, columnar, shards, spectrogram
+from loaders import checks, columnar, shards, spectrogram, whole
 from loaders import files as files_lib
 from loaders.base import DataError, Rows
 
@@ -117,7 +117,8 @@ def _read(arrays: dict[str, stored.Stored], path: str) -> np.ndarray:
 def data_config(model: Model, **changes: Any) -> spectrogram.Config:
     """The run's own data section with ``changes``, by which nothing is held out, excluded or mixed in.
 
-    The run may be anyone's: where recordings are files, and whether links are followed, is for ``changes`` alone to say.
+    The run may be anyone's: where recordings are files, and whether links are followed, is for ``changes`` alone to say. So are
+    addresses. Raises StoredError for one of the run's own.
     """
     data = {
         name: value for name, value in (model.run.get("data") or {}).items() if name in spectrogram.Config.__dataclass_fields__
@@ -132,6 +133,9 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
         "bad_budget": 1.0,
         "form": "spectrogram",
     }
+    for name in ("train", "test"):
+        if name not in changes:
+            source_lib.refuse_address(data.get(name), f"data.{name}", "--data")
     return config_lib.section(spectrogram.Config, {**data, **own, **changes})
 
 
@@ -306,12 +310,22 @@ def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: 
     if start:
         paths = {name: out / f"{name}.npy" for name in shapes}
         paths = {name: path if path.exists() else path.with_name(f"{path.name}.partial") for name, path in paths.items()}
+        try:
+            for name, path in paths.items():
+                there = files_lib.array(files_lib.inside(out, path.name))
+                if (there.shape, there.dtype) != (shapes[name].shape, shapes[name].dtype):
+                    raise files_lib.FileError(
+                        f"{path} holds {there.dtype} {there.shape}; its rows are not those of this command"
+                    )
+        except files_lib.FileError as error:
+            raise EmbedError(f"{error}; choose another --out") from error
         return {name: np.lib.format.open_memmap(path, mode="r+") for name, path in paths.items()}
     files = {}
     paths = {name: out / f"{name}.npy.partial" for name in shapes}
     try:
         for name, x in shapes.items():
             with whole.naming(out / f"{name}.npy"):
+                paths[name].unlink(missing_ok=True)  # never through a link that someone left there
                 files[name] = np.lib.format.open_memmap(paths[name], mode="w+", dtype=x.dtype, shape=x.shape)
                 _reserve(paths[name])
     except OSError:

@@ -8,12 +8,15 @@ the model is exported in its own dtypes. A warm start takes parameters alone.
 """
 
 import collections
+import contextlib
 import functools
 import hashlib
 import json
 import math
 import pathlib
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,12 +32,14 @@ from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.read import Stored, StoredError
 from jaxtrain.types import Export
 from jaxtrain.weights import source as source_lib
-from jaxtrain.weights import steps, whole, workload
+from jaxtrain.weights import steps, workload
 from jaxtrain.weights.source import SUMS, Source
 from loaders import files as files_lib
+from loaders import whole
 
 SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
 CARD = ("test", "train", "data", "save")  # splits in the order of the card: how good the model is comes first
+PATTERNS = 60.0  # [s] that the patterns of a run's config may take; 10,000 parameters with 100 patterns take 1 s
 MOST_METRICS = 1 << 30  # [bytes] of metrics.jsonl
 CODES = {dtype: code for code, dtype in stored.DTYPES.items()}
 
@@ -62,11 +67,13 @@ def export(
     dtype: np.dtype | None = None,
     shard_size: int = 5 * 10**9,
     named: str = "",
+    base: str = "",
 ) -> str:
     """Writes the folder ``out``, whole or not at all. Returns a line about it.
 
     Args:
       named: the module of the run's workload, where it is none of this package (`jaxtrain.weights.workload`).
+      base: what the run began with, in place of its config.warm_start.source.
 
     Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path, names that are given twice,
     an ``out`` that exists.
@@ -85,8 +92,11 @@ def export(
         print(f"{workload.unknown(config)}: its arrays are named by their paths, and it adds no files")
     if contract.carry:
         arrays |= {path: one for path, one in everything.items() if path.startswith(stored.CARRY)}
+    based = {**config, "warm_start": {**(config.get("warm_start") or {}), "source": base}} if base else config
     if any(lora.is_adapter(path) for path in arrays):
-        arrays = _merged(arrays, config, named)
+        if not base:
+            source_lib.refuse_address((config.get("warm_start") or {}).get("source"), "warm_start.source", "--base")
+        arrays = _merged(arrays, based, named)
 
     chosen = {path: one for path, one in arrays.items() if re.search(only, path)}
     if not chosen:
@@ -121,7 +131,7 @@ def export(
         for entry in flat:
             kinds[entry.dtype.name] += entry.n_bytes
         try:
-            further = contract.files(config, kinds.most_common(1)[0][0])
+            further = contract.files(based, kinds.most_common(1)[0][0])
         except Exception as error:  # noqa: BLE001  whatever a config that is none makes of it
             raise StoredError(f"{source.path}: its config does not describe its workload: {_reason(error)}") from error
         # transformers reads a folder with a config.json of its own, and only arrays that are marked as PyTorch's.
@@ -149,7 +159,8 @@ def export(
 
 def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str) -> dict[str, Stored]:
     """The weights of a run with adapters: what it trained, and what config.warm_start.source has, merged as it is read."""
-    rules = workload.section_of(config, "warm_start", config_lib.WarmStart)
+    with _within(PATTERNS, "the patterns of its config.warm_start"):
+        rules = workload.section_of(config, "warm_start", config_lib.WarmStart)
     if not rules.source:
         raise StoredError(
             "the run's frozen parameters were initialised, not read: there is no config.warm_start.source to merge with; "
@@ -167,17 +178,26 @@ def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str)
         raise
     except Exception as error:  # noqa: BLE001  of an address, whatever its store's client raises
         raise StoredError(f"the run's warm_start.source, {rules.source!r}, cannot be opened: {_reason(error)}") from error
-    base = warm_start.match(shapes, source, rules).loaded
+    with _within(PATTERNS, "the patterns of its config.warm_start"):
+        base = warm_start.match(shapes, source, rules).loaded
     adapters = workload.section_of(config, "lora", config_lib.Lora)
     if not adapters.rank:
         raise StoredError("the run's config.lora.rank is 0, and it holds adapters")
     scale = adapters.alpha / adapters.rank
     found = {}
     for path, spec in specs.items():
+        if path not in arrays and path not in base:
+            raise StoredError(f"{path} is neither in the run nor read from what it began with (config.warm_start.skip)")
         one = arrays[path] if path in arrays else warm_start.folded(base[path], spec.shape)
-        if f"{path}/{lora.A}" in arrays:
-            a, b = (arrays[f"{path}/{name}"] for name in (lora.A, lora.B))
-            one = one._replace(read=functools.partial(_merge, one, a, b, scale, *lora.sides(spec)))
+        n_layers, n_first = lora.sides(spec)
+        layers, first, last = spec.shape[:n_layers], spec.shape[n_layers:][:n_first], spec.shape[n_layers:][n_first:]
+        expected = {lora.A: (*layers, adapters.rank, *last), lora.B: (*layers, *first, adapters.rank)}
+        parts = {name: arrays[f"{path}/{name}"] for name in expected if f"{path}/{name}" in arrays}
+        there = {name: part.shape for name, part in parts.items()}
+        if one.shape != spec.shape or there not in ({}, expected):
+            raise StoredError(f"{path} is {one.shape} with adapters {there}; the run's config has {spec.shape} with {expected}")
+        if parts:
+            one = one._replace(read=functools.partial(_merge, one, parts[lora.A], parts[lora.B], scale, n_layers, n_first))
         found[path] = one
     return found
 
@@ -218,6 +238,29 @@ def _refuse_damage(source: Source) -> None:
         return
     if problems:
         raise StoredError(f"{source.path} is damaged: {'; '.join(problems)}")
+
+
+@contextlib.contextmanager
+def _within(seconds: float, what: str) -> Iterator[None]:
+    """Ends the block after so many seconds with a StoredError: a regular expression can be made that takes for ever.
+
+    Python's looks for signals as it goes. In another thread than the main one, which alone may have them, nothing is ended.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        del number, frame
+        raise StoredError(f"{what} were not done after {seconds:g} s; one of them takes for ever")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _reason(error: Exception) -> str:
@@ -353,7 +396,7 @@ def _card(
         f"| {split} | {name} | {value} | {glossary.meaning(name, workload=workload, split=split)} |"
         for split in (*known, *sorted(metrics.keys() - set(CARD)))
         for name, value in sorted(metrics[split].items())
-        if name not in ("split", "step")
+        if name not in ("split", "step") and isinstance(value, int | float | None)
     ]
     at = ", ".join(f"{split} at step {metrics[split].get('step')}" for split in known)
     versions = ", ".join(f"{k} {v}" for k, v in sorted(meta.get("versions", {}).items()))

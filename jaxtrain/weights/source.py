@@ -121,6 +121,15 @@ class Source(NamedTuple):
         return stored.read_object(self.path, name) if self.path.is_dir() and path.exists() else {}
 
 
+def refuse_address(path: Any, field: str, flag: str) -> None:
+    """Raises StoredError where a run's config names an address: it is connected to if the user names it, with ``flag``."""
+    if isinstance(path, str) and stored.is_address(path):
+        raise StoredError(
+            f"the run's config.{field} is the address {path[:200]!r}, which is connected to only if you trust it and name it "
+            f"with {flag}"
+        )
+
+
 def _step_number(value: Any, source: epath.Path) -> int:
     """``value`` as the number of a step. Raises StoredError."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:

@@ -11,10 +11,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from loaders import files, whole
 from loaders.base import DataError
 from loaders.recordings import classes, headers, sources, store
 from loaders.recordings.annotations import Mistakes
-from loaders.recordings.rows import Options, Splitter, plan
+from loaders.recordings.rows import Options, Splitter, leads_out, plan
 
 
 def make(
@@ -49,9 +50,13 @@ def make(
     annotations = [each for source in given for each in sources.read(source, reading, mistakes)]
     paths = {each.path for each in annotations}
     note(f"{len(annotations)} annotations of {len(paths)} recordings")
+    where = _root(given, reading, root, paths)
+    below = os.path.join(where, "")
+    links = {path: led for path in sorted(paths) if path.startswith(below) and (led := leads_out(path, where))}
+    # Before any is opened: what is there is for nobody to read.
+    paths -= {path for path, led in links.items() if not mistakes.add("link-outside", f"{path} leads to {led}")}
     found, n_read = headers.read_all(paths, store.read_recordings(out), mistakes, threads)
     note(f"{len(found)} headers, {n_read} of them read now")
-    where = _root(given, reading, root, paths)
     planned = plan(annotations, found, known, where, options, splitter, mistakes)
     mistakes.refuse()
     asked = {**options.__dict__, **reading.__dict__, "sources": list(given), "class_file": class_file}
@@ -72,18 +77,17 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
                     name = os.path.normpath(member.name)
                     if member.isdir():
                         continue
-                    if not member.isfile() or name.startswith(("..", "/")):
+                    # A sparse one is as large as it says it is, whatever the archive's size.
+                    if not member.isfile() or member.issparse() or name.startswith(("..", "/")):
                         raise DataError(f"{archive} holds {member.name!r}, which is no plain file below it; unpack it by hand")
-                    place = folder / name
+                    place = files.inside(folder, name)  # a link may be there, of the archive's maker
                     if place.is_file() and place.stat().st_size == member.size:
                         continue
                     place.parent.mkdir(parents=True, exist_ok=True)
-                    partial = place.with_name(f".{place.name}.partial")
                     content = tar.extractfile(member)
                     assert content is not None
-                    with content, open(partial, "wb") as file:
+                    with content, whole.file(place) as file:
                         shutil.copyfileobj(content, file, 1 << 20)
-                    partial.rename(place)
                     n += 1
         except DataError:
             raise

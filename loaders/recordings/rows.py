@@ -141,8 +141,6 @@ def plan(
     events: dict[str, list[Annotation]] = defaultdict(list)
     below = os.path.join(root, "")
     outside: set[str] = set()
-    links = {path: led for path in sorted(headers) if path.startswith(below) and (led := leads_out(path, root))}
-    out = {path for path, led in links.items() if not mistakes.add("link-outside", f"{path} leads to {led}")}
     for each in annotations:
         header = headers.get(each.path)
         if not each.path.startswith(below):
@@ -150,7 +148,7 @@ def plan(
                 outside.add(each.path)
                 mistakes.add("outside-root", f"{each.path} is not below {root}")
             continue
-        if each.path not in out and header is not None and (checked := _checked(each, header, classes, options, mistakes)):
+        if header is not None and (checked := _checked(each, header, classes, options, mistakes)):
             events[each.path].append(checked)
     for path in events:
         events[path] = _without_doubles(path, events[path], options, mistakes)

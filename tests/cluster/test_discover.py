@@ -202,3 +202,29 @@ def test_processes_of_several_hosts_need_a_secret_and_those_of_one_do_not():
         with pytest.raises(ClusterError, match=reason) as error:
             discover.secret_of(given, needed)
         assert "openssl rand" in str(error.value) and "hunter2" not in str(error.value)
+
+
+STEP = {
+    "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_STEP_NUM_TASKS": "two"},
+        {"SLURM_PROCID": "9" * 5000},
+        {"SLURM_NODEID": "7"},
+        {"SLURM_STEP_TASKS_PER_NODE": "1(x999999999999)"},
+        {"SLURM_STEP_TASKS_PER_NODE": "none"},
+        {"SLURM_GPUS_ON_NODE": "x"},
+        {"JAXTRAIN_PROCESSES": "9" * 5000, "JAXTRAIN_PROCESS": "0", "JAXTRAIN_COORDINATOR": "a:1"},
+        {"JAXTRAIN_PROCESSES": "2", "JAXTRAIN_PROCESS": "0", "JAXTRAIN_COORDINATOR": "a:" + "9" * 5000},
+    ],
+    ids=lambda changes: str(changes)[:50],
+)
+def test_variables_that_are_no_numbers_are_one_message(changes):
+    with pytest.raises(discover.ClusterError) as raised:
+        discover.from_environment({**STEP, **changes})
+    assert len(raised.value.problems) == 1

@@ -246,7 +246,7 @@ def adapters(folder: pathlib.Path) -> None:
     """The adapters of a language model."""
     from jaxtrain.workloads import language as workload
 
-    given = {"blocks": {"w_q": {"w_a": np.ones((1, 16, 2), "f4"), "w_b": np.ones((1, 2, 2, 8), "f4")}}}
+    given = {"blocks": {"w_q": {"w_a": np.ones((1, 2, 16), "f4"), "w_b": np.ones((1, 2, 8, 2), "f4")}}}
     _run(folder, workload, LANGUAGE, {}, lambda c: {}, adapters=given)
 
 

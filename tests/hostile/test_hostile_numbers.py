@@ -5,7 +5,7 @@ import pytest
 from inputs import tone
 
 from jaxtrain import config as config_lib
-from loaders import _rust, base, codec
+from loaders import _rust, base, codec, spectrogram
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,12 @@ def test_a_bomb_in_a_codec_is_refused(tmp_path):
 def test_numbers_of_a_config(changes, where, tmp_path):
     with pytest.raises(config_lib.ConfigError, match=where):
         config_lib.from_dict({"workdir": str(tmp_path), **changes})
+
+
+@pytest.mark.parametrize("field, value", [("n_frames", 10**30), ("threads", -(2**63) - 1), ("clip_seconds", 10**400)])
+def test_a_number_that_no_machine_has(field, value):
+    with pytest.raises(config_lib.ConfigError, match="expected a number of at most 63 bits"):
+        config_lib.section(spectrogram.Config, {field: value})
 
 
 @pytest.mark.parametrize("returned", ["5", "None", "'x'", "[1]", "{1: 2}"])

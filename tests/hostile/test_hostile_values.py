@@ -1,17 +1,25 @@
 """Values that a file may hold and no command expects: each becomes one message, and none a traceback."""
 
+import io
 import json
 import os
 import pathlib
+import shutil
+import signal
+import socket
 import tarfile
 
 import inputs
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from jaxtrain import cli
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.inference import embed
+from jaxtrain.weights import safetensors
 from loaders import files
 
 RAVEN = "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tSpecies\n1\ts\t{}\t0\t0.1\ta\n"
@@ -123,3 +131,158 @@ def test_a_name_too_long_for_a_file_is_refused_in_an_archive(tmp_path, capsys):
     unpacked: pathlib.Path = tmp_path / "unpacked"
     said = refused(capsys, "index", str(tmp_path / "in"), "--unpack", str(unpacked), "--out", str(tmp_path / "out"))
     assert "a.tar cannot be unpacked" in said
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A run of adapters, and the run of the weights that they change."""
+    folder = tmp_path_factory.mktemp("adapted")
+    for name, make in (("adapters", inputs.adapters), ("base", inputs.language)):
+        (folder / name).mkdir()
+        make(folder / name)
+    return folder
+
+
+def changed(run: pathlib.Path, target: pathlib.Path, section: str, **values) -> pathlib.Path:
+    """A copy of a run whose config has other values, and which has no checksums."""
+    shutil.copytree(run, target)
+    (meta,) = target.glob("checkpoints/*/meta/metadata")
+    content = json.loads(meta.read_text())
+    content["config"].setdefault(section, {}).update(values)
+    meta.write_text(json.dumps(content))
+    (meta.parent.parent / "manifest.json").unlink()
+    return target
+
+
+@pytest.fixture
+def unreachable(monkeypatch):
+    """Fails a test that looks for any host."""
+
+    def found(*args, **kwargs):
+        pytest.fail(f"it asks for {args}")
+
+    for name in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, found)
+    monkeypatch.setattr(socket.socket, "connect", found)
+
+
+ADDRESSES = ("gs://bucket/run", "https://host.example/x", "hf://a/b", "/gs/bucket/run", "/tmp/../s3/bucket/run")
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_address_in_a_run_is_connected_to_only_if_the_user_names_it(tmp_path, capsys, adapted, unreachable, address):
+    run = changed(adapted / "adapters", tmp_path / "run", "warm_start", source=address)
+    said = refused(capsys, "export", str(run), "--out", str(tmp_path / "out"))
+    assert f"config.warm_start.source is the address '{address}'" in said and "name it with --base" in said
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "birds").mkdir()
+    inputs.birds(tmp_path / "birds")
+    for field in ("train", "test"):
+        run = changed(tmp_path / "birds", tmp_path / field, "data", **{field: address})
+        said = refused(capsys, "embed", str(run), "--out", str(tmp_path / "out"))
+        assert f"config.data.{field} is the address '{address}'" in said and "name it with --data" in said
+
+
+def test_a_base_that_the_user_names_is_merged(tmp_path, adapted):
+    run = changed(adapted / "adapters", tmp_path / "run", "warm_start", source="gs://bucket/run")
+    assert cli.main(["export", str(run), "--base", str(adapted / "base"), "--out", str(tmp_path / "out")]) == 0
+    merged = stored.open_safetensors(tmp_path / "out")["blocks/w_q"].read(())
+    # 0.1 of the base, and alpha 4 over rank 2 times the product of ones over both ranks.
+    np.testing.assert_allclose(merged, np.full_like(merged, 0.1 + 2 * 2), rtol=1e-6)
+
+
+def test_a_pattern_that_takes_for_ever_is_ended(tmp_path, capsys, adapted, monkeypatch):
+    monkeypatch.setattr(safetensors, "PATTERNS", 0.2)
+    run = changed(adapted / "adapters", tmp_path / "run", "warm_start", skip=["((.|.|.|.)*)*!"])
+    said = refused(capsys, "export", str(run), "--base", str(adapted / "base"), "--out", str(tmp_path / "out"))
+    assert "the patterns of its config.warm_start were not done after 0.2 s" in said
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "rules, reason",
+    [
+        ({"skip": ["(" * 5000 + ")" * 5000]}, "not a regular expression"),
+        ({"skip": ["a{99999999999999999999}"]}, "not a regular expression"),
+        ({"skip": ["a" * 20_000]}, "has 20,000 characters"),
+        ({"renames": [["a", r"\9"]]}, "cannot be replaced by"),
+        ({"renames": [["a", r"\g<x>"]]}, "cannot be replaced by"),
+        ({"renames": [["a", "b" * 300]]}, "has 300 characters"),
+        ({"renames": [["(.*)", r"\1\1"]] * 40}, "is renamed to more than 1000 characters"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_patterns_without_bounds_are_refused(tmp_path, capsys, adapted, rules, reason):
+    run = changed(adapted / "adapters", tmp_path / "run", "warm_start", **rules)
+    said = refused(capsys, "export", str(run), "--base", str(adapted / "base"), "--out", str(tmp_path / "out"))
+    assert reason in said and len(said) < 5000
+
+
+def test_what_steers_a_terminal_is_printed_as_an_escape(tmp_path, capsys):
+    name = "\x1b[2J\u202e\udcff.jsonl"
+    os.mkdir(tmp_path / "in")
+    (tmp_path / "in" / name).write_text("no json\n")
+    said = refused(capsys, "tokens", str(tmp_path / "out"), str(tmp_path / "in"), "--tokenizer", "bytes")
+    assert "\\u001b[2J\\u202e\\udcff.jsonl: line at byte 0" in said and "\x1b" not in said
+
+
+@pytest.mark.parametrize("name", ["a\nall files are as they were written", "\x1b[2J", "a\u2028b"])
+def test_a_name_of_an_array_is_printable(tmp_path, capsys, name):
+    header = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    said = refused(capsys, "checkpoint", "inspect", str(tmp_path))
+    assert "expected printable characters" in said and said.count("\n") == 1
+
+
+def test_a_recording_outside_is_not_opened_before_it_is_refused(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    inputs.annotated(tmp_path / "in")
+    (tmp_path / "secret").write_text("what nobody may read")
+    (tmp_path / "in" / "0.wav").unlink()
+    os.symlink("../secret", tmp_path / "in" / "0.wav")
+    said = refused(
+        capsys, "index", str(tmp_path / "in" / "labels.csv"), "--audio", str(tmp_path / "in"), "--out", str(tmp_path / "o")
+    )
+    assert "leads to" in said and "begins with bytes" not in said
+
+
+@pytest.mark.parametrize(
+    "job", [{"job": 1}, {"job": "--help"}, {"job": "1", "workdir": "x" * 5000}, {"job": "1", "workdir": "\x1b"}]
+)
+def test_jobs_that_are_none(tmp_path, capsys, job):
+    inputs.jobs(tmp_path)
+    (tmp_path / "slurm" / "jobs.jsonl").write_text(json.dumps({"workdir": str(tmp_path), **job}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": "\\u001b[2J"}\n{"step": 1e999}\n')
+    code = cli.main(["launch", "--status", str(tmp_path)])
+    told = capsys.readouterr()
+    assert code == (0 if len(job.get("workdir", "")) == 5000 else 2), told
+    assert "\x1b" not in told.out + told.err
+
+
+def test_an_archive_is_unpacked_neither_through_a_link_nor_beyond_its_size(tmp_path, capsys):
+    (tmp_path / "outside").mkdir()
+    for name, options in (("link/a.wav", {}), ("a.wav", {"GNU.sparse.map": "0,3", "GNU.sparse.size": str(1 << 40)})):
+        folder = tmp_path / f"in-{len(options)}"
+        folder.mkdir()
+        (folder / "link").symlink_to("../outside")
+        with tarfile.open(folder / "a.tar", "w") as archive:
+            member = tarfile.TarInfo(name)
+            member.size, member.pax_headers = 3, options
+            archive.addfile(member, io.BytesIO(b"abc"))
+        said = refused(capsys, "index", str(folder), "--unpack", str(folder), "--out", str(tmp_path / "out"))
+        assert "leads out of" in said or "which is no plain file below it" in said
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+def test_embeddings_are_not_written_through_a_link(tmp_path):
+    shapes = {"mean": jax.ShapeDtypeStruct((10, 4), np.float32)}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "out" / "mean.npy.partial").symlink_to("../mine")
+    embed._open(tmp_path / "out", shapes, 0)
+    assert (tmp_path / "mine").read_text() == "mine"
+    (tmp_path / "out" / "mean.npy.partial").unlink()
+    np.save(tmp_path / "mine.npy", np.zeros((10, 4), np.float32))
+    (tmp_path / "out" / "mean.npy").symlink_to("../mine.npy")
+    with pytest.raises(embed.EmbedError, match="leads out of"):
+        embed._open(tmp_path / "out", shapes, 5)
