@@ -11,11 +11,13 @@ from steps import Case, Run
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
+from jaxtrain.assembly import assemble
 from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import augment, masked, vit
 from jaxtrain.optim import make_optimizer
 from jaxtrain.types import Variables
 from jaxtrain.workloads import bird
+from loaders.base import Field
 
 # Machine code that is soon there rather than fast.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -212,6 +214,18 @@ def every_batch(seed, rows=ROWS):
 
 
 CASE = Case(bird, EVERY, config_lib.Optim(lr=0.01, schedule="constant", eps=1e-3), every_batch)
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 4, 1)])
+def test_an_evaluation_draws_rows_for_every_device(mesh):
+    """Four rows of one view do not divide over eight: the first evaluation of a masked autoencoder ended the run there."""
+    model = replace(TINY, mask=bird.Mask(0.5, 2), mae=bird.Mae(1.0, DECODER))
+    rows = {name: x[:, 0] if name == "spectrogram" else x for name, x in every_batch(0).items()}
+    fields = {name: Field(x.shape[1:], x.dtype) for name, x in rows.items()}
+    config = config_lib.Config(model=model, optim=CASE.optim, train=config_lib.Train(batch=ROWS))
+    run = assemble(config, make_mesh(*mesh), make_task=bird.make_task, fields=fields)
+    drawn = jax.eval_shape(run.task.progress, run.abstract.state.variables, run.abstract.batch)
+    assert drawn["restored"].shape == (8, 32, 64), "mel up, time to the right"
 
 
 @functools.cache
