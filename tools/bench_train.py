@@ -38,7 +38,7 @@ from jaxtrain.workloads import audio_language, language, trm
 from jaxtrain.workloads.bird import config as bird
 from jaxtrain.workloads.bird import task as bird_task
 from jaxtrain.workloads.bird.objectives import supervised
-from loaders import chatml
+from loaders import chatml, machine
 from loaders.base import Field
 from tools import torch_vit
 
@@ -479,6 +479,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     )
     parser.add_argument("--dtype", choices=trm.DTYPES, default="float32", help="of trm")
     args = parser.parse_args(argv)
+    machine.keep_freed_memory()  # as a run does; PyTorch, in the same process, has the same of it
     args.batch = args.batch or {"trm": 32, "language": 12, "bird": 32, "higgs": 8}[args.model]
     if args.model != "trm":
         return {"language": compare_language, "bird": compare_bird, "higgs": compare_higgs}[args.model](args)

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
-from loaders import checks
+from loaders import checks, machine
 
 FORMATS = ("raven", "audacity", "csv")
 
@@ -75,6 +75,7 @@ def _detect(args: argparse.Namespace) -> int:
     if membership.local_devices:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, membership.local_devices)))
     cluster.use_compilation_cache()
+    machine.keep_freed_memory()
     model = embed.load(args.run, step=args.step, ema=args.ema)
     changes: dict[str, Any] = {"threads": args.threads, "follow_links": args.follow_links, "label": "", "multilabel": False}
     changes |= {"train": "", "test": ""}  # the windows are its data, and what the run was trained on is not opened

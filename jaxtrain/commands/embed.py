@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
-from loaders import checks
+from loaders import checks, machine
 
 KINDS = ("mean", "cls", "patches")
 
@@ -64,6 +64,7 @@ def _embed(args: argparse.Namespace) -> int:
     from jaxtrain.inference import embed
 
     cluster.use_compilation_cache()
+    machine.keep_freed_memory()
     model = embed.load(args.run, step=args.step, ema=args.ema, random=args.random)
     changes: dict[str, Any] = {"views": args.views, "multilabel": args.multilabel}
     changes |= {"audio_root": args.audio_root, "follow_links": args.follow_links}

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from jaxtrain import config
 from jaxtrain.commands import arguments, explain, plan
+from loaders import machine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +76,7 @@ def _train(given: config.Arguments) -> int:
     console.start_console()
     cluster.use_compilation_cache()
     cluster.use_threads_for_host_devices()
+    machine.keep_freed_memory()
     resolved = None
     try:
         resolved = config.load(given.source, given.overrides)

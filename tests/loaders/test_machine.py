@@ -2,6 +2,9 @@
 
 import math
 import os
+import platform
+import subprocess
+import sys
 
 import pytest
 
@@ -49,3 +52,27 @@ def test_the_most_memory_that_was_held_is_in_bytes():
     """However the system counts: an array of 64 MB is in it, and it is less than the machine has."""
     held = bytearray(64 << 20)
     assert len(held) < machine.peak_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def page_faults(program: str) -> int:
+    """Of ten rounds in which a process of its own takes, fills and frees 64 MB, after one round that is not counted."""
+    rounds = "x = numpy.ones(8 << 20); del x\n"
+    counted = "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)"
+    begin = "begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
+    program = f"import numpy, resource\nfrom loaders import machine\n{program}\n{rounds}{begin}\n{rounds * 10}{counted}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    return int(found.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_memory_that_is_freed_is_taken_again():
+    pages = (64 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert page_faults("") > 9 * pages / 512, "glibc keeps it by itself, and nothing is to be done"
+    assert page_faults("assert machine.keep_freed_memory()") < 100
+
+
+def test_hosts_of_accelerators_are_left_alone(monkeypatch):
+    monkeypatch.setattr(machine, "_accelerators", lambda: ["/dev/nvidia0"])
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert not machine.keep_freed_memory()
