@@ -55,9 +55,17 @@ COMMANDS = (
 )
 
 
+OWN_CODE = {"--workload", "--codec"}  # arguments that name a module
+
+
 def start() -> int:
-    """The installed command: like `python -m`, it finds modules where the user stands, but after all that is installed."""
-    sys.path.append(os.getcwd())
+    """The installed command: like `python -m`, it finds modules where the user stands, but after all that is installed.
+
+    That is for commands that import what the user names. The others may be run in a folder of someone else's.
+    """
+    flags = {argument.partition("=")[0] for argument in sys.argv[1:]}
+    if flags & OWN_CODE or any(flag.startswith("--config") for flag in flags):
+        sys.path.append(os.getcwd())
     return main()
 
 

@@ -61,6 +61,13 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
 
 
+def most_memory() -> int:
+    """The bytes of memory that this process could have at most: the machine's, or its own limit (ulimit -v)."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return there if limit == resource.RLIM_INFINITY else min(there, limit)
+
+
 def _quota(membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> float:
     """The CPU quota of this process's cgroup (version 2) in cores; infinite where there is none."""
     try:

@@ -327,6 +327,20 @@ def test_a_folder_of_ones_own_modules_is_found_by_the_installed_command(tmp_path
     assert "says: found" in done.stderr, done.stderr
 
 
+def test_a_folder_of_others_is_no_place_for_modules(monkeypatch):
+    monkeypatch.setattr(cli, "main", lambda: 0)
+    for argv, is_on_path in (
+        ("tokens o i", False),
+        ("embed r --out o", False),
+        ("x --config=a", True),
+        ("export r --workload m", True),
+    ):
+        monkeypatch.setattr(sys, "argv", ["jaxtrain", *argv.split()])
+        monkeypatch.setattr(sys, "path", [])
+        cli.start()
+        assert sys.path == [os.getcwd()] * is_on_path
+
+
 def test_what_a_run_says_to_type_next_is_what_was_typed_but_longer(tmp_path):
     """Whatever quotes the words need; and what a run that keeps weights alone cannot do is not offered."""
     (tmp_path / "metrics.jsonl").touch()

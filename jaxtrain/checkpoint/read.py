@@ -29,13 +29,14 @@ from etils import epath
 
 from jaxtrain.checkpoint import late
 from jaxtrain.types import EXPORT_FILE
-from loaders import files
+from loaders import files, machine
 
 EXPORT = EXPORT_FILE
 CARRY = "carry/"  # what paths of a carry begin with, in a step and in an export
 INDEX = "model.safetensors.index.json"
 CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
 MOST_HEADER = 100_000_000  # [bytes] of a file of safetensors: the format's own bound
+MOST_CHUNKS = 1_000_000  # of an array
 MOST_DIMENSIONS = 32  # of an array
 Index = tuple[slice, ...]  # one slice per dimension; () = everything
 
@@ -130,17 +131,17 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
     for keys, leaf in arrays:
         inside(folder, leaf.name)
         _check_name("/".join(map(str, keys)), folder)
-    return {
-        "/".join(map(str, keys)): Stored(
-            shape=tuple(leaf.shape),
-            dtype=np.dtype(leaf.dtype),
-            read=_reader(folder, leaf.name, zarr3=bool(metadata.use_zarr3), indexed=indexed, context=context),
-            keys=keys,
-            chunk=tuple(leaf.storage.chunk_shape) if leaf.storage and leaf.storage.chunk_shape else tuple(leaf.shape),
-            sharding=_describe(leaf.sharding),
-        )
-        for keys, leaf in arrays
-    }
+    found = {}
+    for keys, leaf in arrays:
+        shape, dtype, path = tuple(leaf.shape), np.dtype(leaf.dtype), "/".join(map(str, keys))
+        chunk = tuple(leaf.storage.chunk_shape) if leaf.storage and leaf.storage.chunk_shape else shape
+        n_chunks = math.prod(-(-n // max(c, 1)) for n, c in zip(shape, chunk, strict=False))
+        if n_chunks > MOST_CHUNKS:
+            raise StoredError(f"{folder}: {path} {list(shape)} is in {n_chunks:,} chunks; at most {MOST_CHUNKS:,} are read")
+        array = _array(folder, leaf.name, zarr3=bool(metadata.use_zarr3), indexed=indexed, context=context)
+        read = functools.partial(_read_array, array, f"{folder}: {path}", shape, dtype)
+        found[path] = Stored(shape, dtype, read, keys, chunk, _describe(leaf.sharding))
+    return found
 
 
 def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
@@ -342,8 +343,8 @@ def _leaves(tree: Any, keys: tuple = ()) -> Iterator[tuple[tuple[str | int, ...]
         yield keys, tree
 
 
-def _reader(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[Index], np.ndarray]:
-    """Reads slices of one array of an Orbax item. ``indexed``: all arrays are in one OCDBT store, else each in a folder."""
+def _array(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[], ts.TensorStore]:
+    """Opens one array of an Orbax item, once. ``indexed``: all arrays are in one OCDBT store, else each in a folder."""
     text = os.fspath(folder)
     # The folder alone decides: an array's name is its maker's.
     place = lambda path: path if "://" in text else {"driver": "file", "path": path}  # noqa: E731
@@ -357,7 +358,25 @@ def _reader(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, contex
     def array() -> ts.TensorStore:
         return ts.open(spec, open=True, read=True, context=context).result()
 
-    return lambda index: np.asarray((array()[index] if index else array()).read().result())
+    return array
+
+
+def _read_array(
+    array: Callable[[], ts.TensorStore], name: str, shape: tuple[int, ...], dtype: np.dtype, index: Index
+) -> np.ndarray:
+    """Reads slices of an array.
+
+    Raises StoredError for one that is another than its tree says, and for a read that does not fit in memory, where tensorstore
+    would end the process: an array of zeros takes no space in a file, whatever its size.
+    """
+    opened = array()
+    if tuple(opened.shape) != shape or opened.dtype.numpy_dtype != dtype:
+        raise StoredError(f"{name} is {opened.dtype.name} {list(opened.shape)}; its tree says {dtype} {list(shape)}")
+    part = opened[index] if index else opened
+    needed = (part.size + math.prod(n or 1 for n in opened.chunk_layout.read_chunk.shape or shape)) * dtype.itemsize
+    if needed > (memory := machine.most_memory()):
+        raise StoredError(f"{name} {list(shape)}: to read it takes {needed:,} bytes, and this machine has {memory:,}")
+    return np.asarray(part.read().result())
 
 
 def _describe(sharding: Any) -> str:

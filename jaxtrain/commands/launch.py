@@ -333,13 +333,20 @@ def _status(workdir: str) -> int:
 
 def _tail(workdir: str) -> int:
     job = _jobs(workdir)[-1]["job"]
-    path, read = pathlib.Path(workdir) / "slurm" / f"{job}_0_log.out", 0
+    read = 0
+    try:
+        path = files.inside(pathlib.Path(workdir), f"slurm/{job}_0_log.out")
+    except files.FileError as error:
+        raise LaunchError(str(error)) from error
     while True:
         active = state_of(job)["JobState"] in ACTIVE
         if path.exists():
-            with path.open("rb") as file:
-                file.seek(read)
-                text = file.read()
+            try:
+                with files.regular(path) as file:
+                    file.seek(read)
+                    text = file.read()
+            except files.FileError as error:
+                raise LaunchError(str(error)) from error
             read += len(text)
             sys.stdout.write(text.decode(errors="replace"))
             sys.stdout.flush()

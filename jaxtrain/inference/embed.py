@@ -136,6 +136,8 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
     for name in ("train", "test"):
         if name not in changes:
             source_lib.refuse_address(data.get(name), f"data.{name}", "--data")
+            if "**" in str(data.get(name)):  # it would be looked for on the whole disk, through links in circles
+                raise EmbedError(f"the run's config.data.{name} is {str(data[name])[:200]!r}; name the data with --data")
     return config_lib.section(spectrogram.Config, {**data, **own, **changes})
 
 

@@ -75,4 +75,7 @@ def model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise StoredError(
             f"the run's config.model is {str(model)[:80]!r}; expected a section with a depth of at most {MOST_LAYERS}"
         )
+    for name, value in model.items():  # sizes: what holds one in a compiled program has 32 bits
+        if isinstance(value, int) and not -(2**31) <= value < 2**31:
+            raise StoredError(f"the run's config.model.{name} is {str(value)[:40]}; expected a number of at most 31 bits")
     return model

@@ -427,7 +427,7 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     places = [config["warm_start"]["source"], config["data"].get("tokenizer"), model.get("tokenizer")]
     folders = [p if p.is_dir() else p.parent for p in (pathlib.Path(str(x)).expanduser() for x in places if x and x != "bytes")]
     found = {
-        name: files.read(folder / name, most=files.MOST_JSON)
+        name: files.read(files.inside(folder, name), most=files.MOST_JSON)
         for folder in reversed(folders)
         for name in _TOKENIZER
         if (folder / name).is_file()
@@ -435,7 +435,7 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     if family is None:
         return found
     source = next((folder / "config.json" for folder in folders[:1] if (folder / "config.json").is_file()), None)
-    kept = files.read_json(source) if source else {}
+    kept = files.read_json(files.inside(source.parent, source.name)) if source else {}
     if kept.get("model_type") not in _FAMILIES:
         kept = {}
     for key in ("rope_parameters", "torch_dtype", "dtype"):

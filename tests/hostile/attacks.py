@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import inputs
 
-LIGHT, HEAVY = 6, 1  # cases of the short form, which CI runs
+LIGHT = 4  # cases of the short form, which CI runs
 
 
 class Attack(NamedTuple):
@@ -39,15 +39,15 @@ ATTACKS = (
     _attack("inspect a run", "checkpoint inspect {input}", inputs.birds),
     _attack("inspect a run as JSON", "checkpoint inspect --json {input}", inputs.birds, short=2),
     _attack("inspect an export", "checkpoint inspect {input}", inputs.export),
-    _attack("verify a run", "checkpoint verify {input}", inputs.birds, short=10),
-    _attack("verify an export", "checkpoint verify {input}", inputs.export, short=10),
+    _attack("verify a run", "checkpoint verify {input}", inputs.birds, short=6),
+    _attack("verify an export", "checkpoint verify {input}", inputs.export, short=6),
     _attack("compare runs", "checkpoint diff {input} {birds}", inputs.birds, inputs.birds),
     _attack("strip a run", "checkpoint export {input} --out {out}", inputs.birds),
-    _attack("export a run", "export {input} --out {out}", inputs.birds, short=10),
+    _attack("export a run", "export {input} --out {out}", inputs.birds, short=6),
     _attack("export a language model", "export {input} --out {out}", inputs.language),
-    _attack("take an export back", "export --reverse {input} --out {out}", inputs.export, short=10),
+    _attack("take an export back", "export --reverse {input} --out {out}", inputs.export, short=6),
     _attack("adapters of a run", "lora-to-peft {input} --out {out}", inputs.adapters),
-    _attack("embed with a run", f"embed {{input}} {EMBED} {{recordings}}", inputs.birds, inputs.recordings, short=3, most=150),
+    _attack("embed with a run", f"embed {{input}} {EMBED} {{recordings}}", inputs.birds, inputs.recordings, short=2, most=150),
     _attack(
         "embed with an export", f"embed {{input}} {EMBED} {{recordings}}", inputs.export, inputs.recordings, short=2, most=100
     ),
@@ -65,7 +65,7 @@ ATTACKS = (
         "detect {input} {annotated} --out {out} --batch 2",
         inputs.birds_with_head,
         inputs.annotated,
-        short=3,
+        short=2,
         most=100,
     ),
     _attack(
@@ -73,7 +73,7 @@ ATTACKS = (
         "detect {birds_with_head} {input} --out {out} --batch 2",
         inputs.annotated,
         inputs.birds_with_head,
-        short=3,
+        short=2,
         most=60,
     ),
     _attack(
@@ -81,7 +81,7 @@ ATTACKS = (
         "detect {birds_with_head} {input} --out {out} --batch 2",
         inputs.index,
         inputs.birds_with_head,
-        short=3,
+        short=2,
         most=100,
     ),
     _attack(
@@ -90,7 +90,7 @@ ATTACKS = (
         inputs.detected,
         inputs.birds_with_head,
         inputs.annotated,
-        short=3,
+        short=1,
         most=100,
     ),
     _attack(
@@ -98,7 +98,7 @@ ATTACKS = (
         "probe --train {input} --test {embeddings} --out {out}",
         inputs.embeddings,
         inputs.embeddings,
-        short=3,
+        short=2,
         most=120,
     ),
     _attack(
@@ -131,7 +131,7 @@ ATTACKS = (
         "learn a codec",
         f"train-codec {{out}}.npz {{input}}/manifest.json {{input}} {SOUND}",
         inputs.sounds,
-        short=3,
+        short=2,
         most=100,
         named=("manifest.json",),
     ),
@@ -140,7 +140,7 @@ ATTACKS = (
         "generate-audio {input} hello --out {out} --seconds 0.2",
         inputs.speech,
         inputs.sounds,
-        short=2,
+        short=1,
         most=100,
     ),
     _attack("explain recordings", f"explain {BIRDS}", inputs.recordings, short=4),
@@ -150,8 +150,8 @@ ATTACKS = (
         inputs.film,
     ),
     _attack("list runs", "runs {input}", inputs.workdir),
-    _attack("metrics of a run", "metrics {input} --out {out}.parquet", inputs.workdir, short=3, most=60),
-    _attack("report on a run", "report {input} --out {out}.html", inputs.workdir, short=8),
+    _attack("metrics of a run", "metrics {input} --out {out}.parquet", inputs.workdir, short=2, most=60),
+    _attack("report on a run", "report {input} --out {out}.html", inputs.workdir, short=5),
     _attack("status of jobs", "launch --status {input}", inputs.jobs),
     _attack("plan recordings", f"plan {BIRDS}", inputs.recordings, short=0, most=40),
     _attack("train on recordings", f"train {BIRDS}", inputs.recordings, short=0, most=40),
@@ -168,15 +168,15 @@ ATTACKS = (
 )
 
 PROBES = (
-    _attack("classes of recordings", "call class_lists {input}", inputs.class_lists, short=30, most=400),
-    _attack("classes of the Hub's recordings", "call class_lists {input}", inputs.class_lists_parquet, short=20, most=400),
-    _attack("read recordings", "call recordings {input}", inputs.recordings, short=20, most=400),
-    _attack("read the Hub's recordings", "call recordings {input}", inputs.parquet, short=10, most=400),
+    _attack("classes of recordings", "call class_lists {input}", inputs.class_lists, short=16, most=400),
+    _attack("classes of the Hub's recordings", "call class_lists {input}", inputs.class_lists_parquet, short=12, most=400),
+    _attack("read recordings", "call recordings {input}", inputs.recordings, short=12, most=400),
+    _attack("read the Hub's recordings", "call recordings {input}", inputs.parquet, short=6, most=400),
     _attack("check recordings", "call problems {input}", inputs.recordings, short=5, most=100),
     _attack("read an index", "call index {input}", inputs.index, short=5, most=300),
-    _attack("read documents", "call documents {input}", inputs.tokens, short=20, most=400),
-    _attack("read boards", "call puzzles {input}", inputs.boards, short=10, most=200),
-    _attack("read codes", "call codes {input}", inputs.codes, short=10, most=200, named=("codes.npz", "codes.parquet")),
+    _attack("read documents", "call documents {input}", inputs.tokens, short=12, most=400),
+    _attack("read boards", "call puzzles {input}", inputs.boards, short=6, most=200),
+    _attack("read codes", "call codes {input}", inputs.codes, short=6, most=200, named=("codes.npz", "codes.parquet")),
 )
 
 HARMLESS = {

@@ -1,10 +1,16 @@
 """Numbers and values that no machine can serve: refused by name, where they are given."""
 
+import json
+
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from inputs import tone
 
 from jaxtrain import config as config_lib
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.checkpoint.read import StoredError
+from jaxtrain.weights import workload
 from loaders import _rust, base, codec, spectrogram
 
 
@@ -38,7 +44,12 @@ def test_a_recording_that_claims_a_rate_beyond_bounds_is_refused_by_every_reader
 
 
 def test_a_bomb_in_a_codec_is_refused(tmp_path):
-    np.savez_compressed(tmp_path / "codec.npz", version=1, mean=np.zeros(300 << 20, np.float32))
+    np.savez_compressed(tmp_path / "codec.npz", version=1, mean=np.zeros(300 << 10, np.float32))
+    content = bytearray((tmp_path / "codec.npz").read_bytes())
+    at = content.rindex(b"PK\x01\x02") + 24  # in the archive's directory, where the array's size is
+    assert int.from_bytes(content[at : at + 4], "little") == (300 << 12) + 128
+    content[at : at + 4] = (300 << 22).to_bytes(4, "little")
+    (tmp_path / "codec.npz").write_bytes(content)
     with pytest.raises(base.DataError, match="bytes of arrays; at most"):
         codec.open_codec(str(tmp_path / "codec.npz"), codebooks=1, size=1, frame_rate=1)
 
@@ -79,3 +90,26 @@ def test_a_loader_that_gives_other_rows_than_it_declares_is_refused(wrong):
     fields = {"x": base.Field((3,), np.dtype(np.float32))}
     with pytest.raises(base.DataError, match=r"field 'x' as float.*fields\(\) declares float32 \[2, 3\]"):
         next(Wrong(fields, train=True, rows=base.Rows(2, ((0, 2),)), seed=0, n_batches=1))
+
+
+def test_a_size_of_a_model_has_31_bits():
+    with pytest.raises(StoredError, match="config.model.window is 3000000000; expected a number of at most 31 bits"):
+        workload.model_of({"model": {"depth": 1, "window": 3_000_000_000}})
+
+
+@pytest.mark.parametrize(
+    "lie, reason",
+    [
+        ({"shape": [2**40], "chunks": [2**40]}, "to read it takes"),
+        ({"shape": [2**40], "chunks": [1]}, "chunks; at most"),
+        ({"dtype": "|V1000000000"}, "its tree says|cannot be read"),
+    ],
+)
+def test_an_array_of_zeros_is_no_larger_than_the_memory(tmp_path, lie, reason):
+    """It takes no space in a file: tensorstore would ask for all of its memory, or look for all of its parts."""
+    state = tmp_path / "state"
+    ocp.PyTreeCheckpointer(use_ocdbt=False).save(state, {"w": np.zeros((4, 4), np.float32)})
+    path = state / "w" / ".zarray"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **lie}))
+    with pytest.raises(StoredError, match=reason):
+        stored.open_step(tmp_path)["w"].read(())

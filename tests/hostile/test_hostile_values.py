@@ -18,6 +18,7 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.checkpoint import read as stored
+from jaxtrain.commands import launch
 from jaxtrain.inference import embed
 from jaxtrain.weights import safetensors
 from loaders import files
@@ -286,3 +287,34 @@ def test_embeddings_are_not_written_through_a_link(tmp_path):
     (tmp_path / "out" / "mean.npy").symlink_to("../mine.npy")
     with pytest.raises(embed.EmbedError, match="leads out of"):
         embed._open(tmp_path / "out", shapes, 5)
+
+
+def test_an_export_copies_no_file_through_a_link_out_of_what_the_run_began_with(tmp_path, capsys, adapted):
+    shutil.copytree(adapted / "base", tmp_path / "base")
+    (tmp_path / "secret").write_text("what nobody may read")
+    (tmp_path / "base" / "tokenizer.json").symlink_to("../secret")
+    said = refused(
+        capsys, "export", str(adapted / "adapters"), "--base", str(tmp_path / "base"), "--out", str(tmp_path / "out")
+    )
+    assert "leads out of" in said and not (tmp_path / "out").exists()
+
+
+def test_a_glob_of_a_run_does_not_search_the_disk(tmp_path, capsys):
+    inputs.birds(tmp_path)
+    run = changed(tmp_path, tmp_path.with_name("changed"), "data", train="/**/*.arrow")
+    assert "name the data with --data" in refused(capsys, "embed", str(run), "--out", str(tmp_path / "out"))
+
+
+def test_the_log_of_a_job_is_a_file_of_its_folder(tmp_path, capsys, monkeypatch):
+    inputs.jobs(tmp_path)
+    monkeypatch.setattr(launch, "state_of", lambda job: {"JobState": "COMPLETED"})
+    log = tmp_path / "slurm" / "12_0_log.out"
+    os.mkfifo(log)
+    assert "is a pipe" in refused(capsys, "launch", "--tail", str(tmp_path))
+    log.unlink()
+    log.symlink_to("/etc/passwd")
+    assert "leads out of" in refused(capsys, "launch", "--tail", str(tmp_path))
+    log.unlink()
+    log.write_text("\x1b[2Jdone\n")
+    assert cli.main(["launch", "--tail", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "\\u001b[2Jdone\n"
