@@ -36,9 +36,8 @@ def mesh_sizes(sizes: Sequence[int], count: int, what: str) -> tuple[int, int, i
             raise LayoutError(f"mesh {asked}: {known} does not divide the {count} devices")
         sizes[sizes.index(-1)] = count // known
     if int(np.prod(sizes)) != count:
-        raise LayoutError(
-            f"mesh {asked} has {int(np.prod(sizes))} places, and there are {count} devices ({what}); set one axis to -1"
-        )
+        there = "is 1 device" if count == 1 else f"are {count} devices"
+        raise LayoutError(f"mesh {asked} has {int(np.prod(sizes))} places, and there {there} ({what}); set one axis to -1")
     data, fsdp, model = sizes
     return data, fsdp, model
 

@@ -2,13 +2,15 @@
 
     python tests/docs_commands.py FOLDER [--only=REGEX] [--quick]      in FOLDER, with the data of tests/docs_data.py
 
-runs them in the order of the pages, prints a line for each, and ends with 1 when one ended with a code that its rule does not
-expect. What has passed in FOLDER is not run again.
+runs them in the order of the pages, prints a line for each, and ends with 1 when one did not do what its rule says (`lacks`).
+What has passed in FOLDER is not run again.
 
 A command without a rule fails tests/test_docs_commands.py. To add one, append a row to `RULES`: a regular expression that the
 command matches, and one of
 
     Run("--config.… …")     it is run, with these arguments behind it: the sizes below make every model and run tiny
+    Run(says=REGEX)         what a reader would look for in its output; of a run, of --out and of --help that is asked anyway
+    Run(leaves=(PATH,))     files that must be there afterwards
     Run(quick=True)         it takes seconds and no jax: `make test` runs it, too
     Why("…")                it is not run, and why
 
@@ -18,6 +20,8 @@ The first row that matches counts. Paths of the docs (/path/to/XCM) are replaced
 import argparse
 import ast
 import functools
+import json
+import math
 import os
 import pathlib
 import re
@@ -86,6 +90,8 @@ class Run(NamedTuple):
     code: int = 0  # that it ends with
     quick: bool = False  # whether `make test` runs it, too
     instead: tuple[tuple[str, str], ...] = ()  # (text of the command, what takes its place)
+    says: str = ""  # regular expression of what its output has
+    leaves: tuple[str, ...] = ()  # paths that are there afterwards
 
 
 class Why(NamedTuple):
@@ -102,7 +108,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it installs and then runs what other rows run; the gate runs it, and the demos have tests of their parts"),
     ),
     (r"^(make|pip install .*|source .*|pre-commit .*)$", Why("it changes the environment that the tests run in")),
-    (r"^(docker|kubectl) ", Why("it needs Docker or a cluster; tests/tools/test_container.py reads what it is given")),
+    (r"^(docker|kubectl) ", Why("it needs Docker or a cluster; tests/tools/test_container.py reads it, and what it is given")),
     (r"^(\S*python -m )?pytest|^\.venv/bin/python -m pytest", Why("it is a test itself")),
     (r"--plan-setup|plan --setup", Why("it needs the network; tests/plan/test_environment.py runs it against a stand-in")),
     (r"tools\.compile_table", Why("it needs compilers that are fetched; tests/compiled compiles the same steps")),
@@ -120,26 +126,45 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain( [a-z-]+)?( --[a-z-]+)*$", Run("--help", quick=True)),
     (r"^python -m tools\.orbax_to_safetensors$", Run("--help", quick=True)),
     (r"--help$", Run()),
-    (r"^jaxtrain completion ", Run(quick=True)),
-    (r"demo_chat\.tokenizer", Run(quick=True)),
+    (r"^jaxtrain completion ", Run(quick=True, says=r"#compdef jaxtrain|complete .*jaxtrain")),
+    (r"demo_chat\.tokenizer", Run(quick=True, leaves=("bytes.json",))),
     (r"tools\.write_reference$", Run("--check")),
     (r"tools\.draw_augmentations$", Run("--data=data/XCM --out=drawn.png")),
-    (r"tools\.packing_report", Run(instead=(("corpus/train", "tokens/train"),), quick=True)),
+    (
+        r"tools\.packing_report",
+        Run(instead=(("corpus/train", "tokens/train"),), quick=True, says=r"\n +1024  \w+ +\d"),
+    ),
     # Clusters: what would be submitted.
-    (r"launch_slurm .*--dry-run|jaxtrain launch .*--dry-run", Run(quick=True)),
-    (r"launch_tpu\.sh .*--dry-run", Run(quick=True)),
+    (
+        r"launch_slurm .*--dry-run|jaxtrain launch .*--dry-run",
+        Run(quick=True, says=r"#SBATCH --gpus-per-node=8\n(.*\n)*#SBATCH --nodes=2\n(.*\n)*#SBATCH --time=720\n(.*\n)*srun "),
+    ),
+    (
+        r"launch_tpu\.sh .*--dry-run",
+        Run(quick=True, says=r"gcloud compute tpus queued-resources create xcm .*--accelerator-type[= ]v4-32"),
+    ),
     # Data.
-    (r"^jaxtrain tokens ", Run("--workers=1", quick=True)),
-    (r"^jaxtrain index ", Run(quick=True)),
+    (r"^jaxtrain tokens ", Run("--workers=1", quick=True, leaves=("corpus/train/tokens.json",))),
+    (r"^jaxtrain index --show", Run(quick=True, says=r"length \[s\]: ", leaves=("index-pictures/*.png",))),
+    (r"^jaxtrain index found/", Run(says=r"rows of [1-9]\d* recordings")),
+    (r"^jaxtrain index ", Run(quick=True, says=r"train: \d+ rows of [1-9]\d* recordings")),
     (r"folder(\.py)?:index$", Run(BIRD)),
-    (r"^jaxtrain sudoku ", Run("--train 20 --test 8 --blanks 10 20", quick=True)),
-    (r"^jaxtrain train-codec ", Run("--codebooks=4 --size=32 --components=8 --rounds=2")),
-    (r"^jaxtrain encode-audio ", Run()),
+    (
+        r"^jaxtrain sudoku ",
+        Run(
+            "--train 20 --test 8 --blanks 10 20",
+            quick=True,
+            says="28 puzzles in",
+            leaves=("puzzles/train.csv", "puzzles/test.csv"),
+        ),
+    ),
+    (r"^jaxtrain train-codec ", Run("--codebooks=4 --size=32 --components=8 --rounds=2", leaves=("codec.npz",))),
+    (r"^jaxtrain encode-audio ", Run(says=r"[1-9]\d* recordings encoded, 0 were there already, 0 could not be encoded")),
     # Looking ahead.
-    (r"--explain|jaxtrain explain", Run()),
-    (rf"giblet(\.py)?:blank.*({PLAN})", Run()),
-    (rf"higgs(\.py)?:blank.*({PLAN})", Run()),
-    (rf"trm_sudoku.*({PLAN})", Run(f"{PUZZLES} --config.train.batch=32 {GENERATED}")),
+    (r"--explain|jaxtrain explain", Run(says=r"config\.train\.batch +\d+ +rows +global batch")),
+    (rf"giblet(\.py)?:blank.*({PLAN})", Run(says=r"8,36\d,\d{3},\d{3} parameters on h100(.*\n)*this run has no problem")),
+    (rf"higgs(\.py)?:blank.*({PLAN})", Run(says=r"parameters on h100(.*\n)*this run has no problem")),
+    (rf"trm_sudoku.*({PLAN})", Run(f"{PUZZLES} --config.train.batch=32 {GENERATED}", says="held by each device between steps")),
     # Training, at the sizes above.
     (r"xcm(\.py)?:.* --config\.warm_start", Run(BIRD)),
     (r"(xcm|xcl)(\.py)?:", Run(BIRD)),
@@ -171,18 +196,22 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"higgs(\.py)?:path/to/weights .*data\.codes=", Run(f"{HIGGS} --config.workdir=runs/higgs-codes")),
     (r"higgs(\.py)?:(path/to/weights|merged)", Run(HIGGS)),
     # Looking back.
-    (r"^jaxtrain (detect|embed) ", Run("--batch=8")),
-    (r"^jaxtrain probe ", Run()),
-    (r"^jaxtrain checkpoint diff ", Run(code=1)),  # they differ, as it says
+    (r"^jaxtrain detect ", Run("--batch=8")),
+    (r"^jaxtrain embed ", Run("--batch=8", says=r"[1-9]\d* recordings \(0 unreadable\)")),
+    (r"^jaxtrain probe ", Run(says="(?i)linear probe|linear")),
+    (r"^jaxtrain checkpoint diff ", Run(code=1, says=r"encoder/")),  # they differ, as it says
+    (r"^jaxtrain checkpoint inspect ", Run(says=r"encoder/blocks/")),
+    (r"^jaxtrain checkpoint verify ", Run(says=r"checkpoints/1")),
+    (r"^jaxtrain export .*encoder", Run(leaves=("xcm-encoder/model.safetensors", "xcm-encoder/example.py"))),
     (r"^jaxtrain (export|checkpoint) ", Run()),
-    (r"^jaxtrain runs", Run(quick=True)),
+    (r"^jaxtrain runs", Run(quick=True, says="xcm|no run in")),
     (r"^jaxtrain profile |metrics\.profile", Why("it needs a run that trains; tests/test_train.py asks one")),
     (r"^jaxtrain watch ", Why("it serves until Ctrl-C; tests/report/test_watch.py asks one")),
     (r"^jaxtrain metrics ", Run()),
     (r"^jaxtrain report .*sweep", Why("it needs a sweep; tests/report/test_page.py makes a page of several runs")),
     (r"^jaxtrain report ", Run()),
-    (r"^jaxtrain lora-to-peft runs/higgs ", Run()),
-    (r"^jaxtrain generate-audio ", Run("--seconds=0.4 --each=1")),
+    (r"^jaxtrain lora-to-peft runs/higgs ", Run(leaves=("adapters/adapter_model.safetensors",))),
+    (r"^jaxtrain generate-audio ", Run("--seconds=0.4 --each=1", leaves=("played/*.wav",))),
 )
 
 
@@ -222,7 +251,7 @@ class Command(NamedTuple):
 
 
 STARTS = re.compile(
-    r"(jaxtrain|python|make|pip|pytest|source|tools/\S+\.sh|tests/\S+\.sh)(\s|$)|[A-Z_]+=\S+ .*python|--config\."
+    r"(jaxtrain|python|make|pip|pytest|source|docker|kubectl|tools/\S+\.sh|tests/\S+\.sh)(\s|$)|[A-Z_]+=\S+ .*python|--config\."
 )
 INLINE = re.compile(r"(jaxtrain|make|python -m|python tools/|pytest|tools/\S+\.sh|tests/\S+\.sh|source|pip)(\s.*)?")
 
@@ -288,6 +317,37 @@ def run(command: Command, folder: pathlib.Path) -> subprocess.CompletedProcess:
     )
 
 
+def lacks(command: Command, done: subprocess.CompletedProcess, folder: pathlib.Path) -> str:
+    """What a reader who has typed the command would miss: empty where all is as the rule says, and as every page promises.
+
+    A run says that it has ended, and what it says that it left is there, with the loss of its last step; what --out names is
+    there; --help has a usage.
+    """
+    rule, text, output = command.rule, command.line(), f"{done.stdout}{done.stderr}"
+    assert isinstance(rule, Run)
+    if done.returncode != rule.code:
+        return f"code {done.returncode}"
+    if "Traceback (most recent call last)" in output:
+        return "a traceback"
+    if not re.search(rule.says, output):
+        return f"no {rule.says!r} in its output"
+    if text.split("--")[-1].strip() == "help":
+        return "" if "usage: " in done.stdout else "no usage"
+    paths = [*rule.leaves, *re.findall(r"--out[ =](\S+)", text)]
+    if re.search(r"^jaxtrain train |jaxtrain\.main ", text, re.M) and not re.search(r"--(plan|explain)\b", text):
+        left = re.search(r"the run has ended; it left\n((?:  .*\n)+)next\n((?:  .*(?:\n|$))+)", output)
+        if not left:
+            return "the last lines of a run"
+        found = dict(line.strip().split(": ", 1) for line in left[1].splitlines())
+        paths += found.values()
+        records = [json.loads(x) for path in paths if path.endswith("metrics.jsonl") for x in (folder / path).open()]
+        losses = [record["loss"] for record in records if record["split"] == "train" and record["step"] == 2]
+        if not losses or not all(map(math.isfinite, losses)):
+            return f"the loss of step 2: {losses}"
+    missing = [path for path in paths if not any(x.is_file() or any(x.iterdir()) for x in folder.glob(path))]
+    return f"nothing at {missing}" if missing else ""
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
@@ -309,17 +369,14 @@ def main(argv: list[str] | None = None) -> int:
             continue
         began = time.monotonic()
         ended = run(command, folder)
-        well = ended.returncode == rule.code
-        print(
-            f"{'passed' if well else f'code {ended.returncode}':>13}  {command.name}  ({time.monotonic() - began:.0f} s)",
-            flush=True,
-        )
-        if well:
+        missing = lacks(command, ended, folder)
+        print(f"{'failed' if missing else 'passed':>13}  {command.name}  ({time.monotonic() - began:.0f} s)", flush=True)
+        if not missing:
             with done.open("a") as file:
                 file.write(f"{command.name}\n")
         else:
             failures += 1
-            print(f"{command.line()}\n{ended.stdout[-1500:]}{ended.stderr[-3000:]}", flush=True)
+            print(f"{missing}\n{command.line()}\n{ended.stdout[-1500:]}{ended.stderr[-3000:]}", flush=True)
     print(f"{failures} failed")
     return 1 if failures else 0
 

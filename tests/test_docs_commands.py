@@ -42,7 +42,22 @@ def test_the_commands_that_take_seconds(folder):
     assert len(quick) > 8
     for command in quick:
         done = docs_commands.run(command, folder)
-        assert done.returncode == command.rule.code, f"{command.name}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        missing = docs_commands.lacks(command, done, folder)
+        assert not missing, f"{missing}: {command.name}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+
+
+def test_a_command_that_does_nothing_is_found_out(tmp_path):
+    """Exit code 0 is not enough."""
+    for command in RUNS:
+        silent = subprocess.CompletedProcess([], command.rule.code, stdout="", stderr="")
+        assert docs_commands.lacks(command, silent, tmp_path) or "write_reference" in command.text, command.name
+    (run,) = [command for command in RUNS if command.text == "jaxtrain train --config=xcm"]
+    ended = "the run has ended; it left\n  metrics: runs/metrics.jsonl\nnext\n  to look: jaxtrain embed\n"
+    done = subprocess.CompletedProcess([], 0, stdout="", stderr=ended)
+    (tmp_path / "runs").mkdir()
+    for loss, missing in (("NaN", "the loss of step 2: [nan]"), ("1.5", "")):
+        (tmp_path / "runs" / "metrics.jsonl").write_text(f'{{"step": 2, "split": "train", "loss": {loss}}}')
+        assert docs_commands.lacks(run, done, tmp_path) == missing
 
 
 def test_the_python_of_the_pages_runs(folder):

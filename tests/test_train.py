@@ -248,22 +248,25 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     paths = [line.rpartition(": ")[2] for line in last[1 : last.index("next")]]
     names = ("checkpoints", "metrics.jsonl", "pictures", "tensorboard", "traces")
     assert paths == [f"runs/tiny/{name}" for name in names] and all((folder / path).exists() for path in paths)
-    longer, export, embed, inspect = (line.partition(": ")[2] for line in last[last.index("next") + 1 :])
-    again = [f"--config=tiny.py:{corpus}", "--config.metrics.tensorboard=true", TRACED, "--config.train.steps=4"]
-    assert shlex.split(longer) == ["jaxtrain", "train", *again]
-    assert export == "jaxtrain export runs/tiny --out runs/tiny-weights" and embed.startswith("jaxtrain embed runs/tiny ")
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxtrain.cli", *inspect.split()[1:]],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-    )
-    assert done.returncode == 0, "what it says can be typed"
     [traced] = (workdir / "traces").iterdir()
     found = trace.of_folder(traced)
     assert traced.name == "steps-000002-000002-process-0" and sum(found.parts.values()) == pytest.approx(1)
     assert min(found.parts[part] for part in ("forward", "backward", "optimizer")) > 0.001, found
     assert list(traced.glob("plugins/profile/*/*.trace.json.gz")), "for Perfetto"
+    typed = [line.partition(": ")[2] for line in last[last.index("next") + 1 :]]
+    longer, export, embed, _ = typed
+    again = [f"--config=tiny.py:{corpus}", "--config.metrics.tensorboard=true", TRACED, "--config.train.steps=4"]
+    assert shlex.split(longer) == ["jaxtrain", "train", *again]
+    assert export == "jaxtrain export runs/tiny --out runs/tiny-weights" and embed.startswith("jaxtrain embed runs/tiny ")
+    # What it says can be typed, one after the other: all in one process, whose imports take longer than the work.
+    program = "import shlex, sys; from jaxtrain import cli; sys.exit(any([cli.main(shlex.split(x)[1:]) for x in sys.argv[1:]]))"
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "IDS": str(folder / "ids.jsonl"), "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", program, *typed], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(records(workdir, "train")) == [1, 2, 3, 4] and "resuming from step 2" in done.stderr
+    assert (folder / "runs" / "tiny-weights" / "model.safetensors").stat().st_size > 1000
+    assert np.isfinite(np.load(folder / "runs" / "tiny-embeddings" / "mean.npy")).all()
+    assert "encoder/w_patch" in done.stdout
 
 
 def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):

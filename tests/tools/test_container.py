@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 import yaml
 
+from jaxtrain import cli, config
 from jaxtrain.cluster import discover
 
 FOLDER = pathlib.Path(__file__).parents[2] / "tools" / "container"
@@ -55,6 +57,27 @@ def test_the_pods_of_the_job_are_the_processes_of_one_run():
     assert [one.process for one in found] == [0, 1] and {one.processes for one in found} == {2}
     pod = f"{job['metadata']['name']}-0.{spec['subdomain']}"
     assert {one.coordinator for one in found} == {f"{pod}:{discover.PORTS.start}"}
+
+
+def test_the_commands_that_the_page_shows_fit_the_image_and_the_job():
+    """No Docker and no cluster are here: what would be typed is read, beside what it names."""
+    page = (FOLDER.parents[1] / "docs" / "install.md").read_text()
+    build, run, secret, apply = [shlex.split(line) for line in re.findall(r"^(?:docker|kubectl) .*", page, re.M)]
+    assert build[:2] == ["docker", "build"] and FOLDER.parents[1] / build[build.index("--file") + 1] == DOCKERFILE
+    tag = build[build.index("--tag") + 1]
+    assert tag in run and build[-1] == ".", "what is built is run, and is copied from the checkout"
+    last = DOCKERFILE.read_text().rpartition("FROM ")[2]
+    mounts = [run[i + 1].split(":")[1] for i, word in enumerate(run) if word == "--volume"]
+    assert re.search(r"^WORKDIR /project$", last, re.M) and mounts == ["/project/runs", "/cache"]
+    assert re.search(r"JAXTRAIN_CACHE=/cache\b", last)
+    command, *words = run[run.index(tag) + 1 :]
+    assert command in [each.name for each in cli.COMMANDS] and config.parse_args(words).source == "xcm"
+    *_, job = yaml.safe_load_all(JOB.read_text())
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    [reference] = [x["valueFrom"]["secretKeyRef"] for x in container["env"] if "secretKeyRef" in x.get("valueFrom", {})]
+    assert secret[:4] == ["kubectl", "create", "secret", "generic"] and secret[4] == reference["name"]
+    assert secret[5].removeprefix("--from-literal=").partition("=")[0] == reference["key"]
+    assert FOLDER.parents[1] / apply[apply.index("--filename") + 1] == JOB
 
 
 def test_a_pod_that_saved_is_made_again_and_a_mistake_ends_the_job():
