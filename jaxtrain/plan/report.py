@@ -40,7 +40,8 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     count = specs.count(assembly.task.specs.params)
     lines += [f"{count:,} parameters on {target.name}, mesh {_mesh(mesh)}, {config.train.batch} rows a step"]
     if options := compiler_options(config, target):
-        lines += [f"compiled with {', '.join(f'{name}={value}' for name, value in options.items())}"]
+        shown = [f"{name}={value!r}" if value == "" else f"{name}={value}" for name, value in options.items()]
+        lines += [f"compiled with {', '.join(shown)}"]
     lines += [""]
     lines += ["held by each device between steps"]
     parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
