@@ -57,7 +57,7 @@ def beyond_the_run(config: Config) -> Iterator[str]:
         values = ", ".join(f"{name}={every}" for name, every in long.items())
         shorter = " ".join(f"--config.{name}={max(1, round(steps / 10))}" for name in long)
         text = f"{values}: longer than train.steps={steps}, so that only the last step counts"
-        yield f"{text}; {shorter} would do, as 0.1 in any run"
+        yield f"{text}; {shorter} would do, or 0.1 of any run"
     rounds = -(-steps // train.eval_every) if train.eval_every else 1
     if train.patience >= rounds > 1:
         text = f"train.patience={train.patience}: the run has {rounds} evaluations, so that it never ends early"

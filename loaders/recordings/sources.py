@@ -6,7 +6,7 @@ import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from loaders import files
+from loaders import files, shards
 from loaders.base import DataError
 from loaders.recordings import tables
 from loaders.recordings.annotations import Annotation, Mistakes
@@ -55,7 +55,7 @@ def read(source: str, options: Options, mistakes: Mistakes) -> Iterator[Annotati
     if path.is_dir():
         yield from _of_folder(path, options, mistakes, finder)
     elif not path.exists():
-        raise DataError(f"{source} does not exist; name a folder of recordings, a table, or metadata")
+        raise DataError(f"{source} does not exist{shards.nearest(path)}; name a folder of recordings, a table, or metadata")
     elif is_audio(path.name):
         yield Annotation(os.path.abspath(path), where=source)
     else:

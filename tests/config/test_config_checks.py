@@ -164,7 +164,7 @@ def test_what_never_comes_up_within_the_run_is_said_with_what_would(caplog):
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
         "train.eval_every=1000, checkpoint.every=500: longer than train.steps=40, so that only the last step counts; "
-        "--config.train.eval_every=4 --config.checkpoint.every=4 would do, as 0.1 in any run"
+        "--config.train.eval_every=4 --config.checkpoint.every=4 would do, or 0.1 of any run"
     )
     caplog.clear()
     load("--config.train.steps=40", *longer, "--config.train.eval_every=4", "--config.checkpoint.every=0.1")

@@ -505,3 +505,8 @@ def test_esc10_as_a_plain_folder_gives_the_shards_batches(tmp_path, capsys):
                 assert ours[name][0].tobytes() == theirs[name][0].tobytes(), (split, name)
         for loader in loaders:
             loader.close()
+
+
+def test_a_misspelt_source_is_answered_with_its_neighbour(recordings, tmp_path, capsys):
+    told = index(tmp_path / "recordigns", "--out", tmp_path / "index", code=2, capsys=capsys)
+    assert f"recordigns does not exist; did you mean '{recordings}'?; name a folder of recordings" in told
