@@ -1,13 +1,15 @@
-"""The five workloads, compiled for chips that are not here, as a table: python -m tools.compile_table [--targets …]
+"""The five workloads, compiled for chips that are not here, as tables: python -m tools.compile_table [--targets …]
 
     jaxtrain plan --setup gpu                                            # once
     python -m tools.compile_table                                                       # 8 H100s: data, fsdp, 2 × 2 × 2
+    python -m tools.compile_table --form docs                                           # the tables of docs/planning.md
     python -m tools.compile_table --targets tpu:v5e:4x4 --workloads bird language --meshes fsdp
     python -m tools.compile_table --targets gpu:b200x8 gpu:h100x8*2 --sizes small
 
 "published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth (the whole of it takes minutes
 to compile: --sizes whole); "small" is the same program with small arrays. A row has the compiler's answer and, next to it, what
-the estimate of --plan says. Nothing is tuned without a card, so no time of a row is a chip's.
+the estimate of --plan says, then the least time by the datasheet (`jaxtrain.plan.roofline`). Nothing is tuned without a card,
+so no time of a row is a chip's. --form docs has a row for each step and a column for each mesh: bytes, and what overlaps.
 """
 
 import argparse
@@ -19,12 +21,13 @@ from typing import NamedTuple
 
 from jaxtrain import config as config_lib
 from jaxtrain import plan as plan_lib
-from jaxtrain.plan import worker
+from jaxtrain.plan import hlo, roofline, worker
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SIZES = ("small", "published", "whole")
 MESHES = ("data", "fsdp", "mixed")  # all devices along one axis; or 2 × 2 along fsdp and model, the rest along data
 BF16 = {"model.dtype": "bfloat16"}
+Key = tuple[str, str, str]  # workload, size, mesh
 _TINY = {
     "model.embed": "256", "model.depth": "2", "model.heads": "4", "model.kv_heads": "2", "model.head_dim": "64",
     "model.mlp": "512", "model.vocab": "1024", **BF16,
@@ -99,7 +102,7 @@ def write_data(folder: pathlib.Path) -> None:
 
 def jobs(
     target: str, names: Sequence[str], sizes: Sequence[str], meshes: Sequence[str], folder: pathlib.Path
-) -> dict[tuple[str, str, str], worker.Job]:
+) -> dict[Key, worker.Job]:
     """(workload, size, mesh) -> the last stage's step."""
     count, jobs_of = plan_lib.parse_target(target).count, {}
     for name in names:
@@ -110,32 +113,83 @@ def jobs(
     return jobs_of
 
 
-def row(target: str, key: tuple[str, str, str], answer: worker.Answer) -> str:
+def row(target: str, key: Key, answer: worker.Answer) -> str:
     name, size, mesh = key
     step, needed = answer.compiled, answer.estimate
     estimated = f"{needed.peak / 1e9:.2f}" if needed else ""
     if step is None:
-        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | {estimated} | | | {answer.error} |"
+        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | {estimated} | | | | | {answer.error} |"
     calls = ", ".join(f"{n} {call}" for call, n in sorted(step.library_calls.items()))
     sent = [
         f"{times} {kind} over {'+'.join(over)} ({step.overlapping[kind, over]} async), {size / 1e6:,.0f} MB"
         for (kind, over), (times, size) in sorted((step.collectives or {}).items())
     ]
     off = f"{100 * (needed.peak / step.peak - 1):+.0f} %"
-    figures = f"{step.peak / 1e9:.2f} | {estimated} | {off} | {step.seconds:.0f} s"
+    figures = f"{step.peak / 1e9:.2f} | {estimated} | {off} | {' | '.join(bound(target, answer))} | {step.seconds:.0f} s"
     return f"| {name}, {size} | {target} | {mesh} | {figures} | {calls}; {'; '.join(sent)} |"
 
 
-HEAD = """| step | devices | mesh | compiled [GB] | estimated [GB] | | compiled in | calls, and what one device sends |
-|---|---|---|---:|---:|---:|---:|---|"""
+def bound(target: str, answer: worker.Answer) -> tuple[str, str]:
+    """The least time of a step, and what it waits for its exchanges of all the time that they take, in ms."""
+    if answer.compiled is None or answer.compiled.collectives is None:
+        return "", ""
+    found = roofline.times(hlo.Program(answer.compiled.text), plan_lib.parse_target(target).known)
+    return f"{1e3 * found.together:.1f}", f"{1e3 * found.waiting:.1f} of {1e3 * found.sending:.1f}"
+
+
+COLUMNS = (
+    "step", "devices", "mesh", "compiled [GB]", "estimated [GB]", "", "bound [ms]", "waits, of exchanges [ms]", "compiled in",
+    "calls, and what one device sends",
+)  # fmt: skip
+HEAD = f"| {' | '.join(COLUMNS)} |\n|---|---|---|{'---:|' * 6}---|"
+
+
+def answers(args: argparse.Namespace, target: str, folder: pathlib.Path) -> Iterator[tuple[Key, worker.Answer]]:
+    for name in args.workloads:
+        asked = jobs(target, [name], args.sizes, args.meshes, folder)
+        yield from zip(asked, worker.ask(list(asked.values())), strict=True)
 
 
 def rows(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
+    """A line for each step, as soon as it is compiled."""
+    yield HEAD
     for target in args.targets:
-        for name in args.workloads:
-            asked = jobs(target, [name], args.sizes, args.meshes, folder)
-            for key, answer in zip(asked, worker.ask(list(asked.values())), strict=True):
-                yield row(target, key, answer)
+        for key, answer in answers(args, target, folder):
+            yield row(target, key, answer)
+
+
+def tables(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
+    """For each target, bytes and what overlaps, with a row for each step and a column for each mesh."""
+    for target in args.targets:
+        found = dict(answers(args, target, folder))
+        for title, cell in ((f"{target}, GB of each device: compiled (estimated)", _bytes), ("waits, of exchanges", _overlap)):
+            yield from ("", f"| {title} | {' | '.join(args.meshes)} |", f"|---|{'---:|' * len(args.meshes)}")
+            for name, size in dict.fromkeys((name, size) for name, size, _ in found):
+                cells = [cell(target, found[name, size, mesh]) for mesh in args.meshes]
+                yield f"| {name}, {size} | {' | '.join(cells)} |"
+
+
+def _bytes(target: str, answer: worker.Answer) -> str:
+    del target
+    estimated = f" ({answer.estimate.peak / 1e9:.2f})" if answer.estimate else ""
+    return f"{answer.compiled.peak / 1e9:.2f}{estimated}" if answer.compiled else f"does not compile{estimated}"
+
+
+def _overlap(target: str, answer: worker.Answer) -> str:
+    """As "0.5 of 7.1 ms of 165; 129 of 144 all-gather, …": those that begin early, of all."""
+    step = answer.compiled
+    if step is None or step.collectives is None:
+        return ""
+    together, waits = bound(target, answer)
+    kinds: dict[str, list[int]] = {}
+    for (kind, axes), (times, _) in sorted(step.collectives.items()):
+        early, every = kinds.get(kind, (0, 0))
+        kinds[kind] = [early + step.overlapping[kind, axes], every + times]
+    counts = ", ".join(f"{early:,} of {every:,} {kind}" for kind, (early, every) in kinds.items())
+    return f"{waits} ms of {together}; {counts}"
+
+
+FORMS = {"rows": rows, "docs": tables}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,12 +198,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["published"])
     parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES))
+    parser.add_argument("--form", choices=FORMS, default="rows", help="a line for each step, or tables as in docs/planning.md")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="compile_table-") as folder:
         write_data(pathlib.Path(folder))
         try:
-            print(HEAD)
-            for line in rows(args, pathlib.Path(folder)):
+            for line in FORMS[args.form](args, pathlib.Path(folder)):
                 print(line, flush=True)
         except (plan_lib.PlanError, config_lib.ConfigError) as error:
             print(f"error: {error}", file=sys.stderr)

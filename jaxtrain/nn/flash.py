@@ -5,6 +5,9 @@ grow with T². Here a tile of queries reads the tiles of keys from the first to 
 smallest and the largest document of each tile; none of the other tiles is read, and no array is larger than q (Dao et al. 2022;
 Dao 2023). Documents need not be sorted, but only sorted ones leave tiles out.
 
+From jax 0.11 on, lowering a kernel for Pallas's Triton backend raises a DeprecationWarning, which Python shows nobody unless it
+is asked to (-W). The backend is whole in jax 0.11.2 and 0.12.0.1; a later jax is to remove it.
+
 Shapes: B batch, T places, H heads, G key/value heads, R = H / G, K head dimension, N tiles; in a kernel Q queries and S keys of
 a tile. Refs that end in ``_ref`` are in the GPU's memory.
 """

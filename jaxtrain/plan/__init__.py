@@ -14,7 +14,8 @@ TPUs pad to. With the target's compiler at hand the real step is compiled, else 
     abstract   a run on devices that need not be              lifetimes)
     memory     bytes of arrays, exactly            compile    what the target's compiler says (hlo: its program's text)
     remedies   changes with which a step fits      worker     the same in a process that has it (environment: fetches it)
-    refuse     the check before a run              report     all of it, for a person
+    refuse     the check before a run              roofline   the least time of its program, by the datasheet
+                                                   report     all of it, for a person
 """
 
 from jaxtrain.assembly import Assembly, assemble

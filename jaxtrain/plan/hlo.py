@@ -76,14 +76,14 @@ class Program:
         if in_loop:
             self.loops.add(name)
         for line in self.bodies.get(name, ()):
-            trips = _trips(line, self.bodies) if " while(" in line else 1
+            n_trips = trips(line, self.bodies) if " while(" in line else 1
             for kind, called in re.findall(r"\b(calls|to_apply|body|branch_computations)=\{?([%\w.\-, ]+)", line):
                 for target in re.findall(r"[\w.\-]+", called):
                     if target in self.bodies:
                         if " async-start(" in line and '"is_sync":true' not in line:
                             self.begun.add(target)
                         of_loop = kind == "body"
-                        self._visit(target, n * (trips if of_loop else 1), in_loop or of_loop)
+                        self._visit(target, n * (n_trips if of_loop else 1), in_loop or of_loop)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """(computation, line) of all that a step executes."""
@@ -198,7 +198,7 @@ def collectives(text: str | Program) -> list[Collective]:
                 last = program.bodies[name][-1].partition(" = ")[2]
                 kind, results = "reduce-scatter", [r for r in _SHAPE.findall(last)[:1]]
             shapes = tuple(_dims(dims) for _, dims in results)
-            size = sum(math.prod(s) * _bits(t) // 8 for s, (t, _) in zip(shapes, results, strict=True))
+            size = sum(math.prod(s) * bits(t) // 8 for s, (t, _) in zip(shapes, results, strict=True))
             within = groups(line, program.devices)
             times, in_loop = program.times[name], name in program.loops
             every_collective.append(Collective(kind, shapes, size, within, times, in_loop, line.strip(), is_async))
@@ -224,15 +224,30 @@ def groups(line: str, devices: int) -> list[list[int]]:
     raise ValueError(f"an unknown notation of groups: {line}")
 
 
-def _trips(line: str, bodies: Mapping[str, list[str]]) -> int:
-    """Of a loop with a fixed length: as the compiler notes it, else the number that its condition compares with."""
+def trips(line: str, bodies: Mapping[str, list[str]]) -> int:
+    """Of a loop with a fixed length: as the compiler notes it, else its condition's bound by the step of its counter.
+
+    The rings that TPUs make of products and gathers count by twos.
+    """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
         return int(noted[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", line)
-    bounds = [
-        int(n) for text in bodies.get(condition[1] if condition else "", ()) for n in re.findall(r" constant\((\d+)\)", text)
-    ]
-    return max(bounds, default=1)
+    condition, body = (re.search(rf"{name}=%?([\w.\-]+)", line) for name in ("condition", "body"))
+    tested = bodies.get(condition[1] if condition else "", ())
+    bounds = [int(n) for text in tested for n in re.findall(r" constant\((\d+)\)", text)]
+    return math.ceil(max(bounds, default=1) / _step(tested, bodies.get(body[1] if body else "", ())))
+
+
+def _step(condition: Sequence[str], body: Sequence[str]) -> int:
+    """By how much a loop's counter, the only part of its state that the condition reads, grows in each round; 1 if unclear."""
+    read = {m[1] for text in condition if (m := re.search(r" get-tuple-element\([^)]*\), index=(\d+)", text))}
+    root = next((text for text in body if re.match(r"\s*ROOT .* tuple\(", text)), "")
+    operands = re.findall(r"%([\w.\-]+)", root[root.rfind(" tuple(") :].partition(")")[0])
+    lines = {m[1]: text for text in body if (m := re.match(r"\s*%([\w.\-]+) = ", text))}
+    if len(read) != 1 or len(operands) <= int(min(read)):
+        return 1
+    grown = re.search(r" add\(([^)]*)\)", lines.get(operands[int(min(read))], ""))
+    added = [lines.get(name, "") for name in re.findall(r"%([\w.\-]+)", grown[1])] if grown else []
+    return next((int(m[1]) for text in added if (m := re.search(r" constant\(([1-9]\d*)\)", text))), 1)
 
 
 def _numbers(text: str) -> list[int]:
@@ -248,7 +263,7 @@ def _places(dims: str, order: str | None) -> np.ndarray:
     return places.transpose(_numbers(order)) if order else places
 
 
-def _bits(dtype: str) -> int:
+def bits(dtype: str) -> int:
     if dtype in _BITS:
         return _BITS[dtype]
     number = re.match(r"[fsuc](\d+)", dtype)

@@ -325,62 +325,105 @@ def _barrier(graph: Graph, value: Value) -> Value:
 
 
 def scan(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
+    """A loop. Where ``unroll`` writes its body out several times, what is left over comes after it, without a loop."""
     p = eqn.params
     if "ft_in" in p:  # jax 0.11
         n_consts, n_carry, _ = map(len, p["ft_in"].unpack())
     else:
         n_consts, n_carry = p["num_consts"], p["num_carry"]
     consts, carry, xs = inputs[:n_consts], inputs[n_consts : n_consts + n_carry], inputs[n_consts + n_carry :]
-    if p["unroll"] >= p["length"]:
-        return _unrolled(graph, eqn, consts, carry, xs)
-    closed = p["jaxpr"]
+    each = max(p["unroll"], 1)
+    rounds, rest = divmod(p["length"], each)
+    if rounds == 0 or rounds == 1 and not rest:  # no loop at all, and the compiler sees through what is stacked
+        carry, parts = _copies(graph, eqn, consts, carry, xs, p["length"])
+        return [*carry, *_stacked(graph, parts)]
+    if not rest:
+        return _loop(graph, eqn, consts, carry, xs, rounds, each)
+    first = rest if p["reverse"] else 0  # of the loop's rows
+    looped = [_rows(graph, x, first, rounds * each) for x in xs]
+    if rounds == 1:
+        carry, parts = _copies(graph, eqn, consts, carry, looped, each)
+        ys = _stacked(graph, parts)
+    else:
+        out = _loop(graph, eqn, consts, carry, looped, rounds, each)
+        carry, ys = out[:n_carry], out[n_carry:]
+    carry, parts = _copies(graph, eqn, consts, carry, xs, rest, first=0 if p["reverse"] else rounds * each)
+    joined_ys = []
+    for y, last in zip(ys, zip(*parts, strict=True), strict=True):
+        shape = ((p["length"], *y.shape[1:]), y.dtype, y.split)
+        joined_ys += graph.append("other" if rounds == 1 else "cheap", "concatenate", [y, *last], [shape]).outputs
+    return [*carry, *joined_ys]
+
+
+def _loop(
+    graph: Graph, eqn: Any, consts: list[Value], carry: list[Value], xs: list[Value], rounds: int, each: int
+) -> list[Value]:
+    """``rounds`` of a loop whose body is written out ``each`` times."""
+    closed, n_consts, n_carry = eqn.params["jaxpr"], len(consts), len(carry)
     body, own_consts = closed.jaxpr, constants(closed.consts)
     start = [v.split for v in carry]
     for _ in range(2):  # what a loop hands on is split as its body leaves it
-        inner = graph.body(times=p["length"])
+        inner = graph.body(times=rounds)
         own = [Value(v.aval.shape, v.aval.dtype, s, None) for v, s in zip(body.invars[n_consts:], start, strict=False)]
-        rows = [
-            Value(v.aval.shape, v.aval.dtype, x.split[1:], None)
-            for v, x in zip(body.invars[n_consts + n_carry :], xs, strict=True)
-        ]
         fixed = [Value(v.shape, v.dtype, v.split, None, weak=v.weak) for v in consts]
-        out = block(inner, body, own_consts, [*fixed, *own, *rows])
+        if each == 1:
+            rows = [Value(x.shape[1:], x.dtype, x.split[1:], None) for x in xs]
+            out = block(inner, body, own_consts, [*fixed, *own, *rows])
+        else:
+            rows = [Value((each, *x.shape[1:]), x.dtype, ((), *x.split[1:]), None) for x in xs]
+            after, parts = _copies(inner, eqn, fixed, own, rows, each)
+            out = [*after, *_stacked(inner, parts)]
         start = [v.split if any(v.split) and not v.weak else o.split for o, v in zip(out[:n_carry], carry, strict=True)]
-    read = list(inputs)
+    read = [*consts, *carry, *xs]
     for i, value in (*enumerate(fixed), *enumerate(rows, n_consts + n_carry)):
         if id(value) in inner.copied:
-            read[i] = graph.written("turned", inputs[i], inputs[i].dtype)
+            read[i] = graph.written("turned", read[i], read[i].dtype)
     streamed = out[n_carry:]
     peak = lifetimes.fullest(inner, [*fixed, *own], out, reusable={id(v) for v in own}, streamed=streamed)
-    outs = graph.add("other", eqn, read, [*start, *[((), *v.split) for v in streamed]])
-    graph.nodes[-1].inner = peak.bytes
+    of_carry = [(v.aval.shape, v.aval.dtype, s) for v, s in zip(eqn.outvars, start, strict=False)]
+    of_rows = [
+        ((rounds * each, *v.aval.shape[1:]), v.aval.dtype, ((), *(o.split if each == 1 else o.split[1:])))
+        for v, o in zip(eqn.outvars[n_carry:], streamed, strict=True)
+    ]
+    node = graph.append("other", title(eqn), read, [*of_carry, *of_rows])
+    node.again, node.inner = graph.again, peak.bytes
     graph.moves += inner.moves
-    for o, v in zip(out, outs, strict=True):
+    for o, v in zip(out, node.outputs, strict=True):
         o.outer = v
     if not graph.compiler.halves:
-        for v in outs[n_carry:]:
+        for v in node.outputs[n_carry:]:
             v.dtype = np.dtype(np.float32) if v.dtype == jnp.bfloat16 else v.dtype
-    return outs
+    return node.outputs
 
 
-def _unrolled(graph: Graph, eqn: Any, consts: list[Value], carry: list[Value], xs: list[Value]) -> list[Value]:
-    """A loop whose iterations are all written out: its body, so many times."""
+def _copies(
+    graph: Graph, eqn: Any, consts: list[Value], carry: list[Value], xs: list[Value], n: int, *, first: int = 0
+) -> tuple[list[Value], list[list[Value]]]:
+    """A loop's body written out ``n`` times, for the rows of ``xs`` from ``first`` on: the carry, and each row's results."""
     p, n_carry = eqn.params, len(carry)
     body, own_consts = p["jaxpr"].jaxpr, constants(p["jaxpr"].consts)
     each: list[list[Value]] = []
-    for i in range(p["length"]):
-        at = p["length"] - 1 - i if p["reverse"] else i
-        rows = [_sliced(graph, x, v, at) for x, v in zip(xs, body.invars[len(consts) + n_carry :], strict=True)]
+    for i in reversed(range(n)) if p["reverse"] else range(n):
+        rows = [_sliced(graph, x, v, first + i) for x, v in zip(xs, body.invars[len(consts) + n_carry :], strict=True)]
         out = block(graph, body, own_consts, [*consts, *carry, *rows])
         carry = out[:n_carry]
         each.append(out[n_carry:])
-    if p["reverse"]:
-        each.reverse()
-    stacked = []
-    for var, parts in zip(eqn.outvars[n_carry:], zip(*each, strict=True), strict=True):
-        shape = (var.aval.shape, var.aval.dtype, ((), *parts[0].split))
-        stacked += graph.append("cheap", "stack", list(parts), [shape]).outputs
-    return [*carry, *stacked]
+    return carry, each[::-1] if p["reverse"] else each
+
+
+def _stacked(graph: Graph, parts: list[list[Value]]) -> list[Value]:
+    """The results of a body that is written out, as the arrays that a loop would have filled."""
+    return [
+        graph.append(
+            "cheap", "stack", list(rows), [((len(rows), *rows[0].shape), rows[0].dtype, ((), *rows[0].split))]
+        ).outputs[0]
+        for rows in zip(*parts, strict=True)
+    ]
+
+
+def _rows(graph: Graph, x: Value, first: int, n: int) -> Value:
+    """``n`` rows of an array: an array of its own where a loop reads it."""
+    return graph.append("cheap", "slice", [x], [((n, *x.shape[1:]), x.dtype, x.split)]).outputs[0]
 
 
 def _sliced(graph: Graph, x: Value, var: Any, at: int) -> Value:

@@ -14,7 +14,7 @@ from jaxtrain import feed, specs
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain.assembly import Assembly, assemble
-from jaxtrain.plan import environment, worker
+from jaxtrain.plan import environment, hlo, roofline, worker
 from jaxtrain.plan.abstract import abstractly
 from jaxtrain.plan.compile import ask_for_no_chips, compiled, compiler_options, is_at_hand, tpu_devices
 from jaxtrain.plan.errors import PlanError
@@ -187,6 +187,12 @@ def _compiled_lines(
     if compiled_step.products:
         most = sorted(compiled_step.products.items(), key=lambda item: -item[1])
         yield f"  products of matrices, by operands: {', '.join(f'{flops:.2e} FLOP {types}' for types, flops in most)}"
+    if compiled_step.text and target.chip:
+        bound = roofline.times(hlo.Program(compiled_step.text), target.chip)
+        yield (
+            f"  at the datasheet's peaks, in the program's order: {1e3 * bound.together:.2f} ms, of which "
+            f"{1e3 * bound.waiting:.2f} ms wait for exchanges (they take {1e3 * bound.sending:.2f} ms)"
+        )
     if compiled_step.collectives is None:
         yield "  what moves between devices cannot be read: this jaxlib does not know all that this libtpu writes"
     yield from _collective_lines(compiled_step.collectives or {}, target, compiled_step.overlapping)

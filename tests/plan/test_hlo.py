@@ -159,3 +159,36 @@ def test_products_that_tpus_write_as_convolutions_count_what_is_not_padding():
     assert flops[2] == 2 * 16 * 16 * 48 * 128, "of the window, one place for each result"
     assert flops[3] == pytest.approx(2 * 3 * 7 * (10 * 5 - 2 * (1 + 2))), "less at both ends"
     assert [one.operands for one in hlo.Program(TPU).products()] == [("bf16", "bf16"), ("f32", "f32")] * 2
+
+
+RING = """HloModule jit_step, num_partitions=8
+
+%cond (p: (f32[8], u32[])) -> pred[] {
+  %bound = u32[]{:T(128)} constant(8)
+  %p = (f32[8]{0}, u32[]{:T(128)}) parameter(0)
+  %i = u32[]{:T(128)} get-tuple-element(%p), index=1
+  ROOT %less = pred[] compare(%i, %bound), direction=LT
+}
+
+%body (p: (f32[8], u32[])) -> (f32[8], u32[]) {
+  %p = (f32[8]{0}, u32[]{:T(128)}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%p), index=0
+  %i = u32[]{:T(128)} get-tuple-element(%p), index=1
+  %two = u32[]{:T(128)} constant(2)
+  %next = u32[]{:T(128)} add(%i, %two), metadata={op_name="step"}
+  %one = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}
+  %other = f32[8]{0} collective-permute(%one), source_target_pairs={{0,1},{1,0}}
+  ROOT %out = (f32[8]{0}, u32[]{:T(128)}) tuple(%other, /*index=1*/%next)
+}
+
+ENTRY %main (x: (f32[8], u32[])) -> (f32[8], u32[]) {
+  %x = (f32[8]{0}, u32[]) parameter(0)
+  ROOT %loop = (f32[8]{0}, u32[]) while(%x), condition=%cond, body=%body
+}
+"""
+
+
+def test_a_ring_that_counts_by_twos_has_half_the_rounds():
+    """As often as its bound, all that is in it was counted twice: 1.5 times a v5e's products, and all that its rings send."""
+    assert [c.times for c in hlo.collectives(RING)] == [4, 4]
+    assert [c.times for c in hlo.collectives(RING.replace("constant(2)", "constant(3)"))] == [3, 3]

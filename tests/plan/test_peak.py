@@ -32,3 +32,18 @@ def test_donated_arrays_that_are_read_beside_their_results_are_copied_on_a_cpu(s
     whole = [((), ())] * 3
     planned = plan.peak(traced.jaxpr, whole, {}, [True, True, False], plan.parse_target("").compiler)
     assert found // 2**20 == copies and planned.bytes == pytest.approx(found, abs=1000)
+
+
+@pytest.mark.parametrize("unroll", [1, 2, 3, 4, 7])
+def test_a_loop_that_is_partly_written_out_keeps_what_its_copies_keep(unroll):
+    """Seven layers; estimated as a loop of single ones, two or three at a time came to 0.6 of what the compiler takes."""
+
+    def loss(w, x):
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(jnp.tanh(x @ w) @ w.T), None), x, w, unroll=unroll)
+        return (x * x).sum()
+
+    w, x = jax.ShapeDtypeStruct((7, 64, 64), np.float32), jax.ShapeDtypeStruct((4096, 64), np.float32)
+    traced = jax.jit(jax.grad(loss)).trace(w, x)
+    found = traced.lower().compile({"xla_backend_optimization_level": 0}).memory_analysis().temp_size_in_bytes
+    planned = plan.peak(traced.jaxpr, [((),) * 3, ((),) * 2], {}, [False] * 2, plan.parse_target("").compiler)
+    assert planned.bytes == pytest.approx(found, rel=plan.SLACK)
