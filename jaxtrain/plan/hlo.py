@@ -24,7 +24,7 @@ class Collective(NamedTuple):
     times: int  # how often a step executes it: loops around it counted
     in_loop: bool
     line: str
-    is_async: bool = False  # it begins, and ends later: what is between does not wait for it
+    is_async: bool = False  # computation goes on beside it: it begins, and ends later, or it is a part of a product
 
     @property
     def sent(self) -> float:
@@ -57,6 +57,7 @@ class Program:
       times: computation -> how often a step executes it, for those that it does.
       loops: computations inside of loops.
       begun: computations that begin at one place and are waited for at another.
+      fused: computations of a single kernel.
     """
 
     def __init__(self, text: str):
@@ -67,6 +68,7 @@ class Program:
         self.times: dict[str, int] = {}
         self.loops: set[str] = set()
         self.begun: set[str] = set()
+        self.fused: set[str] = set()
         for entry, name, _ in parts:
             if entry:
                 self._visit(name, 1, False)
@@ -82,6 +84,8 @@ class Program:
                     if target in self.bodies:
                         if " async-start(" in line and '"is_sync":true' not in line:
                             self.begun.add(target)
+                        if " fusion(" in line:
+                            self.fused.add(target)
                         of_loop = kind == "body"
                         self._visit(target, n * (n_trips if of_loop else 1), in_loop or of_loop)
 
@@ -190,6 +194,8 @@ def collectives(text: str | Program) -> list[Collective]:
         if match := pattern.search(line):
             kind, start = match.groups()
             is_async = bool(start) and '"is_sync":true' not in line or name in program.begun
+            # TPUs gather inside of a product that needs something else.
+            is_async |= name in program.fused and any(re.search(r" (convolution|dot)\(", text) for text in program.bodies[name])
             results = _SHAPE.findall(line[: match.start()].partition(" = ")[2])
             if start and kind != "all-reduce":  # the others start with (operands, results)
                 results = [r for r in results if r[0] != "u32" or r[1]] if kind == "collective-permute" else results

@@ -107,7 +107,7 @@ class Roofline:
                 body = next(c for kind, c in called if kind == "body")
                 clock.inside(self._of(body), hlo.trips(i.line, self._program.bodies))
             elif i.op == "conditional":
-                clock.inside(max((self._of(c) for _, c in called), key=lambda t: t.together), 1)
+                clock.inside(max((self._of(c) for _, c in called), key=lambda t: t.together, default=Times(0, 0, 0)), 1)
             elif i.op == "call":
                 for _, c in called:
                     self._run(c, clock)
@@ -265,7 +265,8 @@ def _kernel_flops(i: Instruction, shapes: Mapping[str, str]) -> float:
     products = next((n for name, n in KERNELS.items() if re.search(name, i.line)), 0)
     if not products or len(i.operands) < 2:
         return 0.0
-    q, k = ([int(n) for n in _SHAPE.findall(shapes.get(x, "f32[]"))[0][1].split(",") if n] for x in i.operands[:2])
+    given = [_SHAPE.findall(shapes.get(x, "")) for x in i.operands[:2]]
+    q, k = ([int(n) for n in found[0][1].split(",") if n] if found else [] for found in given)
     if len(q) != 4 or len(k) != 4:
         return 0.0
     return 2.0 * products * math.prod(q) * k[1]

@@ -63,7 +63,7 @@ def check(answer, target, name, size, mesh):
         wide = [one for one in products if "f32" in one.operands and "patchify" not in one.line]
         share = sum(one.flops for one in wide) / sum(one.flops for one in products)
         assert share < WIDE, [one.line for one in wide]
-    if (name, size) == ("language", "small"):
+    if (name, size) == ("language", "small") and mesh != "mixed":
         assert sum(one.flops for one in hlo.Program(found.text).products()) == pytest.approx(LANGUAGE_FLOPS, rel=0.01)
     if kernel := KERNELS.get(name) if target.startswith("gpu") else None:
         assert any(kernel in call for call in found.library_calls), found.library_calls

@@ -192,3 +192,25 @@ def test_a_ring_that_counts_by_twos_has_half_the_rounds():
     """As often as its bound, all that is in it was counted twice: 1.5 times a v5e's products, and all that its rings send."""
     assert [c.times for c in hlo.collectives(RING)] == [4, 4]
     assert [c.times for c in hlo.collectives(RING.replace("constant(2)", "constant(3)"))] == [3, 3]
+
+
+def test_a_gather_inside_of_a_products_kernel_overlaps_it():
+    text = """HloModule step, num_partitions=8
+
+%both (p0: bf16[8,8], p1: bf16[1,8]) -> (bf16[8,8], bf16[8,8]) {
+  %p0 = bf16[8,8]{1,0} parameter(0)
+  %p1 = bf16[1,8]{1,0} parameter(1)
+  %y = bf16[8,8]{1,0} convolution(%p0, %p0), dim_labels=bf_io->bf
+  %whole = bf16[8,8]{1,0} all-gather(%p1), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %out = (bf16[8,8]{1,0}, bf16[8,8]{1,0}) tuple(%y, %whole)
+}
+
+ENTRY %main (x: bf16[8,8], s: bf16[1,8]) -> (bf16[8,8], bf16[8,8]) {
+  %x = bf16[8,8]{1,0} parameter(0)
+  %s = bf16[1,8]{1,0} parameter(1)
+  %alone = bf16[8,8]{1,0} all-gather(%s), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %fusion = (bf16[8,8]{1,0}, bf16[8,8]{1,0}) fusion(%alone, %s), kind=kOutput, calls=%both
+}
+"""
+    assert hlo.overlapping(hlo.collectives(text), {"fsdp": 8}) == {("all-gather", ("fsdp",)): 1}
+    assert hlo.summary(hlo.collectives(text), {"fsdp": 8})["all-gather", ("fsdp",)][0] == 2

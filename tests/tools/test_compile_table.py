@@ -2,8 +2,8 @@
 
 import re
 
-from jaxtrain.plan import compile as compile_lib
-from jaxtrain.plan import estimate, hlo, lifetimes, worker
+from jaxtrain import plan
+from jaxtrain.plan import hlo, worker
 from tools import compile_table
 
 # A product of 1,000 × 1,000 in bfloat16, beside which 2 MB are gathered.
@@ -22,10 +22,8 @@ ENTRY %main (x: bf16[1000,1000], s: bf16[125,1000]) -> bf16[1000,1000] {
 def answer():
     moves = hlo.collectives(PROGRAM)
     mesh = {"data": 1, "fsdp": 8, "model": 1}
-    step = compile_lib.Compiled(
-        2 * 10**9, 10**9, 3 * 10**9, hlo.summary(moves, mesh), 7.0, hlo.overlapping(moves, mesh), text=PROGRAM
-    )
-    return worker.Answer(step, estimate.Estimate(2 * 10**9, lifetimes.Peak(7 * 10**8, "", [], {})))
+    step = plan.Compiled(2 * 10**9, 10**9, 3 * 10**9, hlo.summary(moves, mesh), 7.0, hlo.overlapping(moves, mesh), text=PROGRAM)
+    return worker.Answer(step, plan.Estimate(2 * 10**9, plan.Peak(7 * 10**8, "", [], {})))
 
 
 def printed(capsys, monkeypatch, *more):
