@@ -129,9 +129,10 @@ class Config(transformer.Decoder):
         whole = _n_numbers(self, self.vocab)
         idle = whole - _n_numbers(self, used)
         if 2 * idle > whole:
+            share = min(round(100 * idle / whole), 99)
             yield (
                 "vocab",
-                f"is {self.vocab:,}, and the data have {used:,} tokens: {idle / whole:.0%} of the parameters are rows of "
+                f"is {self.vocab:,}, and the data have {used:,} tokens: {share}% of the parameters are rows of "
                 "tokens that never come; --config.model.vocab=None takes the data's",
             )
 
