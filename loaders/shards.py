@@ -189,7 +189,7 @@ def index_root(file: pathlib.Path) -> pathlib.Path:
     Raises DataError.
     """
     try:
-        root = files.read_json(file)["root"]
+        root = files.read_json(files.inside(file.parent, file.name))["root"]
         if not isinstance(root, str) or "\0" in root:
             raise TypeError(f"root is {root!r}")
     except (ValueError, KeyError, TypeError) as error:

@@ -21,7 +21,7 @@ from jaxtrain.checkpoint import read as stored
 from jaxtrain.commands import launch
 from jaxtrain.inference import embed
 from jaxtrain.weights import safetensors
-from loaders import files
+from loaders import files, shards
 
 RAVEN = "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tSpecies\n1\ts\t{}\t0\t0.1\ta\n"
 NO_UTF8 = pa.Array.from_buffers(pa.string(), 1, pa.array([b"0.wav\xff"], pa.binary()).buffers())
@@ -136,9 +136,9 @@ def test_a_name_too_long_for_a_file_is_refused_in_an_archive(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
-    """A run of adapters, and the run of the weights that they change."""
+    """A run of adapters, the run of the weights that they change, and a run of the bird encoder."""
     folder = tmp_path_factory.mktemp("adapted")
-    for name, make in (("adapters", inputs.adapters), ("base", inputs.language)):
+    for name, make in (("adapters", inputs.adapters), ("base", inputs.language), ("birds", inputs.birds)):
         (folder / name).mkdir()
         make(folder / name)
     return folder
@@ -176,10 +176,8 @@ def test_an_address_in_a_run_is_connected_to_only_if_the_user_names_it(tmp_path,
     said = refused(capsys, "export", str(run), "--out", str(tmp_path / "out"))
     assert f"config.warm_start.source is the address '{address}'" in said and "name it with --base" in said
     assert not (tmp_path / "out").exists()
-    (tmp_path / "birds").mkdir()
-    inputs.birds(tmp_path / "birds")
     for field in ("train", "test"):
-        run = changed(tmp_path / "birds", tmp_path / field, "data", **{field: address})
+        run = changed(adapted / "birds", tmp_path / field, "data", **{field: address})
         said = refused(capsys, "embed", str(run), "--out", str(tmp_path / "out"))
         assert f"config.data.{field} is the address '{address}'" in said and "name it with --data" in said
 
@@ -299,9 +297,8 @@ def test_an_export_copies_no_file_through_a_link_out_of_what_the_run_began_with(
     assert "leads out of" in said and not (tmp_path / "out").exists()
 
 
-def test_a_glob_of_a_run_does_not_search_the_disk(tmp_path, capsys):
-    inputs.birds(tmp_path)
-    run = changed(tmp_path, tmp_path.with_name("changed"), "data", train="/**/*.arrow")
+def test_a_glob_of_a_run_does_not_search_the_disk(tmp_path, capsys, adapted):
+    run = changed(adapted / "birds", tmp_path / "run", "data", train="/**/*.arrow")
     assert "name the data with --data" in refused(capsys, "embed", str(run), "--out", str(tmp_path / "out"))
 
 
@@ -318,3 +315,11 @@ def test_the_log_of_a_job_is_a_file_of_its_folder(tmp_path, capsys, monkeypatch)
     log.write_text("\x1b[2Jdone\n")
     assert cli.main(["launch", "--tail", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "\\u001b[2Jdone\n"
+
+
+def test_what_an_index_says_is_not_read_through_a_link_out_of_it(tmp_path):
+    (tmp_path / "index").mkdir()
+    (tmp_path / "secret.json").write_text('{"root": "."}')
+    (tmp_path / "index" / "index.json").symlink_to("../secret.json")
+    with pytest.raises(files.DataError, match="leads out of"):
+        shards.index_root(tmp_path / "index" / "index.json")
