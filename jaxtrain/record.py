@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from jaxtrain import cluster, console, feed, metrics, traces, writers
+from jaxtrain import cluster, console, feed, metrics, optim, traces, writers
 from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import Saved
@@ -40,6 +41,8 @@ class Log:
         host.confirm()
         if cluster.is_main():
             config_lib.save(config, config.workdir)
+            rate = optim.make_schedule(config.optim, config.train.steps, np)
+            writers.write_schedule(config.workdir, config.train.steps, lambda step: config.optim.lr * rate(step))
         self._writers = writers.make_writers(config, first) if cluster.is_main() else []
         self._traces = traces.Traces(config.workdir, config.metrics.profile, process=jax.process_index())
         self._read_last = first

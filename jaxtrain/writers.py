@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -181,6 +181,13 @@ def write_samples(workdir: str, step: int, samples: Sequence[Mapping[str, Any]])
     lines = [line for record, line in records if record["step"] < step]
     lines += [json.dumps({"step": step, **sample}, ensure_ascii=False).encode() for sample in samples]
     jsonl.rewrite(path, lines, odd)
+
+
+def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray]) -> None:
+    """workdir/schedule.json: the learning rate of update number 0, 1, …, at some of them, for those who draw it."""
+    step = np.unique(np.linspace(0, steps, 401).astype(int))
+    content = {"step": step.tolist(), "lr": [_rounded(float(x)) for x in rate(step)]}
+    (pathlib.Path(workdir) / "schedule.json").write_text(json.dumps(content) + "\n")
 
 
 def left_behind(config: Config) -> list[tuple[str, str]]:

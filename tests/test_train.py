@@ -248,6 +248,8 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     paths = [line.rpartition(": ")[2] for line in last[1 : last.index("next")]]
     names = ("checkpoints", "metrics.jsonl", "pictures", "tensorboard", "traces")
     assert paths == [f"runs/tiny/{name}" for name in names] and all((folder / path).exists() for path in paths)
+    rates = pytest.approx([1e-3, 5e-4, 0.0], abs=1e-9)
+    assert json.loads((workdir / "schedule.json").read_text()) == {"step": [0, 1, 2], "lr": rates}
     [traced] = (workdir / "traces").iterdir()
     found = trace.of_folder(traced)
     assert traced.name == "steps-000002-000002-process-0" and sum(found.parts.values()) == pytest.approx(1)

@@ -1,22 +1,24 @@
 """Learning-rate schedules."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxtrain.config import Optim
-from jaxtrain.types import Array
 
-Schedule = Callable[[Array | int], Array]
+Schedule = Callable[[Any], Any]  # step -> ratio, of jax's arrays or of numpy's
 
 
-def make_schedule(optim: Optim, steps: int) -> Schedule:
+def make_schedule(optim: Optim, steps: int, xp: Any = jnp) -> Schedule:
     """Makes update s = 0, 1, … -> ratio of the peak learning rate: 1 at s = warmup, the floor from s = steps on.
 
     cosine: floor + (1 - floor) (1 + cos(pi x)) / 2 with x = (s - warmup) / (steps - warmup) (Loshchilov & Hutter 2017).
     wsd: 1 until s = steps - decay, then 1 - (1 - floor) falls as 1 - x, (1 + cos(pi x)) / 2 or 1 - sqrt(x) (Hu et al. 2024).
     three_phase: wsd in shares of the run, as in prime-rl: a warm-up from 1e-8 in the first 5 %, a decay in the last 20 %,
     unless optim sets them.
+
+    ``xp``: numpy makes it a function of numpy's arrays, for those who draw it.
     """
     warmup, decay, init, floor = optim.warmup, optim.decay, optim.lr_init, optim.lr_floor
     if optim.schedule == "three_phase":
@@ -29,18 +31,18 @@ def make_schedule(optim: Optim, steps: int) -> Schedule:
     }[optim.schedule]
     falls = {
         "linear": lambda x: 1 - x,
-        "cosine": lambda x: (1 + jnp.cos(jnp.pi * x)) / 2,
-        "sqrt": lambda x: 1 - jnp.sqrt(x),
+        "cosine": lambda x: (1 + xp.cos(xp.pi * x)) / 2,
+        "sqrt": lambda x: 1 - xp.sqrt(x),
     }
 
-    def schedule(s: Array | int) -> Array:
-        s = jnp.asarray(s, jnp.float32)
-        rate = jnp.float32(1)
+    def schedule(s: Any) -> Any:
+        s = xp.asarray(s, xp.float32)
+        rate = xp.float32(1)
         if length:  # without a decay phase the rate stays at its peak, also after the last step
-            x = jnp.clip((s - start) / length, 0, 1)
+            x = xp.clip((s - start) / length, 0, 1)
             rate = floor + (1 - floor) * falls[shape](x)
         if warmup:
-            rate = jnp.where(s < warmup, init + (1 - init) * s / warmup, rate)
+            rate = xp.where(s < warmup, init + (1 - init) * s / warmup, rate)
         return rate
 
     return schedule

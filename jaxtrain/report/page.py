@@ -176,10 +176,13 @@ class Page:
                         curves.append((i, split, columns["step"], values))
                         if f"{name}_expected" in columns:
                             curves.append((i, "expected", columns["step"], columns[f"{name}_expected"]))
+        for i, run in enumerate(self.runs):
+            if rates := _schedule(run):
+                found.setdefault(("learning_rate", ""), []).append((i, "train", *rates))
         most = max(min(MOST_POINTS, POINTS // max(sum(map(len, found.values())), 1)), 24)
         groups: dict[str, list[tuple[str, str]]] = {}
         tested = {place for place, curves in found.items() if any(split == "test" for _, split, _, _ in curves)}
-        for place in sorted(found, key=lambda place: (place[0] != "loss", place[0])):
+        for place in sorted(found, key=lambda place: (place[0] != "loss", place[0] != "learning_rate", place[0])):
             name, split = place
             group = _group(name, split, place in tested)
             drawn: list[dict[str, Any]] = []
@@ -204,6 +207,7 @@ class Page:
     def _figure(self, title: str, name: str, split: str, curves: Sequence[Mapping[str, Any]]) -> str:
         workload = str(self.runs[0].setting("workload", ""))
         meaning = glossary.meaning(name, workload=workload, split=split or "train")
+        meaning = "of the schedule, as optim.lr and its warm-up and decay give it" if name == "learning_rate" else meaning
         told = [
             f"{self.runs[c['run']].name + ' ' if len(self.runs) > 1 else ''}{c['split']} from {number(c['y'][0])} "
             f"to {number(c['y'][-1])} at step {c['x'][-1]}, between {number(min(c['y']))} and {number(max(c['y']))}"
@@ -431,6 +435,17 @@ def _images(run: Run, names: Sequence[str], kind: str, step: int) -> list[str]:
     return found
 
 
+def _schedule(run: Run) -> tuple[np.ndarray, np.ndarray] | None:
+    """Steps and learning rates of schedule.json; None where there is none that can be read."""
+    try:
+        found = files.read_json(run.file("schedule.json"))
+        step, rate = ([run_lib.number(x) for x in found[name][:5000]] for name in ("step", "lr"))
+    except (files.FileError, OSError, KeyError, TypeError):
+        return None
+    known = [(s, r) for s, r in zip(step, rate, strict=False) if math.isfinite(s) and math.isfinite(r) and 0 <= s < 1 << 53]
+    return (np.array([s for s, _ in known]), np.array([r for _, r in known])) if known else None
+
+
 def _warnings(run: Run) -> list[tuple[str, int]]:
     """Warnings and errors of process 0's log, the latest first, each once, with how often it came."""
     try:
@@ -454,7 +469,7 @@ def _group(name: str, split: str, tested: bool) -> str:
         return "Speed"
     if re.match(r"(grad|update|param)_norm", name) or name == "skipped":
         return "Gradients and parameters"
-    return "Results" if tested or name == "loss" else "Losses and metrics"
+    return "Results" if tested or name in ("loss", "learning_rate") else "Losses and metrics"
 
 
 def _id(name: str) -> str:

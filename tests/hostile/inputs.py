@@ -322,6 +322,7 @@ def workdir(folder: pathlib.Path) -> None:
     (folder / "config.json").write_text(json.dumps({"workload": "x", "train": {"steps": 9}, "optim": {"lr": 1.5}}))
     lines = [{"step": s, "split": split, "loss": 1 / s, "skipped": 0.0} for s in (1, 2, 3) for split in ("train", "test")]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "schedule.json").write_text(json.dumps({"step": [0, 5, 9], "lr": [0.0, 1.0, 0.5]}))
     (folder / "samples.jsonl").write_text(json.dumps({"step": 2, "prompt": "a", "score": 0.5}) + "\n")
     clock = goodput.Clock()
     clock.open(str(folder), process=0, processes=1, facts={"versions": {"jax": "1"}, "commit": "abc"})

@@ -43,6 +43,7 @@ def run(tmp_path_factory):
     (path / "samples.jsonl").write_text(
         "".join(json.dumps({"step": s, "text": EVIL, "score": 0.25}) + "\n" for s in (500, 1000))
     )
+    (path / "schedule.json").write_text(json.dumps({"step": [0, 2500, 5000], "lr": [1e-3, 5e-4, 0.0]}))
     (path / "logs").mkdir()
     log = "2026-01-01 00:00:00,000 WARNING step {} skipped: loss 4321; recordings [7]\n"
     (path / "logs" / "process-0.log").write_text(log.format(3) + log.format(3333) + "2026-01-01 00:00:00,000 INFO fine\n")
@@ -79,6 +80,7 @@ def test_the_page_says_what_the_files_say(page):
     assert (train["split"], test["split"]) == ("train", "test") and 1900 < len(train["x"]) <= 2000, "thinned"
     assert train["y"][train["x"].index(3333)] == 4321.0 and train["x"][0] == 1 and train["x"][-1] == 5000, "and no peak lost"
     assert test["x"] == list(range(500, 5001, 500)) and charts["accuracy"][0]["y"] == [s / 10_000 for s in test["x"]]
+    assert charts["learning_rate"][0]["y"] == [1e-3, 5e-4, 0.0]
     for part in (
         "1 steps were skipped: 3333",
         "2×",
@@ -142,11 +144,10 @@ def test_odd_lines_cost_themselves_and_both_parsers_agree(tmp_path):
     path.write_text("".join(json.dumps(r) + "\n" for r in good))
     fast = records_lib.read(path)
     assert records_lib._by_arrow(path.read_bytes()) is not None and (fast.lines, fast.odd) == (300, 0)
-    path.write_text(
-        'nonsense\n{"step": -1, "split": "train"}\n' + path.read_text() + '{"step": 3, "split": "train", "loss": "x"}\n{"st'
-    )
+    odd = b'nonsense\n{"step": -1, "split": "train"}\n{"step": 3, "split": "train", "l\xff": 1}\n'
+    path.write_bytes(odd + path.read_bytes() + b'{"step": 3, "split": "train", "loss": "x"}\n{"st')
     slow = records_lib.read(path)
-    assert (slow.lines, slow.odd) == (300, 3) and slow.splits.keys() == fast.splits.keys()
+    assert (slow.lines, slow.odd) == (300, 4) and slow.splits.keys() == fast.splits.keys()
     for split, columns in fast.splits.items():
         for name, values in columns.items():
             np.testing.assert_array_equal(values, slow.splits[split][name])
