@@ -178,7 +178,7 @@ class Page:
                             curves.append((i, "expected", columns["step"], columns[f"{name}_expected"]))
         for i, run in enumerate(self.runs):
             if rates := _schedule(run):
-                found.setdefault(("learning_rate", ""), []).append((i, "train", *rates))
+                found.setdefault(("learning_rate", ""), []).append((i, "schedule", *rates))
         most = max(min(MOST_POINTS, POINTS // max(sum(map(len, found.values())), 1)), 24)
         groups: dict[str, list[tuple[str, str]]] = {}
         tested = {place for place, curves in found.items() if any(split == "test" for _, split, _, _ in curves)}

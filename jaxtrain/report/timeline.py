@@ -32,7 +32,9 @@ def section(run: Run, *, several: bool) -> str:
     title = f"<h3>{_esc(run.name)}</h3>" if several else ""
     of = f" of {len(run.processes)} processes" if len(run.processes) > 1 else ""
     head = f"<p>Goodput is <b>{share:.1%}</b>: so much of {_time(whole)}{of} went into steps made for the first time.</p>"
-    return title + head + _bar(seconds) + ("" if several else _starts(run.starts)) + _processes(run.processes)
+    return (
+        title + head + _bar(seconds) + ("" if several else _starts(run.starts, alive=run.is_alive)) + _processes(run.processes)
+    )
 
 
 def traced(name: str, trace: Trace) -> str:
@@ -64,7 +66,7 @@ def _bar(seconds: Mapping[str, float], colours: Mapping[str, str] = COLOURS) -> 
     return f'<div class="bar" role="img" aria-label="{told}">{bar}</div><div class="key">{key}</div>'
 
 
-def _starts(starts: Sequence[goodput.Start]) -> str:
+def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
     """A row for each start of a process, on the axis of the wall time, and a table of them."""
     if len(starts) < 2:
         return ""
@@ -95,7 +97,7 @@ def _starts(starts: Sequence[goodput.Start]) -> str:
     lines = "".join(
         f'<tr><td class="n">{i + 1}</td><td>{time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.began))}</td>'
         f'<td class="n">{_time(s.now - s.began)}</td><td class="n">{s.first:,}</td><td class="n">{s.step:,}</td>'
-        f"<td>{_esc(_ending(s))}</td><td>{_esc(s.host)}</td></tr>"
+        f"<td>{_esc(_ending(s, alive and s is starts[-1]))}</td><td>{_esc(s.host)}</td></tr>"
         for i, s in list(enumerate(starts))[-MOST_STARTS:]
     )
     head = (
@@ -104,10 +106,9 @@ def _starts(starts: Sequence[goodput.Start]) -> str:
     return f'{svg}<div class="scroll"><table><tr>{head}<th>how it ended</th><th>host</th></tr>{lines}</table></div>'
 
 
-def _ending(start: goodput.Start) -> str:
-    return (
-        start.end or f"killed, or alive: last heard of {time.strftime('%H:%M:%S', time.localtime(start.now))}, at {start.owner}"
-    )
+def _ending(start: goodput.Start, alive: bool) -> str:
+    heard = f"last heard of at {time.strftime('%H:%M:%S', time.localtime(start.now))}, at: {start.owner}"
+    return start.end or (f"trains; {heard}" if alive else f"killed; {heard}")
 
 
 def _processes(processes: Mapping[int, Sequence[goodput.Start]]) -> str:

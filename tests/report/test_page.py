@@ -87,6 +87,7 @@ def test_the_page_says_what_the_files_say(page):
         "recordings [7]",
         "ended by SIGTERM after step 40",
         "Goodput is",
+        "killed; last heard of",
         "optim.lr",
     ):
         assert part in text, part

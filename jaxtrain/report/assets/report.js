@@ -74,7 +74,7 @@
     if (chart.kind === "parallel") {
       Plotly.react(place, parallel(chart), axes(chart), options);
     } else {
-      const marks = (chart.restarts || []).map((step) => ({ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, line: { width: 1, dash: "dot", color: colour(6) } }));
+      const marks = (chart.restarts || []).map((step) => ({ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, opacity: 0.45, line: { width: 1, dash: "dot", color: colour(6) } }));
       Plotly.react(place, traces(chart), layout(marks), options);
     }
     drawn.add(place);
