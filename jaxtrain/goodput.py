@@ -6,6 +6,7 @@ versions. The other two are slots of one width, which a thread overwrites in tur
 the other, so that a few seconds are lost at most: they lie between two starts, and are owned by `STOPPED`.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -111,7 +112,7 @@ class Clock:
 
         Raises WorkdirError: something else than a file has its name.
         """
-        path = pathlib.Path(workdir) / FOLDER / f"process-{process}.jsonl"
+        self._path = path = pathlib.Path(workdir) / FOLDER / f"process-{process}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             before = starts(path)
@@ -142,6 +143,9 @@ class Clock:
             self._try()
             os.close(self._file)
             self._thread = None
+            if self._path.name == "process-0.jsonl":
+                with contextlib.suppress(OSError, WorkdirError):
+                    log.info("%s", summary(totals(starts(self._path))))
 
     def _run(self) -> None:
         while not self._closed.wait(min(max(1.0, (time.perf_counter() - self._zero) / 500), 10.0)):
@@ -311,6 +315,14 @@ def goodput(seconds: Mapping[str, float]) -> float:
     """The share of the wall time that went into steps which were made for the first time; nan of no time."""
     whole = sum(seconds.values())
     return seconds.get(STEPS, 0.0) / whole if whole else math.nan
+
+
+def summary(seconds: Mapping[str, float]) -> str:
+    """A line about one process: its goodput, and what took most of the rest."""
+    whole = sum(seconds.values())
+    rest = sorted((s, owner) for owner, s in seconds.items() if owner != STEPS and s >= 0.005 * whole)[::-1]
+    most = ", ".join(f"{owner} {s / whole:.0%}" for s, owner in rest[:4])
+    return f"goodput {goodput(seconds):.0%} of {whole:.0f} s over all starts{f'; {most}' if most else ''}"
 
 
 def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:

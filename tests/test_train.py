@@ -178,7 +178,9 @@ def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_t
         assert records(folder / "killed", split) == records(folder / "whole", split)
     assert "schedule of the learning rate" not in output
     ended = run(*killed)
-    assert "already reached step 20" in ended and "compil" not in ended, "a run that has ended says so at once"
+    assert "goodput " in output and "already reached step 20" in ended and "compil" not in ended, (
+        "a run that has ended says so at once"
+    )
     # Where the time went: three starts of one process, whose parts are all that passed.
     starts, now = goodput.read(folder / "killed")[0], time.time()
     seconds, wall = goodput.totals(starts), starts[-1].now - began
@@ -212,6 +214,9 @@ def test_promise_4_two_processes_equal_one(folder, corpus):
     assert [p.returncode for p in both] == [0, 0], "\n".join(outputs)
     assert not list((folder / "cache").glob("*")), "read back by one process, its collectives could meet others of the rest"
     assert "test" in outputs[0] and "step" not in outputs[1], "only process 0 has the console"
+    times = goodput.read(folder / "two")
+    assert [(s.process, s.processes, s.step, s.end) for [s] in times.values()] == [(0, 2, 4, "ended"), (1, 2, 4, "ended")]
+    assert all(s.seconds[goodput.OTHERS] > 0 and s.seconds[goodput.STEPS] > 0 for [s] in times.values())
     assert all(len(rows) == 4 for i in range(2) for rows in ids(folder, f"two{i}.jsonl").values()), "each reads its half"
     (folder / "two.jsonl").write_text("".join((folder / f"two{i}.jsonl").read_text() for i in range(2)))
     one, two = ids(folder, "one.jsonl"), ids(folder, "two.jsonl")

@@ -70,15 +70,10 @@ def _row(run: Any, metric: str) -> dict[str, Any]:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     number = lambda name: "-" if row[name] is None else f"{row[name]:.4g}"  # noqa: E731
     return (
-        _plain(row["run"]), row["state"], f"{row['step']}/{row['steps'] or '?'}", duration(row["eta_seconds"]),
+        " ".join(row["run"].split("\n")), row["state"], f"{row['step']}/{row['steps'] or '?'}", duration(row["eta_seconds"]),
         row["metric"] or "-", number("last"), number("best"), "-" if row["best_step"] is None else str(row["best_step"]),
         str(row["restarts"]), "-" if row["goodput"] is None else f"{row['goodput']:.0%}", size(row["disk"]),
     )  # fmt: skip
-
-
-def _plain(name: str) -> str:
-    """A name without what would move a terminal's cursor."""
-    return "".join(c if c.isprintable() else "?" for c in name)
 
 
 def duration(seconds: float | None) -> str:
