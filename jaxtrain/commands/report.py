@@ -34,8 +34,8 @@ def _write(paths: Sequence[str], out: str, metric: str) -> int:
     from jaxtrain.report import page
     from jaxtrain.report import run as run_lib
 
-    plotly = page.library()  # before a million records are read
     runs = [run_lib.open_run(path, name) for path, name in zip(paths, names(paths), strict=True)]
+    plotly = page.library()  # before a million records are read
     text = page.Page(runs, metric).html(plotly=plotly)
     target, partial = pathlib.Path(out), pathlib.Path(f"{out}.{os.getpid()}.part")
     try:

@@ -15,6 +15,7 @@ from test_run import make
 from jaxtrain import cli
 from jaxtrain.report import records as records_lib
 
+pytest.importorskip("plotly")
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
 

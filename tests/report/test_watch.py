@@ -15,6 +15,8 @@ from test_run import make
 from jaxtrain import cli
 from jaxtrain.commands import watch
 
+pytest.importorskip("plotly")
+
 
 def ask(port, path, host=None):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
