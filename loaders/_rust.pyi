@@ -44,24 +44,49 @@ def resample(wave: NDArray[np.float32], source_rate: int, target_rate: int) -> N
     Raises ValueError for a rate outside [1000, 768000] Hz, and for more than 2^30 samples.
     """
 
-def fbank(wave: NDArray[np.float32], *, normalise: bool = False) -> NDArray[np.float32]:
-    """Compute the Kaldi-compatible log-mel spectrogram of a waveform at 32 kHz.
+class FilterBank:
+    """The tables of a front end: of waveforms at sample_rate (Hz), Kaldi's log-mel energies.
 
-    Returns float32 [1 + (n - 800) // 320, 128] for n samples: natural log of the energy.
-    normalise=True returns float32 [512, 128] as the model reads it: padded with the spectrogram's minimum, then
-    (x + 7.2) / 8.86.
-    Raises ValueError for fewer than 800 samples and, with normalise=True, for more than 512 frames.
+    window, hop: samples of a frame, and from one to the next. n_mels: bands, from f_min to f_max (Hz). mean, std: a
+    model reads (x - mean) / (2 std).
+
+    Raises ValueError for a rate outside [1000, 768000] Hz, a window outside [16, 32768], a hop outside [1, 2^20], n_mels
+    outside [1, 4096], frequencies that do not increase from 0 to half the rate, and a mean or std that is no number.
     """
 
-def front_end(wave: NDArray[np.float32], rate: int, clip_samples: int, n_frames: int) -> NDArray[np.float32]:
+    def __init__(
+        self,
+        *,
+        sample_rate: int = 32_000,
+        window: int = 800,
+        hop: int = 320,
+        n_mels: int = 128,
+        f_min: float = 20.0,
+        f_max: float = 16_000.0,
+        mean: float = -7.2,
+        std: float = 4.43,
+    ) -> None: ...
+
+def fbank(wave: NDArray[np.float32], *, bank: FilterBank | None = None, normalise: bool = False) -> NDArray[np.float32]:
+    """Compute the Kaldi-compatible log-mel spectrogram of a waveform at the rate of the filter bank.
+
+    Returns float32 [1 + (n - window) // hop, n_mels] for n samples: natural log of the energy. bank=None: FilterBank().
+    normalise=True returns float32 [512, n_mels] as the model reads it: padded with the spectrogram's minimum, then
+    (x - mean) / (2 std).
+    Raises ValueError for samples that make no frame and, with normalise=True, more than 512.
+    """
+
+def front_end(
+    wave: NDArray[np.float32], rate: int, clip_samples: int, n_frames: int, *, bank: FilterBank | None = None
+) -> NDArray[np.float32]:
     """Compute the spectrogram that the pipeline makes of this recording in a test split of one view.
 
-    wave: float32 [n] at rate (Hz). clip_samples: length of the clip at 32 kHz, taken from the recording's centre, or
-    the whole recording centred between zeros where it is shorter.
+    wave: float32 [n] at rate (Hz). clip_samples: length of the clip at the rate of the filter bank, taken from the
+    recording's centre, or the whole recording centred between zeros where it is shorter. bank=None: FilterBank().
 
-    Returns float32 [n_frames, 128], normalised.
-    Raises ValueError for a rate outside [1000, 768000] Hz, a clip of no frames or of more than n_frames, more than 2^23
-    frames, and NaN or huge samples.
+    Returns float32 [n_frames, n_mels], normalised.
+    Raises ValueError for a rate outside [1000, 768000] Hz, a clip of no frames or of more than n_frames, more than 2^30
+    values, and NaN or huge samples.
     """
 
 def permutation(seed: int, epoch: int, n: int, i: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -167,6 +192,7 @@ class Index:
     def rows_named(self, names: set[str]) -> tuple[NDArray[np.int64], int]:
         """Return the rows of the recordings that were stored under one of the names.
 
+        A name is a path, or an id: the path's file without folder and ending.
         Returns (rows, found): int64 [k]; how many of the names are those of a recording.
         """
 
@@ -188,7 +214,8 @@ class Pipeline:
     global batch. ranges: [start, stop) pairs of the global batch that this process reads. seed: in [0, 2^64).
     train: True for permuted, endless batches of random crops; False for one pass in order over centre crops.
 
-    sample_rate: Hz of the waveform that crops are taken at. clip_samples: samples of a crop at sample_rate.
+    bank: the front end, at whose rate crops are taken; None for FilterBank(). time_expansion: how many times slower than
+    life recordings are: their rate is this times that which their headers state. clip_samples: samples of a crop.
     n_frames: frames of a spectrogram, at least those of a crop. views: crops of one recording in each row.
     form: what a row holds of a crop: "float32", its spectrogram; "bfloat16", the same, given as uint16; "waveform", its
     samples. channel: of recordings whose row names none; None for the mean of all. short: where samples that are fewer
@@ -214,7 +241,8 @@ class Pipeline:
         ranges: Sequence[tuple[int, int]],
         seed: int,
         train: bool,
-        sample_rate: int = 32_000,
+        bank: FilterBank | None = None,
+        time_expansion: float = 1.0,
         clip_samples: int = 160_000,
         n_frames: int = 512,
         views: int = 1,
@@ -240,7 +268,7 @@ class Pipeline:
         Returns (position, fields). position: the number of the batch after this one. fields: for each field a list of
         arrays, one for each range, of r rows:
 
-        spectrogram  float32 (uint16 for form="bfloat16") [r, n_frames, 128], or [r, views, n_frames, 128] when views > 1
+        spectrogram  float32 (uint16 for form="bfloat16") [r, n_frames, mels], or [r, views, n_frames, mels] when views > 1
         waveform     int16 [r, clip_samples], or [r, views, clip_samples], instead of spectrogram for form="waveform":
                      the samples times 32768, rounded to nearest even and clipped
         label        int32 [r], the class, -1 where it is null

@@ -1,17 +1,18 @@
 """Log-mel spectrograms of recordings in Arrow or Parquet shards: the Python face of the Rust pipeline.
 
-One row of a batch is one crop of one recording: float32 [n_frames, 128], Kaldi log-mel, padded with its minimum and
-normalised as (x + 7.2) / 8.86. Training draws a random crop in a permuted order without end; testing takes the centre crop
-of every recording once. Which row holds what is a function of (seed, position, row) alone: see `loaders.order`.
+One row of a batch is one crop of one recording: float32 [n_frames, n_mels], Kaldi log-mel, padded with its minimum and
+normalised as (x - mean) / (2 std); `loaders.front_end` has what decides it. Training draws a random crop in a permuted order
+without end; testing takes the centre crop of every recording once. Which row holds what is a function of (seed, position, row)
+alone: see `loaders.order`.
 
-With ``views`` > 1 a row is [views, n_frames, 128]: that many crops of one recording, drawn independently, or in testing
+With ``views`` > 1 a row is [views, n_frames, n_mels]: that many crops of one recording, drawn independently, or in testing
 spread evenly. Views that overlap are decoded once, so that in MP3 and Vorbis a view can differ in the last bits from the
 same crop decoded alone. With ``dtype="bfloat16"`` the rows are rounded to nearest even, and half as many bytes cross to
 the device.
 
-With ``form="waveform"`` a row is the crop itself, int16 [160000] of 5 s: the samples at 32 kHz that the filter bank would take,
-times 32768, rounded to nearest even and clipped. The model makes the spectrogram on the device (`jaxtrain.nn.log_mel`): less
-work for the cores, and 1.2 times the bytes of a float32 row. Sound below the resolution of 16 bits differs.
+With ``form="waveform"`` a row is the crop itself, int16 [160000] of 5 s: the samples that the filter bank would take, times
+32768, rounded to nearest even and clipped. The model makes the spectrogram on the device (`jaxtrain.nn.log_mel`): less work for
+the cores, and 1.2 times the bytes of a float32 row. Sound below the resolution of 16 bits differs.
 
 `front_end` does the same for one waveform: it returns the spectrogram that a test split would hold, byte for byte.
 
@@ -26,6 +27,7 @@ in the block order (python -m tools.index_scale).
 """
 
 import contextlib
+import functools
 import logging
 import math
 import pathlib
@@ -45,6 +47,7 @@ except ImportError as error:
 
 from loaders import checks, machine, order, remote
 from loaders.base import DataError, Facts, Field, HostBatch, Loader, Population, Rows, refuse_problems
+from loaders.front_end import DEFAULT, FrontEnd
 from loaders.shards import (
     ClassLists,
     find_shards,
@@ -60,9 +63,6 @@ from loaders.shards import (
 )
 
 log = logging.getLogger("jaxtrain")
-N_MELS = 128
-RATE = 32_000  # [Hz] that the filter bank is defined at
-WINDOW, HOP = 800, 320  # [samples] of a frame
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 FORMS = ("spectrogram", "waveform")
 ORDERS = ("global", "block")
@@ -71,7 +71,7 @@ BACKGROUND = 0x6E6F697365  # domain of the hash: the background's order is indep
 
 
 @dataclass(frozen=True)
-class Config(checks.DataSection):
+class Config(FrontEnd, checks.DataSection):
     """Which recordings are read, and how. Fields from ``bad_budget`` on change no number."""
 
     train: str = "demo"  # [path] folder, glob or address of shards, or "demo": synthetic birds, made at the first use
@@ -85,14 +85,14 @@ class Config(checks.DataSection):
     audio_root: str = ""  # [path] of recordings that are files, not in the shards; empty = each shard's folder
     exclude: tuple[int, ...] = ()  # [rows] of train's recordings that are never read
     exclude_of: int = 0  # [rows] of the index that exclude was written for: with another number it names none; 0 = any
-    exclude_paths: tuple[str, ...] = ()  # [names] of train's recordings, as in audio.path, never read; "@file": one a line
-    sample_rate: int = 32_000  # [Hz] of the waveform before the filter bank; recordings are resampled to it
+    exclude_paths: tuple[str, ...] = ()  # [names] of recordings never read: audio.path, or an id (XC1); "@file": one a line
+    time_expansion: float = 1.0  # [1] times slower than life that recordings are: their rate is this times the headers'
     clip_seconds: float = 5.0  # [s] of a recording in a row
     short: str = "random"  # [name] where a shorter recording lies: "random" (centre in testing), "centre", "start", "origin"
     short_fill: str = "silence"  # [name] of what surrounds it: "silence", or "repeat", itself again and again
     around: str = "recording"  # [name] of what surrounds a part that is shorter: what the "recording" holds, or "silence"
     channel: int = -1  # [number] of the channel that is read, from 0, where a row names none; -1 = the mean of all
-    n_frames: int = 512  # [frames] of a row, 10 ms each; a clip's frames are padded with their minimum
+    n_frames: int = 512  # [frames] of a row, hop_ms each; a clip's frames are padded with their minimum
     views: int = 1  # [crops] of one recording in a row
     form: str = "spectrogram"  # [name] of a row: "spectrogram", or "waveform", of which the device makes the spectrogram
     dtype: str = "float32"  # [name] of a spectrogram's values: "float32" or "bfloat16"; a waveform's are int16
@@ -132,16 +132,16 @@ class Config(checks.DataSection):
         yield from checks.within(self, "[0, 1]", "test_share", "bad_budget")
         if self.test_share == 1:
             yield "test_share", "is 1, which leaves nothing to train on"
-        if self.sample_rate != RATE:
-            yield "sample_rate", f"is {self.sample_rate}; the filter bank is defined at {RATE} Hz"
-        elif not math.isfinite(self.clip_seconds):
+        yield from (front_end := list(super().problems()))
+        yield from checks.positive(self, "time_expansion")
+        if not math.isfinite(self.clip_seconds):
             yield "clip_seconds", f"is {self.clip_seconds}; use a number of seconds, for example 5.0"
-        elif not 1 <= (frames := n_clip_frames(self.clip_samples)) <= self.n_frames:
-            longest = (WINDOW + (self.n_frames - 1) * HOP) / RATE
+        elif not front_end and not 1 <= (frames := self.n_clip_frames(self.clip_samples)) <= self.n_frames:
+            longest = (self.window + (self.n_frames - 1) * self.hop) / self.sample_rate
             yield (
                 "clip_seconds",
                 f"is {self.clip_seconds}, which makes {frames} frames; n_frames={self.n_frames} holds "
-                f"{WINDOW / RATE:g} s to {longest:g} s",
+                f"{self.window / self.sample_rate:g} s to {longest:g} s",
             )
         yield from checks.choice(self, SHORT, "short")
         yield from checks.choice(self, ("silence", "repeat"), "short_fill")
@@ -201,7 +201,7 @@ class Split:
 class Spectrograms(Loader):
     """Crops of recordings. Fields, r rows for each range:
 
-    spectrogram  float32 or bfloat16 [r, n_frames, 128], or [r, views, n_frames, 128] of several views
+    spectrogram  float32 or bfloat16 [r, n_frames, n_mels], or [r, views, n_frames, n_mels] of several views
     waveform     int16 [r, samples], or [r, views, samples]  instead of spectrogram with ``form="waveform"``
     label        int32 [r]    the class; -1 if it is null
     labels       uint8 [r, classes]  instead of label with ``multilabel``: 1 for each class of the recording
@@ -277,17 +277,29 @@ class Spectrograms(Loader):
         return batch
 
 
-def front_end(wave: np.ndarray, rate: int = RATE, *, clip_seconds: float = 5.0, n_frames: int = 512) -> np.ndarray:
-    """A mono waveform, float32 [n] at ``rate`` Hz, as an encoder sees it: float32 [n_frames, 128].
+def filter_bank(of: FrontEnd) -> "_rust.FilterBank":
+    """The tables of a front end. Raises ValueError for values that its ``problems`` report."""
+    return _filter_bank(tuple(of.settings.items()))
 
-    Resampled to 32 kHz; cut to its centre if it is longer than the clip, put between zeros if it is shorter; Kaldi log-mel,
-    padded with the minimum, and normalised: the bytes that the pipeline gives for the same samples in a test split. `decode`
-    makes such a waveform from the bytes of a file.
+
+@functools.lru_cache(maxsize=16)
+def _filter_bank(settings: tuple[tuple[str, Any], ...]) -> "_rust.FilterBank":
+    return _rust.FilterBank(**dict(settings))
+
+
+def front_end(
+    wave: np.ndarray, rate: int = 32_000, *, clip_seconds: float = 5.0, n_frames: int = 512, of: FrontEnd = DEFAULT
+) -> np.ndarray:
+    """A mono waveform, float32 [n] at ``rate`` Hz, as an encoder with the front end ``of`` sees it: float32 [n_frames, n_mels].
+
+    Resampled; cut to its centre if it is longer than the clip, put between zeros if it is shorter; Kaldi log-mel, padded with
+    the minimum, and normalised: the bytes that the pipeline gives for the same samples in a test split. `decode` makes such a
+    waveform from the bytes of a file.
 
     Raises ValueError: a rate of 0, a clip that makes no frame or more than ``n_frames``, samples that are not finite.
     """
     wave = np.ascontiguousarray(wave, np.float32)
-    return _rust.front_end(wave, rate, round(clip_seconds * RATE), n_frames)
+    return _rust.front_end(wave, rate, round(clip_seconds * of.sample_rate), n_frames, bank=filter_bank(of))
 
 
 decode = _rust.decode
@@ -300,7 +312,7 @@ def fields(config: Config) -> dict[str, Field]:
     if config.form == "waveform":
         clip = Field((*views, config.clip_samples), np.dtype(np.int16))
     else:
-        clip = Field((*views, config.n_frames, N_MELS), DTYPES[config.dtype])
+        clip = Field((*views, config.n_frames, config.n_mels), DTYPES[config.dtype])
     data = {config.form: clip, "label": scalar}
     if config.background:
         data["background"] = clip
@@ -315,7 +327,8 @@ def facts(config: Config) -> Facts:
 
     n_train, n_test: recordings of each split. n_recordings: rows of train's index, excluded ones included: one more than
     the largest ``index`` in a batch. n_unlabelled: recordings of both splits whose label is null. class_names, n_classes:
-    of the label, both absent if the data do not name classes. views, n_frames, form, multilabel, background: of a row.
+    of the label, both absent if the data do not name classes. views, n_frames, n_mels, front_end, form, multilabel, background:
+    of a row.
 
     Raises:
       DataError: shards that cannot be used, or that hold other classes in "test" than in "train".
@@ -333,6 +346,8 @@ def facts(config: Config) -> Facts:
         ),
         "views": config.views,
         "n_frames": config.n_frames,
+        "n_mels": config.n_mels,
+        "front_end": config.front_end,
         "form": config.form,
         "multilabel": config.multilabel,
         "background": bool(config.background),
@@ -364,8 +379,9 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
     if block:
         row_order["block"] = list(block)
     # What a row of before had is not named, so that its runs resume.
-    chosen_ones = {"short": config.short, "short_fill": config.short_fill, "around": config.around, "channel": config.channel}
-    before = {"short": "origin", "short_fill": "silence", "around": "recording", "channel": -1}
+    before = {"short": "origin", "short_fill": "silence", "around": "recording", "channel": -1, "time_expansion": 1.0}
+    chosen_ones = {name: getattr(config, name) for name in before}
+    before, chosen_ones = before | DEFAULT.settings, chosen_ones | config.settings
     row_order |= {name: value for name, value in chosen_ones.items() if value != before[name]}
 
     def pipeline(index: "_rust.Index", chosen: np.ndarray, seed: int) -> "_rust.Pipeline":
@@ -377,7 +393,8 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
                 ranges=list(rows.ranges),
                 seed=seed,
                 train=train,
-                sample_rate=config.sample_rate,
+                bank=filter_bank(config),
+                time_expansion=config.time_expansion,
                 clip_samples=config.clip_samples,
                 n_frames=config.n_frames,
                 views=config.views,
@@ -417,11 +434,6 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
     )
 
 
-def n_clip_frames(n_samples: int) -> int:
-    """The number of whole frames in a clip."""
-    return 0 if n_samples < WINDOW else 1 + (n_samples - WINDOW) // HOP
-
-
 def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
     """The recordings of both splits; without ``make``, of built-in ones their outline. Raises DataError."""
     train_path, test_path = (resolve(path, make=make) for path in (config.train, config.test))
@@ -438,7 +450,7 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
         excluded_rows, found = train.rows_named(names)
         if found < len(names):
             missing = next(name for name in sorted(names) if not train.rows_named({name})[1])
-            raise DataError(f"exclude_paths names {missing!r}, which is not an audio.path in {train_path}")
+            raise DataError(f"exclude_paths names {missing!r}, which is not an audio.path in {train_path}, nor an id of one")
         rows = np.setdiff1d(rows, excluded_rows)
 
     folder = pathlib.Path(train_path).expanduser()

@@ -149,7 +149,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain index --show", Run(quick=True, says=r"length \[s\]: ", leaves=("index-pictures/*.png",))),
     (r"^jaxtrain index found/", Run(says=r"rows of [1-9]\d* recordings")),
     (r"^jaxtrain index ", Run(quick=True, says=r"train: \d+ rows of [1-9]\d* recordings")),
-    (r"folder(\.py)?:index$", Run(BIRD)),
+    (r"folder(\.py)?:index( |$)", Run(BIRD)),
     (
         r"^jaxtrain sudoku ",
         Run(

@@ -41,8 +41,8 @@ ALLOWED = {
     ("lora", "specs"): "adapters are chosen by the paths of the parameter table",
     ("optim", "specs"): "groups are chosen by the paths of the parameter table",
 }
-# Modules of loaders/ that know of no data and import nothing of ours: every module of jaxtrain may use them.
-GROUND = {"loaders.machine", "loaders.checks", "loaders.files", "loaders.whole"}
+# Modules of loaders/ that know of no data and import nothing of ours but each other: every module of jaxtrain may use them.
+GROUND = {"loaders.machine", "loaders.checks", "loaders.files", "loaders.whole", "loaders.front_end"}
 NO_ROOMS = {"utils", "helpers", "common", "base_trainer", "registry", "callbacks", "hooks"}
 MODULES = sorted((ROOT / "jaxtrain").rglob("*.py"))
 LOADERS = sorted((ROOT / "loaders").rglob("*.py")) + sorted((ROOT / "loaders").rglob("*.pyi"))
@@ -114,10 +114,10 @@ def test_only_those_who_hold_data_know_the_loaders():
     assert users <= {"train", "assembly", "data", "feed", "record", "commands", "inference"}
 
 
-def test_the_ground_of_the_loaders_imports_nothing_of_ours():
+def test_the_ground_of_the_loaders_imports_nothing_of_ours_but_itself():
     for name in GROUND:
         used = imports(ROOT / f"{name.replace('.', '/')}.py")
-        assert not {module for module in used if module.split(".")[0] in ("loaders", "jaxtrain", "tools", "configs")}
+        assert not {module for module in used - GROUND if module.split(".")[0] in ("loaders", "jaxtrain", "tools", "configs")}
 
 
 def test_the_loaders_do_not_import_each_other_in_a_circle():

@@ -51,8 +51,8 @@ from loaders import base, demo, demo_birds, machine, order
 from loaders import spectrogram as ours
 
 SEED = 7
-RATE, CLIP = ours.RATE, 5 * ours.RATE
-N_FRAMES, N_MELS = 512, ours.N_MELS
+FRONT_END = ours.FrontEnd()
+RATE, CLIP, N_FRAMES, N_MELS = FRONT_END.sample_rate, 5 * FRONT_END.sample_rate, 512, FRONT_END.n_mels
 MARGIN = 0.05  # [s] that a resampler is given on each side of a crop
 BATCH = 20
 
@@ -249,8 +249,8 @@ class Librosa:
             y=clip(wave_n),
             sr=RATE,
             n_fft=1024,
-            win_length=ours.WINDOW,
-            hop_length=ours.HOP,
+            win_length=FRONT_END.window,
+            hop_length=FRONT_END.hop,
             n_mels=N_MELS,
             fmin=20,
             htk=True,
@@ -308,7 +308,7 @@ class Seek:
 
         self.rfft = scipy.fft.rfft
         self.resample = lambda wave_n, rate: soxr.resample(wave_n, rate, RATE)
-        self.window_n = np.hanning(ours.WINDOW).astype(np.float32)
+        self.window_n = np.hanning(FRONT_END.window).astype(np.float32)
         self.padded_fn = np.zeros((N_FRAMES, 1024), np.float32)
         mel = 1127 * np.log1p(np.arange(512) * RATE / 1024 / 700)
         low, high = 1127 * np.log1p(np.array([20, RATE / 2]) / 700)
@@ -318,9 +318,9 @@ class Seek:
 
     def __call__(self, s: Sample) -> np.ndarray:
         wave_n = read_crop(s, self.resample)
-        frames_fn = np.lib.stride_tricks.sliding_window_view(wave_n, ours.WINDOW)[:: ours.HOP]
+        frames_fn = np.lib.stride_tricks.sliding_window_view(wave_n, FRONT_END.window)[:: FRONT_END.hop]
         frames_fn = frames_fn - frames_fn.mean(1, keepdims=True)
-        windowed_fn = self.padded_fn[: len(frames_fn), : ours.WINDOW]
+        windowed_fn = self.padded_fn[: len(frames_fn), : FRONT_END.window]
         # The first sample's own rule does not matter: the window is 0 there.
         np.multiply(frames_fn[:, :-1], np.float32(-0.97), out=windowed_fn[:, 1:])
         windowed_fn[:, 1:] += frames_fn[:, 1:]

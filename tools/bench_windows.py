@@ -22,6 +22,7 @@ KINDS = {
     "WAV": ("WAV", None, {}),
     "FLAC": ("FLAC", None, {}),
     "Vorbis": ("OGG", "VORBIS", {}),
+    "Opus": ("OGG", "OPUS", {}),
     "MP3, constant": ("MP3", None, {"bitrate_mode": "CONSTANT"}),
     "MP3, variable": ("MP3", None, {"bitrate_mode": "VARIABLE", "compression_level": 0.5}),
 }
@@ -49,9 +50,10 @@ def write(folder: pathlib.Path, name: str, hours: float) -> pathlib.Path:
     path = folder / f"{name.replace(', ', '-').lower()}-{hours:g}h"
     if not path.exists():
         rng = np.random.default_rng(0)
-        with soundfile.SoundFile(path, "w", RATE, 1, subtype=subtype, format=kind, **options) as file:
+        rate = 48_000 if name == "Opus" else RATE  # that it always decodes to
+        with soundfile.SoundFile(path, "w", rate, 1, subtype=subtype, format=kind, **options) as file:
             for _ in range(round(hours * 3600)):
-                file.write((rng.standard_normal(RATE) * rng.uniform(0.003, 0.1)).astype(np.float32))
+                file.write((rng.standard_normal(rate) * rng.uniform(0.003, 0.1)).astype(np.float32))
     return path
 
 
@@ -72,8 +74,8 @@ def measure(name: str, path: pathlib.Path, n: int) -> None:
         whole = _rust.decode(data)[0]
 
     entire = None if name.startswith("MP3, variable") else cpu(decode)
-    length = SECONDS * RATE
-    frames = _rust.recording_info(path)[1]
+    rate, frames, *_ = _rust.recording_info(path)
+    length = SECONDS * rate
     places = np.random.default_rng(1).integers(0, frames - length, n).tolist()
     first = cpu(lambda: _rust.decode(data, frames - length - 1000, length))
     if entire is None:

@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--multilabel", action="store_true", help="the column holds lists of classes")
     parser.add_argument("--kinds", type=_kinds, default="mean,cls", help=f"some of {','.join(KINDS)}; default: mean,cls")
     parser.add_argument("--columns", default="", help="other columns to keep, of integers")
+    expansion = "times slower than life that recordings are (bats: often 10); default: the run's"
+    parser.add_argument("--time-expansion", type=float, metavar="TIMES", help=expansion)
     parser.add_argument("--views", type=arguments.positive, default=1, help="of each recording, averaged; default: 1")
     parser.add_argument("--batch", type=arguments.positive, default=64, help="recordings computed together; default: 64")
     parser.add_argument("--random", type=int, metavar="SEED", help="the encoder before training, for comparison")
@@ -70,6 +72,7 @@ def _embed(args: argparse.Namespace) -> int:
     changes |= {"audio_root": args.audio_root, "follow_links": args.follow_links}
     changes |= {"train": args.data, "test": ""} if args.data else {}
     changes |= {"label": args.label} if args.label is not None else {}
+    changes |= {"time_expansion": args.time_expansion} if args.time_expansion is not None else {}
     columns = [name for name in args.columns.split(",") if name]
     data = embed.data_config(model, **changes)
     done = embed.embed(model, data, args.out, split=args.split, kinds=args.kinds, columns=columns, batch=args.batch)

@@ -137,6 +137,8 @@ def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) 
     for name in getattr(classes["model"], "shared", ()):
         has = {section: name in parts[section] for section in parts}
         fields = {section: name in getattr(cls, "__dataclass_fields__", {}) for section, cls in classes.items()}
+        if all(has.values()):  # what is typed now decides over what the file says of the other side
+            has = {section: isinstance(parts[section][name], _Text) for section in parts}
         if all(fields.values()) and has["model"] != has["data"]:
             given, other = ("model", "data") if has["model"] else ("data", "model")
             parts[other] = {**parts[other], name: parts[given][name]}

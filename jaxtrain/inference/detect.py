@@ -141,7 +141,7 @@ def front_end(data: spectrogram.Config) -> dict[str, Any]:
 
 def band(data: spectrogram.Config) -> tuple[float, float]:
     """The frequencies [Hz] between which the encoder hears."""
-    return 0.0, data.sample_rate / 2
+    return 0.0, data.highest
 
 
 def prepare(

@@ -39,9 +39,10 @@ from jaxtrain.types import PyTree
 from jaxtrain.weights import source as source_lib
 from jaxtrain.weights import workload
 from jaxtrain.workloads import bird
-from loaders import checks, columnar, shards, spectrogram, whole
+from loaders import checks, columnar, front_end, shards, spectrogram, whole
 from loaders import files as files_lib
 from loaders.base import DataError, Rows
+from loaders.front_end import DEFAULT, FrontEnd
 
 AHEAD = 3  # [batches] that the loader may have on the device before it computes them
 FLUSH = 20  # [s] between notes of the progress
@@ -61,6 +62,17 @@ class Model(NamedTuple):
     run: dict[str, Any]  # the run's whole config
     name: str
     probe: PyTree | None = None  # of the online probe: scale, bias, w, b
+
+    @property
+    def front_end(self) -> FrontEnd:
+        """What its spectrograms are made by. Raises EmbedError: the run's config has none, or says two things."""
+        try:
+            trained = front_end.saved(self.run.get("data") or {})
+        except ValueError as error:
+            raise EmbedError(f"{self.name}: its config's {error}") from error
+        if unlike := (self.config.front_end or trained).differences(trained):
+            raise EmbedError(f"{self.name}: its config's sections model and data name different front ends: {unlike}")
+        return trained
 
     @property
     def digest(self) -> str:
@@ -118,7 +130,10 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
     """The run's own data section with ``changes``, by which nothing is held out, excluded or mixed in.
 
     The run may be anyone's: where recordings are files, and whether links are followed, is for ``changes`` alone to say. So are
-    addresses. Raises StoredError for one of the run's own.
+    addresses.
+
+    Raises StoredError for an address of the run's own, and EmbedError for changes that make other spectrograms than those that
+    the encoder was trained on.
     """
     data = {
         name: value for name, value in (model.run.get("data") or {}).items() if name in spectrogram.Config.__dataclass_fields__
@@ -138,7 +153,10 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
             source_lib.refuse_address(data.get(name), f"data.{name}", "--data")
             if "**" in str(data.get(name)):  # it would be looked for on the whole disk, through links in circles
                 raise EmbedError(f"the run's config.data.{name} is {str(data[name])[:200]!r}; name the data with --data")
-    return config_lib.section(spectrogram.Config, {**data, **own, **changes})
+    made = config_lib.section(spectrogram.Config, {**data, **own, **changes})
+    if unlike := model.front_end.differences(made.front_end):
+        raise EmbedError(f"{model.name} was trained on other spectrograms than are asked for: {unlike}; omit those settings")
+    return made
 
 
 def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
@@ -242,8 +260,11 @@ def embed(
         "views": data.views,
         "batch": batch,
     }
+    made_of |= {"front_end": data.settings} if data.settings != DEFAULT.settings else {}
+    made_of |= {"time_expansion": data.time_expansion} if data.time_expansion != 1 else {}
     progress = _progress(out, made_of)
     progress |= {"model": model.name, "class_names": list(facts.get("class_names", ())), "multilabel": data.multilabel}
+    progress |= {"front_end": data.settings}
     start = progress.get("done", 0)
     files = _open(out, {name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for name, x in setup.shapes.items()}, start)
     if not start:

@@ -25,6 +25,7 @@ import numpy as np
 import optax
 
 from loaders import files, whole
+from loaders.front_end import DEFAULT
 
 MEASURES = ("accuracy", "cmAP", "AUROC")
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -46,6 +47,7 @@ class Features(NamedTuple):
     group: np.ndarray | None  # int [n], of the folds
     multilabel: bool
     names: tuple[str, ...]
+    front_end: Mapping[str, Any]  # `FrontEnd.settings` of the encoder that made them
 
 
 def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = None) -> Features:
@@ -63,6 +65,9 @@ def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = 
         or type(meta.get("multilabel")) is not bool
     ):
         raise ProbeError(f"{folder / 'embeddings.json'} does not describe embeddings; make them with `jaxtrain embed`")
+    front_end = meta.get("front_end", DEFAULT.settings)  # of before it was a choice
+    if not isinstance(front_end, dict) or front_end.keys() != DEFAULT.settings.keys():
+        raise ProbeError(f"{folder / 'embeddings.json'} has front_end {str(front_end)[:80]!r}; embed again")
     if meta["done"] < meta["rows"]:
         raise ProbeError(
             f"{folder} holds {meta['done']} of {meta['rows']} embeddings; rerun the same `jaxtrain embed` to resume"
@@ -104,6 +109,7 @@ def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = 
         load(group, 1)[known] if group else None,
         meta["multilabel"],
         names,
+        front_end,
     )
 
 
@@ -303,6 +309,11 @@ def evaluate(
         if train.x.shape[1] != test.x.shape[1]:
             raise ProbeError(
                 f"the train rows have {train.x.shape[1]} features, the test rows {test.x.shape[1]}; embed both with one run"
+            )
+        if unlike := [name for name, value in train.front_end.items() if test.front_end[name] != value]:
+            both = ", ".join(f"{name} {train.front_end[name]} and {test.front_end[name]}" for name in unlike)
+            raise ProbeError(
+                f"the train and the test rows are of encoders with different front ends ({both}); embed both with one run"
             )
         scores["linear"].append(linear(train.x, train.y, test.x, multilabel=train.multilabel))
         scores["knn"].append(nearest(train.x, train.y, test.x, k=k))

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config import Section
-from jaxtrain.nn.log_mel import MEAN, SCALE
 from jaxtrain.types import Array, Batch, Key
 from loaders import checks
+from loaders.front_end import DEFAULT, FrontEnd
 
 STREAM = 0x61756700  # sets these draws apart from others of the same seed
 
@@ -36,8 +36,8 @@ class Config(Section):
     background: float = 0.0  # [share] of the views that one of data.background is added to
     background_snr: tuple[float, float] = (0.0, 20.0)  # [dB] by which it is weaker, drawn evenly
     mixup: float = 0.0  # [1] alpha: a share drawn from Beta(alpha, alpha) of the energy, and of the label, is the partner's
-    gain: float = 0.0  # [ln energy / 8.86] largest change of level, either way
-    noise: float = 0.0  # [ln energy / 8.86] standard deviation of noise on every value
+    gain: float = 0.0  # [2 std] largest change of level, either way
+    noise: float = 0.0  # [2 std] standard deviation of noise on every value
     time_masks: int = 0  # [masks] spans of frames set to the view's mean
     time_mask: int = 40  # [frames] longest time mask
     mel_masks: int = 0  # [masks] spans of bands set to the view's mean
@@ -59,8 +59,8 @@ class Augmented(NamedTuple):
     own: Array | None  # float32 [B, V]: share of the row's own label, of which `partner` has the rest; None = all of it
 
 
-def augment(c: Config, seed: int, batch: Batch) -> Augmented:
-    """Spectrograms [B, F, W] or [B, V, F, W] as training sees them.
+def augment(c: Config, seed: int, batch: Batch, of: FrontEnd = DEFAULT) -> Augmented:
+    """Spectrograms [B, F, W] or [B, V, F, W], of the front end ``of``, as training sees them.
 
     Raises ValueError for mixup of an odd number of rows.
     """
@@ -72,11 +72,11 @@ def augment(c: Config, seed: int, batch: Batch) -> Augmented:
     x_bvfw = every(lambda x_fw, key: _place(c, x_fw, key))(x_bvfw, keys_bv)
     if c.background:
         other = batch["background"].astype(jnp.float32).reshape(x_bvfw.shape)
-        x_bvfw = every(lambda x_fw, y_fw, key: _add_background(c, x_fw, y_fw, _part(key, 2)))(x_bvfw, other, keys_bv)
+        x_bvfw = every(lambda x_fw, y_fw, key: _add_background(c, of, x_fw, y_fw, _part(key, 2)))(x_bvfw, other, keys_bv)
     own_bv = None
     if c.mixup:
         own_bv = every(lambda key: _own_share(c, _part(key, 3)))(keys_bv)
-        x_bvfw = every(_mix)(x_bvfw, partner(x_bvfw), own_bv)
+        x_bvfw = every(lambda x_fw, y_fw, own: _mix(of, x_fw, y_fw, own))(x_bvfw, partner(x_bvfw), own_bv)
     x_bvfw = every(lambda x_fw, key: _spoil(c, x_fw, key))(x_bvfw, keys_bv)
     return Augmented(x_bvfw.reshape(x.shape), own_bv)
 
@@ -127,12 +127,13 @@ def _crop(c: Config, x_fw: Array, key: Key) -> Array:
     )
 
 
-def _add_background(c: Config, x_fw: Array, y_fw: Array, key: Key) -> Array:
+def _add_background(c: Config, of: FrontEnd, x_fw: Array, y_fw: Array, key: Key) -> Array:
     key_which, key_snr = jax.random.split(key)
     snr = jax.random.uniform(key_snr, (), minval=c.background_snr[0], maxval=c.background_snr[1])
-    level_x, level_y = (jax.nn.logsumexp(_ln_energy(z)) for z in (x_fw, y_fw))
+    ln_x, ln_y = _ln_energy(of, x_fw), _ln_energy(of, y_fw)
+    level_x, level_y = (jax.nn.logsumexp(z) for z in (ln_x, ln_y))
     weaker = level_x - level_y - snr * (jnp.log(10.0) / 10)
-    mixed = _from_ln_energy(jnp.logaddexp(_ln_energy(x_fw), _ln_energy(y_fw) + weaker))
+    mixed = _from_ln_energy(of, jnp.logaddexp(ln_x, ln_y + weaker))
     return jnp.where(jax.random.uniform(key_which) < c.background, mixed, x_fw)
 
 
@@ -142,11 +143,11 @@ def _own_share(c: Config, key: Key) -> Array:
     return jnp.maximum(share, 1 - share)
 
 
-def _mix(x_fw: Array, y_fw: Array, own: Array) -> Array:
+def _mix(of: FrontEnd, x_fw: Array, y_fw: Array, own: Array) -> Array:
     """ln (own e^x + (1 - own) e^y) (Zhang et al. 2018, in energies)."""
     # A share of exactly one has no logarithm for the rest.
     rest = jnp.log(jnp.maximum(1 - own, 1e-9))
-    return _from_ln_energy(jnp.logaddexp(_ln_energy(x_fw) + jnp.log(own), _ln_energy(y_fw) + rest))
+    return _from_ln_energy(of, jnp.logaddexp(_ln_energy(of, x_fw) + jnp.log(own), _ln_energy(of, y_fw) + rest))
 
 
 def _spoil(c: Config, x_fw: Array, key: Key) -> Array:
@@ -170,9 +171,9 @@ def _spans(key: Key, size: int, n: int, longest: int) -> Array:
     return ((place >= start) & (place < stop)).any(axis=1)
 
 
-def _ln_energy(x: Array) -> Array:
-    return x * SCALE + MEAN
+def _ln_energy(of: FrontEnd, x: Array) -> Array:
+    return x * of.scale + of.mean
 
 
-def _from_ln_energy(x: Array) -> Array:
-    return (x - MEAN) / SCALE
+def _from_ln_energy(of: FrontEnd, x: Array) -> Array:
+    return (x - of.mean) / of.scale

@@ -14,6 +14,7 @@ import pytest
 from jaxtrain import config as config_lib
 from jaxtrain import train
 from jaxtrain.commands import embed as command
+from jaxtrain.commands import probe
 from jaxtrain.inference import embed
 from jaxtrain.nn import vit
 from jaxtrain.weights import safetensors
@@ -21,6 +22,7 @@ from loaders import demo, spectrogram
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = dict(embed=32, depth=2, heads=2, n_cls=2, patch=(32, 32), n_frames=256, dtype="float32", drop_path=0.2, pool="patches")
+FRONT_END = dict(sample_rate=16_000, n_mels=64, f_max=7_500.0, mean=-6.0)
 N = 20
 
 
@@ -31,9 +33,9 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, corpus):
-    """A run of one step."""
+    """A run of one step, with a front end of its own choice."""
     workdir = tmp_path_factory.mktemp("run")
-    data = dict(train=str(corpus), n_frames=256, clip_seconds=2.5, threads=2)
+    data = dict(train=str(corpus), n_frames=256, clip_seconds=2.5, threads=2, **FRONT_END)
     config = config_lib.from_dict(
         dict(
             model=MODEL, data=data, workdir=str(workdir), train=dict(steps=1, batch=8, eval_every=0, ema=0.5), mesh=dict(data=8)
@@ -65,7 +67,8 @@ def test_features_are_the_encoders_of_each_recording_in_order(trained, corpus, t
     x = []
     for row in rows:
         wave, rate, _ = spectrogram.decode(row["audio"]["bytes"])
-        x.append(spectrogram.front_end(wave, rate, clip_seconds=2.5, n_frames=256))
+        of = spectrogram.FrontEnd(**FRONT_END)
+        x.append(spectrogram.front_end(wave, rate, clip_seconds=2.5, n_frames=256, of=of))
     cls, patches = jax.jit(lambda p, x: vit.encode(model.config, p, x))(model.params, np.stack(x))
     np.testing.assert_allclose(got["mean"], patches.mean(1), rtol=0, atol=1e-4)
     np.testing.assert_allclose(got["cls"], cls.mean(1), rtol=0, atol=1e-4)
@@ -119,6 +122,28 @@ def test_the_command_names_what_is_wrong(trained, corpus, tmp_path, capsys):
     assert "'max' is unknown; expected one of: mean, cls, patches" in capsys.readouterr().err
     assert command.main([str(trained), "--out", str(tmp_path / "out"), "--split", "test", "--ema"]) == 0
     assert "9 recordings (0 unreadable)" in capsys.readouterr().out
+
+
+def test_another_front_end_is_refused_in_one_line(trained, corpus, tmp_path, capsys):
+    """By embed's data section, by a config that says two things, by an export of it, and between folders of a probe."""
+    model = embed.load(str(trained))
+    assert model.config.n_mels == 64 and model.config.front_end == spectrogram.FrontEnd(**FRONT_END)
+    with pytest.raises(embed.EmbedError, match="on other spectrograms than are asked for: n_mels 64 and 128, f_max"):
+        embed.data_config(model, n_mels=128, f_max=8000.0)
+    line = safetensors.export(str(trained), str(tmp_path / "export"), only="^encoder/")
+    assert "step 1" in line
+    for name in ("jaxtrain.json", "config.json"):
+        file = tmp_path / "export" / name
+        file.write_text(file.read_text().replace('"hop_ms": 10.0', '"hop_ms": 5.0', 1))
+    assert command.main([str(tmp_path / "export"), "--out", str(tmp_path / "x"), "--data", str(corpus)]) == 2
+    assert "sections model and data name different front ends: hop 160 and 80 samples" in capsys.readouterr().err
+    for name in ("a", "b"):
+        made(model, corpus, tmp_path / name)
+    file = tmp_path / "b" / embed.PROGRESS
+    file.write_text(file.read_text().replace('"n_mels": 64', '"n_mels": 32'))
+    folders = ["--train", str(tmp_path / "a"), "--test", str(tmp_path / "b"), "--out", str(tmp_path / "p"), "--draws", "2"]
+    assert probe.main(folders) == 2
+    assert "encoders with different front ends (n_mels 64 and 32); embed both with one run" in capsys.readouterr().err
 
 
 BLOCKED = ("flax", "optax", "orbax", "tensorstore", "pyarrow", "etils", "ml_collections", "soundfile", "PIL")

@@ -245,10 +245,16 @@ FRAMES = """def get_config():
 
 
 @pytest.mark.parametrize("given", ["model", "data"])
-def test_frames_that_one_side_names_are_the_others_too(given, tmp_path):
+def test_frames_and_bands_that_one_side_names_are_the_others_too(given, tmp_path):
     (tmp_path / "frames.py").write_text(FRAMES)
-    config, _ = config_lib.read(str(tmp_path / "frames.py"), [(f"{given}.n_frames", "256")], make_data=False)
-    assert (config.model.n_frames, config.data.n_frames) == (256, 256)
+    overrides = [(f"{given}.n_frames", "256"), (f"{given}.n_mels", "64")]
+    config, _ = config_lib.read(str(tmp_path / "frames.py"), overrides, make_data=False)
+    assert (config.model.n_frames, config.data.n_frames, config.model.n_mels, config.data.n_mels) == (256, 256, 64, 64)
+    # What is typed decides over what the file says of the other side.
+    text = FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96").replace("data=", "model=dict(n_mels=96), data=")
+    (tmp_path / "frames.py").write_text(text)
+    config, _ = config_lib.read(str(tmp_path / "frames.py"), overrides, make_data=False)
+    assert (config.model.n_mels, config.data.n_mels) == (64, 64)
     both = [("model.n_frames", "512"), ("data.n_frames", "256")]
     config, _ = config_lib.read(str(tmp_path / "frames.py"), both, make_data=False)
     assert (config.model.n_frames, config.data.n_frames) == (512, 256), "two that differ are both kept, and refused"

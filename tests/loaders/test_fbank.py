@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from loaders import _rust
+from loaders.front_end import FrontEnd
+from loaders.spectrogram import filter_bank
 
 HERE = pathlib.Path(__file__).parents[1] / "data" / "fbank"
 SHARED = pathlib.Path(__file__).parents[2] / ".." / "shared" / "golden" / "fbank"
@@ -48,6 +50,45 @@ def test_normalised_rows_are_padded_with_the_clips_minimum(case):
     assert got.shape == (512, 128)
     np.testing.assert_allclose(got, (expected + 7.2) / 8.86, atol=TOLERANCES[case]["max_abs"] / 8.86 + 1e-6)
     assert (got[n:] == got[:n].min()).all()
+
+
+@pytest.mark.parametrize("path", sorted(HERE.glob("choices/*.npz")), ids=lambda path: path.stem)
+def test_other_front_ends_are_kaldis_too(path):
+    """torchaudio's numbers (tests/data/fbank/choices/make.py), within the least tolerance of those above."""
+    golden = dict(np.load(path))
+    front_end, reference = FrontEnd(**json.loads(str(golden["front_end"]))), golden["reference"]
+    got = _rust.fbank(golden["waveform"].astype(np.float32) / 32768, bank=filter_bank(front_end))
+    assert got.shape == reference.shape == (front_end.n_clip_frames(len(golden["waveform"])), front_end.n_mels)
+    off = np.abs(got - reference)
+    audible = reference >= reference.max(axis=1, keepdims=True) - np.log(1e7)
+    assert off.max() <= 5e-3 and off.mean() <= 2e-5 and off[audible].max() <= 2e-3
+
+
+def test_mean_and_deviation_are_those_of_the_front_end():
+    wave = np.random.default_rng(0).standard_normal(4000).astype(np.float32)
+    plain = _rust.fbank(wave)
+    got = _rust.fbank(wave, bank=filter_bank(FrontEnd(mean=-4.0, std=2.5)), normalise=True)[: len(plain)]
+    np.testing.assert_allclose(got, (plain + 4) / 5, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "bad, said",
+    [
+        (dict(sample_rate=900), "sample_rate is 900; it must lie in [1000, 768000]"),
+        (dict(window_ms=0.1), "window_ms is 0.1; at 32000 Hz it must lie in [0.5, 1024]"),
+        (dict(hop_ms=0.0), "hop_ms is 0.0; at 32000 Hz it must lie in [0.03125,"),
+        (dict(n_mels=0), "n_mels is 0; it must lie in [1, 4096]"),
+        (dict(f_max=20_000.0), "f_max is 20000.0; it must lie in [0, 16000], where 0 is half of sample_rate=32000"),
+        (dict(f_min=4000.0, f_max=3000.0), "f_min is 4000.0; it must lie in [0, 3000)"),
+        (dict(mean=float("inf")), "mean is inf"),
+        (dict(std=0.0), "std is 0.0; it must be a positive number"),
+    ],
+)
+def test_front_ends_that_make_no_sense_are_reported(bad, said):
+    assert any(f"{name} {text}".startswith(said) for name, text in FrontEnd(**bad).problems())
+    if "f_min" not in bad and "f_max" not in bad:  # whose message names both
+        with pytest.raises(ValueError, match=said.split("_ms")[0].split()[0]):
+            filter_bank(FrontEnd(**bad))
 
 
 def test_only_whole_windows_count():

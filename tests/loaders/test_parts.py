@@ -12,8 +12,9 @@ import soundfile
 
 from loaders import _rust
 from loaders.base import DataError, Rows
+from loaders.front_end import FrontEnd
 from loaders.recordings import store
-from loaders.spectrogram import Config, make_loader
+from loaders.spectrogram import Config, filter_bank, make_loader
 
 RATE = 32_000
 
@@ -81,6 +82,29 @@ def test_a_crop_longer_than_its_part_holds_what_surrounds_it(ramps):
     np.testing.assert_array_equal(end, whole[-3200:])
     firsts = {int(batch(index, 3, train=True, epoch_of=epoch)[0][0][0]) + 10007 for epoch in range(12)}
     assert len(firsts) > 8 and 16_320 - 3200 <= min(firsts) and max(firsts) <= 16_000, "the part is in every crop"
+
+
+def test_recordings_that_are_slower_than_life(tmp_path):
+    """A file of 25.6 kHz, expanded ten times, gives the bytes of one of 256 kHz; times of rows are the file's."""
+    rate, form = 256_000, {"form": "float32", "clip_samples": 12_800, "n_frames": 48}
+    wave = (8000 * corpus.noise(3, 0.2, rate)).astype(np.int16)
+    bank = filter_bank(FrontEnd(sample_rate=rate, window_ms=4.0, hop_ms=1.0, f_min=9_900.0, n_mels=32))
+    out = []
+    for times, name in ((1, "life.wav"), (10, "slow.wav")):
+        (tmp_path / name).write_bytes(corpus.encode(wave, rate // times, "WAV", "PCM_16"))
+        index = _rust.Index([write(tmp_path, [dict(path=name, start=0.05 * times, end=0.15 * times)])])
+        pipeline = _rust.Pipeline(
+            index, rows=np.arange(1), batch=1, ranges=[(0, 1)], train=False, seed=0, bank=bank, time_expansion=times, **form
+        )
+        out.append(pipeline.next()[1]["spectrogram"][0])
+        pipeline.close()
+    assert out[0].shape == (1, 48, 32)
+    np.testing.assert_array_equal(out[0].view("u4"), out[1].view("u4"))
+    expected = _rust.front_end(wave[12_800:38_400] / np.float32(32768), rate, 12_800, 48, bank=bank)
+    np.testing.assert_array_equal(out[0][0], expected)
+    index = _rust.Index([write(tmp_path, [dict(path="slow.wav", start=0.0, end=1.0)])])
+    _, fields, diagnostics = batch(index, 1, bad_budget=1.0, time_expansion=0.001)
+    assert fields["weight"][0] == 0 and "has 25600 Hz, of which time_expansion = 0.001 makes 26" in str(diagnostics["bad_list"])
 
 
 def test_or_silence(ramps):
@@ -200,6 +224,8 @@ def test_recordings_are_found_by_their_name(ramps):
     index = _rust.Index([write(ramps, [dict(path=p, start=0.0, end=0.5) for p in ("m.wav", "s.wav", "m.wav")])])
     rows, found = index.rows_named({"m.wav", "other.wav"})
     assert rows.tolist() == [0, 2] and found == 1
+    rows, found = index.rows_named({"m", "s.wav", "wav", "s"})  # an id is a file's name without folder and ending
+    assert rows.tolist() == [0, 1, 2] and found == 2
 
 
 def test_a_shard_of_another_version_is_refused(ramps):

@@ -14,6 +14,7 @@ import pytest
 import soundfile
 
 from jaxtrain import cli
+from jaxtrain import config as config_lib
 from loaders import shards
 from loaders.base import Rows
 from loaders.recordings import headers
@@ -49,13 +50,13 @@ def recordings(tmp_path):
     return folder
 
 
-def raven(folder: pathlib.Path) -> list[pathlib.Path]:
+def raven(folder: pathlib.Path, events=EVENTS, names=SECONDS) -> list[pathlib.Path]:
     """A selection table for each recording, as Raven writes it: each selection for both of its views."""
     paths = []
     columns = ["Selection", "View", "Channel", "Begin Time (s)", "End Time (s)", "Low Freq (Hz)", "High Freq (Hz)", "Species"]
-    for name in SECONDS:
+    for name in names:
         lines = ["\t".join(columns)]
-        for number, (_, start, end, species, low, high) in enumerate((e for e in EVENTS if e[0] == name), 1):
+        for number, (_, start, end, species, low, high) in enumerate((e for e in events if e[0] == name), 1):
             for view in ("Waveform 1", "Spectrogram 1"):
                 lines.append("\t".join(map(str, (number, view, 1, start, end, low, high, species))))
         paths.append(folder / f"{name.rpartition('.')[0]}.Table.1.selections.txt")
@@ -63,19 +64,20 @@ def raven(folder: pathlib.Path) -> list[pathlib.Path]:
     return paths
 
 
-def table(folder: pathlib.Path, separator: str = ";", encoding: str = "latin-1") -> pathlib.Path:
+def table(folder: pathlib.Path, separator: str = ";", encoding: str = "latin-1", events=EVENTS, names=SECONDS) -> pathlib.Path:
+    del names
     lines = [separator.join(("Datei", "start", "end", "species", "low_freq", "high_freq"))]
-    lines += [separator.join(map(str, event[:4] + event[4:])) for event in EVENTS]
+    lines += [separator.join(map(str, event[:4] + event[4:])) for event in events]
     path = folder / "events.csv"
     path.write_bytes("\r\n".join(lines).encode(encoding))
     return path
 
 
-def audacity(folder: pathlib.Path) -> list[pathlib.Path]:
+def audacity(folder: pathlib.Path, events=EVENTS, names=SECONDS) -> list[pathlib.Path]:
     paths = []
-    for name in SECONDS:
+    for name in names:
         lines = []
-        for _, start, end, species, low, high in (e for e in EVENTS if e[0] == name):
+        for _, start, end, species, low, high in (e for e in events if e[0] == name):
             lines += [f"{start:.6f}\t{end:.6f}\t{species}", f"\\\t{low:.6f}\t{high:.6f}"]
         paths.append(folder / f"{name.rpartition('.')[0]}.txt")
         paths[-1].write_text("\n".join(lines) + "\n")
@@ -134,6 +136,10 @@ def test_every_source_gives_the_same_rows_and_batches(recordings, tmp_path, caps
     assert rows(tmp_path / "folder") == rows(tmp_path / "whole")
     assert batches(tmp_path / "folder") == batches(tmp_path / "whole")
     assert batches(tmp_path / "folder", multilabel=True) == batches(tmp_path / "whole", multilabel=True)
+    # The large recipes take an index wherever they take shards.
+    for name in ("xcm", "xcl"):
+        config, problems = config_lib.read(f"{name}:{tmp_path / 'folder'}", [("workdir", str(tmp_path / "run"))])
+        assert not problems and (config.model.n_classes, config.data.short) == (4, "origin")
 
 
 def test_other_tables(recordings, tmp_path, capsys):
@@ -154,11 +160,54 @@ def test_other_tables(recordings, tmp_path, capsys):
         label = ["--label-column", "Scientific name"] if name == "birdnet.csv" else []
         index(tmp_path / name, "--audio", recordings, "--out", tmp_path / "out", *label, capsys=capsys)
         assert [(r["audio"]["path"], r["start"], r["end"], r["labels"]) for r in rows(tmp_path / "out")] == wanted, name
+    # AudioSet's table of clips: times are those of the film, and the recording is the clip.
+    clips = [("YTID", "start_seconds", "end_seconds", "positive_labels")]
+    clips += [("a", "30.000", "40.000", '"/m/09x0r,/t/dd00088"'), ("c", "0.000", "10.000", '"/m/09x0r"')]
+    for name, between in (("balanced.csv", ", "), ("balanced.tsv", "\t")):
+        lines = ["# Segments csv created Sun Mar  5 10:54:31 2017", "# num_ytids=2, num_segs=2, num_unique_labels=2"]
+        lines += [("# " if n == 0 else "") + between.join(clip) for n, clip in enumerate(clips)]
+        (tmp_path / name).write_text("\n".join(lines))
+        index(tmp_path / name, "--audio", recordings, "--out", tmp_path / "out", capsys=capsys)
+        found = [(r["audio"]["path"], r["start"], r["end"], r["labels"]) for r in rows(tmp_path / "out")]
+        assert found == [("a.wav", 0.0, 3.0, [0, 1]), ("c.mp3", 0.0, 8.0, [0])], name
     (tmp_path / "list.txt").write_text("".join(f"{name}\n" for name in SECONDS))
     index(tmp_path / "list.txt", "--audio", recordings, "--out", tmp_path / "out", capsys=capsys)
     assert [(r["audio"]["path"], r["end"], r["label"]) for r in rows(tmp_path / "out")] == [
         (n, s, None) for n, s in SECONDS.items()
     ]
+
+
+@pytest.mark.slow
+def test_every_source_gives_the_same_rows_of_recordings_of_two_hours(tmp_path, capsys):
+    """All formats, 2 s to 2 h, calls of four species that overlap; as Raven, CSV and Audacity, in windows, and as batches."""
+    folder, rate, hours = tmp_path / "recordings", 8000, 2
+    folder.mkdir()
+    kinds = {"wav": None, "flac": None, "mp3": None, "ogg": "VORBIS", "opus": "OPUS", "aiff": "PCM_16"}
+    rng, events = np.random.default_rng(0), []
+    for k, (kind, subtype) in enumerate(kinds.items()):
+        for length, seconds in (("long", 3600 * hours), ("short", 2 + k)):
+            name = f"{length}-{kind}.{kind}"
+            container = {"opus": "OGG", "mp3": "MP3"}.get(kind, kind.upper())
+            with soundfile.SoundFile(folder / name, "w", rate, 1, subtype=subtype, format=container) as file:
+                for start in range(0, seconds, 60):
+                    wave = rng.standard_normal(min(60, seconds - start) * rate) * rng.uniform(0.01, 0.1)
+                    file.write(wave.astype(np.float32))
+            for at in np.linspace(0, seconds - 1.75, 40 if length == "long" else 2).round(2).tolist():
+                first, second = rng.choice(sorted(SPECIES), 2, replace=False).tolist()
+                events += [(name, at, at + 1.0, first, 1000.0, 3000.0), (name, at + 0.5, at + 1.75, second, 500.0, 2000.0)]
+    seconds = {name: 0.0 for name, *_ in events}
+    out = {}
+    for source, write in (("raven", raven), ("csv", table), ("audacity", audacity)):
+        (tmp_path / source).mkdir()
+        given = write(tmp_path / source, events=events, names=seconds)
+        given = given if isinstance(given, list) else [given, "--file-column", "datei"]
+        for cut, more in (("events", []), ("windows", ["--windows=5", "--hop=2.5", "--no-empty"])):
+            place = tmp_path / f"{source}-{cut}"
+            index(*given, "--audio", folder, "--out", place, *more, capsys=capsys)
+            out[source, cut] = rows(place), batches(place, multilabel=True)
+    for (source, cut), found in out.items():
+        assert found == out["raven", cut], (source, cut)
+    assert len(out["raven", "events"][0]) == len(events)
 
 
 def test_raven_tables_over_several_recordings(recordings, tmp_path, capsys):

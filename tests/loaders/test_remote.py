@@ -1,11 +1,15 @@
 """Shards on a server that fails, is slow and cuts its answers short: the copies are whole, bounded and resumed."""
 
 import http.server
+import os
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 
 import corpus
+import object_store
 import pytest
 
 from loaders import remote, shards
@@ -13,6 +17,7 @@ from loaders.base import DataError, Rows
 from loaders.spectrogram import Config, facts, make_loader
 
 pytest.importorskip("aiohttp")
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Store(http.server.ThreadingHTTPServer):
@@ -165,6 +170,32 @@ def test_addresses_that_hold_nothing_say_so(store):
         remote.fetch(f"{store.url}/nothing/")
     with pytest.raises(DataError, match="s3://bucket/x (needs s3fs|cannot be listed)"):
         shards.resolve("s3://bucket/x")
+
+
+def test_a_bucket_of_google_through_gcsfs(tmp_path):
+    """The real client asks a stand-in; a copy whose MD5 is another is refused, and nothing of it stays."""
+    pytest.importorskip("gcsfs")
+    objects = object_store.Store(tmp_path / "objects")
+    server = object_store.Server(("127.0.0.1", 0), type("Handler", (object_store.Handler,), {"store": objects}))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    made = corpus.write(tmp_path / "a.arrow", corpus.table([corpus.wav(i, 0.3) for i in range(3)], [0, 1, 0])).read_bytes()
+    for split in ("train", "test"):
+        objects.put("birds", f"xcm/{split}/data-00000-of-00001.arrow", made)
+    objects.put("birds", "bad/a.arrow", made)
+    path = objects._path("birds", "bad/a.arrow")
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    env = {**os.environ, **object_store.environment(server.server_address[1]), "JAXTRAIN_CACHE": str(tmp_path / "cache")}
+    code = "from loaders import remote\nfor name in ('xcm', 'bad'): print(remote.fetch(f'gs://birds/{name}'))"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert set(content(pathlib.Path(done.stdout.strip())).values()) == {made}, done.stderr
+    assert "DataError: birds/bad/a.arrow came with the md5" in done.stderr and "and the store says" in done.stderr
+    assert len(list((tmp_path / "cache").rglob("*.arrow"))) == 2
 
 
 def test_checksums_of_stores():

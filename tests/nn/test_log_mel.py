@@ -17,6 +17,7 @@ from jaxtrain.nn import log_mel
 from jaxtrain.workloads import bird
 from loaders import _rust, spectrogram
 from loaders.base import Rows
+from loaders.front_end import FrontEnd
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "loaders"))
 import corpus  # noqa: E402
@@ -47,8 +48,24 @@ def test_it_is_kaldis_filter_bank_and_the_loaders(case):
     rows = _rust.fbank(wave.astype(np.float32) / 32768, normalise=True)
     found = np.asarray(log_mel.spectrogram(wave[None], 512)[0])
     assert found.shape == (512, 128) and found.dtype == np.float32
-    off = np.abs(found - rows) * log_mel.SCALE
+    off = np.abs(found - rows) * 8.86
     assert off.max() <= tolerance["max_abs"] and off[: len(reference)].mean() <= tolerance["mean_abs"]
+
+
+@pytest.mark.parametrize("path", sorted(HERE.glob("choices/*.npz")), ids=lambda path: path.stem)
+def test_other_front_ends_are_torchaudios(path):
+    golden = dict(np.load(path))
+    front_end, reference = FrontEnd(**json.loads(str(golden["front_end"]))), golden["reference"]
+    off = np.abs(np.asarray(log_mel.log_mel(golden["waveform"][None], front_end))[0] - reference)
+    audible = reference >= reference.max(axis=1, keepdims=True) - np.log(1e7)
+    assert off.max() <= 5e-3 and off.mean() <= 2e-5 and off[audible].max() <= 2e-3
+    n = len(reference) + 3
+    row = np.asarray(log_mel.spectrogram(golden["waveform"][None], n, front_end))[0]
+    rows = spectrogram.front_end(
+        golden["waveform"].astype("f4") / 32768, front_end.sample_rate, n_frames=n, of=front_end,
+        clip_seconds=golden["waveform"].size / front_end.sample_rate,
+    )  # fmt: skip
+    np.testing.assert_allclose(row, rows, atol=5e-3 / 8.86)
 
 
 def test_views_lengths_and_frames_that_are_left_out():

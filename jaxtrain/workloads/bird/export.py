@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtrain.nn import vit
 from jaxtrain.types import Export
+from loaders import front_end
 
 EXAMPLE = '''"""The features of a recording: python example.py bird.ogg"""
 import json, pathlib, sys
@@ -13,20 +14,24 @@ if len(sys.argv) != 2:
 import jax
 from jaxtrain.nn import vit
 from jaxtrain.types import Export
-from loaders import spectrogram
+from loaders import front_end, spectrogram
 here = pathlib.Path(__file__).parent
 config = json.loads((here / "config.json").read_text())
 c, data, params = vit.from_saved(config["model"]), config["data"], vit.read_exported(here / "model.safetensors")
 wave, rate, _ = spectrogram.decode(pathlib.Path(sys.argv[1]).read_bytes())
-x = spectrogram.front_end(wave, rate, clip_seconds=data["clip_seconds"], n_frames=data["n_frames"])
+rate, of = round(rate * data.get("time_expansion", 1)), front_end.saved(data)
+x = spectrogram.front_end(wave, rate, clip_seconds=data["clip_seconds"], n_frames=data["n_frames"], of=of)
 cls, patches = jax.jit(lambda params, x: vit.encode(c, params, x))(params, x[None])
 print(*patches.mean(1)[0].tolist())
 '''
 
 
 def files(config: Mapping[str, Any], dtype: Any) -> dict[str, bytes]:
-    """example.py, which needs numpy, JAX and this package."""
-    del config, dtype
+    """example.py, which needs numpy, JAX and this package. Raises ValueError: the config names two front ends."""
+    del dtype
+    trained, own = front_end.saved(config.get("data") or {}), (config.get("model") or {}).get("front_end") or {}
+    if own and (unlike := front_end.saved(own).differences(trained)):
+        raise ValueError(f"its sections model and data name different front ends: {unlike}")
     return {"example.py": EXAMPLE.encode()}
 
 

@@ -9,6 +9,7 @@ from jaxtrain.nn import augment as augment_lib
 from jaxtrain.nn import vit
 from jaxtrain.types import OF_DATA, OfData
 from loaders import checks
+from loaders.front_end import DEFAULT, FrontEnd
 
 POOLS = ("cls", "patches")
 FORMS = ("spectrogram", "waveform")
@@ -26,13 +27,14 @@ class Mask(Section):
 class Settings(vit.Config, ModelSection):
     """ViT-S by default."""
 
-    shared = ("n_frames",)
+    shared = ("n_frames", "n_mels")
     n_classes: int | None = None  # [classes] None = as many as the data have names for; without any there is no probe
     class_names: tuple[str, ...] | None = None  # [names] of the classes, for detect; None = as the data name them
     multilabel: OfData[bool] = OF_DATA  # [bool] a recording has any number of classes; None = as the data have it
     n_recordings: int | None = None  # [recordings] that diet distinguishes; None = as many as the data have
     views: OfData[int] = OF_DATA  # [views] of a recording in a row; None = as the data have it
     form: OfData[str] = OF_DATA  # [name] of a view's values: spectrogram, or waveform, int16; None = as the data have it
+    front_end: OfData[FrontEnd] = OF_DATA  # [section] which spectrograms the encoder reads; None = as the data section says
     pool: str = "cls"  # [name] the features that objectives and probe read: the mean of "cls" or of "patches"
     mask: Mask = field(default_factory=Mask)  # [section]
     augment: augment_lib.Config = field(default_factory=augment_lib.Config)  # [section]
@@ -64,8 +66,16 @@ class Settings(vit.Config, ModelSection):
             yield "form", f"is {self.form!r}, and data.form is {facts.get('form', 'spectrogram')!r}; both must be the same"
         if self.augment.background and not facts.get("background"):
             yield "augment.background", f"is {self.augment.background}, and data.background names no recordings"
-        if self.n_frames != facts.get("n_frames", self.n_frames):
-            yield "n_frames", f"is {self.n_frames}, and data.n_frames is {facts['n_frames']}; both must be the same"
+        for name in self.shared:
+            if getattr(self, name) != facts.get(name, getattr(self, name)):
+                yield name, f"is {getattr(self, name)}, and data.{name} is {facts[name]}; give one of them, or both the same"
+        if self.front_end and (unlike := self.front_end.differences(facts.get("front_end", self.front_end))):
+            yield "front_end", f"is another than the data section's ({unlike}); leave it unset"
+
+    @property
+    def spectrograms(self) -> FrontEnd:
+        """The front end whose spectrograms the encoder reads."""
+        return self.front_end or DEFAULT
 
     @property
     def n_views(self) -> int:

@@ -78,7 +78,7 @@ def batch_axes(c: Config) -> dict[str, Axes]:
 def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
     c, params, weight_b = model.c, variables.params, batch["weight"]
     batch = views.with_spectrograms(c, batch, model.shard)
-    augmented = augment_lib.augment(c.augment, model.seed, batch)
+    augmented = augment_lib.augment(c.augment, model.seed, batch, c.spectrograms)
     labels = views.labels_of_views(c, batch, augmented.own) if c.n_classes else None
     make = functools.partial(inputs, model, variables, batch, augmented.x, key=key, labels=labels, share_bv=augmented.own)
     passes = {needs: make(needs) for needs in (ALL, VISIBLE) if c.reads(needs)}
@@ -176,7 +176,7 @@ def pictures(model: Model, batch: Batch) -> dict[str, Array]:
     """The first view of the first rows, mel up and time to the right, from the quietest to the loudest value of each."""
     c = model.c
     first = views.with_spectrograms(c, {name: x[:8] for name, x in batch.items()}, model.shard)
-    shown = {"input": first["spectrogram"], "augmented": augment_lib.augment(c.augment, model.seed, first).x}
+    shown = {"input": first["spectrogram"], "augmented": augment_lib.augment(c.augment, model.seed, first, c.spectrograms).x}
     if c.reads(VISIBLE):
         x_rnp = vit.patchify(c, views.flat(c, shown["augmented"]))
         hidden_rn1 = views.masks(c, model.seed, first).masked[:, :, None]

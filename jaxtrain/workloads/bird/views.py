@@ -19,7 +19,8 @@ def with_spectrograms(c: Settings, batch: Batch, shard: Shard) -> Batch:
         return batch
     fields = {"spectrogram": "waveform", **({"background": "background"} if c.augment.background else {})}
     with jax.named_scope("log_mel"):
-        return {**batch, **{name: log_mel.split(batch[wave], c.n_frames, shard) for name, wave in fields.items()}}
+        made = {name: log_mel.split(batch[wave], c.n_frames, shard, c.spectrograms) for name, wave in fields.items()}
+    return {**batch, **made}
 
 
 def flat(c: Settings, x: Array) -> Array:

@@ -1,14 +1,17 @@
 //! One waveform at a time: decoding, resampling, spectrograms.
 
 use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 
 use jaxtrain_loader::decode::{Decoder, RATES};
-use jaxtrain_loader::fbank::{Fbank, N_MELS};
+use jaxtrain_loader::fbank::{Fbank, FilterBank as Tables, FrontEnd};
 use jaxtrain_loader::pipeline;
 use jaxtrain_loader::resample::Resampler;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+
+use crate::exception;
 
 /// Frames of a normalised spectrogram.
 pub const N_FRAMES: usize = 512;
@@ -111,29 +114,69 @@ pub fn resample<'py>(
     Ok(out.map_err(PyValueError::new_err)?.into_pyarray(py))
 }
 
-/// Compute the Kaldi-compatible log-mel spectrogram of a waveform at 32 kHz.
+/// The tables of a front end: of waveforms at sample_rate (Hz), Kaldi's log-mel energies.
 ///
-/// Returns float32 [1 + (n - 800) // 320, 128] for n samples: natural log of the energy.
-/// normalise=True returns float32 [512, 128] as the model reads it: padded with the spectrogram's minimum, then
-/// (x + 7.2) / 8.86.
-/// Raises ValueError for fewer than 800 samples and, with normalise=True, for more than 512 frames.
+/// window, hop: samples of a frame, and from one to the next. n_mels: bands, from f_min to f_max (Hz). mean, std: a
+/// model reads (x - mean) / (2 std).
+///
+/// Raises ValueError for a rate outside [1000, 768000] Hz, a window outside [16, 32768], a hop outside [1, 2^20], n_mels
+/// outside [1, 4096], frequencies that do not increase from 0 to half the rate, and a mean or std that is no number.
+#[pyclass(frozen)]
+pub struct FilterBank(Arc<Tables>);
+
+#[pymethods]
+impl FilterBank {
+    #[new]
+    #[pyo3(signature = (*, sample_rate = 32_000, window = 800, hop = 320, n_mels = 128, f_min = 20.0, f_max = 16_000.0,
+                        mean = -7.2, std = 4.43))]
+    #[allow(clippy::too_many_arguments)] // keywords in Python; one struct from here on
+    fn new(
+        sample_rate: u32,
+        window: usize,
+        hop: usize,
+        n_mels: usize,
+        f_min: f64,
+        f_max: f64,
+        mean: f64,
+        std: f64,
+    ) -> PyResult<Self> {
+        let front_end = FrontEnd { sample_rate, window, hop, n_mels, f_min, f_max, mean, std };
+        Ok(Self(Arc::new(Tables::new(front_end).map_err(exception)?)))
+    }
+}
+
+impl FilterBank {
+    /// The filter bank itself; None is the default one, whose tables are made once.
+    pub fn or_default(bank: Option<&Self>) -> Arc<Tables> {
+        static DEFAULT: OnceLock<Arc<Tables>> = OnceLock::new();
+        bank.map_or_else(|| DEFAULT.get_or_init(Arc::default), |bank| &bank.0).clone()
+    }
+}
+
+/// Compute the Kaldi-compatible log-mel spectrogram of a waveform at the rate of the filter bank.
+///
+/// Returns float32 [1 + (n - window) // hop, n_mels] for n samples: natural log of the energy. bank=None: FilterBank().
+/// normalise=True returns float32 [512, n_mels] as the model reads it: padded with the spectrogram's minimum, then
+/// (x - mean) / (2 std).
+/// Raises ValueError for samples that make no frame and, with normalise=True, more than 512.
 #[pyfunction]
-#[pyo3(signature = (wave, *, normalise = false))]
+#[pyo3(signature = (wave, *, bank = None, normalise = false))]
 pub fn fbank<'py>(
     py: Python<'py>,
     wave: PyReadonlyArray1<'py, f32>,
+    bank: Option<&FilterBank>,
     normalise: bool,
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
     let wave = wave.as_slice()?;
-    let n = Fbank::n_frames(wave.len());
+    let mut bank = Fbank::new(FilterBank::or_default(bank));
+    let (n, n_mels) = (bank.front_end().n_frames(wave.len()), bank.front_end().n_mels);
     let frames = if normalise { N_FRAMES } else { n };
     if n == 0 || n > frames {
         let expected = if normalise { format!("1 to {frames}") } else { "at least 1".into() };
         return Err(PyValueError::new_err(format!("{} samples make {n} frames; expected {expected}", wave.len())));
     }
+    let mut out = zeros((frames as u64).saturating_mul(n_mels as u64)).map_err(PyValueError::new_err)?;
     let out = py.detach(|| {
-        let mut out = vec![0.0; frames * N_MELS];
-        let mut bank = Fbank::new();
         if normalise {
             bank.normalised(wave, frames, &mut out);
         } else {
@@ -141,35 +184,39 @@ pub fn fbank<'py>(
         }
         out
     });
-    out.into_pyarray(py).reshape([frames, N_MELS])
+    out.into_pyarray(py).reshape([frames, n_mels])
 }
 
 /// Compute the spectrogram that the pipeline makes of this recording in a test split of one view.
 ///
-/// wave: float32 [n] at rate (Hz). clip_samples: length of the clip at 32 kHz, taken from the recording's centre, or
-/// the whole recording centred between zeros where it is shorter.
+/// wave: float32 [n] at rate (Hz). clip_samples: length of the clip at the rate of the filter bank, taken from the
+/// recording's centre, or the whole recording centred between zeros where it is shorter. bank=None: FilterBank().
 ///
-/// Returns float32 [n_frames, 128], normalised.
-/// Raises ValueError for a rate outside [1000, 768000] Hz, a clip of no frames or of more than n_frames, more than 2^23
-/// frames, and NaN or huge samples.
+/// Returns float32 [n_frames, n_mels], normalised.
+/// Raises ValueError for a rate outside [1000, 768000] Hz, a clip of no frames or of more than n_frames, more than 2^30
+/// values, and NaN or huge samples.
 #[pyfunction]
+#[pyo3(signature = (wave, rate, clip_samples, n_frames, *, bank = None))]
 pub fn front_end<'py>(
     py: Python<'py>,
     wave: PyReadonlyArray1<'py, f32>,
     rate: u32,
     clip_samples: usize,
     n_frames: usize,
+    bank: Option<&FilterBank>,
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
     check_rate("rate", rate)?;
-    let frames = Fbank::n_frames(clip_samples);
+    let bank = FilterBank::or_default(bank);
+    let n_mels = bank.front_end().n_mels;
+    let frames = bank.front_end().n_frames(clip_samples);
     if !(1..=n_frames).contains(&frames) {
         return Err(PyValueError::new_err(format!(
             "a clip of {clip_samples} samples makes {frames} frames; expected 1 to {n_frames}"
         )));
     }
     let wave = wave.as_slice()?;
-    let mut out = zeros((n_frames as u64).saturating_mul(N_MELS as u64)).map_err(PyValueError::new_err)?;
-    py.detach(|| pipeline::front_end(wave, rate, clip_samples, n_frames, &mut out))
+    let mut out = zeros((n_frames as u64).saturating_mul(n_mels as u64)).map_err(PyValueError::new_err)?;
+    py.detach(|| pipeline::front_end(&bank, wave, rate, clip_samples, n_frames, &mut out))
         .ok_or_else(|| PyValueError::new_err("the waveform has samples that are NaN or too large"))?;
-    out.into_pyarray(py).reshape([n_frames, N_MELS])
+    out.into_pyarray(py).reshape([n_frames, n_mels])
 }

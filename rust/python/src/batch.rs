@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use jaxtrain_loader::fbank::N_MELS;
 use jaxtrain_loader::pipeline::{Config, Form, CLIP, EPOCH, INDEX, LABEL, WEIGHT};
 use jaxtrain_loader::slab::Slab;
 use numpy::ndarray::{ArrayView, Dimension, IntoDimension};
@@ -17,7 +16,7 @@ pub fn fields<'py>(py: Python<'py>, config: &Config, slab: Arc<Slab>) -> PyResul
     let scalars = |field| PyList::new(py, ranges.clone().map(|r| SlabOwner::array::<i32>(&owner, r, field, ())));
     let shape = match config.form {
         Form::Waveform => vec![config.views, config.clip_samples],
-        _ => vec![config.views, config.n_frames, N_MELS],
+        _ => vec![config.views, config.n_frames, config.bank.front_end().n_mels],
     };
     let shape = if config.views == 1 { &shape[1..] } else { &shape[..] };
     let clips = ranges.clone().map(|r| match config.form {

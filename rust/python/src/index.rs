@@ -108,6 +108,7 @@ impl Index {
 
     /// Return the rows of the recordings that were stored under one of the names.
     ///
+    /// A name is a path, or an id: the path's file without folder and ending.
     /// Returns (rows, found): int64 [k]; how many of the names are those of a recording.
     fn rows_named<'py>(
         &self,

@@ -29,6 +29,7 @@ fn _rust(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(sudoku::sudoku_generate, module)?)?;
     module.add("ORDER_VERSION", jaxtrain_loader::order::VERSION)?;
     module.add("STAGES", jaxtrain_loader::pipeline::STAGES)?;
+    module.add_class::<audio::FilterBank>()?;
     module.add_class::<index::Index>()?;
     module.add_class::<pipeline::Pipeline>()
 }

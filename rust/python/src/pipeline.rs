@@ -9,7 +9,7 @@ use pyo3::exceptions::{PyStopIteration, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::audio::N_FRAMES;
+use crate::audio::{FilterBank, N_FRAMES};
 use crate::index::Index;
 use crate::{batch, exception};
 
@@ -22,7 +22,8 @@ const SIGNALS: Duration = Duration::from_millis(50);
 /// global batch. ranges: [start, stop) pairs of the global batch that this process reads. seed: in [0, 2^64).
 /// train: True for permuted, endless batches of random crops; False for one pass in order over centre crops.
 ///
-/// sample_rate: Hz of the waveform that crops are taken at. clip_samples: samples of a crop at sample_rate.
+/// bank: the front end, at whose rate crops are taken; None for FilterBank(). time_expansion: how many times slower than
+/// life recordings are: their rate is this times that which their headers state. clip_samples: samples of a crop.
 /// n_frames: frames of a spectrogram, at least those of a crop. views: crops of one recording in each row.
 /// form: what a row holds of a crop: "float32", its spectrogram; "bfloat16", the same, given as uint16; "waveform", its
 /// samples. channel: of recordings whose row names none; None for the mean of all. short: where samples that are fewer
@@ -43,8 +44,8 @@ pub struct Pipeline(pipeline::Pipeline);
 #[pymethods]
 impl Pipeline {
     #[new]
-    #[pyo3(signature = (index, *, rows, batch, ranges, seed, train, sample_rate = 32_000, clip_samples = 160_000,
-                        n_frames = N_FRAMES, views = 1, form = "float32", channel = None, short = "origin", repeat = false,
+    #[pyo3(signature = (index, *, rows, batch, ranges, seed, train, bank = None, time_expansion = 1.0,
+                        clip_samples = 160_000, n_frames = N_FRAMES, views = 1, form = "float32", channel = None, short = "origin", repeat = false,
                         silence = false, block = None, threads = 1, depth = 2, bad_budget = 0.01))]
     #[allow(clippy::too_many_arguments)] // keywords in Python; one struct from here on
     fn new(
@@ -54,7 +55,8 @@ impl Pipeline {
         ranges: Vec<(usize, usize)>,
         seed: u64,
         train: bool,
-        sample_rate: u32,
+        bank: Option<&FilterBank>,
+        time_expansion: f64,
         clip_samples: usize,
         n_frames: usize,
         views: usize,
@@ -92,7 +94,8 @@ impl Pipeline {
             ranges,
             seed,
             train,
-            sample_rate,
+            bank: FilterBank::or_default(bank),
+            time_expansion,
             clip_samples,
             n_frames,
             views,
@@ -119,7 +122,7 @@ impl Pipeline {
     /// Returns (position, fields). position: the number of the batch after this one. fields: for each field a list of
     /// arrays, one for each range, of r rows:
     ///
-    /// spectrogram  float32 (uint16 for form="bfloat16") [r, n_frames, 128], or [r, views, n_frames, 128] when views > 1
+    /// spectrogram  float32 (uint16 for form="bfloat16") [r, n_frames, mels], or [r, views, n_frames, mels] when views > 1
     /// waveform     int16 [r, clip_samples], or [r, views, clip_samples], instead of spectrogram for form="waveform":
     ///              the samples times 32768, rounded to nearest even and clipped
     /// label        int32 [r], the class, -1 where it is null

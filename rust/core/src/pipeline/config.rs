@@ -1,9 +1,11 @@
 //! What a pipeline delivers, and its checks.
 
+use std::sync::Arc;
+
 use super::crop::Clip;
 use crate::decode::RATES;
 use crate::error::Error;
-use crate::fbank::{Fbank, N_MELS};
+use crate::fbank::FilterBank;
 use crate::source::Index;
 
 /// Worker threads of a pipeline, at most.
@@ -16,8 +18,9 @@ pub struct Config {
     pub ranges: Vec<(usize, usize)>, // [start, stop) of the global batch that this process reads
     pub seed: u64,
     pub train: bool, // permuted, endless, random crops; otherwise one pass in order over centre crops
-    pub sample_rate: u32, // Hz of the waveform before the filter bank
-    pub clip_samples: usize, // at sample_rate
+    pub bank: Arc<FilterBank>, // of the front end, whose sample rate crops are taken at
+    pub time_expansion: f64, // times slower than life that recordings are: their rate is this times what headers state
+    pub clip_samples: usize, // at the front end's rate
     pub n_frames: usize, // of a row's spectrogram
     pub channel: Option<u16>, // of a recording; None: the mean of all
     pub clip: Clip,  // how a clip is taken from a recording
@@ -91,10 +94,10 @@ impl Config {
         if !(0.0..=1.0).contains(&self.bad_budget) {
             return fail(format!("bad_budget = {} must lie in [0, 1]", self.bad_budget));
         }
-        if !RATES.contains(&self.sample_rate) {
-            return fail(format!("sample_rate = {} Hz must lie in {RATES:?}", self.sample_rate));
+        if !(self.time_expansion > 0.0 && self.time_expansion.is_finite()) {
+            return fail(format!("time_expansion = {} must be above 0", self.time_expansion));
         }
-        let frames = Fbank::n_frames(self.clip_samples);
+        let frames = self.bank.front_end().n_frames(self.clip_samples);
         if frames == 0 || frames > self.n_frames {
             return fail(format!(
                 "a clip of {} samples has {frames} frames, but a row holds 1 to {}",
@@ -108,8 +111,28 @@ impl Config {
     pub(super) fn view_values(&self) -> Option<usize> {
         match self.form {
             Form::Waveform => Some(self.clip_samples),
-            _ => self.n_frames.checked_mul(N_MELS),
+            _ => self.n_frames.checked_mul(self.bank.front_end().n_mels),
         }
+    }
+
+    /// Hz that crops are taken at.
+    pub(super) fn sample_rate(&self) -> u32 {
+        self.bank.front_end().sample_rate
+    }
+
+    /// The real rate of a recording whose headers state `rate`; an error where it is not one.
+    pub(super) fn real_rate(&self, rate: u32) -> Result<u32, String> {
+        if self.time_expansion == 1.0 {
+            return Ok(rate);
+        }
+        let real = (f64::from(rate) * self.time_expansion).round() as u32;
+        if RATES.contains(&real) {
+            return Ok(real);
+        }
+        Err(format!(
+            "has {rate} Hz, of which time_expansion = {} makes {real}; expected {RATES:?}",
+            self.time_expansion
+        ))
     }
 
     /// Rows of each range.

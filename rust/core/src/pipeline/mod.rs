@@ -50,7 +50,7 @@ pub use queue::Next;
 pub use row::front_end;
 
 /// Fields of a batch, by their number in the slab.
-pub const CLIP: usize = 0; // f32 or bf16 (views, n_frames, N_MELS), or i16 (views, clip_samples): see Form
+pub const CLIP: usize = 0; // f32 or bf16 (views, n_frames, n_mels), or i16 (views, clip_samples): see Form
 pub const LABEL: usize = 1; // i32: the class, -1 where it is null
 pub const INDEX: usize = 2; // i32: the recording's row in the index, -1 in the padding of a ragged last batch
 pub const EPOCH: usize = 3; // i32
@@ -212,7 +212,8 @@ mod tests {
             ranges: vec![(0, 2)],
             seed: 0,
             train,
-            sample_rate: 32_000,
+            bank: Arc::default(),
+            time_expansion: 1.0,
             clip_samples: 800,
             n_frames: 1,
             channel: None,

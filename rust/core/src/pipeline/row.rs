@@ -2,6 +2,7 @@
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::Ordering;
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::crop::{Bounds, Clip, Crop, Short};
@@ -9,7 +10,7 @@ use super::diagnostics::{DECODE, FBANK, READ, RESAMPLE, SEEK};
 use super::queue::Slot;
 use super::{panics, Form, Shared};
 use crate::decode::{Decoder, Info};
-use crate::fbank::{self, Fbank};
+use crate::fbank::{Fbank, FilterBank};
 use crate::order::crop_start;
 use crate::resample::{Resampler, Resamplers};
 use crate::source::{Part, Reader};
@@ -29,11 +30,11 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    pub fn new() -> Self {
+    pub fn new(bank: &Arc<FilterBank>) -> Self {
         Self {
             decoder: Decoder::new(),
             resamplers: Resamplers::new(),
-            fbank: Fbank::new(),
+            fbank: Fbank::new(bank.clone()),
             reader: Reader::new(),
             crops: Vec::new(),
             samples: Vec::new(),
@@ -59,7 +60,7 @@ pub(super) fn load(
 ) -> Result<(), Miss> {
     let loaded = catch_unwind(AssertUnwindSafe(|| try_load(shared, scratch, slot, row as usize, epoch, out)));
     loaded.unwrap_or_else(|panic| {
-        *scratch = Scratch::new(); // its contents may be in any state
+        *scratch = Scratch::new(&shared.config.bank); // its contents may be in any state
         let reason = format!("panic: {}", panics::message(panic.as_ref()));
         Err(Miss::Unusable(shared.index.bad_row(row as usize, reason).to_string()))
     })
@@ -97,13 +98,15 @@ fn try_load(
         None => (Bounds::whole(info.frames), config.channel),
         Some(part) => (within(part, &info).map_err(unusable)?, part.channel.or(config.channel)),
     };
-    draw_crops(shared, &info, bounds, row, epoch, crops);
+    let rate = config.real_rate(info.rate).map_err(unusable)?;
+    draw_crops(shared, rate, bounds, row, epoch, crops);
     counters.time(SEEK, begin);
 
     // 3. Views that overlap are decoded once, together with what lies between them.
     let begin = Instant::now();
-    let same_rate = info.rate == config.sample_rate;
-    let context = if same_rate { 0 } else { resamplers.get(info.rate, config.sample_rate).context() as u64 };
+    let target = config.sample_rate();
+    let same_rate = rate == target;
+    let context = if same_rate { 0 } else { resamplers.get(rate, target).context() as u64 };
     let span = |crop: &Crop| crop.span(context);
     let low = crops.iter().map(|crop| span(crop).0).min().unwrap_or(0);
     let high = crops.iter().map(|crop| span(crop).1).max().unwrap_or(0);
@@ -140,7 +143,7 @@ fn try_load(
         let part = if together { &samples[(first - low) as usize..(last - low) as usize] } else { samples.as_slice() };
         if !same_rate {
             let lead = (crop.start - first) as usize;
-            resamplers.get(info.rate, config.sample_rate).process(part, lead, clip);
+            resamplers.get(rate, target).process(part, lead, clip);
         } else if together {
             clip.copy_from_slice(part);
         }
@@ -164,7 +167,7 @@ fn try_load(
     Ok(())
 }
 
-/// The samples that a part is. Its times may end a little after the recording, whose length was rounded.
+/// The samples that a part is. Its times are those of the file, and may end a little after it, whose length was rounded.
 fn within(part: Part, info: &Info) -> Result<Bounds, String> {
     let (rate, frames) = (f64::from(info.rate), info.frames);
     let sample = |time: f64| (time * rate).round().clamp(0.0, frames as f64) as u64;
@@ -179,8 +182,8 @@ fn within(part: Part, info: &Info) -> Result<Bounds, String> {
     Ok(Bounds { from, to, frames })
 }
 
-/// The crops of a recording's views: each drawn independently in training, otherwise spread evenly.
-fn draw_crops(shared: &Shared, info: &Info, bounds: Bounds, row: usize, epoch: u64, crops: &mut Vec<Crop>) {
+/// The crops of the views of a recording at `rate` Hz: each drawn independently in training, otherwise spread evenly.
+fn draw_crops(shared: &Shared, rate: u32, bounds: Bounds, row: usize, epoch: u64, crops: &mut Vec<Crop>) {
     let config = &shared.config;
     let views = config.views as u64;
     let pick = |view: u64, surplus: u64| match config.train {
@@ -188,20 +191,28 @@ fn draw_crops(shared: &Shared, info: &Info, bounds: Bounds, row: usize, epoch: u
         false => (u128::from(surplus) * u128::from(2 * view + 1) / u128::from(2 * views)) as u64,
     };
     let crop = |view| {
-        let (target, clip) = (config.sample_rate, config.clip_samples);
-        Crop::new(bounds, info.rate, target, clip, config.clip, config.train, |n| pick(view, n))
+        let (target, clip) = (config.sample_rate(), config.clip_samples);
+        Crop::new(bounds, rate, target, clip, config.clip, config.train, |n| pick(view, n))
     };
     crops.clear();
     crops.extend((0..views).map(crop));
 }
 
-/// Writes the row that a test split of one view would hold of this mono recording into `out` \[n_frames, 128\]: its centre at
-/// 32 kHz, or all of it between zeros. `None` where samples are NaN or too large.
-pub fn front_end(wave: &[f32], rate: u32, clip_samples: usize, n_frames: usize, out: &mut [f32]) -> Option<()> {
+/// Writes the row that a test split of one view would hold of this mono recording into `out` \[n_frames, n_mels\]: its centre
+/// at the filter bank's rate, or all of it between zeros. `None` where samples are NaN or too large.
+pub fn front_end(
+    bank: &Arc<FilterBank>,
+    wave: &[f32],
+    rate: u32,
+    clip_samples: usize,
+    n_frames: usize,
+    out: &mut [f32],
+) -> Option<()> {
+    let target = bank.front_end().sample_rate;
     let how = Clip { short: Short::Centre, ..Clip::default() };
     let bounds = Bounds::whole(wave.len() as u64);
-    let crop = Crop::new(bounds, rate, fbank::RATE, clip_samples, how, false, |surplus| surplus / 2);
-    let resampler = Resampler::new(rate, fbank::RATE);
+    let crop = Crop::new(bounds, rate, target, clip_samples, how, false, |surplus| surplus / 2);
+    let resampler = Resampler::new(rate, target);
     let (first, last) = crop.span(resampler.context() as u64);
     let mut clip = vec![0.0; clip_samples];
     let part = &wave[first as usize..last as usize];
@@ -209,6 +220,6 @@ pub fn front_end(wave: &[f32], rate: u32, clip_samples: usize, n_frames: usize, 
     if !clip.iter().all(|x| x.abs() <= PEAK) {
         return None;
     }
-    Fbank::new().normalised(&clip, n_frames, out);
+    Fbank::new(bank.clone()).normalised(&clip, n_frames, out);
     Some(())
 }

@@ -13,7 +13,7 @@ use super::{panics, Form, Shared, CLIP, EPOCH, INDEX, LABEL, WEIGHT};
 /// Writes rows until the pipeline is closed.
 pub(super) fn run(shared: &Shared) {
     panics::mark_worker();
-    let mut worker = Worker { shared, scratch: Scratch::new(), wide: Vec::new() };
+    let mut worker = Worker { shared, scratch: Scratch::new(&shared.config.bank), wide: Vec::new() };
     let mut faults = thread_faults();
     loop {
         let begin = Instant::now();

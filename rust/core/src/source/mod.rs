@@ -298,27 +298,29 @@ impl Index {
         }
     }
 
-    /// The rows whose recordings have one of these names, and how many of the names are those of a recording.
+    /// The rows whose recordings have one of these names, and how many of the names are those of a recording. A name is a
+    /// path, or an id: the path's file without folder and ending.
     ///
     /// # Errors
     /// A name that cannot be read.
     pub fn rows_named(&self, names: &std::collections::HashSet<String>) -> Result<(Vec<u32>, usize), Error> {
         let (mut rows, mut found) = (Vec::new(), std::collections::HashSet::new());
         let mut reader = Reader::new();
+        let matching = |path: &str| {
+            let id = || Path::new(path).file_stem().and_then(|stem| names.get(stem.to_str()?));
+            names.get(path).or_else(id)
+        };
         for (number, shard) in self.shards.iter().enumerate() {
             let end = self.shards.get(number + 1).map_or(self.n_rows(), |next| next.first_row);
             if let Table::Parts(parts) = &shard.table {
-                let wanted: Vec<bool> =
-                    (0..parts.names.len()).map(|k| names.contains(parts.names.get(k as u32))).collect();
-                for (k, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
-                    found.insert(parts.names.get(k as u32).to_owned());
-                }
-                let of_shard = parts.files.iter().enumerate().filter(|(_, &file)| wanted[file as usize]);
+                let wanted: Vec<_> = (0..parts.names.len()).map(|k| matching(parts.names.get(k as u32))).collect();
+                found.extend(wanted.iter().flatten());
+                let of_shard = parts.files.iter().enumerate().filter(|(_, &file)| wanted[file as usize].is_some());
                 rows.extend(of_shard.map(|(local, _)| (shard.first_row + local) as u32));
                 continue;
             }
             for row in shard.first_row..end {
-                if let Some(name) = self.path(row, &mut reader)?.filter(|name| names.contains(name)) {
+                if let Some(name) = self.path(row, &mut reader)?.and_then(|path| matching(&path)) {
                     rows.push(row as u32);
                     found.insert(name);
                 }
