@@ -186,7 +186,8 @@ def write_samples(workdir: str, step: int, samples: Sequence[Mapping[str, Any]])
 def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray]) -> None:
     """workdir/schedule.json: the learning rate of update number 0, 1, …, at some of them, for those who draw it."""
     step = np.unique(np.linspace(0, steps, 401).astype(int))
-    content = {"step": step.tolist(), "lr": [_rounded(float(x)) for x in rate(step)]}
+    rates = np.broadcast_to(rate(step), step.shape)  # a constant schedule gives one number
+    content = {"step": step.tolist(), "lr": [_rounded(float(x)) for x in rates]}
     (pathlib.Path(workdir) / "schedule.json").write_text(json.dumps(content) + "\n")
 
 

@@ -37,8 +37,10 @@ def keep_freed_memory() -> bool:
     zeroed at its first touch. Of a step of the demo birds on one core that was a fifth of the CPU time.
 
     Returns whether it is in force: not beside accelerators, whose hosts hold other things than arrays of steps, and not where
-    the C library is another.
+    the C library is another, nor over what the environment says of malloc.
     """
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
     if os.environ.get("JAX_PLATFORMS") != "cpu" and _accelerators():
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

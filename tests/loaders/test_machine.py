@@ -76,3 +76,9 @@ def test_hosts_of_accelerators_are_left_alone(monkeypatch):
     monkeypatch.setattr(machine, "_accelerators", lambda: ["/dev/nvidia0"])
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert not machine.keep_freed_memory()
+
+
+def test_what_the_environment_says_of_malloc_stays(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
+    assert not machine.keep_freed_memory()
