@@ -31,7 +31,8 @@ import time
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"), key=lambda page: (page.stem == "answers", page))  # it asks runs of other pages
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 
 # Sizes, by what the command trains: appended to it, so that they count.
@@ -204,6 +205,9 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain checkpoint inspect ", Run(says=r"encoder/blocks/")),
     (r"^jaxtrain checkpoint verify ", Run(says=r"checkpoints/1")),
     (r"^jaxtrain export .*encoder", Run(leaves=("xcm-encoder/model.safetensors", "xcm-encoder/example.py"))),
+    (r"^jaxtrain fit .*answers\.csv", Why("people make its table; tests/commands/test_fit.py answers and fits")),
+    (r"^jaxtrain review ", Why("it serves a page until it is ended; tests/commands/test_review.py uses it in a browser")),
+    (r"^jaxtrain (fit|search) ", Run()),
     (r"^jaxtrain (export|checkpoint) ", Run()),
     (r"^jaxtrain runs", Run(says="xcm")),
     (r"^jaxtrain profile |metrics\.profile", Why("it needs a run that trains; tests/test_train.py asks one")),

@@ -7,7 +7,7 @@
 RUN is a run of jaxtrain.workloads.bird: its workdir, a step directory of it, or a folder of `jaxtrain export`. RECORDING is a
 file, a folder, an index of `jaxtrain index`, or a table or list that names some. Each recording is cut into windows as long as
 the clips that the run was trained on; the last one lies at its end. Scores are softmax or sigmoid, as the run was
-trained.
+trained, or those of a head by `jaxtrain fit` (--model).
 
     DIR/
       detections.csv                 BirdNET-Analyzer's columns, and the time of day where header or name tell it
@@ -40,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_run(parser, ema=True)
     parser.add_argument("recordings", metavar="RECORDING", nargs="+", help="files, folders, indexes, tables or lists of names")
     parser.add_argument("--out", required=True, type=pathlib.Path, metavar="DIR", help="the folder to make, or to resume")
+    parser.add_argument("--model", metavar="FILE", help="a head of `jaxtrain fit`, instead of the run's own")
     parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
-    parser.add_argument("--threshold", default="", metavar="SCORE", help="a number, or a table by class; default: 0.5")
+    parser.add_argument(
+        "--threshold", default="", metavar="SCORE", help="a number, or a table by class; default: --model's, 0.5"
+    )
     parser.add_argument("--classes", default="", metavar="NAMES", help="between commas, or a file; default: all")
     parser.add_argument("--min-duration", type=float, default=0.0, metavar="S", help="of a detection, at least; default: 0")
     parser.add_argument("--no-merge", action="store_true", help="a detection for each window, instead of one for neighbours")
@@ -145,9 +148,14 @@ def _detect(args: argparse.Namespace) -> int:
 
 
 def _head(args: argparse.Namespace, model: Any, data: Any) -> Any:
-    from jaxtrain.inference import detect
+    from jaxtrain.inference import detect, embed, heads
 
-    return detect.head_of(model, detect.read_classes(args.names) if args.names else ())
+    if not args.model:
+        return detect.head_of(model, detect.read_classes(args.names) if args.names else ())
+    head = heads.read(args.model)
+    settings = data.settings | embed.clips(data)
+    heads.refuse_other(head, digest=model.digest, width=model.config.embed, front_end=settings, run=model.name)
+    return head
 
 
 def _formats(text: str) -> list[str]:

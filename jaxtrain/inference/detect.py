@@ -37,8 +37,6 @@ PART = 2048  # [windows] of a part, about: whole batches
 ABOUT = "detect.json"
 INDEX = ".windows-"  # the folder of each process's index, while it works
 META = ("file", "start_time", "end_time", "clock_time")
-# Fields of a run's data section that decide what the encoder sees of a window.
-FRONT_END = ("sample_rate", "clip_seconds", "n_frames", "short", "short_fill")
 
 
 class DetectError(ValueError):
@@ -104,7 +102,7 @@ def head_of(model: embed.Model, names: Sequence[str] = ()) -> Head:
     else:
         raise HeadError(
             f"{model.name} has no head for classes: it is an export of the encoder alone, or was trained without labels; "
-            "name another run"
+            "fit one with `jaxtrain fit`, and name it with --model"
         )
     n = int(arrays["b"].shape[0])
     found = tuple(names) or tuple(c.class_names or ()) or _names_of_data(model)
@@ -132,11 +130,6 @@ def read_classes(given: str) -> tuple[str, ...]:
     if pathlib.Path(given).expanduser().is_file():
         return tuple(class_files.read(given).names)
     return tuple(name for name in (name.strip() for name in given.split(",")) if name)
-
-
-def front_end(data: spectrogram.Config) -> dict[str, Any]:
-    """What decides how a window reaches the encoder."""
-    return {name: getattr(data, name) for name in FRONT_END}
 
 
 def band(data: spectrogram.Config) -> tuple[float, float]:
@@ -205,7 +198,10 @@ def score(
     """
     out = parts.folder.parent
     parts.folder.mkdir(parents=True, exist_ok=True)
-    _put(out / ABOUT, lambda path: path.write_text(json.dumps(made_of, indent=2, ensure_ascii=False) + "\n"))
+    _put(
+        out / ABOUT,
+        lambda path: path.write_text(json.dumps({**made_of, "root": parts.windows.root}, indent=2, ensure_ascii=False) + "\n"),
+    )
     share = range(parts.n * process // processes, parts.n * (process + 1) // processes)
     todo = [number for number in share if not parts.is_there(number)]
     if not todo:

@@ -7,6 +7,7 @@ The folder that `embed` writes:
       patches.npy   float16 [n, V, N, D]   every patch of every view
       scores.npy    float32 [n, C]         of the run's supervised head, where it has one
       label.npy     int64 [n]; or labels.npy uint8 [n, C] of several classes
+      rows.parquet  path, start, end [s], clock of every row, as far as the data say them
       index.npy     int64 [n]              the recording's row in its split's shards
       weight.npy    float32 [n]            0 for a recording that cannot be decoded, whose features mean nothing
       NAME.npy                             any other column of integers
@@ -29,6 +30,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from jaxtrain import config as config_lib
 from jaxtrain import feed, specs
@@ -43,10 +46,14 @@ from loaders import checks, columnar, front_end, shards, spectrogram, whole
 from loaders import files as files_lib
 from loaders.base import DataError, Rows
 from loaders.front_end import DEFAULT, FrontEnd
+from loaders.recordings import windows
 
 AHEAD = 3  # [batches] that the loader may have on the device before it computes them
 FLUSH = 20  # [s] between notes of the progress
 PROGRESS = "embeddings.json"
+ROWS = "rows.parquet"
+# Fields of a run's data section that decide how a recording reaches the encoder.
+CLIPS = ("clip_seconds", "n_frames", "short", "short_fill", "time_expansion")
 
 
 class EmbedError(ValueError):
@@ -159,6 +166,11 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
     return made
 
 
+def clips(data: spectrogram.Config) -> dict[str, Any]:
+    """What decides, beside the front end, how a recording reaches the encoder."""
+    return {name: getattr(data, name) for name in CLIPS}
+
+
 def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
     """A data section whose training split is ``split``, any that the data have, and which reads no other.
 
@@ -264,10 +276,14 @@ def embed(
     made_of |= {"time_expansion": data.time_expansion} if data.time_expansion != 1 else {}
     progress = _progress(out, made_of)
     progress |= {"model": model.name, "class_names": list(facts.get("class_names", ())), "multilabel": data.multilabel}
-    progress |= {"front_end": data.settings}
+    root, places = _places(data, split)
+    progress |= {"root": root, "pool": "cls" if model.config.pool == "cls" else "mean"}
+    progress |= {"front_end": data.settings, "clips": clips(data)}
     start = progress.get("done", 0)
     files = _open(out, {name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for name, x in setup.shapes.items()}, start)
     if not start:
+        with whole.file(out / ROWS) as opened:
+            pq.write_table(places.slice(0, n), opened)
         for name in columns:
             whole.save(out / f"{name}.npy", _column(data, split, name)[:n])
     loader.seek(start // batch)
@@ -408,6 +424,27 @@ def _features(c: bird.Config, kinds: Sequence[str], views: int) -> Compute:
         return outputs
 
     return compute
+
+
+def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
+    """The root of the recordings, "" where they lie in shards; and path, start, end and clock of all rows of a split."""
+    data = of_split(data, split)
+    paths = shards.find_shards(shards.resolve(data.train), data.train_split, links=data.follow_links)
+    index = shards.open_index(paths, label="", audio_root=data.audio_root, links=data.follow_links)
+    of_index = shards.index_file(paths[0])
+    n = index.n_rows
+    columns: dict[str, list[Any]] = {name: [] for name in ("start", "end", "date", "time")}
+    for path in paths if of_index else ():
+        for name, values in columnar.read_some(path, *columns).items():
+            columns[name] += values
+    if any(len(values) not in (0, n) for values in columns.values()):
+        raise DataError(f"{paths[0].parent} has shards with different columns; make the index again")
+    start, end, date, time = (values or [None] * n for values in columns.values())
+    clocks = [windows.clock(*each) or None for each in zip(date, time, [x or 0.0 for x in start], strict=True)]
+    root = data.audio_root or (str(shards.index_root(of_index)) if of_index else "")
+    arrays = [pa.array(x, kind) for x, kind in ((index.paths(), pa.string()), (start, pa.float64()), (end, pa.float64()))]
+    table = pa.table([*arrays, pa.array(clocks, pa.string())], names=["path", "start", "end", "clock"])
+    return str(pathlib.Path(root).expanduser().absolute()) if root else "", table
 
 
 def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:

@@ -121,7 +121,9 @@ def read(path: str | os.PathLike) -> Head:
         raise HeadError(f"{path} is not a head of this version of `jaxtrain fit`; fit it again")
     if about.get("scores") not in SCORES or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise HeadError(f"{path} does not describe a head; fit it again")
-    if not all(isinstance(about.get(name), dict) for name in ("front_end", "about")) or not isinstance(about["encoder"], str):
+    if not all(isinstance(about.get(name), dict) for name in ("front_end", "about")) or not isinstance(
+        about.get("encoder"), str
+    ):
         raise HeadError(f"{path} does not say what it was fitted on; fit it again")
     thresholds = arrays.pop("thresholds", None)
     _check(path, about["kind"], arrays, thresholds, len(names))

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from loaders import files, whole
+from jaxtrain.inference import embeddings
+from loaders import whole
 from loaders.front_end import DEFAULT
 
 MEASURES = ("accuracy", "cmAP", "AUROC")
@@ -52,42 +53,19 @@ class Features(NamedTuple):
 
 def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = None) -> Features:
     """Reads a folder of embeddings. Raises ProbeError: it is unfinished, or has no labels or not this kind."""
-    folder = pathlib.Path(folder).expanduser()
     try:
-        meta = files.read_json(files.inside(folder, "embeddings.json"))
-    except files.FileError as error:
-        raise ProbeError(f"{folder} holds no embeddings ({error}); make them with `jaxtrain embed`") from error
-    names = meta.get("class_names")
-    is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if (
-        not is_text
-        or not all(type(meta.get(key)) is int for key in ("done", "rows"))
-        or type(meta.get("multilabel")) is not bool
-    ):
-        raise ProbeError(f"{folder / 'embeddings.json'} does not describe embeddings; make them with `jaxtrain embed`")
-    front_end = meta.get("front_end", DEFAULT.settings)  # of before it was a choice
-    if not isinstance(front_end, dict) or front_end.keys() != DEFAULT.settings.keys():
-        raise ProbeError(f"{folder / 'embeddings.json'} has front_end {str(front_end)[:80]!r}; embed again")
-    if meta["done"] < meta["rows"]:
-        raise ProbeError(
-            f"{folder} holds {meta['done']} of {meta['rows']} embeddings; rerun the same `jaxtrain embed` to resume"
-        )
+        stored = embeddings.read(folder)
+        return _features(stored, kind, group)
+    except embeddings.EmbeddingsError as error:
+        raise ProbeError(str(error)) from error
+
+
+def _features(stored: embeddings.Embeddings, kind: str, group: str | None) -> Features:
+    folder, meta, names = stored.folder, stored.about, stored.names
 
     def load(name: str, *dimensions: int) -> np.ndarray:
-        path = folder / f"{name}.npy"
-        if not path.exists():
-            raise ProbeError(
-                f"{folder} has no {name}.npy; expected one of: {', '.join(sorted(p.stem for p in folder.glob('*.npy')))}"
-            )
-        try:
-            x = files.array(files.inside(folder, path.name))
-        except files.FileError as error:
-            raise ProbeError(f"{error}; embed again") from error
-        if x.ndim not in (dimensions or (1, 2)) or len(x) != meta["rows"] or x.dtype.kind not in "fiu" or 0 in x.shape[1:]:
-            raise ProbeError(f"{path} holds {x.dtype} {x.shape}; expected {meta['rows']} rows of numbers; embed again")
-        return np.array(x)
+        return np.array(stored.array(name, *dimensions))
 
-    names = tuple(names)
     weight = load("weight", 1)
     if meta["multilabel"]:
         y, known = load("labels", 2), weight > 0
@@ -109,7 +87,7 @@ def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = 
         load(group, 1)[known] if group else None,
         meta["multilabel"],
         names,
-        front_end,
+        meta.get("front_end", DEFAULT.settings),
     )
 
 

@@ -27,13 +27,7 @@ class Recording:
 
     def clock(self, seconds: float) -> str:
         """Date and time at a place of it, as in ISO 8601; "" where neither its header nor its name says when it began."""
-        about = self.header.about
-        if "date" not in about or "time" not in about:
-            return ""
-        try:
-            return (datetime.fromisoformat(f"{about['date']}T{about['time']}") + timedelta(seconds=seconds)).isoformat()
-        except (ValueError, OverflowError):
-            return ""
+        return clock(self.header.about.get("date"), self.header.about.get("time"), seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +86,16 @@ class Windows:
 
     def _path(self, each: Recording) -> str:
         return os.path.join(self.root, each.name)
+
+
+def clock(date: str | None, time: str | None, seconds: float) -> str:
+    """Date and time so many seconds after a recording's begin; "" where either is unknown, or is none."""
+    if not date or not time:
+        return ""
+    try:
+        return (datetime.fromisoformat(f"{date}T{time}") + timedelta(seconds=seconds)).isoformat()
+    except (ValueError, TypeError, OverflowError):
+        return ""
 
 
 def cut(

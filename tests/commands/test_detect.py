@@ -264,6 +264,21 @@ def test_every_source_gives_the_same_windows(recordings, tmp_path):
     assert [*cut[0].between(0, 12), *cut[0].between(12, 13), *cut[0].between(13, cut[0].n)] == whole
 
 
+def test_embeddings_of_windows_keep_path_times_and_clock(run, recordings, found, tmp_path, capsys):
+    out = tmp_path / "embedded"
+    argv = ["embed", str(run), "--recordings", str(recordings), "--overlap", "0.25", "--out", str(out), "--batch", "8"]
+    assert cli.main([*argv, "--kinds", "mean,patches"]) == 0
+    rows, scored = pq.read_table(out / "rows.parquet").to_pylist(), scores_of(found)
+    keys = (("path", "file"), ("start", "start_time"), ("end", "end_time"), ("clock", "clock_time"))
+    assert [[row[key] for key, _ in keys] for row in rows] == [[row[key] for _, key in keys] for row in scored]
+    assert json.loads((out / "embeddings.json").read_text())["root"] == str(recordings)
+    z = np.load(out / "scores.npy")
+    p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+    np.testing.assert_allclose(p, [[row[name] for name in NAMES] for row in scored], atol=1e-5, rtol=0)
+    assert cli.main([*argv, "--kinds", "mean,patches"]) == 0, "nothing is left to do"
+    assert cli.main([*argv, "--kinds", "cls"]) == 2 and "holds embeddings of something else" in capsys.readouterr().err
+
+
 def test_classes_and_formats(run, recordings, tmp_path):
     argv = (run, recordings / "c.ogg", "--out", tmp_path / "out", "--threshold", 0)
     run_detect(*argv, "--classes", "wren,blackbird", "--formats", "audacity")

@@ -182,6 +182,22 @@ def embeddings(folder: pathlib.Path) -> None:
     (folder / "embeddings.json").write_text(json.dumps(about))
 
 
+def whole_rows(folder: pathlib.Path) -> None:
+    """Embeddings that say where their rows lie."""
+    embeddings(folder)
+    n = len(np.load(folder / "mean.npy"))
+    places = {"path": [f"{i % 3}.wav" for i in range(n)], "start": [0.1 * (i // 3) for i in range(n)]}
+    pq.write_table(pa.table({**places, "end": [x + 0.2 for x in places["start"]], "clock": [""] * n}), folder / "rows.parquet")
+
+
+def head(folder: pathlib.Path) -> None:
+    """What `jaxtrain fit` writes."""
+    from jaxtrain.inference import heads
+
+    arrays = {"w": np.ones((4, 1), "f4"), "b": np.zeros(1, "f4")}
+    heads.save(folder / "head.npz", heads.Head("linear", "mean", "sigmoid", arrays, ("a",), "", np.ones(1, "f4")))
+
+
 def codes(folder: pathlib.Path) -> None:
     """Codes made elsewhere."""
     np.savez(folder / "codes.npz", **{"0.wav": np.ones((2, 5), np.int16)})

@@ -1,0 +1,287 @@
+"""jaxtrain fit: a head from few examples that detect takes; what it says of held-out rows; labels of tables; refusals."""
+
+import csv
+import json
+
+import corpus
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+import test_detect
+
+from jaxtrain import cli
+from jaxtrain.inference import embeddings, examples, fit, heads, probe, review
+from loaders.front_end import DEFAULT
+
+RATE, CLIP = 32_000, 0.5
+TONES = {"low": (200.0, 3_000.0), "high": (6_000.0, 14_000.0)}  # [Hz] of bands
+
+
+def call(name: str, seconds: float, rng: np.random.Generator) -> np.ndarray:
+    """Noise in a band."""
+    spectrum = np.fft.rfft(rng.standard_normal(round(seconds * RATE)))
+    hz = np.fft.rfftfreq(round(seconds * RATE), 1 / RATE)
+    spectrum[(hz < TONES[name][0]) | (hz > TONES[name][1])] = 0
+    wave = np.fft.irfft(spectrum, round(seconds * RATE))
+    return (0.2 * wave / wave.std()).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A run; recordings of 4 s in which each window of 0.5 s holds a tone, the other, or none; their embeddings."""
+    folder = tmp_path_factory.mktemp("world")
+    run = test_detect.make_run(folder, embed=64, patch=(16, 16))
+    truth = []
+    rng = np.random.default_rng(0)
+    for n in range(8):
+        wave = corpus.noise(n, 4.0, RATE) * 0.03
+        for i, what in enumerate(rng.permutation(["low", "low", "high", "high", "", "", "", ""])):
+            at = i * CLIP
+            truth.append((f"{n}.wav", at, at + CLIP, str(what)))
+            if what:
+                begin = round((at + 0.1) * RATE)
+                wave[begin : begin + round(0.3 * RATE)] += call(str(what), 0.3, rng)
+        (folder / "recordings" / ("new" if n >= 5 else "old")).mkdir(parents=True, exist_ok=True)
+        soundfile.write(folder / "recordings" / ("new" if n >= 5 else "old") / f"{n}.wav", wave, RATE)
+    argv = ["embed", str(run), "--recordings", str(folder / "recordings" / "old"), "--out", str(folder / "emb"), "--batch", "8"]
+    assert cli.main([*argv, "--kinds", "mean,patches"]) == 0
+    return folder, run, truth
+
+
+def labels(path, truth, per_class: int):
+    """So many examples of each class from the old recordings, one a recording at a time."""
+    lines = [("file", "start", "end", "label")]
+    for what in (*TONES, ""):
+        rows = [row for row in truth if row[3] == what and int(row[0][0]) < 5]
+        rows = sorted(rows, key=lambda row: (sum(r[0] == row[0] and r[1] < row[1] for r in rows), row[0]))[:per_class]
+        lines += [(f"old/{file}", start + 0.1, end - 0.1, label or "nothing") for file, start, end, label in rows]
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(lines)
+    return path
+
+
+@pytest.mark.parametrize("method", ["linear", "prototypes", "patches"])
+def test_a_head_of_few_examples_detects_in_new_recordings(world, tmp_path, method, capsys):
+    folder, run, truth = world
+    table = labels(tmp_path / "labels.csv", truth, 5)
+    argv = ["fit", str(folder / "emb"), "--labels", str(table), "--method", method]
+    assert cli.main([*argv, "--out", str(tmp_path / "head.npz"), "--precision", "0.9"]) == 0
+    told = capsys.readouterr().out
+    assert "5 folds" in told and "high" in told
+    argv = [run, folder / "recordings" / "new", "--out", tmp_path / "out", "--model", tmp_path / "head.npz", "--no-merge"]
+    test_detect.run_detect(*argv)
+    rows = test_detect.scores_of(tmp_path / "out")
+    expected = {(file, start): what or "nothing" for file, start, _, what in truth}
+    y = np.array([[expected[row["file"], row["start_time"]] == what for what in ("high", "low")] for row in rows], np.float32)
+    z = np.array([[row[what] for what in ("high", "low")] for row in rows])
+    average = [probe.average_precision(z[:, c], y[:, c], np.ones((1, len(y))))[0] for c in range(2)]
+    assert min(average) > 0.95, average
+    # The thresholds that the head brings keep what it was asked for.
+    found = [row for row in test_detect.table(tmp_path / "out" / "detections.csv") if row["Common name"] in TONES]
+    right = [expected[row["File"].rpartition("/")[2], float(row["Start (s)"])] == row["Common name"] for row in found]
+    assert len(right) >= 8 and np.mean(right) >= 0.85
+    # Another run's encoder is refused.
+    other = test_detect.make_run(tmp_path)
+    argv = [
+        "detect",
+        str(other),
+        str(folder / "recordings"),
+        "--out",
+        str(tmp_path / "x"),
+        "--model",
+        str(tmp_path / "head.npz"),
+    ]
+    assert cli.main(argv) == 2 and "was fitted on 64 features" in capsys.readouterr().err
+
+
+def fake(folder, x, y, names, groups=None, **about):
+    """Embeddings, as `jaxtrain embed` would write them."""
+    folder.mkdir()
+    np.save(folder / "mean.npy", x.astype("f4"))
+    np.save(folder / "label.npy", y.argmax(1))
+    np.save(folder / "weight.npy", np.ones(len(x), "f4"))
+    paths = [f"{g}.wav" for g in (groups if groups is not None else range(len(x)))]
+    start = np.zeros(len(x)) + np.arange(len(x)) * 1.0
+    rows = pa.table({"path": paths, "start": start, "end": start + 1.0, "clock": [None] * len(x)})
+    pq.write_table(
+        rows.cast(pa.schema({"path": "string", "start": "double", "end": "double", "clock": "string"})), folder / "rows.parquet"
+    )
+    content = {
+        "done": len(x),
+        "rows": len(x),
+        "class_names": names,
+        "multilabel": False,
+        "root": "",
+        "encoder": "e",
+        "front_end": DEFAULT.settings,
+    }
+    (folder / "embeddings.json").write_text(json.dumps({**content, **about}))
+    return folder
+
+
+def test_cross_validation_calibrates_and_finds_thresholds(tmp_path):
+    """Two classes that overlap: scores are chances, and a threshold reaches the precision on rows that nothing saw."""
+    rng = np.random.default_rng(0)
+    n = 1200
+    label = rng.integers(0, 2, n)
+    x = rng.normal(size=(n, 6)) + label[:, None] * np.array([0.9, 0, 0, 0, 0, 0])
+    y = np.eye(2)[label]
+    folder = embeddings.read(fake(tmp_path / "e", x[:600], y[:600], ["a", "b"]))
+    fitted = fit.fit([folder], examples.own([folder]), precision=0.8)
+    assert fitted.head.scores == "softmax" and fitted.folds == 5
+    z = x[600:] @ fitted.head.arrays["w"] + fitted.head.arrays["b"]
+    p = np.exp(z[:, 1]) / np.exp(z).sum(1)
+    # The best possible: the likelihood ratio of the two normals.
+    best = 1 / (1 + np.exp(-(0.9 * x[600:, 0] - 0.405)))
+    assert np.abs(p - best).mean() < 0.06
+    said = p >= fitted.head.thresholds[1]
+    assert 0.72 < y[600:, 1][said].mean() < 0.9 and said.mean() > 0.1
+    at_chance = fit.threshold(p, y[600:, 1], 0.8)
+    assert y[600:, 1][p >= at_chance].mean() >= 0.8
+
+
+def test_folds_keep_recordings_together(tmp_path):
+    x, label = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) // 4 % 2
+    groups = np.arange(40) // 4
+    folder = embeddings.read(fake(tmp_path / "e", x, np.eye(2)[label], ["a", "b"], groups))
+    given = examples.own([folder])
+    fold = fit.folds_of(given, 0)
+    assert sorted(set(fold)) == [0, 1, 2, 3, 4]
+    assert all(len(set(fold[groups == g])) == 1 for g in set(groups))
+    assert all(set(fold[label == c]) == {0, 1, 2, 3, 4} for c in (0, 1))
+
+
+def test_one_example_a_class_needs_no_folds_and_says_so(tmp_path, capsys):
+    x = np.array([[1.0, 0, 0], [0, 1.0, 0]])
+    folder = fake(tmp_path / "e", x, np.eye(2), ["a", "b"])
+    assert cli.main(["fit", str(folder), "--out", str(tmp_path / "h.npz"), "--method", "prototypes"]) == 0
+    assert "no cross-validation" in capsys.readouterr().out
+    head = heads.read(tmp_path / "h.npz")
+    z = np.asarray(heads.logits("prototypes", head.arrays, x.astype("f4"), x.astype("f4")[:, None]))
+    assert z.argmax(1).tolist() == [0, 1] and head.thresholds.tolist() == pytest.approx([0.9, 0.9])
+
+
+def test_a_table_says_what_is_known(tmp_path):
+    x = np.random.default_rng(0).normal(size=(6, 3))
+    folder = embeddings.read(fake(tmp_path / "e", x, np.eye(2)[[0] * 6], ["a", "b"], [0] * 6))
+    (tmp_path / "t.csv").write_text(
+        "file,start,end,label,answer\n0.wav,0,1,owl,yes\n0.wav,0.9,2,owl,no\n/elsewhere/0.wav,2.1,2.2,wren,\n0.wav,3,4,owl,skip\n"
+    )
+    given = examples.of_table([folder], str(tmp_path / "t.csv"), background=1)
+    assert given.names == ("owl", "wren") and given.rows[0].tolist()[:3] == [0, 1, 2] and given.rows[0][3] in (3, 4, 5)
+    assert given.y.tolist() == [[1, 0], [0, 0], [0, 1], [0, 0]]
+    assert given.known.tolist() == [[1, 1], [1, 0], [1, 1], [1, 1]]
+    assert not given.exclusive
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("file,start,end,label\n9.wav,0,1,owl\n", "none of it is in"),
+        ("file,start,end,label\n0.wav,x,1,owl\n", "t.csv:2: its times are no numbers"),
+        ("file,start,end,label,answer\n0.wav,0,1,owl,maybe\n", "the answer is 'maybe'"),
+        ("a,b\n1,2\n", "expected file, start, end, label"),
+        ("file,start,end,label\n0.wav,0,1,owl\n", "has no counter-example"),
+        (None, "holds no embeddings"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, capsys, text, said):
+    folder = tmp_path / "none"
+    if text is not None:
+        folder = fake(tmp_path / "e", np.ones((3, 2)), np.eye(2)[[0] * 3], ["a", "b"], [0] * 3)
+        (tmp_path / "t.csv").write_text(text)
+    assert cli.main(["fit", str(folder), "--labels", str(tmp_path / "t.csv"), "--out", str(tmp_path / "h.npz")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and said in told and told.count("\n") == 1
+    assert not (tmp_path / "h.npz").exists()
+
+
+def test_search_finds_what_sounds_alike(world, tmp_path, capsys):
+    folder, run, truth = world
+    emb = str(folder / "emb")
+    high = [(file, start) for file, start, _, what in truth if what == "high" and int(file[0]) < 5]
+    new = next(row for row in truth if row[3] == "high" and int(row[0][0]) >= 5)
+    query = f"{folder / 'recordings' / 'new' / new[0]}@{new[1]}"
+    argv = ["search", emb, "--like", query, "--run", str(run), "--top", "8", "--out", str(tmp_path / "hits.csv")]
+    assert cli.main(argv) == 0
+    hits = test_detect.table(tmp_path / "hits.csv")
+    assert len(hits) == 8 and sum((row["file"], float(row["start"])) in high for row in hits) >= 7
+    # The scores are the cosines of all rows, and an example of another folder is found again.
+    x = np.load(folder / "emb" / "mean.npy")
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    at = int(hits[0]["row"])
+    assert cli.main(["search", emb, "--like", f"{emb}@{at}", "--out", str(tmp_path / "again.csv"), "--top", "99"]) == 0
+    again = test_detect.table(tmp_path / "again.csv")
+    order = np.argsort(-(x @ x[at]), kind="stable")
+    assert int(again[0]["row"]) == at and len(again) == len(x)
+    np.testing.assert_allclose([float(row["score"]) for row in again], (x @ x[at])[order], atol=2e-4)
+    # By a head: what it says of each row, the highest first.
+    table = labels(tmp_path / "labels.csv", truth, 5)
+    assert cli.main(["fit", emb, "--labels", str(table), "--out", str(tmp_path / "h.npz"), "--method", "patches"]) == 0
+    assert (
+        cli.main(["search", emb, "--model", str(tmp_path / "h.npz"), "--class", "low", "--out", str(tmp_path / "low.csv")]) == 0
+    )
+    low = [(file, start) for file, start, _, what in truth if what == "low"]
+    assert all((row["file"], float(row["start"])) in low for row in test_detect.table(tmp_path / "low.csv")[:8])
+    other = test_detect.make_run(tmp_path)
+    capsys.readouterr()
+    for argv, text in (
+        (["--like", query, "--run", str(other)], "is of the encoder"),
+        (["--like", f"{emb}@999", "--run", str(run)], "has no row 999"),
+        (["--like", emb], "name a row of it"),
+        (["--like", "nothing.wav", "--run", str(run)], "nothing.wav: No such file"),
+        (["--model", str(tmp_path / "h.npz")], "name one of them: --class"),
+        (["--model", str(tmp_path / "h.npz"), "--class", "owl"], "names the class 'owl'"),
+    ):
+        assert cli.main(["search", emb, *argv]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and text in told and told.count("\n") == 1
+
+
+def test_answers_of_a_review_make_the_head_better(world, tmp_path):
+    """fit, detect, review, fit: with answers to what was found, average precision on new recordings rises."""
+    folder, run, truth = world
+    emb, old, new = str(folder / "emb"), folder / "recordings" / "old", folder / "recordings" / "new"
+    expected = {(file, start): what for file, start, _, what in truth}
+    with open(tmp_path / "labels.csv", "w", newline="") as file:  # one example of each, and one wrong label
+        row = {what: next(r for r in truth if r[3] == what) for what in ("high", "low", "")}
+        lines = [(*row["high"][:3], "high"), (*row["low"][:3], "low"), (*row[""][:3], "high")]
+        csv.writer(file).writerows([("file", "start", "end", "label"), *lines])
+
+    def precision(model) -> float:
+        out = tmp_path / f"new-{model}"
+        test_detect.run_detect(run, new, "--out", out, "--model", tmp_path / model)
+        rows = test_detect.scores_of(out)
+        each = [
+            probe.average_precision(
+                np.array([r[what] for r in rows]),
+                np.array([expected[r["file"], r["start_time"]] == what for r in rows], np.float32),
+                np.ones((1, len(rows))),
+            )[0]
+            for what in TONES
+        ]
+        return float(np.mean(each))
+
+    argv = ["fit", emb, "--method", "linear", "--out"]
+    assert cli.main([*argv, str(tmp_path / "first.npz"), "--labels", str(tmp_path / "labels.csv")]) == 0
+    test_detect.run_detect(
+        run, old, "--out", tmp_path / "found", "--model", tmp_path / "first.npz", "--threshold", 0, "--no-merge"
+    )
+    items = review.read(str(tmp_path / "found"), order="diverse")
+    session = review.Session(items, tmp_path / "answers.csv")
+    for number, item in enumerate(items):
+        what = expected[item.name, item.start]
+        session.answer(number, "yes", what) if what and what != item.label else session.answer(number, "yes" if what else "no")
+    assert cli.main([*argv, str(tmp_path / "second.npz"), "--labels", str(tmp_path / "answers.csv")]) == 0
+    first, second = precision("first.npz"), precision("second.npz")
+    assert second > first and second > 0.9, (first, second)
+    # `jaxtrain index` reads the answers, too: what was denied is no label.
+    assert (
+        cli.main(
+            ["index", str(tmp_path / "answers.csv"), "--audio", str(old), "--out", str(tmp_path / "i"), "--on", "all=keep"]
+        )
+        == 0
+    )
+    assert json.loads((tmp_path / "i" / "index.json").read_text())["classes"] == ["high", "low"]
