@@ -50,9 +50,12 @@ COMMANDS = (
     Command("fit", "answers", "a head for new classes, from few examples on embeddings", caches=True),
     Command("search", "answers", "windows of embeddings that sound like a clip, or that a head gives most", caches=True),
     Command("review", "answers", "judge what detect or search found, on a page of this machine"),
+    Command("solve", "answers", "solve puzzles with a recursive model: boards, confidence, steps", caches=True),
+    Command("predict", "answers", "predict the fMRI of a film, as NIfTI", caches=True),
+    Command("generate", "answers", "continue prompts with a language model", caches=True),
+    Command("generate-audio", "answers", "answer prompts with sound, by an audio language model"),
     Command("embed", "look back", "embed any dataset with a trained encoder", caches=True),
     Command("probe", "look back", "measure how good embeddings are: linear probe, k-NN, few shot", caches=True),
-    Command("generate-audio", "look back", "answer prompts with sound, by an audio language model"),
     Command("launch", "clusters", "submit a run or a sweep to SLURM, and watch it"),
     Command("completion", "shell", "print a script that completes commands, flags and configs in bash, zsh or fish"),
 )

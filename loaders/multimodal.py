@@ -135,10 +135,7 @@ class Volumes(Loader):
         for name in ("subject", "volume"):
             batch[name][:] = -1
         sample = position * self._rows.batch + row
-        if self._train:
-            valid, number = np.arange(len(row)), order.epochs(self._seed, self._n, sample)[1]
-        else:
-            valid, number = order.once(self._n, sample)
+        valid, number = self._numbers(sample)
         subject, volume_number = np.divmod(number, len(self._volumes))
         volume = self._volumes[volume_number]
         batch["subject"][valid], batch["volume"][valid] = subject, volume
@@ -150,6 +147,12 @@ class Volumes(Loader):
         for job in jobs:
             job.result()
         return batch
+
+    def _numbers(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the samples exist, and the (subject, volume) pair of each of them."""
+        if self._train:
+            return np.arange(len(sample)), order.epochs(self._seed, self._n, sample)[1]
+        return order.once(self._n, sample)
 
     def _fill(self, batch: Mapping[str, np.ndarray], at: int, subject: int, volume: int) -> None:
         """Cuts one row straight into its place."""
@@ -240,6 +243,23 @@ def facts(config: Config) -> Facts:
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Volumes:
     """A loader of ``split``, "train" or "test". Raises DataError for a folder that is not complete."""
     return Volumes(config, split=split, rows=rows, seed=seed)
+
+
+def in_order(config: Config, *, rows: Rows) -> Volumes:
+    """A loader of every volume once, in the film's order. Raises DataError for a folder that is not complete."""
+    return _InOrder(config, split="train", rows=rows, seed=0)
+
+
+class _InOrder(Volumes):
+    """All volumes, as `in_order` gives them."""
+
+    def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
+        super().__init__(config, split=split, rows=rows, seed=seed)
+        self._train = False
+
+    def _numbers(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        valid = np.flatnonzero(sample < self._n)
+        return valid, sample[valid]
 
 
 def split_volumes(config: Config) -> Split:

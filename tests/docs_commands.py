@@ -208,6 +208,12 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain fit .*answers\.csv", Why("people make its table; tests/commands/test_fit.py answers and fits")),
     (r"^jaxtrain review ", Why("it serves a page until it is ended; tests/commands/test_review.py uses it in a browser")),
     (r"^jaxtrain (fit|search) ", Run()),
+    (
+        r"^jaxtrain generate ",
+        Run(says="the wren sings", instead=(("runs/lm", "runs/lm-corpus"), ("--tokens 32", "--tokens 8"))),
+    ),
+    (r"^jaxtrain predict ", Why("it needs the mask of real scans; tests/commands/test_predict.py makes one")),
+    (r"^jaxtrain solve ", Run(says="8 boards", instead=(("runs/trm-sudoku", "runs/trm-files"),))),
     (r"^jaxtrain (export|checkpoint) ", Run()),
     (r"^jaxtrain runs", Run(says="xcm")),
     (r"^jaxtrain profile |metrics\.profile", Why("it needs a run that trains; tests/test_train.py asks one")),

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
-from jaxtrain import lora, specs, writers
-from jaxtrain.checkpoint import warm_start
+from jaxtrain import writers
 from jaxtrain.checkpoint.read import StoredError
+from jaxtrain.inference import stored_params
 from jaxtrain.types import PyTree
 from jaxtrain.weights import source as source_lib
 from jaxtrain.weights import workload
@@ -43,11 +42,6 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     """
     source = source_lib.find(run, step)
     run_config = source.config(workload=audio_language.__name__)
-    weights = source.parameters(ema=ema)
-    if any(lora.is_adapter(path) for path in weights):
-        raise StoredError(
-            f"{source.path} holds adapters without the weights that they change; merge them with `jaxtrain export`"
-        )
     model = config_lib.section(audio_language.Config, workload.model_of(run_config))
     if problems := list(checks.under("model", model.problems())):
         raise config_lib.ConfigError(problems)
@@ -62,13 +56,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
             "trust its code, with --codec"
         )
     data = config_lib.section(chat_audio.Config, run_data | changes)
-    layout = layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
-    abstract = specs.abstract(audio_language.make_specs(model), layout)
-    paths = specs.paths(abstract)
-    table = {p: (x.shape, x.dtype) for p, x in zip(paths, jax.tree.leaves(abstract), strict=True)}
-    matches = warm_start.match(table, weights, config_lib.WarmStart(source=str(source.path)))
-    loaded = warm_start.load(matches, abstract)
-    params = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[p] for p in paths])
+    params = stored_params.read(source, audio_language.make_specs(model), stored_params.one_device(), ema=ema)
     tools = chat_samples.tools_of(data, data.manifest)
     voice = chat_samples.open_codec(data) if data.codec else None
     return Speaker(model, params, tools, chat_samples.read_tokenizer(data.tokenizer), voice)
@@ -95,7 +83,7 @@ def speak(
         rows.append(tools.expand(tokens, np.full_like(tokens, chatml.NONE), []))
     longest = round(seconds * tools.frame_rate)
     shape = (max(len(x.tokens) for x in rows), 1, 1, 1)
-    layout = layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
+    layout = stored_params.one_device()
     n_new = longest + 1 + c.codebooks + (64 if text_first else 8)
 
     @jax.jit

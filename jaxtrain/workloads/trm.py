@@ -418,9 +418,9 @@ def exploration(model: Model, step: Array) -> Array | float:
 
 
 def solve(
-    model: Model, variables: Variables, batch: Batch, keep: Callable[[Array], PyTree] | None = None
+    model: Model, variables: Variables, batch: Batch, keep: Callable[[Array, Array], PyTree] | None = None
 ) -> tuple[Array, Array, PyTree]:
-    """All supervision steps, from the start: last logits and q, and ``keep(logits)`` of each step, stacked."""
+    """All supervision steps, from the start: last logits and q, and ``keep(logits, q)`` of each step, stacked."""
     c, n = model.c, batch["inputs"].shape[0]
     z = {f"z_{k}": jnp.broadcast_to(variables.carry[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
     # Pinned from the start: XLA's partitioner would choose a layout of the loop's state by itself, and another for the logits.
@@ -429,7 +429,7 @@ def solve(
     def step(state: tuple, _: None) -> tuple[tuple, PyTree]:
         z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, {**batch, **state[0]}, c.cycles, model.shard)
         logits_bsv, q_b2 = model.shard(logits_bsv, "batch", None, None), model.shard(q_b2, "batch", None)
-        return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), keep(logits_bsv) if keep else None
+        return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), keep(logits_bsv, q_b2) if keep else None
 
     start = (z, jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
     (_, logits_bsv, q_b2), kept = jax.lax.scan(step, start, length=c.halt_steps)
@@ -452,7 +452,7 @@ def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Arra
     """The first boards, one picture each: the puzzle, then the guess after each step, then the solution."""
     n = math.lcm(4, model.shard.size("batch", batch["inputs"].shape[0]))  # rows that divide over the devices
     first = {name: x[:n] for name, x in batch.items()}
-    _, _, guess_kbs = solve(model, variables, first, lambda logits_bsv: logits_bsv.argmax(-1))
+    _, _, guess_kbs = solve(model, variables, first, lambda logits_bsv, q_b2: logits_bsv.argmax(-1))
     return {"steps": draw(first["inputs"][:4], first["labels"][:4], guess_kbs[:, :4])}
 
 

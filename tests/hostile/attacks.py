@@ -155,6 +155,22 @@ ATTACKS = (
         most=100,
         named=("head.npz",),
     ),
+    _attack("continue prompts", "generate {input} ! --tokenizer bytes --tokens 2", inputs.language, short=2, most=60),
+    _attack(
+        "predict with a run",
+        "predict {input} {masked_film} --out {out}.nii",
+        inputs.brains,
+        inputs.masked_film,
+        short=2,
+        most=60,
+    ),
+    _attack(
+        "predict of a film", "predict {brains} {input} --out {out}.nii", inputs.masked_film, inputs.brains, short=3, most=60
+    ),
+    _attack("solve with a run", "solve {input} {puzzles}/test.csv", inputs.solver, inputs.puzzles, short=2, most=60),
+    _attack(
+        "solve boards", "solve {solver} {input}/test.csv", inputs.puzzles, inputs.solver, short=3, most=60, named=("test.csv",)
+    ),
     _attack(
         "generate with a run",
         "generate-audio {input} hello --out {out} --seconds 0.2",

@@ -258,6 +258,50 @@ def language(folder: pathlib.Path) -> None:
     _run(folder, workload, LANGUAGE, {}, workload.make_specs)
 
 
+def solver(folder: pathlib.Path) -> None:
+    """A run of the recursive model on boards of 4 × 4."""
+    from jaxtrain.workloads import trm
+
+    model = dict(n_cells=16, vocab=6, n_puzzles=1, n_difficulties=1, embed=16, heads=2, depth=1, inner_multiple=16)
+    model |= dict(puzzle_tokens=1, puzzle_embed=16, cycles_high=1, cycles_low=1, halt_steps=2, dtype="float32")
+    _run(folder, trm, model, {}, trm.make_specs, carry={name: np.ones(16, "f4") for name in ("init_h", "init_l")})
+
+
+def masked_film(folder: pathlib.Path) -> None:
+    """What `jaxtrain prepare-giblet` writes, with the mask."""
+    import nibabel
+
+    film(folder)
+    voxels = np.load(sorted((folder / "fmri").glob("*.npy"))[0]).shape[1]
+    nibabel.save(nibabel.Nifti1Image(np.ones((voxels, 1, 1), np.uint8), np.eye(4)), folder / "mask.nii.gz")
+
+
+def brains(folder: pathlib.Path) -> None:
+    """A run of the autoencoder of film and brain."""
+    import jax
+
+    from jaxtrain import specs
+    from jaxtrain.workloads import giblet
+    from loaders import multimodal
+
+    source = folder.parent / "film-of-brains"
+    source.mkdir(exist_ok=True)
+    film(source)
+    facts = multimodal.facts(multimodal.Config(path=str(source), test_share=0.0))
+    widths = dict(video_widths=(4, 4, 4), audio_widths=(4, 4), text_widths=(4, 4), trunk_widths=(4, 4), bottleneck=4)
+    widths |= dict(head_width=4, decoder_widths=(4, 4, 4, 4), decode_video_widths=(4, 4), decode_audio_widths=(4, 4))
+    model = {**widths, "decode_text_widths": (4, 4), "dtype": "float32"}
+    model |= {name: facts[name] for name in (*giblet.SIZES, "audio")}
+    carry = giblet.make_carry(giblet.Config(**model))
+    leaves = zip(specs.paths(carry), jax.tree.leaves(carry, is_leaf=specs.is_spec), strict=True)
+    _run(folder, giblet, model, {}, giblet.make_specs, carry={path: np.ones(spec.shape, "f4") for path, spec in leaves})
+
+
+def puzzles(folder: pathlib.Path) -> None:
+    """Boards as `jaxtrain sudoku` writes them."""
+    (folder / "test.csv").write_text("source,question,answer,rating\na,1.34341221434.21,1234341221434321,0\n")
+
+
 def adapters(folder: pathlib.Path) -> None:
     """The adapters of a language model."""
     from jaxtrain.workloads import language as workload
@@ -292,7 +336,9 @@ def _vit():
     return vit
 
 
-def _run(folder: pathlib.Path, workload, model: dict, data: dict, table_of, adapters: dict | None = None) -> None:
+def _run(
+    folder: pathlib.Path, workload, model: dict, data: dict, table_of, adapters: dict | None = None, carry: dict | None = None
+) -> None:
     """A workdir whose only step holds weights."""
     import dataclasses
 
@@ -309,6 +355,8 @@ def _run(folder: pathlib.Path, workload, model: dict, data: dict, table_of, adap
     found = {path: np.full(spec.shape, 0.1, np.float32) for path, spec in leaves}
     for path, x in {**found, **_flat(adapters or {})}.items():
         arrays[f"params/{path}"] = _stored(Stored, x, ("params", *path.split("/")))
+    for name, x in (carry or {}).items():
+        arrays[f"carry/{name}"] = _stored(Stored, x, ("carry", *name.split("/")))
     config = {
         "workload": workload.__name__, "model": dataclasses.asdict(c), "data": data, "train": {"steps": 10}, "seed": 0,
         "warm_start": {"source": ""}, "lora": {"rank": 2 if adapters else 0, "alpha": 4.0},

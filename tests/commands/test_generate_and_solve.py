@@ -1,0 +1,136 @@
+"""jaxtrain generate and jaxtrain solve: the model's own answers, from files, whatever they are computed with; refusals."""
+
+import csv
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+
+from jaxtrain import cli, specs
+from jaxtrain.inference import generate, solve
+from jaxtrain.workloads import language, trm
+
+LANGUAGE = dict(embed=32, depth=2, heads=2, kv_heads=1, mlp=32, vocab=256, context=48, dtype="float32")
+PUZZLES = dict(
+    n_cells=16, vocab=6, n_puzzles=1, n_difficulties=1, embed=32, heads=2, depth=1, inner_multiple=32, puzzle_tokens=1,
+    puzzle_embed=32, cycles_high=1, cycles_low=2, halt_steps=5, dtype="float32",
+)  # fmt: skip
+SOLUTION = "1234341221434321"
+
+
+def saved(folder, workload, model, carry=()):
+    c = workload.Config(**model)
+    # Large, as after training: a new model says nearly the same of every token, whatever came before.
+    params = jax.tree.map(
+        lambda x: x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype("f4"),
+        specs.materialise(workload.make_specs(c), jax.random.key(0)),
+    )
+    config = {"workload": workload.__name__, "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 1}, "seed": 0}
+    runs.save(folder, 1, {"step": jnp.array(1, jnp.int32), "params": params, "carry": carry, "opt_state": ()}, run=config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("language"), language, LANGUAGE)
+
+
+@pytest.fixture(scope="module")
+def solver(tmp_path_factory):
+    carry = {name: jax.random.normal(jax.random.key(i), (32,)) for i, name in enumerate(("init_h", "init_l"))}
+    return saved(tmp_path_factory.mktemp("trm"), trm, PUZZLES, carry)
+
+
+def test_the_likeliest_tokens_are_those_of_the_whole_model(writer, tmp_path):
+    """Each token by a forward pass over all before it, without a cache."""
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "prompts.txt").write_text("ab\n\nhello there\n")
+    argv = ["generate", str(writer), "--prompts", str(tmp_path / "prompts.txt"), "--temperature", "0", "--tokens", "6"]
+    assert cli.main([*argv, "--out", str(out), "--batch", "2"]) == 0
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["prompt"] for line in found] == ["ab", "hello there"] and {line["tokens"] for line in found} == {6}
+    one = generate.load(str(writer))
+
+    @jax.jit
+    def logits(tokens):
+        batch = {"tokens": tokens, "positions": jnp.arange(48)[None], "segments": jnp.ones((1, 48), jnp.int32)}
+        return language.logits(one.model, one.params, batch, one.layout.shard)
+
+    for line in found:
+        ids = list(line["prompt"].encode())
+        for _ in range(6):
+            row = jnp.zeros((1, 48), jnp.int32).at[0, : len(ids)].set(jnp.array(ids))
+            ids.append(int(logits(row)[0, len(ids) - 1].argmax()))
+        assert bytes(ids[len(line["prompt"]) :]).decode(errors="replace") == line["text"]
+    assert found[0]["text"] != found[1]["text"]
+
+
+def test_a_continuation_follows_from_its_prompt_and_seed(writer, tmp_path):
+    """Alone, or beside others that are longer, in another batch."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "seven"}\n"one"\n')
+    texts = {}
+    for name, given, batch in (("all", ["--prompts", str(tmp_path / "p.jsonl")], "3"), ("alone", ["one"], "2")):
+        argv = ["generate", str(writer), *given, "--tokens", "8", "--temperature", "1.2", "--seeds", "3", "4", "--batch", batch]
+        assert cli.main([*argv, "--out", str(tmp_path / name)]) == 0
+        lines = map(json.loads, (tmp_path / name).read_text().splitlines())
+        texts[name] = {(line["prompt"], line["seed"]): line["text"] for line in lines}
+    assert list(texts["all"]) == [("seven", 3), ("seven", 4), ("one", 3), ("one", 4)]
+    assert len(set(texts["all"].values())) == 4
+    assert texts["alone"] == {("one", seed): texts["all"]["one", seed] for seed in (3, 4)}
+
+
+def test_boards_are_those_of_the_model(solver, tmp_path, capsys):
+    boards = [SOLUTION[:i] + "." + SOLUTION[i + 1 :] for i in range(5)]
+    with open(tmp_path / "p.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("source", "question", "answer", "rating"), *(("x", b, SOLUTION, 0) for b in boards)])
+    assert cli.main(["solve", str(solver), str(tmp_path / "p.csv"), "--out", str(tmp_path / "s.csv"), "--batch", "2"]) == 0
+    assert "of 5 are the table's answer" in capsys.readouterr().out
+    with open(tmp_path / "s.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    one = solve.load(str(solver))
+    inputs = jnp.array([[1 if s == "." else int(s) + 1 for s in board] for board in boards])
+    batch = {"inputs": inputs, "puzzle": jnp.zeros(5, jnp.int32)}
+    z, q, _ = trm.solve(one.model, one.variables, batch)
+    assert [row["question"] for row in rows] == boards
+    for row, symbols, sure in zip(rows, np.asarray(z.argmax(-1)), np.asarray(q[:, 0]), strict=True):
+        assert row["board"] == "".join(str(s - 1) if s >= 2 else "." for s in symbols)
+        assert float(row["confidence"]) == pytest.approx(1 / (1 + np.exp(-sure)), abs=1e-3)
+        assert 1 <= int(row["steps"]) <= 5 and row["valid"] == str(int(solve.is_solution(row["question"], row["board"])))
+    (tmp_path / "plain.txt").write_text(boards[0].replace(".", "0") + "\n")
+    assert cli.main(["solve", str(solver), str(tmp_path / "plain.txt")]) == 0
+    assert capsys.readouterr().out.startswith(rows[0]["board"])
+
+
+def test_what_a_solution_is():
+    assert solve.is_solution("." * 16, SOLUTION)
+    assert not solve.is_solution("2" + "." * 15, SOLUTION), "it changes what was given"
+    assert not solve.is_solution("." * 16, "1234234134124123"), "rows and columns are right, boxes are not"
+    assert not solve.is_solution("." * 16, "." + SOLUTION[1:])
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["generate", "{writer}", "x" * 60, "--tokens", "40"], "has 60 tokens, and 40 more are asked for" ),
+        (["generate", "{writer}", "x", "--tokens", "48"], "the model's context is 48"),
+        (["generate", "{solver}", "x"], "expected a run of jaxtrain.workloads.language"),
+        (["generate", "{writer}", "--prompts", "{tmp}/none"], "does not exist"),
+        (["generate", "{writer}", "--prompts", "{tmp}/bad.jsonl"], 'bad.jsonl:1 has no "prompt"'),
+        (["generate", "{writer}", "--prompts", "{tmp}/empty.csv"], "empty.csv holds no prompt"),
+        (["solve", "{solver}", "{tmp}/short.csv"], "short.csv:2: '12..' is no board; expected 16 of 1 to 4"),
+        (["solve", "{solver}", "{tmp}/empty.csv"], "holds no board"),
+        (["solve", "{writer}", "{tmp}/short.csv"], "expected a run of jaxtrain.workloads.trm"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(writer, solver, tmp_path, capsys, argv, text):
+    (tmp_path / "short.csv").write_text("question\n12..\n")
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
+    tokens = [] if "--tokens" in argv or argv[0] == "solve" else ["--tokens", "4"]
+    assert cli.main([*(part.format(writer=writer, solver=solver, tmp=tmp_path) for part in argv), *tokens]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and text in told and told.count("\n") == 1
