@@ -28,6 +28,7 @@ CONSOLE = (
     rf"{NUMBER} s from the command to the first step: .*",
     rf"step \d/4  loss {NUMBER}  {NUMBER} samples/s  MFU {NUMBER}%  waiting for data .*  \d:\d\d:\d\d left",
     rf"step [24] test  accuracy {NUMBER}  exact_accuracy {NUMBER}  .*q_halt_loss {NUMBER}",
+    r"goodput \d+% of \d+ s over all starts; .*",
     r"the run has ended; it left",
     r"next",
     r"  [a-z ,]+: (runs/trm-4x4/.*|jaxtrain .*)",  # a file of the run, or a command
