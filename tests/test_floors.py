@@ -22,7 +22,7 @@ FLOORS = (
     {"workloads"},
     {"layout", "specs", "optim", "lora", "environments", "metrics", "traces", "nn", "cluster", "compiler", "guard"},
     {"report"},
-    {"console", "glossary", "writers", "goodput"},
+    {"console", "glossary", "writers", "goodput", "loopback"},
     {"jsonl"},
     {"types", "config", "chips", "owner"},
     {"configs"},  # the folder of the shipped configs, which themselves import what they configure

@@ -4,44 +4,34 @@ The page names windows by their numbers; no request holds the name of a file. A 
 (as a page elsewhere could make a browser send), is refused. Nothing is fetched from anywhere else.
 """
 
-import hmac
-import http.server
 import json
 import pathlib
 import re
 import secrets
-import threading
 import urllib.parse
 from typing import Any
 
+from jaxtrain import loopback
 from jaxtrain.inference import review
 
 PAGE = pathlib.Path(__file__).with_name("review_page.html")
 MOST_BODY = 10_000  # [bytes] of a request
-AT_ONCE = 8  # requests that are answered together
-PATIENCE = 30  # [s] for which a connection may be silent
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Answers the page's requests. ``address`` is what a browser opens."""
-
-    daemon_threads = True
+class Server(loopback.Server):
+    """Answers the page's requests. ``address`` is what a browser opens. Raises OSError: the port is taken."""
 
     def __init__(self, session: review.Session, port: int = 0):
-        """Raises OSError: the port is taken."""
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.session, self.token = session, secrets.token_urlsafe(24)
-        self.gate = threading.Semaphore(AT_ONCE)
+        super().__init__(_Handler, port)
+        self.session = session
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
+        return f"{super().address}/?token={self.token}"
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(loopback.Handler):
     server: Server
-    timeout = PATIENCE
-    server_version, sys_version = "jaxtrain", ""
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -55,23 +45,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, action: Any) -> None:
         url = urllib.parse.urlsplit(self.path)
-        given = self.headers.get("X-Token") or urllib.parse.parse_qs(url.query).get("token", [""])[0]
-        host = (self.headers.get("Host") or "").rpartition(":")[0]
-        if host not in ("127.0.0.1", "localhost") or not hmac.compare_digest(given.encode(), self.server.token.encode()):
+        if not self.is_allowed(self.headers.get("X-Token") or urllib.parse.parse_qs(url.query).get("token", [""])[0]):
             return self._send(403, {"error": "open the address that jaxtrain review printed: its token is missing or wrong"})
-        with self.server.gate:
-            try:
-                action(url.path)
-            except (review.ReviewError, ValueError) as error:
-                self._send(400, {"error": str(error)})
-            except IndexError:
-                self._send(404, {"error": "there is no such window"})
-            except ConnectionError:
-                pass  # whoever asked is gone
-            except OSError as error:
-                self._send(
-                    500, {"error": f"the answer was not saved: {error.strerror or error}; free some space, then answer again"}
-                )
+        try:
+            action(url.path)
+        except (review.ReviewError, ValueError) as error:
+            self._send(400, {"error": str(error)})
+        except IndexError:
+            self._send(404, {"error": "there is no such window"})
+        except ConnectionError:
+            pass  # whoever asked is gone
+        except OSError as error:
+            reason = error.strerror or error
+            self._send(500, {"error": f"the answer was not saved: {reason}; free some space, then answer again"})
 
     def _get(self, path: str) -> None:
         session = self.server.session
@@ -111,19 +97,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _send(self, code: int, content: Any, kind: str = "application/json", policy: str = "default-src 'none'") -> None:
         body = content if isinstance(content, bytes) else json.dumps(content, ensure_ascii=False).encode()
-        self.send_response(code)
-        headers = {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-            "Content-Security-Policy": policy,
-            "Cache-Control": "no-store",
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-        }
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not listed: their lines hold the token."""
+        self.send(code, body, kind, policy=policy)

@@ -28,10 +28,12 @@ def ask(port, path, host=None):
 
 
 @pytest.fixture
-def served(tmp_path):
+def served(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "REST", 0)
     path = make(tmp_path / "run", reached=40, end="")
     pages = watch.Pages([str(path)], "", 0.001)
-    with watch.Server(0, "token", pages) as server:
+    with watch.Server(pages) as server:
+        server.token = "token"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield path, server.server_address[1]
         server.shutdown()
