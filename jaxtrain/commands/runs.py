@@ -10,14 +10,20 @@ evaluations; --metric names another, with "-" before one of which less is better
 went into steps which were made for the first time.
 """
 
+import contextlib
 import functools
 import json
 import math
+import os
+import pathlib
 import shutil
+import subprocess
 from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
+
+PATIENCE = 10  # [s] for an answer of SLURM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(folder: str, metric: str, as_json: bool) -> int:
     from jaxtrain.report import run as run_lib
 
-    rows = [_row(run, metric) for run in run_lib.find(folder)]
-    waiting = _waiting([row for row in rows if row["state"] not in ("training", "starting", "ended")])
-    for row in rows:
-        row["state"] = "queued" if row["workdir"] in waiting else row["state"]
+    top = pathlib.Path(folder)
+    runs, launched = run_lib.find(top)
+    launched.append(top.resolve().parent)  # of a sweep one of whose runs is asked for
+    rows = {os.path.realpath(run.path): _row(run, metric) for run in runs}
+    for workdir in sorted(_waiting(launched)):
+        if workdir not in rows:  # it has not begun, and may have no folder yet
+            path = pathlib.Path(workdir)
+            below = path.is_relative_to(top.resolve())
+            rows[workdir] = _row(run_lib.named(path, top.resolve()) if below else run_lib.Run(path, workdir), metric)
+        if rows[workdir]["state"] not in ("training", "starting", "ended"):
+            rows[workdir]["state"] = "queued"
+    return _print(folder, [rows[path] for path in sorted(rows, key=pathlib.Path)], as_json)
+
+
+def _print(folder: str, rows: list[dict[str, Any]], as_json: bool) -> int:
     if as_json:
         for row in rows:
             print(json.dumps(row))
@@ -94,23 +111,21 @@ def size(n: float) -> str:
     return ""
 
 
-def _waiting(rows: list[dict[str, Any]]) -> set[str]:
-    """The workdirs of those rows whose newest SLURM job waits in its queue; none where there is no SLURM."""
-    if not shutil.which("scontrol"):
+def _waiting(launched: list[pathlib.Path]) -> set[str]:
+    """The workdirs whose newest SLURM job waits in its queue, of those launched from some folders; none without a SLURM."""
+    if not launched or not shutil.which("squeue"):
         return set()
-    import os
-
     from jaxtrain.commands import launch
 
-    wanted, found = {os.path.realpath(row["workdir"]): row["workdir"] for row in rows}, set()
-    for base in {place for path in wanted for place in (path, os.path.dirname(path))}:
-        if not os.path.isfile(os.path.join(base, "slurm", "jobs.jsonl")):
-            continue
-        try:
-            jobs = {os.path.realpath(job["workdir"]): job["job"] for job in launch._jobs(base)}
-        except launch.LaunchError:
-            continue  # `jaxtrain launch --status` says what is wrong there
-        for path, job in jobs.items():
-            if path in wanted and launch.state_of(job)["JobState"] == "PENDING":
-                found |= {wanted[path]}
-    return found
+    jobs: dict[str, str] = {}  # workdir -> its newest job
+    for folder in launched:
+        with contextlib.suppress(launch.LaunchError):  # `jaxtrain launch --status` says what is wrong there
+            jobs |= {os.path.realpath(job["workdir"]): job["job"] for job in launch._jobs(str(folder))}
+    if not jobs:
+        return set()
+    command = ["squeue", "--noheader", "--array", "--states=PENDING", "--format=%i"]
+    try:
+        pending = set(subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout.split())
+    except (OSError, subprocess.TimeoutExpired):
+        return set()  # it does not answer: the states of the runs' own files are shown
+    return {workdir for workdir, job in jobs.items() if job in pending}

@@ -15,6 +15,7 @@ from jaxtrain import config as config_lib
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed (extra: slurm)")
 from jaxtrain.commands import launch as launch_command  # noqa: E402
+from jaxtrain.commands import runs as runs_command  # noqa: E402
 
 SWEEPS = """
 
@@ -264,6 +265,16 @@ def until(condition, folder, job, *, seconds=240):
         state = launch_command.state_of(job)
         assert time.monotonic() < deadline and state["JobState"] not in ("FAILED", "CANCELLED", "TIMEOUT"), log_of(folder, job)
         time.sleep(0.3)
+
+
+def test_a_job_that_waits_is_listed(folder, corpus, capsys, slurm):  # noqa: F811
+    """`jaxtrain runs` says so before the job has made its workdir, and no more once it is cancelled."""
+    job = slurm(f"--config=tiny.py:{corpus}", "--sbatch=hold", pause=0)
+    assert runs_command.main(["runs"]) == 0
+    [_, line] = capsys.readouterr().out.splitlines()
+    assert line.split()[:3] == ["tiny", "queued", "0/?"]
+    subprocess.run(["scancel", job], check=True)
+    assert runs_command.main(["runs"]) == 0 and capsys.readouterr().out == "no run in runs, nor below it\n"
 
 
 def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_numbers(folder, corpus, capsys, slurm):  # noqa: F811
