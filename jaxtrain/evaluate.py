@@ -11,6 +11,7 @@ from jaxtrain.programs import Programs
 from jaxtrain.record import Log
 from jaxtrain.saves import Saves
 from jaxtrain.state import TrainState
+from jaxtrain.types import COUNTS
 
 
 class Evaluator:
@@ -33,24 +34,25 @@ class Evaluator:
         whole = step == config.train.steps or not config.train.eval_batches
         n = data.test.n_batches if whole else min(config.train.eval_batches, data.test.n_batches)
         variables = state.variables._replace(params=state.ema) if config.train.ema else state.variables
-        sums, pictures, batches = [], {}, data.test_batches(n)
+        sums, pictures, batches = metrics.Sums(), {}, data.test_batches(n)
         for i in range(n):
             self._host.beat(f"batch {i + 1} of the evaluation after step {step}")
             self._host.stopping()  # Ctrl-C ends it here
             self._log.evaluating(step, i + 1, n)
             bucket, batch = next(batches)
-            sums.append(self._programs.evaluation(bucket)(variables, batch))
+            sums.add(self._programs.evaluation(bucket)(variables, batch))
             if i == 0:
                 pictures = self._progress(variables, batch)  # every process takes part
         self._log.pictures(pictures, step=step)
-        record, samples = self._task.finish(metrics.mean(sums)), []
+        counts = {name: sums.pop(name) for name in COUNTS}
+        record, samples = self._task.finish(sums.means()), []
         for trial, attempt in self._trials:
             self._host.beat(f"a trial of the evaluation after step {step}")
             self._host.console.progress(f"evaluation after step {step}: prompts are answered", passing=True)
             numbers, lines = trial.judge(jax.device_get(attempt(variables)))
             record |= numbers
             samples += lines
-        self._log.evaluated(step, record, samples)
+        self._log.evaluated(step, record, samples, counts)
         self._saves.score(step, record)
         return record
 

@@ -61,6 +61,7 @@ class Clock:
         self._first: int | None = None
         self._read_at = math.nan
         self._total = self._squares = self._longest = self._blocked = 0.0
+        self._before: dict[str, float] = {}  # seconds until this start, by owner
 
     def switch(self, owner: str) -> str:
         """What follows belongs to ``owner``. Returns whose time it was until now."""
@@ -101,6 +102,11 @@ class Clock:
             self._last = now
             return dict(self._seconds)
 
+    def goodput(self) -> float:
+        """This process's goodput until now, over all its starts that are known."""
+        seconds = self.seconds()
+        return goodput({owner: self._before.get(owner, 0.0) + seconds.get(owner, 0.0) for owner in OWNERS})
+
     def line(self) -> str:
         """How long each part of the start took, once the first step is read."""
         parts = {("first step" if name in (STEPS, AGAIN) else name): s for name, s in self.seconds().items()}
@@ -121,6 +127,7 @@ class Clock:
                 "id": self._id, "began": round(self.began, 3), "process": process, "processes": processes,
                 "host": socket.gethostname(), "pid": os.getpid(), "queued": _queued(self.began, before), **facts,
             }  # fmt: skip
+            self._before = totals([*before, _start(head, {})])
             with jsonl.opened(path) as file:
                 torn = os.fstat(file.fileno()).st_size and path.read_bytes()[-1:] != b"\n"
                 file.write(b"\n" * bool(torn) + json.dumps(head).encode() + b"\n")
@@ -211,7 +218,7 @@ class Start:
     deviation: float  # [s] of a step's time
     longest: float  # [s]
     blocked: float  # [s] that reading the steps took: waiting for the devices, and so for other processes
-    facts: Mapping[str, Any]  # versions, commit
+    facts: Mapping[str, Any]  # versions, commit, source and overrides of the config
 
     @property
     def own(self) -> float:

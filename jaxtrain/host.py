@@ -3,6 +3,8 @@
 import contextlib
 import os
 import types
+from collections.abc import Mapping
+from typing import Any
 
 from jaxtrain import cluster, goodput
 from jaxtrain import console as console_lib
@@ -29,8 +31,9 @@ class Host:
       Preempted: a signal came while others were waited for.
     """
 
-    def __init__(self, config: Config):
-        self._config = config
+    def __init__(self, config: Config, told: Mapping[str, Any] = types.MappingProxyType({})):
+        """``told``: what is kept of this start beside versions and commit."""
+        self._config, self._told = config, told
         self.clock = goodput.Clock()
         self._processes = 1
         self._lost: WorkdirError | None = None
@@ -65,7 +68,7 @@ class Host:
                 config.workdir,
                 process=membership.process,
                 processes=membership.processes,
-                facts={"versions": cluster.versions(), "commit": cluster.commit()} if membership.process == 0 else {},
+                facts=self._facts() if membership.process == 0 else {},
             )
             self.clock.switch(goodput.MODEL)
             self._closing = stack.pop_all()
@@ -83,6 +86,9 @@ class Host:
                 raise
         self.clock.close(_in_words(error))
         self._closing.__exit__(kind, error, trace)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"versions": cluster.versions(), "commit": cluster.commit(), **self._told}
 
     def _own(self, stack: contextlib.ExitStack, membership: cluster.Cluster) -> str:
         """Makes process 0 the owner of what the run writes to. Returns what keeps it from that, to be said to all processes."""

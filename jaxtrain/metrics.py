@@ -13,18 +13,44 @@ from jaxtrain import chips
 from jaxtrain.types import Mean
 
 
-def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, Any]:
-    """Adds sums over batches in float64 and divides, on the host. Waits for the device. No weight gives nan.
+class Sums:
+    """Sums over batches, added in float64 on the host, each read while the device computes the next."""
 
-    A sum that is an array gives an array; every weight is a number.
-    """
-    host = jax.device_get([dict(s) for s in sums])
-    totals = {
-        name: (sum(np.asarray(s[name].total, np.float64) for s in host), sum(float(s[name].weight) for s in host))
-        for name in (host[0] if host else ())
-    }
-    means = {name: total / weight if weight else total * math.nan for name, (total, weight) in totals.items()}
-    return {name: x if np.ndim(x) else float(x) for name, x in means.items()}
+    def __init__(self) -> None:
+        self._totals: dict[str, tuple[Any, float]] = {}
+        self._pending: Mapping[str, Mean] | None = None
+
+    def add(self, sums: Mapping[str, Mean]) -> None:
+        """Adds a batch's. Waits for those of the batch before."""
+        self._read()
+        self._pending = sums
+
+    def pop(self, name: str) -> np.ndarray | None:
+        """Takes a sum out, undivided; None where there is none of that name."""
+        self._read()
+        return self._totals.pop(name, (None, 0.0))[0]
+
+    def means(self) -> dict[str, Any]:
+        """Each sum over its weight; no weight gives nan. A sum that is an array gives an array; every weight is a number."""
+        self._read()
+        means = {name: total / weight if weight else total * math.nan for name, (total, weight) in self._totals.items()}
+        return {name: x if np.ndim(x) else float(x) for name, x in means.items()}
+
+    def _read(self) -> None:
+        if self._pending is None:
+            return
+        for name, (total, weight) in jax.device_get(dict(self._pending)).items():
+            before, weight_before = self._totals.get(name, (0, 0.0))
+            self._totals[name] = before + np.asarray(total, np.float64), weight_before + float(weight)
+        self._pending = None
+
+
+def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, Any]:
+    """The means of batches (`Sums`). Waits for the device."""
+    added = Sums()
+    for each in sums:
+        added.add(each)
+    return added.means()
 
 
 class Meter:

@@ -17,6 +17,7 @@ from jaxtrain import step as step_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.config import ConfigError
 from jaxtrain.data import Data, Item
+from jaxtrain.types import COUNTS
 
 log = logging.getLogger("jaxtrain")
 
@@ -159,6 +160,6 @@ def _check_best(assembly: Assembly, evaluated: dict | None) -> None:
         text = f"is {config.checkpoint.best!r}, and there is no test split; leave it unset, and train.patience too"
         raise ConfigError([("checkpoint.best", text)])
     with np.errstate(all="ignore"):
-        known = task.finish({name: np.ones(mean.total.shape)[()] for name, mean in evaluated.items()})
+        known = task.finish({name: np.ones(mean.total.shape)[()] for name, mean in evaluated.items() if name not in COUNTS})
     if best not in known and not task.trials:  # the metrics of a trial are known once it has run
         raise ConfigError([("checkpoint.best", f"names {best!r}; expected one of: {', '.join(sorted(known))}")])

@@ -19,6 +19,7 @@ from jaxtrain.data import Data, Item
 from jaxtrain.guard import Streak
 from jaxtrain.host import Host
 from jaxtrain.owner import WorkdirError
+from jaxtrain.report import classes
 from jaxtrain.types import Mean
 from loaders.shuffle_stats import ShuffleStats
 
@@ -118,7 +119,7 @@ class Log:
         steps = self._config.train.steps
         if step % self._config.metrics.every == 0 or step == steps or skipped:
             rates = self._meter.rates(step, self._data.waited)
-            self._write(step, "train", record | rates)
+            self._write(step, "train", record | rates | {"goodput": self._host.clock.goodput()})
             if self._shuffle_stats:
                 self._write(step, "data", self._shuffle_stats.record())
             slowest = self._data.train.diagnostics().get("slowest")
@@ -130,13 +131,21 @@ class Log:
         """Shows how far the evaluation after ``step`` is: at batch number ``batch`` of ``n``."""
         self._host.console.progress(f"evaluation after step {step}: batch {batch} of {n}", passing=True)
 
-    def evaluated(self, step: int, record: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
-        """Writes what an evaluation found."""
+    def evaluated(
+        self,
+        step: int,
+        record: Mapping[str, float],
+        samples: Sequence[Mapping[str, Any]],
+        counts: Mapping[str, np.ndarray | None],
+    ) -> None:
+        """Writes what an evaluation found; ``counts``: of `jaxtrain.types.COUNTS`, None for those that it has not."""
         self._host.confirm()
         if samples and cluster.is_main():
-            writers.write_samples(self._config.workdir, step, samples)
+            writers.write_lines(self._config.workdir, writers.SAMPLES, step, samples)
             for writer in self._writers:
                 writer.samples(step, samples)
+        if (of_classes := counts["classes"]) is not None and cluster.is_main():
+            writers.write_lines(self._config.workdir, classes.FILE, step, [classes.line(of_classes, counts["confusions"])])
         self._write(step, "test", record)
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
 

@@ -2,6 +2,9 @@
 
 import contextlib
 import logging
+import types
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -41,8 +44,10 @@ USER_ERRORS = (
 )
 
 
-def run(config: Config) -> dict[str, float]:
+def run(config: Config, told: Mapping[str, Any] = types.MappingProxyType({})) -> dict[str, float]:
     """Trains ``config`` to its last step, resuming from the newest checkpoint in its workdir.
+
+    ``told``: what the report shall know of the command, kept with this start: "source" of the config, "overrides" of it.
 
     Returns the last evaluation (empty without a test split, and for a run that had ended with weights only).
 
@@ -52,7 +57,7 @@ def run(config: Config) -> dict[str, float]:
       FloatingPointError: config.guard.patience steps in a row were not finite, or spikes, and no rewind is left.
     """
     with contextlib.ExitStack() as closing:
-        host = closing.enter_context(Host(config))
+        host = closing.enter_context(Host(config, told))
         assembly = assembly_lib.assemble(config)
         assembly.compiler_options()  # those that the compiler refuses are reported before data is read
         log.info("%s", assembly_lib.describe(assembly))

@@ -104,6 +104,11 @@ class Mean(NamedTuple):
     weight: Array
 
 
+# Sums of an evaluation that are counts of C classes and no metrics; workdir/classes.jsonl has them. "classes" is [3, C]: rows
+# of each class, those of them that were answered with it, answers. "confusions" is [C, C], by class and answer; optional.
+COUNTS = ("classes", "confusions")
+
+
 class Variables(NamedTuple):
     """What a task computes with."""
 
@@ -201,7 +206,7 @@ class Task(NamedTuple):
 
     specs: Variables  # trees of Spec
     loss: Callable[..., LossOut]  # (variables, batch, key), and stage= where the task has stages
-    evaluate: Callable[[Variables, Batch], dict[str, Mean]]
+    evaluate: Callable[[Variables, Batch], dict[str, Mean]]  # `COUNTS` among them are no metrics
     axes: dict[str, Axes]  # batch field -> logical axes, "batch" first
     flops: int  # model FLOPs of one global step, forward and backward; of the last stage; masked places of attention left out
     advance: Callable[[PyTree, PyTree, Array], PyTree] = _keep_carry  # (new params, carry, step) -> carry

@@ -11,7 +11,8 @@ import logging
 import math
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from jaxtrain.owner import WorkdirError
 
 log = logging.getLogger("jaxtrain")
 
+SAMPLES = "samples.jsonl"  # what the model wrote at each evaluation
 WANDB = ("entity", "group", "job_type", "name", "tags", "notes")  # options of wandb.init that a config can give
 
 
@@ -45,12 +47,16 @@ class Writer(Protocol):
 class JsonlWriter(Writer):
     """workdir/metrics.jsonl, continued after ``step``. Lines that are no records are moved to metrics.jsonl.odd.
 
+    Attributes:
+      reached: split -> the last step that was written before, also after ``step``.
+
     Raises WorkdirError: something else than a file has that name; when writing and closing, the file is not there any more.
     """
 
     def __init__(self, workdir: str, step: int):
         self._path = path = pathlib.Path(workdir) / "metrics.jsonl"
         records, odd = jsonl.read(path, jsonl.record_problem)
+        self.reached = {record["split"]: record["step"] for record, _ in records}
         kept = [line for record, line in records if record["step"] <= step]
         if odd or len(kept) < len(records):
             jsonl.rewrite(path, kept, odd)
@@ -143,15 +149,80 @@ class WandbWriter(Writer):
         self._run.finish()
 
 
+class MlflowWriter(Writer):
+    """An MLflow run whose id is kept in workdir/mlflow_id; MLFLOW_TRACKING_URI says where. It is sent in the background.
+
+    ``reached``: split -> the last step that was sent before; those up to it are not sent again.
+    """
+
+    def __init__(self, workdir: str, experiment: str, config: Mapping[str, Any], reached: Mapping[str, int]):
+        import mlflow
+
+        self._mlflow, self._reached, path = mlflow, dict(reached), pathlib.Path(workdir) / "mlflow_id"
+        mlflow.set_experiment(experiment)
+        if path.exists():
+            mlflow.start_run(run_id=path.read_text())
+            return
+        path.write_text(mlflow.start_run(run_name=pathlib.Path(workdir).name).info.run_id)
+        flat = list(_flat(config))
+        for i in range(0, len(flat), 100):  # the most that a request may hold
+            mlflow.log_params(dict(flat[i : i + 100]))
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        if step > self._reached.get(split, -1):
+            found = {f"{split}/{name}": float(value) for name, value in record.items() if math.isfinite(value)}
+            self._mlflow.log_metrics(found, step=step, synchronous=False)
+
+    def close(self) -> None:
+        self._mlflow.flush_async_logging()
+        self._mlflow.end_run()
+
+
+class TrackioWriter(Writer):
+    """A Trackio run whose name is kept in workdir/trackio_name. ``reached`` as `MlflowWriter` has it."""
+
+    def __init__(self, workdir: str, project: str, config: Mapping[str, Any], reached: Mapping[str, int]):
+        import trackio
+
+        path = pathlib.Path(workdir) / "trackio_name"
+        if not path.exists():
+            path.write_text(f"{pathlib.Path(workdir).name}-{secrets.token_hex(3)}")
+        self._reached = dict(reached)
+        self._run = trackio.init(
+            project=project, name=path.read_text(), resume="allow", config=dict(_flat(config)), embed=False
+        )
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        if step > self._reached.get(split, -1):
+            self._run.log({f"{split}/{name}": float(value) for name, value in record.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested sections as ("section.field", its text)."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
+
+
 def make_writers(config: Config, step: int) -> list[Writer]:
     """The writers that a config asks for, continued after ``step``."""
-    writers: list[Writer] = [JsonlWriter(config.workdir, step)]
+    records = JsonlWriter(config.workdir, step)
+    writers: list[Writer] = [records]
     if config.metrics.tensorboard:
         writers.append(TensorboardWriter(config.workdir, step))
     if project := config.metrics.wandb_project:
         given = {name: getattr(config.metrics, f"wandb_{name}") for name in WANDB}
         options = {name: list(value) if name == "tags" else value for name, value in given.items() if value}
         writers.append(WandbWriter(config.workdir, project, dataclasses.asdict(config), **options))
+    if experiment := config.metrics.mlflow_experiment:
+        writers.append(MlflowWriter(config.workdir, experiment, dataclasses.asdict(config), records.reached))
+    if project := config.metrics.trackio_project:
+        writers.append(TrackioWriter(config.workdir, project, dataclasses.asdict(config), records.reached))
     return writers
 
 
@@ -174,13 +245,13 @@ def _pixels(images: np.typing.ArrayLike) -> np.ndarray:
     return (np.clip(np.nan_to_num(np.asarray(images)), 0, 1) * 255).astype(np.uint8)[:, ::-1]
 
 
-def write_samples(workdir: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-    """workdir/samples.jsonl: one JSON object per line, {"step": 500, …}. A step that is written again takes its own place."""
-    path = pathlib.Path(workdir) / "samples.jsonl"
+def write_lines(workdir: str, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+    """A file of the workdir with an object on each line, {"step": 500, …}. A step that is written again takes its own place."""
+    path = pathlib.Path(workdir) / name
     records, odd = jsonl.read(path, jsonl.step_problem)
-    lines = [line for record, line in records if record["step"] < step]
-    lines += [json.dumps({"step": step, **sample}, ensure_ascii=False).encode() for sample in samples]
-    jsonl.rewrite(path, lines, odd)
+    kept = [line for record, line in records if record["step"] < step]
+    kept += [json.dumps({"step": step, **line}, ensure_ascii=False).encode() for line in lines]
+    jsonl.rewrite(path, kept, odd)
 
 
 def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -198,7 +269,8 @@ def left_behind(config: Config) -> list[tuple[str, str]]:
     found = [(saved, "state and parameters" if config.checkpoint.final == "resumable" else "parameters")]
     for name, what in (
         ("metrics.jsonl", "records of training and evaluations, a line each"),
-        ("samples.jsonl", "what the model wrote at each evaluation"),
+        (SAMPLES, "what the model wrote at each evaluation"),
+        ("classes.jsonl", "rows and answers by class at each evaluation"),
         ("pictures", "what the model saw"),
         ("tensorboard", "the records, for TensorBoard"),
         ("traces", "traces of steps, for Perfetto, XProf and jaxtrain report"),

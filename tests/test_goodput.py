@@ -105,6 +105,7 @@ def test_time_in_a_queue_is_no_time_that_it_was_stopped(tmp_path, monkeypatch):
     clock.close("ended")
     [starts] = goodput.read(tmp_path).values()
     assert goodput.totals(starts)[goodput.QUEUE] == pytest.approx(100, abs=1.1)
+    assert clock.goodput() == 0.0, "no step yet"
     assert goodput.goodput({goodput.STEPS: 3.0, goodput.STOPPED: 1.0}) == 0.75
     told = goodput.summary({goodput.STEPS: 300.0, goodput.STOPPED: 60.0, goodput.SAVES: 40.0})
     assert told == "goodput 75% of 400 s over all starts; stopped 15%, saves 10%"

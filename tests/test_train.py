@@ -124,7 +124,7 @@ def run(*args, code: int = 0, **kwargs) -> str:
 def records(workdir: pathlib.Path, split: str) -> dict[int, dict[str, float]]:
     """metrics.jsonl without the rates, which are about this machine."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    rates = {"steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "eta_seconds"}
+    rates = {"steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "goodput", "eta_seconds"}
     steps = [r["step"] for r in lines if r["split"] == split]
     assert steps == sorted(set(steps)), "steps rise, and none is there twice"
     return {r["step"]: {k: v for k, v in r.items() if k not in rates} for r in lines if r["split"] == split}
@@ -176,6 +176,11 @@ def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_t
     assert {p: ids(folder)[p] for p in range(1, 21)} == {p: ids(folder, "whole.jsonl")[p] for p in range(1, 21)}
     for split in ("train", "test"):
         assert records(folder / "killed", split) == records(folder / "whole", split)
+    of_classes = (folder / "whole" / "classes.jsonl").read_bytes()
+    assert (folder / "killed" / "classes.jsonl").read_bytes() == of_classes
+    for line in map(json.loads, of_classes.splitlines()):
+        tested = records(folder / "whole", "test")[line["step"]]
+        assert line["n"] == 13 and sum(line["right"]) == round(13 * tested["accuracy"])
     assert "schedule of the learning rate" not in output
     ended = run(*killed)
     assert "goodput " in output and "already reached step 20" in ended and "compiling" not in ended, (
@@ -200,6 +205,7 @@ def test_promise_4_two_processes_equal_one(folder, corpus):
             folder,
             f"tiny.py:{corpus}",
             "--config.workdir=two",
+            "--config.metrics.profile=(3, 3)",
             *overrides,
             devices=2,
             IDS=str(folder / f"two{i}.jsonl"),
@@ -228,6 +234,9 @@ def test_promise_4_two_processes_equal_one(folder, corpus):
             numbers = [np.array([r[k] for k in sorted(r) if k != "split"]) for r in (found[step], expected[step])]
             np.testing.assert_allclose(*numbers, rtol=1e-4)
     assert hashes(folder / "two", 4).keys() == hashes(folder / "one", 4).keys()
+    assert (folder / "two" / "classes.jsonl").read_bytes() == (folder / "one" / "classes.jsonl").read_bytes()
+    [traced] = (folder / "two" / "traces").iterdir()
+    assert traced.name == "steps-000003-000003-process-0", "the other process took the same steps without a trace"
 
 
 def test_what_a_run_leaves_in_its_workdir(folder, corpus):
@@ -251,7 +260,7 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     assert float(whole) == pytest.approx(sum(map(float, named.values())), abs=0.5) and float(named["compilation"]) > 0
     last = output[output.index("the run has ended; it left") :].splitlines()
     paths = [line.rpartition(": ")[2] for line in last[1 : last.index("next")]]
-    names = ("checkpoints", "metrics.jsonl", "pictures", "tensorboard", "traces")
+    names = ("checkpoints", "metrics.jsonl", "classes.jsonl", "pictures", "tensorboard", "traces")
     assert paths == [f"runs/tiny/{name}" for name in names] and all((folder / path).exists() for path in paths)
     rates = pytest.approx([1e-3, 5e-4, 0.0], abs=1e-9)
     assert json.loads((workdir / "schedule.json").read_text()) == {"step": [0, 1, 2], "lr": rates}

@@ -80,7 +80,7 @@ def _train(given: config.Arguments) -> int:
     resolved = None
     try:
         resolved = config.load(given.source, given.overrides)
-        train.run(resolved)
+        train.run(resolved, {"source": given.source, "overrides": dict(given.overrides)})
         logging.getLogger("jaxtrain").info("%s", last_lines(given, resolved))
     except train.USER_ERRORS as error:
         arguments.report(error)

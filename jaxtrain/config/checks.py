@@ -117,6 +117,8 @@ def on_this_machine(config: Config) -> Problems:
     for name, is_on, package, extra in (
         ("tensorboard", metrics.tensorboard, "tensorboardX", "tensorboard"),
         ("wandb_project", metrics.wandb_project, "wandb", "wandb"),
+        ("mlflow_experiment", metrics.mlflow_experiment, "mlflow", "mlflow"),
+        ("trackio_project", metrics.trackio_project, "trackio", "trackio"),
     ):
         if is_on and importlib.util.find_spec(package) is None:
             yield f"metrics.{name}", f"needs the package {package}; install it with: pip install 'jaxtrain[{extra}]'"

@@ -286,6 +286,8 @@ class Metrics(Section):
     wandb_name: str = ""  # [name] shown for the run; empty = one that the service makes up
     wandb_tags: tuple[str, ...] = ()  # [names] to filter runs by
     wandb_notes: str = ""  # [text] about the run
+    mlflow_experiment: str = ""  # [name] MLflow experiment, where MLFLOW_TRACKING_URI says; empty = off (extra: mlflow)
+    trackio_project: str = ""  # [name] Trackio project; empty = off (extra: trackio)
 
     def problems(self) -> Problems:
         yield from checks.at_least(self, 1, "every")

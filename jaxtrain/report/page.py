@@ -6,56 +6,33 @@ small, and keep their peaks. All texts of a run are escaped, or reach the script
 
 import base64
 import gzip
-import html
 import importlib.resources
 import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxtrain import config as config_lib
-from jaxtrain import glossary, goodput
+from jaxtrain import goodput
+from jaxtrain.report import classes, compare, curves, shown, timeline
 from jaxtrain.report import records as records_lib
 from jaxtrain.report import run as run_lib
-from jaxtrain.report import timeline
 from jaxtrain.report import trace as trace_lib
+from jaxtrain.report.markup import duration, esc, identifier, number, short, title
 from jaxtrain.report.run import Run, RunError
 from loaders import files
 
-POINTS = 110_000  # of all curves together: 1.6 MB
-MOST_POINTS = 2000  # of a curve
-PICTURES = 1_100_000  # [bytes] of all pictures together
 MOST_RUNS = 64
 MOST_TRACES = 4
 WARNINGS = 40  # lines of the logs that are shown
-RATES = ("steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share")
-HIDDEN = ("step", "eta_seconds", "failures")
-GROUPS = ("Results", "Losses and metrics", "Speed", "Gradients and parameters", "Saves", "Order of the recordings")
-
-
-def esc(text: object) -> str:
-    """Any text, for HTML."""
-    return html.escape("".join(c if c.isprintable() or c in "\n\t" else "�" for c in str(text)))
-
-
-def number(value: float | None) -> str:
-    """A number as a page shows it."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """For example 2 h 05 min."""
-    if not math.isfinite(seconds):
-        return "–"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {s:02} s"
+MOST_LOGS = 64  # processes whose logs are read
+TAIL = 8 << 20  # [bytes] of all logs together
+LOG = re.compile(r"process-(\d{1,7})\.log")
+WARNING = re.compile(r"\S+ \S+ (?:WARNING|ERROR) (.+)")
 
 
 def library() -> str:
@@ -91,12 +68,12 @@ class Page:
           every: seconds after which the page asks its server whether there is another ``version``; 0 = never, it has none.
         """
         sections = [(name, text) for name, text in self._sections() if text]
-        links = "".join(f'<a href="#{_id(name)}">{esc(name)}</a>' for name, _ in sections)
-        title = " · ".join(run.name for run in self.runs[:4]) + (
-            f" and {len(self.runs) - 4} more" if len(self.runs) > 4 else ""
-        )
+        links = "".join(f'<a href="#{identifier(name)}">{esc(name)}</a>' for name, _ in sections)
+        more = f" and {len(self.runs) - 4} more" if len(self.runs) > 4 else ""
+        name = " · ".join(run.name for run in self.runs[:4]) + more
         body = "".join(
-            f'<section aria-labelledby="{_id(n)}"><h2 id="{_id(n)}">{esc(n)}</h2>{text}</section>' for n, text in sections
+            f'<section aria-labelledby="{identifier(n)}"><h2 id="{identifier(n)}">{esc(n)}</h2>{text}</section>'
+            for n, text in sections
         )
         data = json.dumps({"runs": [run.name for run in self.runs], "charts": self.charts}, allow_nan=False)
         own = importlib.resources.files("jaxtrain.report") / "assets"
@@ -107,8 +84,8 @@ class Page:
         return (
             f'<!doctype html><html lang="en"{live}><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(title)}</title>'
-            f"<style>{css}</style></head><body><header>{self._header(title)}"
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(name)}</title>'
+            f"<style>{css}</style></head><body><header>{self._header(name)}"
             f'{LIVE if every else ""}<nav aria-label="Sections">{links}</nav></header><main>'
             f"{notes}{_tools(several=len(self.runs) > 1) if self.charts else ''}{body}</main>"
             f"<footer>Made by jaxtrain on {time.strftime('%Y-%m-%d %H:%M:%S %Z')}. Curves by plotly.js, MIT licence.</footer>"
@@ -118,27 +95,31 @@ class Page:
         )
 
     def _sections(self) -> Iterator[tuple[str, str]]:
-        if len(self.runs) > 1:
-            yield "Runs compared", self._compared()
-        curves = dict(self._curves())
-        for group in GROUPS[:2]:
-            yield group, curves.pop(group, "")
-        yield "Pictures", self._pictures()
-        yield "Samples", "".join(self._samples(i) for i in range(len(self.runs)))
-        yield "Where the time went", "".join(timeline.section(run, several=len(self.runs) > 1) for run in self.runs)
+        several = len(self.runs) > 1
+        if several:
+            yield "Runs compared", compare.section(self.runs, self.scores, self.charts)
+        drawn = dict(curves.section(self.runs, self.records, self.charts))
+        for group in curves.GROUPS[:2]:
+            yield group, drawn.pop(group, "")
+        yield "Classes", classes.section(self.runs)
+        yield "Pictures", shown.pictures(self.runs, self.notes)
+        yield "Samples", "".join(shown.samples(run, i, of=len(self.runs)) for i, run in enumerate(self.runs))
+        yield "Where the time went", "".join(timeline.section(run, several=several) for run in self.runs)
         yield "Traced steps", "".join(self._traces(run) for run in self.runs)
         yield "Skipped steps and warnings", "".join(self._trouble(i) for i in range(len(self.runs)))
-        yield from curves.items()
+        yield from drawn.items()
         yield "Configuration", self._config(self.runs[0]) if len(self.runs) == 1 else ""
 
-    def _header(self, title: str) -> str:
+    def _header(self, name: str) -> str:
         if len(self.runs) > 1:
-            return f"<h1>{esc(title)}</h1><p class='soft'>{len(self.runs)} runs</p>"
+            return f"<h1>{esc(name)}</h1><p class='soft'>{len(self.runs)} runs</p>"
         [run] = self.runs
         score, share = self.scores[0], goodput.goodput(run.seconds)
         workload = str(run.setting("workload", "")).rpartition(".")[2]
         data = run.setting("data.train") or run.setting("data.path") or run.setting("loader", "")
         about = [f"{workload} on {data}"] if workload else []
+        if source := run.command[0]:
+            about.append(f"config {source}")
         if run.starts:
             first = run.starts[0]
             about.append(f"begun {time.strftime('%Y-%m-%d %H:%M', time.localtime(first.began))} on {first.host}")
@@ -156,164 +137,13 @@ class Page:
         if run.seconds:
             wall = sum(goodput.totals(run.starts).values())
             cards += [(duration(wall), "wall time"), (f"{share:.1%}", "goodput"), (str(len(run.starts) - 1), "restarts")]
-        for name, text in (("samples_per_second", "samples/s"), ("mfu", "MFU"), ("data_wait_share", "waiting for data")):
-            value = run_lib.number(run.latest.get(name))
+        for rate, text in (("samples_per_second", "samples/s"), ("mfu", "MFU"), ("data_wait_share", "waiting for data")):
+            value = run_lib.number(run.latest.get(rate))
             if math.isfinite(value):
-                cards.append((number(value) if name == "samples_per_second" else f"{value:.1%}", text))
+                cards.append((number(value) if rate == "samples_per_second" else f"{value:.1%}", text))
         each = "".join(f'<div class="card"><b>{esc(value)}</b><span>{esc(text)}</span></div>' for value, text in cards)
         state = f'<span class="state {run.state}">{run.state}</span>'
-        return f"<h1>{esc(title)}</h1><p class='soft'>{state} · {esc(' · '.join(about))}</p><div class='cards'>{each}</div>"
-
-    def _curves(self) -> Iterator[tuple[str, str]]:
-        found: dict[tuple[str, str], list[tuple[int, str, np.ndarray, np.ndarray]]] = {}
-        for i, records in enumerate(self.records):
-            for split, columns in records.splits.items():
-                for name, values in columns.items():
-                    if name in HIDDEN or (split == "data" and name.endswith("_expected")):
-                        continue
-                    if np.isfinite(values).any() and (name != "skipped" or np.nansum(values)):
-                        curves = found.setdefault((name, "" if split in ("train", "test") else split), [])
-                        curves.append((i, split, columns["step"], values))
-                        if f"{name}_expected" in columns:
-                            curves.append((i, "expected", columns["step"], columns[f"{name}_expected"]))
-        for i, run in enumerate(self.runs):
-            if rates := _schedule(run):
-                found.setdefault(("learning_rate", ""), []).append((i, "schedule", *rates))
-        most = max(min(MOST_POINTS, POINTS // max(sum(map(len, found.values())), 1)), 24)
-        groups: dict[str, list[tuple[str, str]]] = {}
-        tested = {place for place, curves in found.items() if any(split == "test" for _, split, _, _ in curves)}
-        for place in sorted(found, key=lambda place: (place[0] != "loss", place[0] != "learning_rate", place[0])):
-            name, split = place
-            group = _group(name, split, place in tested)
-            drawn: list[dict[str, Any]] = []
-            for i, of, step, values in sorted(found[place], key=lambda c: (c[0], c[1] != "train")):
-                x, y = records_lib.thinned(step, values, most)
-                drawn.append({"run": i, "split": of, "x": [int(s) for s in x], "y": [float(f"{v:.5g}") for v in y]})
-            restarts = sorted({s.first for s in self.runs[0].starts if s.first}) if len(self.runs) == 1 else []
-            title = f"{name} ({split})" if split not in ("", "data", "save") else name
-            self.charts.append({"title": title, "curves": drawn, "restarts": restarts})
-            groups.setdefault(group, []).append((self._figure(title, name, split, drawn), name))
-        for group in GROUPS:
-            if figures := groups.get(group):
-                plain = [text for text, name in figures if not re.match(r"(grad|update|param)_norm_(?!before$|after$)", name)]
-                inner = [text for text, name in figures if text not in plain]
-                more = (
-                    f"<details><summary>{len(inner)} norms of parts of the model</summary>{_grid(inner)}</details>"
-                    if inner
-                    else ""
-                )
-                yield group, (_grid(plain) if plain else "") + more
-
-    def _figure(self, title: str, name: str, split: str, curves: Sequence[Mapping[str, Any]]) -> str:
-        workload = str(self.runs[0].setting("workload", ""))
-        meaning = glossary.meaning(name, workload=workload, split=split or "train")
-        meaning = "of the schedule, as optim.lr and its warm-up and decay give it" if name == "learning_rate" else meaning
-        told = [
-            f"{self.runs[c['run']].name + ' ' if len(self.runs) > 1 else ''}{c['split']} from {number(c['y'][0])} "
-            f"to {number(c['y'][-1])} at step {c['x'][-1]}, between {number(min(c['y']))} and {number(max(c['y']))}"
-            for c in curves[:8]
-        ]
-        label = f"{title} by step: {'; '.join(told)}"
-        last = ", ".join(f"{c['split']} {number(c['y'][-1])}" for c in curves) if len(self.runs) == 1 else ""
-        return (
-            f'<figure><h3>{esc(title)} <span class="soft">{esc(last)}</span></h3><p class="meaning">{esc(meaning)}</p>'
-            f'<div class="chart" tabindex="0" role="img" data-chart="{len(self.charts) - 1}" aria-label="{esc(label)}"></div>'
-            "</figure>"
-        )
-
-    def _compared(self) -> str:
-        differ = run_lib.differences({str(i): run.config for i, run in enumerate(self.runs)})
-        scores = self.scores
-        known = [score for score in scores if score and score.name == next((s.name for s in scores if s), "")]
-        order = list(range(len(self.runs)))
-        if known:
-            order.sort(key=lambda i: -known[0].sign * scores[i].best if scores[i] else math.inf)  # type: ignore[union-attr]
-        fields = list(differ)[:40]
-        head = "".join(f"<th>{esc(field)}</th>" for field in fields)
-        name = esc(known[0].name) if known else "score"
-        rows = "".join(
-            f'<tr><td><span class="swatch run{i % 8}"></span>{esc(self.runs[i].name)}</td><td>{self.runs[i].state}</td>'
-            f'<td class="n">{self.runs[i].step:,}</td><td class="n">{number(s.best) if (s := scores[i]) else "–"}</td>'
-            f'<td class="n">{number(s.last) if s else "–"}</td>'
-            + "".join(f'<td class="code">{esc(_short(differ[field][str(i)]))}</td>' for field in fields)
-            + "</tr>"
-            for i in order
-        )
-        table = (
-            f'<div class="scroll"><table><tr><th>run</th><th>state</th><th class="n">step</th><th class="n">best {name}</th>'
-            f'<th class="n">last</th>{head}</tr>{rows}</table></div>'
-        )
-        more = f"<p class='soft'>{len(differ) - 40} more fields differ.</p>" if len(differ) > 40 else ""
-        none = "" if differ else "<p class='soft'>Their configs are equal.</p>"
-        return f"<p>Ranked by {name}.</p>{table}{more}{none}" + self._parallel(differ, scores)
-
-    def _parallel(self, differ: Mapping[str, Mapping[str, Any]], scores: Sequence[run_lib.Score | None]) -> str:
-        """Parallel coordinates of the fields that a sweep varied, and the score."""
-        name, sign = next(((s.name, s.sign) for s in scores if s), ("", 1))
-        chosen = [i for i, score in enumerate(scores) if score and score.name == name]
-        if len(chosen) < 3:
-            return ""
-        dimensions = [_axis(field, [row[str(i)] for i in chosen]) for field, row in list(differ.items())[:12]]
-        if not dimensions:
-            return ""
-        dimensions.append(_axis(f"best {name}", [s.best for i in chosen if (s := scores[i])]))
-        names = [self.runs[i].name for i in chosen]
-        self.charts.append({"kind": "parallel", "title": "sweep", "dimensions": dimensions, "names": names, "sign": sign})
-        return (
-            "<figure><h3>What the runs varied, and what came of it</h3><p class='meaning'>A line is a run: the darker, "
-            "the better; green are the best.</p>"
-            f"<div class='chart tall' tabindex='0' role='img' data-chart='{len(self.charts) - 1}' "
-            f"aria-label='parallel coordinates of {len(names)} runs; the table above has the same numbers'></div></figure>"
-        )
-
-    def _pictures(self) -> str:
-        found = [(run, records_lib.pictures(run.path / "pictures")) for run in self.runs]
-        kinds = sum(len(kinds) for _, kinds in found)
-        parts, left = [], PICTURES
-        for run, by_kind in found:
-            for k, (kind, by_step) in enumerate(by_kind.items()):
-                budget, sets = left // max(kinds, 1), []
-                kinds -= 1
-                steps = list(by_step)
-                images: dict[int, list[str]] = {}
-                for most in (12, 6, 3, 2, 1):  # so many steps of them as there is room for
-                    for each in (8, 4, 2):
-                        chosen = records_lib.spread(steps, most) if most > 1 else steps[-1:]
-                        images = {step: _images(run, by_step[step][:each], kind, step) for step in chosen}
-                        if sum(len(text) for row in images.values() for text in row) <= budget:
-                            break
-                    else:
-                        continue
-                    break
-                else:
-                    self.notes.append(f"{run.name}: the pictures of {kind!r} are too large for the page")
-                    continue
-                left -= sum(len(text) for row in images.values() for text in row)
-                for step, row in images.items():
-                    name = "as the run began" if step < 0 else f"step {step:,}"
-                    sets.append(f'<div class="pictures" data-name="{esc(name)}">{"".join(row)}</div>')
-                which = f"{_id(run.name)}-{k}"
-                label = f"{run.name}: {kind}" if len(self.runs) > 1 else kind
-                parts.append(
-                    f"<h3>{esc(label)}</h3>" + _slider(which, len(sets), label) + f'<div id="{which}">{"".join(sets)}</div>'
-                )
-        return "".join(parts)
-
-    def _samples(self, i: int) -> str:
-        run = self.runs[i]
-        by_step = records_lib.samples(run.path / "samples.jsonl", steps=10, each=12)
-        if not by_step:
-            return ""
-        sets = []
-        for step, rows in by_step.items():
-            names = list(dict.fromkeys(name for row in rows for name in row))
-            head = "".join(f"<th>{esc(name)}</th>" for name in names)
-            lines = "".join(
-                "<tr>" + "".join(f'<td class="text">{esc(row.get(n, ""))}</td>' for n in names) + "</tr>" for row in rows
-            )
-            sets.append(f'<div class="scroll" data-name="step {step:,}"><table><tr>{head}</tr>{lines}</table></div>')
-        which = f"samples-{i}"
-        return _title(run, self.runs) + _slider(which, len(sets), "samples") + f'<div id="{which}">{"".join(sets)}</div>'
+        return f"<h1>{esc(name)}</h1><p class='soft'>{state} · {esc(' · '.join(about))}</p><div class='cards'>{each}</div>"
 
     def _traces(self, run: Run) -> str:
         found = sorted(path for path in (run.path / "traces").glob("steps-*") if path.is_dir() and not path.is_symlink())
@@ -339,12 +169,14 @@ class Page:
         )
         lines = _warnings(run)
         if lines:
-            shown = "".join(
-                f'<tr><td class="n">{count}×</td><td class="text code">{esc(line)}</td></tr>' for line, count in lines
+            rows = "".join(
+                f'<tr><td class="n">{count}×</td><td class="n">{", ".join(map(str, of[:4]))}{" …" if len(of) > 4 else ""}</td>'
+                f'<td class="text code">{esc(line)}</td></tr>'
+                for line, count, of in lines
             )
-            head = '<th class="n">times</th><th>what the log of process 0 says, the latest first</th>'
-            text += f'<div class="scroll"><table><tr>{head}</tr>{shown}</table></div>'
-        return _title(run, self.runs) + text if text else ""
+            head = '<th class="n">times</th><th class="n">process</th><th>what the logs say, the latest first</th>'
+            text += f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
+        return title(run.name, len(self.runs) > 1) + text if text else ""
 
     def _config(self, run: Run) -> str:
         if not run.config:
@@ -352,17 +184,18 @@ class Page:
         given = run_lib.flatten(run.config)
         usual = run_lib.flatten(json.loads(config_lib.to_json(config_lib.Config())))
         sections = {name.partition(".")[0] for name in usual if "." in name}
+        said = run.command[1]
         changed = {
             name: value
             for name, value in given.items()
-            if name.partition(".")[0] in sections and (name not in usual or usual[name] != value)
+            if name in said or (name.partition(".")[0] in sections and (name not in usual or usual[name] != value))
         }
         rows = "".join(
-            f'<tr><td class="code">{esc(name)}</td><td class="code">{esc(_short(value))}</td>'
-            f'<td class="code soft">{esc(_short(usual.get(name)))}</td></tr>'
+            f'<tr><td class="code">{esc(name)}</td><td class="code">{esc(short(value))}</td>'
+            f'<td class="code soft">{esc(short(usual.get(name)))}</td><td>{"command" if name in said else ""}</td></tr>'
             for name, value in changed.items()
         )
-        head = "<th>field</th><th>here</th><th>default</th>"
+        head = f"<th>field</th><th>here</th><th>default</th><th>{'given by' if said else ''}</th>"
         table = f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>' if rows else ""
         versions = run.starts[-1].facts.get("versions", {}) if run.starts else {}
         about = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else ""
@@ -390,92 +223,15 @@ def _tools(*, several: bool) -> str:
     )
 
 
-def _axis(label: str, values: Sequence[Any]) -> dict[str, Any]:
-    """An axis of parallel coordinates: where each value stands between 0 and 1, logarithmic where values span much."""
-    texts = [_short(value) for value in values]
-    if all(type(v) in (int, float) and math.isfinite(run_lib.number(v)) for v in values):
-        x = np.array([run_lib.number(v) for v in values])
-        x = np.log(x) if x.min() > 0 and x.max() / x.min() > 30 else x
-        at = (x - x.min()) / (x.max() - x.min()) if x.max() > x.min() else np.full(len(x), 0.5)
-        ends = sorted({int(at.argmin()), int(at.argmax()), *([int(np.abs(at - 0.5).argmin())] if len(set(texts)) < 6 else [])})
-    else:
-        names = sorted(set(texts))
-        at = np.array([names.index(text) / max(len(names) - 1, 1) for text in texts])
-        ends = [texts.index(name) for name in names[:12]]
-    return {"label": label, "at": [round(float(a), 4) for a in at], "texts": texts,
-            "ticks": [[round(float(at[i]), 4), texts[i][:24]] for i in ends]}  # fmt: skip
-
-
-def _grid(figures: Iterable[str]) -> str:
-    return f'<div class="charts">{"".join(figures)}</div>'
-
-
-def _title(run: Run, runs: Sequence[Run]) -> str:
-    return f"<h3>{esc(run.name)}</h3>" if len(runs) > 1 else ""
-
-
-def _slider(which: str, n: int, label: str) -> str:
-    """What chooses one of ``n`` sets below it."""
-    kind = "range" if n > 1 else "hidden"
-    value = f'min="0" max="{n - 1}" value="{n - 1}"'
-    tag = f'<input class="wide" type="{kind}" {value} data-steps="{which}" aria-label="step of {esc(label)}">'
-    return f'<p>{tag} <span id="{which}-value" class="soft" aria-live="polite"></span></p>'
-
-
-def _images(run: Run, names: Sequence[str], kind: str, step: int) -> list[str]:
-    found = []
-    for k, name in enumerate(names):
-        try:
-            content = files.read(run.file(f"pictures/{name}"), most=PICTURES)
-        except (files.FileError, OSError):
-            continue  # removed since the folder was listed, or a link that leads elsewhere
-        alt = f"{kind} {k + 1}" + (f" at step {step}" if step >= 0 else "")
-        if content.startswith(b"\x89PNG"):
-            found.append(f'<img alt="{esc(alt)}" src="data:image/png;base64,{base64.b64encode(content).decode()}">')
-    return found
-
-
-def _schedule(run: Run) -> tuple[np.ndarray, np.ndarray] | None:
-    """Steps and learning rates of schedule.json; None where there is none that can be read."""
-    try:
-        found = files.read_json(run.file("schedule.json"))
-        step, rate = ([run_lib.number(x) for x in found[name][:5000]] for name in ("step", "lr"))
-    except (files.FileError, OSError, KeyError, TypeError):
-        return None
-    known = [(s, r) for s, r in zip(step, rate, strict=False) if math.isfinite(s) and math.isfinite(r) and 0 <= s < 1 << 53]
-    return (np.array([s for s, _ in known]), np.array([r for _, r in known])) if known else None
-
-
-def _warnings(run: Run) -> list[tuple[str, int]]:
-    """Warnings and errors of process 0's log, the latest first, each once, with how often it came."""
-    try:
-        text = files.read(run.file("logs/process-0.log"), most=256 << 20)[-(4 << 20) :].decode(errors="replace")
-    except (files.FileError, OSError):
-        return []
-    counts: dict[str, tuple[str, int]] = {}
-    for line in text.splitlines():
-        if found := re.match(r"\S+ \S+ (?:WARNING|ERROR) (.+)", line):
-            alike = re.sub(r"\d+(\.\d+)?", "#", found[1])
-            counts[alike] = (line[:400], counts.pop(alike, ("", 0))[1] + 1)
-    return list(reversed(counts.values()))[:WARNINGS]
-
-
-def _group(name: str, split: str, tested: bool) -> str:
-    if split == "save":
-        return "Saves"
-    if split:
-        return "Order of the recordings"
-    if name in RATES:
-        return "Speed"
-    if re.match(r"(grad|update|param)_norm", name) or name == "skipped":
-        return "Gradients and parameters"
-    return "Results" if tested or name in ("loss", "learning_rate") else "Losses and metrics"
-
-
-def _id(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "section"
-
-
-def _short(value: object) -> str:
-    text = value if isinstance(value, str) else f"{value:.6g}" if type(value) is float else json.dumps(value)
-    return text if len(text) <= 120 else text[:117] + "…"
+def _warnings(run: Run) -> list[tuple[str, int, list[int]]]:
+    """Warnings and errors of the logs, the latest first, each once: its newest line, how often, of which processes."""
+    found: dict[str, tuple[str, int, set[int]]] = {}
+    logs = {int(m[1]): path for path in (run.path / "logs").glob("process-*.log") if (m := LOG.fullmatch(path.name))}
+    for process in sorted(logs)[:MOST_LOGS]:
+        text = run.tail(f"logs/{logs[process].name}", TAIL // min(len(logs), MOST_LOGS))
+        for line in text.decode(errors="replace").splitlines():
+            if what := WARNING.match(line):
+                alike = re.sub(r"\d+(\.\d+)?", "#", what[1])
+                newest, count, of = found.get(alike, ("", 0, set()))
+                found[alike] = max(newest, line[:400]), count + 1, of | {process}
+    return sorted(((line, count, sorted(of)) for line, count, of in found.values()), reverse=True)[:WARNINGS]

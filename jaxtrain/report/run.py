@@ -17,6 +17,7 @@ from loaders import files
 # What a run keeps in its workdir beside other workdirs that may lie there; no run is looked for in them.
 PARTS = {"checkpoints", "goodput", "logs", "pictures", "tensorboard", "traces", "slurm", "wandb"}
 MARKS = ("config.json", "metrics.jsonl")  # by which a folder is a run's
+LAUNCHED = "slurm"  # a folder of `jaxtrain launch`
 MOST_DEPTH = 6  # of folders below the one that is searched
 TAIL = 1 << 16  # [bytes] in which the newest record is looked for
 BEST = (
@@ -77,24 +78,31 @@ class Run:
         return next(iter(self.processes.values()), [])
 
     @functools.cached_property
+    def command(self) -> tuple[str, set[str]]:
+        """Where the config of the newest start came from, and the fields that its command line gave; "" of an older version."""
+        facts = self.starts[-1].facts if self.starts else {}
+        source, overrides = facts.get("source"), facts.get("overrides")
+        return source if isinstance(source, str) else "", set(overrides) if isinstance(overrides, dict) else set()
+
+    @functools.cached_property
     def latest(self) -> dict[str, Any]:
         """The newest record of a step; {} before the first."""
-        for line in reversed(self._tail("metrics.jsonl").split(b"\n")):
+        for line in reversed(self.tail("metrics.jsonl", TAIL).split(b"\n")):
             record = parse(line)
             if record and record["split"] == "train":
                 return record
         return {}
 
-    def _tail(self, name: str) -> bytes:
-        """The end of a file, from a line's begin; empty where there is none."""
+    def tail(self, name: str, most: int) -> bytes:
+        """At most ``most`` bytes of a file's end, from a line's begin; empty where there is none."""
         try:
             with files.regular(self.file(name)) as file:
                 size = os.fstat(file.fileno()).st_size
-                file.seek(max(size - TAIL, 0))
-                text = file.read(TAIL)
+                file.seek(max(size - most, 0))
+                text = file.read(most)
         except (files.FileError, OSError):
             return b""
-        return text if size <= TAIL else text.partition(b"\n")[2]
+        return text if size <= most else text.partition(b"\n")[2]
 
     @functools.cached_property
     def step(self) -> int:
@@ -192,24 +200,36 @@ def open_run(path: str | os.PathLike, name: str = "") -> Run:
     return Run(path, name or path.resolve().name)
 
 
-def find(folder: str | os.PathLike) -> list[Run]:
-    """All runs in a folder and below it, by path. Links are not followed. Raises RunError where there is no folder."""
+def find(folder: str | os.PathLike) -> tuple[list[Run], list[pathlib.Path]]:
+    """All runs in a folder and below it, by path, and the folders from which some were launched: with a folder slurm.
+
+    Links are not followed. Raises RunError where there is no folder.
+    """
     top = pathlib.Path(folder)
     if not top.is_dir():
         raise RunError(f"{top} {'is no folder' if top.exists() else 'does not exist'}; expected a folder with runs in it")
-    return [Run(path, os.path.relpath(path, top) if path != top else path.resolve().name) for path in sorted(_below(top, 0))]
+    found = sorted(_below(top, 0))
+    return [named(path, top) for path, kind in found if kind in MARKS], [path for path, kind in found if kind == LAUNCHED]
 
 
-def _below(folder: pathlib.Path, depth: int) -> Iterator[pathlib.Path]:
+def named(path: pathlib.Path, top: pathlib.Path) -> Run:
+    """The run in ``path``, called as it stands below ``top``."""
+    return Run(path, os.path.relpath(path, top) if path != top else path.resolve().name)
+
+
+def _below(folder: pathlib.Path, depth: int) -> Iterator[tuple[pathlib.Path, str]]:
+    """(Folder, what makes it one of interest): the first of `MARKS` that it has, and `LAUNCHED`."""
     try:
         entries = list(os.scandir(folder))
     except OSError:
         return  # of somebody else, or gone meanwhile
-    if any(entry.name in MARKS and entry.is_file(follow_symlinks=False) for entry in entries):
-        yield folder
+    if marks := [entry.name for entry in entries if entry.name in MARKS and entry.is_file(follow_symlinks=False)]:
+        yield folder, marks[0]
     for entry in entries:
         if depth < MOST_DEPTH and entry.is_dir(follow_symlinks=False):
-            if entry.name not in PARTS and not entry.name.startswith("."):
+            if entry.name == LAUNCHED:
+                yield folder, LAUNCHED
+            elif entry.name not in PARTS and not entry.name.startswith("."):
                 yield from _below(folder / entry.name, depth + 1)
 
 

@@ -1,11 +1,11 @@
 """Where a run's time went, drawn: shares of the wall time, its starts on one axis, and its processes."""
 
-import html
 import math
 import time
 from collections.abc import Mapping, Sequence
 
 from jaxtrain import goodput
+from jaxtrain.report.markup import duration, esc, title
 from jaxtrain.report.run import Run
 from jaxtrain.report.trace import Trace
 
@@ -29,23 +29,26 @@ def section(run: Run, *, several: bool) -> str:
         return ""
     seconds = run.seconds
     whole, share = sum(seconds.values()), goodput.goodput(seconds)
-    title = f"<h3>{_esc(run.name)}</h3>" if several else ""
     of = f" of {len(run.processes)} processes" if len(run.processes) > 1 else ""
-    head = f"<p>Goodput is <b>{share:.1%}</b>: so much of {_time(whole)}{of} went into steps made for the first time.</p>"
+    head = f"<p>Goodput is <b>{share:.1%}</b>: so much of {duration(whole)}{of} went into steps made for the first time.</p>"
     return (
-        title + head + _bar(seconds) + ("" if several else _starts(run.starts, alive=run.is_alive)) + _processes(run.processes)
+        title(run.name, several)
+        + head
+        + _bar(seconds)
+        + ("" if several else _starts(run.starts, alive=run.is_alive))
+        + _processes(run.processes)
     )
 
 
 def traced(name: str, trace: Trace) -> str:
     """Where the time of traced steps goes: by the parts of a step, and by scopes."""
     rows = "".join(
-        f'<tr><td class="n">{share:.1%}</td><td class="n">{times:,}</td><td class="code">{_esc(scope)}</td></tr>'
+        f'<tr><td class="n">{share:.1%}</td><td class="n">{times:,}</td><td class="code">{esc(scope)}</td></tr>'
         for scope, share, times in trace.scopes
     )
     seconds = {part: share * trace.seconds for part, share in trace.parts.items()}
     return (
-        f"<h3>{_esc(name)}</h3>{_bar(seconds, TRACED)}<details open><summary>by scope</summary><div class='scroll'><table><tr>"
+        f"<h3>{esc(name)}</h3>{_bar(seconds, TRACED)}<details open><summary>by scope</summary><div class='scroll'><table><tr>"
         "<th class='n'>of the operations' time</th><th class='n'>times</th><th>scope in the program</th></tr>"
         f"{rows}</table></div></details>"
     )
@@ -56,11 +59,13 @@ def _bar(seconds: Mapping[str, float], colours: Mapping[str, str] = COLOURS) -> 
     parts = sorted(seconds.items(), key=lambda item: -item[1])
     told = "; ".join(f"{owner} {s / whole:.1%}" for owner, s in parts)
     bar = "".join(
-        f'<i style="width:{100 * s / whole:.3f}%;background:{colours[owner]}" title="{owner}: {_time(s)}, {s / whole:.1%}"></i>'
+        f'<i style="width:{100 * s / whole:.3f}%;background:{colours[owner]}" title="{owner}: {duration(s)}, '
+        f'{s / whole:.1%}"></i>'
         for owner, s in parts
     )
     key = "".join(
-        f'<span><i style="background:{colours[owner]}"></i>{owner} {_time(s)} <span class="soft">{s / whole:.1%}</span></span>'
+        f'<span><i style="background:{colours[owner]}"></i>{owner} {duration(s)} '
+        f'<span class="soft">{s / whole:.1%}</span></span>'
         for owner, s in parts
     )
     return f'<div class="bar" role="img" aria-label="{told}">{bar}</div><div class="key">{key}</div>'
@@ -78,7 +83,7 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
         x = (start.began - begin) * scale
         for owner in goodput.OWNERS:
             if s := start.seconds.get(owner, 0.0):
-                tip = f"{owner}: {_time(s)}"
+                tip = f"{owner}: {duration(s)}"
                 rows.append(
                     f'<rect x="{x:.2f}" y="{y * ROW + 3}" width="{max(s * scale, 0.3):.2f}" height="{ROW - 6}" '
                     f'fill="{COLOURS[owner]}"><title>{tip}</title></rect>'
@@ -87,7 +92,7 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
     height = len(drawn) * ROW
     axis = "".join(
         f'<text x="{WIDTH * k / 4:.0f}" y="{height + 14}" text-anchor="{("start", "middle", "middle", "middle", "end")[k]}">'
-        f"{_time((end - begin) * k / 4)}</text>"
+        f"{duration((end - begin) * k / 4)}</text>"
         for k in range(5)
     )
     svg = (
@@ -96,8 +101,8 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
     )
     lines = "".join(
         f'<tr><td class="n">{i + 1}</td><td>{time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.began))}</td>'
-        f'<td class="n">{_time(s.now - s.began)}</td><td class="n">{s.first:,}</td><td class="n">{s.step:,}</td>'
-        f"<td>{_esc(_ending(s, alive and s is starts[-1]))}</td><td>{_esc(s.host)}</td></tr>"
+        f'<td class="n">{duration(s.now - s.began)}</td><td class="n">{s.first:,}</td><td class="n">{s.step:,}</td>'
+        f"<td>{esc(_ending(s, alive and s is starts[-1]))}</td><td>{esc(s.host)}</td></tr>"
         for i, s in list(enumerate(starts))[-MOST_STARTS:]
     )
     head = (
@@ -118,7 +123,7 @@ def _processes(processes: Mapping[int, Sequence[goodput.Start]]) -> str:
         return ""
     slow = goodput.straggler(processes)
     note = (
-        f'<p class="notice">Process {slow.process} on {_esc(slow.host)} holds the others up: it prepares a step for '
+        f'<p class="notice">Process {slow.process} on {esc(slow.host)} holds the others up: it prepares a step for '
         f"{1e3 * slow.own:.0f} ms before it waits for its devices.</p>"
         if slow
         else ""
@@ -126,7 +131,7 @@ def _processes(processes: Mapping[int, Sequence[goodput.Start]]) -> str:
     chosen = sorted(newest, key=lambda p: -newest[p].own)[:32]
     ms = lambda s: f"{1e3 * s:.1f}" if math.isfinite(s) else "–"  # noqa: E731
     rows = "".join(
-        f'<tr><td class="n">{p}</td><td>{_esc(s.host)}</td><td class="n">{s.timed:,}</td>'
+        f'<tr><td class="n">{p}</td><td>{esc(s.host)}</td><td class="n">{s.timed:,}</td>'
         f'<td class="n">{ms(s.total / s.timed)}</td>'
         f'<td class="n">{ms(s.deviation)}</td><td class="n">{ms(s.longest)}</td><td class="n">{ms(s.own)}</td>'
         f'<td class="n">{s.seconds.get(goodput.WAIT, 0.0):.1f}</td></tr>'
@@ -142,15 +147,3 @@ def _processes(processes: Mapping[int, Sequence[goodput.Start]]) -> str:
         "<p class='soft'>Of the newest start. A step's own part is what a process does before it waits for its devices: "
         "reading its data, and calling the program.</p>"
     )
-
-
-def _time(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"
-    minutes, s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {s:02} s"
-
-
-def _esc(text: object) -> str:
-    return html.escape("".join(c if c.isprintable() else "�" for c in str(text)))

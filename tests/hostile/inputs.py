@@ -378,7 +378,7 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def workdir(folder: pathlib.Path) -> None:
-    """What a run leaves for people: records, where its time went, pictures, samples, logs."""
+    """What a run leaves for people: records, where its time went, pictures, samples, classes, logs."""
     from PIL import Image
 
     from jaxtrain import goodput
@@ -388,6 +388,16 @@ def workdir(folder: pathlib.Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "schedule.json").write_text(json.dumps({"step": [0, 5, 9], "lr": [0.0, 1.0, 0.5]}))
     (folder / "samples.jsonl").write_text(json.dumps({"step": 2, "prompt": "a", "score": 0.5}) + "\n")
+    line = {
+        "step": 2,
+        "n": 5,
+        "classes": 2,
+        "rows": [3, 2],
+        "right": [2, 1],
+        "answers": [3, 2],
+        "confused": [[0, 1, 1], [1, 0, 1]],
+    }
+    (folder / "classes.jsonl").write_text(json.dumps(line) + "\n")
     clock = goodput.Clock()
     clock.open(str(folder), process=0, processes=1, facts={"versions": {"jax": "1"}, "commit": "abc"})
     clock.close("ended")

@@ -10,9 +10,11 @@ import subprocess
 import numpy as np
 import pytest
 from PIL import Image
+from test_classes import counted
 from test_run import make
 
 from jaxtrain import cli
+from jaxtrain.report import classes
 from jaxtrain.report import records as records_lib
 
 pytest.importorskip("plotly")
@@ -23,8 +25,19 @@ EVIL = '</script><script>document.title="owned"</script><img src=x onerror=alert
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run with everything that a page can show, begun three times, with texts that would like to be markup."""
-    path = make(tmp_path_factory.mktemp("page") / "run", steps=5000, reached=10, end="", optim={"lr": 0.5, "name": EVIL})
+    path = make(
+        tmp_path_factory.mktemp("page") / "run",
+        steps=5000,
+        reached=10,
+        end="",
+        optim={"lr": 0.5, "name": EVIL},
+        model={"class_names": ["owl", EVIL]},
+    )
     make(path / "again", steps=5000, reached=40, end="ended by SIGTERM after step 40")
+    # The command of the last start is known.
+    head, rest = (path / "again" / "goodput" / "process-0.jsonl").read_text().split("\n", 1)
+    head = json.dumps({**json.loads(head), "source": "birds.py:/data", "overrides": {"optim.lr": "0.5"}})
+    (path / "again" / "goodput" / "process-0.jsonl").write_text(f"{head}\n{rest}")
     for name in ("a", "b"):  # two more starts: of the same file
         with (path / "goodput" / "process-0.jsonl").open("ab") as file:
             content = (path / "again" / "goodput" / "process-0.jsonl").read_bytes()
@@ -44,10 +57,19 @@ def run(tmp_path_factory):
     (path / "samples.jsonl").write_text(
         "".join(json.dumps({"step": s, "text": EVIL, "score": 0.25}) + "\n" for s in (500, 1000))
     )
+    for step in (500, 1000):  # of owls a third is taken for something evil
+        counts, confusions = counted(
+            np.array([0] * 30 + [1] * 20), np.array([0] * (20 + step // 100) + [1] * (30 - step // 100)), 2
+        )
+        with (path / "classes.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, **classes.line(counts, confusions)}) + "\n")
     (path / "schedule.json").write_text(json.dumps({"step": [0, 2500, 5000], "lr": [1e-3, 5e-4, 0.0]}))
     (path / "logs").mkdir()
     log = "2026-01-01 00:00:00,000 WARNING step {} skipped: loss 4321; recordings [7]\n"
     (path / "logs" / "process-0.log").write_text(log.format(3) + log.format(3333) + "2026-01-01 00:00:00,000 INFO fine\n")
+    (path / "logs" / "process-3.log").write_text(
+        log.format(4) + "2026-01-02 00:00:00,000 WARNING x.ogg cannot be read: cut off\n"
+    )
     return path
 
 
@@ -60,9 +82,13 @@ def page(run):
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     top = tmp_path_factory.mktemp("sweep")
-    for i in range(4):
-        make(top / f"{i:03}", scores=[(100, {"accuracy": 0.2 * i})], optim={"lr": 10.0**-i, "name": "ab"[i % 2]}, seed=i)
-    assert cli.main(["report", *(str(top / f"{i:03}") for i in range(4)), "--out", str(top / "page.html")]) == 0
+    for i in range(12):
+        path = make(
+            top / f"{i:03}", scores=[(100, {"accuracy": 0.08 * i})], optim={"lr": 10.0**-i, "name": "ab"[i % 2]}, seed=i
+        )
+        counts, _ = counted(np.array([0] * 12 + [1] * 8), np.array([0] * i + [1] * (20 - i)), 2)
+        (path / "classes.jsonl").write_text(json.dumps({"step": 100, **classes.line(counts, None)}) + "\n")
+    assert cli.main(["report", *(str(top / f"{i:03}") for i in range(12)), "--out", str(top / "page.html")]) == 0
     return top / "page.html"
 
 
@@ -84,14 +110,21 @@ def test_the_page_says_what_the_files_say(page):
     assert charts["learning_rate"][0]["y"] == [1e-3, 5e-4, 0.0]
     for part in (
         "1 steps were skipped: 3333",
-        "2×",
+        '<td class="n">3×</td><td class="n">0, 3</td>',
+        '<td class="n">1×</td><td class="n">3</td><td class="text code">2026-01-02 00:00:00,000 WARNING x.ogg cannot be read',
         "recordings [7]",
         "ended by SIGTERM after step 40",
         "Goodput is",
         "killed; last heard of",
-        "optim.lr",
+        "config birds.py:/data",
+        '<td class="code">optim.lr</td><td class="code">0.5</td><td class="code soft">0.0001</td><td>command</td>',
     ):
         assert part in text, part
+    # Of 50 rows, 30 owls and 20 others, 30 were answered with owl: all of them right.
+    assert "Of 50 rows <b>100.0%</b> were answered right (95 % interval 92.9% to 100.0%)" in text
+    assert "Of 50 rows <b>90.0%</b>" in text and "83% <span" in text and 'data-name="step 500"' in text
+    matrix = re.search(r'<table class="matrix">(.*?)</table>', text)[1]
+    assert re.findall(r'<td class="(hit|miss)"[^>]*>(\d+)</td>', matrix) == [("hit", "25"), ("miss", "5"), ("hit", "20")]
     assert text.count('src="data:image/png') == 2 and "Order of the recordings" not in text, "what there is, and no more"
 
 
@@ -105,29 +138,22 @@ def test_the_page_is_one_file_that_believes_no_text_of_a_run(page):
 def test_several_runs_are_ranked_and_compared(sweep):
     text = sweep.read_text()
     rows = re.findall(r"<tr><td><span[^>]*></span>(\d{3})</td>.*?</tr>", text)
-    assert rows == ["003", "002", "001", "000"]
+    assert rows == [f"{i:03}" for i in reversed(range(12))]
+    recalls = re.search(r"<tr><td>class 0</td>.*?</tr>", text)[0]
+    assert [int(x) for x in re.findall(r"</span>(\d+)%", recalls)] == [round(100 * i / 12) for i in range(8)], "of eight runs"
     fields = re.findall(r"<th>([\w.]+)</th>", text)
     assert [field for field in fields if "." in field or field == "seed"] == ["optim.lr", "optim.name", "seed"]
     data = data_of(sweep)
     [parallel] = [chart for chart in data["charts"] if chart.get("kind") == "parallel"]
     assert [axis["label"] for axis in parallel["dimensions"]] == ["optim.lr", "optim.name", "seed", "best accuracy"]
-    assert parallel["dimensions"][0]["at"] == pytest.approx([1, 2 / 3, 1 / 3, 0], abs=1e-3), "a wide range is logarithmic"
-    assert {curve["run"] for chart in data["charts"] if "curves" in chart for curve in chart["curves"]} == {0, 1, 2, 3}
+    assert parallel["dimensions"][0]["at"] == pytest.approx(np.linspace(1, 0, 12), abs=1e-3), "a wide range is logarithmic"
+    assert {curve["run"] for chart in data["charts"] if "curves" in chart for curve in chart["curves"]} == set(range(12))
 
 
-@pytest.mark.parametrize("which", ["page", "sweep"])
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed here")
-def test_a_browser_draws_every_chart_without_an_error(which, request, tmp_path):
-    page = request.getfixturevalue(which)
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path}",
-        "--virtual-time-budget=20000",
-    ]
-    command += ["--enable-logging=stderr", "--dump-dom", f"file://{page}#all"]
+def assert_drawn(page, folder):
+    """Opens a page in a browser: every chart has marks in it, and nothing is said on the console."""
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}"]
+    command += ["--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom", f"file://{page}#all"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not [line for line in done.stderr.splitlines() if ":CONSOLE" in line], done.stderr
     charts = data_of(page)["charts"]
@@ -137,6 +163,12 @@ def test_a_browser_draws_every_chart_without_an_error(which, request, tmp_path):
     for i, chart in enumerate(charts):
         expected = len(chart.get("curves", chart.get("names")))
         assert len(re.findall(r'class="js-line"[^>]* d="M[^"]+[LCQ]|class="point"', drawn[str(i)])) >= expected, chart["title"]
+
+
+@pytest.mark.parametrize("which", ["page", "sweep"])
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed here")
+def test_a_browser_draws_every_chart_without_an_error(which, request, tmp_path):
+    assert_drawn(request.getfixturevalue(which), tmp_path)
 
 
 def test_odd_lines_cost_themselves_and_both_parsers_agree(tmp_path):

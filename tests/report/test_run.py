@@ -86,6 +86,28 @@ def test_a_run_that_trains_is_seen_and_one_that_was_killed(tmp_path, capsys):
     assert json.loads(shown(tmp_path, capsys, "--json"))["state"] == "stopped"
 
 
+def test_jobs_that_wait_in_a_queue_are_listed_also_before_their_first_start(tmp_path, capsys, monkeypatch):
+    """With a stand-in for SLURM's squeue; tests/commands/test_launch_slurm.py asks a real one."""
+    top, tools = tmp_path / "runs", tmp_path / "tools"
+    make(top / "again", reached=40, end="ended by SIGTERM after step 40")
+    make(top / "sweep" / "000", reached=40, end="disk full")
+    for folder, job, name in (("again", "7", ""), ("sweep", "8_0", "000"), ("sweep", "8_1", "001"), ("gone", "9", "")):
+        (top / folder / "slurm").mkdir(parents=True, exist_ok=True)
+        with (top / folder / "slurm" / "jobs.jsonl").open("a") as file:
+            file.write(json.dumps({"job": job, "workdir": str(top / folder / name), "overrides": {}}) + "\n")
+    tools.mkdir()
+    (tools / "squeue").write_text("#!/bin/sh\necho 7; echo 8_1; echo 1234\n")
+    (tools / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    rows = {row["run"]: row for row in map(json.loads, shown(top, capsys, "--json").splitlines())}
+    assert {name: (row["state"], row["step"]) for name, row in rows.items()} == {
+        "again": ("queued", 40), "sweep/000": ("failed", 40), "sweep/001": ("queued", 0),
+    }  # fmt: skip
+    assert rows["sweep/001"]["workdir"] == str(top / "sweep" / "001")
+    (tools / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    assert "queued" not in shown(top, capsys)
+
+
 def test_a_file_that_is_cut_short_or_odd_costs_its_part_alone(tmp_path, capsys):
     path = make(tmp_path / "run", scores=[(100, {"accuracy": 0.5})])
     with (path / "metrics.jsonl").open("a") as file:

@@ -105,8 +105,8 @@ def test_a_weight_counts_as_so_many_rows(variables, batch):
     single = dict(batch, weight=jnp.ones(BATCH))
     each = [task.evaluate(variables, {k: x[i : i + 1] for k, x in single.items()}) for i in range(BATCH)]
     for name, found in task.evaluate(variables, batch).items():
-        expected = sum(float(w) * float(e[name].total) for w, e in zip(batch["weight"], each, strict=True))
-        assert float(found.total) == pytest.approx(expected, rel=1e-5)
+        expected = sum(float(w) * np.asarray(e[name].total) for w, e in zip(batch["weight"], each, strict=True))
+        np.testing.assert_allclose(found.total, expected, rtol=1e-5, atol=1e-6)
 
 
 AUGMENTED = replace(TINY, augment=augment.Config(shift=20, time_masks=2, mel_masks=1, gain=0.2, noise=0.05))
@@ -346,13 +346,18 @@ def test_an_evaluation_tells_what_needs_no_training_batch():
     task = bird.make_task(config_lib.Config(model=c), no_shard, 4)
     made = specs.materialise(task.specs, jax.random.key(0))
     batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items()} | {"label": jnp.arange(4)}
-    found = {name: float(m.total / m.weight) for name, m in jit(task.evaluate)(made, batch).items()}
+    found = {name: float(m.total / m.weight) for name, m in jit(task.evaluate)(made, batch).items() if not m.total.ndim}
     total = sum(getattr(c, name).weight * found[f"{name}_loss"] for name in ("supervised", "mae", "teacher"))
     assert found["objective_loss"] == pytest.approx(total, rel=1e-5)
     features = vit.encode(c, made.params["encoder"], batch["spectrogram"].reshape(8, 64, 32)).patches.mean(1)
     head = made.params["objective"]["supervised"]
     logits = (features @ head["w"] + head["b"][None]).reshape(4, 2, 5).mean(1)
     each = bird.cross_entropy(logits, batch["label"]) * batch["weight"]
+    counts = task.evaluate(made, batch)
+    expected, answers = np.zeros((5, 5)), np.asarray(logits.argmax(-1))
+    np.add.at(expected, (np.arange(4), answers), np.asarray(batch["weight"]))
+    np.testing.assert_allclose(counts["confusions"].total, expected)
+    np.testing.assert_allclose(counts["classes"].total, [expected.sum(1), expected.diagonal(), expected.sum(0)])
     assert found["supervised_loss"] == pytest.approx(float(each.sum() / batch["weight"].sum()), rel=1e-5)
     others = bird.make_task(config_lib.Config(model=replace(c, diet=bird.Diet(1.0))), no_shard, 4)
     variables = Variables(specs.materialise(others.specs, jax.random.key(0)).params, (), made.carry)
@@ -397,3 +402,10 @@ def test_several_classes_in_a_recording():
     found = task.evaluate(Variables(sure), batch)["probe_accuracy"]
     assert float(found.total) == pytest.approx(float((labels[:, 4] * batch["weight"]).sum()))
     assert float(found.weight) == pytest.approx(float((labels.any(1) * batch["weight"]).sum())), "no class, no row"
+    weighed = labels * np.asarray(batch["weight"])[:, None]
+    x = vit.encode(c, variables.params["encoder"], batch["spectrogram"].astype(jnp.float32), no_shard).cls[:, 0]
+    answers = np.asarray(x @ head["w"] + head["b"][None] > 0)  # of several, all with a score above 1/2
+    counts = task.evaluate(variables, batch)
+    expected = [weighed.sum(0), (weighed * answers).sum(0), (answers * np.asarray(batch["weight"])[:, None]).sum(0)]
+    np.testing.assert_allclose(counts["classes"].total, expected)
+    assert "confusions" not in counts

@@ -18,7 +18,8 @@ class Killing(sudoku.Boards):
         if self._train and kill_at and position >= int(kill_at):
             while not os.path.isdir(after):
                 time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            del os.environ["KILL_AT"]  # a signal that is asked to be gentle is sent once
+            os.kill(os.getpid(), int(os.environ.get("KILL_SIGNAL", signal.SIGKILL)))
         return position, batch
 
 def make_loader(config, *, split, rows, seed):

@@ -66,6 +66,24 @@ def _power(x: Array, exponent: float) -> Array:
     return jnp.ones_like(x) if exponent == 0 else x if exponent == 1 else jnp.maximum(x, 1e-12) ** exponent
 
 
+MOST_CONFUSED = 512  # classes up to which confusions are counted: 1 MB
+
+
+def counts(c: Settings, logits_bc: Array, labels: Labels) -> dict[str, Mean]:
+    """`jaxtrain.types.COUNTS` of an evaluation's rows. Of several classes, those with a score above 1/2 are answers."""
+    if c.multilabel:
+        own_bc, answer_bc = labels.own > 0, logits_bc > 0
+    else:
+        class_c = jnp.arange(c.n_classes)[None]
+        own_bc, answer_bc = class_c == labels.own[:, None], class_c == logits_bc.argmax(-1)[:, None]
+    own_bc, answer_bc, n = own_bc * labels.weight[:, None], answer_bc.astype(jnp.float32), labels.weight.sum()
+    answers_bc = answer_bc * labels.weight[:, None]
+    found = {"classes": Mean(jnp.stack([x_bc.sum(0) for x_bc in (own_bc, own_bc * answer_bc, answers_bc)]), n)}
+    if not c.multilabel and logits_bc.shape[1] <= MOST_CONFUSED:
+        found["confusions"] = Mean(jnp.einsum("bc,bd->cd", own_bc, answer_bc), n)
+    return found
+
+
 def accuracy(c: Settings, logits_rc: Array, labels: Labels) -> Mean:
     """Whether the largest score is of the recording's own class, or of one of its classes; rows without any are left out."""
     best_r = logits_rc.argmax(-1)

@@ -116,6 +116,8 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
         logits_bc = passes[ALL].by_view(probe.scores(variables.params["probe"], passes[ALL].features.pooled_rd)).mean(1)
         metrics["probe_loss"] = Mean((probe.loss(c, logits_bc, labels) * labels.weight).sum(), labels.weight.sum())
         metrics["probe_accuracy"] = classes.accuracy(c, logits_bc, labels)
+        if "supervised" not in c.on:  # which counts the answers of its own head
+            metrics |= classes.counts(c, logits_bc, labels)
     for name, (needs, term_of) in terms.items():
         with jax.named_scope(name):
             term, more = term_of(c.section(name), of_objective(passes[needs], variables, name))

@@ -67,7 +67,7 @@ def evaluate(s: Supervised, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
     logits_bc = x.by_view(classes.scores(x.params, x.features.pooled_rd)).mean(1)
     each_b = class_loss(x.c, s, logits_bc, x.labels, smoothing=0.0)
     mean = Mean((each_b * x.labels.weight).sum(), x.labels.weight.sum())
-    return mean, {"accuracy": classes.accuracy(x.c, logits_bc, x.labels)}
+    return mean, {"accuracy": classes.accuracy(x.c, logits_bc, x.labels), **classes.counts(x.c, logits_bc, x.labels)}
 
 
 def class_loss(c: Settings, s: Supervised, logits_rc: Array, labels: Labels, *, smoothing: float) -> Array:

@@ -1,0 +1,57 @@
+"""Pieces of a page: texts that are escaped, numbers and times as people read them, and what chooses among sets."""
+
+import html
+import json
+import math
+import re
+from collections.abc import Iterable
+
+
+def esc(text: object) -> str:
+    """Any text, for HTML."""
+    return html.escape("".join(c if c.isprintable() or c in "\n\t" else "�" for c in str(text)))
+
+
+def number(value: float | None) -> str:
+    """A number as a page shows it."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """For example 2 h 05 min."""
+    if not math.isfinite(seconds):
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {s:02} s"
+
+
+def short(value: object) -> str:
+    """A value of a config, on a line."""
+    text = value if isinstance(value, str) else f"{value:.6g}" if type(value) is float else json.dumps(value)
+    return text if len(text) <= 120 else text[:117] + "…"
+
+
+def identifier(name: str) -> str:
+    """A name as the id of an element."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "section"
+
+
+def grid(figures: Iterable[str]) -> str:
+    """Figures beside each other."""
+    return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def title(name: str, several: bool) -> str:
+    """The name of a run, on a page of several."""
+    return f"<h3>{esc(name)}</h3>" if several else ""
+
+
+def slider(which: str, n: int, label: str) -> str:
+    """What chooses one of ``n`` sets below it."""
+    kind = "range" if n > 1 else "hidden"
+    value = f'min="0" max="{n - 1}" value="{n - 1}"'
+    tag = f'<input class="wide" type="{kind}" {value} data-steps="{which}" aria-label="step of {esc(label)}">'
+    return f'<p>{tag} <span id="{which}-value" class="soft" aria-live="polite"></span></p>'

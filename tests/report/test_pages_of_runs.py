@@ -1,0 +1,90 @@
+"""Pages of real runs: each workload at a tiny size, and a run that ended fourteen times before its end."""
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+
+import pytest
+import test_train
+from test_audio_language_run import folder as higgs  # noqa: F401
+from test_giblet_run import folder as giblet  # noqa: F401
+from test_language_run import folder as lm  # noqa: F401
+from test_page import CHROMIUM, assert_drawn, data_of
+from test_reliability import cluster, step_of, wait_for
+from test_train import corpus  # noqa: F401
+from test_train import folder as tiny  # noqa: F401
+from test_trm_run import folder as trm  # noqa: F401
+
+from jaxtrain import cli
+
+pytest.importorskip("plotly")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed here")]
+KILLS, EVERY = 14, 4
+TOLD = {"tiny": "Classes", "trm": "Pictures", "lm": "Samples", "giblet": "Pictures", "higgs": "Losses and metrics"}
+
+
+def page_of(workdir, folder):
+    page = folder / "page.html"
+    assert cli.main(["report", str(workdir), "--out", str(page)]) == 0 and page.stat().st_size < 5e6
+    assert_drawn(page, folder)
+    if keep := os.environ.get("PAGES"):
+        shutil.copy(page, pathlib.Path(keep) / f"{folder.name}.html")
+    return page.read_text()
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_every_workload_has_its_page(name, request):
+    folder = request.getfixturevalue(name)
+    source = f"tiny.py:{request.getfixturevalue('corpus')}" if name == "tiny" else f"{name}.py"
+    test_train.run(folder, source, "--config.metrics.every=1")
+    workdir = folder / "runs" / name
+    text = page_of(workdir, folder)
+    sections = re.findall(r"<h2 [^>]*>(.*?)</h2>", text)
+    assert {TOLD[name], "Results", "Speed", "Where the time went", "Configuration"} <= set(sections)
+    charts = {chart["title"]: chart["curves"] for chart in data_of(folder / "page.html")["charts"]}
+    for split in ("train", "test"):
+        records = test_train.records(workdir, split)
+        for metric in {name for record in records.values() for name in record} - {"step", "split"}:
+            known = {s: r[metric] for s, r in records.items() if r.get(metric) is not None}
+            if metric == "skipped" or not known:
+                continue
+            [curve] = [curve for curve in charts[metric] if curve["split"] == split]
+            assert dict(zip(curve["x"], curve["y"], strict=True)) == pytest.approx(known, rel=1e-4), metric
+
+
+def test_a_run_that_ended_fourteen_times(trm):  # noqa: F811
+    """Twelve times by SIGKILL, twice by SIGTERM: the page shows each end, with its reason, and where it was resumed."""
+    command = (trm, "trm.py", f"--config.train.steps={EVERY * (KILLS + 2)}", f"--config.checkpoint.every={EVERY}")
+    for i in range(1, KILLS + 1):
+        saved = str(trm / "runs" / "trm" / "checkpoints" / str(EVERY * i))
+        asked = i % 7 == 0
+        sent, code = (signal.SIGTERM, 75) if asked else (signal.SIGKILL, -signal.SIGKILL)
+        at = {"KILL_AT": str(EVERY * i + 2), "KILL_AFTER": saved, "KILL_SIGNAL": str(int(sent))}
+        test_train.run(*command, code=code, **at)
+    test_train.run(*command)
+    text = page_of(trm / "runs" / "trm", trm)
+    assert '<div class="card"><b>14</b><span>restarts</span>' in text
+    ends = re.findall(r"<td>(killed; last heard of|ended by SIGTERM|ended)", text)
+    assert ends == (["killed; last heard of"] * 6 + ["ended by SIGTERM"]) * 2 + ["ended"]
+    first = [int(x) for x in re.findall(r'<td class="n">[^<]*</td><td class="n">(\d+)</td><td class="n">\d+</td><td>', text)]
+    assert first[0] == 0 and first == sorted(first) and all(EVERY * i <= x <= EVERY * i + 3 for i, x in enumerate(first))
+    [loss] = [chart for chart in data_of(trm / "page.html")["charts"] if chart["title"] == "loss"]
+    assert loss["restarts"] == first[1:]
+
+
+def test_every_process_of_a_live_run_is_traced(tiny, corpus, capsys):  # noqa: F811
+    """Each traces its own next steps; neither waits for the other's trace, and the page shows both."""
+    both = cluster(tiny, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0", processes=2)
+    workdir = tiny / "runs" / "tiny"
+    wait_for(lambda: step_of(workdir) >= 3, watch=both)
+    assert cli.main(["profile", str(workdir), "--steps", "2", "--all", "--timeout", "60"]) == 0
+    told = capsys.readouterr().out
+    names = re.findall(r"traces/(steps-\d{6}-\d{6}-process-\d)\n", told)
+    assert [name[-1] for name in sorted(names, key=lambda name: name[-1])] == ["0", "1"] and told.count("%  backward") == 2
+    both[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [75, 75], outputs
+    text = page_of(workdir, tiny)
+    assert all(f"<h3>{name}</h3>" in text for name in names) and "of 2 processes" in text
