@@ -118,6 +118,9 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"tools\.pack_gpu_check|tools\.gpu_check --readme", Why("tests/tools runs it; it needs wheels, or a chip's numbers")),
     (r"^python tools/gpu_check\.py$", Why("it measures for minutes; tests/tools/test_gpu_check.py runs its parts")),
     (r"JAXTRAIN_COORDINATOR=", Why("a pattern for two hosts; tests/test_train.py runs two such processes")),
+    (r"^srun ", Why("it needs a SLURM; tests/doctor starts the same processes by their variables")),
+    (r"^jaxtrain doctor --config", Run(f"{BIRD} {SMALL_DATA}", says=r"data: rate .* rows/s")),
+    (r"^jaxtrain doctor$", Run(says=r"devices: product .* are exact")),
     (r"launch.* --(status|tail)=", Why("it is of a job; tests/commands/test_launch_slurm.py asks a real SLURM")),
     (r"--config=…|higgs_demo(\.py)?:", Why("it stands for any config, or for what tools/demo_higgs.py fills in")),
     (r"RUN|DIR|FILE|NAME=VALUE", Why("a pattern; an example of it is in another row")),
@@ -130,6 +133,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"--help$", Run()),
     (r"^jaxtrain completion ", Run(quick=True, says=r"#compdef jaxtrain|complete .*jaxtrain")),
     (r"demo_chat\.tokenizer", Run(quick=True, leaves=("bytes.json",))),
+    (r"^python -m tools\.proofs$", Run("--list", quick=True, says="kills +201 kills")),
     (r"tools\.write_reference$", Run("--check")),
     (r"tools\.draw_augmentations$", Run("--data=data/XCM --out=drawn.png")),
     (

@@ -124,7 +124,7 @@ class RollCall:
         verdict = {"error": f"process 0 ({self._hello['host']}) has failed", "stopped": False}
         with contextlib.ExitStack() as closing:
             closing.enter_context(self._selector)
-            for listener in _listen(host, port, min(deadline, time.monotonic() + 10), self._leave):
+            for listener in listen(host, port, min(deadline, time.monotonic() + 10), self._leave):
                 closing.enter_context(listener)
                 self._selector.register(listener, selectors.EVENT_READ, None)
             try:
@@ -219,7 +219,7 @@ class RollCall:
         return ""
 
 
-def _listen(host: str, port: int, deadline: float, leave: Callable[[], Any]) -> list[socket.socket]:
+def listen(host: str, port: int, deadline: float, leave: Callable[[], Any]) -> list[socket.socket]:
     """Opens the port for this process alone, where the coordinator is: gRPC would share it with another run."""
     while True:
         listeners: list[socket.socket] = []

@@ -30,12 +30,12 @@ from jaxtrain.plan.memory import device_bytes, held, host_memory, least, offload
 from jaxtrain.plan.peak import peak
 from jaxtrain.plan.refuse import refuse_if_too_large
 from jaxtrain.plan.remedies import remedies
-from jaxtrain.plan.report import report
+from jaxtrain.plan.report import MFU, checkpoints, report
 from jaxtrain.plan.target import Target, parse_target, refuse_unknown
 
 __all__ = (
-    "DOUBT", "SLACK", "Assembly", "Compiled", "Compiler", "Estimate", "Peak", "PlanError", "Target", "abstractly",
-    "argument_bytes", "assemble", "compiled", "compiler_options", "device_bytes", "estimate", "held", "host_memory", "least",
-    "offloaded", "padded", "parse_target", "peak", "refuse_if_too_large", "refuse_unknown", "remedies", "report", "set_up",
-    "tpu_devices",
+    "DOUBT", "MFU", "SLACK", "Assembly", "Compiled", "Compiler", "Estimate", "Peak", "PlanError", "Target", "abstractly",
+    "argument_bytes", "assemble", "checkpoints", "compiled", "compiler_options", "device_bytes", "estimate", "held",
+    "host_memory", "least", "offloaded", "padded", "parse_target", "peak", "refuse_if_too_large", "refuse_unknown", "remedies",
+    "report", "set_up", "tpu_devices",
 )  # fmt: skip

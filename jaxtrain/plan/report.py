@@ -231,17 +231,22 @@ def _splits(layout: layout_lib.Layout, axis: str) -> bool:
     return any(layout.mesh.shape[name] > 1 for name in layout.axis_rules[axis].rstrip("?").split(",") if name)
 
 
-def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Iterator[tuple[str, str, bool]]:
-    """(what, finding, whether it is well) of the data, the disk and the host's memory."""
-    yield _check_data(config, assembly)
-    state = assembly.abstract.state
+def checkpoints(config: config_lib.Config, state: state_lib.TrainState) -> tuple[int, int]:
+    """How many checkpoints a run holds at most, the one that is being written among them, and the bytes of each."""
     saved = sum(
         x.size * np.dtype(x.dtype).itemsize
         for x in jax.tree.leaves(state.replace(variables=state.variables._replace(frozen=())))
     )
     keep = config.checkpoint.keep + 1  # one more while it is written
     keep += config.train.steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
-    keep += bool(config.checkpoint.best)
+    return keep + bool(config.checkpoint.best), saved
+
+
+def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Iterator[tuple[str, str, bool]]:
+    """(what, finding, whether it is well) of the data, the disk and the host's memory."""
+    yield _check_data(config, assembly)
+    state = assembly.abstract.state
+    keep, saved = checkpoints(config, state)
     folder = pathlib.Path(config.workdir).absolute()
     folder = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(folder).free

@@ -65,7 +65,7 @@ def test_every_flag_of_every_command_is_known():
         ]
         flags = {arg.value for arg in added if isinstance(arg, ast.Constant) and str(arg.value).startswith("--")}
         assert flags <= set(words.flags[command.name]), command.name
-    assert set(words.configured) == {"train", "plan", "explain", "launch"}
+    assert set(words.configured) == {"train", "plan", "explain", "launch", "doctor"}
     assert {"train.steps", "optim.lr", "workdir"} <= set(words.fields) and not [
         f for f in words.fields if f.startswith("model")
     ]

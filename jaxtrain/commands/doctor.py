@@ -1,0 +1,46 @@
+"""Looks at everything that a run needs before it is started: host, devices, disk, network, software, data.
+
+    jaxtrain doctor [--config=FILE[:ARGUMENT] [--config.section.field=value …]] [--json] [--wait S]
+
+    jaxtrain doctor                                       this machine
+    jaxtrain doctor --config=configs/xcm.py               and what this run needs: its folders, its data, its sizes
+    srun jaxtrain doctor --config=configs/xcm.py          all processes of a job: one report, by process 0
+
+Each finding is one line: ok, warn or fail, and what to do. Under srun or mpirun, on every worker of a TPU pod, or with
+JAXTRAIN_COORDINATOR, JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS, the processes meet where a run's would, and also compare what
+they have, measure the network between the hosts, and look whether all see the same workdir. A process that cannot reach
+process 0 says why itself. Every wait is bounded; on two healthy hosts it takes less than a minute.
+
+Ends with 1 when something failed, on every process; what is a warning does not count.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from jaxtrain import config
+from jaxtrain.commands import arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
+    usage = "jaxtrain doctor [--config=FILE[:ARGUMENT] [--config.section.field=value …]] [--json] [--wait S]"
+    parser = arguments.Parser("jaxtrain doctor", __doc__, usage=usage)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--wait", type=arguments.positive, default=60, metavar="S", help="for the other processes; default: 60")
+    args = parser.parse_args(rest)
+
+    def look() -> int:
+        from jaxtrain.doctor import report
+        from jaxtrain.doctor.examine import examine
+
+        given = config.parse_args(config_arguments) if config_arguments else None
+        found = examine(
+            given.source if given else "",
+            given.overrides if given else [],
+            wait=args.wait,
+        )
+        if found.speaks:
+            print(report.as_json(found) if args.json else "\n".join(report.lines(found)))
+        return 0 if found.well else 1
+
+    return arguments.run(look, mistakes=(config.ConfigError,))

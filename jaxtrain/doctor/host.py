@@ -1,0 +1,154 @@
+"""This machine as a process sees it: cores, memory and its limits, /dev/shm, open files, temporary files."""
+
+import os
+import pathlib
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+from jaxtrain.doctor.check import Check, in_bytes, ok, warn
+from jaxtrain.doctor.check import fail as failed
+from loaders import machine
+
+GROUP = "host"
+LITTLE_MEMORY = 2e9  # [bytes] with which no run begins well
+SHARED_MEMORY = 1e9  # [bytes] of /dev/shm that NCCL's rings between the GPUs of a host may take
+TEMPORARY = 1e9  # [bytes]
+CONTAINERS = {"/.dockerenv": "Docker", "/run/.containerenv": "Podman", "/.singularity.d": "Apptainer"}
+
+
+def examine(*, processes: int, gpus: int) -> Iterator[Check]:
+    """Args: processes of the job; gpus of this machine."""
+    yield _cores()
+    yield _memory()
+    yield from _address_space()
+    yield _open_files(processes)
+    yield from _threads()
+    yield from _shared_memory(gpus)
+    yield _temporary()
+
+
+def _cores() -> Check:
+    used, there = machine.cores(), os.cpu_count() or 1
+    text = f"{used} of {there} cores"
+    if used == 1 and there >= 4:
+        remedy = "give the process more: srun --cpus-per-task=N, mpirun --bind-to none, the container's CPU limit"
+        return warn(GROUP, "cores", f"{text}: an affinity mask or a quota leaves one, and the loader decodes on it", remedy)
+    return ok(GROUP, "cores", text)
+
+
+def _memory() -> Check:
+    info = meminfo()
+    total, available = float(info.get("MemTotal", 0)), float(info.get("MemAvailable", 0))
+    limit, used = cgroup_memory()
+    text = f"{in_bytes(available)} available of {in_bytes(total)}"
+    if limit < total:
+        available = min(available, max(limit - used, 0))
+        text += f"; a limit of {in_bytes(limit)} (cgroup), of which {in_bytes(used)} are used"
+    if available < LITTLE_MEMORY:
+        remedy = "end what uses it, or ask for more: srun --mem=, docker run --memory=, resources.limits.memory of a pod"
+        return failed(GROUP, "memory", text, remedy)
+    return ok(GROUP, "memory", f"{text}{_container()}")
+
+
+def meminfo(path: str = "/proc/meminfo") -> dict[str, int]:
+    """Bytes by name; empty where there is no such file."""
+    try:
+        lines = pathlib.Path(path).read_text().splitlines()
+    except OSError:
+        return {}
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+
+
+def cgroup_memory(membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> tuple[float, int]:
+    """(limit, used) [bytes] of the tightest cgroup that this process is in; infinite where there is none."""
+    try:
+        lines = pathlib.Path(membership).read_text().splitlines()
+    except OSError:
+        lines = []
+    tightest = (float("inf"), 0)
+    for line in lines:
+        number, controllers, name = line.split(":", 2)
+        if number == "0":
+            root, most, now = pathlib.Path(mount), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, most, now = pathlib.Path(mount, "memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = root / name.lstrip("/")
+        while folder.is_relative_to(root):  # a limit of any ancestor binds
+            try:
+                found = int((folder / most).read_text()), int((folder / now).read_text())
+                tightest = min(tightest, found, key=lambda x: x[0] - x[1])
+            except (OSError, ValueError):  # the root has no such file; "max" is no number
+                pass
+            folder = folder.parent
+    return tightest
+
+
+def _container() -> str:
+    found = [name for path, name in CONTAINERS.items() if os.path.exists(path)]
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        found.append("Kubernetes")
+    return f"; in a container ({', '.join(found)})" if found else ""
+
+
+def _address_space() -> Iterator[Check]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        text = f"the address space is limited to {in_bytes(limit)}; shards and programs are mapped, and count though no memory"
+        yield warn(GROUP, "address space", text, "ulimit -v unlimited, before the launcher's command")
+
+
+def _open_files(processes: int) -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 1000 + 4 * processes  # shards and checkpoints; connections of process 0
+    text = f"{soft} may be open at once"
+    if soft < 256 or soft < 4 * processes:
+        return failed(
+            GROUP, "open files", text, f"ulimit -n {max(65536, needed)}, or LimitNOFILE of the service (hard: {hard})"
+        )
+    if soft < needed:
+        return warn(GROUP, "open files", f"{text}; {needed} are better", f"ulimit -n 65536 (the hard limit is {hard})")
+    return ok(GROUP, "open files", text)
+
+
+def _threads(mount: str = "/sys/fs/cgroup") -> Iterator[Check]:
+    """XLA, gRPC, the loader and Orbax start threads by the number of cores."""
+    folder = pathlib.Path(mount)
+    needed = 64 + 8 * machine.cores()
+    try:
+        free = int((folder / "pids.max").read_text()) - int((folder / "pids.current").read_text())
+    except (OSError, ValueError):
+        free = None
+    if free is not None and free < needed:
+        text = f"the container may start {free} more threads, and a run needs about {needed}"
+        yield failed(GROUP, "threads", text, "docker run --pids-limit=-1, podPidsLimit of the kubelet")
+
+
+def _shared_memory(gpus: int) -> Iterator[Check]:
+    if gpus < 2:
+        return
+    remedy = "docker run --ipc=host (or --shm-size=16g), an emptyDir of medium Memory at /dev/shm; else NCCL_SHM_DISABLE=1"
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError as error:
+        yield failed(GROUP, "/dev/shm", f"it cannot be used: {error.strerror}; NCCL needs it between {gpus} GPUs", remedy)
+        return
+    text = f"{in_bytes(free)} free, for NCCL between {gpus} GPUs"
+    yield ok(GROUP, "/dev/shm", text) if free >= SHARED_MEMORY else warn(GROUP, "/dev/shm", text, remedy)
+
+
+def _temporary() -> Check:
+    remedy = "free some space there, or set TMPDIR to a folder with more"
+    try:
+        folder = tempfile.gettempdir()
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(b"\0" * 65536)
+            file.flush()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return failed(GROUP, "temporary files", f"none can be written: {error.strerror or error}", remedy)
+    text = f"{folder} has {in_bytes(free)} free"
+    return ok(GROUP, "temporary files", text) if free >= TEMPORARY else warn(GROUP, "temporary files", text, remedy)

@@ -1,0 +1,79 @@
+"""The doctor's findings as lines for a person, or as JSON."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxtrain.doctor.check import FAIL, OK, WARN, Check
+
+GROUPS = ("processes", "software", "host", "devices", "disk", "data", "network")
+
+
+class Report(NamedTuple):
+    """What a process has to report: all findings if it is process 0, or alone; else its own."""
+
+    checks: Sequence[tuple[int, Check]]  # by process
+    hosts: Mapping[int, str]  # name of each process's host
+    processes: int  # of the job
+    seconds: float
+    speaks: bool  # whether this process prints it
+    well: bool  # whether nothing failed, in any process
+
+    def count(self, verdict: str) -> int:
+        return sum(line.verdict == verdict for _, line in merged(self.checks))
+
+
+def merged(checks: Sequence[tuple[int, Check]]) -> list[tuple[list[int], Check]]:
+    """Findings that are the same in several processes once, in the order of the groups.
+
+    Of those that are ok, one of a name stands for all of its processes.
+    """
+    found: dict[tuple[str, ...], tuple[list[int], Check]] = {}
+    for process, check in checks:
+        key = check[:3] if check.verdict == OK and check.name != "link" else tuple(check)
+        processes, _ = found.setdefault(key, ([], check))
+        if process not in processes:
+            processes.append(process)
+    rank = {name: i for i, name in enumerate(GROUPS)}
+    return sorted(found.values(), key=lambda item: (rank.get(item[1].group, len(rank)), min(item[0])))
+
+
+def lines(report: Report) -> Iterator[str]:
+    if report.processes > 1:
+        by_host: dict[str, list[int]] = {}
+        for process, host in sorted(report.hosts.items()):
+            by_host.setdefault(host, []).append(process)
+        named = ", ".join(f"{numbers(each)} on {host}" for host, each in by_host.items())
+        yield f"{len(report.hosts)} of {report.processes} processes: {named}"
+    rows = merged(report.checks)
+    width = max((len(f"{check.group}: {check.name}") for _, check in rows), default=0)
+    for processes, check in rows:
+        where = f"[{numbers(processes)}] " if report.processes > 1 else ""
+        remedy = f" → {check.remedy}" if check.remedy else ""
+        yield f"{check.verdict:4}  {f'{check.group}: {check.name}':{width}}  {where}{check.text}{remedy}"
+    counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in (OK, WARN, FAIL))
+    yield f"{counts}, in {report.seconds:.0f} s"
+
+
+def as_json(report: Report) -> str:
+    return json.dumps(
+        {
+            "ok": report.well,
+            "processes": report.processes,
+            "hosts": {str(process): host for process, host in sorted(report.hosts.items())},
+            "seconds": round(report.seconds, 1),
+            "checks": [{**check._asdict(), "processes": sorted(processes)} for processes, check in merged(report.checks)],
+        },
+        indent=1,
+    )
+
+
+def numbers(processes: Sequence[int]) -> str:
+    """0-3,7 of [0, 1, 2, 3, 7]."""
+    runs: list[list[int]] = []
+    for p in sorted(processes):
+        if runs and p == runs[-1][1] + 1:
+            runs[-1][1] = p
+        else:
+            runs.append([p, p])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,214 @@
+"""`jaxtrain doctor` as it is typed: alone, in two processes with faults, and on two hosts that are network namespaces."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from test_hosts import at, hosts  # noqa: F401  # a fixture
+from test_train import ROOT, corpus, folder, free_port  # noqa: F401
+
+from jaxtrain.doctor import apart, data, devices, host, report
+from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
+
+
+def start(folder, *arguments, inside=(), limits=None, **environment):  # noqa: F811
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "GLOO", "NCCL"))}
+    env = inherited | {"PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu", "NO_GCE_CHECK": "true"}
+    env |= {"JAXTRAIN_CACHE": str(folder / "cache")} | environment
+    command = [*inside, sys.executable, "-m", "jaxtrain.cli", "doctor", "--json", *arguments]
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=-1, stderr=-1, text=True, preexec_fn=limits)
+
+
+def found(process, *, code):
+    output, errors = process.communicate(timeout=200)
+    assert process.returncode == code, (process.returncode, output, errors)
+    return json.loads(output) if output else None
+
+
+def checks(told, verdict):
+    return {(x["group"], x["name"]): x for x in told["checks"] if x["verdict"] == verdict}
+
+
+def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F811
+    """Process 1 has another optax, another XLA_FLAGS, and too few open files."""
+    wheel = folder / "wheels" / "optax-0.0.1.dist-info"
+    wheel.mkdir(parents=True)
+    (wheel / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99.0.1\n")
+    port = free_port()
+    both = [
+        start(folder, "--wait=60", **at(port, 0)),
+        start(
+            folder,
+            "--wait=60",
+            limits=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
+            **at(port, 1),
+            PYTHONPATH=f"{folder / 'wheels'}:{ROOT}",
+            XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        ),
+    ]
+    told, nothing = (found(process, code=1) for process in both)
+    assert nothing is None and told["processes"] == 2 and not told["ok"]
+    wrong, odd, well = (checks(told, verdict) for verdict in (FAIL, WARN, OK))
+    assert "process 1" in (packages := wrong["software", "same packages"])["text"] and 'optax is "99.0.1"' in packages["text"]
+    assert "count is 2, elsewhere 1" in wrong["software", "same devices"]["text"]
+    assert wrong["host", "open files"]["processes"] == [1] and "ulimit -n" in wrong["host", "open files"]["remedy"]
+    assert "XLA_FLAGS" in odd["software", "same environment"]["text"]
+    assert well["processes", "present"] and well["devices", "product"]["processes"] == [0, 1]
+    assert "MB/s over one TCP connection" in well["network", "link"]["text"]
+    assert told["seconds"] < 60
+
+
+def test_alone_with_a_config_and_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch):  # noqa: F811
+    """In this process: the groups that need one of their own are tested by the pair."""
+    monkeypatch.setattr(data, "COUNTING", 0.2)
+    given = {"source": f"{folder}/tiny.py:{corpus}", "overrides": [["loader", "loaders.spectrogram"], ["data.threads", "1"]]}
+    (index, samples, rate), facts = data.examine(**given, process=0, processes=1, wanted=1e9)
+    assert index.verdict == samples.verdict == OK and "of 2 shards" in samples.text and facts["data"]["test"]
+    assert rate.verdict == WARN and "a step asks this process for 1,000,000,000" in rate.text
+    broken = folder / "broken"
+    shutil.copytree(corpus, broken)
+    shard = min((broken / "train").glob("*.arrow"))
+    whole = shard.read_bytes()
+    at_audio = whole.index(b"OggS") if b"OggS" in whole else whole.index(b"RIFF")
+    shard.write_bytes(whole[:at_audio] + bytes(2000) + whole[at_audio + 2000 :])
+    given["source"] = f"{folder}/tiny.py:{broken}"
+    found, _ = data.examine(**given, process=0, processes=1, wanted=0.0)
+    assert [check.verdict for check in found[:2]] == [OK, FAIL], found
+    assert "cannot be decoded" in found[1].text or "unreadable" in found[1].text or "row 0" in found[1].text
+
+
+def test_a_config_with_a_mistake_is_a_finding(folder, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(devices, "SECONDS", 0.02)
+    monkeypatch.setattr(devices, "SIDE", {"cpu": 64})
+    (folder / "wrong.py").write_text("def get_config():\n    return dict(train=dict(stepps=3))\n")
+    looked, facts = devices.examine(source=f"{folder}/wrong.py", overrides=[], local=[], processes=1)
+    (wrong,) = [check for check in looked if check.verdict == FAIL]
+    assert "stepps" in wrong.text and "steps" in wrong.text and "workdir" not in facts
+    assert any(check.name == "product" and check.verdict == OK for check in looked)
+
+
+def test_a_device_that_computes_wrongly_is_seen():
+    a, b = devices.matrices(64)
+    c = a @ b
+    assert devices.is_product(c, a, b)
+    for wrong in (c[17, 3] + 1, np.float32(np.nan), c[17, 3] + np.float32(0.5)):
+        broken = c.copy()
+        broken[17, 3] = wrong
+        assert not devices.is_product(broken, a, b)
+
+
+def test_what_nvidia_smi_says_is_judged(tmp_path, monkeypatch):
+    """A stand-in for nvidia-smi, since the machines of the tests have none."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\ncase $1 in *throttle*) echo '0, 0x0000000000000000'; echo '1, 0x0000000000000048';;\n"
+        "*) echo '0, NVIDIA H100, 470.82.01, 40000, 81559, 40, 0'; echo '1, NVIDIA H100, 470.82.01, 1, 81559, 40, 3';; esac\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    judged = {check.name: check for check in devices._driver([])}
+    assert judged["driver"].verdict == FAIL and "jax is installed without CUDA" in judged["driver"].text
+    assert judged["memory"].verdict == WARN and "41.9 GB of 85.5 GB of GPU 0 are in use" in judged["memory"].text
+    assert judged["ECC"].verdict == FAIL and "GPU 1 has had 3 memory errors" in judged["ECC"].text
+    assert (
+        judged["throttling"].verdict == WARN and "GPU 1 is slowed down: hardware slowdown, too hot" in judged["throttling"].text
+    )
+    assert devices.judge_driver("550.54", {"jax-cuda12-plugin": "0.10"}).verdict == OK
+    old = devices.judge_driver("550.54", {"jax-cuda13-plugin": "0.10"})
+    assert old.verdict == FAIL and "needs 580 or newer" in old.text
+    rows, _ = devices.query("index,name")
+    assert [row["index"] for row in devices.own(rows, "1,0", [0])] == ["1"]
+
+
+def test_limits_of_memory_are_read_of_every_cgroup_above(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "membership").write_text("0::/a/b\n")
+    for folder, most in (("a", "3000000000"), ("a/b", "max")):  # noqa: F402
+        (tmp_path / folder / "memory.max").write_text(most)
+        (tmp_path / folder / "memory.current").write_text("1000000000")
+    assert host.cgroup_memory(str(tmp_path / "membership"), str(tmp_path)) == (3000000000, 1000000000)
+    assert host.cgroup_memory(str(tmp_path / "nothing"), str(tmp_path))[0] == float("inf")
+
+
+def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):
+    package = tmp_path / "jaxtrain" / "doctor"
+    package.mkdir(parents=True)
+    (package / "crash.py").write_text(
+        "import os, sys\ndef examine():\n    print('the driver says no', file=sys.stderr)\n    os.abort()\n"
+    )
+    (package / "hang.py").write_text("import time\ndef examine():\n    time.sleep(60)\n")
+    more = f"import jaxtrain.doctor; jaxtrain.doctor.__path__.append({str(package)!r})\nimport jaxtrain.doctor.apart"
+    monkeypatch.setattr(apart, "PROGRAM", apart.PROGRAM.replace("import jaxtrain.doctor.apart", more))
+    (check,), _ = apart.Apart("crash", {}).result(within=30, remedy="see dmesg")
+    assert check.verdict == FAIL and "ended by SIGABRT: the driver says no" in check.text and check.remedy == "see dmesg"
+    (check,), _ = apart.Apart("hang", {}).result(within=1, remedy="mount it again")
+    assert check.verdict == FAIL and "no answer within 1 s" in check.text
+
+
+def test_findings_of_many_processes_are_one_line_where_they_are_the_same():
+    same = [(p, ok("host", "cores", f"{p} of 8 cores")) for p in range(6)]
+    wrong = [(p, fail("disk", "workdir", "it is full", "free some")) for p in (1, 2, 4)]
+    told = report.Report([*same, *wrong], {p: f"node{p // 4}" for p in range(6)}, 6, 3.2, True, False)
+    assert list(report.lines(told)) == [
+        "6 of 6 processes: 0-3 on node0, 4-5 on node1",
+        "ok    host: cores    [0-5] 0 of 8 cores",
+        "fail  disk: workdir  [1-2,4] it is full → free some",
+        "1 ok, 0 warn, 1 fail, in 3 s",
+    ]
+    assert json.loads(report.as_json(told))["checks"][1]["processes"] == [1, 2, 4]
+
+
+@pytest.mark.slow
+def test_a_healthy_pair_is_looked_at_within_a_minute(folder, corpus):  # noqa: F811
+    port, began = free_port(), time.monotonic()
+    config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.spectrogram")
+    both = [start(folder, *config, **at(port, p)) for p in range(2)]
+    told, _ = (found(process, code=0) for process in both)
+    assert told["ok"] and not checks(told, FAIL) and time.monotonic() - began < 60
+    well = checks(told, OK)
+    assert {("disk", "shared"), ("disk", "room"), ("data", "samples"), ("data", "rate"), ("software", "the same")} <= set(well)
+    assert "config" in well["software", "the same"]["text"] and "data" in well["software", "the same"]["text"]
+
+
+def between(names, folder, *arguments, **more):  # noqa: F811
+    environment = {"JAXTRAIN_COORDINATOR": "10.77.0.1:27508", "JAXTRAIN_SECRET": "5e" * 16}
+    return [
+        start(folder, *arguments, inside=["ip", "netns", "exec", name], **at(27508, p) | environment, **more)
+        for p, name in enumerate(names)
+    ]
+
+
+@pytest.mark.slow
+def test_two_hosts_a_cut_cable_and_a_slow_one(folder, hosts):  # noqa: F811
+    names, pull = hosts
+    told, _ = (found(process, code=0) for process in between(names, folder))
+    links = [x for x in told["checks"] if x["name"] == "link"]
+    assert len(links) == 2 and all(x["verdict"] == OK for x in links), links
+    slow = ["tc", "-n", names[0], "qdisc", "add", "dev", "cable", "root", "netem", "delay", "60ms"]
+    if subprocess.run(slow, capture_output=True).returncode == 0:
+        told, _ = (found(process, code=0) for process in between(names, folder))
+        assert "expected at least" in checks(told, WARN)["network", "link"]["text"]
+    pull()
+    zero, one = (found(process, code=1) for process in between(names, folder, "--wait=5"))
+    assert "process 1 of 2 did not come" in checks(zero, FAIL)["processes", "present"]["text"]
+    problem = checks(one, FAIL)["processes", "meeting"]
+    assert "10.77.0.1:27508" in problem["text"] and ("route" in problem["remedy"] or "firewall" in problem["remedy"])
+
+
+@pytest.mark.slow
+def test_a_workdir_that_the_other_host_does_not_see(folder, corpus):  # noqa: F811
+    """Process 1 has another file system where the runs go, as on nodes without a shared one."""
+    port = free_port()
+    (folder / "runs").mkdir()
+    config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.spectrogram")
+    elsewhere = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none {folder}/runs && exec "$0" "$@"']
+    both = [start(folder, *config, **at(port, 0)), start(folder, *config, inside=elsewhere, **at(port, 1))]
+    told, _ = (found(process, code=1) for process in both)
+    assert "process 1" in checks(told, FAIL)["disk", "shared"]["text"]

@@ -1,0 +1,80 @@
+"""A folder under real faults: a full tmpfs, a read-only mount, a folder that another host does not see."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from test_train import ROOT
+
+from jaxtrain.doctor import disk
+from jaxtrain.doctor.check import FAIL, OK, WARN
+
+# What `mount` changes is seen by this process and its children alone.
+LOOK = (
+    "import json, sys; from jaxtrain.doctor import disk; "
+    "print(json.dumps(disk.examine(folder=sys.argv[1], what='workdir', writes=True)[0]))"
+)
+
+
+def mounted(folder, mount, program=LOOK):
+    """What ``program`` prints where ``mount`` has been done."""
+    command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" -c "$1" "$2"', sys.executable, program, str(folder)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
+        pytest.skip(f"no mount namespace can be made here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_healthy_folder_is_ok_and_left_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "WRITTEN", 4 << 20)
+    (checks, _) = disk.examine(folder=str(tmp_path / "runs" / "new"), what="workdir", writes=True)
+    assert checks[0].name == "workdir" and checks[0].verdict in (OK, WARN), checks
+    assert "MB/s" in checks[0].text and " free" in checks[0].text and not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    (checks, _) = disk.examine(folder=str(tmp_path / "file" / "run"), what="workdir", writes=True)
+    assert checks[0].verdict == FAIL and f"{tmp_path}/file is no folder" in checks[0].text
+
+
+def test_a_read_only_mount_and_a_full_one_fail_with_what_to_do(tmp_path):
+    (found,) = mounted(tmp_path, f"mount -t tmpfs -o ro none {tmp_path}")
+    assert found[2] == FAIL and "cannot be written: Read-only file system" in found[3] and "mount it again with rw" in found[4]
+    filled = f"{{ dd if=/dev/zero of={tmp_path}/data bs=1k count=2000 2>/dev/null || :; }}"
+    full = f"mount -t tmpfs -o size=1m none {tmp_path} && {filled}"
+    (found,) = mounted(tmp_path, full)
+    assert found[2] == FAIL and "No space left on device" in found[3] and "free some space" in found[4]
+
+
+def test_what_a_plan_needs_is_compared_with_what_is_free(tmp_path):
+    assert disk.room(str(tmp_path), 2, 1000).verdict == OK
+    check = disk.room(str(tmp_path), 3, 1 << 60)
+    assert check.verdict == FAIL and "3 checkpoints of 1.15e+06 TB need 3.46e+06 TB" in check.text
+
+
+def test_processes_see_one_folder_or_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "SEEN", 0.5)
+    shared, hosts = disk.Shared(str(tmp_path), "token"), {0: "a", 1: "b"}
+    shared.make()
+    try:
+        same = disk.Shared(str(tmp_path), "token").look(1)
+        elsewhere = mounted(
+            tmp_path,
+            f"mount -t tmpfs none {tmp_path}",
+            "import json, sys; from jaxtrain.doctor import disk; disk.SEEN = 0.2; "
+            "print(json.dumps(disk.Shared(sys.argv[1], 'token').look(2)))",
+        )
+        assert same["seconds"] is not None and same["locked"] is True and elsewhere == {"seconds": None, "locked": None}
+        assert shared.missing([1]) == [] and shared.missing([1, 2]) == [2]
+    finally:
+        shared.remove()
+    assert not list(tmp_path.iterdir())
+    (check,) = disk.judge_shared("runs/x", {1: same}, [], hosts)
+    assert check.verdict == OK
+    (check,) = disk.judge_shared("runs/x", {1: elsewhere}, [], hosts)
+    assert check.verdict == FAIL and "process 1 (b) does not see what process 0 writes into runs/x" in check.text
+    (check,) = disk.judge_shared("runs/x", {1: {"seconds": 7.0, "locked": True}}, [], hosts)
+    assert check.verdict == WARN and "after 7.0 s" in check.text
+    (check,) = disk.judge_shared("runs/x", {1: {"seconds": 0.1, "locked": False}}, [], hosts)
+    assert check.verdict == WARN and "may lock" in check.text
