@@ -3,7 +3,7 @@
 FOLDER/                  made by `jaxtrain prepare-giblet` (or by `write`)
   dataset.json           {"version": 1, "tr": seconds between volumes, "fps": frames/s of the video,
                          "audio_rate": times/s of the audio, "audio": "codes" or "features",
-                         "subjects": [names], "files": {name: sha256},
+                         "subjects": [names], "files": {name: sha256} (a folder made by hand may lack it),
                          "text_since": [for each volume the first one whose row of text.npy shares a segment with its own]}
                          (without text_since, no two rows share one)
   video.npy              uint8 [frames, height, width, 3], RGB
@@ -12,6 +12,7 @@ FOLDER/                  made by `jaxtrain prepare-giblet` (or by `write`)
   fmri/<subject>.npy     float16/32 [volumes, voxels], every voxel z-scored over the volumes
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -24,10 +25,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaders import files
+from loaders import files, machine
 from loaders.base import DataError
 
 VERSION = 1
+LARGEST_CODE = 1023  # of a codebook
+PIECE = 64 << 20  # [bytes] that are looked at at once
 AUDIO = {"codes": (np.int16,), "features": (np.float16, np.float32)}
 FLOATS = (np.float16, np.float32)
 
@@ -41,6 +44,13 @@ class Film(NamedTuple):
     text: np.ndarray
     fmri: tuple[np.ndarray, ...]  # of the subjects that are read
     subjects: tuple[str, ...]
+    folder: str
+
+    @property
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """Those that are read, by the names of their files."""
+        fmri = {f"fmri/{name}.npy": x for name, x in zip(self.subjects, self.fmri, strict=True)}
+        return {"video.npy": self.video, "audio.npy": self.audio, "text.npy": self.text, **fmri}
 
     @property
     def n_volumes(self) -> int:
@@ -127,7 +137,7 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
                 f"{folder}/fmri/{name}.npy is {x.dtype} {x.shape}; expected {len(text)} volumes, as text.npy has "
                 f"rows, of {fmri[0].shape[1]} voxels in {fmri[0].dtype}, as the first subject has"
             )
-    film = Film(info, video, audio, text, fmri, subjects)
+    film = Film(info, video, audio, text, fmri, subjects, path)
     since = info.get("text_since")
     if since is not None and (len(since) != len(text) or any(first > i for i, first in enumerate(since))):
         raise DataError(f"{folder}/dataset.json: text_since must name for each of {len(text)} volumes one that is not later")
@@ -167,11 +177,62 @@ def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
         "audio": (lambda x: isinstance(x, str) and x in AUDIO, " or ".join(AUDIO)),
         "subjects": (names, "a list of names, each once"),
         "text_since": (lambda x: isinstance(x, list) and all(map(whole, x)), "a list of volumes"),
+        "files": (lambda x: isinstance(x, dict) and all(isinstance(v, str) for v in x.values()), "a sha256 for each file"),
     }
     for name, (is_right, kind) in rules.items():
-        if not is_right(info.get(name)) and (name in info or name != "text_since"):
+        if not is_right(info.get(name)) and (name in info or name not in ("text_since", "files")):
             raise DataError(f"{path}: {name} is {str(info.get(name))[:80]!r}; expected {kind}")
     return info
+
+
+def digests(film: Film) -> Mapping[str, str]:
+    """The sha256 of every file that is read, once their contents are found to be what dataset.json and the format say.
+
+    That reads the film whole, so what was found is remembered in the cache folder, for files of this size and time of change.
+
+    Raises:
+      DataError: a file that is not the one that dataset.json has the checksum of, numbers that are not finite, codes beyond
+        the codebook.
+    """
+    folder = pathlib.Path(film.folder)
+    stats = {name: os.stat(folder / name) for name in film.arrays}
+    key = json.dumps(
+        [str(folder), [[name, s.st_ino, s.st_size, s.st_mtime_ns] for name, s in stats.items()], film.info["audio"]]
+    )
+    note = machine.cache_folder("films", hashlib.sha256(key.encode()).hexdigest()[:32])
+    found: dict[str, str] = {}
+    with contextlib.suppress(FileNotFoundError, files.FileError):
+        found = files.read_json(note)
+    if set(found) != set(film.arrays):
+        found = {name: _digest(folder / name, array, film.info["audio"]) for name, array in film.arrays.items()}
+        film.release()
+        with contextlib.suppress(OSError):  # without it, the next start reads the film again
+            note.parent.mkdir(parents=True, exist_ok=True)
+            temporary = note.with_name(f".{note.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(found))
+            temporary.replace(note)
+    for name, expected in film.info.get("files", {}).items():
+        if found.get(name, expected) != expected:
+            raise DataError(
+                f"{folder / name} is not the file whose checksum is in dataset.json: it was damaged or replaced; prepare the "
+                'folder again, or remove "files" from dataset.json if you changed it yourself'
+            )
+    return found
+
+
+def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
+    """The sha256 of a file. Raises DataError for numbers in its ``array`` that no step should see."""
+    for start in range(0, len(array), rows := max(1, PIECE // max(array[:1].nbytes, 1))):
+        some = array[start : start + rows]
+        if some.dtype.kind == "f" and not np.isfinite(some).all():
+            at = start + int(np.argwhere(~np.isfinite(some))[0][0])
+            raise DataError(f"{path} has numbers that are not finite, the first in row {at}; replace them, for example by 0")
+        if path.name == "audio.npy" and audio == "codes" and not 0 <= some.min() <= some.max() <= LARGEST_CODE:
+            raise DataError(
+                f"{path} has codes from {some.min()} to {some.max()} behind row {start}; expected 0 … {LARGEST_CODE}"
+            )
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write(folder: str | os.PathLike, info: Mapping[str, Any]) -> None:

@@ -99,6 +99,8 @@ class Volumes(Loader):
     def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
         self._config = config
         self._film = open_film(config, make=True)
+        # What we made ourselves is not read whole before it is used.
+        self._files = dict(self._film.info.get("files", {})) if config.path in BUILT_IN else self._digests()
         self._volumes = getattr(split_volumes(config), split)
         self._n = len(self._volumes) * (1 if config.average else len(self._film.subjects))
         if split == "train" and not self._n:
@@ -111,7 +113,15 @@ class Volumes(Loader):
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(self._film.info, sort_keys=True).encode()).hexdigest()[:16]
+        info = dict(self._film.info) | ({"files": self._files} if self._files else {})
+        return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _digests(self) -> dict[str, str]:
+        """The checksums of all files: those of dataset.json, where a viewer is not read."""
+        try:
+            return {**self._film.info.get("files", {}), **film_files.digests(self._film)}
+        except OSError as error:
+            raise DataError(f"{error.filename}: {error.strerror}") from error
 
     @property
     def order(self) -> dict[str, Any]:

@@ -4,15 +4,17 @@
         --codes codes.npz --annotations segments.xlsx --embeddings embeddings.npz
 
     --video        any film that FFmpeg decodes: frames at --fps (a frame stays until the next one comes), scaled to --size
-    --fmri         one 4-D NIfTI file for each viewer; its name without ending is the viewer's. All have one grid, one TR and
-                   equally many volumes, of which --volumes takes the first. --mask is a NIfTI of that grid; without it, a voxel
-                   counts when its standard deviation over time exceeds the 10th percentile in at least half of the viewers
+    --fmri         one 4-D NIfTI file for each viewer; its name without ending is the viewer's. Further axes of one are dropped.
+                   All have one grid, one TR and equally many volumes, of which --volumes takes the first. --mask is a NIfTI
+                   of that grid; without it, a voxel counts when its standard deviation over time exceeds the 10th percentile
+                   in at least half of the viewers
     --codes        npz with one array [codebooks, times] (or [1, codebooks, times]) of integers 0 … 1023, --code-rate a second
                    (default: 75, as EnCodec). Or:
     --audio        a file whose sound becomes features: the logarithms of --bands mel bands, --code-rate a second, z-scored
-    --embeddings   npz with one array [segments, values]; --annotations (CSV or xlsx, with the columns --start and --end in
-                   seconds) gives each segment's time. A volume has the last --slots segments that touch the window before it,
-                   the latest last, zeros where there are fewer. Without --annotations there is a row for each volume
+    --embeddings   npz with one array [segments, values]; --annotations (xlsx, or text with commas, semicolons or tabs) gives
+                   each segment's time in its columns --start and --end: seconds, or times as 1:02:03.5. A volume has the
+                   last --slots segments that touch the window before it, the latest last, zeros where there are fewer.
+                   Without --annotations there is a row for each volume
     Arrays may also come as .npy.
 
 Needs the packages of the extra `giblet` (PyAV, nibabel, openpyxl). The fMRI of one viewer is in memory at a time; video and
@@ -21,8 +23,10 @@ sound are streamed. FOLDER appears whole or not at all; mask.nii.gz in it puts p
 
 import argparse
 import csv
+import datetime
 import functools
 import importlib
+import io
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +37,9 @@ import numpy as np
 from jaxtrain.commands import arguments
 from loaders import film_files, multimodal, whole
 from loaders.base import DataError
+from loaders.recordings import tables
 
 SOUND_RATE = 24_000  # [Hz] that sound is resampled to
-LARGEST_CODE = 1023
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,14 +132,13 @@ def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | N
         raise DataError(f"--fmri: the viewers {', '.join(twice)} are given twice")
     for path in paths:
         image = _nifti(path)
-        if len(image.shape) != 4:
-            raise DataError(f"{path} has the shape {image.shape}; expected x, y, z and time")
+        shape, axis = _over_time(path, image)
         if image.get_data_dtype().kind not in "iuf":
             raise DataError(f"{path} holds {image.get_data_dtype()}; expected real numbers")
-        shapes[path] = image.shape
+        shapes[path] = shape
         _same_place(path, image, paths[0])
         unit = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}.get(image.header.get_xyzt_units()[1], 0.0)
-        own_tr = unit * float(image.header.get_zooms()[3])
+        own_tr = unit * float(image.header.get_zooms()[axis])
         said = 0 < own_tr < math.inf  # many writers leave 1 there, and no unit
         if tr is None and not said:
             raise DataError(f"{path} does not say its TR with a unit; give --tr")
@@ -215,11 +218,25 @@ def write_fmri(
     return constant
 
 
+def _over_time(path: pathlib.Path, image: Any) -> tuple[tuple[int, ...], int]:
+    """The shape [x, y, z, time] of a scan, and which of its axes is time: some writers add axes of one. Raises DataError."""
+    long = [axis for axis in range(3, len(image.shape)) if image.shape[axis] > 1]
+    if len(image.shape) < 4 or len(long) > 1:
+        raise DataError(
+            f"{path} has the shape {image.shape}; expected x, y, z and time: choose one of the scans in it, for example with "
+            "nibabel's image.slicer[..., 0]"
+        )
+    axis = long[0] if long else 3
+    return (*image.shape[:3], image.shape[axis]), axis
+
+
 def _volumes(path: pathlib.Path, n: int) -> np.ndarray:
     """float32 [x, y, z, n], or float64 where the file has that."""
     image = _nifti(path)
+    _, axis = _over_time(path, image)
+    part = tuple(slice(None) if i < 3 else slice(n) if i == axis else 0 for i in range(len(image.shape)))
     dtype = np.float64 if image.get_data_dtype().itemsize > 4 else np.float32
-    return _read(path, lambda: np.asanyarray(image.dataobj[..., :n], dtype))
+    return _read(path, lambda: np.asanyarray(image.dataobj[part], dtype))
 
 
 def _nifti(path: pathlib.Path) -> Any:
@@ -348,8 +365,8 @@ def read_codes(path: pathlib.Path) -> np.ndarray:
         raise DataError(
             f"{path} holds {codes.shape[0]} codebooks of {codes.shape[1]} times; expected [codebooks, times]: transpose it"
         )
-    if codes.min() < 0 or codes.max() > LARGEST_CODE:
-        raise DataError(f"{path} holds codes from {codes.min()} to {codes.max()}; expected 0 … {LARGEST_CODE}")
+    if codes.min() < 0 or codes.max() > film_files.LARGEST_CODE:
+        raise DataError(f"{path} holds codes from {codes.min()} to {codes.max()}; expected 0 … {film_files.LARGEST_CODE}")
     return np.ascontiguousarray(codes.T).astype(np.int16)
 
 
@@ -395,7 +412,7 @@ def window_text(args: argparse.Namespace, tr: float, volumes: int) -> tuple[np.n
 
 
 def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
-    """float64 [segments, 2]: when each begins and ends [s]."""
+    """float64 [segments, 2]: when each begins and ends [s]; a cell is a number of seconds, or a time as 1:02:03.5 or 02:03."""
     rows = [row for row in _read(path, lambda: _table(path)) if any(cell not in (None, "") for cell in row)]
     head = [str(cell).strip() for cell in rows[0]] if rows else []
     if absent := [name for name in (start, end) if name not in head]:
@@ -403,9 +420,9 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
     spans = []
     for number, row in enumerate(rows[1:], start=2):
         try:
-            times = [float(row[head.index(name)]) for name in (start, end)]
+            times = [_seconds(row[head.index(name)]) for name in (start, end)]
         except (TypeError, ValueError, IndexError):
-            raise DataError(f"{path}: row {number} has no seconds in {start} and {end}: {row}") from None
+            raise DataError(f"{path}: row {number} has no seconds, nor hh:mm:ss, in {start} and {end}: {row}") from None
         if not times[0] <= times[1]:
             raise DataError(f"{path}: row {number} ends at {times[1]:g} s, before it begins at {times[0]:g} s")
         spans.append(times)
@@ -420,8 +437,29 @@ def _table(path: pathlib.Path) -> list[list[Any]]:
         rows = [list(row) for row in book.worksheets[0].iter_rows(values_only=True)]
         book.close()
         return rows
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        return [list(row) for row in csv.reader(file)]
+    text = tables.text_of(path)
+    return [list(row) for row in csv.reader(io.StringIO(text), delimiter=tables.separator(text.partition("\n")[0]))]
+
+
+def _seconds(cell: Any) -> float:
+    """A cell of a table in seconds. Raises ValueError."""
+    if isinstance(cell, datetime.timedelta):  # a workbook's
+        return cell.total_seconds()
+    if isinstance(cell, datetime.time):
+        return datetime.timedelta(
+            hours=cell.hour, minutes=cell.minute, seconds=cell.second, microseconds=cell.microsecond
+        ).total_seconds()
+    if not isinstance(cell, str):
+        return float(cell)
+    *higher, last = cell.strip().split(":")
+    if len(higher) > 2 or not all(part.isdecimal() for part in higher):
+        raise ValueError(cell)
+    seconds = tables.number(last)
+    if seconds is None or (higher and not 0 <= seconds < 60):
+        raise ValueError(cell)
+    for place, part in enumerate(reversed(higher), start=1):
+        seconds += int(part) * 60.0**place
+    return seconds
 
 
 def _only_array(path: pathlib.Path) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Real small files through `jaxtrain prepare-giblet`: the folder holds what was in the film, the scanner, the tables."""
 
 import csv
+import datetime
 import json
 import pathlib
 import re
@@ -16,7 +17,7 @@ from test_reliability import small_disk
 
 from jaxtrain.commands import prepare_giblet as tool
 from loaders import multimodal
-from loaders.base import Rows
+from loaders.base import DataError, Rows
 
 TR, VOLUMES, FPS = 1.5, 8, 10
 GRID = (4, 5, 3)
@@ -231,6 +232,37 @@ def test_text_and_codes_are_where_their_windows_are(sources, tmp_path, table):
     np.testing.assert_array_equal(np.load(tmp_path / "out" / "audio.npy"), sources[2].T)
 
 
+def test_tables_as_others_write_them_say_the_same(sources, tmp_path):
+    """Semicolons, Latin-1, decimal commas, hh:mm:ss; and a workbook's own times."""
+    folder, expected = sources[0], tool.read_annotations(sources[0] / "segments.csv", "start", "end")
+    lines = [f"café;0:00:0{2 * i};{f'00:{2 * i + 2:02d},5' if i % 2 else f'{2 * i + 2},5'}" for i in range(5)]
+    (tmp_path / "latin.csv").write_bytes("\n".join(["scene;start;end", *lines]).encode("latin-1"))
+    book = openpyxl.Workbook()
+    book.active.append(("scene", "start", "end"))
+    for i in range(5):
+        end = datetime.timedelta(seconds=2 * i + 2.5)
+        book.active.append((f"s{i}", datetime.time(0, 0, 2 * i), end))
+    book.save(tmp_path / "times.xlsx")
+    for name in ("latin.csv", "times.xlsx"):
+        np.testing.assert_allclose(tool.read_annotations(tmp_path / name, "start", "end"), expected, atol=1e-6, err_msg=name)
+    for wrong in ("1:2:3:4", "0:61", "-1:00", "a:b"):
+        (tmp_path / "wrong.csv").write_text(f"start,end\n0,{wrong}\n")
+        with pytest.raises(DataError, match="nor hh:mm:ss"):
+            tool.read_annotations(tmp_path / "wrong.csv", "start", "end")
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize("shape", [(*GRID, VOLUMES, 1), (*GRID, 1, VOLUMES)])
+def test_a_scan_with_an_axis_of_one_is_the_scan(tmp_path, shape):
+    plain = brain(tmp_path / "sub.nii.gz", 1)
+    image = nibabel.Nifti1Image(plain.reshape(shape), np.diag([3.0, 3, 3, 1]))
+    image.header.set_zooms((3, 3, 3, *(TR if n > 1 else 1 for n in shape[3:])))
+    image.header.set_xyzt_units("mm", "sec")
+    nibabel.save(image, tmp_path / "five.nii.gz")
+    assert tool.check_fmri([tmp_path / "five.nii.gz"], None, None) == (TR, VOLUMES, ["five"])
+    np.testing.assert_array_equal(tool._volumes(tmp_path / "five.nii.gz", 5), plain[..., :5])
+
+
 def test_sound_becomes_bands_that_hear_its_pitch(sources, tmp_path):
     assert call(sources, tmp_path / "out", codes=None, audio=sources[0] / "film.mp4") == 0
     features = np.load(tmp_path / "out" / "audio.npy")
@@ -269,7 +301,10 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(codes="film.mp4"), "film.mp4 cannot be read"),
         (dict(annotations="none.csv"), "no such file"),
         (dict(start="onset"), "has no column onset; expected one of: scene, start, end"),
-        (dict(annotations="words.csv"), r"words.csv: row 3 has no seconds in start and end: \['b', 'later', '4'\]"),
+        (
+            dict(annotations="words.csv"),
+            r"words.csv: row 3 has no seconds, nor hh:mm:ss, in start and end: \['b', 'later', '4'\]",
+        ),
         (dict(annotations="few.csv"), "few.csv has 1 segments, and .*embeddings.npz 5 rows"),
         (dict(annotations=None), "has 5 rows for 8 volumes; give one for each, or --annotations"),
         (dict(annotations=None, embeddings="nine.npy"), "has 9 rows for 8 volumes; give one for each"),
@@ -281,7 +316,7 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(codes="nothing.npz"), "nothing.npz cannot be read"),
         (dict(embeddings="huge.npz"), "huge.npz has values that are not finite in float32, in 1 of its rows"),
         (dict(embeddings="narrow.npz"), r"float32 \(5, 0\); expected floating-point"),
-        (dict(annotations="latin.csv"), "latin.csv cannot be read.*utf-8"),
+        (dict(fmri=["sub-1.nii.gz", "two.nii.gz"]), r"two.nii.gz has the shape \(4, 5, 3, 8, 2\).*choose one of the scans"),
         (dict(annotations="bad.xlsx"), "bad.xlsx cannot be read"),
         (dict(annotations="ms.csv"), "no segment touches the 12 s of film; they lie from 50000 to 99000 in start and end"),
         (dict(fmri=["sub-1.nii.gz", "cut.nii.gz"]), "cut.nii.gz cannot be read"),
@@ -306,7 +341,7 @@ def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, c
     (folder / "nothing.npz").write_bytes(b"")
     np.savez(folder / "huge.npz", e=np.diag([1e300, 1, 1, 1, 1]))
     np.savez(folder / "narrow.npz", e=np.zeros((5, 0), np.float32))
-    (folder / "latin.csv").write_bytes("scene,start,end\ncafé,0,2\n".encode("latin-1"))
+    nibabel.save(nibabel.Nifti1Image(np.ones((*GRID, 8, 2), np.float32), np.eye(4)), folder / "two.nii.gz")
     (folder / "bad.xlsx").write_bytes(b"PK no workbook")
     (folder / "ms.csv").write_text("start,end\n" + "".join(f"{50 + 10 * i}000,{59 + 10 * i}000\n" for i in range(5)))
     (folder / "cut.nii.gz").write_bytes((folder / "sub-1.nii.gz").read_bytes()[:-600])

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -313,6 +314,42 @@ def test_a_split_that_segments_leave_nothing_of_names_them(config):
     amend(config, text_since=[0] * 30)
     with pytest.raises(DataError, match="segments of text span the border, or occur again"):
         multimodal.facts(config)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_contents_that_no_step_should_see_are_told_before_the_first(config, monkeypatch, tmp_path, known):
+    """A folder made by hand: with checksums, or without."""
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    folder = pathlib.Path(config.path)
+    info = json.loads((folder / "dataset.json").read_text())
+    before = multimodal.make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=0).fingerprint
+    if not known:
+        (folder / "dataset.json").write_text(json.dumps({k: v for k, v in info.items() if k != "files"}))
+    fmri, codes = np.load(folder / "fmri" / "s1.npy"), np.load(folder / "audio.npy")
+
+    def told():
+        film_files._open_once.cache_clear()
+        try:
+            return multimodal.make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=0).fingerprint
+        except DataError as error:
+            return str(error)
+
+    assert told() == before, "the checksums are part of the data's name, whoever computed them"
+    changed = fmri.copy()
+    changed[7, 3] += 1
+    np.save(folder / "fmri" / "s1.npy", changed)
+    if known:
+        assert "s1.npy is not the file whose checksum is in dataset.json" in told()
+    else:
+        assert len(told()) == 16 and told() != before
+    changed[7, 3] = np.nan
+    np.save(folder / "fmri" / "s1.npy", changed)
+    assert re.search(r"s1.npy has numbers that are not finite, the first in row 7", told())
+    np.save(folder / "fmri" / "s1.npy", fmri)
+    codes[9, 1] = 1024
+    np.save(folder / "audio.npy", codes)
+    assert re.search("audio.npy has codes from 0 to 1024 .*expected 0 … 1023", told())
+    assert multimodal.facts(config)["n_subjects"] == 3, "what only reads headers reads no content"
 
 
 def test_the_fingerprint_is_of_the_contents(tmp_path):
