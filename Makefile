@@ -6,8 +6,9 @@ CACHE := $(or $(JAXTRAIN_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxtrain)
 export CARGO_TARGET_DIR ?= $(CACHE)/cargo-target
 
 SOURCES := rust/Cargo.lock $(shell find rust/Cargo.toml rust/core rust/python -name '*.rs' -o -name Cargo.toml)
-CARGO_TEST = cargo test --profile test-quick --quiet --manifest-path rust/Cargo.toml
-# What is installed: to train, or to test besides. The second is the first too.
+CARGO_TEST = cargo test $(if $(LOCKED),--locked) --profile test-quick --quiet --manifest-path rust/Cargo.toml
+# What is installed: to train, or to test besides. The second is the first too. With LOCKED=1, in a new VENV, exactly the packages
+# of requirements.lock, by their checksums (for Linux on x86-64), and the crates of rust/Cargo.lock: make test LOCKED=1 VENV=.venv-locked
 TRAIN := $(VENV)/.installed
 TEST := $(VENV)/.installed-dev
 .PHONY: train trm-demo giblet-demo higgs-demo test test-all lint lint-targets wheel clean
@@ -32,9 +33,13 @@ test: $(TEST) lint
 	$(CARGO_TEST)
 	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-all: $(TEST) lint lint-targets
-	$(CARGO_TEST)
-	$(VENV)/bin/python -m pytest $(ARGS)
+# And the slow proofs, in parts of at most 80 minutes on two cores, whose results are kept in docs/reliability.md:
+# make proofs-kills runs one of them, python -m tools.proofs --list names all.
+test-all: test lint-targets
+	$(VENV)/bin/python -m tools.proofs
+
+proofs-%: $(TEST)
+	$(VENV)/bin/python -m tools.proofs $*
 
 lint: $(TEST)
 	$(VENV)/bin/ruff check .
@@ -83,7 +88,13 @@ $(TRAIN) $(TEST): pyproject.toml $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; say make PYTHON=python3.12 …"; exit 1; }
 	@command -v cargo >/dev/null || { echo "cargo is missing; a Rust toolchain (rustup) builds the loader"; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+ifdef LOCKED
+	$(VENV)/bin/python -m pip install --quiet --require-hashes --no-deps --requirement requirements.lock
+	MATURIN_PEP517_ARGS=--locked PATH="$(abspath $(VENV))/bin:$$PATH" \
+	    $(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+else
 	$(VENV)/bin/python tools/needs.py $(EXTRA) >$(VENV)/needs.txt
 	$(VENV)/bin/python -m pip install --quiet --no-deps --editable . & building=$$!; \
 	    $(VENV)/bin/python -m pip install --quiet --requirement $(VENV)/needs.txt && { $(BESIDE) || true; } && wait $$building
+endif
 	touch $(TRAIN) $@

@@ -1,11 +1,13 @@
 """The wheel: built, installed into an empty environment without a compiler, and run outside the checkout."""
 
+import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
@@ -61,6 +63,21 @@ def test_the_wheel_is_for_any_python_and_old_systems_and_holds_the_configs(wheel
     assert {"jaxtrain/report/assets/report.js", "jaxtrain/report/assets/report.css"} <= set(names), "what pages are made of"
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"jaxtrain", "loaders", "configs"}
+
+
+def test_the_wheel_holds_what_is_tracked_and_a_list_of_its_crates(wheel):
+    """Nothing else gets in, such as a file that lies about; and an SBOM names every crate that is compiled into it."""
+    archive = zipfile.ZipFile(wheel)
+    folders = ["jaxtrain", "loaders", "configs/*.py"]
+    tracked = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    [info] = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+    [sbom] = [name for name in archive.namelist() if name.startswith(f"{info}/sboms/")]
+    about = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
+    assert set(archive.namelist()) == {*tracked.split(), "loaders/_rust.abi3.so", *about, sbom}
+    listed = {(each["name"], each["version"]) for each in json.loads(archive.read(sbom))["components"]}
+    locked = tomllib.loads((ROOT / "rust" / "Cargo.lock").read_text())["package"]
+    assert {"symphonia", "opus-pure", "brotli-decompressor", "pyo3"} <= {name for name, _ in listed}
+    assert listed <= {(each["name"], each["version"]) for each in locked}
 
 
 def test_the_source_distribution_holds_what_a_build_needs(dist):

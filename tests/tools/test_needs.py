@@ -1,7 +1,10 @@
 """What `make` asks pip for."""
 
 import pathlib
+import re
 import tomllib
+
+from packaging.requirements import Requirement
 
 from tools import needs
 
@@ -24,3 +27,14 @@ def test_this_package_is_never_among_its_needs_nor_a_compiler_for_plans_in_an_en
         names = [requirement.partition(">")[0] for requirement in needs.needs(project, extras)]
         assert not [name for name in names if name.startswith(("jaxtrain", "libtpu", "jax-cuda"))]
     assert len(needs.needs(project, ["dev"])) > len(needs.needs(project, [])) == len(project["dependencies"])
+
+
+def test_the_lock_holds_what_the_checkout_needs():
+    """A requirement that was added or raised without `python -m tools.lock --keep` would be missed by make test LOCKED=1."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lines = (ROOT / "requirements.lock").read_text().splitlines()[1:]
+    pins = {re.fullmatch(r"([a-z0-9.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line)[1]: line.split()[0] for line in lines}
+    for text in [*needs.needs(project["project"], ["dev"]), *project["build-system"]["requires"]]:
+        requirement = Requirement(text)
+        name, _, version = pins[requirement.name.lower().replace("_", "-")].partition("==")
+        assert requirement.specifier.contains(version, prereleases=True), f"{name} {version} is not {text}"

@@ -1,0 +1,67 @@
+"""The parts of the slow proofs: each slow test is in one of them, and their results are kept in the page."""
+
+import ast
+import pathlib
+
+import pytest
+
+from tools import proofs
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def slow_tests(path: pathlib.Path) -> set[str]:
+    """The names of a file's tests of which some case is slow: marked so itself, or by a constant of its module that is."""
+    tree = ast.parse(path.read_text())
+
+    def is_slow(node: ast.AST, names: set[str]) -> bool:
+        return any(
+            (isinstance(n, ast.Attribute) and n.attr == "slow") or (isinstance(n, ast.Name) and n.id in names)
+            for n in ast.walk(node)
+        )
+
+    names: set[str] = set()
+    for _ in range(2):  # a constant may be made of another
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and is_slow(node.value, names):
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    if "pytestmark" in names:
+        return {test.name for test in tests}
+    return {test.name for test in tests if any(is_slow(decorator, names) for decorator in test.decorator_list)}
+
+
+def test_every_slow_test_is_in_exactly_one_part():
+    named = [name for part in proofs.PARTS.values() for name in part.tests]
+    assert len(named) == len(set(named))
+    found = {str(path.relative_to(ROOT)): slow_tests(path) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    assert sum(map(len, found.values())) > 40
+    for file, tests in found.items():
+        for test in tests:
+            parts = [name for name in named if name in (file, f"{file}::{test}")]
+            assert len(parts) == 1, f"{file}::{test} is in {len(parts)} parts of tools/proofs.py"
+    for name in named:
+        file, _, test = name.partition("::")
+        assert found[file] and (not test or test in found[file]), f"{name} names no slow test"
+
+
+def test_the_makefile_runs_them_and_test_all_is_their_sum():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "-m tools.proofs $*" in makefile
+    assert "test-all: test lint-targets" in makefile
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_a_result_is_kept_in_the_page_until_the_part_is_run_again(failures):
+    page = proofs.PAGE.read_text()
+    report = f'<testsuites><testsuite tests="9" failures="{failures}" errors="0" skipped="2"/></testsuites>'
+    result = proofs.result_of(report, 12.3)
+    assert result == (7 - failures, failures, 2, 12.3)
+    once = proofs.keep(page, "kills", result, "0123456789ab", "2026-01-02")
+    row = f"| kills | {proofs.PARTS['kills'].what} | {7 - failures} | {failures} | 2 | 12 | 0123456789ab | 2026-01-02 |\n"
+    assert row in once and once.count("\n| kills |") == 1
+    again = proofs.keep(once, "plan", result, "fedcba987654", "2026-01-03")
+    assert row in again and "| fedcba987654 | 2026-01-03 |\n" in again and len(again.splitlines()) == len(page.splitlines())
+    assert {line.split("|")[1].strip() for line in again[again.index(proofs.BEGIN) :].splitlines() if "|" in line} >= set(
+        proofs.PARTS
+    )

@@ -1,0 +1,194 @@
+"""The slow proofs in parts, each of at most 80 minutes on two cores: make proofs-kills, or
+
+    python -m tools.proofs kills matrix     these parts, one after the other
+    python -m tools.proofs                  all of them
+    python -m tools.proofs --list           the parts, and what each proves
+
+A part is the slow tests of some files; tests/tools/test_proofs.py holds that each slow test is in exactly one of them. It
+prints what its tests print, and their tables, then a row: passed, failed, skipped, minutes. The row is kept in
+docs/reliability.md, with the commit and the day, until the part is run again. It ends with 1 when a test failed, or a part
+took longer.
+"""
+
+import argparse
+import datetime
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+from collections.abc import Sequence
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reliability.md"
+MINUTES = 80  # that a part may take
+BEGIN, END = "<!-- results of make proofs-…: written by tools/proofs.py -->\n", "<!-- end of the results -->\n"
+HEAD = "| part | what it proves | passed | failed | skipped | minutes | commit | day |\n|---|---|---:|---:|---:|---:|---|---|\n"
+
+
+class Part(NamedTuple):
+    """Slow tests that are run together."""
+
+    what: str
+    tests: tuple[str, ...]  # files, or FILE::FUNCTION
+
+
+PARTS = {
+    "kills": Part("201 kills at any instant; one sequence of recordings whatever the processes", ("tests/test_kills.py",)),
+    "faults": Part(
+        "signals, stuck processes, hosts off the network, full disks, object stores, owners, the doctor's hosts",
+        (
+            "tests/test_reliability.py",
+            "tests/test_hosts.py",
+            "tests/test_full_disks.py",
+            "tests/test_object_store.py",
+            "tests/test_owner.py",
+            "tests/doctor/test_doctor.py",
+            "tests/commands/test_launch_slurm.py",
+        ),
+    ),
+    "damage": Part(
+        "every file of a checkpoint damaged at many places; hostile files to every command",
+        (
+            "tests/checkpoint/test_checkpointer.py",
+            "tests/hostile/test_hostile_commands.py",
+            "tests/hostile/test_hostile_shards.py",
+        ),
+    ),
+    "matrix": Part("every workload on every mesh", ("tests/test_matrix.py::test_steps_on_a_mesh_are_those_of_one_device",)),
+    "processes": Part(
+        "every workload in 1, 2 and 4 processes",
+        ("tests/test_matrix.py::test_steps_of_several_processes_are_those_of_one_device",),
+    ),
+    "plan": Part("estimates against the compilers of chips", ("tests/plan/test_estimate.py",)),
+    "compiled": Part(
+        "steps and kernels compiled for GPUs and TPUs",
+        (
+            "tests/compiled/test_steps.py",
+            "tests/compiled/test_gpu_check_cases.py",
+            "tests/nn/test_attention.py",
+            "tests/nn/test_attention_compiled.py",
+            "tests/test_compiler.py",
+        ),
+    ),
+    "size": Part(
+        "giblet at its published size, its film and its memory",
+        ("tests/workloads/test_giblet_size.py", "tests/workloads/test_giblet.py", "tests/loaders/test_multimodal.py"),
+    ),
+    "workloads": Part(
+        "language and audio language on more meshes and processes; exports and embeddings",
+        (
+            "tests/workloads/test_language.py",
+            "tests/workloads/test_audio_language.py",
+            "tests/workloads/test_audio_language_run.py",
+            "tests/commands/test_embed.py",
+            "tests/commands/test_export.py",
+        ),
+    ),
+    "data": Part(
+        "the built-in birds, the loader's pipeline and indexes at length",
+        ("tests/loaders/test_demo.py", "tests/loaders/test_pipeline.py", "tests/loaders/test_recordings.py"),
+    ),
+    "docs": Part(
+        "every command that the pages show; a report's page of every workload",
+        ("tests/test_docs_commands.py", "tests/report/test_pages_of_runs.py"),
+    ),
+    "wheel": Part("the wheel, installed where no compiler is", ("tests/test_wheel.py",)),
+}
+
+
+class Result(NamedTuple):
+    passed: int
+    failed: int  # errors and what was cut off included
+    skipped: int
+    minutes: float
+
+
+def run(name: str) -> Result:
+    """Runs a part, which prints as it goes."""
+    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+        command = [sys.executable, "-m", "pytest", "-m", "slow", f"--junit-xml={report.name}", *PARTS[name].tests]
+        began, late = time.monotonic(), False
+        process = subprocess.Popen(command, cwd=ROOT)
+        try:
+            process.wait(timeout=60 * MINUTES)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            late = True
+        minutes = (time.monotonic() - began) / 60
+        text = pathlib.Path(report.name).read_text()
+    found = result_of(text, minutes) if text else Result(0, 1, 0, minutes)
+    if late:
+        print(f"{name} took longer than {MINUTES} minutes, and was ended", flush=True)
+    # A code of 5 is that no test was found, any other than 0 and 1 that they could not be run.
+    unwell = late or process.returncode not in (0, 1)
+    return found._replace(failed=max(found.failed, 1)) if unwell else found
+
+
+def result_of(text: str, minutes: float) -> Result:
+    """Counts the tests of a JUnit report."""
+    suites = list(xml.etree.ElementTree.fromstring(text).iter("testsuite"))
+    count = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")}
+    failed = count["failures"] + count["errors"]
+    return Result(max(count["tests"] - failed - count["skipped"], 0), failed, count["skipped"], minutes)
+
+
+def commit() -> str:
+    """The commit of the checkout; with "-dirty" behind it where files other than the results differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", f":!{PAGE.relative_to(ROOT)}"]).returncode
+    return f"{name or 'unknown'}{'-dirty' if differs else ''}"
+
+
+def table(rows: dict[str, str]) -> str:
+    """The table of the page, of a row for each part, or a place for it."""
+    lines = [rows.get(name, f"| {name} | {part.what} | | | | | not run yet | |") for name, part in PARTS.items()]
+    return HEAD + "".join(f"{line}\n" for line in lines)
+
+
+def rows_of(page: str) -> dict[str, str]:
+    """The rows that a page has of parts that were run."""
+    kept = page[page.index(BEGIN) : page.index(END)]
+    found = {line.split("|")[1].strip(): line for line in kept.splitlines() if line.startswith("| ")}
+    return {name: line for name, line in found.items() if name in PARTS and "not run yet" not in line}
+
+
+def keep(page: str, name: str, result: Result, where: str, day: str) -> str:
+    """The page with a part's newest row."""
+    numbers = f"{result.passed} | {result.failed} | {result.skipped} | {result.minutes:.0f}"
+    rows = rows_of(page) | {name: f"| {name} | {PARTS[name].what} | {numbers} | {where} | {day} |"}
+    return page[: page.index(BEGIN)] + BEGIN + table(rows) + page[page.index(END) :]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="default: all")
+    parser.add_argument("--list", action="store_true", help="print the parts, and run none")
+    args = parser.parse_args(argv)
+    if args.list:
+        for name, part in PARTS.items():
+            print(f"{name:10} {part.what}")
+        return 0
+    if unknown := [name for name in args.parts if name not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}; expected one of: {', '.join(PARTS)}")
+    failed = []
+    for name in args.parts or PARTS:
+        result = run(name)
+        page = keep(PAGE.read_text(), name, result, commit(), datetime.date.today().isoformat())
+        PAGE.write_text(page)
+        print(f"\n{HEAD}{rows_of(page)[name]}\n", flush=True)
+        failed += [name] if result.failed else []
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
