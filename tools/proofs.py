@@ -92,8 +92,8 @@ PARTS = {
         ("tests/loaders/test_demo.py", "tests/loaders/test_pipeline.py", "tests/loaders/test_recordings.py"),
     ),
     "docs": Part(
-        "every command that the pages show; a report's page of every workload",
-        ("tests/test_docs_commands.py", "tests/report/test_pages_of_runs.py"),
+        "every command that the pages show; a report's page of every workload; MLflow and Trackio",
+        ("tests/test_docs_commands.py", "tests/report/test_pages_of_runs.py", "tests/test_writers.py"),
     ),
     "wheel": Part("the wheel, installed where no compiler is", ("tests/test_wheel.py",)),
 }
