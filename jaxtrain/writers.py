@@ -4,6 +4,7 @@ workdir/metrics.jsonl has one JSON object per line: ``{"step": 10, "split": "tra
 split; when a run resumes from an earlier step, the records after it are dropped first, so that no step is there twice.
 """
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -11,6 +12,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from jaxtrain import jsonl
-from jaxtrain.config import Config
+from jaxtrain.config import Config, ConfigError
 from jaxtrain.owner import WorkdirError
 
 log = logging.getLogger("jaxtrain")
@@ -159,18 +161,20 @@ class MlflowWriter(Writer):
         import mlflow
 
         self._mlflow, self._reached, path = mlflow, dict(reached), pathlib.Path(workdir) / "mlflow_id"
-        mlflow.set_experiment(experiment)
-        if path.exists():
-            mlflow.start_run(run_id=path.read_text())
-            return
-        path.write_text(mlflow.start_run(run_name=pathlib.Path(workdir).name).info.run_id)
-        flat = list(_flat(config))
-        for i in range(0, len(flat), 100):  # the most that a request may hold
-            mlflow.log_params(dict(flat[i : i + 100]))
+        with _reachable("metrics.mlflow_experiment", experiment):
+            mlflow.set_experiment(experiment)
+            if path.exists():
+                mlflow.start_run(run_id=path.read_text())
+                return
+            path.write_text(mlflow.start_run(run_name=pathlib.Path(workdir).name).info.run_id)
+            flat = list(_flat(config))
+            for i in range(0, len(flat), 100):  # the most that a request may hold
+                mlflow.log_params(dict(flat[i : i + 100]))
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         if step > self._reached.get(split, -1):
-            found = {f"{split}/{name}": float(value) for name, value in record.items() if math.isfinite(value)}
+            known = {name: float(value) for name, value in record.items() if math.isfinite(value)}
+            found = {re.sub(r"[^\w\-. :/]", "_", f"{split}/{name}"): value for name, value in known.items()}  # as it asks
             self._mlflow.log_metrics(found, step=step, synchronous=False)
 
     def close(self) -> None:
@@ -188,9 +192,10 @@ class TrackioWriter(Writer):
         if not path.exists():
             path.write_text(f"{pathlib.Path(workdir).name}-{secrets.token_hex(3)}")
         self._reached = dict(reached)
-        self._run = trackio.init(
-            project=project, name=path.read_text(), resume="allow", config=dict(_flat(config)), embed=False
-        )
+        with _reachable("metrics.trackio_project", project):
+            self._run = trackio.init(
+                project=project, name=path.read_text(), resume="allow", config=dict(_flat(config)), embed=False
+            )
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         if step > self._reached.get(split, -1):
@@ -198,6 +203,16 @@ class TrackioWriter(Writer):
 
     def close(self) -> None:
         self._run.finish()
+
+
+@contextlib.contextmanager
+def _reachable(field: str, name: str) -> Iterator[None]:
+    """Makes of whatever a service's client raises at the start a mistake of the config. Raises ConfigError."""
+    try:
+        yield
+    except Exception as error:  # clients raise what they like
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise ConfigError([(field, f"is {name!r}, which cannot be used now: {reason}; or unset it")]) from error
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from jaxtrain import writers
-from jaxtrain.config import Config, Metrics
+from jaxtrain.config import Config, ConfigError, Metrics
 
 
 def lines(folder):
@@ -199,6 +199,13 @@ def test_promise_15_trackio_goes_on_in_the_same_run(tmp_path, monkeypatch):
     found = [(step, values.get("train/loss", values.get("test/accuracy"))) for step, values in sent]
     expected = [(10, 10.0), (20, 20.0), (30, 30.0), ("finish", None), (40, 40.0), (40, 0.5), ("finish", None)]
     assert found == expected, "no step twice"
+
+    def refuse(**options):
+        raise OSError("no such server\nand more")
+
+    monkeypatch.setattr(client, "init", refuse)
+    with pytest.raises(ConfigError, match="trackio_project.*cannot be used now: no such server; or unset it"):
+        kept(tmp_path, trackio_project="birds")
 
 
 @pytest.mark.slow

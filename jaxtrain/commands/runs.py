@@ -43,7 +43,8 @@ def _show(folder: str, metric: str, as_json: bool) -> int:
 
     top = pathlib.Path(folder)
     runs, launched = run_lib.find(top)
-    launched.append(top.resolve().parent)  # of a sweep one of whose runs is asked for
+    if (above := top.resolve().parent / run_lib.LAUNCHED).is_dir():
+        launched.append(above.parent)  # a sweep, of which this is one run
     rows = {os.path.realpath(run.path): _row(run, metric) for run in runs}
     for workdir in sorted(_waiting(launched)):
         if workdir not in rows:  # it has not begun, and may have no folder yet

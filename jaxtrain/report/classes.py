@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.report.markup import esc, slider
-from jaxtrain.report.records import spread
+from jaxtrain.report.markup import esc, slider, spread
 from jaxtrain.report.run import Run
 from loaders import files
 
@@ -140,7 +139,8 @@ def _evaluation(record: Mapping[str, Any], names: Sequence[str], *, whole: bool)
         text += f" {left:,} classes with fewer rows are left out."
     order = sorted(known, key=lambda i: (_f1(rows[i], right[i], answers[i]), -rows[i], i))
     lines = [_line(_name(names, record, i), rows[i], right[i], answers[i]) for i in order]
-    head = "".join(f'<th class="n">{x}</th>' for x in ("rows", "right", "answers", "recall", "precision", "F1"))
+    head = "".join(f'<th class="n">{x}</th>' for x in ("rows", "right", "answers"))
+    head += '<th>recall</th><th>precision</th><th class="n">F1</th>'
     table = lambda each: f'<div class="scroll"><table><tr><th>class</th>{head}</tr>{"".join(each)}</table></div>'  # noqa: E731
     more = ""
     if whole and len(lines) > SHOWN:
@@ -193,7 +193,7 @@ def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
             share = count / rows[i] if rows[i] else 0.0
             kind = "hit" if i == j else "miss"
             cells.append(
-                f'<td class="{kind}" style="--s:{100 * math.sqrt(share):.0f}%">{count or ""}</td>' if count else "<td></td>"
+                f'<td class="{kind}" style="--s:{70 * math.sqrt(share):.0f}%">{count or ""}</td>' if count else "<td></td>"
             )
         body.append(f'<tr><th scope="row">{esc(_name(names, record, i)[:24])}</th>{"".join(cells)}</tr>')
     which = "" if len(chosen) == record["classes"] else f"the {len(chosen)} classes that are confused most; "

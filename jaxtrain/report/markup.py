@@ -55,3 +55,10 @@ def slider(which: str, n: int, label: str) -> str:
     value = f'min="0" max="{n - 1}" value="{n - 1}"'
     tag = f'<input class="wide" type="{kind}" {value} data-steps="{which}" aria-label="step of {esc(label)}">'
     return f'<p>{tag} <span id="{which}-value" class="soft" aria-live="polite"></span></p>'
+
+
+def spread(items: list, most: int) -> list:
+    """At most ``most`` of a list, evenly, the first and the last among them."""
+    if len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

@@ -14,6 +14,7 @@ from pyarrow import compute
 from pyarrow import json as arrow
 
 from jaxtrain.report import run as run_lib
+from jaxtrain.report.markup import spread
 from loaders import files
 
 CHUNK = 16 << 20  # [bytes] that are parsed at once
@@ -163,13 +164,6 @@ def samples(path: pathlib.Path, *, steps: int, each: int) -> dict[int, list[dict
 def _text(value: object) -> str:
     text = value if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
     return text if len(text) <= 1500 else text[:1500] + " …"
-
-
-def spread(items: list, most: int) -> list:
-    """At most ``most`` of a list, evenly, the first and the last among them."""
-    if len(items) <= most:
-        return items
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def pictures(folder: pathlib.Path) -> dict[str, dict[int, list[str]]]:

@@ -5,7 +5,7 @@ import struct
 from collections.abc import Sequence
 
 from jaxtrain.report import records as records_lib
-from jaxtrain.report.markup import esc, identifier, slider, title
+from jaxtrain.report.markup import esc, identifier, slider, spread, title
 from jaxtrain.report.run import Run
 from loaders import files
 
@@ -25,7 +25,7 @@ def pictures(runs: Sequence[Run], notes: list[str]) -> str:
             images: dict[int, list[str]] = {}
             for most in (12, 6, 3, 2, 1):  # so many steps of them as there is room for
                 for each in (8, 4, 2):
-                    chosen = records_lib.spread(steps, most) if most > 1 else steps[-1:]
+                    chosen = spread(steps, most) if most > 1 else steps[-1:]
                     images = {step: _images(run, by_step[step][:each], kind, step) for step in chosen}
                     if sum(len(text) for row in images.values() for text in row) <= budget:
                         break

@@ -75,7 +75,10 @@
       Plotly.react(place, parallel(chart), axes(chart), options);
     } else {
       const marks = (chart.restarts || []).map((step) => ({ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, opacity: 0.45, line: { width: 1, dash: "dot", color: colour(6) } }));
-      Plotly.react(place, traces(chart), layout(marks), options);
+      const shown = layout(marks), first = chart.curves[0].y[0];
+      // A small constant would else be drawn as 0, between -1 and 1.
+      if (first && !log.checked && chart.curves.every((curve) => curve.y.every((y) => y === first))) shown.yaxis.range = [Math.min(0, 2 * first), Math.max(0, 2 * first)];
+      Plotly.react(place, traces(chart), shown, options);
     }
     drawn.add(place);
     document.documentElement.dataset.drawn = drawn.size;
