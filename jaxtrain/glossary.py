@@ -111,6 +111,7 @@ WORKLOADS = {
         ),
         Entry("voxel_r_best", "voxel_r_best", "voxel_r of a voxel among the best 10 %"),
         Entry("voxel_r_null", "voxel_r_null", "voxel_r against other times' measurements: what chance gives"),
+        Entry("X_raw", r"(?P<X>.+)_raw", "error of modality X, undivided"),
         Entry("X_loss", r"(?P<X>.+)_loss", "error of modality X over its standard deviation, before its weight"),
     ),
     "jaxtrain.workloads.audio_language": (

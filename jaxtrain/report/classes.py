@@ -19,7 +19,7 @@ from loaders import files
 
 FILE = "classes.jsonl"
 MOST = 512  # classes of a line: those with the most rows
-MOST_PAIRS = 400  # of a line
+MOST_PAIRS = 200  # of a line
 EVALUATIONS = 6  # of a page
 SHOWN, MATRIX = 30, 20  # classes of a table, and of a matrix
 MOST_COMPARED = 8  # runs

@@ -14,20 +14,18 @@ from jaxtrain.report.run import Run, Score
 def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[dict[str, Any]]) -> str:
     """A ranking, what differs in the configs, and a sweep as parallel coordinates, which are added to ``charts``."""
     differ = run_lib.differences({str(i): run.config for i, run in enumerate(runs)})
-    known = [score for score in scores if score and score.name == next((s.name for s in scores if s), "")]
-    order = list(range(len(runs)))
-    if known:
-        order.sort(key=lambda i: -known[0].sign * scores[i].best if scores[i] else math.inf)  # type: ignore[union-attr]
+    known = [score for score in scores if score]
+    shown = [score if score and score.name == known[0].name else None for score in scores]
     fields = list(differ)[:40]
     head = "".join(f"<th>{esc(field)}</th>" for field in fields)
     name = esc(known[0].name) if known else "score"
     rows = "".join(
         f'<tr><td><span class="swatch run{i % 8}"></span>{esc(runs[i].name)}</td><td>{runs[i].state}</td>'
-        f'<td class="n">{runs[i].step:,}</td><td class="n">{number(s.best) if (s := scores[i]) else "–"}</td>'
+        f'<td class="n">{runs[i].step:,}</td><td class="n">{number(s.best) if (s := shown[i]) else "–"}</td>'
         f'<td class="n">{number(s.last) if s else "–"}</td>'
         + "".join(f'<td class="code">{esc(short(differ[field][str(i)]))}</td>' for field in fields)
         + "</tr>"
-        for i in order
+        for i in ranked(scores)
     )
     table = (
         f'<div class="scroll"><table><tr><th>run</th><th>state</th><th class="n">step</th><th class="n">best {name}</th>'
@@ -36,6 +34,13 @@ def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[di
     more = f"<p class='soft'>{len(differ) - 40} more fields differ.</p>" if len(differ) > 40 else ""
     none = "" if differ else "<p class='soft'>Their configs are equal.</p>"
     return f"<p>Ranked by {name}.</p>{table}{more}{none}" + _parallel(runs, differ, scores, charts)
+
+
+def ranked(scores: Sequence[Score | None]) -> list[int]:
+    """The numbers of the runs, the best first; those without the score that the first has come last."""
+    known = [score for score in scores if score]
+    place = lambda score: -score.sign * score.best if score and score.name == known[0].name else math.inf  # noqa: E731
+    return sorted(range(len(scores)), key=lambda i: place(scores[i]))
 
 
 def _parallel(

@@ -101,7 +101,7 @@ class Page:
         drawn = dict(curves.section(self.runs, self.records, self.charts))
         for group in curves.GROUPS[:2]:
             yield group, drawn.pop(group, "")
-        yield "Classes", classes.section(self.runs)
+        yield "Classes", classes.section([self.runs[i] for i in compare.ranked(self.scores)])
         yield "Pictures", shown.pictures(self.runs, self.notes)
         yield "Samples", "".join(shown.samples(run, i, of=len(self.runs)) for i, run in enumerate(self.runs))
         yield "Where the time went", "".join(timeline.section(run, several=several) for run in self.runs)

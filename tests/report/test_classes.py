@@ -21,7 +21,7 @@ def test_a_line_holds_the_counts_of_many_classes_in_few_bytes():
     answer = np.where(rng.random(5000) < 0.7, own, rng.integers(0, 409, 5000))
     found = classes.line(*counted(own, answer, 409))
     assert (found["n"], found["classes"], sum(found["right"])) == (5000, 409, int((own == answer).sum()))
-    assert found["rows"] == np.bincount(own, minlength=409).tolist() and len(json.dumps(found)) < 12_000
+    assert found["rows"] == np.bincount(own, minlength=409).tolist() and len(json.dumps(found)) < 8_000
     counts = [count for _, _, count in found["confused"]]
     assert counts == sorted(counts, reverse=True) and len(counts) == classes.MOST_PAIRS
     for a, b, count in found["confused"][:20]:

@@ -140,7 +140,9 @@ def test_several_runs_are_ranked_and_compared(sweep):
     rows = re.findall(r"<tr><td><span[^>]*></span>(\d{3})</td>.*?</tr>", text)
     assert rows == [f"{i:03}" for i in reversed(range(12))]
     recalls = re.search(r"<tr><td>class 0</td>.*?</tr>", text)[0]
-    assert [int(x) for x in re.findall(r"</span>(\d+)%", recalls)] == [round(100 * i / 12) for i in range(8)], "of eight runs"
+    assert [int(x) for x in re.findall(r"</span>(\d+)%", recalls)] == [round(100 * i / 12) for i in range(11, 3, -1)], (
+        "the best eight"
+    )
     fields = re.findall(r"<th>([\w.]+)</th>", text)
     assert [field for field in fields if "." in field or field == "seed"] == ["optim.lr", "optim.name", "seed"]
     data = data_of(sweep)
