@@ -4,9 +4,11 @@ import logging
 import os
 import re
 
+from xla import SOON
+
 # Before jax is imported: afterwards neither has an effect.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {SOON}"
 # XLA runs independent collectives of a program at once, each on a thread of a pool that has as many as there are cores (or
 # NPROC): with few, eight devices can wait for each other in different ones for ever (jax 0.10.2: it aborts after 40 s).
 os.environ.setdefault("NPROC", "32")

@@ -30,6 +30,8 @@ import sys
 import time
 from typing import NamedTuple
 
+from xla import SOON
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"), key=lambda page: (page.stem == "answers", page))  # it asks runs of other pages
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
@@ -317,7 +319,7 @@ def run(command: Command, folder: pathlib.Path) -> subprocess.CompletedProcess:
         "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # tiny programs: their compilation is what takes long
+        "XLA_FLAGS": SOON,
         "JAXTRAIN_CACHE": str(folder / "cache"),
     }  # fmt: skip
     script = f"set -euo pipefail\nshopt -s expand_aliases\n{command.line()}"

@@ -74,7 +74,7 @@ def test_steps_of_several_processes_are_those_of_one_device(name, processes, mes
         for i in range(processes):
             env = {k: v for k, v in os.environ.items() if not k.startswith("XLA")}
             env |= {
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes}",
+                "XLA_FLAGS": test_train.xla_flags(8 // processes),
                 "PYTHONPATH": f"{test_train.ROOT}:{WORKLOADS}",
             }
             env |= {

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from xla import SOON
 
 from jaxtrain import cli, feed, glossary, goodput
 from jaxtrain import config as config_lib
@@ -91,9 +92,8 @@ def folder(tmp_path) -> pathlib.Path:
     return tmp_path
 
 
-def xla_flags(devices: int, *, several: bool) -> str:
-    """Programs of several processes are not kept between runs, so they are made of machine code that is soon there, if slow."""
-    return f"--xla_force_host_platform_device_count={devices}{' --xla_backend_optimization_level=0' if several else ''}"
+def xla_flags(devices: int) -> str:
+    return f"--xla_force_host_platform_device_count={devices} {SOON}"
 
 
 def command(
@@ -103,7 +103,7 @@ def command(
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
     cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
     env = inherited | cache | {"IDS": str(folder / "ids.jsonl"), "PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu"}
-    env |= {"XLA_FLAGS": xla_flags(devices, several=environment.get("JAXTRAIN_PROCESSES", "1") != "1")} | environment
+    env |= {"XLA_FLAGS": xla_flags(devices)} | environment
     arguments = [*inside, sys.executable, "-m", "jaxtrain.main", f"--config={source}", *overrides]
     return subprocess.Popen(arguments, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

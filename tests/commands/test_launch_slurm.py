@@ -239,7 +239,7 @@ def slurm(folder, capsys):
     submitted = []
 
     def submit(*arguments, pause):
-        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(2, several=True), "NO_GCE_CHECK": "true"}
+        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(2), "NO_GCE_CHECK": "true"}
         environment |= {"PYTHONPATH": f"{ROOT}:{folder}", "IDS": str(folder / "ids.jsonl"), "PAUSE": str(pause)}
         if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
             environment["JAX_COMPILATION_CACHE_DIR"] = cache
@@ -264,6 +264,8 @@ def until(condition, folder, job, *, seconds=240):
     while not condition():
         state = launch_command.state_of(job)
         assert time.monotonic() < deadline and state["JobState"] not in ("FAILED", "CANCELLED", "TIMEOUT"), log_of(folder, job)
+        if state["JobState"] == "PENDING":  # SLURM lets a requeued job wait for two minutes
+            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], capture_output=True)
         time.sleep(0.3)
 
 

@@ -21,12 +21,18 @@ _ATTENTION, _MLP = 256 * 256 * 2 + 256 * 128 * 2, 3 * 256 * 512
 LANGUAGE_FLOPS = 1024 * (6 * (2 * (_ATTENTION + _MLP) + 256 * 1024) + 2 * 2 * (_ATTENTION + _MLP - 256 * 512))
 # Of a published size what is estimated is close; of a small one the compiler's own odds and ends are most.
 CASES = [
-    *(("gpu:h100x8", name, "small", mesh) for name in WORKLOADS for mesh in ("data", "mixed")),
-    *(("gpu:h100x8", name, "published", "fsdp") for name in WORKLOADS),
-    *(("tpu:v4:2x2x2", name, "small", "fsdp") for name in WORKLOADS),
+    *(("gpu:h100x8", name, "small", "mixed") for name in WORKLOADS),
+    *(("gpu:h100x8", name, "small", "data") for name in ("bird", "language")),
+    *(("gpu:h100x8", name, "published", "fsdp") for name in ("bird", "language", "higgs")),
+    *(("tpu:v4:2x2x2", name, "small", "fsdp") for name in ("bird", "language", "higgs", "giblet")),
     ("tpu:v5e:2x4", "trm", "small", "fsdp"),  # libtpu 0.0.42 fails on it with the options for v5e
 ]
-ALL_PUBLISHED = [("gpu:h100x8", name, "published", mesh) for name in WORKLOADS for mesh in ("data", "mixed")]
+REST = [
+    *(("gpu:h100x8", name, "small", "data") for name in ("trm", "higgs", "giblet")),
+    *(("gpu:h100x8", name, "published", "fsdp") for name in ("trm", "giblet")),
+    *(("gpu:h100x8", name, "published", mesh) for name in WORKLOADS for mesh in ("data", "mixed")),
+    ("tpu:v4:2x2x2", "trm", "small", "fsdp"),
+]
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +84,9 @@ def check(answer, target, name, size, mesh):
         assert spanned == {"data", "fsdp", "model"}, "no device works alone"
 
 
-@pytest.mark.parametrize(("target", "name", "size", "mesh"), CASES)
+@pytest.mark.parametrize(
+    ("target", "name", "size", "mesh"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
+)
 def test_a_step_compiles_with_the_kernels_and_collectives_of_its_mesh(target, name, size, mesh, answers, request):
     request.getfixturevalue(f"{target[:3]}_compiler")
     answer = answers(target, name, size, mesh)
@@ -123,21 +131,13 @@ def test_no_parameter_is_copied_for_its_norms(answers, gpu_compiler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "name", "size", "mesh"), ALL_PUBLISHED)
-def test_published_sizes_on_the_other_meshes(target, name, size, mesh, answers, gpu_compiler):
-    answer = answers(target, name, size, mesh)
-    check(answer, target, name, size, mesh)
-    assert answer.estimate.peak == pytest.approx(answer.compiled.peak, rel=plan.SLACK)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["gpu:a100x8", "gpu:b200x8", "gpu:l40sx8", "gpu:h100x8*2"])
 def test_other_cards_and_several_nodes(target, answers, gpu_compiler):
     assert answers(target, "bird", "small", "fsdp").compiled
 
 
 def test_a_plan_says_what_was_compiled_and_what_is_estimated(folder, gpu_compiler):
-    config = compile_table.WORKLOADS["higgs"].config("small", "fsdp", 8, folder)
+    config = compile_table.WORKLOADS["bird"].config("small", "fsdp", 8, folder)
     text, _ = plan.report(config, "gpu:h100x8")
     assert "compiled for it, in " in text and "not compiled" not in text
     assert "cuDNN, estimated" in text and "__cudnn$fmhaSoftmaxBackward" in text and "FLOP bf16 x bf16" in text
