@@ -137,7 +137,7 @@ class Index:
     column of int64 class labels; None for no labels. root: the folder that the paths of recordings without bytes are
     relative to; None for the folder of each shard. cache: a folder that keeps the index until the name, size or
     modification time of a shard changes; None for no cache. links: whether links may lead out of root, below which every
-    named file must lie.
+    named file must lie. copying: whether the shards may still be copied; what is not there of them is waited for.
 
     Raises OSError for a shard that cannot be opened. Raises ValueError for a shard that is damaged or compressed, a
     column that is missing or of another type, a label outside its class names, and classes that differ from those of
@@ -153,6 +153,7 @@ class Index:
         root: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
         links: bool = False,
+        copying: bool = False,
     ) -> None: ...
     @property
     def n_rows(self) -> int:

@@ -1,15 +1,16 @@
 """Shards in object stores and on the web: gs://, s3://, hf:// and https:// through fsspec, with a bounded cache on disk.
 
-Files are copied whole, several at once, before they are mapped. A copy that was interrupted resumes where it stopped, unless
-the file has another tag since; a part that comes short is asked for again; where the store gives an MD5 or SHA-256, it is
-compared. Copies lie in $JAXTRAIN_CACHE/shards (or ~/.cache/jaxtrain/shards), a folder for each address. The limit is
-$JAXTRAIN_SHARDS_GB, 200 by default: beyond it, the address that was not used for longest is removed first, and none that a
+Files are copied in parts, several at once, first what a reader waits for: training begins once what is there of Arrow shards
+says where their rows lie, and Parquet shards are waited for. A copy that was interrupted resumes where it stopped, unless the
+file has another tag since; a part that comes short is asked for again; where the store gives an MD5 or SHA-256, it is compared
+when the file is whole. Copies lie in $JAXTRAIN_CACHE/shards (or ~/.cache/jaxtrain/shards), a folder for each address. The limit
+is $JAXTRAIN_SHARDS_GB, 200 by default: beyond it, the address that was not used for longest is removed first, and none that a
 process uses. Private stores need credentials, where fsspec's file systems look for them.
 """
 
 import base64
-import concurrent.futures
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -17,9 +18,12 @@ import logging
 import os
 import pathlib
 import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from loaders import machine
 from loaders.base import DataError
@@ -28,13 +32,19 @@ log = logging.getLogger("jaxtrain")
 SCHEMES = ("gs", "s3", "hf", "https", "http")
 EXTRAS = {"gs": "gcsfs", "s3": "s3fs", "hf": "huggingface_hub", "https": "aiohttp", "http": "aiohttp"}
 SUFFIXES = (".arrow", ".parquet", "/state.json", "/index.json")
-PART = 8 << 20  # [bytes] asked for at once
+PART = 1 << 20  # [bytes] of a file that are there or not
+TOGETHER = 8  # parts asked for at once
+ABSENT, THERE, WANTED, FAILED = range(4)  # states of a part; these and HEAD equal those of rust/core/src/source/there.rs
+HEAD = 8  # [bytes] of a list of parts, before them: the size of a part
+POLL = 0.01  # [s] between looks at what is there
 TRIES = 6  # of a part, with longer and longer waits between them
 WAIT = 0.5  # [s] before the second try
 AT_ONCE = 8  # files
 LIMIT = 200  # [GB] unless $JAXTRAIN_SHARDS_GB says otherwise
 
 _held: dict[str, Any] = {}  # folders that this process uses: their open lock
+_copies: dict[str, "_Copy"] = {}  # folders that this process copies
+_beginning = threading.Lock()
 
 
 class File(NamedTuple):
@@ -57,59 +67,87 @@ def is_complete(address: str) -> bool:
     return (_folder(address) / ".complete").is_file()
 
 
-def fetch(address: str) -> str:
+def fetch(address: str, *, wait: bool = True) -> str:
     """Copies the shards at an address, or what is missing of them. Returns the folder, glob or file of the copies.
+
+    Args:
+      wait: until all is there. Else the copies have their names and sizes, and come while the process works: an index of them
+        is opened with ``copying`` (`is_copying`), and waits for what it reads.
 
     Raises:
       DataError: no file system for it is installed, there are no shards, they are larger than the cache may be, or a file
         cannot be had after several tries.
     """
     folder = _folder(address)
-    if str(folder) in _held:
-        return str(folder)
+    with _beginning:
+        if str(folder) not in _held:
+            _begin(address, folder)
+    if copy := _copies.get(str(folder)):
+        copy.wait(texts=not wait)
+    return str(folder)
+
+
+def is_copying(path: pathlib.Path) -> bool:
+    """Whether a file lies in a copy that this process has begun, and that may not be whole."""
+    copies = [_copies[str(folder)] for folder in path.parents if str(folder) in _copies]
+    return any(not copy.done or copy.error for copy in copies)
+
+
+def reasons() -> str:
+    """Why copies of this process cannot go on, "; …"; empty where none has failed."""
+    return "".join(f"; {copy.error}" for copy in _copies.values() if copy.error)
+
+
+def _begin(address: str, folder: pathlib.Path) -> None:
+    """Lists an address, and begins to copy what is missing. Raises DataError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder):
+    with _locked(folder / ".begin"):
+        _hold(folder)
         try:
-            system, files = _list(address)
-        except DataError as error:
-            if not (folder / ".complete").is_file():
-                raise
-            log.warning("%s; the copy of before is used", error)  # without a network, too
-            return _hold(folder)
-        _make_room(folder, sum(file.size for file in files), address)
-        (folder / ".address").write_text(address)
-        (folder / ".complete").unlink(missing_ok=True)
-        wanted = {file.name for file in files}
-        for path in folder.rglob("*"):  # of a file that the store has no longer
-            if path.is_file() and not path.name.startswith(".") and str(path.relative_to(folder)) not in wanted:
-                path.unlink()
-        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-            for done in [pool.submit(_copy, system, file, folder) for file in files]:
-                done.result()
-        (folder / ".complete").touch()
-    return _hold(folder)
+            try:
+                system, files = _list(address)
+            except DataError as error:
+                if not (folder / ".complete").is_file():
+                    raise
+                log.warning("%s; the copy of before is used", error)  # without a network, too
+                return
+            _make_room(folder, sum(file.size for file in files), address)
+            (folder / ".address").write_text(address)
+            wanted = {file.name for file in files}
+            for path in folder.rglob("*"):  # of a file that the store has no longer
+                if path.is_file() and not path.name.startswith(".") and str(path.relative_to(folder)) not in wanted:
+                    path.unlink()
+            missing = [file for file in files if _prepare(file, folder)]
+            missing.sort(key=lambda file: not file.name.endswith(".json"))
+            if not missing:
+                (folder / ".complete").touch()
+                return
+            (folder / ".complete").unlink(missing_ok=True)
+        except BaseException:
+            _held.pop(str(folder)).close()
+            raise
+    log.info("%s: %d of %d files are copied to %s, while the run begins", address, len(missing), len(files), folder)
+    _copies[str(folder)] = _Copy(system, missing, folder)
 
 
-def _hold(folder: pathlib.Path) -> str:
+def _hold(folder: pathlib.Path) -> None:
     """Keeps a copy from being removed until this process ends, since it is mapped."""
+    (folder / ".use").touch()
     _held[str(folder)] = lock = open(folder / ".use")
     fcntl.flock(lock, fcntl.LOCK_SH)
     os.utime(folder / ".use")
-    return str(folder)
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    """One process at a time."""
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _folder(address: str) -> pathlib.Path:
     return machine.cache_folder("shards", hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:24])
-
-
-@contextlib.contextmanager
-def _lock(folder: pathlib.Path) -> Iterator[None]:
-    """One process copies an address; the others wait for it."""
-    (folder / ".use").touch()
-    with open(folder / ".copy", "w") as lock, open(folder / ".use") as use:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        fcntl.flock(use, fcntl.LOCK_SH)
-        yield
 
 
 def _list(address: str) -> tuple[Any, list[File]]:
@@ -187,28 +225,147 @@ def _make_room(folder: pathlib.Path, needed: int, address: str) -> None:
         )
 
 
-def _copy(system: Any, file: File, folder: pathlib.Path) -> None:
-    """Copies a file, or the rest of it, and puts it in its place once it is whole. Raises DataError."""
-    place = folder / file.name
-    note = place.with_name(f".{place.name}.json")
-    partial = place.with_name(f".{place.name}.partial")
+def _prepare(file: File, folder: pathlib.Path) -> bool:
+    """Makes room for a copy, unless it is there whole. Returns whether something of it is missing."""
+    place, note, parts = folder / file.name, *_beside(folder / file.name)
     place.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(note.read_text()) if note.is_file() else {}
-    if before.get("tag") == file.tag and place.is_file() and place.stat().st_size == file.size:
-        return
-    if before.get("tag") != file.tag:
-        partial.unlink(missing_ok=True)
+    is_same = before == {"tag": file.tag} and place.is_file() and place.stat().st_size == file.size
+    if is_same and not parts.exists():
+        return False
+    n = -(-file.size // PART)
+    if is_same and (found := parts.read_bytes())[:HEAD] == PART.to_bytes(HEAD, "little") and len(found) == HEAD + n:
+        return True
+    for path in (note, place, parts):  # another file, which someone may have mapped, stays as it is under no name
+        path.unlink(missing_ok=True)
+    if n:
+        parts.write_bytes(PART.to_bytes(HEAD, "little") + bytes(n))
+    with open(place, "wb") as made:
+        made.truncate(file.size)
     note.write_text(json.dumps({"tag": file.tag}))
-    with open(partial, "ab") as out:
-        while (done := out.tell()) < file.size:
-            out.write(_part(system, file, done, min(done + PART, file.size)))
-    if file.digest[0]:
-        with open(partial, "rb") as copied:
-            found = hashlib.file_digest(copied, file.digest[0]).hexdigest()
-        if found != file.digest[1]:
-            partial.unlink()
-            raise DataError(f"{file.path} came with the {file.digest[0]} {found}, and the store says {file.digest[1]}; rerun")
-    partial.rename(place)
+    return bool(n)
+
+
+def _beside(place: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """The tag of a copy, and which of its parts are there, until all are."""
+    return place.with_name(f".{place.name}.json"), place.with_name(f".{place.name}.parts")
+
+
+class _Copy:
+    """Threads that copy what is missing of an address: what somebody waits for first, else in order.
+
+    Of several processes one copies, and another goes on where that one ends.
+    """
+
+    def __init__(self, system: Any, files: Sequence[File], folder: pathlib.Path):
+        self.error: DataError | None = None
+        self._system, self._files, self._folder = system, files, folder
+        self._parts: dict[File, np.memmap] = {}
+        self._taken: set[tuple[File, int]] = set()
+        self._lock, self._done = threading.Lock(), threading.Event()
+        threading.Thread(target=self._run, name="copy of shards", daemon=True).start()
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, *, texts: bool = False) -> None:
+        """Until all is there, or only the files that say what the others are. Raises DataError."""
+        named = [_beside(self._folder / file.name)[1] for file in self._files if file.name.endswith(".json")]
+        while not self._done.wait(POLL if texts else None):
+            if not any(parts.exists() for parts in named):
+                return
+        if self.error:
+            _copies.pop(str(self._folder), None)  # the next attempt begins again
+            if held := _held.pop(str(self._folder), None):
+                held.close()
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            with _locked(self._folder / ".copy"):
+                for file in self._files:
+                    place, (_, parts) = self._folder / file.name, _beside(self._folder / file.name)
+                    if not parts.exists():  # another process has ended it
+                        continue
+                    self._parts[file] = np.memmap(parts, np.uint8, "r+", HEAD)
+                    self._parts[file][self._parts[file] != THERE] = ABSENT  # of an attempt that failed, or was killed
+                    if (self._parts[file] == THERE).all():
+                        self._end(file, place)
+                threads = [threading.Thread(target=self._work, daemon=True) for _ in range(AT_ONCE)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                if not self.error:
+                    (self._folder / ".complete").touch()
+        except Exception as error:  # noqa: BLE001  a full disk, too: whoever waits must learn of it
+            self._fail(error)
+        finally:
+            self._done.set()
+
+    def _work(self) -> None:
+        try:
+            while not self.error and (job := self._next()):
+                file, first, last = job
+                start, end = first * PART, min(last * PART, file.size)
+                data, place = _part(self._system, file, start, end), self._folder / file.name
+                with open(place, "r+b") as out:
+                    out.seek(start)
+                    out.write(data)
+                    out.flush()
+                    os.fdatasync(out.fileno())  # before it is noted, so that it holds after a crash of the machine
+                with self._lock:
+                    self._parts[file][first:last] = THERE
+                    is_whole = bool((self._parts[file] == THERE).all())
+                if is_whole:
+                    self._end(file, place)
+        except Exception as error:  # noqa: BLE001
+            self._fail(error)
+
+    def _next(self) -> tuple[File, int, int] | None:
+        """The parts [first, last) of a file that come next; None where none is left."""
+        with self._lock:
+            for state in (WANTED, ABSENT):
+                for file, parts in self._parts.items():
+                    for first in np.flatnonzero(parts == state).tolist():
+                        if (file, first) in self._taken:
+                            continue
+                        last = first + 1
+                        while (
+                            last < min(first + TOGETHER, len(parts))
+                            and parts[last] == state
+                            and (file, last) not in self._taken
+                        ):
+                            last += 1
+                        self._taken |= {(file, part) for part in range(first, last)}
+                        return file, first, last
+        return None
+
+    def _end(self, file: File, place: pathlib.Path) -> None:
+        """Compares a whole copy with the store's checksum. Raises DataError."""
+        note, parts = _beside(place)
+        if file.digest[0]:
+            with open(place, "rb") as copied:
+                found = hashlib.file_digest(copied, file.digest[0]).hexdigest()
+            if found != file.digest[1]:
+                self._parts[file][:] = FAILED  # of those who read it already
+                for path in (note, place, parts):
+                    path.unlink()
+                raise DataError(
+                    f"{file.path} came with the {file.digest[0]} {found}, and the store says {file.digest[1]}; rerun"
+                )
+        parts.unlink()
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free some space, then rerun to resume" if full else "rerun to resume"
+            if not isinstance(error, DataError):
+                error = DataError(f"{self._folder} cannot be copied: {error}; {remedy}")
+            self.error = self.error or error
+            for parts in self._parts.values():
+                parts[parts != THERE] = FAILED
 
 
 def _part(system: Any, file: File, start: int, end: int) -> bytes:

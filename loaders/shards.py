@@ -27,7 +27,7 @@ import pathlib
 import re
 import stat
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -230,16 +230,17 @@ def label_column(shards: Sequence[pathlib.Path], label: str, multilabel: bool) -
     return ("labels" if multilabel else "label") if label and index_file(shards[0]) else label
 
 
-def resolve(path: str, *, make: bool = True) -> str:
+def resolve(path: str, *, make: bool = True, wait: bool = True) -> str:
     """A path on disk: of the built-in corpus for "demo", made at its first use; of the copy of an address of a store.
 
     Args:
       make: whether the built-in corpus is made where it is not there; else that of its outline, which has no sound.
+      wait: until all of an address is copied; else `open_index` reads it as it comes, and nothing else may.
 
     Raises DataError: an address whose shards cannot be had (`loaders.remote`).
     """
     if remote.is_remote(path):
-        return remote.fetch(path)
+        return remote.fetch(path, wait=wait)
     if path != "demo":
         return path
     from loaders import demo, outline  # imports encoders, which nothing else here needs
@@ -270,7 +271,7 @@ def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, l
             for path in shards:
                 columnar.require(path, "audio", *([label] if label else []))
         hint = "; if it holds lists of classes, set data.multilabel=true" if "list" in str(error).lower() else ""
-        raise DataError(f"{error}{hint}") from error
+        raise DataError(f"{error}{hint}{remote.reasons()}") from error
 
 
 def read_class_lists(shards: Sequence[pathlib.Path], label: str) -> ClassLists:
@@ -322,4 +323,8 @@ def _index_once(stats: tuple[tuple[str, int, int], ...], label: str, root: str |
     # Shards of an index hold nothing but what is read when it is opened.
     large = index_file(pathlib.Path(stats[0][0])) and sum(size for _, size, _ in stats) >= CACHED_BYTES
     cache = machine.cache_folder("index") if large or len(stats) >= CACHED_SHARDS else None
-    return _rust.Index([path for path, _, _ in stats], label=label or None, root=root, cache=cache, links=links)
+    paths = [path for path, _, _ in stats]
+    options: dict[str, Any] = dict(label=label or None, root=root, cache=cache, links=links)
+    if any(remote.is_copying(pathlib.Path(path)) for path in paths):
+        options["copying"] = True
+    return _rust.Index(paths, **options)

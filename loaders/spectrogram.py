@@ -264,7 +264,7 @@ class Spectrograms(Loader):
         try:
             batches = [pipeline.next()[1] for pipeline in self._pipelines]
         except RuntimeError as error:
-            raise DataError(str(error)) from error
+            raise DataError(f"{error}{remote.reasons()}") from error
         batch = batches[0]
         if "background" in self.fields:
             batch["background"] = batches[-1][self._clip]
@@ -415,7 +415,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
 
     background = None
     if config.background and train:
-        places = find_shards(resolve(config.background), "train", links=config.follow_links)
+        places = find_shards(resolve(config.background, wait=False), "train", links=config.follow_links)
         noise = open_index(places, label="", audio_root=config.audio_root, links=config.follow_links)
         row_order["background"] = noise.fingerprint
         background = pipeline(noise, np.arange(noise.n_rows), int(order.hash_of(BACKGROUND, seed)[0]))
@@ -436,7 +436,8 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
 
 def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
     """The recordings of both splits; without ``make``, of built-in ones their outline. Raises DataError."""
-    train_path, test_path = (resolve(path, make=make) for path in (config.train, config.test))
+    # Lists of classes are read from the shards themselves, so these must be whole.
+    train_path, test_path = (resolve(path, make=make, wait=config.multilabel) for path in (config.train, config.test))
     train, train_lists = _open(find_shards(train_path, config.train_split, links=config.follow_links), config)
     rows = np.arange(train.n_rows)
     if config.exclude_of not in (0, train.n_rows):

@@ -1,6 +1,8 @@
 """Shards on a server that fails, is slow and cuts its answers short: the copies are whole, bounded and resumed."""
 
+import contextlib
 import http.server
+import json
 import os
 import pathlib
 import subprocess
@@ -65,7 +67,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if fault == "error":
             return self.send(503, b"", body, {})
         if fault == "slow":
-            time.sleep(0.2)
+            time.sleep(0.05)
         part = data[first : last + 1]
         headers["Content-Range"] = f"bytes {first}-{first + len(part) - 1}/{len(data)}"
         return self.send(206, part[: len(part) // 2] if fault == "short" else part, body, headers)
@@ -84,7 +86,9 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "WAIT", 0.01)
     monkeypatch.setattr(remote, "PART", 20_000)
+    monkeypatch.setattr(remote, "TOGETHER", 2)
     monkeypatch.setattr(remote, "_held", {})
+    monkeypatch.setattr(remote, "_copies", {})
     for split, n in (("train", 3), ("test", 2)):
         shard = corpus.table([corpus.wav(i, 0.5) for i in range(n)], [i % 2 for i in range(n)])
         corpus.write(tmp_path / "web" / "birds" / split / "data-00000-of-00001.arrow", shard)
@@ -124,6 +128,51 @@ def test_errors_slow_answers_and_truncation_are_overcome(store, tmp_path):
     remote._held.clear()
     remote.fetch(f"{store.url}/birds/")
     assert len(store.asked) == n, "what is there is not copied again"
+
+
+@pytest.fixture
+def long_shard(store, tmp_path, monkeypatch):
+    """65 parts, asked for one after the other."""
+    monkeypatch.setattr(remote, "TOGETHER", 1)
+    monkeypatch.setattr(remote, "AT_ONCE", 1)
+    content = corpus.table([corpus.wav(i, 0.5) for i in range(40)], [i % 2 for i in range(40)])
+    shard = corpus.write(tmp_path / "web" / "long" / "data-00000-of-00001.arrow", content)
+    (shard.parent / "state.json").write_text(json.dumps({"_data_files": [{"filename": shard.name}]}))
+    return shard
+
+
+def batches(path, n=5):
+    config = Config(train=path, label="label", clip_seconds=0.4, n_frames=64, threads=2, test_share=0.1)
+    with contextlib.closing(make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=3)) as loader:
+        for _ in range(n):
+            yield {name: part[0].tobytes() for name, part in next(loader)[1].items()}
+
+
+def test_a_run_begins_before_all_is_there_and_reads_the_same(store, tmp_path, long_shard):
+    store.faults = lambda name, n: "error" if n == 2 else "slow"
+    expected = list(batches(str(long_shard.parent)))
+    found = batches(f"{store.url}/long/")
+    first = [next(found)]
+    asked, n_parts = len(store.asked), -(-long_shard.stat().st_size // remote.PART)
+    assert n_parts > 60 and 3 < asked < n_parts / 2, "eight rows are there, and most of the shard is not"
+    store.faults = lambda name, n: None
+    assert first + list(found) == expected
+    folder = pathlib.Path(remote.fetch(f"{store.url}/long/"))
+    assert content(folder) == content(long_shard.parent) and not list(folder.rglob(".*.parts"))
+    assert len(store.asked) == n_parts + 2, "each part and state.json came once, but for the part that failed"
+
+
+def test_a_store_that_ends_midway_ends_the_run_and_the_next_one_resumes(store, tmp_path, long_shard):
+    address = f"{store.url}/long/"
+    store.faults = lambda name, n: "error" if n > 30 else None
+    with pytest.raises(DataError, match=r"is not all there, and the rest cannot be had .*after 6 tries .*; rerun to resume"):
+        list(batches(address))
+    with pytest.raises(DataError, match="after 6 tries"):
+        remote.fetch(address)
+    store.faults, store.asked = lambda name, n: None, []
+    assert list(batches(address)) == list(batches(str(long_shard.parent)))
+    remote.fetch(address)
+    assert len(store.asked) < 40, "what was there is not asked for again"
 
 
 def test_an_interrupted_copy_resumes_and_a_changed_file_begins_again(store, tmp_path):
@@ -212,6 +261,7 @@ def test_a_wrong_checksum_is_refused(tmp_path):
             return b"x" * (end - start)
 
     file = remote.File("bucket/a.arrow", "a.arrow", 100, "t", ("md5", "0" * 32))
+    assert remote._prepare(file, tmp_path)
     with pytest.raises(DataError, match="the store says 0000"):
-        remote._copy(System(), file, tmp_path)
-    assert not list(tmp_path.glob("*.arrow")) and not list(tmp_path.glob(".*partial"))
+        remote._Copy(System(), [file], tmp_path).wait()
+    assert not [path for path in tmp_path.iterdir() if "a.arrow" in path.name]

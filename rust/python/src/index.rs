@@ -17,7 +17,7 @@ use crate::exception;
 /// column of int64 class labels; None for no labels. root: the folder that the paths of recordings without bytes are
 /// relative to; None for the folder of each shard. cache: a folder that keeps the index until the name, size or
 /// modification time of a shard changes; None for no cache. links: whether links may lead out of root, below which every
-/// named file must lie.
+/// named file must lie. copying: whether the shards may still be copied; what is not there of them is waited for.
 ///
 /// Raises OSError for a shard that cannot be opened. Raises ValueError for a shard that is damaged or compressed, a
 /// column that is missing or of another type, a label outside its class names, and classes that differ from those of
@@ -34,7 +34,8 @@ impl Index {
 #[pymethods]
 impl Index {
     #[new]
-    #[pyo3(signature = (shards, *, audio = "audio", label = None, root = None, cache = None, links = false))]
+    #[allow(clippy::too_many_arguments)] // named in Python
+    #[pyo3(signature = (shards, *, audio = "audio", label = None, root = None, cache = None, links = false, copying = false))]
     fn new(
         py: Python<'_>,
         shards: Vec<PathBuf>,
@@ -43,8 +44,9 @@ impl Index {
         root: Option<PathBuf>,
         cache: Option<PathBuf>,
         links: bool,
+        copying: bool,
     ) -> PyResult<Self> {
-        let options = source::Options { audio, label, root: root.as_deref(), cache: cache.as_deref(), links };
+        let options = source::Options { audio, label, root: root.as_deref(), cache: cache.as_deref(), links, copying };
         let index = py.detach(|| source::Index::open(&shards, options)).map_err(exception)?;
         Ok(Self(Arc::new(index)))
     }

@@ -47,6 +47,7 @@ impl Scratch {
 pub(super) enum Miss {
     Cancelled,
     Unusable(String),
+    Lost(String), // by a copy that failed: no fault of the recording's
 }
 
 /// Writes the crops of one recording. A panic makes the recording unusable.
@@ -82,6 +83,11 @@ fn try_load(
 
     // 1. Find the recording.
     let begin = Instant::now();
+    match index.wait(row, &|| slot.is_cancelled()) {
+        Ok(true) => {}
+        Ok(false) => return Err(Miss::Cancelled),
+        Err(error) => return Err(Miss::Lost(error.to_string())),
+    }
     let bytes = index.encoded(row, reader).map_err(|e| Miss::Unusable(e.to_string()))?;
     counters.time(READ, begin);
 

@@ -125,6 +125,10 @@ impl Worker<'_> {
         match row::load(self.shared, &mut self.scratch, slot, row, epoch, out) {
             Ok(()) => Some(true),
             Err(Miss::Cancelled) => None,
+            Err(Miss::Lost(reason)) => {
+                self.shared.queue.fail(reason);
+                Some(false)
+            }
             Err(Miss::Unusable(reason)) => {
                 if let Err(error) = self.shared.budget.record(row, reason) {
                     self.shared.queue.fail(error.to_string());

@@ -18,17 +18,24 @@ use std::path::Path;
 
 use arrow_ipc as ipc;
 
+use super::there::There;
 use super::{shard_error, Metadata, Span, Table, NULL};
 use crate::error::Error;
 
 /// Reads a shard's metadata and labels.
-pub(super) fn read(path: &Path, map: &[u8], audio: &str, label: Option<&str>) -> Result<Metadata, Error> {
-    let mut reader = Reader::new(path, map)?;
+pub(super) fn read(
+    path: &Path,
+    map: &[u8],
+    audio: &str,
+    label: Option<&str>,
+    there: &There,
+) -> Result<Metadata, Error> {
+    let mut reader = Reader::new(path, map, there)?;
     let columns = Columns::find(path, &reader.schema, audio, label)?;
     let (mut spans, mut paths, mut labels) = (Vec::new(), Vec::new(), Vec::new());
     while let Some((at, body, batch)) = reader.next_batch()? {
         let fail = |what: String| shard_error(path, at, what);
-        let batch = Batch::new(map, body, batch.get().map_err(fail)?).map_err(|broken| match broken {
+        let batch = Batch::new(map, body, batch.get().map_err(fail)?, there).map_err(|broken| match broken {
             Broken::Compressed(codec) => {
                 Error::Compressed { path: path.to_path_buf(), batch: reader.n_batches - 1, codec }
             }
@@ -37,7 +44,10 @@ pub(super) fn read(path: &Path, map: &[u8], audio: &str, label: Option<&str>) ->
         let validity = batch.validity(columns.audio).map_err(fail)?;
         batch.spans(columns.bytes, validity, &mut spans).map_err(fail)?;
         match columns.path {
-            Some(column) => batch.spans(column, validity, &mut paths).map_err(fail)?,
+            Some(column) => {
+                batch.spans(column, validity, &mut paths).map_err(fail)?;
+                batch.values(column).map_err(fail)?;
+            }
             None => paths.resize(spans.len(), Span::NULL),
         }
         match columns.label {
@@ -55,6 +65,7 @@ pub(super) fn read(path: &Path, map: &[u8], audio: &str, label: Option<&str>) ->
 struct Reader<'a> {
     path: &'a Path,
     map: &'a [u8],
+    there: &'a There,
     schema: Flat,
     blocks: Blocks,
     n_batches: usize,
@@ -94,9 +105,9 @@ impl Flat {
 }
 
 impl<'a> Reader<'a> {
-    fn new(path: &'a Path, map: &'a [u8]) -> Result<Self, Error> {
+    fn new(path: &'a Path, map: &'a [u8], there: &'a There) -> Result<Self, Error> {
         let is_file = map.starts_with(b"ARROW1\0\0");
-        let mut reader = Self { path, map, schema: Flat::new(&[]), blocks: Blocks::Stream(0), n_batches: 0 };
+        let mut reader = Self { path, map, there, schema: Flat::new(&[]), blocks: Blocks::Stream(0), n_batches: 0 };
         let (schema, end) = reader
             .message(if is_file { 8 } else { 0 })
             .map_err(|e| match e {
@@ -113,6 +124,12 @@ impl<'a> Reader<'a> {
         shard_error(self.path, at as u64, what)
     }
 
+    /// Waits until bytes [start, end) are there.
+    fn wait(&self, start: usize, end: usize) -> Result<(), Error> {
+        let end = end.min(self.map.len());
+        self.there.wait(start as u64, end as u64, &|| false).map(drop).map_err(|what| self.fail(start, what))
+    }
+
     /// The message at byte `at`, and where its body begins. None at the end of the stream.
     fn message(&self, at: usize) -> Result<Option<(Flat, usize)>, Error> {
         let word = |at: usize| self.map.get(at..at + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
@@ -120,6 +137,7 @@ impl<'a> Reader<'a> {
             return Ok(None);
         }
         let cut = || self.fail(at, "is cut short inside a message");
+        self.wait(at, at + 8)?;
         let (size, start) = match word(at).ok_or_else(cut)? {
             0xFFFF_FFFF => (word(at + 4).ok_or_else(cut)?, at + 8),
             size => (size, at + 4),
@@ -128,6 +146,7 @@ impl<'a> Reader<'a> {
             return Ok(None);
         }
         let bytes = start.checked_add(size as usize).and_then(|end| self.map.get(start..end)).ok_or_else(cut)?;
+        self.wait(start, start + bytes.len())?;
         let flat = Flat::new(bytes);
         let message = flat.get().map_err(|what| self.fail(at, what))?;
         let body = usize::try_from(message.bodyLength()).map_err(|_| self.fail(at, "has a negative body length"))?;
@@ -143,12 +162,14 @@ impl<'a> Reader<'a> {
 
     fn footer(&self) -> Result<Vec<(u64, u64)>, Error> {
         let n = self.map.len();
+        self.wait(n.saturating_sub(10), n)?;
         let cut = || self.fail(n, "is cut short: an Arrow IPC file ends with a footer, but this one does not");
         if n < 18 || &self.map[n - 6..] != b"ARROW1" {
             return Err(cut());
         }
         let size = u32::from_le_bytes([self.map[n - 10], self.map[n - 9], self.map[n - 8], self.map[n - 7]]) as usize;
         let start = (n - 10).checked_sub(size).ok_or_else(cut)?;
+        self.wait(start, n)?;
         let flat = Flat::new(&self.map[start..n - 10]);
         let footer = ipc::root_as_footer(flat.bytes());
         let footer = footer.map_err(|e| self.fail(start, format!("has an invalid footer: {e}")))?;
@@ -354,6 +375,7 @@ impl Cursor {
 /// Buffers of one record batch, checked against the file before anything is read through them.
 struct Batch<'a> {
     map: &'a [u8],
+    there: &'a There,
     body: usize,
     header: ipc::RecordBatch<'a>,
 }
@@ -374,7 +396,7 @@ impl Validity<'_> {
 }
 
 impl<'a> Batch<'a> {
-    fn new(map: &'a [u8], body: usize, message: ipc::Message<'a>) -> Result<Self, Broken> {
+    fn new(map: &'a [u8], body: usize, message: ipc::Message<'a>, there: &'a There) -> Result<Self, Broken> {
         let header = message.header_as_record_batch();
         let header = header.ok_or_else(|| Broken::Invalid("holds an invalid record batch".into()))?;
         if let Some(compression) = header.compression() {
@@ -382,7 +404,7 @@ impl<'a> Batch<'a> {
             return Err(Broken::Compressed(codec.replace("_frame", "")));
         }
         let body = &map[..body + message.bodyLength() as usize]; // `Reader::message` checked it
-        Ok(Self { map: body, body: body.len() - message.bodyLength() as usize, header })
+        Ok(Self { map: body, there, body: body.len() - message.bodyLength() as usize, header })
     }
 
     /// The column's length, which must be the batch's.
@@ -395,7 +417,7 @@ impl<'a> Batch<'a> {
         usize::try_from(n).map_err(|_| format!("has {n} rows"))
     }
 
-    /// Buffer number `k` of the column, at least `needed` bytes long: its offset in the file, and its bytes.
+    /// Buffer number `k` of the column, at least `needed` bytes long, which are there: its offset in the file, and its bytes.
     fn buffer(&self, place: Place, k: usize, needed: Option<usize>) -> Result<(usize, &'a [u8]), String> {
         let extra = self.header.variadicBufferCounts().into_iter().flatten().take(place.views);
         let extra = extra.fold(0, |sum: usize, n| sum.saturating_add(usize::try_from(n).unwrap_or(0)));
@@ -409,7 +431,11 @@ impl<'a> Batch<'a> {
         let end = start.checked_add(len).filter(|&end| end <= self.map.len()).ok_or_else(outside)?;
         match needed {
             Some(needed) if len < needed => Err(format!("has a buffer of {len} bytes where {needed} are needed")),
-            _ => Ok((start, &self.map[start..end])),
+            Some(needed) => {
+                self.there.wait(start as u64, (start + needed) as u64, &|| false)?;
+                Ok((start, &self.map[start..end]))
+            }
+            None => Ok((start, &self.map[start..end])),
         }
     }
 
@@ -421,6 +447,12 @@ impl<'a> Batch<'a> {
         }
         let (_, bits) = self.buffer(place, 0, Some(n.div_ceil(8)))?;
         Ok(Validity(bits))
+    }
+
+    /// Waits until the values of a binary or string column are there.
+    fn values(&self, place: Place) -> Result<(), String> {
+        let (start, bytes) = self.buffer(place, 2, None)?;
+        self.there.wait(start as u64, (start + bytes.len()) as u64, &|| false).map(drop)
     }
 
     /// Appends the spans of a binary or string column's values. Rows that are null in `parent` are null.

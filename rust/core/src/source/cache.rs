@@ -15,6 +15,7 @@ use memmap2::Mmap;
 use super::hash::Hash;
 use super::parquet::{Body, Column, Page, Pair};
 use super::parts::{Names, Parts, MEAN};
+use super::there::There;
 use super::{Index, Options, Shard, Span, Table, NULL};
 
 const MAGIC: &[u8] = b"jaxtrain index 3\n";
@@ -127,7 +128,10 @@ pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut V
         }
     }
     let shards = shards.iter().zip(maps.drain(..)).zip(tables);
-    let shards = shards.map(|((path, map), (first_row, table))| Shard { path: path.clone(), map, first_row, table });
+    let shards = shards.map(|((path, map), (first_row, table))| {
+        let (path, there) = (path.clone(), There::all());
+        Shard { path, map, there, first_row, table }
+    });
     Some(Index {
         shards: shards.collect(),
         labels,

@@ -25,6 +25,7 @@ mod hash;
 mod open;
 mod parquet;
 mod parts;
+mod there;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -37,6 +38,7 @@ use hash::Hash;
 use parquet::Body;
 pub use parts::Part;
 use parts::Parts;
+use there::There;
 
 /// Where a value lies in its shard. A null is `len == NULL`.
 #[derive(Clone, Copy)]
@@ -64,6 +66,7 @@ impl Span {
 struct Shard {
     path: PathBuf,
     map: Mmap,
+    there: There,
     first_row: usize,
     table: Table,
 }
@@ -90,6 +93,7 @@ pub struct Options<'a> {
     pub root: Option<&'a Path>,  // of `path` where bytes are null; None: the folder of the shard
     pub cache: Option<&'a Path>, // a folder to keep the index in
     pub links: bool,             // whether links may lead out of the root
+    pub copying: bool,           // whether the shards may still be copied (`there`)
 }
 
 /// A row index over many shards.
@@ -146,7 +150,8 @@ impl Index {
             // SAFETY: the map is only read, and the module requires that nobody truncates the file meanwhile.
             maps.push(unsafe { Mmap::map(&file) }.map_err(open)?);
         }
-        let place = options.cache.map(|folder| folder.join(cache::name(shards, options)));
+        // What is still copied has another time at each start.
+        let place = options.cache.filter(|_| !options.copying).map(|folder| folder.join(cache::name(shards, options)));
         let mut index = match &place {
             None => Self::read(shards, maps, options)?,
             Some(place) => {
@@ -187,7 +192,7 @@ impl Index {
         let map = memmap2::MmapMut::map_anon(1).and_then(memmap2::MmapMut::make_read_only).unwrap();
         let table = Table::Arrow { audio: vec![Span { start: 10, len: 10 }; n], paths: vec![Span::NULL; n] };
         Self {
-            shards: vec![Shard { path: "broken.arrow".into(), map, first_row: 0, table }],
+            shards: vec![Shard { path: "broken.arrow".into(), map, there: There::all(), first_row: 0, table }],
             labels: vec![-1; n],
             class_names: None,
             fingerprint: String::new(),
@@ -289,6 +294,19 @@ impl Index {
         Ok(reader.file.as_deref().unwrap_or(&[]))
     }
 
+    /// Waits until the recording of a row is there, of a shard that is still being copied. Returns whether it is: not where
+    /// `stop` says so meanwhile.
+    ///
+    /// # Errors
+    /// It cannot be had.
+    pub fn wait(&self, row: usize, stop: &dyn Fn() -> bool) -> Result<bool, Error> {
+        let (_, shard) = self.shard(row)?;
+        let Table::Arrow { audio, .. } = &shard.table else { return Ok(true) }; // whole since it was opened
+        let Span { start, len } = audio[row - shard.first_row];
+        let end = start + u64::from(if len == NULL { 0 } else { len });
+        shard.there.wait(start, end, stop).map_err(|what| shard_error(&shard.path, start, what))
+    }
+
     /// The part of its recording that a row is; None for a row that is its whole recording.
     pub fn part(&self, row: usize) -> Option<Part> {
         let (_, shard) = self.shard(row).ok()?;
@@ -384,6 +402,7 @@ impl Index {
             },
         };
         let len = u64::from(len).min(limit).min((shard.map.len() as u64).saturating_sub(start));
+        shard.there.want(start, start + len);
         #[cfg(unix)]
         for begin in (start..start + len).step_by(ADVICE) {
             let size = ADVICE.min((start + len - begin) as usize);
@@ -414,8 +433,17 @@ impl Index {
 
     /// Appends a shard.
     fn add(&mut self, path: &Path, map: Mmap, options: Options) -> Result<(), Error> {
-        let Options { audio, label, .. } = options;
+        let Options { audio, label, copying, .. } = options;
+        let n = map.len() as u64;
+        let open = |source| Error::Open { path: path.to_path_buf(), source };
+        let there = if copying { There::open(path, n).map_err(open)? } else { There::all() };
+        let wait = |start, end| match there.wait(start, end, &|| false) {
+            Ok(_) => Ok(()),
+            Err(what) => Err(shard_error(path, start, what)),
+        };
+        wait(0, n.min(8))?;
         let metadata = if map.starts_with(b"PAR1") {
+            wait(0, n)?; // pages lie everywhere, and each begins with its header
             parquet::read(&map, audio, label).map_err(|broken| {
                 let (path, label) = (path.to_path_buf(), label.unwrap_or_default().to_owned());
                 match broken {
@@ -427,7 +455,7 @@ impl Index {
                 }
             })?
         } else {
-            arrow::read(path, &map, audio, label)?
+            arrow::read(path, &map, audio, label, &there)?
         };
         if let Some(first) = self.shards.first() {
             if metadata.class_names != self.class_names {
@@ -453,7 +481,7 @@ impl Index {
             });
         }
         self.labels.extend(metadata.labels);
-        self.shards.push(Shard { path: path.to_path_buf(), map, first_row, table: metadata.table });
+        self.shards.push(Shard { path: path.to_path_buf(), map, there, first_row, table: metadata.table });
         Ok(())
     }
 
