@@ -186,7 +186,8 @@ class Export(NamedTuple):
     shape: Callable[[Mapping[str, Any], str, tuple[int, ...]], tuple[int, ...]] = _same_shape
     # (config, dtype of the arrays) -> name -> content of further files; a config.json takes the place of the run's
     files: Callable[[Mapping[str, Any], str], dict[str, bytes]] = _no_files
-    carry: bool = False  # whether the carry belongs to the model (running statistics), and is exported under ``carry.…``
+    # [regex] paths in the carry that belong to the model (running statistics), and are exported under ``carry.…``; "" = none
+    carry: str = ""
 
 
 class Task(NamedTuple):

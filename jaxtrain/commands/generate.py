@@ -7,7 +7,8 @@
 
 RUN is a run of jaxtrain.workloads.language: its workdir, a step directory of it, or a folder of `jaxtrain export`. --prompts
 has a prompt a line, or JSON lines with "prompt". Each prompt is continued once for each seed; a continuation follows from the
-prompt and its seed. --out gets a line of JSON for each: prompt, seed, text, tokens, ended.
+prompt and its seed. --out gets a line of JSON for each: prompt, seed, text, tokens, ended. Interrupted, by a full disk, too,
+the same command goes on behind those that are done.
 """
 
 import argparse
@@ -52,12 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from jaxtrain import cluster
     from jaxtrain.inference import generate
-    from loaders import whole
+    from loaders import records
 
     cluster.use_compilation_cache()
     prompts = generate.read_prompts(args.file) if args.file else args.prompts
     writer = generate.load(args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer)
-    found = generate.generate(
+    continued = functools.partial(
+        generate.generate,
         writer,
         prompts,
         tokens=args.tokens,
@@ -67,13 +69,12 @@ def _generate(args: argparse.Namespace) -> int:
         batch=args.batch,
     )
     if not args.out:
-        for each in found:
+        for each in continued():
             print(f"{each.prompt}{each.text}\n", flush=True)
         return 0
-    n = 0
-    with whole.file(args.out) as file:
-        for each in found:
+    made_of = (writer.name, *prompts, args.tokens, args.temperature, args.top_p, *args.seeds, args.batch)
+    with records.file(args.out, made_of) as file:
+        for each in continued(first=file.n):
             file.write((json.dumps(each._asdict(), ensure_ascii=False) + "\n").encode())
-            n += 1
-    print(f"{args.out}: {n} continuations of {len(prompts)} prompts")
+    print(f"{args.out}: {len(prompts) * len(args.seeds)} continuations of {len(prompts)} prompts")
     return 0

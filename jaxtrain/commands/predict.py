@@ -7,7 +7,8 @@
 RUN is a run of jaxtrain.workloads.giblet: its workdir, a step directory of it, or a folder of `jaxtrain export`. FOLDER is one
 of `jaxtrain prepare-giblet`: its film is what is seen. FILE holds a volume for each of the film's, z-scored as the training
 data were, at the place (affine) of FOLDER's mask.nii.gz. --correlation writes Pearson's r of each voxel, over the volumes,
-between the prediction and the mean of FOLDER's viewers.
+between the prediction and the mean of FOLDER's viewers. Interrupted, by a full disk, too, the same command goes on behind the
+volumes that are done.
 """
 
 import argparse

@@ -4,15 +4,17 @@
 
     jaxtrain solve runs/trm-files puzzles/test.csv --out solved.csv
 
-RUN is a run of jaxtrain.workloads.trm on Sudoku: its workdir, or a step directory of it. PUZZLES is a CSV with a column
-question (and answer, where there is one), as `jaxtrain sudoku` writes it, or text with a board a line: digits row by row, . or
-0 for blanks. FILE gets
+RUN is a run of jaxtrain.workloads.trm on Sudoku: its workdir, a step directory of it, or a folder of `jaxtrain export`. PUZZLES
+is a CSV with a column question (and answer, where there is one), as `jaxtrain sudoku` writes it, or text with a board a line:
+digits row by row, . or 0 for blanks. FILE gets
 
     question, board
     confidence    in [0, 1]: that the board is right, by the model's own head
     steps         the first supervision step whose board is the last one
     halted        the first step at which the model was sure; 0: at none
     valid         whether it keeps what was given, and each row, column and box holds every digit once
+
+Interrupted, by a full disk, too, the same command goes on behind the boards that are done.
 """
 
 import argparse
@@ -47,24 +49,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _solve(args: argparse.Namespace) -> int:
     from jaxtrain import cluster
     from jaxtrain.inference import solve
-    from loaders import whole
+    from loaders import records
 
     cluster.use_compilation_cache()
     solver = solve.load(args.run, step=args.step, ema=args.ema)
     puzzles = solve.read_puzzles(args.puzzles, solver.side)
-    found = list(solve.solve(solver, puzzles, batch=args.batch))
+    boards: list[tuple[str, bool]] = []  # and whether each is valid
     if args.out:
-        text = io.StringIO()
-        rows = [
-            (p.question, s.board, f"{s.confidence:.4f}", s.steps, s.halted, int(s.valid))
-            for p, s in zip(puzzles, found, strict=True)
-        ]
-        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
-        whole.write(args.out, text.getvalue())
+        made_of = (solver.name, *(str(puzzle) for puzzle in puzzles), args.batch)
+        with records.file(args.out, made_of) as file:
+            if not file.n:
+                file.write(_line(COLUMNS))
+            for line in list(csv.reader(part.decode() for part in file.kept()))[1:]:
+                boards.append((line[1], line[5] == "1"))
+            first = len(boards)
+            for puzzle, each in zip(puzzles[first:], solve.solve(solver, puzzles[first:], batch=args.batch), strict=True):
+                confidence = f"{each.confidence:.4f}"
+                file.write(_line((puzzle.question, each.board, confidence, each.steps, each.halted, int(each.valid))))
+                boards.append((each.board, each.valid))
     else:
-        for each in found:
+        for each in solve.solve(solver, puzzles, batch=args.batch):
             print(f"{each.board}  confidence {each.confidence:.3f}  steps {each.steps}{'' if each.valid else '  not valid'}")
-    known = [(p, s) for p, s in zip(puzzles, found, strict=True) if p.answer]
-    right = f"; {sum(p.answer == s.board for p, s in known)} of {len(known)} are the table's answer" if known else ""
-    print(f"{len(found)} boards, {sum(s.valid for s in found)} of them valid solutions{right}")
+            boards.append((each.board, each.valid))
+    known = [(puzzle, board) for puzzle, (board, _) in zip(puzzles, boards, strict=True) if puzzle.answer]
+    right = f"; {sum(p.answer == board for p, board in known)} of {len(known)} are the table's answer" if known else ""
+    print(f"{len(boards)} boards, {sum(valid for _, valid in boards)} of them valid solutions{right}")
     return 0
+
+
+def _line(values: Sequence[object]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(values)
+    return text.getvalue().encode()

@@ -32,6 +32,7 @@ class Writer(NamedTuple):
     params: PyTree
     codec: language.Codec
     layout: Layout
+    name: str  # of the step, and what it holds
 
 
 class Continuation(NamedTuple):
@@ -68,7 +69,8 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
         raise config_lib.ConfigError(problems)
     codec = language.make_codec(model)
     layout = stored_params.one_device()
-    return Writer(model, stored_params.read(source, language.make_specs(model), layout, ema=ema), codec, layout)
+    params = stored_params.read(source, language.make_specs(model), layout, ema=ema)
+    return Writer(model, params, codec, layout, f"{source.name(ema=ema)} {chosen}")
 
 
 def read_prompts(path: str) -> list[str]:
@@ -105,8 +107,9 @@ def generate(
     top_p: float = 0.95,
     seeds: Sequence[int] = (0,),
     batch: int = 16,
+    first: int = 0,
 ) -> Iterator[Continuation]:
-    """Continues each prompt once for each seed, in order.
+    """Continues each prompt once for each seed, in order, from continuation number ``first`` on.
 
     A continuation depends on prompt and seed alone, up to rounding in other shapes: not on the other prompts, their order or
     ``batch``.
@@ -131,7 +134,7 @@ def generate(
                 f"the prompt {prompt[:40]!r} has {len(ids[-1])} tokens, and {tokens} more are asked for; the context is "
                 f"{c.context}: ask for fewer (--tokens), or shorten it"
             )
-    rows = [(prompt, i, seed) for prompt, i in zip(prompts, ids, strict=True) for seed in seeds]
+    rows = [(prompt, i, seed) for prompt, i in zip(prompts, ids, strict=True) for seed in seeds][first:]
     longest = max((len(i) for i in ids), default=1)
 
     @jax.jit

@@ -1,9 +1,10 @@
 """What brains would do in a film, by a trained autoencoder: fMRI of every volume, as NIfTI in the scans' own space."""
 
 import gzip
+import json
 import pathlib
 from collections.abc import Iterator
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from jaxtrain.types import PyTree
 from jaxtrain.weights import source as source_lib
 from jaxtrain.weights import workload
 from jaxtrain.workloads import giblet
-from loaders import checks, files, multimodal, whole
+from loaders import checks, files, multimodal, records, whole
 from loaders.base import DataError
 
 MASK = "mask.nii.gz"
@@ -31,6 +32,7 @@ class Predictor(NamedTuple):
     running: PyTree
     layout: Layout
     data: multimodal.Config
+    name: str  # of the step, and what it holds
 
 
 def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, links: bool = False) -> Predictor:
@@ -53,11 +55,15 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
         raise DataError(f"{folder} does not fit {source.path}: {problems[0][0]} {problems[0][1]}")
     layout = stored_params.one_device()
     params = stored_params.read(source, giblet.make_specs(c), layout, ema=ema)
-    return Predictor(c, params, stored_params.read(source, giblet.make_carry(c), layout, carry=True), layout, data)
+    running = stored_params.read(source, giblet.make_carry(c), layout, carry=True)
+    return Predictor(c, params, running, layout, data, source.name(ema=ema))
 
 
-def volumes(predictor: Predictor, *, batch: int = 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Predicted fMRI of each volume in order, and measured (the viewers' mean), float32 [voxels] each. Raises DataError."""
+def volumes(predictor: Predictor, *, batch: int = 16, first: int = 0) -> Iterator[tuple[np.ndarray | None, np.ndarray]]:
+    """Predicted fMRI of each volume in order, None before number ``first``, and measured (the viewers' mean).
+
+    float32 [voxels] each. Raises DataError.
+    """
     c, layout, data = predictor.model, predictor.layout, predictor.data
     film = multimodal.open_film(data)
     abstract = {
@@ -76,12 +82,14 @@ def volumes(predictor: Predictor, *, batch: int = 16) -> Iterator[tuple[np.ndarr
     done = 0
     try:
         for _, host in loader:
-            inputs = feed.put(
-                {name: host[name] for name in giblet.MODALITIES}, {n: abstract[n] for n in giblet.MODALITIES}, rows
-            )
-            predicted = np.asarray(run(predictor.params, predictor.running, inputs), np.float32)
-            for i in range(min(batch, film.n_volumes - done)):
-                yield predicted[i], np.asarray(host["fmri"][0][i], np.float32)
+            n = min(batch, film.n_volumes - done)
+            if done + n > first:
+                inputs = feed.put(
+                    {name: host[name] for name in giblet.MODALITIES}, {n: abstract[n] for n in giblet.MODALITIES}, rows
+                )
+                predicted = np.asarray(run(predictor.params, predictor.running, inputs), np.float32)
+            for i in range(n):
+                yield predicted[i] if done + i >= first else None, np.asarray(host["fmri"][0][i], np.float32)
             done += batch
     finally:
         loader.close()
@@ -133,7 +141,10 @@ class Report(NamedTuple):
 
 
 def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int = 16) -> Report:
-    """Writes ``out``, float32 [x, y, z, volumes], volume by volume. Raises DataError, OSError."""
+    """Writes ``out``, float32 [x, y, z, volumes], volume by volume, behind those of an earlier attempt (`loaders.records`).
+
+    Raises DataError, OSError.
+    """
     import nibabel
 
     film = multimodal.open_film(predictor.data)
@@ -146,11 +157,22 @@ def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int =
     header.set_xyzt_units("mm", "sec")
     header["magic"], header["vox_offset"] = b"n+1", 352
     sums = np.zeros((5, int(brain.inside.sum())))
-    n = 0
-    with whole.file(out) as raw, _opened(raw, out) as file:
-        file.write(header.binaryblock + bytes(4))
-        for y, t in volumes(predictor, batch=batch):
-            file.write(np.ascontiguousarray(brain.volume(y).T).tobytes())  # x changes fastest
+    n, packed = 0, out.name.endswith(".gz")
+    head = header.binaryblock + bytes(4)
+    made_of = (predictor.name, predictor.data, json.dumps(film.info, sort_keys=True), brain.inside.tobytes(), head, batch)
+    with records.file(out, made_of) as file:
+        if not file.n:
+            file.write(_packed(head) if packed else head)
+        kept = file.kept()
+        next(kept, None)  # the header
+        for y, t in volumes(predictor, batch=batch, first=max(0, file.n - 1)):
+            if y is None:
+                record = next(kept)
+                grid = np.frombuffer(gzip.decompress(record) if packed else record, "<f4").reshape(brain.inside.shape[::-1]).T
+                y = grid[brain.inside]
+            else:
+                record = np.ascontiguousarray(brain.volume(y).T).tobytes()  # x changes fastest
+                file.write(_packed(record) if packed else record)
             y, t = y.astype(np.float64), t.astype(np.float64)
             sums += np.stack([y, t, y * y, t * t, y * t])
             n += 1
@@ -163,12 +185,11 @@ def write_map(brain: Brain, values: np.ndarray, out: pathlib.Path) -> None:
     """Writes a value for each voxel, float32 [x, y, z]. Raises OSError."""
     import nibabel
 
-    with whole.file(out) as raw, _opened(raw, out) as file:
-        file.write(nibabel.Nifti1Image(brain.volume(values.astype(np.float32)), brain.affine).to_bytes())
+    content = nibabel.Nifti1Image(brain.volume(values.astype(np.float32)), brain.affine).to_bytes()
+    with whole.file(out) as file:
+        file.write(_packed(content) if out.name.endswith(".gz") else content)
 
 
-def _opened(raw: IO[bytes], out: pathlib.Path) -> Any:
-    """A file to write, compressed where its name says so; the same bytes at any time."""
-    if out.name.endswith(".gz"):
-        return gzip.GzipFile(filename="", mode="wb", compresslevel=4, fileobj=raw, mtime=0)
-    return open(raw.fileno(), "wb", closefd=False)
+def _packed(content: bytes) -> bytes:
+    """A member of a .gz file, the same at any time; members that follow each other are one file."""
+    return gzip.compress(content, 4, mtime=0)

@@ -34,6 +34,7 @@ class Solver(NamedTuple):
 
     model: trm.Model
     variables: Variables
+    name: str  # of the step, and what it holds
 
     @property
     def side(self) -> int:
@@ -58,8 +59,8 @@ class Solved(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
-    """Reads a run of jaxtrain.workloads.trm. Raises StoredError, WarmStartError."""
-    source = source_lib.find(run, step, export="it lacks the states that the model begins with")
+    """Reads a run of jaxtrain.workloads.trm, or an export of one. Raises StoredError, WarmStartError."""
+    source = source_lib.find(run, step)
     config = source.config(workload=trm.__name__)
     c = workload.section_of(config, "model", trm.Config)
     side = math.isqrt(max(c.n_cells or 0, 0))
@@ -75,10 +76,11 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
     for name in ("init_h", "init_l"):
         path = f"{stored.CARRY}{name}"
         if path not in arrays or arrays[path].shape != (c.embed,):
-            raise StoredError(f"{source.path} holds no {path} of {c.embed} values; name another step")
+            remedy = "export the run again" if source.is_export else "name another step"
+            raise StoredError(f"{source.path} holds no {path} of {c.embed} values; {remedy}")
         carry[name] = jnp.asarray(arrays[path].read(()), jnp.float32)
     params = stored_params.read(source, trm.make_specs(c), layout, ema=ema)
-    return Solver(trm.Model(c, layout.shard, 0), Variables(params, carry=carry))
+    return Solver(trm.Model(c, layout.shard, 0), Variables(params, carry=carry), source.name(ema=ema))
 
 
 def read_puzzles(path: str, side: int) -> list[Puzzle]:

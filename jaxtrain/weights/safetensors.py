@@ -91,7 +91,8 @@ def export(
     if workload.module_of(config, named) is None:
         print(f"{workload.unknown(config)}: its arrays are named by their paths, and it adds no files")
     if contract.carry:
-        arrays |= {path: one for path, one in everything.items() if path.startswith(stored.CARRY)}
+        kept = {path: path.removeprefix(stored.CARRY) for path in everything if path.startswith(stored.CARRY)}
+        arrays |= {path: everything[path] for path, name in kept.items() if re.search(contract.carry, name)}
     based = {**config, "warm_start": {**(config.get("warm_start") or {}), "source": base}} if base else config
     if any(lora.is_adapter(path) for path in arrays):
         if not base:

@@ -3,6 +3,7 @@
 `find` is the one place that decides which of them a path is, and says what is wrong when it is none.
 """
 
+import hashlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,17 @@ class Source(NamedTuple):
     def manifest(self) -> str:
         """The file of its checksums."""
         return SUMS if self.is_export else checksums.NAME
+
+    def name(self, *, ema: bool = False) -> str:
+        """Its path and the digest of its checksums: what is computed from it differs where this does. Raises StoredError."""
+        digest = ""
+        if self.path.is_dir() and (self.path / self.manifest).exists():
+            try:
+                content = files.read(stored.inside(self.path, self.manifest), most=files.MOST_JSON)
+            except files.FileError as error:
+                raise StoredError(str(error)) from error
+            digest = hashlib.sha256(content).hexdigest()[:16]
+        return f"{self.path} {'ema ' if ema else ''}{digest}"
 
     def arrays(self) -> dict[str, Stored]:
         """Every array by its path in a step: ``params/encoder/w_patch``, ``step``. Raises StoredError: damage."""

@@ -58,7 +58,7 @@ MODALITIES = ("video", "audio", "text")
 EPS = 1e-5  # of the norms
 MOMENTUM = 0.1  # of the running statistics
 STD_EPS = 1e-8  # added to a standard deviation that a loss is divided by
-EXPORT = Export(carry=True)  # an evaluation needs the running statistics
+EXPORT = Export(carry=".")  # an evaluation needs the running statistics
 LARGEST_CODE = 1023.0
 CHANNELS = 3  # of a frame
 

@@ -29,7 +29,7 @@ from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention, remat
 from jaxtrain.nn.layers import product, products
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
-from jaxtrain.types import OF_DATA, Array, Batch, Key, LossOut, Mean, OfData, PyTree, Shard, Spec, Task, Variables
+from jaxtrain.types import OF_DATA, Array, Batch, Export, Key, LossOut, Mean, OfData, PyTree, Shard, Spec, Task, Variables
 from loaders import checks
 
 MIXERS = ("mlp", "attention")
@@ -40,6 +40,7 @@ EPS = 1e-5  # of the norms
 IGNORED = -100  # a label that is left out of loss and accuracy
 Q_BIAS = -5.0  # the q-head starts closed: nothing halts before it has learned to
 TABLE = "puzzle/w_rows"  # the parameter whose touched rows the loss reports
+EXPORT = Export(carry="^init_[hl]$")  # the states that a board begins with
 ACCURACIES = ("accuracy", "exact_accuracy", "q_halt_accuracy")  # of finished rows
 Cycles = tuple[int, int]  # high, low
 

@@ -3,12 +3,15 @@
 import csv
 import dataclasses
 import json
+import subprocess
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
+import safetensors.numpy
+from test_reliability import small_disk
 
 from jaxtrain import cli, specs
 from jaxtrain.inference import generate, solve
@@ -103,6 +106,45 @@ def test_boards_are_those_of_the_model(solver, tmp_path, capsys):
     (tmp_path / "plain.txt").write_text(boards[0].replace(".", "0") + "\n")
     assert cli.main(["solve", str(solver), str(tmp_path / "plain.txt")]) == 0
     assert capsys.readouterr().out.startswith(rows[0]["board"])
+
+
+def test_an_export_of_a_run_solves_as_the_run_does(solver, tmp_path):
+    """It holds the states that a board begins with, and none of the slots of training."""
+    (tmp_path / "p.txt").write_text(SOLUTION[:6] + "." * 10 + "\n")
+    assert cli.main(["export", str(solver), "--out", str(tmp_path / "exported")]) == 0
+    for run, out in ((solver, "a.csv"), (tmp_path / "exported", "b.csv")):
+        assert cli.main(["solve", str(run), str(tmp_path / "p.txt"), "--out", str(tmp_path / out)]) == 0
+    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
+    names = set(safetensors.numpy.load_file(tmp_path / "exported" / "model.safetensors"))
+    assert {name for name in names if name.startswith("carry.")} == {"carry.init_h", "carry.init_l"}
+
+
+@pytest.mark.parametrize("what", ["generate", "solve"])
+def test_a_disk_that_fills_midway_keeps_what_was_done(writer, solver, tmp_path, monkeypatch, capsys, what):
+    if what == "generate":
+        (tmp_path / "in").write_text("".join(f"{i:03}\n" for i in range(64)))
+        argv = ["generate", str(writer), "--prompts", str(tmp_path / "in"), "--tokens", "4"]
+    else:
+        (tmp_path / "in").write_text("".join("." * 8 + SOLUTION[i % 8 : i % 8 + 8] + "\n" for i in range(192)))
+        argv = ["solve", str(solver), str(tmp_path / "in")]
+    assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
+    disk, module = small_disk(tmp_path / "disk", 8), {"generate": generate, "solve": solve}[what]
+    try:
+        assert cli.main([*argv, "--out", str(disk / "out")]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and told.count("\n") == 1 and f"{disk / 'out'} could not be written" in told
+        assert not (disk / "out").exists()
+        subprocess.run(["mount", "-o", "remount,size=100k", disk], check=True)
+        original, given = getattr(module, what), []
+        monkeypatch.setattr(module, what, lambda *a, **k: given.append((a, k)) or original(*a, **k))
+        assert cli.main([*argv, "--out", str(disk / "out")]) == 0
+        (args, options), everything = given[0], len((tmp_path / "in").read_text().splitlines())
+        left = everything - options["first"] if what == "generate" else len(args[1])
+        assert 0 < left < everything, "what was done is not computed again"
+        assert (disk / "out").read_bytes() == (tmp_path / "whole").read_bytes()
+        assert [p.name for p in disk.iterdir()] == ["out"]
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_what_a_solution_is():

@@ -12,7 +12,7 @@ import pytest
 import runs
 
 from jaxtrain import cli, specs
-from jaxtrain.inference import stored_params
+from jaxtrain.inference import predict, stored_params
 from jaxtrain.workloads import giblet
 from loaders import film_files, multimodal
 
@@ -86,6 +86,30 @@ def test_volumes_are_the_models_in_the_films_order(film, run, tmp_path):
     assert cli.main(["export", str(workdir), "--out", str(exported)]) == 0
     assert cli.main(["predict", str(exported), str(film), "--out", str(again), "--batch", "8"]) == 0
     assert again.read_bytes() == out.read_bytes()
+
+
+@pytest.mark.parametrize("ending", [".nii.gz", pytest.param(".nii", marks=pytest.mark.slow)])
+def test_a_disk_that_fills_midway_keeps_the_volumes_that_were_done(film, run, tmp_path, monkeypatch, capsys, ending):
+    argv = ["predict", str(run[0]), str(film), "--batch", "8", "--correlation"]
+    assert cli.main([*argv, str(tmp_path / f"r{ending}"), "--out", str(tmp_path / f"p{ending}")]) == 0
+    original, asked = predict.volumes, []
+
+    def fills(*args, **options):
+        for i, each in enumerate(original(*args, **options)):
+            if i == 11:
+                raise OSError(28, "No space left on device")
+            yield each
+
+    out = tmp_path / "out" / f"p{ending}"
+    out.parent.mkdir()
+    monkeypatch.setattr(predict, "volumes", fills)
+    assert cli.main([*argv, str(tmp_path / f"r2{ending}"), "--out", str(out)]) == 2
+    assert f"{out} could not be written: No space left on device" in capsys.readouterr().err and not out.exists()
+    monkeypatch.setattr(predict, "volumes", lambda *a, **k: asked.append(k["first"]) or original(*a, **k))
+    assert cli.main([*argv, str(tmp_path / f"r2{ending}"), "--out", str(out)]) == 0
+    assert asked == [11] and out.read_bytes() == (tmp_path / f"p{ending}").read_bytes()
+    assert (tmp_path / f"r2{ending}").read_bytes() == (tmp_path / f"r{ending}").read_bytes()
+    assert [p.name for p in out.parent.iterdir()] == [out.name]
 
 
 def test_mistakes_are_one_line(film, run, tmp_path, capsys):
