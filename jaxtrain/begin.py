@@ -90,6 +90,8 @@ def _warm_start(assembly: Assembly) -> tuple[Callable[[PyTree, PyTree], PyTree],
     problems = warm_start.damage(config) if cluster.is_main() else []
     if cluster.agree(len(problems)):
         raise warm_start.WarmStartError(config.source, problems or ["process 0 found it damaged"])
+    if not config.other_front_end and (unfit := list(assembly.config.model.warm_start_problems(warm_start.config_of(config)))):
+        raise warm_start.WarmStartError(config.source, unfit)
     variables = assembly.abstract.state.variables
     table = {**_by_path(variables.params), **_by_path(variables.frozen)}
     table = {path: x for path, x in table.items() if not lora.is_adapter(path)}

@@ -104,6 +104,20 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
     return arrays
 
 
+def config_of(config: WarmStart) -> dict[str, Any]:
+    """The config of the source's run; empty where it has none, as safetensors of others. Raises WarmStartError."""
+    try:
+        if not stored.is_safetensors(config.source):
+            meta = stored.read_json(stored.find_step(config.source, config.step), "meta") or {}
+        else:
+            folder = epath.Path(config.source).expanduser()
+            meta = stored.read_object(folder, stored.EXPORT) if (folder / stored.EXPORT).exists() else {}
+    except stored.StoredError as error:
+        raise WarmStartError(config.source, [str(error)]) from error
+    found = meta.get("config")
+    return found if isinstance(found, dict) else {}
+
+
 def damage(config: WarmStart) -> list[str]:
     """Lists the damage that the source's checksums show; reads all of it once. One process is enough."""
     if stored.is_safetensors(config.source):

@@ -43,6 +43,11 @@ class ModelSection(Section):
         del facts
         return iter(())
 
+    def warm_start_problems(self, source: Mapping[str, Any]) -> Iterator[str]:
+        """Yields what keeps the weights of the run with the config ``source`` from being a start of this one."""
+        del source
+        return iter(())
+
     def data_notes(self, facts: Mapping[str, Any]) -> Problems:
         """Yields (field, text) for what is allowed and is hardly meant. Not asked where the weights come from elsewhere."""
         del facts
@@ -198,6 +203,7 @@ class WarmStart(Section):
     skip: tuple[str, ...] = ()  # [regex] parameters that stay as they are initialised
     unused: tuple[str, ...] = ()  # [regex] arrays of the source, by their new paths, that this model has no use for
     reshape: dict[str, str] = field(default_factory=dict)  # [regex: how] crop, pad, fold, or for example "grid 32x8 to 16x8"
+    other_front_end: bool = False  # [bool] the source may have read other spectrograms: another rate, other windows or bands
 
     def problems(self) -> Problems:
         patterns = {f"renames[{i}]": pattern for i, (pattern, _) in enumerate(self.renames)}
@@ -216,7 +222,7 @@ class WarmStart(Section):
         for pattern, how in self.reshape.items():
             if not RESHAPE.fullmatch(how):
                 yield f"reshape.{pattern}", f"is {how!r}; expected one of: crop, pad, fold, or for example 'grid 32x8 to 16x8'"
-        if not self.source and (patterns or self.ema or self.step is not None):
+        if not self.source and (patterns or self.ema or self.step is not None or self.other_front_end):
             yield "source", "is empty, but there are rules for it; name a run or a folder of safetensors"
 
 

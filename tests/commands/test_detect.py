@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from test_reliability import small_disk
 
 from jaxtrain import cli, specs
 from jaxtrain import config as config_lib
-from jaxtrain.inference import detect, detections, embed
+from jaxtrain.inference import detect, detections, embed, heads
 from jaxtrain.nn import vit
 from jaxtrain.workloads import bird
 from loaders import spectrogram
@@ -321,3 +322,24 @@ def test_a_run_without_a_head_is_named(run, tmp_path, capsys):
     assert cli.main(["export", str(run), "--only", "^encoder/", "--out", str(tmp_path / "export")]) == 0
     assert cli.main(["detect", str(tmp_path / "export"), "x.wav", "--out", str(tmp_path / "out")]) == 2
     assert "has no head for classes" in capsys.readouterr().err
+
+
+def test_a_front_end_that_is_not_the_encoders_is_refused(run, recordings, tmp_path, capsys):
+    """A run that says two things of it, and a head that was fitted on other spectrograms."""
+    other = shutil.copytree(run, tmp_path / "run")
+    (other / "checkpoints" / "1" / "manifest.json").unlink()
+    meta = other / "checkpoints" / "1" / "meta" / "metadata"
+    meta.write_text(meta.read_text().replace('"sample_rate": 32000', '"sample_rate": 22050', 1))
+    model = embed.load(str(run))
+    arrays = {"w": np.zeros((32, 1), np.float32), "b": np.zeros(1, np.float32)}
+    settings = {**model.front_end.settings, "n_mels": 64}
+    heads.save(tmp_path / "h.npz", heads.Head("linear", "mean", "sigmoid", arrays, ("owl",), "", None, model.digest, settings))
+    for argv, text in (
+        ([other], "sections model and data name different front ends: sample_rate "),
+        ([run, "--model", tmp_path / "h.npz"], "was fitted on recordings with data.n_mels=64, and "),
+    ):
+        given = ["detect", *argv[:1], recordings, *argv[1:], "--out", tmp_path / "out"]
+        assert cli.main([str(each) for each in given]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and text in told and told.count("\n") == 1, told
+    assert not (tmp_path / "out").exists()

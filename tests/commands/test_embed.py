@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -11,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from jaxtrain import assembly, begin, cli, train
 from jaxtrain import config as config_lib
-from jaxtrain import train
+from jaxtrain.checkpoint import warm_start
 from jaxtrain.commands import embed as command
 from jaxtrain.commands import probe
 from jaxtrain.inference import embed
@@ -137,6 +139,13 @@ def test_another_front_end_is_refused_in_one_line(trained, corpus, tmp_path, cap
         file.write_text(file.read_text().replace('"hop_ms": 10.0', '"hop_ms": 5.0', 1))
     assert command.main([str(tmp_path / "export"), "--out", str(tmp_path / "x"), "--data", str(corpus)]) == 2
     assert "sections model and data name different front ends: hop 160 and 80 samples" in capsys.readouterr().err
+    run = shutil.copytree(trained, tmp_path / "run")
+    (run / "checkpoints" / "1" / "manifest.json").unlink()
+    meta = run / "checkpoints" / "1" / "meta" / "metadata"
+    meta.write_text(meta.read_text().replace('"hop_ms": 10.0', '"hop_ms": 5.0', 1))
+    assert cli.main(["export", str(run), "--out", str(tmp_path / "y")]) == 2 and not (tmp_path / "y").exists()
+    told = capsys.readouterr().err
+    assert "sections model and data name different front ends: hop " in told and told.count("\n") == 1, told
     for name in ("a", "b"):
         made(model, corpus, tmp_path / name)
     file = tmp_path / "b" / embed.PROGRESS
@@ -144,6 +153,22 @@ def test_another_front_end_is_refused_in_one_line(trained, corpus, tmp_path, cap
     folders = ["--train", str(tmp_path / "a"), "--test", str(tmp_path / "b"), "--out", str(tmp_path / "p"), "--draws", "2"]
     assert probe.main(folders) == 2
     assert "encoders with different front ends (n_mels 64 and 32); embed both with one run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["run", "export"])
+def test_a_start_from_an_encoder_of_another_front_end_is_refused(trained, corpus, tmp_path, source):
+    """Its shapes are the same, so nothing else would say so; who means it says so."""
+    if source == "export":
+        safetensors.export(str(trained), str(tmp_path / "export"))
+    warm = dict(source=str(trained if source == "run" else tmp_path / "export"), skip=("^(objective|probe)/",))
+    data = dict(train=str(corpus), n_frames=256, clip_seconds=2.5, threads=2, **{**FRONT_END, "mean": -5.0})
+    made = dict(model=MODEL, data=data, mesh=dict(data=8), train=dict(steps=1, batch=8, eval_every=0))
+    config = config_lib.from_dict({**made, "warm_start": warm, "workdir": str(tmp_path / "new")})
+    with pytest.raises(warm_start.WarmStartError, match="trained on other spectrograms than this run's: mean -6 and -5; set"):
+        begin._warm_start(assembly.assemble(config))
+    for change in ({"data": {**data, "mean": -6.0}}, {"warm_start": {**warm, "other_front_end": True}}):
+        config = config_lib.from_dict({**made, "warm_start": warm, "workdir": str(tmp_path / "new"), **change})
+        assert begin._warm_start(assembly.assemble(config))[1].keys() >= {"encoder/pos"}
 
 
 BLOCKED = ("flax", "optax", "orbax", "tensorstore", "pyarrow", "etils", "ml_collections", "soundfile", "PIL")

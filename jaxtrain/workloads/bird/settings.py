@@ -9,6 +9,7 @@ from jaxtrain.nn import augment as augment_lib
 from jaxtrain.nn import vit
 from jaxtrain.types import OF_DATA, OfData
 from loaders import checks
+from loaders import front_end as front_end_lib
 from loaders.front_end import DEFAULT, FrontEnd
 
 POOLS = ("cls", "patches")
@@ -71,6 +72,18 @@ class Settings(vit.Config, ModelSection):
                 yield name, f"is {getattr(self, name)}, and data.{name} is {facts[name]}; give one of them, or both the same"
         if self.front_end and (unlike := self.front_end.differences(facts.get("front_end", self.front_end))):
             yield "front_end", f"is another than the data section's ({unlike}); leave it unset"
+
+    def warm_start_problems(self, source: Mapping[str, Any]) -> Iterator[str]:
+        if source.get("workload") != __package__ or not isinstance(data := source.get("data"), Mapping):
+            return
+        try:
+            if unlike := front_end_lib.saved(data).differences(self.spectrograms):
+                yield (
+                    f"its encoder was trained on other spectrograms than this run's: {unlike}; set config.data as the source "
+                    "has it, or config.warm_start.other_front_end=true"
+                )
+        except ValueError as error:
+            yield f"its config's {error}"
 
     @property
     def spectrograms(self) -> FrontEnd:
