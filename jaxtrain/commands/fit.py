@@ -1,12 +1,14 @@
 """Fits a head for new classes on embeddings, from 1, 5 or 20 examples of each; `jaxtrain detect --model` takes it.
 
     jaxtrain fit EMBEDDINGS… --out MODEL [--labels TABLE] [--method linear|prototypes|patches]
+    jaxtrain fit INDEX… --run RUN --out MODEL
 
     jaxtrain fit emb/windows --labels labels.csv --background 200 --out wren.npz
 
-EMBEDDINGS are folders of `jaxtrain embed`. Their own labels are taken, or those of a table with the columns file, start, end,
-label, and answer (yes, no, skip), as `jaxtrain index` reads them. A row that has a label is taken to have no other;
---background adds rows that the table does not name as counter-examples.
+EMBEDDINGS are folders of `jaxtrain embed`. An INDEX of `jaxtrain index` is embedded first, by --run, into MODEL's name with
+-embeddings behind it, which `fit` and `search` then read. Their own labels are taken, or those of a table with the columns
+file, start, end, label, and answer (yes, no, skip), as `jaxtrain index` reads them. A row that has a label is taken to have no
+other; --background adds rows that the table does not name as counter-examples.
 
     linear       logistic regression on standardised features
     prototypes   cosine with the mean direction of a class
@@ -28,8 +30,15 @@ METHODS = ("linear", "prototypes", "patches")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain fit", __doc__)
-    parser.add_argument("embeddings", metavar="EMBEDDINGS", nargs="+", help="folders of `jaxtrain embed`, all by one run")
+    parser.add_argument(
+        "embeddings", metavar="EMBEDDINGS", nargs="+", help="folders of `jaxtrain embed` by one run, or indexes"
+    )
     parser.add_argument("--out", required=True, type=pathlib.Path, metavar="MODEL", help="the file to write, .npz")
+    parser.add_argument("--run", default="", metavar="RUN", help="a run, step directory or export, to embed an INDEX by")
+    parser.add_argument("--ema", action="store_true", help="with --run: the average of the parameters")
+    parser.add_argument("--split", default="train", help="of an INDEX; default: train")
+    parser.add_argument("--audio-root", default="", metavar="FOLDER", help="of the recordings of an INDEX; default: its own")
+    parser.add_argument("--batch", type=arguments.positive, default=64, help="rows of an INDEX embedded together; default: 64")
     parser.add_argument("--labels", default="", metavar="TABLE", help="file, start, end, label, answer; default: their own")
     parser.add_argument("--background", type=int, default=0, metavar="N", help="rows that --labels does not name; default: 0")
     parser.add_argument("--method", default="linear", choices=METHODS, help="default: linear")
@@ -43,10 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.background < 0 or (args.background and not args.labels):
         parser.error("--background draws rows that --labels does not name; give it at least 0, and --labels")
 
-    from jaxtrain.inference import embeddings
+    from jaxtrain import config
+    from jaxtrain.checkpoint import read as stored
+    from jaxtrain.inference import embed, embeddings
     from loaders.base import DataError
 
-    return arguments.run(functools.partial(_fit, args), mistakes=(embeddings.EmbeddingsError, DataError))
+    mistakes = (embeddings.EmbeddingsError, DataError, embed.EmbedError, stored.StoredError, config.ConfigError)
+    return arguments.run(functools.partial(_fit, args), mistakes=mistakes)
 
 
 def _fit(args: argparse.Namespace) -> int:
@@ -56,7 +68,7 @@ def _fit(args: argparse.Namespace) -> int:
     from jaxtrain.inference import embeddings, examples, fit, heads
 
     cluster.use_compilation_cache()
-    folders = [embeddings.read(folder) for folder in args.embeddings]
+    folders = [embeddings.read(folder) for folder in _embedded(args)]
     if args.labels:
         given = examples.of_table(folders, args.labels, background=args.background, seed=args.seed)
     else:
@@ -86,3 +98,32 @@ def _fit(args: argparse.Namespace) -> int:
     mean = f", mean average precision {np.nanmean(fitted.precision):.3f}" if fitted.folds else ""
     print(f"{args.out}: {args.method}, {len(given.y)} rows, penalty {fitted.penalty:g}, {how}{mean}")
     return 0
+
+
+def _embedded(args: argparse.Namespace) -> list[pathlib.Path]:
+    """The folders of embeddings, of which those of indexes are made, or made to their end."""
+    from jaxtrain.inference import embed
+    from loaders import machine
+    from loaders.recordings import store
+
+    given = [pathlib.Path(each).expanduser() for each in args.embeddings]
+    indexes = [folder for folder in given if (folder / "index.json").is_file()]
+    if indexes and not args.run:
+        raise embed.EmbedError(f"{indexes[0]} is an index of recordings; name the run that embeds it: --run RUN")
+    if args.run and not indexes:
+        raise embed.EmbedError("--run is given, and none of the folders is an index of `jaxtrain index`")
+    if not indexes:
+        return given
+    machine.keep_freed_memory()
+    model = embed.load(args.run, ema=args.ema)
+    kinds = ["mean", "patches"] if args.method == "patches" else ["mean", "cls"]
+    place = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-embeddings")
+    made = {}
+    for number, index in enumerate(indexes):
+        has_labels = not args.labels and bool(store.read(index)["classes"])
+        changes = {"train": str(index), "test": "", "audio_root": args.audio_root, "views": 1}
+        data = embed.data_config(model, **changes, label="labels" if has_labels else "", multilabel=has_labels)
+        made[index] = place if len(indexes) == 1 else place.with_name(f"{place.name}-{number}")
+        done = embed.embed(model, data, made[index], split=args.split, kinds=kinds, batch=args.batch)
+        print(f"{made[index]}: {done['done']} rows of {index} embedded ({done['unreadable']} unreadable)")
+    return [made.get(folder, folder) for folder in given]

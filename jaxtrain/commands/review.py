@@ -8,7 +8,8 @@ TABLE is a folder of `jaxtrain detect`, a table of `jaxtrain search --out`, or a
 the address that is printed, in a browser on this machine (or through ssh -L): it holds a token, and nobody else can ask. Keys:
 y yes, n no, c another class, s skip, left and right, o the first open one, space plays. The answers have a line each: file,
 start, end, label, answer, asked, score. `jaxtrain fit --labels` reads them, and `jaxtrain index`. Rerun the same command to
-continue. Ctrl-C ends it.
+continue. Ctrl-C ends it. With --embeddings, of the same recordings by `jaxtrain embed`, the page shows the windows that sound
+most like the one at hand, and what was said of them.
 """
 
 import argparse
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("table", metavar="TABLE", help="a folder of `jaxtrain detect`, or a table")
     parser.add_argument("--root", default="", metavar="FOLDER", help="what recordings lie below; default: what holds all")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("answers.csv"), help="default: answers.csv")
+    parser.add_argument("--embeddings", nargs="+", default=[], metavar="EMB", help="show what sounds alike, by these folders")
     parser.add_argument("--order", default="uncertain", choices=ORDERS, help="what comes first; default: uncertain")
     parser.add_argument(
         "--class", dest="label", default="", metavar="NAME", help="of these alone; or what rows without one may be"
@@ -43,10 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _review(args: argparse.Namespace) -> int:
-    from jaxtrain.inference import review, review_server
+    from jaxtrain.inference import alike, embeddings, review, review_server
 
     items = review.read(args.table, root=args.root, order=args.order, label=args.label)
-    session = review.Session(items, args.out)
+    near = None
+    if args.embeddings:
+        near = alike.Alike([embeddings.read(each) for each in args.embeddings], [(i.path, i.start, i.end) for i in items])
+        if near.missing:
+            print(f"{near.missing} of {len(items)} windows are in no embeddings, and have no neighbours")
+    session = review.Session(items, args.out, near)
     try:
         server = review_server.Server(session, args.port)
     except OSError as error:

@@ -7,7 +7,8 @@
 
 EMBEDDINGS are folders of `jaxtrain embed`. QUERY is a recording (its centre), RECORDING@SECONDS (the window that begins there),
 or FOLDER@ROW (a row of another folder of embeddings). Recordings are embedded by --run. Of several queries the nearest counts.
-Every row is compared: answers are exact.
+Every row is compared: answers are exact. --approximate, for many millions of rows, makes an index once (of usearch: pip install
+'jaxtrain[search]'), which is kept in the user's cache; it may miss some.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from jaxtrain.commands import arguments
 
 COLUMNS = ("file", "start", "end", "clock", "score", "query", "embeddings", "row")
+MANY = 5_000_000  # rows beyond which an index is advised
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,11 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="", metavar="HEAD", help="a file of `jaxtrain fit`, instead of --like")
     parser.add_argument("--class", dest="label", default="", metavar="NAME", help="of --model; default: its only one")
     parser.add_argument("--kind", default="mean", choices=("mean", "cls"), help="features of --like; default: mean")
+    parser.add_argument("--approximate", action="store_true", help="by an index that is made once; for many millions of rows")
     parser.add_argument("--top", type=arguments.positive, default=20, help="how many; default: 20")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a CSV, too")
     args = parser.parse_args(argv)
     if bool(args.like) == bool(args.model):
         parser.error("expected --like QUERY or --model HEAD")
+    if args.approximate and args.model:
+        parser.error("--approximate belongs to --like; --model scores every row")
 
     from jaxtrain.checkpoint import read as stored
     from jaxtrain.inference import embed, embeddings, heads
@@ -72,7 +77,13 @@ def _search(args: argparse.Namespace) -> int:
                 continue
             encoder = encoder or search.Encoder(args.run or str(folders[0].about.get("model")), folders[0], args.kind)
             queries.append(encoder.clip(name, number))
-        hits = search.nearest(folders, np.stack(queries), kind=args.kind, top=args.top)
+        note = functools.partial(print, file=sys.stderr)
+        if args.approximate:
+            hits = search.nearest_by_index(folders, np.stack(queries), kind=args.kind, top=args.top, note=note)
+        else:
+            if (n := sum(folder.n for folder in folders)) > MANY:
+                note(f"{n} rows are compared one by one; --approximate asks an index, which is made once")
+            hits = search.nearest(folders, np.stack(queries), kind=args.kind, top=args.top)
     rows = []
     for hit in hits:
         place = places[hit.folder]

@@ -18,6 +18,7 @@ import numpy as np
 import soundfile
 
 from jaxtrain.inference import detect, embeddings
+from jaxtrain.inference.alike import Alike
 from loaders import _rust, files, spectrogram, whole
 from loaders.front_end import RATES, FrontEnd
 from loaders.recordings import tables
@@ -52,9 +53,13 @@ class Item(NamedTuple):
 class Session:
     """The windows of a table in the order in which they are shown, and the answers so far. Safe for several threads."""
 
-    def __init__(self, items: Sequence[Item], out: pathlib.Path):
-        """Reads earlier answers from ``out``. Raises ReviewError."""
-        self.items, self._out = items, out
+    def __init__(self, items: Sequence[Item], out: pathlib.Path, alike: Alike | None = None):
+        """Reads earlier answers from ``out``. Raises ReviewError.
+
+        Args:
+          alike: which windows sound alike; None: that is not shown.
+        """
+        self.items, self._out, self._alike = items, out, alike
         self._lock = threading.Lock()
         self._answers: dict[tuple[str, str, str, str], dict[str, str]] = {}
         self._at = {self._key(item): i for i, item in enumerate(items)}
@@ -93,6 +98,16 @@ class Session:
             "neighbours": [
                 {"number": i, "start": self.items[i].start, "label": self.items[i].label, "score": _number(self.items[i].score)}
                 for i in sorted(near, key=lambda i: self.items[i].start)
+            ],
+            "alike": [
+                {
+                    "number": i,
+                    "label": self.items[i].label,
+                    "cosine": round(cosine, 3),
+                    "answer": self._answers.get(self._key(self.items[i]), {}).get("answer", ""),
+                    "said": self._answers.get(self._key(self.items[i]), {}).get("label", ""),
+                }
+                for i, cosine in (self._alike.near(number, NEIGHBOURS) if self._alike else ())
             ],
         }
 

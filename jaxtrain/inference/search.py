@@ -1,9 +1,14 @@
-"""The rows of embeddings that are nearest to a query by cosine, or that a fitted head gives most: exact, in one pass."""
+"""The rows of embeddings that are nearest to a query by cosine, or that a fitted head gives most: exact, in one pass.
 
+Beyond some millions of rows, `nearest_by_index` asks an index of usearch, and computes the cosines of what it gives.
+"""
+
+import hashlib
 import heapq
+import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +18,7 @@ from jaxtrain.inference import embed, heads
 from jaxtrain.inference.embeddings import Embeddings, EmbeddingsError
 from jaxtrain.inference.heads import Head
 from jaxtrain.nn import vit
-from loaders import spectrogram
+from loaders import machine, spectrogram, whole
 from loaders.base import DataError
 
 CHUNK = 1 << 26  # [values] of embeddings that are looked at together
@@ -40,11 +45,68 @@ def nearest(folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, to
         best = cosine.argmax(1)
         return cosine[np.arange(len(x)), best], best
 
-    for each in folders:
-        if each.array(kind, 2).shape[1] != queries.shape[1]:
-            have = each.array(kind, 2).shape[1]
-            raise EmbeddingsError(f"{each.folder} has {have} features, and the query {queries.shape[1]}; search with one run's")
+    _refuse_width(folders, queries, kind)
     return _best(folders, kind, score, top)
+
+
+def nearest_by_index(
+    folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int, note: Callable[[str], None] = lambda text: None
+) -> list[Hit]:
+    """`nearest`, with the candidates of an index of usearch, which is made once for each folder: a few rows may be missed.
+
+    Raises EmbeddingsError: usearch is not installed, too.
+    """
+    _refuse_width(folders, queries, kind)
+    units, hits = _unit(queries), []
+    for number, each in enumerate(folders):
+        index = _index(each, kind, note)
+        count = min(max(2 * top, 64), len(index))
+        index.expansion_search = max(4 * count, 256)
+        rows = np.unique(np.concatenate([index.search(unit, count).keys for unit in units] or [np.zeros(0)])).astype(np.int64)
+        cosine = _unit(np.asarray(each.array(kind, 2)[rows], np.float32)) @ units.T
+        best = cosine.argmax(1)
+        hits += [Hit(float(cosine[i, q]), number, int(rows[i]), int(q)) for i, q in enumerate(best)]
+    return heapq.nsmallest(top, hits, key=lambda hit: (-hit.score, hit.folder, hit.row))
+
+
+def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
+    """The index over a folder's rows, made at its first use and kept in the user's cache.
+
+    It is never read out of the folder, which may come from anyone.
+    """
+    try:
+        from usearch.index import Index
+    except ImportError as error:
+        raise EmbeddingsError("--approximate needs usearch: pip install 'jaxtrain[search]'") from error
+    x, weight = folder.array(kind, 2), folder.array("weight", 1)
+    stats = [(name, (found := (folder.folder / f"{name}.npy").stat()).st_size, found.st_mtime_ns) for name in (kind, "weight")]
+    key = hashlib.sha256(f"{folder.folder.resolve()} {folder.encoder} {stats}".encode()).hexdigest()[:24]
+    place = machine.cache_folder("search", f"{key}.usearch")
+    if place.is_file() and (index := Index.restore(place, view=True)) is not None:
+        return index
+    index = Index(ndim=x.shape[1], metric="cos", dtype="f16")
+    step = max(1, CHUNK // x.shape[1])
+    for first in range(0, folder.n, step):
+        part, good = np.asarray(x[first : first + step], np.float32), np.asarray(weight[first : first + step]) > 0
+        rows = np.flatnonzero(good & np.isfinite(part).all(1))
+        if len(rows):
+            index.add(rows + first, part[rows], threads=machine.cores())
+        note(f"{folder.folder}: {min(first + step, folder.n)} of {folder.n} rows are in the index {place}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = place.with_name(f".{place.name}.{os.getpid()}")
+    with whole.naming(place):
+        try:
+            index.save(partial)
+            partial.replace(place)
+        finally:
+            partial.unlink(missing_ok=True)
+    return index
+
+
+def _refuse_width(folders: Sequence[Embeddings], queries: np.ndarray, kind: str) -> None:
+    for each in folders:
+        if (have := each.array(kind, 2).shape[1]) != queries.shape[1]:
+            raise EmbeddingsError(f"{each.folder} has {have} features, and the query {queries.shape[1]}; search with one run's")
 
 
 def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) -> list[Hit]:

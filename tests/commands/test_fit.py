@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 
 import corpus
 import numpy as np
@@ -94,6 +95,45 @@ def test_a_head_of_few_examples_detects_in_new_recordings(world, tmp_path, metho
         str(tmp_path / "head.npz"),
     ]
     assert cli.main(argv) == 2 and "was fitted on 64 features" in capsys.readouterr().err
+
+
+def test_a_head_of_an_index_is_that_of_its_embeddings(world, tmp_path, capsys):
+    """fit INDEX --run embeds its rows, each the part that was annotated; the embeddings stay, and are not made again."""
+    folder, run, truth = world
+    rows = [("file", "start", "end", "label"), *((f"old/{f}", a, b, what) for f, a, b, what in truth if what and int(f[0]) < 5)]
+    with open(tmp_path / "events.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    index = tmp_path / "index"
+    assert cli.main(["index", str(tmp_path / "events.csv"), "--audio", str(folder / "recordings"), "--out", str(index)]) == 0
+    argv = ["fit", str(index), "--run", str(run), "--batch", "8", "--method", "prototypes"]
+    assert cli.main([*argv, "--out", str(tmp_path / "head.npz")]) == 0
+    made = embeddings.read(tmp_path / "head-embeddings")
+    given = examples.own([made])
+    assert given.names == ("high", "low") and given.exclusive and len(given.y) == len(rows) - 1
+    places = made.places()
+    told = {(f"old/{f}", a): what for f, a, _, what in truth}
+    assert [told[each] for each in zip(places.paths, places.start, strict=True)] == [given.names[c] for c in given.y.argmax(1)]
+    # As the window of the same seconds was embedded with the whole recording.
+    windows = embeddings.read(folder / "emb")
+    where = {each: i for i, each in enumerate(zip(windows.places().paths, windows.places().start, strict=True))}
+    same = [where[path.removeprefix("old/"), start] for path, start in zip(places.paths, places.start, strict=True)]
+    np.testing.assert_allclose(made.array("mean", 2), windows.array("mean", 2)[same], atol=1e-4)
+    assert cli.main(["fit", str(made.folder), "--method", "prototypes", "--out", str(tmp_path / "again.npz")]) == 0
+    first, again = (heads.read(tmp_path / name) for name in ("head.npz", "again.npz"))
+    assert first.digest == again.digest and first.encoder == again.encoder == made.encoder
+    assert json.loads((made.folder / "embeddings.json").read_text())["samples_per_second"] > 0
+    assert cli.main([*argv, "--out", str(tmp_path / "head.npz")]) == 0
+    capsys.readouterr()
+    assert json.loads((made.folder / "embeddings.json").read_text())["samples_per_second"] == 0, "nothing was left to do"
+    for argv, text in (
+        ([str(index)], "is an index of recordings; name the run that embeds it: --run RUN"),
+        ([str(made.folder), "--run", str(run)], "none of the folders is an index"),
+        ([str(index), "--run", str(run), "--split", "valid"], "without the split 'valid'"),
+        ([str(index), "--run", str(tmp_path)], str(tmp_path)),
+    ):
+        assert cli.main(["fit", *argv, "--out", str(tmp_path / "x.npz")]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and text in told and told.count("\n") == 1, told
 
 
 def fake(folder, x, y, names, groups=None, **about):
@@ -238,6 +278,32 @@ def test_search_finds_what_sounds_alike(world, tmp_path, capsys):
         assert cli.main(["search", emb, *argv]) == 2
         told = capsys.readouterr().err
         assert told.startswith("error: ") and text in told and told.count("\n") == 1
+
+
+def test_an_approximate_search_finds_the_same_rows_or_says_what_it_needs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3000, 16))
+    emb = fake(tmp_path / "emb", x, np.eye(2)[rng.integers(0, 2, 3000)], ["a", "b"])
+    weight = np.ones(3000, "f4")
+    weight[7] = 0  # cannot be decoded: never found
+    np.save(emb / "weight.npy", weight)
+    argv = ["search", str(emb), "--like", f"{emb}@7", f"{emb}@9", "--top", "10", "--out"]
+    assert cli.main([*argv, str(tmp_path / "exact.csv")]) == 0
+    monkeypatch.setitem(sys.modules, "usearch", None)
+    monkeypatch.setitem(sys.modules, "usearch.index", None)
+    capsys.readouterr()
+    assert cli.main([*argv, str(tmp_path / "x.csv"), "--approximate"]) == 2
+    assert capsys.readouterr().err == "error: --approximate needs usearch: pip install 'jaxtrain[search]'\n"
+    monkeypatch.undo()
+    pytest.importorskip("usearch")
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    for name in ("first.csv", "second.csv"):  # made, and read again
+        assert cli.main([*argv, str(tmp_path / name), "--approximate"]) == 0
+    assert ("rows are in the index" in capsys.readouterr().err) and len(list((tmp_path / "cache" / "search").iterdir())) == 1
+    exact, first, second = (test_detect.table(tmp_path / f"{name}.csv") for name in ("exact", "first", "second"))
+    assert first == second and len({row["row"] for row in exact} & {row["row"] for row in first}) >= 9
+    assert first[0]["row"] == "9" and "7" not in {row["row"] for row in first}
 
 
 def test_answers_of_a_review_make_the_head_better(world, tmp_path):

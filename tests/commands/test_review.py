@@ -14,12 +14,14 @@ import urllib.parse
 import chromium
 import corpus
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import soundfile
 from PIL import Image
 
 from jaxtrain import cli
-from jaxtrain.inference import review, review_server
+from jaxtrain.inference import alike, embeddings, review, review_server
 
 RATE = 32_000
 KEYS = ("file", "start", "end", "label", "answer", "asked", "score")
@@ -140,6 +142,41 @@ def test_what_comes_first(table):
     first = review.read(str(table), root=root, order="diverse")[:4]
     assert len({(item.name, item.label) for item in first}) == 4
     assert {item.label for item in review.read(str(table), root=root, label="owl")} == {"owl"}
+
+
+def test_what_sounds_alike_is_shown_with_what_was_said_of_it(table, tmp_path, capsys):
+    """By the cosine of embeddings of the same recordings, cut into other windows; no part of the window itself."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(24, 8))
+    paths = [name for name in ("a/x.wav", "b/y.flac") for _ in range(12)]
+    start = [0.5 * i for i in range(12)] * 2
+    x[2 * 4] = x[12 + 2 * 1] + 0.01  # 4 s of x sound like 1 s of y
+    emb = tmp_path / "emb"
+    emb.mkdir()
+    np.save(emb / "mean.npy", x.astype("f4"))
+    np.save(emb / "weight.npy", np.ones(24, "f4"))
+    ends = [s + 0.5 for s in start]
+    rows = {"path": paths, "start": start, "end": ends, "clock": pa.array([None] * 24, pa.string())}
+    pq.write_table(pa.table(rows), emb / "rows.parquet")
+    about = {"done": 24, "rows": 24, "class_names": [], "multilabel": False, "encoder": "e"}
+    (emb / "embeddings.json").write_text(json.dumps({**about, "root": str(tmp_path / "recordings")}))
+    items = review.read(str(table), root=str(tmp_path / "recordings"))
+    windows = [(item.path, item.start, item.end) for item in items]
+    near = alike.Alike([embeddings.read(emb)], windows)
+    assert near.missing == 0
+    session = review.Session(items, tmp_path / "out.csv", near)
+    session.answer(4, "yes", "owl")
+    shown = session.about(6)["alike"]
+    assert (shown[0]["number"], shown[0]["answer"], shown[0]["said"]) == (4, "yes", "owl") and shown[0]["cosine"] > 0.99
+    unit = x[::2] / np.linalg.norm(x[::2], axis=1, keepdims=True)  # the first half second of each window
+    unit = np.concatenate([unit[:5], unit[6:11]])
+    expected = [int(i) for i in np.argsort(-(unit @ unit[6])) if i != 6][: review.NEIGHBOURS]
+    assert [each["number"] for each in shown] == expected
+    assert session.about(6)["neighbours"] and not review.Session(items, tmp_path / "out.csv").about(6)["alike"]
+    (emb / "embeddings.json").write_text(json.dumps({**about, "root": str(tmp_path)}))
+    argv = ["review", str(table), "--root", str(tmp_path / "recordings"), "--out", str(tmp_path / "out.csv")]
+    assert cli.main([*argv, "--embeddings", str(emb)]) == 2
+    assert "holds none of the windows; embed their recordings" in capsys.readouterr().err
 
 
 def test_a_hundred_thousand_windows(table, tmp_path):

@@ -145,6 +145,15 @@ ATTACKS = (
         most=60,
         named=("labels.csv",),
     ),
+    _attack(
+        "fit on an index",
+        "fit {input} --run {birds} --labels {annotated}/labels.csv --out {out}.npz --batch 2",
+        inputs.index,
+        inputs.birds,
+        inputs.annotated,
+        short=1,
+        most=60,
+    ),
     _attack("search embeddings", "search {input} --like {input}@0", inputs.whole_rows, short=4, most=100),
     _attack(
         "search by a head",

@@ -4,6 +4,8 @@ import json
 import os
 import pathlib
 import struct
+import subprocess
+import sys
 import tarfile
 
 import corpus
@@ -20,6 +22,7 @@ from loaders.base import Rows
 from loaders.recordings import headers
 from loaders.spectrogram import Config, facts, make_loader
 
+ROOT = pathlib.Path(__file__).parents[2]
 RATE = 16_000
 SPECIES = {"Parus major": "gretit1", "Turdus merula": "eurbla", "Erithacus rubecula": "eurrob1", "Apus apus": "comswi"}
 # recording, start, end, species, low, high; calls of different species overlap
@@ -175,6 +178,38 @@ def test_other_tables(recordings, tmp_path, capsys):
     assert [(r["audio"]["path"], r["end"], r["label"]) for r in rows(tmp_path / "out")] == [
         (n, s, None) for n, s in SECONDS.items()
     ]
+
+
+@pytest.mark.slow
+def test_datasets_reads_an_index(recordings, tmp_path, capsys):
+    """The library of Hugging Face: every row, with names of classes; and it would write the same features."""
+    datasets = pytest.importorskip("datasets")
+    index(*raven(tmp_path), "--audio", recordings, "--out", tmp_path / "out", capsys=capsys)
+    files = {"train": [str(path) for path in sorted((tmp_path / "out" / "data").glob("train-*.parquet"))]}
+    found = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert [{k: v for k, v in row.items() if k in rows(tmp_path / "out")[0]} for row in found] == rows(tmp_path / "out")
+    assert found.features["label"].names == sorted(SPECIES) == found.features["labels"].feature.names
+    found.to_parquet(str(tmp_path / "again.parquet"))
+    ours, theirs = (
+        datasets.Features.from_arrow_schema(pq.read_schema(path)) for path in (files["train"][0], tmp_path / "again.parquet")
+    )
+    assert ours == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["xcm", "xcl"])
+def test_the_large_recipes_train_on_an_index(recordings, tmp_path, capsys, name):
+    """At a small size: the rows, labels and recipe are those of the config."""
+    index(*raven(tmp_path), "--audio", recordings, "--out", tmp_path / "out", capsys=capsys)
+    small = "model.preset=None model.embed=32 model.depth=1 model.heads=2 model.dtype=float32 train.batch=8 train.accumulate=1"
+    small += " train.steps=3 train.eval_every=0 data.threads=1 data.test_share=0.0 optim.warmup=1 metrics.every=1"
+    given = [*small.split(), f"workdir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "jaxtrain.main", f"--config={name}:{tmp_path / 'out'}", *(f"--config.{x}" for x in given)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""})
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["split"] == "train"]
+    assert len(losses) == 3 and all(np.isfinite(losses))
 
 
 @pytest.mark.slow

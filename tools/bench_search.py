@@ -1,0 +1,75 @@
+"""What a search costs: python -m tools.bench_search [--rows=1000000] [--width=384] [--queries=10]
+
+Writes embeddings of windows that lie about as many calls as a hundredth of the rows, then asks `jaxtrain search` for the 20
+nearest of some rows: by comparing every row, and, where usearch is installed, by its index, which is made first. Prints wall
+and CPU time, and the share of the exact answers that the index finds.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.inference import embeddings, search
+
+CHUNK = 100_000  # rows that are made together
+
+
+def write(folder: pathlib.Path, rows: int, width: int) -> embeddings.Embeddings:
+    """A folder as `jaxtrain embed` makes it, without places."""
+    rng = np.random.default_rng(0)
+    calls = rng.standard_normal((max(1, rows // 100), width), np.float32)
+    x = np.lib.format.open_memmap(folder / "mean.npy", mode="w+", dtype=np.float32, shape=(rows, width))
+    for first in range(0, rows, CHUNK):
+        n = min(CHUNK, rows - first)
+        x[first : first + n] = calls[rng.integers(0, len(calls), n)] + 0.6 * rng.standard_normal((n, width), np.float32)
+    x.flush()
+    np.save(folder / "weight.npy", np.ones(rows, np.float32))
+    about = {"done": rows, "rows": rows, "class_names": [], "multilabel": False, "encoder": "none"}
+    (folder / "embeddings.json").write_text(json.dumps(about))
+    return embeddings.read(folder)
+
+
+def timed(what: str, action: Callable[[], Any]) -> Any:
+    """Calls ``action``, and prints what it took."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = action()
+    print(f"{what:32} {time.perf_counter() - wall:9.3f} s   {time.process_time() - cpu:9.3f} s of CPU", flush=True)
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--queries", type=int, default=10)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["JAXTRAIN_CACHE"] = temporary
+        folder = timed(f"{args.rows} × {args.width} are written", lambda: write(pathlib.Path(temporary), args.rows, args.width))
+        x = folder.array("mean", 2)
+        queries = [np.array(x[row : row + 1]) for row in np.random.default_rng(1).integers(0, args.rows, args.queries)]
+        exact = [
+            timed("every row", lambda query=query: search.nearest([folder], query, kind="mean", top=20)) for query in queries
+        ]
+        try:
+            timed("an index is made", lambda: search.nearest_by_index([folder], queries[0], kind="mean", top=20))
+        except embeddings.EmbeddingsError as error:
+            raise SystemExit(str(error)) from error
+        found = [
+            timed("the index", lambda query=query: search.nearest_by_index([folder], query, kind="mean", top=20))
+            for query in queries
+        ]
+        shares = [len({h.row for h in a} & {h.row for h in b}) / len(a) for a, b in zip(exact, found, strict=True)]
+        size = sum(path.stat().st_size for path in (pathlib.Path(temporary) / "search").iterdir())
+        print(f"the index has {size / 1e6:.0f} MB and finds {np.mean(shares):.1%} of the exact answers")
+
+
+if __name__ == "__main__":
+    main()
