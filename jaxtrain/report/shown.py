@@ -2,14 +2,15 @@
 
 import base64
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxtrain.report import records as records_lib
 from jaxtrain.report.markup import esc, identifier, slider, spread, title
 from jaxtrain.report.run import Run
 from loaders import files
 
-PICTURES = 1_100_000  # [bytes] of all pictures together
+PICTURES = 1_000_000  # [bytes] of all pictures together
+SAMPLES = 300_000  # [bytes] of all samples together, where one of each step is not more
 
 
 def pictures(runs: Sequence[Run], notes: list[str]) -> str:
@@ -52,6 +53,16 @@ def samples(run: Run, number: int, *, of: int) -> str:
     by_step = records_lib.samples(run.path / "samples.jsonl", steps=max(10 // of, 1), each=max(12 // of, 2))
     if not by_step:
         return ""
+    for each in (12, 6, 3, 1):  # so many of a step as there is room for
+        sets = _sets({step: rows[:each] for step, rows in by_step.items()})
+        if sum(map(len, sets)) <= SAMPLES // of:
+            break
+    which = f"samples-{number}"
+    return title(run.name, of > 1) + slider(which, len(sets), "samples") + f'<div id="{which}">{"".join(sets)}</div>'
+
+
+def _sets(by_step: Mapping[int, Sequence[Mapping[str, str]]]) -> list[str]:
+    """A table of the samples of each step."""
     sets = []
     for step, rows in by_step.items():
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -60,8 +71,7 @@ def samples(run: Run, number: int, *, of: int) -> str:
             "<tr>" + "".join(f'<td class="text">{esc(row.get(n, ""))}</td>' for n in names) + "</tr>" for row in rows
         )
         sets.append(f'<div class="scroll" data-name="step {step:,}"><table><tr>{head}</tr>{lines}</table></div>')
-    which = f"samples-{number}"
-    return title(run.name, of > 1) + slider(which, len(sets), "samples") + f'<div id="{which}">{"".join(sets)}</div>'
+    return sets
 
 
 def _images(run: Run, names: Sequence[str], kind: str, step: int) -> list[str]:
@@ -74,8 +84,6 @@ def _images(run: Run, names: Sequence[str], kind: str, step: int) -> list[str]:
         alt = f"{kind} {k + 1}" + (f" at step {step}" if step >= 0 else "")
         if content.startswith(b"\x89PNG") and len(content) > 24:
             width, height = struct.unpack(">II", content[16:24])  # of its header
-            strip = (
-                ' class="strip"' if width > 5 * height else ""
-            )  # boards or frames side by side, of which each wants to be seen
+            strip = ' class="strip"' if width > 5 * height else ""  # boards side by side, each of which is to be seen
             found.append(f'<img{strip} alt="{esc(alt)}" src="data:image/png;base64,{base64.b64encode(content).decode()}">')
     return found
