@@ -58,7 +58,9 @@ def slider(which: str, n: int, label: str) -> str:
 
 
 def spread(items: list, most: int) -> list:
-    """At most ``most`` of a list, evenly, the first and the last among them."""
+    """At most ``most`` of a list, evenly, the first and the last among them; of one, the last."""
     if len(items) <= most:
         return items
+    if most == 1:
+        return items[-1:]
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

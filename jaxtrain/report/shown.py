@@ -26,7 +26,7 @@ def pictures(runs: Sequence[Run], notes: list[str]) -> str:
             images: dict[int, list[str]] = {}
             for most in (12, 6, 3, 2, 1):  # so many steps of them as there is room for
                 for each in (8, 4, 2):
-                    chosen = spread(steps, most) if most > 1 else steps[-1:]
+                    chosen = spread(steps, most)
                     images = {step: _images(run, by_step[step][:each], kind, step) for step in chosen}
                     if sum(len(text) for row in images.values() for text in row) <= budget:
                         break
