@@ -201,7 +201,7 @@ def test_datasets_reads_an_index(recordings, tmp_path, capsys):
 def test_the_large_recipes_train_on_an_index(recordings, tmp_path, capsys, name):
     """At a small size: the rows, labels and recipe are those of the config."""
     index(*raven(tmp_path), "--audio", recordings, "--out", tmp_path / "out", capsys=capsys)
-    small = "model.preset=None model.embed=32 model.depth=1 model.heads=2 model.dtype=float32 train.batch=8 train.accumulate=1"
+    small = "model.embed=32 model.depth=1 model.heads=2 model.dtype=float32 train.batch=8 train.accumulate=1"
     small += " train.steps=3 train.eval_every=0 data.threads=1 data.test_share=0.0 optim.warmup=1 metrics.every=1"
     given = [*small.split(), f"workdir={tmp_path / 'run'}"]
     command = [sys.executable, "-m", "jaxtrain.main", f"--config={name}:{tmp_path / 'out'}", *(f"--config.{x}" for x in given)]
