@@ -38,7 +38,7 @@ def section(runs: Sequence[Run], records: Sequence[Records], charts: list[dict[s
     for i, run in enumerate(runs):
         if rates := _schedule(run):
             found.setdefault(("learning_rate", ""), []).append((i, "schedule", *rates))
-    most = max(min(MOST_POINTS, POINTS // max(sum(map(len, found.values())), 1)), 6)
+    most = max(min(MOST_POINTS, POINTS // max(sum(map(len, found.values())), 1)), 4)
     groups: dict[str, list[tuple[str, str]]] = {}
     tested = {place for place, curves in found.items() if any(split == "test" for _, split, _, _ in curves)}
     for place in sorted(found, key=lambda place: (place[0] != "loss", place[0] != "learning_rate", place[0])):
