@@ -56,6 +56,7 @@ COMMANDS = (
     Command("generate-audio", "answers", "answer prompts with sound, by an audio language model"),
     Command("embed", "look back", "embed any dataset with a trained encoder", caches=True),
     Command("probe", "look back", "measure how good embeddings are: linear probe, k-NN, few shot", caches=True),
+    Command("benchmark", "look back", "score a run as BirdSet, ESC-10 or ESC-50 does, from their files", caches=True),
     Command("doctor", "clusters", "look at host, devices, disk, network, software and data before a run"),
     Command("launch", "clusters", "submit a run or a sweep to SLURM, and watch it"),
     Command("completion", "shell", "print a script that completes commands, flags and configs in bash, zsh or fish"),

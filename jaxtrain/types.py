@@ -170,6 +170,20 @@ def _no_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     return {}
 
 
+class Hub(NamedTuple):
+    """What the card of an export says of a workload's model, in the Hugging Face Hub's words."""
+
+    library: str = "jaxtrain"  # that loads the folder
+    task: str = ""  # the Hub's pipeline_tag; empty = none of its tasks
+    metrics: tuple[str, ...] = ()  # of an evaluation, that say how good the model is, the first one most
+    example: str = ""  # how it is used, in the folder of the export; of a shell where it begins with "$ ", else Python
+
+
+def _on_the_hub(config: Mapping[str, Any]) -> Hub:
+    del config
+    return Hub()
+
+
 EXPORT_FILE = "jaxtrain.json"  # of an export: the run's config, and which name is which parameter
 
 
@@ -186,6 +200,8 @@ class Export(NamedTuple):
     shape: Callable[[Mapping[str, Any], str, tuple[int, ...]], tuple[int, ...]] = _same_shape
     # (config, dtype of the arrays) -> name -> content of further files; a config.json takes the place of the run's
     files: Callable[[Mapping[str, Any], str], dict[str, bytes]] = _no_files
+    # config -> what the card says of the model
+    hub: Callable[[Mapping[str, Any]], Hub] = _on_the_hub
     # [regex] paths in the carry that belong to the model (running statistics), and are exported under ``carry.…``; "" = none
     carry: str = ""
 

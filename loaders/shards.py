@@ -131,7 +131,7 @@ def _of_split(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
     if groups := _by_split(folder, split):
         return groups.get(split, [])
     if split not in ("train", "test") and not splits_of(folder):
-        return []  # of a folder that is not split, all of it is train or test, and nothing else
+        return _in_data(folder, split)  # of a folder that is not split, all of it is train or test, and nothing else
     return _shards(folder) or _in_data(folder, split)
 
 

@@ -175,6 +175,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (rf"trm_sudoku.*({PLAN})", Run(f"{PUZZLES} --config.train.batch=32 {GENERATED}", says="held by each device between steps")),
     # Training, at the sizes above.
     (r"xcm(\.py)?:.* --config\.warm_start", Run(BIRD)),
+    (
+        r"xcm(\.py)?:.*,path/to/Bird-MAE",
+        Run(f"{RUN} --config.model.dtype=float32 --config.data.threads=1 --config.workdir=runs/bird-mae"),
+    ),
     (r"(xcm|xcl)(\.py)?:", Run(BIRD)),
     (r"=(configs/)?xcm(\.py)?(\s|$)", Run(f"{BIRD} {SMALL_DATA}")),
     (r"esc10(\.py)?:", Run(f"{BIRD} --config.train.ema=0.9")),
@@ -206,6 +210,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     # Looking back.
     (r"^jaxtrain detect ", Run("--batch=8")),
     (r"^jaxtrain embed ", Run("--batch=8", says=r"[1-9]\d* recordings \(0 unreadable\)")),
+    (r"^jaxtrain benchmark birdset ", Run("--batch=8 --draws=20", says=r"BirdSet HSN, 12 segments(.*\n)+.*cmAP \d")),
+    (r"^jaxtrain benchmark esc10 ", Run("--batch=8 --draws=20", says=r"esc10, 400 clips(.*\n)+.*linear +accuracy \d")),
+    (r"^jaxtrain export \S+ --push", Why("it needs an account of the Hub; tests/commands/test_export.py pushes to a stand-in")),
+    (r"^jaxtrain export runs/xcm --timm", Run(leaves=("xcm-timm/model.safetensors", "xcm-timm/example.py"))),
     (r"^jaxtrain probe ", Run(says="(?i)linear probe|linear")),
     (r"^jaxtrain checkpoint diff ", Run(code=1, says=r"encoder/")),  # they differ, as it says
     (r"^jaxtrain checkpoint inspect ", Run(says=r"encoder/blocks/")),

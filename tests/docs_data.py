@@ -26,6 +26,7 @@ WORDS = "the wren sings at dawn and the owl hears it far away over wet fields of
 def make(folder: pathlib.Path) -> None:
     """Fills ``folder``, which may hold nothing of the names below."""
     birds(folder)
+    encoder(folder / "path" / "to" / "Bird-MAE-Base")
     recordings(folder)
     texts(folder)
     sounds(folder)
@@ -55,8 +56,28 @@ def birds(folder: pathlib.Path) -> None:
     corpus.save_to_disk(folder / "data" / "XCM", [table(20, "ebird_code"), table(20, "ebird_code")])
     for split, n in (("train", 24), ("test", 12), ("test_5s", 12)):
         corpus.save_to_disk(folder / "data" / "HSN" / split, [table(n, "ebird_code_multilabel", lists=True)])
-    corpus.save_to_disk(folder / "data" / "esc10" / "train", [table(80, "label") for _ in range(4)])
-    corpus.save_to_disk(folder / "data" / "esc10" / "test", [table(80, "label")])
+    folds = [table(80, "label").append_column("fold", pa.array([i + 1] * 80, pa.int64())) for i in range(5)]
+    corpus.save_to_disk(folder / "data" / "esc10" / "train", folds[:4])
+    corpus.save_to_disk(folder / "data" / "esc10" / "test", folds[4:])
+
+
+def encoder(folder: pathlib.Path) -> None:
+    """A vision transformer as Bird-MAE is published: its names and its image, in a width of 32 and one layer."""
+    import safetensors.numpy
+
+    d, rng = 32, np.random.default_rng(0)
+    shapes = {"cls_token": (1, 1, d), "pos_embed": (1, 257, d), "patch_embed.proj.weight": (d, 1, 16, 16)}
+    shapes |= {f"blocks.0.{name}.weight": shape for name, shape in (
+        ("attn.qkv", (3 * d, d)), ("attn.proj", (d, d)), ("mlp.fc1", (4 * d, d)), ("mlp.fc2", (d, 4 * d)),
+    )}  # fmt: skip
+    names = ("patch_embed.proj", *(name.removesuffix(".weight") for name in shapes if name.startswith("blocks")))
+    shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in names}
+    norms = ("blocks.0.norm1", "blocks.0.norm2", "norm", "fc_norm")
+    shapes |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
+    folder.mkdir(parents=True)
+    arrays = {name: 0.1 * rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"img_size_x": 512, "img_size_y": 128, "num_heads": 2}))
 
 
 def recordings(folder: pathlib.Path) -> None:

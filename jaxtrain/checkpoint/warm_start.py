@@ -30,7 +30,7 @@ import numpy as np
 from etils import epath
 
 from jaxtrain import specs
-from jaxtrain.checkpoint import checksums
+from jaxtrain.checkpoint import checksums, timm
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.read import Stored
 from jaxtrain.config import RESHAPE, WarmStart
@@ -90,6 +90,8 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
     try:
         if stored.is_safetensors(config.source):
             arrays = stored.open_safetensors(config.source)
+            if timm.is_one(arrays):
+                return timm.as_ours(arrays, config.source)
             # Only our own exports may have a carry next to the parameters.
             ours = (epath.Path(config.source).expanduser() / stored.EXPORT).exists()
             return {path: array for path, array in arrays.items() if not (ours and path.startswith(stored.CARRY))}
@@ -158,7 +160,7 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
             continue
         array = source[path]
         how = next((how for pattern, how in config.reshape.items() if tried.any("reshape", [pattern], path)), "")
-        if array.shape == tuple(shape):
+        if array.shape == tuple(shape) and not how.startswith("grid"):  # whose sizes may be as many patches
             how = ""
         elif not how:
             shapes = array.shape, tuple(shape)

@@ -1,15 +1,17 @@
 """Writes a checkpoint as safetensors for Hugging Face, or makes a checkpoint of safetensors.
 
     jaxtrain export RUN [--step N] [--ema] [--only REGEX] [--dtype bf16] [--shard-size 5GB] --out DIR
+    jaxtrain export DIR --push OWNER/NAME
     jaxtrain export --reverse DIR --out RUN
 
     jaxtrain export runs/xcm --ema --only '^encoder/' --out xcm-encoder
+    jaxtrain export runs/xcm --timm --license cc-by-4.0 --out xcm-timm
 
     DIR/
       model.safetensors, or model-00001-of-0000N.safetensors …   at most --shard-size each (a larger array has one to itself)
       model.safetensors.index.json      which file holds which name
       config.json                       the run's config as it was resolved, or what the workload writes
-      README.md                         model card: what was trained, its last metrics, its config
+      README.md                         model card: what was trained, how it is used, its last metrics, its config
       jaxtrain.json                     which name is which parameter; the step; the run's config: the way back for --reverse
       SHA256SUMS                        of all of these: sha256sum --check SHA256SUMS
 
@@ -17,6 +19,10 @@ One process on a CPU is enough, whatever mesh wrote the checkpoint. Two exports 
 whole or not at all. Of a run with adapters (config.lora) the merged weights are exported; `jaxtrain lora-to-peft` writes the
 adapters alone. They are merged with the run's config.warm_start.source; an address (gs://…) is read only if --base names it.
 --reverse makes a workdir with one step of weights, marked as such, to warm-start from.
+
+--timm writes a bird encoder and its supervised head under the names of timm's vision transformers, with a config.json of which
+`timm.create_model` makes one. --push uploads DIR to the Hugging Face Hub, by the account that `hf auth login` stored; what is
+there already is not sent again, so that the same command resumes an upload.
 """
 
 import argparse
@@ -35,17 +41,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain export", __doc__)
     arguments.add_run(parser, ema=True, nargs="?")
     parser.add_argument("--reverse", metavar="DIR", help="make a checkpoint of this folder of safetensors instead")
-    parser.add_argument("--out", required=True, help="the folder to make")
+    parser.add_argument("--out", help="the folder to make")
     parser.add_argument("--only", type=_regex, default="", metavar="REGEX", help="parameters whose path matches: ^encoder/")
     parser.add_argument("--dtype", choices=DTYPES, help="round floating-point arrays to this; default: as they are")
     parser.add_argument("--shard-size", type=_size, default="5GB", help="largest file; default: 5GB")
     parser.add_argument(
         "--base", default="", metavar="SOURCE", help="what a run with adapters began with; default: its own warm_start.source"
     )
+    parser.add_argument("--timm", action="store_true", help="under timm's names, for a bird encoder")
+    parser.add_argument("--license", default="", metavar="ID", help="of the weights, for the card: apache-2.0, cc-by-4.0, …")
+    parser.add_argument(
+        "--push", metavar="OWNER/NAME", help="upload it to the Hugging Face Hub; without --out RUN is DIR itself"
+    )
+    parser.add_argument("--private", action="store_true", help="with --push: a model that is new is seen by its owner alone")
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
     if (args.run is None) == (args.reverse is None):
         parser.error("give either RUN or --reverse DIR")
+    if not args.out and (args.reverse or not args.push):
+        parser.error("the following arguments are required: --out")
+    if args.push and args.reverse:
+        parser.error("--push uploads an export, and --reverse makes none; omit one of them")
+    if args.private and not args.push:
+        parser.error("--private belongs to --push")
 
     from jaxtrain.checkpoint import read as stored
     from jaxtrain.checkpoint import warm_start
@@ -54,9 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from jaxtrain.weights import safetensors
+    from jaxtrain.weights import push, safetensors
 
     began = time.perf_counter()
+    if not args.out:
+        print(push.push(args.run, args.push, private=args.private, tell=print))
+        return 0
     if args.reverse:
         line = safetensors.reverse(args.reverse, args.out)
     else:
@@ -69,10 +90,14 @@ def _export(args: argparse.Namespace) -> int:
             shard_size=args.shard_size,
             named=args.workload,
             base=args.base,
+            as_timm=args.timm,
+            license=args.license,
         )
         line = safetensors.export(args.run, args.out, **options)
     peak = machine.peak_memory()
     print(f"{line}; {time.perf_counter() - began:.1f} s, at most {peak / 1e6:.0f} MB of host memory")
+    if args.push:
+        print(push.push(args.out, args.push, private=args.private, tell=print))
     return 0
 
 

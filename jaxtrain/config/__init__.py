@@ -15,6 +15,7 @@ from jaxtrain.config.explain import explain, gloss
 from jaxtrain.config.schema import (
     AXIS_RULES,
     RESHAPE,
+    Card,
     Checkpoint,
     Config,
     Distributed,
@@ -38,6 +39,7 @@ __all__ = [
     "RESHAPE",
     "ArgumentError",
     "Arguments",
+    "Card",
     "Checkpoint",
     "Config",
     "ConfigError",

@@ -123,6 +123,8 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
             found += checks.under(f.name, section.problems())
     found += between_sections(config)
     found += on_this_machine(config)
+    if "model" in sections and config.warm_start.source:
+        found += checks.under("model", config.model.start_problems(config.warm_start))
     problems += without_defaults(found, unread)
     if len(sections) == 2:
         config = _take_facts(config, problems, unread, make_data=make_data)

@@ -48,6 +48,11 @@ class ModelSection(Section):
         del source
         return iter(())
 
+    def start_problems(self, rules: "WarmStart") -> Problems:
+        """Yields (field, text) where the weights that ``rules`` begin with are of a model that computes something else."""
+        del rules
+        return iter(())
+
     def data_notes(self, facts: Mapping[str, Any]) -> Problems:
         """Yields (field, text) for what is allowed and is hardly meant. Not asked where the weights come from elsewhere."""
         del facts
@@ -306,6 +311,21 @@ class Metrics(Section):
 
 
 @dataclass(frozen=True)
+class Card(Section):
+    """What the card of an export says that no run knows (`jaxtrain export`)."""
+
+    license: str = ""  # [id] of the weights, as the Hugging Face Hub names it: apache-2.0, cc-by-nc-4.0, …; empty = unsaid
+    datasets: tuple[str, ...] = ()  # [ids] of the data on the Hub, for example DBD-research-group/BirdSet
+
+    def problems(self) -> Problems:
+        if self.license and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", self.license):
+            yield "license", f"is {self.license[:80]!r}; expected an id such as apache-2.0, mit, cc-by-nc-4.0 or other"
+        for i, name in enumerate(self.datasets):
+            if not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name):
+                yield f"datasets[{i}]", f"is {name[:80]!r}; expected the id of a dataset, OWNER/NAME"
+
+
+@dataclass(frozen=True)
 class Guard(Section):
     """Steps that would do harm are skipped, identically on every process: nothing is updated; they are counted and logged."""
 
@@ -369,6 +389,7 @@ class Config(Section):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)  # [section]
     resume: Resume = field(default_factory=Resume)  # [section]
     metrics: Metrics = field(default_factory=Metrics)  # [section]
+    card: Card = field(default_factory=Card)  # [section]
     guard: Guard = field(default_factory=Guard)  # [section]
     preemption: Preemption = field(default_factory=Preemption)  # [section]
     distributed: Distributed = field(default_factory=Distributed)  # [section]

@@ -105,7 +105,7 @@ def head_of(model: embed.Model, names: Sequence[str] = ()) -> Head:
             "fit one with `jaxtrain fit`, and name it with --model"
         )
     n = int(arrays["b"].shape[0])
-    found = tuple(names) or tuple(c.class_names or ()) or _names_of_data(model)
+    found = tuple(names) or class_names(model)
     if len(found) != n:
         where = "--names lists" if names else "its data name" if found else "nothing names"
         raise HeadError(
@@ -113,6 +113,11 @@ def head_of(model: embed.Model, names: Sequence[str] = ()) -> Head:
         )
     pool = "cls" if c.pool == "cls" else "mean"
     return Head(kind, pool, "softmax" if softmax else "sigmoid", arrays, found, model.name)
+
+
+def class_names(model: embed.Model) -> tuple[str, ...]:
+    """The names of a run's classes: its own, or else what its data name them; empty where neither is there."""
+    return tuple(model.config.class_names or ()) or _names_of_data(model)
 
 
 def _names_of_data(model: embed.Model) -> tuple[str, ...]:
@@ -284,8 +289,10 @@ def compute_of(head: Head, chosen: Sequence[int]) -> embed.Compute:
     """What is computed of each window: the scores of these classes."""
     columns = None if list(chosen) == list(range(len(head.names))) else np.asarray(chosen, np.int32)
 
-    def compute(weights: PyTree, cls: jax.Array, patches: jax.Array, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        scores = heads.scores(head, weights, cls.mean(1), patches)
+    def compute(
+        weights: PyTree, pooled: Mapping[str, jax.Array], patches: jax.Array, batch: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        scores = heads.scores(head, weights, pooled, patches)
         return {"scores": scores if columns is None else scores[:, columns], "weight": batch["weight"]}
 
     return compute

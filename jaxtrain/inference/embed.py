@@ -83,7 +83,10 @@ class Model(NamedTuple):
 
     @property
     def digest(self) -> str:
+        c = self.config
         digest = hashlib.sha256()
+        if (c.mlp == "gelu_exact", c.eps, c.norm) != (False, vit.EPS, "tokens"):  # what else decides features, beside shapes
+            digest.update(repr((c.mlp, c.eps, c.norm)).encode())
         for path, x in zip(specs.paths(self.params), jax.tree.leaves(self.params), strict=True):
             digest.update(path.encode())
             digest.update(np.ascontiguousarray(x).tobytes())
@@ -201,8 +204,8 @@ class Setup(NamedTuple):
         return feed.Feed(self.loader, self.abstract, self.rows, depth=AHEAD)
 
 
-# Weights of its own, CLS tokens [B × views, L, D] and patches [B × views, N, D], a batch -> what is written.
-Compute = Callable[[PyTree, jax.Array, jax.Array, Mapping[str, jax.Array]], dict[str, jax.Array]]
+# Weights of its own, features "mean" and "cls" [B × views, D], patches [B × views, N, D], a batch -> what is written.
+Compute = Callable[[PyTree, Mapping[str, jax.Array], jax.Array, Mapping[str, jax.Array]], dict[str, jax.Array]]
 
 
 def set_up(
@@ -401,22 +404,24 @@ def _program(model: Model, layout: Layout, compute: Compute) -> Any:
         params, own = weights
         x = batch["spectrogram"].astype(jnp.float32).reshape(-1, c.n_frames, c.n_mels)
         cls, patches = vit.encode(c, params, x, layout.shard)
-        return compute(own, cls, patches, batch)
+        pooled = {name: vit.pooled(c, params, tokens) for name, tokens in (("mean", patches), ("cls", cls))}
+        return compute(own, pooled, patches, batch)
 
     return jax.jit(run)
 
 
 def _features(c: bird.Config, kinds: Sequence[str], views: int) -> Compute:
-    def compute(head: PyTree, cls: jax.Array, patches: jax.Array, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def compute(
+        head: PyTree, pooled: Mapping[str, jax.Array], patches: jax.Array, batch: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
         def rows(z: jax.Array) -> jax.Array:
             return z.reshape(-1, views, *z.shape[1:])
 
-        pooled = {"mean": rows(patches.mean(1)).mean(1), "cls": rows(cls.mean(1)).mean(1)}
-        outputs = {name: pooled[name] for name in kinds if name in pooled}
+        outputs = {name: rows(pooled[name]).mean(1) for name in kinds if name in pooled}
         if "patches" in kinds:
             outputs["patches"] = rows(patches).astype(jnp.float16)
         if head:
-            features = cls.mean(1) if c.pool == "cls" else patches.mean(1)
+            features = pooled["cls" if c.pool == "cls" else "mean"]
             outputs["scores"] = rows(features @ head["w"] + head["b"][None]).mean(1)
         for name in ("label", "labels", "index", "weight"):
             if name in batch:

@@ -79,10 +79,9 @@ def unit(x: Array) -> Array:
     return x / jnp.maximum(jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)), 1e-9)
 
 
-def scores(head: Head, arrays: Mapping[str, Array], cls_bd: Array, patches_bnd: Array) -> Array:
-    """Scores in [0, 1], [B, C]."""
-    pooled = cls_bd if head.pool == "cls" else patches_bnd.mean(1)
-    z = logits(head.kind, arrays, pooled, patches_bnd)
+def scores(head: Head, arrays: Mapping[str, Array], pooled: Mapping[str, Array], patches_bnd: Array) -> Array:
+    """Scores in [0, 1], [B, C]. ``pooled``: the features "mean" and "cls", [B, D] each."""
+    z = logits(head.kind, arrays, pooled[head.pool], patches_bnd)
     return jax.nn.softmax(z) if head.scores == "softmax" else jax.nn.sigmoid(z)
 
 

@@ -18,6 +18,7 @@ from jaxtrain.inference import embed, heads
 from jaxtrain.inference.embeddings import Embeddings, EmbeddingsError
 from jaxtrain.inference.heads import Head
 from jaxtrain.nn import vit
+from jaxtrain.types import PyTree
 from loaders import machine, spectrogram, whole
 from loaders.base import DataError
 
@@ -204,5 +205,10 @@ class Encoder:
             raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
         c, data = self._model.config, self._data
         x = spectrogram.front_end(wave, rate, clip_seconds=data.clip_seconds, n_frames=data.n_frames, of=data)
-        setup = jax.jit(lambda params, x: vit.encode(c, params, x))(self._model.params, x[None])
-        return np.asarray(setup.patches.mean(1) if self._kind == "mean" else setup.cls.mean(1))[0]
+
+        @jax.jit
+        def features(params: PyTree, x: jax.Array) -> jax.Array:
+            tokens = vit.encode(c, params, x)
+            return vit.pooled(c, params, tokens.patches if self._kind == "mean" else tokens.cls)
+
+        return np.asarray(features(self._model.params, x[None]))[0]

@@ -28,16 +28,17 @@ from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Axes, Initializer, Key, PyTree, Shard, Spec
 from loaders import checks
 
-EPS = 1e-5  # of the layer norms
+EPS = 1e-5  # of the layer norms, where no config says otherwise
 DTYPES = ("float32", "bfloat16")
 POSITIONS = ("learned", "rope")
-MLPS = ("gelu", "swiglu")
+MLPS = ("gelu", "gelu_exact", "swiglu")
+NORMS = ("tokens", "pooled")
 SAVED = ("attention", "mlp")  # activations that remat may keep
 EXPORTED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 EXACT = jax.lax.Precision.HIGHEST
 
 # name -> embed, depth, heads (Touvron et al. 2021; Dosovitskiy et al. 2021)
-PRESETS = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16)}
+PRESETS = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "h": (1280, 32, 16)}
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ class Config(checks.Section):
     n_frames: int = 512  # [frames] of a spectrogram, 10 ms each
     n_mels: int = 128  # [bands] of a spectrogram
     patch: tuple[int, int] = (16, 16)  # [frames, bands] of a patch; 8 × 32 and 4 × 64 are as many values, finer in time
-    preset: str = "s"  # [name] ti, s, b or l: what embed, depth and heads are where they are 0
+    preset: str = "s"  # [name] ti, s, b, l or h: what embed, depth and heads are where they are 0
     embed: int = 0  # [values] width of a token; 0 = the preset's
     depth: int = 0  # [layers] of the encoder; 0 = the preset's
     heads: int = 0  # [heads] of the attention; 0 = the preset's
     mlp_ratio: int = 4  # [1] inner width of the MLP, over embed
-    mlp: str = "gelu"  # [name] gelu, or swiglu: gated, without biases, two thirds as wide
+    mlp: str = "gelu"  # [name] gelu (by tanh), gelu_exact (by erf, as timm has it), or swiglu: gated, no biases, 2/3 as wide
+    eps: float = EPS  # [1] added to the variance in the layer norms; timm has 1e-6
+    norm: str = "tokens"  # [name] the last layer norm is of all tokens, or as in Bird-MAE of the pooled features alone
     n_cls: int = 1  # [tokens] CLS tokens; their mean is what "cls" reads
     n_registers: int = 0  # [tokens] that nothing reads
     positions: str = "learned"  # [name] learned, or rope: rotary along time and mel
@@ -76,6 +79,8 @@ class Config(checks.Section):
         yield from checks.choice(self, DTYPES, "dtype")
         yield from checks.choice(self, POSITIONS, "positions")
         yield from checks.choice(self, MLPS, "mlp")
+        yield from checks.choice(self, NORMS, "norm")
+        yield from checks.positive(self, "eps")
         for size, part, axis in zip((self.n_frames, self.n_mels), self.patch, ("n_frames", "n_mels"), strict=True):
             if part < 1 or size % part:
                 yield "patch", f"is {self.patch}, which does not divide {axis}={size}"
@@ -111,7 +116,7 @@ class Config(checks.Section):
         gated = self.mlp == "swiglu"
         return Stack(
             self.embed, self.depth, self.heads, int(2 / 3 * hidden) if gated else hidden, gated, self.qk_norm, self.layer_scale,
-            self.dtype, self.remat, self.unroll,
+            self.dtype, self.remat, self.unroll, self.mlp == "gelu_exact", self.eps,
         )  # fmt: skip
 
 
@@ -134,10 +139,12 @@ class Stack(NamedTuple):
     dtype: str = "float32"
     remat: str = "none"
     unroll: int = 1
+    exact: bool = False  # GELU by the error function, not by tanh
+    eps: float = EPS
 
 
 class Encoded(NamedTuple):
-    """float32, after the last layer norm."""
+    """float32, after the last layer norm where it is of the tokens."""
 
     cls: Array  # [B, n_cls, D]
     patches: Array  # [B, N, D], or of the visible ones [B, V, D]
@@ -308,8 +315,20 @@ def encode(
         x_btd = jnp.concatenate(tokens, axis=1)
     turns = axial_rope(c, visible_bvn) if c.positions == "rope" else None
     x_btd = run_stack(c.stack, params["blocks"], x_btd, shard, turns=turns, keep_l2b=keep_l2b)
-    x_btd = layer_norm(x_btd.astype(jnp.float32), params["scale"], params["bias"], EPS)
+    x_btd = x_btd.astype(jnp.float32)
+    if c.norm == "tokens":
+        x_btd = layer_norm(x_btd, params["scale"], params["bias"], c.eps)
     return Encoded(x_btd[:, : c.n_cls], x_btd[:, c.n_cls : x_btd.shape[1] - c.n_registers])
+
+
+def pooled(c: Config, params: PyTree, x_bnd: Array) -> Array:
+    """The features [B, D] of some tokens of an `Encoded`, its CLS tokens or its patches: their mean.
+
+    Args:
+      params: the encoder's.
+    """
+    x_bd = x_bnd.mean(1)
+    return x_bd if c.norm == "tokens" else layer_norm(x_bd, params["scale"], params["bias"], c.eps)
 
 
 def run_stack(
@@ -334,13 +353,13 @@ def run_stack(
 
     @cheap
     def project(x_btd: Array, scale: Array, bias: Array, *matrices: Array) -> list[Array]:
-        y_btd = layer_norm(x_btd, scale, bias, EPS)
+        y_btd = layer_norm(x_btd, scale, bias, s.eps)
         return [product(("btd,dm->btm", "btd,dchk->btchk")[len(m.shape) > 2], y_btd, m, shard) for m in matrices]
 
     @cheap
     def place(z_bthk: Array, scale: Array | None, bias: Array | None, turns: tuple[Array, Array] | None) -> Array:
         if scale is not None:
-            z_bthk = layer_norm(z_bthk, scale, bias, EPS)
+            z_bthk = layer_norm(z_bthk, scale, bias, s.eps)
         return z_bthk if turns is None else rotate(z_bthk, turns)
 
     @cheap
@@ -348,7 +367,7 @@ def run_stack(
         if gate_btm is not None:
             y_btm = shard(jax.nn.silu(gate_btm) * y_btm, "batch", "seq", "mlp")
         else:
-            y_btm = jax.nn.gelu(y_btm)
+            y_btm = jax.nn.gelu(y_btm, approximate=not s.exact)
         return product("btm,md->btd", y_btm, w_down, shard)
 
     def layer(x_btd: Array, xs: tuple[PyTree, Array | None]) -> tuple[Array, None]:

@@ -25,22 +25,20 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain import config as config_lib
-from jaxtrain import glossary, lora
+from jaxtrain import lora
 from jaxtrain import specs as spec_lib
-from jaxtrain.checkpoint import checksums, warm_start
+from jaxtrain.checkpoint import checksums, timm, warm_start
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.read import Stored, StoredError
 from jaxtrain.types import Export
+from jaxtrain.weights import card, steps, workload
 from jaxtrain.weights import source as source_lib
-from jaxtrain.weights import steps, workload
 from jaxtrain.weights.source import SUMS, Source
-from loaders import files as files_lib
+from jaxtrain.workloads import bird
 from loaders import whole
 
 SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
-CARD = ("test", "train", "data", "save")  # splits in the order of the card: how good the model is comes first
 PATTERNS = 60.0  # [s] that the patterns of a run's config may take; 10,000 parameters with 100 patterns take 1 s
-MOST_METRICS = 1 << 30  # [bytes] of metrics.jsonl
 CODES = {dtype: code for code, dtype in stored.DTYPES.items()}
 
 
@@ -68,10 +66,14 @@ def export(
     shard_size: int = 5 * 10**9,
     named: str = "",
     base: str = "",
+    as_timm: bool = False,
+    license: str = "",
 ) -> str:
     """Writes the folder ``out``, whole or not at all. Returns a line about it.
 
     Args:
+      as_timm: of a bird encoder: under timm's names, with its supervised head.
+      license: of the weights, for the card, in place of the run's config.card.license.
       named: the module of the run's workload, where it is none of this package (`jaxtrain.weights.workload`).
       base: what the run began with, in place of its config.warm_start.source.
 
@@ -99,6 +101,19 @@ def export(
             source_lib.refuse_address((config.get("warm_start") or {}).get("source"), "warm_start.source", "--base")
         arrays = _merged(arrays, based, named)
 
+    if as_timm:
+        if config.get("workload") != bird.__name__:
+            raise StoredError(
+                f"{source.path} is a run of {config.get('workload')!r}, and timm has transformers of {bird.__name__}"
+            )
+        try:
+            arrays, contract = timm.as_timm(arrays, workload.model_of(config)), bird.timm.EXPORT
+        except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+            if isinstance(error, StoredError):
+                raise
+            raise StoredError(f"{source.path}: its config does not describe its workload: {_reason(error)}") from error
+    if license:
+        config["card"] = {**(config.get("card") or {}), "license": license}
     chosen = {path: one for path, one in arrays.items() if re.search(only, path)}
     if not chosen:
         raise StoredError(f"--only={only} matches none of {', '.join(arrays)}")
@@ -133,6 +148,7 @@ def export(
             kinds[entry.dtype.name] += entry.n_bytes
         try:
             further = contract.files(based, kinds.most_common(1)[0][0])
+            hub = contract.hub(config)
         except Exception as error:  # noqa: BLE001  whatever a config that is none makes of it
             raise StoredError(f"{source.path}: its config does not describe its workload: {_reason(error)}") from error
         # transformers reads a folder with a config.json of its own, and only arrays that are marked as PyTorch's.
@@ -149,7 +165,9 @@ def export(
             stored.INDEX: _json({"metadata": {"total_size": total}, "weight_map": where}),
             "config.json": _json(config),
             stored.EXPORT: _json(export),
-            "README.md": _card(step, group, flat, config, meta, _last_metrics(source, step)),
+            "README.md": card.text(
+                card.Model(_name(config), step, group, flat, config, meta, hub), card.last_metrics(source, step)
+            ),
         }
         for name, content in {**{name: text.encode() for name, text in texts.items()}, **further}.items():
             (partial / name).write_bytes(content)
@@ -264,6 +282,11 @@ def _within(seconds: float, what: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _name(config: Mapping[str, Any]) -> str:
+    """What a run is called: its workdir, or else its workload."""
+    return pathlib.PurePath(str(config.get("workdir") or "")).name or str(config.get("workload") or "model").split(".")[-1]
+
+
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
@@ -356,84 +379,6 @@ def header(entries: Sequence[Entry], framework: str) -> bytes:
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format's own padding: data begin at a multiple of eight
     return len(text).to_bytes(8, "little") + text
-
-
-def _last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
-    """split -> the last record of metrics.jsonl up to ``step``."""
-    run = source.path.parent.parent
-    records: dict[str, dict[str, Any]] = {}
-    if step is None or not (run / "metrics.jsonl").exists():
-        return records
-    try:
-        lines = files_lib.read_text(stored.inside(run, "metrics.jsonl"), most=MOST_METRICS).splitlines()
-    except (files_lib.FileError, StoredError) as error:
-        print(f"{error}: the card has no metrics")
-        return records
-    for line in lines:
-        try:
-            record = files_lib.parse(line, "")
-        except files_lib.FileError:  # cut short by a kill, or damaged
-            continue
-        at, split = record.get("step"), record.get("split")
-        if isinstance(at, int) and at <= step and isinstance(split, str):
-            records[split] = record
-    return records
-
-
-def _card(
-    step: int | None,
-    group: str,
-    entries: Sequence[Entry],
-    config: Mapping[str, Any],
-    meta: Mapping[str, Any],
-    metrics: Mapping[str, Mapping[str, Any]],
-) -> str:
-    kinds = sorted({e.dtype.name for e in entries})
-    numbers = sum(math.prod(e.shape) for e in entries)
-    what = "the average of the parameters" if group == "ema" else "the parameters"
-    known = [split for split in CARD if split in metrics]
-    workload = config.get("workload", "")
-    rows = [
-        f"| {split} | {name} | {value} | {glossary.meaning(name, workload=workload, split=split)} |"
-        for split in (*known, *sorted(metrics.keys() - set(CARD)))
-        for name, value in sorted(metrics[split].items())
-        if name not in ("split", "step") and isinstance(value, int | float | None)
-    ]
-    at = ", ".join(f"{split} at step {metrics[split].get('step')}" for split in known)
-    versions = ", ".join(f"{k} {v}" for k, v in sorted(meta.get("versions", {}).items()))
-    return "\n".join(
-        [
-            "---",
-            "library_name: jaxtrain",
-            "tags: [jax]",
-            "---",
-            "",
-            f"# {config.get('workload', 'model').split('.')[-1]}, step {step}",
-            "",
-            f"{numbers:,} numbers in {len(entries)} arrays ({', '.join(kinds)}): {what} at step {step}.",
-            f"Trained with {versions or 'versions that were not recorded'}.",
-            "",
-            "## Last metrics",
-            "",
-            *(
-                [f"The newest of each split: {at}.", "", "| split | metric | value | meaning |", "|---|---|---|---|", *rows]
-                if rows
-                else ["None were found next to the checkpoint."]
-            ),
-            "",
-            "## Config",
-            "",
-            "```json",
-            json.dumps(config, indent=2, sort_keys=True),
-            "```",
-            "",
-            "## Files",
-            "",
-            "`sha256sum --check SHA256SUMS` checks them. To warm-start a run from them, set `config.warm_start.source` to",
-            "this folder; `jaxtrain export --reverse` makes a checkpoint of it.",
-            "",
-        ]
-    )
 
 
 def _json(tree: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from jaxtrain.checkpoint import checksums
+from jaxtrain.checkpoint import checksums, timm
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.read import Stored, StoredError
 from loaders import files
@@ -44,6 +44,9 @@ class Source(NamedTuple):
         if not self.is_export:
             return stored.open_step(self.path)
         origin, stored_arrays = self._json(stored.EXPORT), stored.open_safetensors(self.path)
+        if timm.is_one(stored_arrays):
+            stored_arrays = timm.as_ours(stored_arrays, self.path)
+            stored_arrays = timm.with_head(stored_arrays) if origin else stored_arrays
         number = _step_number(origin.get("step") or 0, self.path / stored.EXPORT)
         step = np.array(number, np.int32)  # a folder from elsewhere does not count steps
         arrays = {"step": Stored((), step.dtype, lambda index: step, ("step",), ())}
@@ -69,9 +72,14 @@ class Source(NamedTuple):
     def meta(self) -> dict[str, Any]:
         """What was noted of the run: its config, versions and parameter table. Raises StoredError when that is damaged."""
         if self.is_export:
+            from jaxtrain.workloads.bird import timm as bird_timm  # here: most sources are looked into without a model
+
             origin = self._json(stored.EXPORT)
             meta = origin.get("meta", {})
-            meta = {**meta, "config": origin.get("config") or self._json("config.json")} if isinstance(meta, dict) else meta
+            config = origin.get("config") or (
+                bird_timm.run_config(self.path) if bird_timm.is_foreign(self.path) else self._json("config.json")
+            )
+            meta = {**meta, "config": config} if isinstance(meta, dict) else meta
         else:
             meta = stored.read_json(self.path, "meta") or {}
         for name in ("config", "versions"):
@@ -96,7 +104,7 @@ class Source(NamedTuple):
     def config(self, workload: str = "") -> dict[str, Any]:
         """The run's config. Raises StoredError unless it is a run of the module ``workload``."""
         config = self.meta().get("config") or {}
-        for name in ("model", "data", "warm_start", "lora"):
+        for name in ("model", "data", "warm_start", "lora", "card"):
             if not isinstance(config.get(name) or {}, dict):
                 raise StoredError(f"{self.path}: its config.{name} is {str(config[name])[:80]!r}; expected a section")
         if not isinstance(config.get("workload") or "", str):

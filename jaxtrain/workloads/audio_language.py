@@ -46,7 +46,7 @@ from jaxtrain.nn import remat, sampling, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, decoder_fields, folded, own_export
 from jaxtrain.nn.layers import Rope, lookup, rope_angles
-from jaxtrain.types import OF_DATA, Array, Batch, Export, Key, LossOut, Mean, OfData, PyTree, Shard, Spec, Task, Variables
+from jaxtrain.types import OF_DATA, Array, Batch, Export, Hub, Key, LossOut, Mean, OfData, PyTree, Shard, Spec, Task, Variables
 from loaders import checks, files
 
 Net = Callable[[Array], Array]  # [B, U, D] -> [B, U, D]
@@ -558,6 +558,7 @@ _LAYER = {
     "audio_attention/scale_after": "audio_post_audio_attn_layer_norm.weight",
 }
 _ELSEWHERE = ("audio_tower", "audio_encoder_proj")  # an encoder of waveforms, which this model does without
+_CONFIG = ("text_config or text", "audio_num_codebooks", "audio_codebook_size")  # of config.json
 _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
@@ -587,7 +588,14 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     return found
 
 
-EXPORT = Export(export_names, export_shape, export_files)
+def export_hub(config: Mapping[str, Any]) -> Hub:
+    """What the card says."""
+    del config
+    metrics = ("text", "audio", "text_accuracy", "audio_accuracy_0")
+    return Hub("jaxtrain", "text-to-audio", metrics, "$ jaxtrain generate-audio . 'a dog' --out played")
+
+
+EXPORT = Export(export_names, export_shape, export_files, export_hub)
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -600,6 +608,9 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
     path = pathlib.Path(folder).expanduser() / "config.json"
     try:
         h = files.read_json(path)
+        if missing := [name for name in _CONFIG if not any(key in h for key in name.split(" or "))]:
+            remedy = "name a folder of Higgs Audio v2, or one of `jaxtrain export` with its jaxtrain.json"
+            raise HuggingFaceError(f"{path} has no {', no '.join(missing)}; {remedy}")
         text = h.get("text_config") or h["text"]
         codebooks, size = h["audio_num_codebooks"], h["audio_codebook_size"]
         own = {"head_dim": h["head_dim"]} if "head_dim" in h else {}

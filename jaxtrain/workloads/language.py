@@ -37,6 +37,7 @@ from jaxtrain.types import (
     Array,
     Batch,
     Export,
+    Hub,
     Key,
     LossOut,
     Mean,
@@ -445,7 +446,21 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     return {"config.json": (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode(), **found}
 
 
-EXPORT = Export(export_names, export_shape, export_files)
+_EXAMPLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+ids = model.generate(**tokenizer("One morning", return_tensors="pt"), max_new_tokens=32)
+print(tokenizer.decode(ids[0]))"""
+
+
+def export_hub(config: Mapping[str, Any]) -> Hub:
+    """What the card says: transformers loads the architectures that it has."""
+    metrics = ("perplexity", "bits_per_byte", "accuracy", "cross_entropy")
+    if _family(config["model"]) is None:
+        return Hub("jaxtrain", "text-generation", metrics, "$ jaxtrain generate . 'One morning' --tokens 32")
+    return Hub("transformers", "text-generation", metrics, _EXAMPLE)
+
+
+EXPORT = Export(export_names, export_shape, export_files, export_hub)
 
 
 def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, least_context: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Checkpoints to safetensors and back: every bit, every name, little memory, from whatever wrote them."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -7,7 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import types
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -166,6 +169,68 @@ def test_the_model_card_and_the_config(saved, tmp_path):
     assert card.index("| test | loss |") < card.index("| train | loss |"), "how good the model is comes first"
     assert "0.9" not in card, f"the last of {records.read_text()}"
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == runs.config(depth=3)
+
+
+class Hub:
+    """A stand-in for huggingface_hub.HfApi: files as bytes, and a line that may break."""
+
+    def __init__(self, breaks_after: int = 1000):
+        self.files, self.sent, self.left = {}, [], breaks_after
+
+    def create_repo(self, name, *, private, repo_type, exist_ok):
+        assert repo_type == "model" and exist_ok
+        self.private = private
+        return types.SimpleNamespace(repo_id=f"me/{name}")
+
+    def list_repo_tree(self, name, *, recursive):
+        for path, content in self.files.items():
+            large = types.SimpleNamespace(sha256=hashlib.sha256(content).hexdigest()) if path.endswith(".safetensors") else None
+            blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            yield types.SimpleNamespace(path=path, size=len(content), blob_id=blob, lfs=large)
+
+    def upload_file(self, *, path_or_fileobj, path_in_repo, repo_id, commit_message):
+        if not self.left:
+            raise ConnectionError("the line broke")
+        self.left -= 1
+        self.sent.append(path_in_repo)
+        self.files[path_in_repo] = pathlib.Path(path_or_fileobj).read_bytes()
+
+
+def test_an_upload_is_resumed_and_sends_what_was_exported_alone(saved, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    assert call(saved, "--license", "cc-by-4.0", "--shard-size", "60kB", "--out", out) == 0
+    made = content(out)
+    (out / "mine").write_text("not exported")
+    hub = Hub(breaks_after=2)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: hub)
+    assert call(out, "--push", "birds", "--private") == 2
+    assert "birds could not be uploaded: the line broke; rerun the same command to resume" in capsys.readouterr().err
+    assert hub.private and len(hub.files) == 2 and all(name.endswith(".safetensors") for name in hub.files), "weights first"
+    before, hub.left = list(hub.sent), 1000
+    assert call(out, "--push", "birds") == 0
+    assert f"me/birds: {len(made) - 2} of {len(made)} files sent, 2 were there already" in capsys.readouterr().out
+    assert hub.files == made and hub.sent[-1] == "README.md" and len(hub.sent) == len(set(hub.sent)) == len(made)
+    assert before == hub.sent[:2]
+    assert call(out, "--push", "birds") == 0 and len(hub.sent) == len(made), "all of it is there"
+    (out / "config.json").write_text("{}")
+    assert call(out, "--push", "birds") == 2 and "config.json differs" in capsys.readouterr().err
+
+
+def test_the_cards_metadata_are_what_the_hub_reads(saved, tmp_path):
+    """By the Hub's own parser: license, library, and the last evaluation."""
+    run = {**runs.config(depth=3), "card": {"license": "mit", "datasets": ["me/birds"]}}
+    runs.save(tmp_path / "run", 10, runs.state(0, 10), run=run)
+    assert call(tmp_path / "run", "--out", tmp_path / "out") == 0
+    data = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md").data
+    assert (data.license, data.library_name, data.datasets) == ("mit", "jaxtrain", ["me/birds"])
+    (result,) = data.eval_results
+    assert (result.dataset_type, result.dataset_split, result.metric_type, result.metric_value) == (
+        "me/birds",
+        "test",
+        "loss",
+        1.0,
+    )
+    assert huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md").text.count("\n| ") == 3  # a header, test and train
 
 
 def flipped(content: bytes) -> bytes:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
@@ -116,6 +117,25 @@ def test_a_reader_that_knows_nothing_of_this_program_gets_the_same_logits(export
     name, _, _, folder = exported
     g = np.load(DATA / f"{name}.npz")
     np.testing.assert_allclose(numpy_logits(folder / "out", g["input_ids"]), g["logits"], rtol=0, atol=1e-4)
+
+
+def test_the_card_says_that_transformers_loads_it(exported):
+    card = huggingface_hub.ModelCard.load(exported[3] / "out" / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    code = card.text.partition("```python\n")[2].partition("```")[0]
+    assert "AutoModelForCausalLM.from_pretrained" in code and compile(code, "card", "exec")
+
+
+@pytest.mark.slow
+def test_transformers_itself_gives_the_same_logits(exported):
+    """With transformers and torch (dependency group "peers")."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    name, _, _, folder = exported
+    g = np.load(DATA / f"{name}.npz")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "out", dtype="float32").eval()
+    with torch.no_grad():
+        found = model(torch.from_numpy(g["input_ids"].astype("i8"))).logits.numpy()
+    np.testing.assert_allclose(found, g["logits"], rtol=0, atol=1e-4)
 
 
 def test_the_way_back_is_exact(exported):

@@ -51,6 +51,15 @@ ATTACKS = (
     _attack(
         "embed with an export", f"embed {{input}} {EMBED} {{recordings}}", inputs.export, inputs.recordings, short=2, most=100
     ),
+    _attack("embed with timm's", f"embed {{input}} {EMBED} {{recordings}}", inputs.timm, inputs.recordings, short=2, most=100),
+    _attack(
+        "score on a benchmark",
+        "benchmark birdset HSN {birds_with_head} --data {input} --out {out} --draws 3 --batch 2",
+        inputs.birdset,
+        inputs.birds_with_head,
+        short=2,
+        most=60,
+    ),
     _attack("embed recordings", f"embed {{birds}} {EMBED} {{input}}", inputs.recordings, inputs.birds, short=2, most=60),
     _attack(
         "embed several classes",

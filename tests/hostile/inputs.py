@@ -330,6 +330,25 @@ def export(folder: pathlib.Path) -> None:
     safetensors.export(str(run), str(folder), shard_size=9_000)
 
 
+def timm(folder: pathlib.Path) -> None:
+    """An encoder under timm's names, of somebody else."""
+    for path in (ROOT / "tests" / "data" / "timm" / "pooled").iterdir():
+        shutil.copy(path, folder)
+    (folder / "front_end.json").write_text(json.dumps({"sample_rate": 32_000, "clip_seconds": 0.3}))
+
+
+def birdset(folder: pathlib.Path) -> None:
+    """Segments of a set of BirdSet, unpacked, with their metadata."""
+    for i in range(4):
+        (folder / f"{i}.wav").write_bytes(tone(0.3 + 0.01 * i))
+    codes = (["a"], ["b"], [], ["a", "b"])
+    rows = [{"filepath": f"{i}.wav", "ebird_code": None, "ebird_code_multilabel": each} for i, each in enumerate(codes)]
+    schema = pa.schema(
+        [("filepath", pa.string()), ("ebird_code", pa.string()), ("ebird_code_multilabel", pa.list_(pa.string()))]
+    )
+    pq.write_table(pa.Table.from_pylist(rows, schema), folder / "HSN_metadata_test_5s.parquet")
+
+
 def _vit():
     from jaxtrain.nn import vit
 

@@ -12,10 +12,11 @@ import test_train
 from test_reliability import cluster
 
 from jaxtrain import config as config_lib
-from jaxtrain import specs
+from jaxtrain import specs, train
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.commands import export, generate_audio, lora_to_peft
 from jaxtrain.inference import generate_audio as inference
+from jaxtrain.nn.hugging_face import HuggingFaceError
 from jaxtrain.workloads import audio_language
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "loaders"))
@@ -109,6 +110,19 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
     loaded = warm_start.match(shapes, warm_start.open_source(rules), rules).loaded
     assert loaded.keys() == shapes.keys() and start == {"source": str(folder / "merged")}
     np.testing.assert_array_equal(loaded["embed"].stored.read(()), merged["embed_tokens.weight"])
+
+    # Trained on from there, by nothing, it is exported as the same bits again.
+    changes = {"workdir": "more", "train.steps": "1", "train.eval_every": "0", "checkpoint.every": "1", "optim.lr": "1e-30"}
+    train.run(config_lib.load(f"{folder / 'higgs.py'}:merged", list(changes.items())))
+    assert export.main(["more", "--out", "again"]) == 0
+    again = safetensors.numpy.load_file(folder / "again" / "model.safetensors")
+    assert again.keys() == merged.keys()
+    for name, w in merged.items():
+        np.testing.assert_array_equal(again[name], w, err_msg=name)
+    (folder / "bare").mkdir()
+    (folder / "bare" / "config.json").write_text("{}")
+    with pytest.raises(HuggingFaceError, match="no text_config or text, no audio_num_codebooks, no audio_codebook_size; name"):
+        audio_language.from_hugging_face(folder / "bare")
 
     adapters = [str(folder / "whole"), "play", "--out", str(folder / "none")]
     assert generate_audio.main(adapters) == 2 and "merge them with `jaxtrain export`" in capsys.readouterr().err

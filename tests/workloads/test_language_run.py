@@ -8,9 +8,13 @@ import pytest
 import safetensors.numpy
 import test_train
 
+from jaxtrain import config as config_lib
+from jaxtrain import train
 from jaxtrain.commands import export, lora_to_peft
+from jaxtrain.workloads import language
 
-DATA = pathlib.Path(__file__).parents[1] / "data" / "lm"
+ROOT = pathlib.Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "lm"
 CONFIG = f"""
 from ml_collections import ConfigDict
 from jaxtrain.workloads import language
@@ -64,3 +68,29 @@ def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
             w = w + 16.0 / 2 * (adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"])
             assert np.abs(merged[name] - base[name]).max() > 1e-3
         np.testing.assert_allclose(merged[name], w, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
+    """`configs/lm.py:FOLDER`, of a folder from elsewhere and of an export.
+
+    The second run moves by nothing: what it is exported as is what it began with, bit for bit.
+    """
+    monkeypatch.chdir(folder)
+    fields = {
+        "model.dtype": "float32", "model.remat": "none", "model.context": "32", "data.context": "32", "data.text": "bytes",
+        "data.sources": "({'path': 'text.txt'},)", "train.steps": "1", "train.batch": "8", "train.eval_every": "0",
+        "optim.schedule": "constant", "optim.warmup": "0", "optim.decay": "0", "checkpoint.every": "1", "metrics.every": "1",
+    }  # fmt: skip
+    source, made = DATA / "qwen2", []
+    for name, rate in (("first", "1e-2"), ("second", "1e-30")):
+        overrides = fields | {"workdir": name, "optim.lr": rate}
+        train.run(config_lib.load(f"{ROOT / 'configs' / 'lm.py'}:{source}", list(overrides.items())))
+        assert export.main([name, "--out", f"{name}-out"]) == 0
+        source = folder / f"{name}-out"
+        made.append(safetensors.numpy.load_file(source / "model.safetensors"))
+    begun = safetensors.numpy.load_file(DATA / "qwen2" / "model.safetensors")
+    assert begun.keys() == made[0].keys() == made[1].keys()
+    assert all(np.abs(made[0][key] - x).max() > 1e-3 for key, x in begun.items() if key.endswith("proj.weight"))
+    for key, x in made[0].items():
+        np.testing.assert_array_equal(made[1][key], x, err_msg=key)
+    assert language.read_config(folder / "second-out") == language.read_config(DATA / "qwen2")

@@ -12,8 +12,8 @@ mae and teacher share masks and the pass over visible patches; the others share 
 linear) reads the same features without passing gradients back: it has its own learning rate, and is comparable between
 objectives. A row of the batch may hold several views of its recording (data.views); every view is encoded.
 
-Modules, each of which imports only those before it: settings, classes, probe and heads, objective, views, objectives, config,
-task; and export.
+Modules, each of which imports only those before it: export, timm, settings, classes, probe and heads, objective, views,
+objectives, config, task.
 """
 
 from jaxtrain.workloads.bird.classes import asymmetric_loss, cross_entropy

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.nn import vit
-from jaxtrain.types import Export
+from jaxtrain.types import Export, Hub
 from loaders import front_end
 
+METRICS = ("accuracy", "probe_accuracy", "supervised_loss", "probe_loss")
 EXAMPLE = '''"""The features of a recording: python example.py bird.ogg"""
 import json, pathlib, sys
 if len(sys.argv) != 2:
@@ -21,9 +22,20 @@ c, data, params = vit.from_saved(config["model"]), config["data"], vit.read_expo
 wave, rate, _ = spectrogram.decode(pathlib.Path(sys.argv[1]).read_bytes())
 rate, of = round(rate * data.get("time_expansion", 1)), front_end.saved(data)
 x = spectrogram.front_end(wave, rate, clip_seconds=data["clip_seconds"], n_frames=data["n_frames"], of=of)
-cls, patches = jax.jit(lambda params, x: vit.encode(c, params, x))(params, x[None])
-print(*patches.mean(1)[0].tolist())
+features = jax.jit(lambda params, x: vit.pooled(c, params, vit.encode(c, params, x).patches))(params, x[None])
+print(*features[0].tolist())
 '''
+
+
+def hub(config: Mapping[str, Any]) -> Hub:
+    """What the card of an encoder says."""
+    return Hub("jaxtrain", task(config), METRICS, "$ python example.py bird.ogg")
+
+
+def task(config: Mapping[str, Any]) -> str:
+    """The Hub's word for what a run's model does: it classifies, where it was trained with labels."""
+    supervised = (config.get("model") or {}).get("supervised") or {}
+    return "audio-classification" if supervised.get("weight", 0) > 0 else "feature-extraction"
 
 
 def files(config: Mapping[str, Any], dtype: Any) -> dict[str, bytes]:
@@ -35,4 +47,4 @@ def files(config: Mapping[str, Any], dtype: Any) -> dict[str, bytes]:
     return {"example.py": EXAMPLE.encode()}
 
 
-EXPORT = Export(names=vit.export_names, files=files)
+EXPORT = Export(names=vit.export_names, files=files, hub=hub)

@@ -8,6 +8,7 @@ from jaxtrain.config import ModelSection, Section
 from jaxtrain.nn import augment as augment_lib
 from jaxtrain.nn import vit
 from jaxtrain.types import OF_DATA, OfData
+from jaxtrain.workloads.bird import timm
 from loaders import checks
 from loaders import front_end as front_end_lib
 from loaders.front_end import DEFAULT, FrontEnd
@@ -48,6 +49,9 @@ class Settings(vit.Config, ModelSection):
         yield from checks.under("mask", checks.at_least(self.mask, 1, "block"))
         if all(part > 0 for part in self.patch) and not 0 < self.n_masked < self.n_patches:
             yield "mask.ratio", f"is {self.mask.ratio}, which masks {self.n_masked} of {self.n_patches} patches"
+
+    def start_problems(self, rules: Any) -> Iterator[tuple[str, str]]:
+        return timm.start_problems(self, rules)
 
     def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("n_classes", "n_recordings"):

@@ -148,12 +148,13 @@ def inputs(
     masks = views.masks(c, model.seed, batch) if needs == VISIBLE else None
     keep = views.survival(c, batch, key, needs) if key is not None else None
     visible_rvn = masks.visible if masks else None
-    encoded = vit.encode(c, variables.params["encoder"], x_rfw, model.shard, visible_bvn=visible_rvn, keep_l2b=keep)
+    encoder = variables.params["encoder"]
+    encoded = vit.encode(c, encoder, x_rfw, model.shard, visible_bvn=visible_rvn, keep_l2b=keep)
     weight_b = batch["weight"]
     return Inputs(
         c=c, shard=model.shard, params=(), carry=(), key=key, batch=batch, x_rfw=x_rfw, weight_b=weight_b,
-        weight_r=views.repeated(c, weight_b) / c.n_views, features=Features(encoded, views.pooled(c, encoded)), masks=masks,
-        labels=labels, share_bv=share_bv,
+        weight_r=views.repeated(c, weight_b) / c.n_views, labels=labels,
+        features=Features(encoded, views.pooled(c, encoder, encoded)), masks=masks, share_bv=share_bv,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxtrain.nn import augment, log_mel, masked, vit
 from jaxtrain.specs import fold_in_path
-from jaxtrain.types import Array, Batch, Key, Shard
+from jaxtrain.types import Array, Batch, Key, PyTree, Shard
 from jaxtrain.workloads.bird.classes import Labels
 from jaxtrain.workloads.bird.settings import Settings
 
@@ -35,9 +35,9 @@ def repeated(c: Settings, x_b: Array) -> Array:
     return jnp.broadcast_to(x_b[:, None], (x_b.shape[0], c.n_views, *x_b.shape[1:])).reshape(-1, *x_b.shape[1:])
 
 
-def pooled(c: Settings, encoded: vit.Encoded) -> Array:
-    """The features [R, D] that objectives and probe read."""
-    return (encoded.cls if c.pool == "cls" else encoded.patches).mean(axis=1)
+def pooled(c: Settings, params: PyTree, encoded: vit.Encoded) -> Array:
+    """The features [R, D] that objectives and probe read, by the encoder's ``params``."""
+    return vit.pooled(c, params, encoded.cls if c.pool == "cls" else encoded.patches)
 
 
 def labels_of_rows(c: Settings, batch: Batch) -> Labels:
