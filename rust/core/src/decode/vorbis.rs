@@ -173,13 +173,12 @@ impl Vorbis {
             }
             seeking = false;
             // Like libvorbis, ignore packets that are not audio.
-            if let Some(block) = setup.block(packet.data) {
+            if setup.block(packet.data).is_some() {
                 let samples = decode(decoder, packet.data)?;
                 position = match position {
                     None => Some(seek.unwrap_or(stream.origin)),
                     Some(position) => {
                         let n = samples.frames() as i64;
-                        debug_assert!(n <= i64::from(block));
                         let skip = (begin + done as i64 - position).max(0);
                         if skip < n {
                             let n = (n - skip).min((out.len() - done) as i64) as usize;
