@@ -75,6 +75,10 @@ class Clock:
         """A context whose time belongs to ``owner``; what follows belongs to the owner before."""
         return During(self, owner)
 
+    def resumed(self, step: int) -> None:
+        """Notes the step that this start goes on from: one that is killed while it compiles has it in its lines, too."""
+        self._first = self._step = step
+
     def steps(self, step: int) -> None:
         """What follows are steps: those after ``step``."""
         self.switch(AGAIN if step < self._highest else STEPS)
@@ -208,7 +212,7 @@ class Start:
     began: float  # [s since 1970]
     now: float  # [s since 1970] the last that was heard of it
     queued: float  # [s] before it began, in a queue; the rest of a gap it was stopped
-    first: int  # step that it resumed from; 0 where it began, or came to no step
+    first: int  # step that it resumed from; 0 where it began, or had restored none
     step: int  # the last that it read
     owner: str  # what it was at
     end: str  # what ended it: "ended", a reason, or "" for a process that was killed, or lives

@@ -72,6 +72,7 @@ def run(config: Config, told: Mapping[str, Any] = types.MappingProxyType({})) ->
             log.info("the run has already ended at step %d, with weights only", config.train.steps)
             return {}
         state, step = begin(assembly, saves)
+        host.clock.resumed(step)
         due = Schedule(config, tests=data.test.n_batches > 0)
         if step >= due.steps:
             log.info("the run has already reached step %d; raise config.train.steps to train on", step)
