@@ -22,14 +22,15 @@ from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 
+ACTIONS = {"birdset": "the segments of 5 s of a set", "esc10": "five folds", "esc50": "five folds"}
 SETS = ("POW", "PER", "NES", "UHH", "HSN", "NBP", "SSW", "SNE")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain benchmark", __doc__)
     actions = parser.add_subparsers(dest="name", metavar="BENCHMARK", required=True)
-    for name in ("birdset", "esc10", "esc50"):
-        action = actions.add_parser(name, help="the segments of 5 s of a set" if name == "birdset" else "five folds")
+    for name, text in ACTIONS.items():
+        action = actions.add_parser(name, help=text)
         if name == "birdset":
             action.add_argument("set", metavar="SET", choices=SETS, help=f"one of {', '.join(SETS)}")
             action.add_argument("--probe", action="store_true", help="by a linear probe on its train split")
