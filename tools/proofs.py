@@ -95,6 +95,10 @@ PARTS = {
         "every command that the pages show; a report's page of every workload; MLflow and Trackio",
         ("tests/test_docs_commands.py", "tests/report/test_pages_of_runs.py", "tests/test_writers.py"),
     ),
+    "peers": Part(
+        "exports as transformers and timm load them (pip install --group peers; skipped without)",
+        ("tests/commands/test_hugging_face.py", "tests/commands/test_timm.py", "tests/commands/test_predict.py"),
+    ),
     "wheel": Part("the wheel, installed where no compiler is", ("tests/test_wheel.py",)),
 }
 

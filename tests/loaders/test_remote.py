@@ -180,9 +180,10 @@ def test_an_interrupted_copy_resumes_and_a_changed_file_begins_again(store, tmp_
     store.faults = lambda name, n: "error" if n > 2 else None
     with pytest.raises(DataError, match="cannot be had after 6 tries .*; rerun to resume"):
         remote.fetch(f"{store.url}/birds/train/")
+    came = set([first for name, first in store.asked if name == shard.name][:2])  # in whichever order they were asked for
     store.faults, store.asked = lambda name, n: None, []
     folder = pathlib.Path(remote.fetch(f"{store.url}/birds/train/"))
-    assert min(first for _, first in store.asked) == 40_000, "two parts were there"
+    assert len(came) == 2 and not came & {first for _, first in store.asked}, "two parts were there"
     assert content(folder) == content(shard.parent)
     corpus.write(shard, corpus.table([corpus.wav(7, 0.6)], [0]))
     remote._held.clear()
