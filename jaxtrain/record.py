@@ -45,6 +45,7 @@ class Log:
             rate = optim.make_schedule(config.optim, config.train.steps, np)
             writers.write_schedule(config.workdir, config.train.steps, lambda step: config.optim.lr * rate(step))
         self._writers = writers.make_writers(config, first) if cluster.is_main() else []
+        self._lines = writers.Lines(config.workdir)
         self._traces = traces.Traces(config.workdir, config.metrics.profile, process=jax.process_index())
         self._read_last = first
         peak, source = metrics.peak_flops()
@@ -63,7 +64,7 @@ class Log:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
         self._traces.close(self._read_last)
-        for writer in reversed(self._writers):
+        for writer in (*reversed(self._writers), *[self._lines] * (not self._host.has_lost)):
             try:
                 writer.close()
             except WorkdirError:  # what ends the run already says as much, or more
@@ -141,11 +142,11 @@ class Log:
         """Writes what an evaluation found; ``counts``: of `jaxtrain.types.COUNTS`, None for those that it has not."""
         self._host.confirm()
         if samples and cluster.is_main():
-            writers.write_lines(self._config.workdir, writers.SAMPLES, step, samples)
+            self._lines.write(writers.SAMPLES, step, samples)
             for writer in self._writers:
                 writer.samples(step, samples)
         if (of_classes := counts["classes"]) is not None and cluster.is_main():
-            writers.write_lines(self._config.workdir, classes.FILE, step, [classes.line(of_classes, counts["confusions"])])
+            self._lines.write(classes.FILE, step, [classes.line(of_classes, counts["confusions"])])
         self._write(step, "test", record)
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
 
@@ -166,7 +167,13 @@ class Log:
             host = jax.device_get(dict(pictures))
             prefix = f"step{step:06}_" if step else ""
             named = {f"{prefix}{name}": images for name, images in host.items()}
-            writers.write_pictures(os.path.join(self._config.workdir, "pictures"), named)
+            folder = os.path.join(self._config.workdir, "pictures")
+            try:
+                writers.write_pictures(folder, named)
+            except OSError as error:
+                if error.errno not in writers.FULL:
+                    raise
+                log.error("%s cannot be written (%s); pictures of step %d are left out", folder, error.strerror, step)
             for writer in self._writers:
                 writer.pictures(step, host)
 

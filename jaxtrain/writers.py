@@ -14,6 +14,9 @@ import os
 import pathlib
 import re
 import secrets
+import socket
+import struct
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +29,7 @@ from jaxtrain.owner import WorkdirError
 
 log = logging.getLogger("jaxtrain")
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk that is full, or of a quota that is used up
 SAMPLES = "samples.jsonl"  # what the model wrote at each evaluation
 WANDB = ("entity", "group", "job_type", "name", "tags", "notes")  # options of wandb.init that a config can give
 
@@ -62,22 +66,88 @@ class JsonlWriter(Writer):
         kept = [line for record, line in records if record["step"] <= step]
         if odd or len(kept) < len(records):
             jsonl.rewrite(path, kept, odd)
-        self._file = jsonl.opened(path)
-        self._waiting: list[bytes] = []
-        self._warned = False
+        self._file = _Appended(path, jsonl.opened(path))
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         line = json.dumps({"step": step, "split": split, **{k: _rounded(v) for k, v in record.items()}}) + "\n"
-        self._waiting.append(line.encode())
-        self._flush()
+        self._confirm()
+        self._file.append(line.encode())
 
-    def _flush(self) -> None:
-        """Writes what waits; on a disk that is full, keeps it for the next record. A line is written whole or not at all."""
+    def _confirm(self) -> None:
         if not jsonl.is_there(self._path, self._file.fileno()):
             raise WorkdirError(
                 f"{self._path} was deleted or moved while the run wrote to it, and its records with it; rerun the same command "
                 "to resume from the newest checkpoint, if there is one still"
             )
+
+    def close(self) -> None:
+        try:
+            self._confirm()
+        finally:
+            self._file.close()
+
+
+class TensorboardWriter(Writer):
+    """workdir/tensorboard. Records after ``step`` are marked as purged, as TensorBoard does for a restarted run.
+
+    tensorboardX makes the events. They are written here, in the format of its ``RecordWriter``, since its own thread ends for
+    good at the first write that a full disk refuses, and whoever adds an event then waits for it without an end.
+    """
+
+    def __init__(self, workdir: str, step: int):
+        from tensorboardX import record_writer, summary
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._event, self._summary, self._crc = Event, summary, record_writer.masked_crc32c
+        folder = pathlib.Path(workdir) / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"events.out.tfevents.{time.time():.3f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = _Appended(path, jsonl.opened(path))
+        self._add(0, file_version="brain.Event:2")
+        if step:
+            self._add(step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, step: int, **content: Any) -> None:
+        event = self._event(step=step, wall_time=time.time(), **content).SerializeToString()
+        length = struct.pack("<Q", len(event))
+        self._file.append(length + struct.pack("<I", self._crc(length)) + event + struct.pack("<I", self._crc(event)))
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        for name, value in record.items():
+            self._add(step, summary=self._summary.scalar(f"{split}/{name}", value))
+
+    def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
+        for name, images in pictures.items():
+            for i, pixels in enumerate(_pixels(images)[:8]):
+                self._add(step, summary=self._summary.image(f"{name}/{i}", pixels, dataformats="HW"))
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        for i, sample in enumerate(samples[:32]):
+            lines = (f"{name}: {value}" for name, value in sample.items())
+            # Indented: TensorBoard takes it for Markdown, of which nothing in a sample is meant to be any.
+            text = "\n".join(f"    {x}" for line in lines for x in line.splitlines())
+            self._add(step, summary=self._summary.text(f"samples/{i}", text))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Appended:
+    """A file opened to append to it, at whose end each record is written whole or not at all. Those that a full disk refuses wait in memory."""
+
+    def __init__(self, path: pathlib.Path, file: Any):
+        self._path, self._file = path, file
+        self._waiting: list[bytes] = []
+        self._warned = False
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def append(self, record: bytes) -> None:
+        self._waiting.append(record)
+        self._flush()
+
+    def _flush(self) -> None:
         try:
             while self._waiting:
                 end = os.fstat(self._file.fileno()).st_size
@@ -98,33 +168,6 @@ class JsonlWriter(Writer):
                 log.error("%d records of %s were never written", len(self._waiting), self._path)
         finally:
             self._file.close()
-
-
-class TensorboardWriter(Writer):
-    """workdir/tensorboard. Records after ``step`` are marked as purged, as TensorBoard does for a restarted run."""
-
-    def __init__(self, workdir: str, step: int):
-        from tensorboardX import SummaryWriter
-
-        self._writer = SummaryWriter(str(pathlib.Path(workdir) / "tensorboard"), purge_step=step + 1 if step else None)
-
-    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
-        for name, value in record.items():
-            self._writer.add_scalar(f"{split}/{name}", value, step)
-
-    def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
-        for name, images in pictures.items():
-            for i, pixels in enumerate(_pixels(images)[:8]):
-                self._writer.add_image(f"{name}/{i}", pixels, step, dataformats="HW")
-
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        for i, sample in enumerate(samples[:32]):
-            lines = (f"{name}: {value}" for name, value in sample.items())
-            # Indented: TensorBoard takes it for Markdown, of which nothing in a sample is meant to be any.
-            self._writer.add_text(f"samples/{i}", "\n".join(f"    {x}" for line in lines for x in line.splitlines()), step)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class WandbWriter(Writer):
@@ -267,6 +310,39 @@ def write_lines(workdir: str, name: str, step: int, lines: Sequence[Mapping[str,
     kept = [line for record, line in records if record["step"] < step]
     kept += [json.dumps({"step": step, **line}, ensure_ascii=False).encode() for line in lines]
     jsonl.rewrite(path, kept, odd)
+
+
+class Lines:
+    """What evaluations write by `write_lines`. What a full disk refuses waits in memory; it ends no run."""
+
+    def __init__(self, workdir: str):
+        self._workdir = workdir
+        self._waiting: list[tuple[str, int, Sequence[Mapping[str, Any]]]] = []
+        self._warned = False
+
+    def write(self, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        self._waiting.append((name, step, lines))
+        self.flush()
+
+    def flush(self) -> None:
+        """Tries again what waits. Raises WorkdirError as `jsonl.read`."""
+        try:
+            while self._waiting:
+                write_lines(self._workdir, *self._waiting[0])
+                self._waiting.pop(0)
+            self._warned = False
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if not self._warned:
+                path = os.path.join(self._workdir, self._waiting[0][0])
+                log.error("%s cannot be written (%s); its lines are kept in memory until it can", path, error.strerror)
+            self._warned = True
+
+    def close(self) -> None:
+        self.flush()
+        for name, step, _ in self._waiting:
+            log.error("what the evaluation after step %d found was never written into %s", step, name)
 
 
 def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray]) -> None:

@@ -236,9 +236,10 @@ def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(f
     try:
         args = (folder, f"tiny.py:{corpus}", f"--config.workdir={disk}/run", "--config.train.eval_every=0")
         args = (*args, "--config.checkpoint.every=2", f"--config.checkpoint.on_error={policy}")
+        args = (*args, "--config.metrics.tensorboard=true")
         run(*args, "--config.train.steps=2")
         before = hashes(disk / "run", 2)
-        (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 100_000))
+        (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 80_000))
         output = run(*args, "--config.train.steps=8", code=0 if policy == "continue" else 2)
         assert "could not be written" in output and "the newest complete one is 2" in output
         assert ("training continues" if policy == "continue" else "Make room") in output
