@@ -133,7 +133,7 @@ class TensorboardWriter(Writer):
 
 
 class _Appended:
-    """A file opened to append to it: each record is written whole or not at all. Those that a full disk refuses wait in memory."""
+    """A file opened to append to it: a record is written whole or not at all. Those that a full disk refuses wait in memory."""
 
     def __init__(self, path: pathlib.Path, file: Any):
         self._path, self._file = path, file
