@@ -64,7 +64,8 @@ class Log:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
         self._traces.close(self._read_last)
-        for writer in (*reversed(self._writers), *[self._lines] * (not self._host.has_lost)):
+        closing: list[writers.Writer | writers.Lines] = [*reversed(self._writers), *[self._lines] * (not self._host.has_lost)]
+        for writer in closing:
             try:
                 writer.close()
             except WorkdirError:  # what ends the run already says as much, or more
