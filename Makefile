@@ -11,7 +11,7 @@ CARGO_TEST = cargo test $(if $(LOCKED),--locked) --profile test-quick --quiet --
 # of requirements.lock, by their checksums (for Linux on x86-64), and the crates of rust/Cargo.lock: make test LOCKED=1 VENV=.venv-locked
 TRAIN := $(VENV)/.installed
 TEST := $(VENV)/.installed-dev
-.PHONY: train trm-demo giblet-demo higgs-demo test test-all lint lint-targets wheel clean
+.PHONY: train trm-demo giblet-demo higgs-demo test test-all lint lint-targets fuzz wheel clean
 
 train: $(TRAIN)
 	$(VENV)/bin/python -m jaxtrain.main --config=$(CONFIG) $(ARGS)
@@ -40,6 +40,10 @@ test-all: test lint-targets
 
 proofs-%: $(TEST)
 	$(VENV)/bin/python -m tools.proofs $*
+
+# Coverage-guided fuzzing of what reads files from elsewhere: make fuzz ARGS="--minutes 30".
+fuzz: $(TEST)
+	$(VENV)/bin/python -m tools.fuzz $(ARGS)
 
 lint: $(TEST)
 	$(VENV)/bin/ruff check .

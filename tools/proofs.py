@@ -55,6 +55,7 @@ PARTS = {
             "tests/checkpoint/test_checkpointer.py",
             "tests/hostile/test_hostile_commands.py",
             "tests/hostile/test_hostile_shards.py",
+            "tests/tools/test_fuzz.py",
         ),
     ),
     "matrix": Part("every workload on every mesh", ("tests/test_matrix.py::test_steps_on_a_mesh_are_those_of_one_device",)),

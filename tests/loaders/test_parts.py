@@ -294,6 +294,20 @@ def av_encode(codec: str, container: str, wave: np.ndarray, rate: int, form: str
     return file.getvalue()
 
 
+@pytest.mark.parametrize("channels", [1, 2])
+def test_adpcm_whose_steps_run_away_is_damaged_and_not_noise(channels):
+    t = np.arange(8000) / 16_000
+    file = io.BytesIO()
+    loud = np.sign(np.sin(2 * np.pi * 440 * t))[:, None].repeat(channels, 1)  # the largest steps that an encoder makes
+    soundfile.write(file, loud, 16_000, format="WAV", subtype="MS_ADPCM")
+    whole = bytearray(file.getvalue())
+    assert len(_rust.decode(bytes(whole))[0]) >= 8000
+    begin = whole.index(b"data") + 8
+    whole[begin + 7 * channels : begin + 100] = b"\x88" * (100 - 7 * channels)
+    with pytest.raises(ValueError, match="WAV: a packet cannot be decoded; the file is damaged"):
+        _rust.decode(bytes(whole))
+
+
 @pytest.mark.parametrize(
     "codec, container, form, loss",
     [

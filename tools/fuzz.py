@@ -1,0 +1,195 @@
+"""Coverage-guided fuzzing of what reads files from elsewhere: make fuzz, or
+
+    python -m tools.fuzz                            every target for 5 minutes
+    python -m tools.fuzz flac wav --minutes 30      these
+    python -m tools.fuzz --keep                     and keep their corpora, minimised, in rust/fuzz/corpus
+
+It builds rust/fuzz on the stable toolchain, with the coverage that libFuzzer reads (RUSTC_BOOTSTRAP=1), and gives each target a
+corpus of small real files, made here by the encoders of the extra `dev`, besides what rust/fuzz/corpus has. Asserted of every
+input (rust/fuzz/fuzz_targets): no panic, but those of symphonia that the loader answers with an error, which are listed; no
+abort; samples that are finite; memory and CPU time within bounds that grow with its size. Prints a row for each target, and
+ends with 1 when one has found something; the input lies in the folder that it names, and belongs into a test of what it broke.
+
+It needs cargo, a C++ compiler (libFuzzer is C++) and libfuzzer-sys, which cargo fetches.
+"""
+
+import argparse
+import io
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import soundfile
+
+from loaders import machine
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FUZZ = ROOT / "rust" / "fuzz"
+FLAGS = (
+    "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters "
+    "-Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares "
+    "-Cllvm-args=-simplifycfg-branch-fold-threshold=0 -Ccodegen-units=1 --cfg fuzzing"
+)
+MEMORY = 2048  # [MB] of a target's process, beyond what it asserts itself
+LARGEST = 64 << 10  # [bytes] of an input
+KEPT = 30 << 10  # [bytes] of a target's corpus that is kept
+
+
+class Target(NamedTuple):
+    """A binary of rust/fuzz, and the seeds that lead it to one format."""
+
+    binary: str
+    what: str
+
+
+TARGETS = {
+    "arrow": Target("arrow", "Arrow IPC streams and files"),
+    "parquet": Target("parquet", "Parquet, its encodings and decompressors"),
+    "wav": Target("decode", "WAV and its chunks"),
+    "flac": Target("decode", "FLAC"),
+    "mp3": Target("decode", "MP3"),
+    "vorbis": Target("decode", "OGG Vorbis"),
+    "opus": Target("decode", "OGG Opus"),
+    "other": Target("decode", "AIFF, CAF, ADPCM, G.711"),
+    "sudoku": Target("sudoku", "boards"),
+}
+# (format, subtype) of soundfile
+ENCODERS: Mapping[str, Sequence[tuple[str, str]]] = {
+    "wav": [("WAV", "PCM_16"), ("WAV", "PCM_24"), ("WAV", "PCM_U8"), ("WAV", "FLOAT"), ("WAVEX", "PCM_32"), ("WAV", "DOUBLE")],
+    "flac": [("FLAC", "PCM_16"), ("FLAC", "PCM_24"), ("FLAC", "PCM_S8")],
+    "mp3": [("MP3", "MPEG_LAYER_III")],
+    "vorbis": [("OGG", "VORBIS")],
+    "opus": [("OGG", "OPUS")],
+    "other": [
+        ("AIFF", "PCM_16"),
+        ("CAF", "PCM_16"),
+        ("WAV", "MS_ADPCM"),
+        ("WAV", "IMA_ADPCM"),
+        ("WAV", "ULAW"),
+        ("WAV", "ALAW"),
+    ],
+}
+
+
+def seeds(name: str) -> Iterator[bytes]:
+    """Small real files of a target's format."""
+    if name in ("arrow", "parquet"):
+        for path in sorted((ROOT / "tests" / "data" / "shards").glob(f"*.{name}")):
+            yield path.read_bytes()
+    elif name == "sudoku":
+        yield bytes(81)
+        from loaders import _rust
+
+        yield from (board.tobytes() for board in _rust.sudoku_generate(4, side=9, blanks=(20, 55))[0])
+        yield from (board.tobytes() * 6 for board in _rust.sudoku_generate(2, side=4, blanks=(4, 12))[0])
+    else:
+        for kind, subtype in ENCODERS[name]:
+            for rate, channels, seconds in ((48_000 if subtype == "OPUS" else 16_000, 1, 0.1), (48_000, 2, 0.05)):
+                t = np.arange(round(rate * seconds)) / rate
+                noise = 0.1 * np.random.default_rng(rate).standard_normal((len(t), channels))
+                wave = 0.5 * np.sin(2 * np.pi * 1000 * t)[:, None] + noise
+                file = io.BytesIO()
+                soundfile.write(file, np.clip(wave, -1, 1), rate, format=kind, subtype=subtype)
+                yield file.getvalue()
+
+
+def build(target_folder: pathlib.Path) -> pathlib.Path:
+    """Compiles the targets. Returns the folder of their binaries. Raises CalledProcessError."""
+    host = re.search(r"host: (\S+)", subprocess.run(["rustc", "-vV"], capture_output=True, text=True, check=True).stdout)
+    assert host, "rustc -vV names the host"
+    # With --target, what runs while it is built (build scripts, macros) is built without coverage.
+    command = ["cargo", "build", "--release", "--locked", "--manifest-path", str(FUZZ / "Cargo.toml"), "--target", host[1]]
+    environment = {**os.environ, "RUSTC_BOOTSTRAP": "1", "RUSTFLAGS": FLAGS, "CARGO_TARGET_DIR": str(target_folder)}
+    subprocess.run(command, env=environment, check=True)
+    return target_folder / host[1] / "release"
+
+
+class Result(NamedTuple):
+    runs: int
+    coverage: int  # of the program's edges, those that were seen
+    inputs: int  # of the corpus at its end
+    found: tuple[pathlib.Path, ...]  # inputs that broke a bound
+    caught: tuple[str, ...]  # places in symphonia that panicked, which the loader answers with an error
+
+
+def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.Path, *, seconds: int) -> Result:
+    """Runs a target. ``corpus``: inputs, which it extends; ``found``: where it puts an input that breaks a bound."""
+    corpus.mkdir(parents=True, exist_ok=True)
+    found.mkdir(parents=True, exist_ok=True)
+    for i, seed in enumerate(seeds(name)):
+        (corpus / f"seed-{i}").write_bytes(seed)
+    for path in sorted((FUZZ / "corpus" / name).glob("*")):
+        shutil.copyfile(path, corpus / path.name)
+    command = [
+        str(binary), f"-max_total_time={seconds}", f"-max_len={LARGEST}", f"-rss_limit_mb={MEMORY}", "-timeout=60",
+        f"-artifact_prefix={found}/", "-print_final_stats=1", str(corpus),
+    ]  # fmt: skip
+    before = set(found.iterdir())
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+        code = process.wait()
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    new = tuple(sorted(set(found.iterdir()) - before))
+    if code and not new:
+        raise RuntimeError(f"{name} ended with code {code}, and left no input:\n{text[-3000:]}")
+    if new:
+        print(text[-3000:], file=sys.stderr)
+    runs = re.findall(r"^#(\d+)\s", text, re.M)
+    coverage = re.findall(r"cov: (\d+)", text)
+    caught = tuple(sorted(set(re.findall(r"^caught: .*?(symphonia-\S+)", text, re.M))))
+    return Result(int(runs[-1]) if runs else 0, int(coverage[-1]) if coverage else 0, len(list(corpus.iterdir())), new, caught)
+
+
+def keep(name: str, binary: pathlib.Path, corpus: pathlib.Path) -> int:
+    """Puts the smallest inputs with the same coverage into rust/fuzz/corpus, `KEPT` bytes at most. Returns how many bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([binary, "-merge=1", "-timeout=60", folder, corpus], capture_output=True, check=True)
+        place = FUZZ / "corpus" / name
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        size = 0
+        for path in sorted(pathlib.Path(folder).iterdir(), key=lambda path: path.stat().st_size):
+            size += path.stat().st_size
+            if size > KEPT:
+                break
+            shutil.copyfile(path, place / path.name[:16])
+    return sum(path.stat().st_size for path in place.iterdir())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; default: all")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of each target; default: 5")
+    parser.add_argument("--folder", type=pathlib.Path, default=machine.cache_folder("fuzz"), help="of builds and corpora")
+    parser.add_argument("--keep", action="store_true", help="keep the corpora, minimised, in rust/fuzz/corpus")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.targets if name not in TARGETS]:
+        parser.error(f"there is no target {unknown[0]!r}; expected one of: {', '.join(TARGETS)}")
+    binaries = build(args.folder / "target")
+    failed, caught = False, ()
+    print("| target | what | minutes | runs | edges | inputs | found |\n|---|---|---:|---:|---:|---:|---|", flush=True)
+    for name in args.targets or TARGETS:
+        target, corpus = TARGETS[name], args.folder / "corpus" / name
+        result = fuzz(name, binaries / target.binary, corpus, args.folder / "found" / name, seconds=round(60 * args.minutes))
+        found = ", ".join(map(str, result.found)) or "nothing"
+        counts = f"{args.minutes:g} | {result.runs:,} | {result.coverage:,} | {result.inputs:,}"
+        print(f"| {name} | {target.what} | {counts} | {found} |", flush=True)
+        caught += result.caught
+        failed |= bool(result.found)
+        if args.keep and not result.found:
+            keep(name, binaries / target.binary, corpus)
+    if caught:
+        print(f"symphonia panicked, and the loader said that the file is damaged: {', '.join(sorted(set(caught)))}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
