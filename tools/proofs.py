@@ -89,8 +89,13 @@ PARTS = {
         ),
     ),
     "data": Part(
-        "the built-in birds, the loader's pipeline and indexes at length",
-        ("tests/loaders/test_demo.py", "tests/loaders/test_pipeline.py", "tests/loaders/test_recordings.py"),
+        "the built-in birds, the loader's pipeline, indexes at length; a review in a browser",
+        (
+            "tests/loaders/test_demo.py",
+            "tests/loaders/test_pipeline.py",
+            "tests/loaders/test_recordings.py",
+            "tests/commands/test_fit.py",
+        ),
     ),
     "docs": Part(
         "every command that the pages show; a report's page of every workload; MLflow and Trackio",

@@ -3,7 +3,9 @@
 import csv
 import json
 import sys
+import time
 
+import chromium
 import corpus
 import numpy as np
 import pyarrow as pa
@@ -11,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 import test_detect
+import test_review
 
 from jaxtrain import cli
 from jaxtrain.inference import embeddings, examples, fit, heads, probe, review
@@ -306,7 +309,35 @@ def test_an_approximate_search_finds_the_same_rows_or_says_what_it_needs(tmp_pat
     assert first[0]["row"] == "9" and "7" not in {row["row"] for row in first}
 
 
-def test_answers_of_a_review_make_the_head_better(world, tmp_path):
+def by_keys(items, out, judge) -> None:
+    """Answers every window in the page, in a real browser, by its keys."""
+    with test_review.served(items, out) as server, chromium.Browser() as browser:
+        browser.open(server.address)
+        for number, item in enumerate(items):
+            browser.until(test_review.shown(number))
+            answer, label = judge(item)
+            browser.press("c" if label else answer[0])
+            if label:
+                browser.until("document.activeElement.id === 'name'")
+                for key in (*label, "Enter"):
+                    browser.press(key)
+        until = time.monotonic() + 20
+        while len(test_detect.table(out)) < len(items) and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=[pytest.mark.slow, pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here")],
+        ),
+    ],
+    ids=["answers", "keys in a browser"],
+)
+def test_answers_of_a_review_make_the_head_better(world, tmp_path, page):
     """fit, detect, review, fit: with answers to what was found, average precision on new recordings rises."""
     folder, run, truth = world
     emb, old, new = str(folder / "emb"), folder / "recordings" / "old", folder / "recordings" / "new"
@@ -336,10 +367,17 @@ def test_answers_of_a_review_make_the_head_better(world, tmp_path):
         run, old, "--out", tmp_path / "found", "--model", tmp_path / "first.npz", "--threshold", 0, "--no-merge"
     )
     items = review.read(str(tmp_path / "found"), order="diverse")
-    session = review.Session(items, tmp_path / "answers.csv")
-    for number, item in enumerate(items):
+
+    def judge(item) -> tuple[str, str]:
         what = expected[item.name, item.start]
-        session.answer(number, "yes", what) if what and what != item.label else session.answer(number, "yes" if what else "no")
+        return "yes" if what else "no", what if what != item.label else ""
+
+    if page:
+        by_keys(items, tmp_path / "answers.csv", judge)
+    else:
+        session = review.Session(items, tmp_path / "answers.csv")
+        for number, item in enumerate(items):
+            session.answer(number, *judge(item))
     assert cli.main([*argv, str(tmp_path / "second.npz"), "--labels", str(tmp_path / "answers.csv")]) == 0
     first, second = precision("first.npz"), precision("second.npz")
     assert second > first and second > 0.9, (first, second)

@@ -43,6 +43,12 @@ def table(tmp_path):
 @contextlib.contextmanager
 def serving(table, out, **options):
     items = review.read(str(table), root=str(table.parent / "recordings"), **options)
+    with served(items, out) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def served(items, out):
     server = review_server.Server(review.Session(items, out))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -52,6 +58,11 @@ def serving(table, out, **options):
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def shown(number) -> str:
+    """That a window is shown, as the page says it."""
+    return f"document.body.dataset.number === '{number}' && document.getElementById('picture').naturalWidth > 100"
 
 
 def ask(server, path, body=None, token=None, host="127.0.0.1"):
@@ -222,7 +233,6 @@ def test_a_port_in_use_is_one_line(table, tmp_path, capsys):
 @pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here (Debian: apt-get install chromium)")
 def test_the_page_is_used_by_keys(table, tmp_path):
     out = tmp_path / "out.csv"
-    shown = lambda n: f"document.body.dataset.number === '{n}' && document.getElementById('picture').naturalWidth > 100"  # noqa: E731
     with serving(table, out, order="table") as server, chromium.Browser() as browser:
         browser.open(server.address)
         browser.until(shown(0))

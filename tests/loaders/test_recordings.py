@@ -214,7 +214,7 @@ def test_the_large_recipes_train_on_an_index(recordings, tmp_path, capsys, name)
 
 @pytest.mark.slow
 def test_every_source_gives_the_same_rows_of_recordings_of_two_hours(tmp_path, capsys):
-    """All formats, 2 s to 2 h, calls of four species that overlap; as Raven, CSV and Audacity, in windows, and as batches."""
+    """All formats, 2 s to 2 h, calls of four species that overlap; as tables, labels and folders, in windows, as batches."""
     folder, rate, hours = tmp_path / "recordings", 8000, 2
     folder.mkdir()
     kinds = {"wav": None, "flac": None, "mp3": None, "ogg": "VORBIS", "opus": "OPUS", "aiff": "PCM_16"}
@@ -243,6 +243,21 @@ def test_every_source_gives_the_same_rows_of_recordings_of_two_hours(tmp_path, c
     for (source, cut), found in out.items():
         assert found == out["raven", cut], (source, cut)
     assert len(out["raven", "events"][0]) == len(events)
+    # Whole recordings: by subfolder, and a table that says the same.
+    lines = ["file,label"]
+    for k, name in enumerate(sorted(seconds)):
+        species = sorted(SPECIES)[k % len(SPECIES)]
+        place = tmp_path / "by-species" / species / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.hardlink_to(folder / name)
+        lines.append(f"{species}/{name},{species}")
+    (tmp_path / "whole.csv").write_text("\n".join(lines))
+    for cut, more in (("whole", []), ("windows", ["--windows=5"])):
+        index(tmp_path / "by-species", "--out", tmp_path / f"folder-{cut}", *more, capsys=capsys)
+        given = (tmp_path / "whole.csv", "--audio", tmp_path / "by-species", "--out", tmp_path / f"table-{cut}")
+        index(*given, *more, capsys=capsys)
+        places = tmp_path / f"folder-{cut}", tmp_path / f"table-{cut}"
+        assert rows(places[0]) == rows(places[1]) and batches(places[0]) == batches(places[1]), cut
 
 
 def test_raven_tables_over_several_recordings(recordings, tmp_path, capsys):
@@ -553,6 +568,7 @@ def test_an_index_that_moved_names_the_remedy(recordings, tmp_path, capsys):
     loader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not corpus.ESC10.is_dir(), reason=f"{corpus.ESC10} is not there")
 def test_esc10_as_a_plain_folder_gives_the_shards_batches(tmp_path, capsys):
     """Its WAVs in folders by split and class; a table of them in the shards' order gives the same batches byte for byte."""
@@ -564,12 +580,12 @@ def test_esc10_as_a_plain_folder_gives_the_shards_batches(tmp_path, capsys):
         source = _rust.Index(shard_paths, label="label")
         for row in range(source.n_rows):
             name = source.class_names[source.labels[row]]
-            path = tmp_path / "wav" / split / name / f"{row:04d}.wav"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(source.encoded(row))
-            flat = tmp_path / "flat" / split / f"{row:04d}.wav"
-            flat.parent.mkdir(parents=True, exist_ok=True)
-            flat.write_bytes(source.encoded(row))
+            wave, rate, _ = _rust.decode(source.encoded(row))
+            path, flat = tmp_path / "wav" / split / name / f"{row:04d}.wav", tmp_path / "flat" / split / f"{row:04d}.wav"
+            for each in (path, flat):
+                each.parent.mkdir(parents=True, exist_ok=True)
+            soundfile.write(path, wave, rate, subtype="FLOAT")  # every bit of what the loader decodes
+            flat.hardlink_to(path)
             lines[split].append(f"{flat.relative_to(tmp_path / 'flat')},{name}")
     (tmp_path / "classes.txt").write_text("\n".join(source.class_names))
     options = ("--split=folder", "--on=duplicate-content=keep", "--classes", tmp_path / "classes.txt")
