@@ -11,6 +11,7 @@ from loaders.base import DataError
 from loaders.recordings import tables
 from loaders.recordings.annotations import Annotation, Mistakes
 from loaders.recordings.find import Finder, is_audio, walk
+from loaders.recordings.rows import leads_out
 
 FILE = ("file", "filename", "file_name", "filepath", "path", "audio", "audio_path", "recording", "fname", "segment_id", "YTID")
 START = ("start", "start_time", "start_seconds", "start_time_seconds", "start (s)", "begin time (s)", "onset", "begin")
@@ -66,7 +67,7 @@ def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finde
     names = list(walk(folder, mistakes))
     metadata = [path for path in names if re.search(r"_metadata(_train|_test|_test_5s)?\.(parquet|csv)$", path)]
     selections = [path for path in names if path.endswith(".selections.txt")]
-    catalogues = [path for path in names if path.endswith(".json") and _is_xeno_canto(pathlib.Path(path))]
+    catalogues = [path for path in names if path.endswith(".json") and _is_xeno_canto(path, folder, mistakes)]
     for each in (*metadata, *selections, *catalogues):
         remedy = "; name that file itself, or the folder that it lies in"
         files.inside(folder, os.path.relpath(each, os.path.abspath(folder)), remedy=remedy)
@@ -322,9 +323,13 @@ def _kaleidoscope(table: tables.Table, options: Options, mistakes: Mistakes, fin
         yield Annotation(path, start, stop, labels, _frequency(row, low), _frequency(row, high), heard, "", where, about_it)
 
 
-def _is_xeno_canto(path: pathlib.Path) -> bool:
+def _is_xeno_canto(path: str, folder: pathlib.Path, mistakes: Mistakes) -> bool:
+    """Whether a JSON file holds xeno-canto's metadata. One outside the folder, to which a link leads, is not opened."""
+    if led := leads_out(path, str(folder)):
+        mistakes.add("link-outside", f"{path} leads to {led}")
+        return False
     try:
-        with files.regular(path) as file:
+        with files.regular(pathlib.Path(path)) as file:
             return b'"recordings"' in file.read(4096)
     except files.FileError:
         return False

@@ -363,12 +363,13 @@ def test_broken_recordings_are_a_line_each(recordings, tmp_path, capsys):
     (recordings / "nowhere.wav").symlink_to("missing")
     (tmp_path / "elsewhere.wav").write_bytes(corpus.wav(77))
     (recordings / "out.wav").symlink_to(tmp_path / "elsewhere.wav")
+    (tmp_path / "elsewhere.json").write_text('{"recordings": []}')
+    (recordings / "out.json").symlink_to(tmp_path / "elsewhere.json")
     os.mkdir(os.fsencode(recordings) + b"/odd")
     with open(os.fsencode(recordings) + b"/odd/\xff.wav", "wb") as file:
         file.write(data[:-100])
     err = index(recordings, "--labels=none", "--out", tmp_path / "out", code=2, capsys=capsys)
     kinds = (
-        "link-outside",
         "empty-file",
         "truncated-file",
         "unreadable-file",
@@ -379,6 +380,7 @@ def test_broken_recordings_are_a_line_each(recordings, tmp_path, capsys):
     )
     for kind in kinds:
         assert f"\n{kind}: 1 (" in "\n" + err, kind
+    assert "link-outside: 2 (" in err and f"out.json leads to {tmp_path / 'elsewhere.json'}" in err
     assert "ends after 1.498 s; its header states 3.000 s" in err or "its header states 3.000 s" in err
     assert not (tmp_path / "out").exists()
     index(recordings, "--labels=none", "--out", tmp_path / "out", "--on=all=drop", capsys=capsys)
