@@ -48,7 +48,7 @@ fuzz: $(TEST)
 lint: $(TEST)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --cache-dir $(CACHE)/mypy
 	cargo fmt --check --all --manifest-path rust/Cargo.toml
 	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo clippy --profile test-quick --quiet --workspace --all-targets --manifest-path rust/Cargo.toml -- -D warnings
 

@@ -9,8 +9,6 @@ import time
 import pytest
 from test_train import command, corpus, folder, free_port, hashes, ids, records, run  # noqa: F401
 
-from jaxtrain import writers
-
 # A loader that can poison a batch, and that can stop to deliver.
 UNRULY_LOADER = """
 import os, signal, time
@@ -266,25 +264,6 @@ def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, corpus):  
         subprocess.run(["umount", disk], check=True)
 
 
-def test_promise_12_records_wait_for_room(folder, corpus):  # noqa: F811
-    """metrics.jsonl on a disk that is full for a while: whole lines, all of them, in order."""
-    disk = small_disk(folder / "disk", 64)
-    try:
-        writer = writers.JsonlWriter(str(disk), 0)
-        room = os.statvfs(disk)
-        ballast = disk / "ballast"
-        ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - 4096))
-        for step in range(1, 101):
-            writer.write(step, "train", {"loss": 1 / 3, "grad_norm": 2 / 3})
-        assert len(records(disk, "train")) < 100
-        ballast.unlink()
-        writer.write(101, "train", {"loss": 1.0})
-        writer.close()
-        assert sorted(records(disk, "train")) == list(range(1, 102))
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
 def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder, corpus):  # noqa: F811
     """Process 1 in a mount namespace of its own, where the workdir is another disk: as on two hosts without a shared one."""
     unshare = ["unshare", "--mount", "--propagation", "private"]
@@ -316,15 +295,15 @@ def test_retention_keeps_the_last_the_milestones_and_the_best(folder, corpus):  
     run(
         folder,
         f"tiny.py:{corpus}",
-        "--config.train.steps=12",
+        "--config.train.steps=8",
         "--config.train.eval_every=1",
         "--config.checkpoint.every=1",
         "--config.checkpoint.keep=2",
-        "--config.checkpoint.keep_every=5",
+        "--config.checkpoint.keep_every=3",
         "--config.checkpoint.best=-objective_loss",
     )
     workdir = folder / "runs" / "tiny"
     losses = {step: r["objective_loss"] for step, r in records(workdir, "test").items()}
     kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
-    assert {5, 10, 11, 12} <= kept
+    assert {3, 6, 7, 8} <= kept
     assert min(losses, key=losses.get) in kept and len(kept) <= 5

@@ -255,7 +255,7 @@ def test_pictures_have_one_pixel_for_each_value_with_low_bands_at_the_bottom(tmp
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
-def test_a_full_disk_keeps_every_record_until_there_is_room(tmp_path, caplog):
+def test_promise_12_records_wait_for_room(tmp_path, caplog):
     pytest.importorskip("tensorboardX")
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -170,7 +170,8 @@ def lines(folder, i):
     return [json.loads(line) for line in (folder / f"ids{i}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_several_processes_share_the_samples_and_one_writes(folder, processes):
     """Training and evaluation cover each sample once over all devices; the slow one is waited for; one file of each kind."""
     (folder / "slow_loader.py").write_text(SLOW_LOADER)
