@@ -15,7 +15,7 @@ from loaders import files, whole
 from loaders.base import DataError
 from loaders.recordings import classes, headers, sources, store
 from loaders.recordings.annotations import Mistakes
-from loaders.recordings.rows import Options, Splitter, leads_out, plan
+from loaders.recordings.rows import SHORTEST, Options, Splitter, leads_out, plan
 
 
 def make(
@@ -41,6 +41,7 @@ def make(
       DataError: a source that is none, mistakes that no option says to drop or keep (`IndexMistakes`), or an ``out`` that
         holds other things. Nothing is written then.
     """
+    out = out if out.name not in ("", "..") else pathlib.Path(os.path.abspath(out))
     store.refuse_other(out)
     splitter = Splitter(options.split, options.seed)
     if splitter.column and not reading.split_column:
@@ -105,6 +106,8 @@ def _check(options: Options) -> None:
         value = getattr(options, name)
         if not 0 <= value < float("inf"):
             raise DataError(f"{flag} is {value}; it must be a number of seconds, at least 0")
+        if value and name != "min_overlap" and value < SHORTEST:
+            raise DataError(f"{flag} is {value:g}; it must be at least {SHORTEST:g} s")
     if options.hop and not options.windows:
         raise DataError("--hop is given without --windows, whose distance it is")
     if options.min_count < 1:

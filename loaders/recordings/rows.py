@@ -17,6 +17,7 @@ from loaders.recordings.headers import Header, same_bytes
 Part = tuple[float, float, tuple[int, ...], float | None, float | None, int | None]
 TOLERANCE = 0.05  # [s] by which an end may lie after the recording's: tables round
 SPLITS = ("recording", "site", "date", "column", "folder")
+SHORTEST = 0.001  # [s] of windows, and from one to the next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +141,18 @@ def plan(
     """
     events: dict[str, list[Annotation]] = defaultdict(list)
     below = os.path.join(root, "")
-    outside: set[str] = set()
+    outside: set[str] = set()  # recordings that are left out, and counted once
     for each in annotations:
         header = headers.get(each.path)
         if not each.path.startswith(below):
             if each.path not in outside:
                 outside.add(each.path)
                 mistakes.add("outside-root", f"{each.path} is not below {root}")
+            continue
+        if options.channels.isdecimal() and header is not None and int(options.channels) >= header.channels:
+            if each.path not in outside:
+                outside.add(each.path)
+                mistakes.add("bad-row", f"{each.path} has {header.channels} channels, and no channel {options.channels} from 0")
             continue
         if header is not None and (checked := _checked(each, header, classes, options, mistakes)):
             events[each.path].append(checked)
@@ -319,7 +325,7 @@ def _channels(stated: int | None, n: int, option: str) -> Sequence[int]:
     if option == "each":
         return range(n) if n > 1 else (-1,)
     if option.isdecimal():
-        return (int(option),) if int(option) < n else ()
+        return (int(option),)
     return (-1 if stated is None else stated,)
 
 
@@ -332,12 +338,12 @@ def windows_of(events: list[Annotation], seconds: float, numbers: Mapping[str, i
         starts = [round(k * hop, 6) for k in range(n)]
         if starts[-1] + length < seconds - 1e-6:
             starts.append(round(seconds - length, 6))
-    found: list[set[int]] = [set() for _ in starts]
+    found: dict[int, set[int]] = defaultdict(set)  # of windows with events
+    throughout: set[int] = set()
     for each in events:
         labels = {numbers[label] for label in each.labels}
         if each.start is None or each.end is None:
-            for window in found:
-                window |= labels
+            throughout |= labels
             continue
         least = min(options.min_overlap, each.end - each.start, length) - 1e-9
         first = max(0, int((each.start - length) / hop) - 1)
@@ -346,6 +352,7 @@ def windows_of(events: list[Annotation], seconds: float, numbers: Mapping[str, i
                 break
             if min(each.end, starts[k] + length) - max(each.start, starts[k]) >= least:
                 found[k] |= labels
-    for start, window in zip(starts, found, strict=True):
+    for k, start in enumerate(starts):
+        window = found.get(k, set()) | throughout
         if window or options.empty:
             yield start, min(round(start + length, 6), seconds), tuple(sorted(window)), None, None, None

@@ -120,6 +120,8 @@ def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: F
         yield from _xeno_canto(path, text, mistakes, finder)
         return
     first = next((line for line in text.splitlines() if line.strip()), "")
+    if not first:
+        raise DataError(f"{path} is empty; expected a table, a list of recordings, or metadata")
     if re.match(r"^[\d.,]+\t[\d.,]+(\t|$)", first):
         yield from _audacity(path, text, mistakes, finder)
         return
@@ -146,8 +148,8 @@ def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: F
 
 
 def _labels(text: str | None, separator: str) -> tuple[str, ...]:
-    """The labels of a field: one, several in brackets, or several between separators."""
-    text = (text or "").strip()
+    """The labels of a field: one, several in brackets, or several between separators; in one line each."""
+    text = re.sub(r"[\x00-\x1f\x7f]+", " ", text or "").strip()
     if text.startswith("[") and text.endswith("]"):
         parts = re.findall(r"'([^']*)'|\"([^\"]*)\"|([^,\s\[\]'\"][^,\[\]'\"]*)", text)
         return tuple(dict.fromkeys(filter(None, ("".join(part).strip() for part in parts))))
@@ -330,7 +332,7 @@ def _is_xeno_canto(path: str, folder: pathlib.Path, mistakes: Mistakes) -> bool:
         return False
     try:
         with files.regular(pathlib.Path(path)) as file:
-            return b'"recordings"' in file.read(4096)
+            return re.search(rb'"recordings"\s*:\s*\[', file.read(4096)) is not None
     except files.FileError:
         return False
 

@@ -82,7 +82,8 @@ def _replace(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping
         splits = {split: write_split(fresh / "data", split, plan) for split in sorted(set(plan.splits.values()))}
         splits = {split: about for split, about in splits.items() if about["rows"]}
         if not splits:
-            raise DataError("the sources leave no row to write; see the list of mistakes")
+            why = "see the list of mistakes" if mistakes.counts else "they name no recording, or windows without an event alone"
+            raise DataError(f"the sources leave no row to write; {why}")
         about = {
             "version": VERSION,
             "root": os.path.relpath(plan.root, os.path.realpath(out)),

@@ -119,6 +119,8 @@ def cut(
 
     Raises DataError: something given that is none of these, or nothing that can be read.
     """
+    if hop < rows.SHORTEST:
+        raise DataError(f"windows would begin every {hop:g} s; at least {rows.SHORTEST:g} s apart: give less overlap")
     known: dict[str, Header] = {}
     paths: set[str] = set()
     roots: list[str] = []

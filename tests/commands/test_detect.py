@@ -297,6 +297,7 @@ def test_classes_and_formats(run, recordings, tmp_path):
         ({"--threshold": "1.5"}, "--threshold is 1.5; scores lie in [0, 1]"),
         ({"--threshold": "nothing.csv"}, "neither a number nor a file"),
         ({"--classes": "wrem"}, "for example wren"),
+        ({"--overlap": "0.4999999"}, "windows would begin every 0 s; at least 0.001 s apart: give less overlap"),
         ({"--min-duration": "-1"}, "--min-duration is -1.0"),
         ({"--out": "{recordings}"}, "holds other things than detections"),
         ({"RECORDING": "nothing.wav"}, "nothing.wav does not exist"),

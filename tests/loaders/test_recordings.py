@@ -545,6 +545,30 @@ def test_each_channel_as_a_row(tmp_path, capsys):
     index(folder, "--channels=each", "--out", tmp_path / "out", capsys=capsys)
     assert [r["channel"] for r in rows(tmp_path / "out")] == [0, 1]
     assert "expected mean, each, table" in index(folder, "--channels=left", "--out", tmp_path / "o", code=2, capsys=capsys)
+    err = index(folder, "--channels=2", "--out", tmp_path / "o", code=2, capsys=capsys)
+    assert "bad-row: 1 (refused)" in err and "s.wav has 2 channels, and no channel 2 from 0" in err
+
+
+def test_an_index_may_lie_beside_its_recordings(recordings, tmp_path, capsys, monkeypatch):
+    """In the folder that it is made of, or the folder where the command is given; the same command again finds it there."""
+    for n in (4, 0):
+        assert f"{n} of them read now" in index(recordings, "--out", recordings / "index", capsys=capsys)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    index(recordings, "--out", ".", capsys=capsys)
+    assert rows(tmp_path / "here") == rows(recordings / "index")
+
+
+def test_what_leaves_nothing_is_said(recordings, tmp_path, capsys):
+    said = {"": "is empty; expected a table", "file,start,end,label\n": "they name no recording"}
+    for text, what in said.items():
+        (tmp_path / "t.csv").write_text(text)
+        assert what in index(tmp_path / "t.csv", "--out", tmp_path / "o", code=2, capsys=capsys)
+    err = index(recordings, "--windows=1", "--hop=1e-4", "--out", tmp_path / "o", code=2, capsys=capsys)
+    assert "--hop is 0.0001; it must be at least 0.001 s" in err
+    (tmp_path / "t.csv").write_text('file,start,end,label\na.wav,0,1,"a\x1b[2J\nb"\n')
+    index(tmp_path / "t.csv", "--audio", recordings, "--out", tmp_path / "o", capsys=capsys)
+    assert json.loads((tmp_path / "o" / "index.json").read_text())["classes"] == ["a [2J b"]
 
 
 def test_show(recordings, tmp_path, capsys):
