@@ -400,7 +400,7 @@ def read_many(path: str | os.PathLike) -> dict[str, np.ndarray]:
             rows = zip(columns["audio_url"].to_pylist(), columns["codes"].to_pylist(), strict=True)
             table = {url: np.array(codes) for url, codes in rows}
     except Exception as error:  # noqa: BLE001  a damaged table makes pyarrow raise whatever it stumbles upon
-        raise DataError(f"{path} cannot be read as codes: {error}") from error
+        raise DataError(f"{path} cannot be read as codes: {files.said(error)}") from error
     for name, codes in table.items():
         if codes.ndim != 2 or codes.dtype.kind not in "iu":
             raise DataError(f"{path}: {name} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")

@@ -83,8 +83,15 @@ def regular(path: os.PathLike) -> Iterator[BinaryIO]:
         try:
             yield file
         except OSError as error:  # a store's missing file is missed as it is read
-            reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
+            reason = (
+                "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or said(error)}"
+            )
             raise FileError(f"{path} {reason}") from error
+
+
+def said(error: BaseException) -> str:
+    """What an error says, in one line: those of pyarrow and nibabel have several, or end one."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def opened(path: os.PathLike) -> BinaryIO:

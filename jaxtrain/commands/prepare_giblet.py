@@ -29,13 +29,14 @@ import importlib
 import io
 import math
 import pathlib
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.commands import arguments
-from loaders import film_files, multimodal, whole
+from loaders import files, film_files, machine, multimodal, whole
 from loaders.base import DataError
 from loaders.recordings import tables
 
@@ -253,7 +254,7 @@ def _read(path: pathlib.Path, reading: Callable[[], Any]) -> Any:
     except (DataError, MemoryError):
         raise
     except Exception as error:  # libraries raise what they like for a broken file: zlib.error, BadZipFile, HeaderDataError, …
-        raise DataError(f"{path} cannot be read: {str(error) or type(error).__name__}") from error
+        raise DataError(f"{path} cannot be read: {files.said(error)}") from error
 
 
 # Video and sound.
@@ -466,11 +467,9 @@ def _only_array(path: pathlib.Path) -> np.ndarray:
     """The array of a .npy, or the one of two dimensions or more of an npz."""
 
     def read() -> dict[str, np.ndarray]:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {path.name: loaded}
-        with loaded:
-            return {name: loaded[name] for name in loaded.files}
+        if zipfile.is_zipfile(path):
+            return files.arrays(path, most=machine.most_memory())
+        return {path.name: np.array(files.array(path))}
 
     arrays = _read(path, read)
     candidates = [array for array in arrays.values() if array.ndim >= 2]

@@ -82,8 +82,11 @@ class Parts(NamedTuple):
                 raise ValueError("it has other windows or classes")
             columns = [column.to_numpy(zero_copy_only=False) for column in table.columns[len(META) :]]
             return np.stack(columns, 1).astype(np.float32) if columns else np.zeros((table.num_rows, 0), np.float32)
-        except (files.FileError, pa.ArrowException, ValueError, TypeError) as error:
-            raise DetectError(f"{self.path(number)} cannot be read: {error}; remove it, then rerun the same command") from error
+        except files.FileError as error:
+            raise DetectError(f"{error}; remove it, then rerun the same command") from error
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            text = f"{self.path(number)} cannot be read: {files.said(error)}"
+            raise DetectError(f"{text}; remove it, then rerun the same command") from error
 
 
 def head_of(model: embed.Model, names: Sequence[str] = ()) -> Head:

@@ -87,8 +87,10 @@ class Embeddings(NamedTuple):
                 column.validate(full=True)
             if table.num_rows != self.n:
                 raise ValueError(f"it has {table.num_rows} rows, and there are {self.n}")
-        except (files.FileError, pa.ArrowException, ValueError, KeyError, OSError) as error:
-            raise EmbeddingsError(f"{self.folder / ROWS} cannot be read: {error}; embed again") from error
+        except files.FileError as error:
+            raise EmbeddingsError(f"{error}; embed again") from error
+        except (pa.ArrowException, ValueError, KeyError) as error:
+            raise EmbeddingsError(f"{self.folder / ROWS} cannot be read: {files.said(error)}; embed again") from error
         texts = {name: [value or "" for value in columns[name].to_pylist()] for name in ("path", "clock")}
         start, end = (columns[name].to_numpy(zero_copy_only=False).astype(np.float64) for name in ("start", "end"))
         return Places(texts["path"], start, end, texts["clock"])

@@ -125,7 +125,7 @@ def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     except (files.FileError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001  nibabel raises what it likes for a broken file
-        raise DataError(f"{place} cannot be read: {str(error) or type(error).__name__}") from error
+        raise DataError(f"{place} cannot be read: {files.said(error)}") from error
     if int(inside.sum()) != n_voxels:
         raise DataError(
             f"{place} has {int(inside.sum())} voxels, and the model predicts {n_voxels}; name the folder of its mask: --mask"

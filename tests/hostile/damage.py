@@ -3,14 +3,20 @@
 `cases` lists them all, in the same order wherever it runs; each is a name and a function that damages a copy.
 """
 
+import gzip
 import hashlib
+import io
 import json
 import os
 import pathlib
 import random
+import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
 
 OUTSIDE = "outside"  # the folder next to the damaged one whose files nobody may open
 SECRET = f"../{OUTSIDE}/secret.json"
@@ -29,6 +35,10 @@ TEXTS = {  # of a JSON file
 VALUES = (  # of an entry of a JSON file
     None, -1, 0, 3_000_000_000, 10**30, 1.5, float("nan"), True, "x", "", "\0", "a\nb", [], {}, [1, 2], [-1], {"a": {}}, SECRET,
     f"../../../{OUTSIDE}/secret.json", "/dev/zero", "payload", "os", "os:system", "x" * 5000,
+)  # fmt: skip
+NUMBERS = ("-1", "0", "1e400", "nan", "inf", "-inf", "9" * 400, "1e-320", "0x10", "1:2:3", "1_0", "٣", "1,5", "--", "")
+CELLS = (  # of a table
+    *NUMBERS, SECRET, "/dev/zero", "\0", "\ud7ff", "\u202e", "'", '"', "a;b", "a\tb", "=1+1", "x" * 5000, "[" * 900,
 )  # fmt: skip
 
 
@@ -165,3 +175,113 @@ def _setter(file: pathlib.Path, place: tuple, value: Any) -> Callable[[pathlib.P
         (copy / file).write_text(json.dumps(tree))
 
     return apply
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """Bytes of a file with a few bytes, words or stretches changed."""
+    changed = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        if not changed:
+            break
+        at = rng.randrange(len(changed))
+        kind = rng.randrange(6)
+        if kind < 2:
+            changed[at] = rng.randrange(256)
+        elif kind == 2:
+            changed[at : at + 8] = rng.choice((2**31 - 1, 2**32 - 1, 2**62, 0, 2**63)).to_bytes(8, "little")[
+                : len(changed) - at
+            ]
+        elif kind == 3:
+            changed[at : at + 4] = rng.randrange(2**32).to_bytes(4, "little")[: len(changed) - at]
+        elif kind == 4:
+            del changed[at : at + rng.randrange(1, 64)]
+        else:
+            other = rng.randrange(len(changed))
+            changed[at : at + 16] = changed[other : other + 16]
+    return bytes(changed)
+
+
+def changed(name: str, content: bytes, rng: random.Random) -> bytes:
+    """The content of a file, damaged."""
+    kind = name.rpartition(".")[2]
+    inner = INNER.get(kind)
+    if inner and content and rng.random() < 0.6:
+        return inner(name, content, rng)
+    return mutated(content, rng) if content else rng.randbytes(rng.randrange(64))
+
+
+def _of_json(name: str, content: bytes, rng: random.Random) -> bytes:
+    tree = json.loads(content)
+    if places := list(_places(tree)):
+        *path, last = rng.choice(places)
+        node = tree
+        for key in path:
+            node = node[key]
+        if rng.random() < 0.1 and isinstance(node, dict):
+            del node[last]
+        else:
+            node[last] = rng.choice((*VALUES, node[last] * 2 if isinstance(node[last], int | str | list) else 0))
+    return json.dumps(tree).encode()
+
+
+def _jsonl(name: str, content: bytes, rng: random.Random) -> bytes:
+    lines = content.splitlines()
+    at = rng.randrange(len(lines))
+    lines[at] = _of_json(name, lines[at], rng)
+    return b"\n".join(lines) + b"\n"
+
+
+def _safetensors(name: str, content: bytes, rng: random.Random) -> bytes:
+    length = int.from_bytes(content[:8], "little")
+    header = _of_json(name, content[8 : 8 + length], rng)
+    return len(header).to_bytes(8, "little") + header + content[8 + length :]
+
+
+def _npy(name: str, content: bytes, rng: random.Random) -> bytes:
+    """A value of the header replaced, and its length corrected."""
+    length = int.from_bytes(content[8:10], "little")
+    header = content[10 : 10 + length].decode("latin-1")
+    found = list(re.finditer(r"\d+|'[^']*'|True|False", header))
+    one = rng.choice(found)
+    new = rng.choice((*NUMBERS, "'O'", "'V8'", "[('a','<f4')]", "True", "2**60", "4611686018427387904", "'<U1000000000'", "()"))
+    header = header[: one.start()] + new + header[one.end() :]
+    data = header.encode("utf-8", "replace")[:65535]
+    return content[:8] + len(data).to_bytes(2, "little") + data + content[10 + length :]
+
+
+def _zip(name: str, content: bytes, rng: random.Random) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
+        chosen = rng.choice(old.infolist()).filename
+        for info in old.infolist():
+            data = old.read(info)
+            new.writestr(info.filename, changed(info.filename, data, rng) if info.filename == chosen else data)
+    return out.getvalue()
+
+
+def _gzip(name: str, content: bytes, rng: random.Random) -> bytes:
+    return gzip.compress(changed(name.removesuffix(".gz"), gzip.decompress(content), rng), 1)
+
+
+def _text(name: str, content: bytes, rng: random.Random) -> bytes:
+    """A cell of a table replaced."""
+    text = content.decode("latin-1")
+    cells = re.split(r"([;,\t\n])", text)
+    cells[rng.randrange(len(cells))] = rng.choice(CELLS)
+    return "".join(cells).encode("utf-8", "replace")
+
+
+def _parquet(name: str, content: bytes, rng: random.Random) -> bytes:
+    """Columns of other types, or in other places."""
+    table = pq.read_table(io.BytesIO(content))
+    at = rng.randrange(table.num_columns)
+    other = table.column(rng.randrange(table.num_columns))
+    out = io.BytesIO()
+    pq.write_table(table.set_column(at, table.column_names[at], other), out)
+    return out.getvalue()
+
+
+INNER: dict[str, Callable[[str, bytes, random.Random], bytes]] = {
+    "json": _of_json, "jsonl": _jsonl, "safetensors": _safetensors, "npy": _npy, "npz": _zip, "xlsx": _zip, "gz": _gzip,
+    "csv": _text, "txt": _text, "parquet": _parquet,
+}  # fmt: skip

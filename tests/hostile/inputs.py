@@ -436,7 +436,8 @@ def xspace() -> bytes:
     def field(number: int, value: bytes | int) -> bytes:
         if isinstance(value, int):
             return bytes([number << 3, value])
-        return bytes([number << 3 | 2, len(value)]) + value
+        size = bytes([len(value)]) if len(value) < 128 else bytes([len(value) & 127 | 128, len(value) >> 7])
+        return bytes([number << 3 | 2]) + size + value
 
     instruction = field(1, b"dot.1") + field(7, field(2, b"jit(step)/loss_and_grad/jvp(x)/dot_general"))
     program = field(1, field(3, field(2, instruction)))

@@ -9,6 +9,7 @@ import sys
 
 import inputs
 import pytest
+from damage import mutated
 from harness import HERE, ROOT
 
 N = {"short": 250, "long": 12_000}
@@ -18,28 +19,6 @@ faulthandler.enable()
 import test_hostile_shards
 print(json.dumps(test_hostile_shards.read_all(pathlib.Path(sys.argv[1]), int(sys.argv[2]))))
 """
-
-
-def mutated(content: bytes, rng: random.Random) -> bytes:
-    """A shard with a few bytes, words or stretches changed, mostly where offsets and lengths are."""
-    changed = bytearray(content)
-    for _ in range(rng.choice((1, 1, 2, 4))):
-        at = rng.randrange(len(changed))
-        kind = rng.randrange(6)
-        if kind < 2:
-            changed[at] = rng.randrange(256)
-        elif kind == 2:
-            changed[at : at + 8] = rng.choice((2**31 - 1, 2**32 - 1, 2**62, 0, 2**63)).to_bytes(8, "little")[
-                : len(changed) - at
-            ]
-        elif kind == 3:
-            changed[at : at + 4] = rng.randrange(2**32).to_bytes(4, "little")[: len(changed) - at]
-        elif kind == 4:
-            del changed[at : at + rng.randrange(1, 64)]
-        else:
-            other = rng.randrange(len(changed))
-            changed[at : at + 16] = changed[other : other + 16]
-    return bytes(changed)
 
 
 def read_all(folder: pathlib.Path, n: int) -> dict[str, int]:

@@ -7,6 +7,7 @@
 use std::io::Cursor;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
+use symphonia::core::codecs::audio::well_known::CODEC_ID_ADPCM_MS;
 use symphonia::core::codecs::audio::{AudioCodecParameters, AudioDecoderOptions};
 use symphonia::core::codecs::CodecParameters;
 use symphonia::core::formats::probe::Hint;
@@ -106,8 +107,6 @@ struct Blocks {
     data: std::ops::Range<usize>,
     bytes: usize,
     samples: u64,
-    /// The channels of Microsoft's kind; None for IMA's.
-    microsoft: Option<usize>,
 }
 
 /// The blocks of a WAV with ADPCM (Microsoft's or IMA); None for any other.
@@ -118,34 +117,17 @@ fn blocks(bytes: &[u8]) -> Option<Blocks> {
         let size = u32::from_le_bytes(bytes.get(at + 4..at + 8)?.try_into().ok()?) as usize;
         match &bytes[at..at + 4] {
             b"fmt " if matches!(word(at + 8)?, 2 | 0x11) => {
-                let microsoft = (word(at + 8)? == 2).then_some(usize::from(word(at + 10)?));
-                found = Some((usize::from(word(at + 20)?), u64::from(word(at + 26)?), microsoft));
+                found = Some((usize::from(word(at + 20)?), u64::from(word(at + 26)?)));
             }
             b"data" => {
-                let (of_block, samples, microsoft) = found.filter(|&(bytes, samples, _)| bytes > 0 && samples > 0)?;
+                let (bytes_of_block, samples) = found.filter(|&(bytes, samples)| bytes > 0 && samples > 0)?;
                 let end = (at + 8).saturating_add(size).min(bytes.len());
-                return Some(Blocks { data: at + 8..end, bytes: of_block, samples, microsoft });
+                return Some(Blocks { data: at + 8..end, bytes: bytes_of_block, samples });
             }
             _ => {}
         }
         at = at.checked_add(8 + size + (size & 1))?;
     }
-}
-
-/// Whether the quantiser of a block of Microsoft's ADPCM grows beyond what 32 bits hold: to hundreds of times the range of a
-/// sample, so no encoder wrote it. symphonia would return noise for the rest of the block.
-fn runs_away(block: &[u8], channels: usize) -> bool {
-    const GROWTH: [i32; 16] = [230, 230, 230, 230, 307, 409, 512, 614, 768, 614, 512, 409, 307, 230, 230, 230]; // / 256
-    let Some((head, data)) = block.split_at_checked(7 * channels) else { return false };
-    (0..channels).any(|channel| {
-        let at = channels + 2 * channel;
-        let mut step = i32::from(i16::from_le_bytes([head[at], head[at + 1]]));
-        data.iter().flat_map(|byte| [byte >> 4, byte & 15]).skip(channel).step_by(channels).any(|nibble| {
-            let too_large = step > i32::MAX / 768;
-            step = (GROWTH[usize::from(nibble)].saturating_mul(step) / 256).max(16);
-            too_large
-        })
-    })
 }
 
 /// An opened container, and its first track of audio.
@@ -205,6 +187,26 @@ pub(super) fn info(bytes: &[u8]) -> Result<Info, Error> {
     guarded(bytes, || Ok(open(bytes)?.info))
 }
 
+/// Whether the quantiser of a packet of Microsoft's ADPCM, which is blocks of `frames`, grows beyond what 32 bits hold: to
+/// hundreds of times the range of a sample, so no encoder wrote it. symphonia would return noise for the rest of that block.
+fn runs_away(packet: &[u8], channels: usize, frames: u64) -> bool {
+    const GROWTH: [i32; 16] = [230, 230, 230, 230, 307, 409, 512, 614, 768, 614, 512, 409, 307, 230, 230, 230]; // / 256
+    let head = 7 * channels;
+    let block = frames.saturating_sub(2).saturating_mul(channels as u64) / 2 + head as u64;
+    packet.chunks(block.clamp(1, 1 << 20) as usize).filter(|block| block.len() >= head).any(|block| {
+        (0..channels).any(|channel| {
+            let at = channels + 2 * channel;
+            let mut step = i32::from(i16::from_le_bytes([block[at], block[at + 1]]));
+            let nibbles = block[head..].iter().flat_map(|byte| [byte >> 4, byte & 15]);
+            nibbles.skip(channel).step_by(channels).any(|nibble| {
+                let too_large = step > i32::MAX / 768;
+                step = (GROWTH[usize::from(nibble)].saturating_mul(step) / 256).max(16);
+                too_large
+            })
+        })
+    })
+}
+
 /// Decodes the frames from `start` on, which must lie inside the recording.
 pub(super) fn read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
     let Some(blocks) = blocks(bytes) else {
@@ -216,9 +218,6 @@ pub(super) fn read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, 
     let place =
         |block: u64| (blocks.data.start as u64).saturating_add(block * blocks.bytes as u64).min(blocks.data.end as u64);
     let data = &bytes[place(first) as usize..place(last) as usize];
-    if blocks.microsoft.is_some_and(|channels| data.chunks(blocks.bytes).any(|block| runs_away(block, channels))) {
-        return corrupt(name(bytes), "a packet cannot be decoded");
-    }
     let mut part = bytes[..blocks.data.start].to_vec();
     part[blocks.data.start - 4..].copy_from_slice(&(data.len() as u32).to_le_bytes());
     part.extend_from_slice(data);
@@ -249,6 +248,7 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
             return corrupt(format, "a position cannot be found");
         }
     }
+    let of_microsoft = parameters.codec == CODEC_ID_ADPCM_MS;
     let mut done = 0;
     let mut mono = Vec::new();
     while done < out.len() {
@@ -260,6 +260,9 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
             Err(symphonia::core::errors::Error::IoError(_)) => break,
             Err(_) => return corrupt(format, "a packet cannot be read"),
         };
+        if of_microsoft && runs_away(&packet.data, info.channels.into(), parameters.frames_per_block.unwrap_or(2)) {
+            return corrupt(format, "a packet cannot be decoded");
+        }
         let Ok(decoded) = decoder.decode(&packet) else {
             return corrupt(format, "a packet cannot be decoded");
         };

@@ -1,0 +1,342 @@
+"""Every reader of files in Python, given thousands of damaged files in one process: python readers.py FOLDER N.
+
+A reader has a folder of small real files, and a function that reads them all. One file after the other is changed (its bytes,
+or what its format holds, wrapped up again as it should be), read, and put back; drawn by a seed. A reader may refuse a file, in
+one line that names it. It may not raise anything else, take long, take memory, unpickle, start a program or write elsewhere.
+"""
+
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import pathlib
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import damage
+import inputs
+import numpy as np
+import probes
+
+from jaxtrain.checkpoint import checksums, timm, warm_start
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.commands import prepare_giblet
+from jaxtrain.config.schema import WarmStart
+from jaxtrain.inference import embeddings, heads, predict, solve
+from jaxtrain.nn import hugging_face
+from jaxtrain.owner.who import WorkdirError
+from jaxtrain.report import classes, records, trace
+from jaxtrain.weights import source
+from jaxtrain.workloads import language
+from loaders import chatml, codec, files, film_files, sudoku
+from loaders.base import DataError
+from loaders.recordings import sources, store
+from loaders.recordings.annotations import Mistakes
+
+SECONDS = 10.0  # [s] of CPU time that a small file may take
+MEMORY = 600 << 20  # [bytes] that all readers together may add to what they take of whole files
+REFUSALS = (
+    DataError, stored.StoredError, warm_start.WarmStartError, heads.HeadError, hugging_face.HuggingFaceError, solve.SolveError,
+    embeddings.EmbeddingsError, chatml.SampleError, WorkdirError,
+)  # fmt: skip
+FORBIDDEN = ("pickle.find_class", "subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.exec", "socket.connect")
+
+
+class Reader(NamedTuple):
+    """What reads the files that ``make`` puts into a folder."""
+
+    name: str
+    make: Callable[[pathlib.Path], None]
+    read: Callable[[pathlib.Path], Any]
+
+
+# Small real files that no other test needs.
+
+
+def numpy_files(folder: pathlib.Path) -> None:
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    np.save(folder / "c.npy", x)
+    np.save(folder / "fortran.npy", np.asfortranarray(x))
+    np.savez(folder / "plain.npz", a=x, b=np.arange(3))
+    np.savez_compressed(folder / "packed.npz", a=x, b=np.array(["x", "yz"]))
+
+
+def tables(folder: pathlib.Path) -> None:
+    """Annotations of every kind that `jaxtrain index` reads."""
+    for i in range(3):
+        (folder / f"{i}.wav").write_bytes(inputs.tone(0.1))
+    (folder / "labels.csv").write_text("file,start,end,label\n0.wav,0.0,0.05,a\n1.wav,0.01,0.05,\"['a', 'b']\"\n")
+    (folder / "semicolons.csv").write_bytes("file;start;end;label\n0.wav;0,0;0,05;Bl\xe4\n".encode("latin-1"))
+    (folder / "0.selections.txt").write_text(
+        "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tLow Freq (Hz)\tSpecies\n1\ts\t1\t0\t0.05\t100\ta\n"
+    )
+    (folder / "1.txt").write_text("0.0\t0.05\ta\n0.01\t0.05\tb\n")
+    (folder / "id.csv").write_text("INDIR,FOLDER,IN FILE,OFFSET,DURATION,MANUAL ID\n,,2.wav,0,0.05,a\n")
+    (folder / "list.txt").write_text("0.wav\n1.wav\n")
+    found = [{"id": "1", "gen": "a", "sp": "b", "file-name": "0.wav", "time": "10:00", "date": "2020-01-01", "lat": "1.0"}]
+    (folder / "xc.json").write_text(json.dumps({"recordings": found}))
+
+
+def scans(folder: pathlib.Path) -> None:
+    """What `jaxtrain prepare-giblet` reads besides films."""
+    import nibabel
+    import openpyxl
+
+    x = np.random.default_rng(0).normal(size=(3, 4, 2, 5)).astype(np.float32)
+    image = nibabel.Nifti1Image(x, np.diag([3.0, 3, 3, 1]))
+    image.header.set_xyzt_units("mm", "sec")
+    image.header.set_zooms((3.0, 3.0, 3.0, 1.5))
+    nibabel.save(image, folder / "a.nii")
+    nibabel.save(image, folder / "b.nii.gz")
+    np.save(folder / "codes.npy", np.arange(12).reshape(2, 6))
+    np.savez(folder / "codes.npz", codes=np.arange(12).reshape(1, 2, 6), scale=np.ones((1, 1)))
+    (folder / "words.csv").write_text("start;end;word\n00:00:01,5;0:02;a\n2,5;3;b\n")
+    book = openpyxl.Workbook()
+    for row in (["start", "end"], [0.5, "0:01"], [1, 2.5]):
+        book.active.append(row)
+    book.save(folder / "words.xlsx")
+
+
+def indexed(folder: pathlib.Path) -> None:
+    """An index, made in this process."""
+    from loaders.recordings import make, rows
+
+    heard = folder.parent / "heard-for-index"
+    heard.mkdir(exist_ok=True)
+    inputs.annotated(heard)
+    made = folder / "made"
+    reading = sources.Options(audio=str(heard))
+    make.make([str(heard / "labels.csv")], made, reading=reading, options=rows.Options(), mistakes=Mistakes())
+
+
+def configs(folder: pathlib.Path) -> None:
+    """config.json of others' models."""
+    llama = dict(
+        model_type="llama", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, vocab_size=64, max_position_embeddings=16, rms_norm_eps=1e-5, rope_theta=10000.0, head_dim=8,
+        tie_word_embeddings=True, hidden_act="silu",
+        rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                      "original_max_position_embeddings": 8},
+    )  # fmt: skip
+    gpt2 = dict(
+        model_type="gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=16, vocab_size=64, activation_function="gelu_new",
+        layer_norm_epsilon=1e-5, n_inner=None,
+    )  # fmt: skip
+    for name, content in (("llama", llama), ("gpt2", gpt2)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(content))
+
+
+# What reads them.
+
+
+def _each(folder: pathlib.Path, read: Callable[[pathlib.Path], Any], pattern: str = "*") -> None:
+    """Reads every file; a refusal of one keeps none of the others from being read."""
+    refused = None
+    for path in sorted(folder.glob(pattern)):
+        try:
+            read(path)
+        except REFUSALS as error:
+            refused = error
+    if refused is not None:
+        raise refused
+
+
+def _all_of(arrays: dict[str, stored.Stored]) -> None:
+    for one in arrays.values():
+        if one.n_bytes < 1 << 20:
+            one.read(())
+
+
+def read_numpy(folder: pathlib.Path) -> None:
+    _each(folder, lambda path: np.array(files.array(path)), "*.npy")
+    _each(folder, lambda path: {name: x.copy() for name, x in files.arrays(path).items()}, "*.npz")
+
+
+def read_tables(folder: pathlib.Path) -> None:
+    mistakes = Mistakes()
+    _each(folder, lambda path: list(sources.read(str(path), sources.Options(), mistakes)), "*[!v]")
+    _each(folder, lambda path: list(sources.read(str(path), sources.Options(), mistakes)), "*.csv")
+
+
+def read_scans(folder: pathlib.Path) -> None:
+    _each(folder, prepare_giblet.read_codes, "codes.*")
+    _each(folder, lambda path: prepare_giblet.read_annotations(path, "start", "end"), "words.*")
+    scan_files = sorted(folder.glob("*.nii*"))
+    prepare_giblet.check_fmri(scan_files, None, 5)
+    for path in scan_files:
+        prepare_giblet._volumes(path, 5)
+
+
+def read_index(folder: pathlib.Path) -> None:
+    store.read(folder / "made")
+    store.read_recordings(folder / "made")
+    if probes.index(str(folder / "made")):
+        raise DataError(f"{folder}: refused")  # with its message, which probes.py printed
+
+
+def read_step(folder: pathlib.Path) -> None:
+    step = stored.find_step(folder)
+    checksums.verify(step)
+    found = source.find(folder)
+    found.meta(), found.config(), found.data(), records.read(folder / "metrics.jsonl")
+    arrays = stored.open_step(step)
+    found.step(arrays)
+    _all_of(arrays)
+
+
+def read_export(folder: pathlib.Path) -> None:
+    refused = None
+    for read in (
+        lambda: _all_of(stored.open_safetensors(folder)),
+        lambda: source.find(folder).config(),
+        lambda: hugging_face.own_export(folder, "jaxtrain.workloads.bird", ()),
+        lambda: warm_start.open_source(WarmStart(source=str(folder))),
+        lambda: timm.about(folder, 16),
+    ):
+        try:
+            read()
+        except REFUSALS as error:
+            refused = error
+    if refused is not None:
+        raise refused
+
+
+def read_manifest(folder: pathlib.Path) -> None:
+    codec.open_codec(str(folder / "codec.npz"), codebooks=2, size=16, frame_rate=25.0)
+    for sample in chatml.read_manifest(folder / "manifest.json"):
+        with contextlib.suppress(chatml.SampleError):
+            chatml.render(sample)
+
+
+def read_film(folder: pathlib.Path) -> None:
+    film_files.digests(film_files.open_folder(folder))
+    predict.read_brain(str(folder), 5)
+
+
+def read_embeddings(folder: pathlib.Path) -> None:
+    found = embeddings.read(folder)
+    found.array("mean"), found.places()
+
+
+def read_report(folder: pathlib.Path) -> None:
+    records.read(folder / "metrics.jsonl")
+    records.samples(folder / "samples.jsonl", steps=5, each=5)
+    classes.read(folder / "classes.jsonl")
+    for place in (folder / "traces").iterdir():
+        trace.of_folder(place)
+
+
+def _probe(probe: Callable[[str], int]) -> Callable[[pathlib.Path], None]:
+    def read(folder: pathlib.Path) -> None:
+        sudoku._split.cache_clear()
+        if probe(str(folder)):
+            raise DataError(f"{folder}: refused")  # with its message, which probes.py printed
+
+    return read
+
+
+READERS = (
+    Reader("numpy's files", numpy_files, read_numpy),
+    Reader("tables of annotations", tables, read_tables),
+    Reader("scans, codes and sheets", scans, read_scans),
+    Reader("an index", indexed, read_index),
+    Reader("a checkpoint", inputs.birds, read_step),
+    Reader("an export", inputs.export, read_export),
+    Reader("config.json", configs, lambda folder: _each(folder, language.read_config)),
+    Reader("a manifest and a codec", inputs.sounds, read_manifest),
+    Reader("codes", inputs.codes, lambda folder: _each(folder, codec.read_many)),
+    Reader("a film", inputs.masked_film, read_film),
+    Reader("a head", inputs.head, lambda folder: heads.read(folder / "head.npz")),
+    Reader("embeddings", inputs.whole_rows, read_embeddings),
+    Reader("boards", inputs.boards, _probe(probes.puzzles)),
+    Reader("puzzles", inputs.puzzles, lambda folder: solve.read_puzzles(str(folder / "test.csv"), 4)),
+    Reader("documents", inputs.tokens, _probe(probes.documents)),
+    Reader("records of a run", inputs.workdir, read_report),
+)
+
+
+# The loop.
+
+_watched: list[str] = []
+
+
+def _hook(event: str, arguments: tuple) -> None:
+    if event in FORBIDDEN:
+        _watched.append(f"{event}{arguments!r:.200}")
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    """In a new file: threads of a loader may still have the old one mapped."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+
+
+def attack(reader: Reader, folder: pathlib.Path, n: int) -> tuple[int, list[str]]:
+    """Reads ``n`` damaged files. Returns how many were refused, and what should not have been."""
+    folder.mkdir()
+    reader.make(folder)
+    reader.read(folder)  # whole files are read
+    whole = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    paths = [path for path in whole if path.suffix != ".wav"]  # which `make fuzz` attacks
+    refused, problems = 0, []
+    for number in range(n):
+        rng = random.Random(f"{reader.name} {number}")
+        path = rng.choice(paths)
+        _replace(path, damage.changed(path.name, whole[path], rng))
+        if rng.random() < 0.5:
+            damage.seal(folder)
+        faulthandler.dump_traceback_later(300, exit=True)
+        began, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        text = ""
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                reader.read(folder)
+        except REFUSALS as error:
+            refused += 1
+            said = str(error)
+            lines = said.splitlines() if not isinstance(error, warm_start.WarmStartError) else [said]  # which lists misfits
+            if len(lines) > 1 or len(said) > 9000 or (str(folder) not in said and path.name not in said):
+                text = f"it said {said[:500]!r}"
+        except BaseException as error:  # noqa: BLE001  whatever it is, it is what is looked for
+            text = f"it raised {type(error).__name__}: {str(error)[:300]}"
+        seconds = time.process_time() - began
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10
+        text = (
+            text or (f"it took {seconds:.1f} s" if seconds > SECONDS else "") or (f"{grown:,} bytes" if grown > MEMORY else "")
+        )
+        text = text or "; ".join(_watched)
+        if text:
+            problems.append(f"{reader.name}: case {number}, {path.relative_to(folder)}: {text}")
+        _watched.clear()
+        for each, content in whole.items():  # checksums were written anew, too
+            if each == path or each.name in ("manifest.json", "SHA256SUMS"):
+                _replace(each, content)
+    faulthandler.cancel_dump_traceback_later()
+    return refused, problems
+
+
+def main() -> None:
+    folder, n, chosen = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    faulthandler.enable()
+    sys.addaudithook(_hook)
+    before = os.listdir(".")
+    for number, reader in enumerate(READERS):
+        if chosen and reader.name not in chosen:
+            continue
+        began = time.process_time()
+        refused, problems = attack(reader, folder / str(number), n)
+        seconds = time.process_time() - began
+        print(
+            json.dumps({"reader": reader.name, "refused": refused, "problems": problems, "cpu": round(seconds, 2)}), flush=True
+        )
+    assert os.listdir(".") == before, "something was written where it ran"
+
+
+if __name__ == "__main__":
+    main()
