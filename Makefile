@@ -11,7 +11,7 @@ CARGO_TEST = cargo test $(if $(LOCKED),--locked) --profile test-quick --quiet --
 # of requirements.lock, by their checksums (for Linux on x86-64), and the crates of rust/Cargo.lock: make test LOCKED=1 VENV=.venv-locked
 TRAIN := $(VENV)/.installed
 TEST := $(VENV)/.installed-dev
-.PHONY: train trm-demo giblet-demo higgs-demo test test-all lint lint-targets fuzz wheel clean
+.PHONY: train trm-demo giblet-demo higgs-demo test test-all lint lint-targets fuzz soak wheel clean
 
 train: $(TRAIN)
 	$(VENV)/bin/python -m jaxtrain.main --config=$(CONFIG) $(ARGS)
@@ -44,6 +44,12 @@ proofs-%: $(TEST)
 # Coverage-guided fuzzing of what reads files from elsewhere: make fuzz ARGS="--minutes 30".
 fuzz: $(TEST)
 	$(VENV)/bin/python -m tools.fuzz $(ARGS)
+
+# Hours of faults in a run that nobody helps: SOAK_HOURS=3 make soak.
+SOAK ?= --config=configs/xcm.py --config.train.steps=40 --config.train.batch=16 --config.train.eval_every=0 --config.checkpoint.every=4 \
+    --config.mesh.data=4 --config.data.threads=1
+soak: $(TEST)
+	$(VENV)/bin/python -m tools.soak $(SOAK) $(ARGS)
 
 lint: $(TEST)
 	$(VENV)/bin/ruff check .

@@ -158,7 +158,8 @@ class Log:
         self._host.beat(f"step {step + 1}")
 
     def inputs(self, item: Item) -> None:
-        """Draws what the model sees of a batch."""
+        """Draws what the model sees of a batch, the run's first."""
+        self._host.starting("its pictures")  # which are compiled
         self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))  # every process takes part
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:

@@ -218,6 +218,17 @@ def test_promise_10_a_start_that_never_ends_is_ended(tmp_path):
     assert "no progress for 1 s" in done.stderr and "Thread" in (tmp_path / "stacks-0.txt").read_text()
 
 
+def test_what_is_compiled_behind_the_first_batch_has_the_time_of_a_start(tmp_path):
+    script = (
+        "import sys, time; from jaxtrain.cluster import Watchdog\n"
+        "dog = Watchdog(sys.argv[1], process=0, processes=1, timeout=0.5, start_timeout=100)\n"
+        "dog.beat('step 1'); dog.starting('its pictures'); time.sleep(1.5); print('compiled', flush=True)\n"
+        "dog.beat('step 1'); time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 70 and done.stdout == "compiled\n", done.stderr
+
+
 @pytest.mark.slow
 def test_promise_10_one_of_four_that_is_stuck(folder, corpus):  # noqa: F811
     overrides = ("--config.train.steps=100000", *QUIET, "--config.distributed.step_timeout=15")

@@ -47,6 +47,7 @@ PARTS = {
             "tests/test_owner.py",
             "tests/doctor/test_doctor.py",
             "tests/commands/test_launch_slurm.py",
+            "tests/tools/test_soak.py",
         ),
     ),
     "damage": Part(
@@ -55,6 +56,7 @@ PARTS = {
             "tests/checkpoint/test_checkpointer.py",
             "tests/hostile/test_hostile_commands.py",
             "tests/hostile/test_hostile_shards.py",
+            "tests/hostile/test_hostile_readers.py",
             "tests/tools/test_fuzz.py",
         ),
     ),

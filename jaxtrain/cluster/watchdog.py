@@ -33,7 +33,7 @@ class Watchdog:
         self._folder = pathlib.Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._process, self._processes = process, processes
-        self._timeout, self._limit = timeout, start_timeout
+        self._timeout, self._start_timeout, self._limit = timeout, start_timeout, start_timeout
         self._count, self._doing, self._since = 0, "starting", time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -47,7 +47,8 @@ class Watchdog:
 
     def starting(self, doing: str) -> None:
         """Like `beat`, before the first step: a restore or a compilation may take ``start_timeout`` seconds."""
-        self._count, self._doing, self._since = self._count + 1, doing, time.monotonic()
+        self.beat(doing)
+        self._limit = self._start_timeout
 
     def close(self) -> None:
         self._closed.set()

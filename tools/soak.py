@@ -1,0 +1,454 @@
+"""A run under hours of mixed faults, which nobody helps: make soak, or SOAK_HOURS=3 make soak, or
+
+    python -m tools.soak --hours 3 --seed 0 --config=configs/xcm.py --config.train.steps=60 …
+
+Four processes on two hosts (network namespaces, where this user may make them; else on this one) train, lap by lap, a run of
+--config to its end. A supervisor does what a scheduler does: when a process has ended it waits for the others, and starts the
+same command again. Faults are drawn from the seed, one after the other, each some steps after the run went on:
+
+    kill         SIGKILL of one of the processes                 term    SIGTERM to one: all save and end
+    coordinator  SIGKILL of process 0                            stop    SIGSTOP of one: the watchdog ends the rest
+    cut          the link between the hosts is down              slow    it takes 200 ms for 10 s; the run goes on
+    damage       all killed, and a byte of a file of the newest checkpoint is changed
+    full         the workdir's file system is full until the run has ended
+    host         a host is gone: the run resumes on the other alone, and after the next fault on both
+
+The first lap has no fault. Each later one must end where it did: with the same rows in each batch, a record of every step and,
+unless a host was gone meanwhile, the same loss in each record and the same bytes in every array. Prints a row for each kind of
+fault: how often; seconds until the job had ended (noticed) and from its restart to its next new step (going on), median and
+most; steps computed again; then where all laps' time went. It ends with 1 when something was lost or wrong, or when the
+supervisor had to end a job that stood still (by hand).
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxtrain import config as config_lib
+from jaxtrain import goodput
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PROCESSES, HOSTS = 4, 2
+STUCK = 600.0  # [s] without a step after which the supervisor gives up on a job
+DISK = "disk"  # below a soak's folder: workdirs; a file system of its own where this user may mount one
+SIZE = "1g"  # of that
+KINDS = ("kill", "coordinator", "term", "stop", "damage", "host")
+WITH_NETWORK = ("cut", "slow")
+WITH_DISK = ("full",)
+ADDRESS = "10.78.0.{}"
+BOUNDS = ("--config.distributed.step_timeout=20", "--config.distributed.heartbeat_timeout=10", "--config.metrics.every=1")
+
+# Wraps the loader of the config: each process notes a digest of every row that it gives to training.
+LOADER = """
+import hashlib, importlib, json, os
+inner = importlib.import_module(os.environ["SOAK_LOADER"])
+Config, fields, facts = inner.Config, inner.fields, inner.facts
+
+class Noting:
+    def __init__(self, loader, rows):
+        self._loader, self._rows = loader, rows
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+    def __iter__(self):
+        return self
+    def __next__(self):
+        position, batch = next(self._loader)
+        with open(os.environ["SOAK_ROWS"], "a") as file:
+            for i, (start, stop) in enumerate(self._rows.ranges):
+                for row in range(start, stop):
+                    digest = hashlib.blake2b(digest_size=8)
+                    for name in sorted(batch):
+                        digest.update(memoryview(batch[name][i][row - start].reshape(-1)).cast("B"))
+                    file.write(json.dumps([position, row, digest.hexdigest()]) + "\\n")
+        return position, batch
+
+def make_loader(config, *, split, rows, seed):
+    loader = inner.make_loader(config, split=split, rows=rows, seed=seed)
+    return Noting(loader, rows) if split == "train" else loader
+"""
+
+
+@dataclasses.dataclass
+class Fault:
+    """One fault and what came of it."""
+
+    kind: str
+    step: int  # before it
+    noticed: float = 0.0  # [s] until the job had ended; 0 = it did not
+    resumed: float = 0.0  # [s] until a new step, from the restart if there was one
+    lost: int = 0  # steps that were computed again
+    by_hand: bool = False
+
+    def __str__(self) -> str:
+        times = f"noticed {self.noticed:.1f} s, going on {self.resumed:.1f} s"
+        return f"{self.kind} at step {self.step}: {times}, {self.lost} steps again"
+
+
+class Hosts:
+    """Two network namespaces joined by a cable, or none where they cannot be made."""
+
+    def __init__(self) -> None:
+        self.names = [f"soak{os.getpid()}-{i}" for i in range(HOSTS)]
+        self.real = os.geteuid() == 0 and shutil.which("ip") is not None and self._make()
+
+    def _make(self) -> bool:
+        a, b = self.names
+        commands = [["netns", "add", a], ["netns", "add", b]]
+        commands += [["link", "add", "cable", "netns", a, "type", "veth", "peer", "name", "cable", "netns", b]]
+        for i, name in enumerate(self.names):
+            commands.append(["-n", name, "addr", "add", f"{ADDRESS.format(i + 1)}/24", "dev", "cable"])
+            commands += [["-n", name, "link", "set", device, "up"] for device in ("lo", "cable")]
+        for command in commands:
+            if subprocess.run(["ip", *command], capture_output=True).returncode:
+                self.close()
+                return False
+        for i, name in enumerate(self.names):  # collectives publish what a host's own name leads to
+            folder = pathlib.Path("/etc/netns", name)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{ADDRESS.format(i + 1)} {socket.gethostname()}\n")
+        return True
+
+    def inside(self, host: int) -> list[str]:
+        return ["ip", "netns", "exec", self.names[host]] if self.real else []
+
+    def coordinator(self, port: int) -> str:
+        return f"{ADDRESS.format(1) if self.real else '127.0.0.1'}:{port}"
+
+    def cable(self, state: str) -> None:
+        subprocess.run(["ip", "-n", self.names[0], "link", "set", "cable", state], check=True)
+
+    def slow(self, on: bool) -> bool:
+        """Whether this kernel can delay packets."""
+        more = ["netem", "delay", "200ms"] if on else []
+        command = ["tc", "-n", self.names[0], "qdisc", "add" if on else "del", "dev", "cable", "root", *more]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    def close(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(pathlib.Path("/etc/netns", name), ignore_errors=True)
+
+
+class Job:
+    """One start of the run: its processes, on both hosts or on the first alone."""
+
+    def __init__(self, hosts: Hosts, config: Sequence[str], folder: pathlib.Path, lap: int, *, alone: bool, loader: str):
+        self.began, self.workdir = time.monotonic(), folder / DISK / f"lap{lap}"
+        n = PROCESSES // HOSTS if alone else PROCESSES
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        devices = PROCESSES // n  # the same mesh in all
+        self.processes = []
+        for i in range(n):
+            env = {k: v for k, v in os.environ.items() if not k.startswith(("JAXTRAIN_", "XLA_"))}
+            env |= {"PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu", "NO_GCE_CHECK": "true", "SOAK_LOADER": loader}
+            env |= {"SOAK_ROWS": str(folder / f"rows{lap}-{i}.jsonl"), "JAXTRAIN_SECRET": "5e" * 16}
+            env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+            env |= {"JAXTRAIN_COORDINATOR": hosts.coordinator(port), "JAXTRAIN_PROCESSES": str(n), "JAXTRAIN_PROCESS": str(i)}
+            command = [*hosts.inside(i * HOSTS // n if not alone else 0), sys.executable, "-m", "jaxtrain.main"]
+            command += [*BOUNDS, *config, "--config.loader=soak_loader", f"--config.workdir={self.workdir}"]
+            log = (folder / f"log{lap}-{i}.txt").open("ab")
+            self.processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+            log.close()
+
+    def steps(self) -> int:
+        """The newest step in the metrics."""
+        with contextlib.suppress(OSError):
+            lines = (self.workdir / "metrics.jsonl").read_text().splitlines()
+            for line in reversed(lines):
+                with contextlib.suppress(ValueError):
+                    return int(json.loads(line)["step"])
+        return 0
+
+    def codes(self) -> list[int | None]:
+        return [process.poll() for process in self.processes]
+
+    def signal(self, process: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.processes[process].send_signal(number)
+
+    def kill(self) -> None:
+        for i in range(len(self.processes)):
+            self.signal(i, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+class Soak:
+    def __init__(self, folder: pathlib.Path, config: Sequence[str], kinds: Sequence[str], hosts: Hosts, seed: int, loader: str):
+        self.folder, self.config, self.kinds, self.hosts, self.loader = folder, config, kinds, hosts, loader
+        self.draw, self.faults, self.wrong = random.Random(seed), list[Fault](), list[str]()
+        self.seconds: collections.Counter[str] = collections.Counter()  # of all laps, by what they went into
+
+    def lap(self, number: int, *, until: float, most: int = 0) -> bool:
+        """A run to its end, with faults while it is before ``until``. Returns whether a host was gone meanwhile."""
+        alone, was_alone, pending = False, False, None
+        while True:
+            job = Job(self.hosts, self.config, self.folder, number, alone=alone, loader=self.loader)
+            try:
+                before = job.steps()
+                if pending and not self._goes_on(job, pending, before):
+                    return was_alone
+                while True:  # until a fault ends the job
+                    fault = self._fault(job, until) if number and not (most and len(self.faults) >= most) else None
+                    if fault is None:  # it is to end by itself
+                        if not self._ends(job):
+                            self.wrong.append(
+                                f"lap {number} stood still, or ended with {job.codes()}:\n{self._log(job)[-3000:]}"
+                            )
+                        return was_alone
+                    self.faults.append(fault)
+                    if fault.noticed:
+                        break
+                    print(f"  {fault}", flush=True)
+            finally:
+                job.kill()
+            alone, pending = fault.kind == "host", fault
+            was_alone |= alone
+
+    def _goes_on(self, job: Job, fault: Fault, before: int) -> bool:
+        """Waits for a step beyond ``before``, or for the end. Returns whether one came."""
+        if self._reaches(job, before + 1):
+            fault.resumed = time.monotonic() - job.began
+        elif any(code is None for code in job.codes()):
+            fault.by_hand = True
+            return False
+        found = re.findall(r"resuming from step (\d+)", self._log(job))
+        fault.lost = max(fault.step - int(found[-1]), 0) if found else fault.step
+        print(f"  {fault}", flush=True)
+        return True
+
+    def _reaches(self, job: Job, step: int) -> bool:
+        """Waits for a step. Returns whether it came before a process ended, or `STUCK` seconds had passed."""
+        deadline = time.monotonic() + STUCK
+        while job.steps() < step:
+            if any(code is not None for code in job.codes()) or time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def _fault(self, job: Job, until: float) -> Fault | None:
+        """Does one, some steps from now, and waits until the job has ended. None: the job ended by itself, or time is up."""
+        if not self._reaches(job, job.steps() + self.draw.randint(2, 12)) or time.monotonic() > until:
+            return None
+        time.sleep(self.draw.random())
+        fault, began = Fault(self.draw.choice(list(self.kinds)), job.steps()), time.monotonic()
+        undo = self._do(fault.kind, job)
+        try:
+            if fault.kind == "slow":
+                time.sleep(10)
+                undo()
+                if self._reaches(job, fault.step + 1):
+                    fault.resumed = time.monotonic() - began
+                return fault  # the job goes on: if it does not, it is found out at its end
+            while any(code is None for code in job.codes()):
+                # One that is stopped, or behind a cut link, may be left to the scheduler.
+                if fault.kind == "stop" and sum(code is None for code in job.codes()) == 1:
+                    break
+                if time.monotonic() - began > STUCK:
+                    fault.by_hand = True
+                    break
+                time.sleep(0.1)
+            fault.noticed = time.monotonic() - began
+            job.kill()
+        finally:
+            undo()
+        return fault
+
+    def _do(self, kind: str, job: Job) -> Callable[[], Any]:
+        """Returns what takes it back."""
+        one = self.draw.randrange(len(job.processes))
+        if kind in ("kill", "coordinator"):
+            job.signal(one if kind == "kill" else 0, signal.SIGKILL)
+        elif kind == "term":
+            job.signal(one, signal.SIGTERM)
+        elif kind == "stop":
+            job.signal(one, signal.SIGSTOP)
+        elif kind == "host":
+            for i in range(len(job.processes) // HOSTS, len(job.processes)):
+                job.signal(i, signal.SIGKILL)
+        elif kind == "cut":
+            self.hosts.cable("down")
+            return lambda: self.hosts.cable("up")
+        elif kind == "slow":
+            self.hosts.slow(True)
+            return lambda: self.hosts.slow(False)
+        elif kind == "damage":
+            job.kill()
+            self._damage(job.workdir)
+        elif kind == "full":
+            filler = self.folder / DISK / "filler"
+            with contextlib.suppress(OSError), filler.open("wb") as file:
+                while True:
+                    file.write(bytes(1 << 20))
+            return lambda: filler.unlink(missing_ok=True)
+        return lambda: None
+
+    def _damage(self, workdir: pathlib.Path) -> None:
+        """Of two checkpoints or more, so that one is whole."""
+        steps = sorted((int(p.name), p) for p in (workdir / "checkpoints").glob("[0-9]*") if p.name.isdigit())
+        files = [p for p in steps[-1][1].rglob("*") if p.is_file() and p.stat().st_size] if len(steps) > 1 else []
+        if files:
+            path = self.draw.choice(sorted(files))
+            data = bytearray(path.read_bytes())
+            data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
+            path.write_bytes(data)
+
+    def _ends(self, job: Job) -> bool:
+        """Waits until all have ended. Returns whether they have with 0."""
+        last, since = -1, time.monotonic()
+        while any(code is None for code in job.codes()):
+            if (now := job.steps()) != last:
+                last, since = now, time.monotonic()
+            if time.monotonic() - since > STUCK:
+                return False
+            time.sleep(0.2)
+        return set(job.codes()) == {0}
+
+    def _log(self, job: Job) -> str:
+        """What process 0 printed in this lap."""
+        return (self.folder / f"log{job.workdir.name.removeprefix('lap')}-0.txt").read_text(errors="replace")
+
+    def compare(self, number: int, *, bits: bool) -> None:
+        """What a lap left, with what the first one did."""
+        expected, found = self._rows(0), self._rows(number)
+        if odd := sorted(key for key in expected if found.get(key) != expected[key]):
+            at, row = odd[0]
+            self.wrong.append(f"lap {number}: row {row} of batch {at} is {found.get(odd[0])}, not {expected[odd[0]]}")
+        losses = [(step, loss if bits else None) for step, loss in self._losses(number)]
+        if losses != [(step, loss if bits else None) for step, loss in self._losses(0)]:
+            self.wrong.append(f"lap {number}: its records are {losses[:3]} … {losses[-3:]}, and not those of the first lap")
+        if bits and (arrays := self._arrays(number) ^ self._arrays(0)):
+            self.wrong.append(f"lap {number}: {len(arrays) // 2} arrays differ, for example {min(arrays)[0]}")
+
+    def _rows(self, number: int) -> dict[tuple[int, int], str]:
+        found: dict[tuple[int, int], str] = {}
+        for path in sorted(self.folder.glob(f"rows{number}-*.jsonl")):
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # a kill may have cut the last one
+                    position, row, digest = json.loads(line)
+                    if found.setdefault((position, row), digest) != digest:
+                        self.wrong.append(f"lap {number}: row {row} of batch {position} was read with two contents")
+        return found
+
+    def _losses(self, number: int) -> list[tuple[int, float]]:
+        lines = map(json.loads, (self.folder / DISK / f"lap{number}" / "metrics.jsonl").read_text().splitlines())
+        return [(line["step"], line["loss"]) for line in lines if line["split"] == "train"]
+
+    def _arrays(self, number: int) -> set[tuple[str, str]]:
+        from jaxtrain.checkpoint import read as stored
+
+        state = stored.open_step(stored.find_step(self.folder / DISK / f"lap{number}"))
+        return {(name, hashlib.sha256(array.read(()).tobytes()).hexdigest()) for name, array in state.items()}
+
+    def forget(self, number: int) -> None:
+        """Adds up a lap's time, and frees its space."""
+        workdir = self.folder / DISK / f"lap{number}"
+        self.seconds.update(goodput.of_run(goodput.read(workdir)))
+        if number:
+            shutil.rmtree(workdir)
+            for path in [*self.folder.glob(f"rows{number}-*"), *self.folder.glob(f"log{number}-*")]:
+                path.unlink()
+
+
+def table(faults: Sequence[Fault]) -> Iterator[str]:
+    """A row for each kind of fault."""
+    by_kind = collections.defaultdict(list)
+    for fault in faults:
+        by_kind[fault.kind].append(fault)
+    yield "| fault | n | noticed [s]: median, most | going on [s]: median, most | steps again: median, most | by hand |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for kind, some in [*sorted(by_kind.items()), ("all", list(faults))]:
+        cells = []
+        for values in ([f.noticed for f in some if f.noticed], [f.resumed for f in some if f.resumed], [f.lost for f in some]):
+            cells.append(f"{statistics.median(values):.1f}, {max(values):.1f}" if values else "")
+        yield f"| {kind} | {len(some)} | {' | '.join(cells)} | {sum(f.by_hand for f in some)} |"
+
+
+@contextlib.contextmanager
+def place() -> Iterator[tuple[pathlib.Path, bool]]:
+    """A folder, and whether its `DISK` is a file system of its own, which may be filled."""
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        disk = pathlib.Path(name, DISK)
+        disk.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none", str(disk)]
+        mounted = os.geteuid() == 0 and not subprocess.run(command, capture_output=True).returncode
+        try:
+            yield pathlib.Path(name), mounted
+        finally:
+            if mounted:
+                subprocess.run(["umount", "-l", str(disk)], check=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--hours", type=float, default=float(os.environ.get("SOAK_HOURS", 3)), help="default: SOAK_HOURS, or 3")
+    parser.add_argument("--faults", type=int, default=0, help="end after so many of them, too")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default="", help="between commas; default: all that this machine can do")
+    args, config = parser.parse_known_args(argv)
+    given = config_lib.parse_args(config)
+    loader = config_lib.load(given.source, given.overrides).loader
+    hosts = Hosts()
+    try:
+        with place() as (folder, may_fill):
+            kinds = [*KINDS, *(WITH_NETWORK if hosts.real else ()), *(WITH_DISK if may_fill else ())]
+            if hosts.real and not (hosts.slow(True) and hosts.slow(False)):
+                kinds.remove("slow")
+            if unknown := set(filter(None, args.kinds.split(","))) - set(kinds):
+                parser.error(f"--kinds names {', '.join(sorted(unknown))}; this machine can do {', '.join(kinds)}")
+            kinds = [kind for kind in kinds if not args.kinds or kind in args.kinds.split(",")]
+            print(f"{PROCESSES} processes on {HOSTS if hosts.real else 1} hosts; faults: {', '.join(kinds)}", flush=True)
+            (folder / "soak_loader.py").write_text(LOADER)
+            return report(Soak(folder, config, kinds, hosts, args.seed, loader), args.hours, args.faults)
+    finally:
+        hosts.close()
+
+
+def report(soak: Soak, hours: float, most: int) -> int:
+    """Runs laps for so many hours, or until there were ``most`` faults (0: any number). Prints what came of them."""
+    began, number = time.monotonic(), 0
+    soak.lap(0, until=0)
+    print(f"lap 0, without faults: {time.monotonic() - began:.0f} s", flush=True)
+    until = began + 3600 * hours
+    while not soak.wrong and time.monotonic() < until and not (most and len(soak.faults) >= most):
+        number += 1
+        was_alone = soak.lap(number, until=until, most=most)
+        if not soak.wrong:
+            soak.compare(number, bits=not was_alone)
+        text = "recordings and records" if was_alone else "recordings, records and bits"
+        print(f"lap {number}: {len(soak.faults)} faults so far; {text} compared, {len(soak.wrong)} wrong", flush=True)
+        if not soak.wrong:
+            soak.forget(number)
+    print("\n".join(table(soak.faults)))
+    by_hand = sum(fault.by_hand for fault in soak.faults)
+    took = (time.monotonic() - began) / 3600
+    print(f"{len(soak.faults)} faults in {took:.2f} h, {number} laps: {len(soak.wrong)} wrong, {by_hand} by hand")
+    print(f"laps with faults, added over processes: {goodput.summary(soak.seconds)}")
+    for text in soak.wrong:
+        print(f"wrong: {text}")
+    return 1 if soak.wrong or by_hand else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
