@@ -36,6 +36,12 @@ if left:
 """
 
 
+@pytest.fixture(autouse=True)
+def whole_starts(monkeypatch):
+    """A kill may come while Python imports, too."""
+    monkeypatch.setenv("JAXTRAIN_TESTS_FORK", "0")
+
+
 @pytest.mark.slow
 def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, record_property):  # noqa: F811
     """Runs are killed and started again until they are through; each then equals the undisturbed one, bit for bit."""

@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 
+import forked
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -98,13 +99,19 @@ def xla_flags(devices: int) -> str:
 
 def command(
     folder: pathlib.Path, source: str, *overrides: str, devices: int = 1, inside: Sequence[str] = (), **environment: str
-) -> subprocess.Popen:
-    """python -m jaxtrain.main, as a user would start it, on ``devices`` host devices; ``inside`` another command."""
+) -> subprocess.Popen | forked.Process:
+    """python -m jaxtrain.main, as a user would start it, on ``devices`` host devices; ``inside`` another command.
+
+    It is a fork that has its imports (forked.py), but inside another command, or where JAXTRAIN_TESTS_FORK=0 says otherwise.
+    """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
     cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
     env = inherited | cache | {"IDS": str(folder / "ids.jsonl"), "PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu"}
     env |= {"XLA_FLAGS": xla_flags(devices)} | environment
-    arguments = [*inside, sys.executable, "-m", "jaxtrain.main", f"--config={source}", *overrides]
+    arguments = [f"--config={source}", *overrides]
+    if not inside and forked.starts(environment) and os.environ.get("JAXTRAIN_TESTS_FORK") != "0":
+        return forked.Process(arguments, cwd=folder, env=env)
+    arguments = [*inside, sys.executable, "-m", "jaxtrain.main", *arguments]
     return subprocess.Popen(arguments, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
