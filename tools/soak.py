@@ -225,8 +225,8 @@ class Soak:
             was_alone |= alone
 
     def _goes_on(self, job: Job, fault: Fault, before: int) -> bool:
-        """Waits for a step beyond ``before``, or for the end. Returns whether one came."""
-        if self._reaches(job, before + 1):
+        """Waits for a step beyond ``before``, or for the end. Returns whether it did not stand still."""
+        if self._reaches(job, before + 1) or self._ends(job):  # the fault may have come behind the last step
             fault.resumed = time.monotonic() - job.began
         elif any(code is None for code in job.codes()):
             fault.by_hand = True

@@ -1,6 +1,7 @@
 """`make soak`: what a lap left is compared with the first one's; in the long form, real faults in a real run."""
 
 import json
+import types
 
 import pytest
 
@@ -37,6 +38,15 @@ def test_a_lap_that_lost_a_row_or_a_record_is_told(tmp_path):
     assert "row 1 of batch 0 is None, not b" in found[2]
     assert "row 1 of batch 0 was read with two contents" in found[3]
     assert "its records are [(1, None)]" in found[4]
+
+
+def test_a_fault_behind_the_last_step_needs_no_hand(tmp_path):
+    one, fault = soak.Soak(tmp_path, [], ["kill"], None, 0, ""), soak.Fault("host", 60, noticed=1.0)
+    (tmp_path / "log1-0.txt").write_text("resuming from step 60: …\n")
+    codes = iter([[0, None], [0, None]])
+    job = types.SimpleNamespace(workdir=tmp_path / "lap1", began=0.0, steps=lambda: 60, codes=lambda: next(codes, [0, 0]))
+    assert one._goes_on(job, fault, 60)
+    assert not fault.by_hand and fault.lost == 0 and fault.resumed > 0
 
 
 def test_the_table_has_a_row_for_each_kind():
