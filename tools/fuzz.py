@@ -18,10 +18,10 @@ import io
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -125,8 +125,9 @@ def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.P
     found.mkdir(parents=True, exist_ok=True)
     for i, seed in enumerate(seeds(name)):
         (corpus / f"seed-{i}").write_bytes(seed)
-    for path in sorted((FUZZ / "corpus" / name).glob("*")):
-        shutil.copyfile(path, corpus / path.name)
+    if (kept := FUZZ / "corpus" / f"{name}.zip").exists():
+        with zipfile.ZipFile(kept) as archive:
+            archive.extractall(corpus)
     command = [
         str(binary), f"-max_total_time={seconds}", f"-max_len={LARGEST}", f"-rss_limit_mb={MEMORY}", "-timeout=60",
         f"-artifact_prefix={found}/", "-print_final_stats=1", str(corpus),
@@ -149,19 +150,18 @@ def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.P
 
 
 def keep(name: str, binary: pathlib.Path, corpus: pathlib.Path) -> int:
-    """Puts the smallest inputs with the same coverage into rust/fuzz/corpus, `KEPT` bytes at most. Returns how many bytes."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Puts the smallest inputs with the same coverage, `KEPT` bytes at most, into rust/fuzz/corpus. Returns how many."""
+    place = FUZZ / "corpus" / f"{name}.zip"
+    place.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(place, "w", zipfile.ZIP_DEFLATED) as archive:
         subprocess.run([binary, "-merge=1", "-timeout=60", folder, corpus], capture_output=True, check=True)
-        place = FUZZ / "corpus" / name
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
         size = 0
-        for path in sorted(pathlib.Path(folder).iterdir(), key=lambda path: path.stat().st_size):
+        for path in sorted(pathlib.Path(folder).iterdir(), key=lambda path: (path.stat().st_size, path.name)):
             size += path.stat().st_size
             if size > KEPT:
                 break
-            shutil.copyfile(path, place / path.name[:16])
-    return sum(path.stat().st_size for path in place.iterdir())
+            archive.writestr(zipfile.ZipInfo(path.name[:16]), path.read_bytes(), zipfile.ZIP_DEFLATED)
+        return len(archive.namelist())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """The targets of `make fuzz`: their seeds are what they say, and in the long form they are built and find nothing."""
 
 import pathlib
+import shutil
 import tomllib
 
 import pytest
@@ -26,7 +27,7 @@ def test_every_binary_has_targets_and_every_target_seeds_of_its_format():
 
 @pytest.mark.slow
 def test_the_targets_are_built_and_find_nothing_in_seconds(tmp_path):
-    if not fuzz.shutil.which("cargo") or not fuzz.shutil.which("g++"):
+    if not shutil.which("cargo") or not shutil.which("g++"):
         pytest.skip("cargo and a C++ compiler build libFuzzer")
     binaries = fuzz.build(fuzz.machine.cache_folder("fuzz", "target"))
     for name, target in fuzz.TARGETS.items():
