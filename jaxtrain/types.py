@@ -1,6 +1,6 @@
 """The types that every module agrees on."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Optional, Protocol, TypeVar
 
 import jax
@@ -179,8 +179,8 @@ class Hub(NamedTuple):
     example: str = ""  # how it is used, in the folder of the export; of a shell where it begins with "$ ", else Python
 
 
-def _on_the_hub(config: Mapping[str, Any]) -> Hub:
-    del config
+def _on_the_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
+    del config, files
     return Hub()
 
 
@@ -200,8 +200,8 @@ class Export(NamedTuple):
     shape: Callable[[Mapping[str, Any], str, tuple[int, ...]], tuple[int, ...]] = _same_shape
     # (config, dtype of the arrays) -> name -> content of further files; a config.json takes the place of the run's
     files: Callable[[Mapping[str, Any], str], dict[str, bytes]] = _no_files
-    # config -> what the card says of the model
-    hub: Callable[[Mapping[str, Any]], Hub] = _on_the_hub
+    # (config, names of the further files) -> what the card says of the model
+    hub: Callable[[Mapping[str, Any], Collection[str]], Hub] = _on_the_hub
     # [regex] paths in the carry that belong to the model (running statistics), and are exported under ``carry.…``; "" = none
     carry: str = ""
 

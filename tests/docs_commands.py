@@ -217,6 +217,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain benchmark esc10 ", Run("--batch=8 --draws=20", says=r"esc10, 400 clips(.*\n)+.*linear +accuracy \d")),
     (r"^jaxtrain export \S+ --push", Why("it needs an account of the Hub; tests/commands/test_export.py pushes to a stand-in")),
     (r"^jaxtrain export runs/xcm --timm", Run(leaves=("xcm-timm/model.safetensors", "xcm-timm/example.py"))),
+    (r"^jaxtrain export runs/xcm --onnx", Run(leaves=("xcm-onnx/model.onnx", "xcm-onnx/example_onnx.py"))),
     (r"^jaxtrain probe ", Run(says="(?i)linear probe|linear")),
     (r"^jaxtrain checkpoint diff ", Run(code=1, says=r"encoder/")),  # they differ, as it says
     (r"^jaxtrain checkpoint inspect ", Run(says=r"encoder/blocks/")),

@@ -104,8 +104,13 @@ PARTS = {
         ("tests/test_docs_commands.py", "tests/report/test_pages_of_runs.py", "tests/test_writers.py"),
     ),
     "peers": Part(
-        "exports as transformers and timm load them (pip install --group peers; skipped without)",
-        ("tests/commands/test_hugging_face.py", "tests/commands/test_timm.py", "tests/commands/test_predict.py"),
+        "exports as transformers, timm and onnxruntime load them (pip install --group peers; skipped without)",
+        (
+            "tests/commands/test_hugging_face.py",
+            "tests/commands/test_onnx.py",
+            "tests/commands/test_predict.py",
+            "tests/commands/test_timm.py",
+        ),
     ),
     "wheel": Part("the wheel, installed where no compiler is", ("tests/test_wheel.py",)),
 }

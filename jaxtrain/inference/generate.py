@@ -56,7 +56,9 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     own = source.path / "tokenizer.json"
     data = config.get("data")
     data = data if isinstance(data, dict) else {}
-    chosen = tokenizer or section.get("tokenizer") or (str(own) if source.is_export and own.exists() else data.get("tokenizer"))
+    # That of an export before the path that its run knew, which may be on another machine.
+    exported = str(own) if source.is_export and own.exists() else ""
+    chosen = tokenizer or exported or section.get("tokenizer") or data.get("tokenizer")
     if chosen:
         section["tokenizer"] = chosen
         if chosen != "bytes":

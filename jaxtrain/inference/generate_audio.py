@@ -45,7 +45,9 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     model = config_lib.section(audio_language.Config, workload.model_of(run_config))
     if problems := list(checks.under("model", model.problems())):
         raise config_lib.ConfigError(problems)
-    changes = {"tokenizer": tokenizer} if tokenizer else {}
+    own = source.path / "tokenizer.json"  # of an export, before the path that its run knew
+    chosen = tokenizer or (str(own) if source.is_export and own.exists() else "")
+    changes = {"tokenizer": chosen} if chosen else {}
     changes |= {"codec": codec_path, "codes": ""} if codec_path else {}
     run_data = run_config.get("data") or {}
     theirs = run_data.get("codec")

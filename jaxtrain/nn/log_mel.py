@@ -50,7 +50,7 @@ def log_mel(x_rn: Array, of: FrontEnd = DEFAULT) -> Array:
     y_rfn = frames_rfn * of.window - frames_rfn.sum(-1, keepdims=True)
     y_rfn = y_rfn.astype(jnp.float32) / (of.window * FULL)
     before_rfn = jnp.concatenate([y_rfn[..., :1], y_rfn[..., :-1]], axis=-1)  # the first has weight 0
-    window_n, bands_kw = _tables(of)
+    window_n, bands_kw = tables(of)
     n_fft = 2 * bands_kw.shape[0]
     spectrum_rfk = jnp.fft.rfft((y_rfn - EMPHASIS * before_rfn) * window_n[None, None], n_fft)[..., : n_fft // 2]
     power_rfk = jnp.square(spectrum_rfk.real) + jnp.square(spectrum_rfk.imag)
@@ -73,8 +73,8 @@ def _frames(x_rn: Array, window: int, hop: int) -> Array:
 
 
 @functools.cache
-def _tables(of: FrontEnd) -> tuple[np.ndarray, np.ndarray]:
-    """float32: the window [N], and the triangles [transform's size / 2, W]."""
+def tables(of: FrontEnd) -> tuple[np.ndarray, np.ndarray]:
+    """Of a front end, float32: the window [N], and the triangles [transform's size / 2, W]."""
     half = 1 << ((of.window - 1).bit_length() - 1)
     window_n = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(of.window) / (of.window - 1))
     mel = lambda hz: 1127.0 * np.log1p(hz / 700.0)  # noqa: E731

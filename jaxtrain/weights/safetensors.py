@@ -35,6 +35,7 @@ from jaxtrain.weights import card, steps, workload
 from jaxtrain.weights import source as source_lib
 from jaxtrain.weights.source import SUMS, Source
 from jaxtrain.workloads import bird
+from jaxtrain.workloads.bird import onnx as bird_onnx
 from loaders import whole
 
 SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
@@ -67,12 +68,14 @@ def export(
     named: str = "",
     base: str = "",
     as_timm: bool = False,
+    as_onnx: bool = False,
     license: str = "",
 ) -> str:
     """Writes the folder ``out``, whole or not at all. Returns a line about it.
 
     Args:
       as_timm: of a bird encoder: under timm's names, with its supervised head.
+      as_onnx: of a bird encoder: model.onnx besides (`jaxtrain.workloads.bird.onnx`).
       license: of the weights, for the card, in place of the run's config.card.license.
       named: the module of the run's workload, where it is none of this package (`jaxtrain.weights.workload`).
       base: what the run began with, in place of its config.warm_start.source.
@@ -101,17 +104,13 @@ def export(
             source_lib.refuse_address((config.get("warm_start") or {}).get("source"), "warm_start.source", "--base")
         arrays = _merged(arrays, based, named)
 
+    if (as_timm or as_onnx) and config.get("workload") != bird.__name__:
+        flag = "--timm" if as_timm else "--onnx"
+        raise StoredError(f"{source.path} is a run of {config.get('workload')!r}, and {flag} is for runs of {bird.__name__}")
+    whole_model = {path: one for path, one in arrays.items() if as_timm or re.search(only, path)}
     if as_timm:
-        if config.get("workload") != bird.__name__:
-            raise StoredError(
-                f"{source.path} is a run of {config.get('workload')!r}, and timm has transformers of {bird.__name__}"
-            )
-        try:
+        with _describing(source):
             arrays, contract = timm.as_timm(arrays, workload.model_of(config)), bird.timm.EXPORT
-        except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-            if isinstance(error, StoredError):
-                raise
-            raise StoredError(f"{source.path}: its config does not describe its workload: {_reason(error)}") from error
     if license:
         config["card"] = {**(config.get("card") or {}), "license": license}
     chosen = {path: one for path, one in arrays.items() if re.search(only, path)}
@@ -146,11 +145,13 @@ def export(
         kinds: collections.Counter[str] = collections.Counter()
         for entry in flat:
             kinds[entry.dtype.name] += entry.n_bytes
-        try:
+        with _describing(source):
             further = contract.files(based, kinds.most_common(1)[0][0])
-            hub = contract.hub(config)
-        except Exception as error:  # noqa: BLE001  whatever a config that is none makes of it
-            raise StoredError(f"{source.path}: its config does not describe its workload: {_reason(error)}") from error
+            hub = contract.hub(config, further)
+            if as_onnx:
+                model, about = workload.section_of(config, "model", bird.Config), {"run": _name(config), "step": str(step)}
+                further |= bird_onnx.files(model, config.get("data") or {}, whole_model, about)
+                hub = hub._replace(example=f"{hub.example}\n{bird_onnx.COMMAND}")
         # transformers reads a folder with a config.json of its own, and only arrays that are marked as PyTorch's.
         sums = _write_shards(
             partial, files, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax"
@@ -285,6 +286,17 @@ def _within(seconds: float, what: str) -> Iterator[None]:
 def _name(config: Mapping[str, Any]) -> str:
     """What a run is called: its workdir, or else its workload."""
     return pathlib.PurePath(str(config.get("workdir") or "")).name or str(config.get("workload") or "model").split(".")[-1]
+
+
+@contextlib.contextmanager
+def _describing(source: Source) -> Iterator[None]:
+    """Whatever a config that is none makes of the block, as a StoredError."""
+    try:
+        yield
+    except StoredError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        raise StoredError(f"{source.path}: its config does not describe its workload: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

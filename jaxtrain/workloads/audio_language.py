@@ -32,7 +32,7 @@ L layers.
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -588,11 +588,12 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     return found
 
 
-def export_hub(config: Mapping[str, Any]) -> Hub:
-    """What the card says."""
+def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
+    """What the card says: with the tokenizer it plays what a text asks for."""
     del config
     metrics = ("text", "audio", "text_accuracy", "audio_accuracy_0")
-    return Hub("jaxtrain", "text-to-audio", metrics, "$ jaxtrain generate-audio . 'a dog' --out played")
+    example = "$ jaxtrain generate-audio . 'a dog' --codec codec.npz --out played" if "tokenizer.json" in files else ""
+    return Hub("jaxtrain", "text-to-audio", metrics, example)
 
 
 EXPORT = Export(export_names, export_shape, export_files, export_hub)

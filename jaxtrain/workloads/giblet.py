@@ -60,7 +60,7 @@ EPS = 1e-5  # of the norms
 MOMENTUM = 0.1  # of the running statistics
 STD_EPS = 1e-8  # added to a standard deviation that a loss is divided by
 METRICS = ("fmri_r", "fmri_r_null", "voxel_r", "voxel_r_null", "total_loss")  # that the card of an export has
-EXPORT = Export(carry=".", hub=lambda config: Hub(metrics=METRICS))  # an evaluation needs the running statistics
+EXPORT = Export(carry=".", hub=lambda *_: Hub(metrics=METRICS))  # an evaluation needs the running statistics
 LARGEST_CODE = 1023.0
 CHANNELS = 3  # of a frame
 

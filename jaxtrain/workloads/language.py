@@ -18,7 +18,7 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -436,6 +436,9 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     }
     if family is None:
         return found
+    if "tokenizer.json" in found and "tokenizer_config.json" not in found:
+        # Else transformers makes one of the architecture's own kind from it, which splits texts in another way.
+        found["tokenizer_config.json"] = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
     source = next((folder / "config.json" for folder in folders[:1] if (folder / "config.json").is_file()), None)
     kept = files.read_json(files.inside(source.parent, source.name)) if source else {}
     if kept.get("model_type") not in _FAMILIES:
@@ -452,12 +455,30 @@ ids = model.generate(**tokenizer("One morning", return_tensors="pt"), max_new_to
 print(tokenizer.decode(ids[0]))"""
 
 
-def export_hub(config: Mapping[str, Any]) -> Hub:
-    """What the card says: transformers loads the architectures that it has."""
-    metrics = ("perplexity", "bits_per_byte", "accuracy", "cross_entropy")
-    if _family(config["model"]) is None:
-        return Hub("jaxtrain", "text-generation", metrics, "$ jaxtrain generate . 'One morning' --tokens 32")
-    return Hub("transformers", "text-generation", metrics, _EXAMPLE)
+# Of a run whose texts were bytes, and of one that knows no tokenizer.
+_BYTES_EXAMPLE = """import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(".")
+ids = model.generate(torch.tensor([list(b"One morning")]), max_new_tokens=32)  # a token is a byte
+print(bytes(i for i in ids[0].tolist() if i < 256).decode(errors="replace"))"""
+_TOKENS_EXAMPLE = """import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(".")
+ids = model.generate(torch.tensor([[0]]), max_new_tokens=32)  # of tokens: the export has no tokenizer
+print(ids[0].tolist())"""
+
+
+def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
+    """What the card says: transformers loads the architectures that it has, and the tokenizer where it is there."""
+    metrics, model = ("perplexity", "bits_per_byte", "accuracy", "cross_entropy"), config["model"]
+    with_text = "tokenizer.json" in files
+    of_bytes = not model.get("symbols") and "bytes" in (model.get("tokenizer"), config["data"].get("tokenizer"))
+    if _family(model) is None:
+        known = with_text or of_bytes or model.get("symbols") or model["vocab"] == 256
+        example = "$ jaxtrain generate . 'One morning' --tokens 32" if known else ""
+        return Hub("jaxtrain", "text-generation", metrics, example)
+    example = _EXAMPLE if with_text else _BYTES_EXAMPLE if of_bytes else _TOKENS_EXAMPLE
+    return Hub("transformers", "text-generation", metrics, example)
 
 
 EXPORT = Export(export_names, export_shape, export_files, export_hub)

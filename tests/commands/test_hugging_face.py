@@ -111,6 +111,8 @@ def test_an_export_is_what_transformers_wrote(exported):
         k: v for k, v in theirs.items() if k != "transformers_version"
     }
     assert (folder / "out" / "tokenizer.json").read_text() == '{"model": {}}'
+    about = json.loads((folder / "out" / "tokenizer_config.json").read_text())
+    assert about == {"tokenizer_class": "PreTrainedTokenizerFast"}, "transformers takes tokenizer.json as it is"
 
 
 def test_a_reader_that_knows_nothing_of_this_program_gets_the_same_logits(exported):
@@ -123,7 +125,16 @@ def test_the_card_says_that_transformers_loads_it(exported):
     card = huggingface_hub.ModelCard.load(exported[3] / "out" / "README.md")
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
     code = card.text.partition("```python\n")[2].partition("```")[0]
-    assert "AutoModelForCausalLM.from_pretrained" in code and compile(code, "card", "exec")
+    assert "AutoTokenizer" in code and "AutoModelForCausalLM.from_pretrained" in code and compile(code, "card", "exec")
+
+
+def test_the_card_asks_for_no_tokenizer_that_is_not_there():
+    model = dataclasses.asdict(
+        language_test.load(DATA / language_test.MODELS[0], language_test.context_of(language_test.MODELS[0]))[0]
+    )
+    for texts, said in (("bytes", 'list(b"One morning")'), (None, "torch.tensor([[0]])")):
+        code = language.export_hub({"model": {**model, "tokenizer": texts}, "data": {}}, ["config.json"]).example
+        assert said in code and "AutoTokenizer" not in code and compile(code, "card", "exec")
 
 
 @pytest.mark.slow

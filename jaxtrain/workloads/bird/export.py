@@ -1,6 +1,6 @@
 """Names and further files of an exported bird encoder."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxtrain.nn import vit
@@ -27,8 +27,9 @@ print(*features[0].tolist())
 '''
 
 
-def hub(config: Mapping[str, Any]) -> Hub:
+def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     """What the card of an encoder says."""
+    del files
     return Hub("jaxtrain", task(config), METRICS, "$ python example.py bird.ogg")
 
 

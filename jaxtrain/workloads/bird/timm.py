@@ -7,7 +7,7 @@ made it, and `EXPORT` the files of `jaxtrain export --timm`. What is renamed is 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -249,8 +249,9 @@ def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     return {"config.json": (json.dumps(fields, indent=2) + "\n").encode(), "example.py": EXAMPLE.encode()}
 
 
-def hub(config: Mapping[str, Any]) -> Hub:
+def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     """What the card of an export for timm says."""
+    del files
     return Hub("timm", export.task(config), export.METRICS, "$ python example.py bird.wav")
 
 
