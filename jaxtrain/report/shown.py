@@ -17,7 +17,7 @@ def pictures(runs: Sequence[Run], notes: list[str]) -> str:
     """The pictures of each evaluation behind a slider, as many as there is room for; ``notes`` gets what is left out."""
     found = [(run, records_lib.pictures(run.path / "pictures")) for run in runs]
     kinds = sum(len(kinds) for _, kinds in found)
-    parts, left = [], PICTURES
+    parts, left, without = [], PICTURES, []
     for run, by_kind in found:
         for k, (kind, by_step) in enumerate(by_kind.items()):
             budget, sets = left // max(kinds, 1), []
@@ -25,7 +25,7 @@ def pictures(runs: Sequence[Run], notes: list[str]) -> str:
             steps = list(by_step)
             images: dict[int, list[str]] = {}
             for most in (12, 6, 3, 2, 1):  # so many steps of them as there is room for
-                for each in (8, 4, 2):
+                for each in (8, 4, 2, 1):
                     chosen = spread(steps, most)
                     images = {step: _images(run, by_step[step][:each], kind, step) for step in chosen}
                     if sum(len(text) for row in images.values() for text in row) <= budget:
@@ -34,7 +34,7 @@ def pictures(runs: Sequence[Run], notes: list[str]) -> str:
                     continue
                 break
             else:
-                notes.append(f"{run.name}: the pictures of {kind!r} are too large for the page")
+                without.append(f"{run.name}: {kind}" if len(runs) > 1 else kind)
                 continue
             left -= sum(len(text) for row in images.values() for text in row)
             for step, row in images.items():
@@ -45,6 +45,10 @@ def pictures(runs: Sequence[Run], notes: list[str]) -> str:
             parts.append(
                 f"<h3>{esc(label)}</h3>" + slider(which, len(sets), label) + f'<div id="{which}">{"".join(sets)}</div>'
             )
+    if without:
+        more = f" and {len(without) - 8} more" if len(without) > 8 else ""
+        remedy = "; the page of one run alone has room for more" if len(runs) > 1 else ""
+        notes.append(f"pictures that are too large for the page are left out: {', '.join(without[:8])}{more}{remedy}")
     return "".join(parts)
 
 

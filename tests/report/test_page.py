@@ -154,6 +154,20 @@ def test_several_runs_are_ranked_and_compared(sweep):
     assert {curve["run"] for chart in data["charts"] if "curves" in chart for curve in chart["curves"]} == set(range(12))
 
 
+def test_pictures_that_have_no_room_are_told_in_one_line(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (300, 300), np.uint8)  # 90 kB, of which each run has two
+    for i in range(12):
+        path = make(tmp_path / f"{i:02}")
+        (path / "pictures").mkdir()
+        for kind in ("input", "restored"):
+            Image.fromarray(noise).save(path / "pictures" / f"step000010_{kind}_0.png")
+    assert cli.main(["report", *(str(tmp_path / f"{i:02}") for i in range(12)), "--out", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    [note] = re.findall(r'<p class="notice">(.*?)</p>', text)
+    shown = text.count('src="data:image/png')
+    assert "left out: 00: input, " in note and f"and {24 - shown - 8} more; the page of one run alone" in note and shown > 0
+
+
 def assert_drawn(page, folder):
     """Opens a page in a browser: every chart has marks in it, and nothing is said on the console."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}"]

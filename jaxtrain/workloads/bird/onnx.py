@@ -143,15 +143,15 @@ def _front_end(c: Config, data: Mapping[str, Any]) -> tuple[FrontEnd, int]:
     seconds, slower = data.get("clip_seconds", 5.0), data.get("time_expansion", 1.0)
     for name, value in (("clip_seconds", seconds), ("time_expansion", slower)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-            raise StoredError(f"the run's config.data.{name} is {str(value)[:40]}; expected a positive number")
+            raise StoredError(f"the run's config.data.{name} is {str(value)[:40]!r}; expected a positive number")
     samples = round(seconds * of.sample_rate)
     frames = of.n_clip_frames(samples)
     if not 1 <= frames <= c.n_frames or of.n_mels != c.n_mels:
         raise StoredError(
             f"the run's config.data makes {frames} frames of {of.n_mels} mels, and its model reads {c.n_frames} of {c.n_mels}"
         )
-    if c.n_patches + c.n_cls + c.n_registers > MOST_TOKENS:
-        raise StoredError(f"the run's model has {c.n_patches} patches; --onnx writes models of up to {MOST_TOKENS} tokens")
+    if (tokens := c.n_patches + c.n_cls + c.n_registers) > MOST_TOKENS:
+        raise StoredError(f"the run's model has {tokens:,} tokens; --onnx writes models of up to {MOST_TOKENS:,}")
     if of.window << (of.window - 1).bit_length() > MOST_VALUES:
         raise StoredError(
             f"the run's front end has windows of {of.window} samples, whose transform would be a matrix of more than "
