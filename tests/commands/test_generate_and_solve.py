@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import runs
 import safetensors.numpy
+import tokenizers
 from test_reliability import small_disk
 
 from jaxtrain import cli, specs
@@ -33,6 +34,7 @@ def saved(folder, workload, model, carry=()):
         specs.materialise(workload.make_specs(c), jax.random.key(0)),
     )
     config = {"workload": workload.__name__, "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 1}, "seed": 0}
+    config["warm_start"] = {"source": ""}
     runs.save(folder, 1, {"step": jnp.array(1, jnp.int32), "params": params, "carry": carry, "opt_state": ()}, run=config)
     return folder
 
@@ -70,6 +72,17 @@ def test_the_likeliest_tokens_are_those_of_the_whole_model(writer, tmp_path):
             ids.append(int(logits(row)[0, len(ids) - 1].argmax()))
         assert bytes(ids[len(line["prompt"]) :]).decode(errors="replace") == line["text"]
     assert found[0]["text"] != found[1]["text"]
+
+
+def test_an_export_has_its_tokenizer_wherever_it_is_taken(tmp_path, capsys):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "wren": 1, "owl": 2}, unk_token="[unk]"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    run = saved(tmp_path / "run", language, {**LANGUAGE, "tokenizer": str(tmp_path / "tokenizer.json")})
+    assert cli.main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    (tmp_path / "tokenizer.json").unlink()  # as on another machine
+    assert generate.load(str(tmp_path / "out")).codec.encode("owl") == [2]
+    assert cli.main(["generate", str(run), "owl"]) == 2
+    assert "name a tokenizer.json: --tokenizer" in capsys.readouterr().err
 
 
 def test_a_continuation_follows_from_its_prompt_and_seed(writer, tmp_path):
