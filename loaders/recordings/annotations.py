@@ -1,6 +1,7 @@
 """What a source says of a recording, and the list of mistakes in it."""
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -22,7 +23,7 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "empty-file": ("a recording of 0 bytes", REFUSE, False),
     "unreadable-file": ("a recording that no decoder reads", REFUSE, False),
     "truncated-file": ("a recording that ends before its header says; kept: as far as it goes", REFUSE, True),
-    "bad-row": ("a line of a table without a number or a name where one belongs", REFUSE, False),
+    "bad-row": ("no number or name where one belongs, a name that --labels does not match, or no such channel", REFUSE, False),
     "reversed-times": ("an end that is not after its start", REFUSE, False),
     "outside-recording": ("a start after the recording's end, or before 0", REFUSE, False),
     "beyond-end": ("an end after the recording's end; kept: cut there", REFUSE, True),
@@ -76,9 +77,9 @@ class Mistakes:
         self.lines: list[tuple[str, str]] = []
 
     def add(self, kind: str, text: str) -> bool:
-        """Counts a mistake. Returns whether what has it is kept."""
+        """Counts a mistake, in one line: names of files may hold anything. Returns whether what has it is kept."""
         self.counts[kind] += 1
-        self.lines.append((kind, text))
+        self.lines.append((kind, re.sub(r"[\x00-\x1f\x7f]", lambda found: repr(found[0])[1:-1], text)))
         return self._policy[kind] == KEEP
 
     def policy(self, kind: str) -> str:
@@ -104,4 +105,9 @@ class Mistakes:
         if refused:
             n = sum(self.counts[kind] for kind in refused)
             remedy = " ".join(f"--on {kind}=drop" for kind in refused)
-            raise IndexMistakes(f"{n} mistakes in the sources, and nothing was written; correct them, or add {remedy}")
+            what = (
+                "1 mistake in the sources, and nothing was written; correct it"
+                if n == 1
+                else (f"{n} mistakes in the sources, and nothing was written; correct them")
+            )
+            raise IndexMistakes(f"{what}, or add {remedy}")

@@ -38,7 +38,7 @@ def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
                 mistakes.add("link-circle" if error.errno == 40 else "missing-file", f"{entry.path}: {error.strerror}")
                 continue
             if not inside and not is_file and entry.is_symlink():
-                mistakes.add("missing-file", f"{entry.path} is a link to nothing")
+                mistakes.add("missing-file", f"{entry.path} is a link to no file or folder")
             elif inside and not entry.name.startswith("."):
                 yield from enter(entry.path, (*above, here))
             elif is_file and not entry.name.startswith("."):

@@ -1,7 +1,9 @@
 """Rows that are parts of recordings: which samples they hold; channels; short clips; windows of long files."""
 
 import io
+import os
 import pathlib
+import re
 
 import corpus
 import numpy as np
@@ -379,6 +381,24 @@ def test_beyond_4_gib(tmp_path, kind):
     )
     late, early = batch(index, 2)[0]
     assert (late == 1000).all() and not early.any()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc here")
+def test_the_windows_of_a_long_file_do_not_pile_up_in_memory(tmp_path):
+    """A file that is mapped counts, as far as it was read; of half an hour that is read from end to end, little stays."""
+    n = 200 << 20
+    with open(tmp_path / "a.wav", "wb") as file:
+        file.write(riff(b"", n, rate=RATE))
+        file.truncate(44 + n)
+    rows = [dict(path="a.wav", start=5.0 * k, end=5.0 * k + 5) for k in range(640)]
+    index = _rust.Index([write(tmp_path, rows)])
+    options = dict(clip_samples=5 * RATE, n_frames=512, form="waveform", seed=1)
+    pipeline = _rust.Pipeline(index, rows=np.arange(640), batch=8, ranges=[(0, 8)], train=False, threads=2, **options)
+    mapped = lambda: int(re.search(r"RssFile:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())[1]) >> 10  # noqa: E731
+    before = mapped()
+    held = [(pipeline.next(), mapped())[1] - before for _ in range(80)]
+    pipeline.close()
+    assert max(held) < 60, f"{max(held)} MiB of 200"
 
 
 @pytest.mark.parametrize("kind, mode", [("WAV", None), ("FLAC", None), ("OGG", None), ("MP3", "CONSTANT"), ("MP3", "VARIABLE")])

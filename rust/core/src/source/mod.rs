@@ -52,6 +52,8 @@ const NULL: u32 = u32::MAX;
 
 /// Bytes of one request to read ahead. Linux ignores what exceeds the device's read-ahead, 128 KiB by default.
 const ADVICE: usize = 128 << 10;
+const LONG: usize = 32 << 20; // [bytes] of a file whose pages are released
+const ROWS: usize = 32; // from one release to the next
 
 impl Span {
     const NULL: Self = Self { start: 0, len: NULL };
@@ -113,6 +115,7 @@ pub struct Reader {
     page: Option<Arc<Vec<u8>>>, // that holds the recording that was read last
     file: Option<Mmap>,
     part: Option<(usize, u32)>, // the shard, and the recording in it, whose file `file` is
+    again: usize,               // rows that found `file` open
 }
 
 impl Reader {
@@ -123,6 +126,17 @@ impl Reader {
     /// Bytes of decompressed pages that are kept.
     pub fn bytes(&self) -> usize {
         self.pages.bytes()
+    }
+
+    /// Releases what earlier rows read of a long file, now and then: it counts as memory of this process, in which a day of
+    /// recording has no place.
+    fn release(&mut self) {
+        self.again += 1;
+        #[cfg(unix)]
+        if let Some(file) = self.file.as_ref().filter(|file| file.len() > LONG && self.again % ROWS == 0) {
+            // SAFETY: pages of a file that is only read are read from it again.
+            let _ = unsafe { file.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
+        }
     }
 }
 
@@ -270,6 +284,7 @@ impl Index {
             Table::Parts(parts) => {
                 let known = Some((number, parts.files[local]));
                 if reader.part == known {
+                    reader.release();
                     return Ok(reader.file.as_deref().unwrap_or(&[]));
                 }
                 reader.part = None;
