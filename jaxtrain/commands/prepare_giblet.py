@@ -138,7 +138,8 @@ def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | N
             raise DataError(f"{path} holds {image.get_data_dtype()}; expected real numbers")
         shapes[path] = shape
         _same_place(path, image, paths[0])
-        unit = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}.get(image.header.get_xyzt_units()[1], 0.0)
+        units = _read(path, image.header.get_xyzt_units)  # a code that stands for none is a KeyError
+        unit = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}.get(units[1], 0.0)
         own_tr = unit * float(image.header.get_zooms()[axis])
         said = 0 < own_tr < math.inf  # many writers leave 1 there, and no unit
         if tr is None and not said:

@@ -263,6 +263,15 @@ def test_a_scan_with_an_axis_of_one_is_the_scan(tmp_path, shape):
     np.testing.assert_array_equal(tool._volumes(tmp_path / "five.nii.gz", 5), plain[..., :5])
 
 
+def test_a_unit_that_does_not_exist_is_told(tmp_path):
+    brain(tmp_path / "sub.nii", 1)
+    content = bytearray((tmp_path / "sub.nii").read_bytes())
+    content[123] = 160  # xyzt_units of the header
+    (tmp_path / "sub.nii").write_bytes(content)
+    with pytest.raises(DataError, match=r"sub\.nii cannot be read: .*160"):
+        tool.check_fmri([tmp_path / "sub.nii"], None, None)
+
+
 def test_sound_becomes_bands_that_hear_its_pitch(sources, tmp_path):
     assert call(sources, tmp_path / "out", codes=None, audio=sources[0] / "film.mp4") == 0
     features = np.load(tmp_path / "out" / "audio.npy")
