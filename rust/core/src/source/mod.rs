@@ -133,7 +133,7 @@ impl Reader {
     fn release(&mut self) {
         self.again += 1;
         #[cfg(unix)]
-        if let Some(file) = self.file.as_ref().filter(|file| file.len() > LONG && self.again % ROWS == 0) {
+        if let Some(file) = self.file.as_ref().filter(|file| file.len() > LONG && self.again.is_multiple_of(ROWS)) {
             // SAFETY: pages of a file that is only read are read from it again.
             let _ = unsafe { file.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
         }
