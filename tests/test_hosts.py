@@ -280,7 +280,8 @@ def make_loader(config, *, split, rows, seed):
 """
 
 
-@pytest.mark.parametrize("saves", [10, pytest.param(110, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [10, 110])
 def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_second_copy(folder, corpus, saves):  # noqa: F811
     if not pathlib.Path("/proc/self/clear_refs").exists():
         pytest.skip("/proc tells the memory of a process on Linux")

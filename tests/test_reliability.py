@@ -190,6 +190,7 @@ def test_promises_6_and_7_a_damaged_newest_step_falls_back_loudly_and_all_damage
     assert "can be read" in output and "going on" not in output
 
 
+@pytest.mark.slow
 def test_changed_data_start_again_when_told_to_and_go_on_from_there(folder, corpus):  # noqa: F811
     args = (folder, f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=2")
     run(*args, "--config.train.steps=2")
@@ -264,6 +265,7 @@ def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, corpus):  
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.slow
 def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder, corpus):  # noqa: F811
     """Process 1 in a mount namespace of its own, where the workdir is another disk: as on two hosts without a shared one."""
     unshare = ["unshare", "--mount", "--propagation", "private"]

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import subprocess
 import sys
 import time
 
@@ -14,6 +15,7 @@ import pytest
 import soundfile
 import test_detect
 import test_review
+from test_reliability import small_disk
 
 from jaxtrain import cli
 from jaxtrain.inference import embeddings, examples, fit, heads, probe, review
@@ -98,6 +100,19 @@ def test_a_head_of_few_examples_detects_in_new_recordings(world, tmp_path, metho
         str(tmp_path / "head.npz"),
     ]
     assert cli.main(argv) == 2 and "was fitted on 64 features" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_head(world, tmp_path, capsys):
+    folder, _, truth = world
+    disk, table = small_disk(tmp_path / "disk", 8), labels(tmp_path / "labels.csv", truth, 5)
+    try:
+        (disk / "ballast").write_bytes(bytes(8192))
+        argv = ["fit", str(folder / "emb"), "--labels", str(table), "--method", "prototypes", "--out", str(disk / "head.npz")]
+        assert cli.main(argv) == 2 and [path.name for path in disk.iterdir()] == ["ballast"]
+        told = capsys.readouterr().err
+        assert told.startswith(f"error: {disk / 'head.npz'} could not be written: No space left on device"), told
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_head_of_an_index_is_that_of_its_embeddings(world, tmp_path, capsys):

@@ -24,14 +24,14 @@ CASES = [
     *(("gpu:h100x8", name, "small", "mixed") for name in WORKLOADS),
     *(("gpu:h100x8", name, "small", "data") for name in ("bird", "language")),
     *(("gpu:h100x8", name, "published", "fsdp") for name in ("bird", "language", "higgs")),
-    *(("tpu:v4:2x2x2", name, "small", "fsdp") for name in ("bird", "language", "higgs")),
+    ("tpu:v4:2x2x2", "bird", "small", "fsdp"),
     ("tpu:v5e:2x4", "trm", "small", "fsdp"),  # libtpu 0.0.42 fails on it with the options for v5e
 ]
 REST = [
     *(("gpu:h100x8", name, "small", "data") for name in ("trm", "higgs", "giblet")),
-    *(("gpu:h100x8", name, "published", "fsdp") for name in ("trm", "giblet")),
+    *(("gpu:h100x8", name, "published", "fsdp") for name in ("language", "trm", "higgs", "giblet")),
     *(("gpu:h100x8", name, "published", mesh) for name in WORKLOADS for mesh in ("data", "mixed")),
-    *(("tpu:v4:2x2x2", name, "small", "fsdp") for name in ("trm", "giblet")),
+    *(("tpu:v4:2x2x2", name, "small", "fsdp") for name in ("language", "trm", "higgs", "giblet")),
 ]
 
 

@@ -50,7 +50,7 @@ def test_bytes_of_halves_and_of_recomputed_layers_on_a_host_device(workload, mes
 @pytest.mark.parametrize(
     ("workload", "topology", "mesh"),
     [
-        ("bird", "v4:2x2x1", (2, 2, 1)),
+        pytest.param("bird", "v4:2x2x1", (2, 2, 1), marks=pytest.mark.slow),
         pytest.param("bird", "v5e:2x2", (1, 1, 1), marks=pytest.mark.slow),
         pytest.param("bird", "v6e:2x2", (1, 4, 1), marks=pytest.mark.slow),
         pytest.param("trm", "v4:2x2x1", (1, 1, 1), marks=pytest.mark.slow),
