@@ -205,6 +205,7 @@ def test_changed_data_start_again_when_told_to_and_go_on_from_there(folder, corp
     assert {p: changed_ids[p] for p in range(1, 5)} == {p: fresh_ids[p] for p in range(1, 5)}
 
 
+@pytest.mark.slow
 def test_a_final_step_of_weights_is_explicit(folder, corpus):  # noqa: F811
     args = (folder, f"tiny.py:{corpus}", "--config.checkpoint.every=4", "--config.checkpoint.final=weights")
     run(*args, "--config.train.steps=6")
@@ -229,7 +230,7 @@ def small_disk(folder, kilobytes):  # noqa: F811
     return folder
 
 
-@pytest.mark.parametrize("policy", ["stop", "continue"])
+@pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
 def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(folder, corpus, policy):  # noqa: F811
     disk = small_disk(folder / "disk", 20_000)
     try:

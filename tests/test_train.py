@@ -390,6 +390,7 @@ def parameters(workdir: pathlib.Path, step: int, group: str = "params") -> dict[
     return {path.removeprefix(f"{group}/"): s.read(()) for path, s in arrays.items() if path.startswith(f"{group}/")}
 
 
+@pytest.mark.slow
 def test_a_warm_start_on_two_processes_and_its_own_checkpoint_first_afterwards(folder, corpus):
     run(folder, f"tiny.py:{corpus}", "--config.workdir=first", "--config.train.steps=2")
     with socket.socket() as s:

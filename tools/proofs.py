@@ -41,6 +41,7 @@ PARTS = {
         "signals, stuck processes, hosts off the network, full disks, object stores, owners, the doctor's hosts",
         (
             "tests/test_reliability.py",
+            "tests/test_train.py",
             "tests/test_hosts.py",
             "tests/test_full_disks.py",
             "tests/test_object_store.py",

@@ -279,6 +279,7 @@ def test_a_job_that_waits_is_listed(folder, corpus, capsys, slurm):  # noqa: F81
     assert runs_command.main(["runs"]) == 0 and capsys.readouterr().out == "no run in runs, nor below it\n"
 
 
+@pytest.mark.slow
 def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_numbers(folder, corpus, capsys, slurm):  # noqa: F811
     overrides = ("--config.train.steps=40", "--config.train.eval_every=0", "--config.checkpoint.every=1000")
     source, workdir = f"tiny.py:{corpus}", folder / "runs" / "tiny"
