@@ -147,7 +147,7 @@ def _become(request: dict, output: int) -> list[str]:
     import jax
 
     for name, value in os.environ.items():
-        if name.startswith("JAX_") and hasattr(jax.config, name.lower()):
+        if name.lower() in jax.config.values:
             jax.config.update(name.lower(), value)
     return request["argv"]
 
