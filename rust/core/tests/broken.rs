@@ -2,35 +2,17 @@
 //! Nothing may panic, take more memory than a small multiple of what the formats allow, or take long. FUZZ_ROUNDS sets the
 //! number of damaged copies of each shard; each recording, which takes longer, gets a twentieth.
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use jaxtrain_loader::decode;
 use jaxtrain_loader::source::Index;
 
-struct Counting;
+mod counting;
 
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: the system's allocator does all the work.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(NOW.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        System.alloc(layout)
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Relaxed);
-        System.dealloc(at, layout)
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+use counting::{NOW, PEAK};
 
 /// A compressed page may claim 16 MiB plus 64 times its size; reading a row of it also needs its dictionary.
 const MEMORY: usize = 128 << 20;
