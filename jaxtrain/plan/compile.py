@@ -12,7 +12,7 @@ import jax
 from jaxtrain import compiler, layout
 from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly
-from jaxtrain.plan import gpu_specs, hlo
+from jaxtrain.plan import gpu_specs, hlo, kept
 from jaxtrain.plan.errors import PlanError
 from jaxtrain.plan.target import Target
 
@@ -33,6 +33,7 @@ class Compiled(NamedTuple):
     products: Mapping[str, float] = {}  # types of the operands, as "bf16 x bf16" -> FLOP in a step
     workspace: int = 0  # [bytes] that a library will ask for besides, estimated
     text: str = ""  # of the compiled program
+    again: bool = False  # an earlier plan compiled it, and its answer was kept
 
 
 def ask_for_no_chips() -> None:
@@ -115,21 +116,50 @@ def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any
     return compiler.options(config.compiler, kind, count=target.count, device=device)
 
 
-def compiled(assembly: Assembly, traced: jax.stages.Traced, *, options: Mapping[str, Any] | None = None) -> Compiled:
+def compiled(
+    assembly: Assembly, traced: jax.stages.Traced, *, options: Mapping[str, Any] | None = None, versions: str = ""
+) -> Compiled:
     """Compiles a step on the assembly's real mesh, with the options of a run; ``options`` come over them.
+
+    Args:
+      versions: of the compilers. With them what a compiler says is kept, and the same program is not compiled again.
 
     Raises PlanError when the compiler finds that it does not fit, ConfigError when it refuses an option of the config.
     """
-    began = time.perf_counter()
     own, mesh = assembly.config.compiler, assembly.layout.mesh
-    device = mesh.devices.flat[0]
-    options = {**compiler.options(own, device.device_kind, count=mesh.size, device=device), **(options or {})}
+    devices = list(mesh.devices.flat)
+    options = {**compiler.options(own, devices[0].device_kind, count=mesh.size, device=devices[0]), **(options or {})}
+    lowered = traced.lower()
+    name = kept.key(lowered.as_text(), devices, options, versions) if versions else ""
+    known = kept.find(name) if name else None
+    said = known or _ask(lowered, options, own)
+    if name and not known:
+        kept.keep(name, said)
+    if said.refusal:
+        raise PlanError(f"the compiler says: {said.refusal}")
+    found = Compiled(said.arguments, said.temporaries, said.peak, None, said.seconds, again=known is not None)
+    if said.text is None:
+        return found
+    module, shape = hlo.Program(said.text), dict(mesh.shape)
+    moves = hlo.collectives(module)
+    products: dict[str, float] = {}
+    for one in module.products():
+        types = " x ".join(one.operands)
+        products[types] = products.get(types, 0.0) + one.flops
+    return found._replace(
+        collectives=hlo.summary(moves, shape), overlapping=hlo.overlapping(moves, shape), library_calls=module.library_calls(),
+        products=products, workspace=module.workspace(), text=said.text,
+    )  # fmt: skip
+
+
+def _ask(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any]) -> kept.Said:
+    began = time.perf_counter()
     try:
-        program = compiler.compile(traced.lower(), options, own)
+        program = compiler.compile(lowered, options, own)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise PlanError(f"the compiler says: {str(error).splitlines()[0]}") from error
+        return kept.Said(0, 0, 0, time.perf_counter() - began, None, refusal=str(error).splitlines()[0])
     seconds = time.perf_counter() - began
     memory: Any = program.memory_analysis()  # None only where a backend has none, and those that plan have one
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
@@ -137,14 +167,5 @@ def compiled(assembly: Assembly, traced: jax.stages.Traced, *, options: Mapping[
     try:
         text = program.as_text() or ""
     except jax.errors.JaxRuntimeError:  # a libtpu newer than jaxlib can write what jaxlib does not know
-        return Compiled(arguments, temporaries, peak, None, seconds)
-    module, shape = hlo.Program(text), dict(mesh.shape)
-    moves = hlo.collectives(module)
-    products: dict[str, float] = {}
-    for one in module.products():
-        types = " x ".join(one.operands)
-        products[types] = products.get(types, 0.0) + one.flops
-    return Compiled(
-        arguments, temporaries, peak, hlo.summary(moves, shape), seconds, hlo.overlapping(moves, shape), module.library_calls(),
-        products, module.workspace(), text,
-    )  # fmt: skip
+        text = None
+    return kept.Said(arguments, temporaries, peak, seconds, text)

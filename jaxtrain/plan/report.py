@@ -175,7 +175,8 @@ def _compiled_lines(
     peak = compiled_step.peak + compiled_step.workspace
     if (over := peak - target.memory) > 0:
         problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, peak / needed.peak)}")
-    yield f"{title}, in {compiled_step.seconds:.0f} s"
+    before = " by an earlier plan, whose answer was kept" if compiled_step.again else ""
+    yield f"{title}, in {compiled_step.seconds:.0f} s{before}"
     yield f"  {'arguments':28}{in_bytes(compiled_step.arguments):>12}"
     yield f"  {'while it runs':28}{in_bytes(compiled_step.temporaries):>12}"
     if compiled_step.workspace:

@@ -61,7 +61,7 @@ def ask(jobs: Sequence[Job]) -> list[Answer]:
         asked.write_bytes(pickle.dumps(list(jobs)))
         # CPUs are the only devices that it may touch: with others, it would wait for, or take, an accelerator of this machine.
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": environment.path(place)}
-        command = [sys.executable, "-c", START, str(asked), str(answered)]
+        command = [sys.executable, "-c", START, str(asked), str(answered), environment.versions(place)]
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode or not answered.exists():
             last = "; ".join(done.stdout.strip().splitlines()[-3:])
@@ -69,8 +69,8 @@ def ask(jobs: Sequence[Job]) -> list[Answer]:
         return pickle.loads(answered.read_bytes())
 
 
-def answer(job: Job) -> Answer:
-    """Traces and compiles a step here."""
+def answer(job: Job, versions: str = "") -> Answer:
+    """Traces and compiles a step here. ``versions``: as for `compiled`."""
     target, needed = parse_target(job.target), None
     try:
         devices = tpu_devices(target) if target.kind == "tpu" else gpu_devices(target)
@@ -80,7 +80,8 @@ def answer(job: Job) -> Answer:
         with for_kernels(devices[0]):
             traced = assembly.trace(stage)
             needed = estimate(assembly, traced, target)
-            return Answer(compiled(assembly, traced, options=UNTUNED if target.kind == "gpu" else None), needed)
+            options = UNTUNED if target.kind == "gpu" else None
+            return Answer(compiled(assembly, traced, options=options, versions=versions), needed)
     except PlanError as error:
         return Answer(None, needed, str(error), too_large=needed is not None)
     except Exception as error:  # the compiler's own, or the tracer's: it ends no other job
@@ -88,9 +89,9 @@ def answer(job: Job) -> Answer:
         return Answer(None, needed, f"{type(error).__name__}: {lines[0][:300]}")
 
 
-def main(jobs: str, answers: str) -> None:
+def main(jobs: str, answers: str, versions: str) -> None:
     ask_for_no_chips()
-    all_answers = [answer(job) for job in pickle.loads(pathlib.Path(jobs).read_bytes())]
+    all_answers = [answer(job, versions) for job in pickle.loads(pathlib.Path(jobs).read_bytes())]
     part = pathlib.Path(f"{answers}.part")
     part.write_bytes(pickle.dumps(all_answers))
     part.rename(answers)

@@ -1,0 +1,79 @@
+"""What a compiler said is kept: the same plan is compiled once."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import on
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain import compiler, plan
+from jaxtrain.plan import compile as compile_lib
+from jaxtrain.plan import kept
+
+
+def small(n):
+    """A program on n devices, and what `compiled` reads of an assembly."""
+    mesh = on((n, 1, 1), jax.devices())
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=rows)
+    assembly = types.SimpleNamespace(config=types.SimpleNamespace(compiler={}), layout=types.SimpleNamespace(mesh=mesh))
+    return assembly, jax.jit(lambda x: (x @ x.T).sum(), out_shardings=NamedSharding(mesh, PartitionSpec())).trace(x)
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """What is compiled, in order; the cache is empty."""
+    programs, compile = [], compiler.compile
+
+    def noted(lowered, *args):
+        programs.append(lowered)
+        return compile(lowered, *args)
+
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "compile", noted)
+    return programs
+
+
+def test_a_program_is_compiled_once_for_its_devices_options_and_compilers(asked, tmp_path, monkeypatch):
+    one, four = small(1), small(4)
+
+    def take(program=one, versions="a compiler 1", **options):
+        return compile_lib.compiled(*program, options=options, versions=versions)
+
+    first, again = take(), take()
+    assert len(asked) == 1 and again == first._replace(again=True) and first.text and first.peak > 0
+    [path] = (tmp_path / "cache" / "plans").iterdir()
+    take(four), take(versions="a compiler 2"), take(xla_cpu_enable_fast_math=True)
+    assert len(asked) == 4
+    assert take(versions="").again is False and len(asked) == 5, "a run's own devices are asked"
+
+    whole = path.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:40] + b"\0" * 40 + whole[80:], b"[]"):
+        path.write_bytes(damaged)
+        assert kept.find(path.name.split(".")[0]) is None
+    assert take() == first._replace(seconds=pytest.approx(first.seconds, rel=100)) and path.exists() and take().again
+
+    monkeypatch.setattr(kept, "LIMIT", 2 * path.stat().st_size)
+    take(xla_cpu_enable_fast_min_max=True)
+    assert len(list(path.parent.iterdir())) < 4 and take(xla_cpu_enable_fast_min_max=True).again
+
+
+def test_what_does_not_fit_is_known_too_and_a_cache_that_cannot_be_written_costs_nothing(asked, tmp_path, monkeypatch):
+    program, times = small(1), []
+
+    def refuse(*_):
+        times.append(1)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3.00G more than there is\nallocations")
+
+    monkeypatch.setattr(compiler, "compile", refuse)
+    for _ in range(2):
+        with pytest.raises(plan.PlanError, match=r"^the compiler says: RESOURCE_EXHAUSTED: 3.00G more than there is$"):
+            compile_lib.compiled(*program, versions="1")
+    assert len(times) == 1
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(plan.PlanError, match="3.00G"):
+        compile_lib.compiled(*program, versions="1")
+    assert len(times) == 2
