@@ -16,26 +16,19 @@ from loaders.base import DataError
 def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | None]:
     """Reads a column, and the names of its classes if Hugging Face's metadata have them (also for lists of classes).
 
-    pyarrow takes a shard's word for where a column's values lie, and would read beyond them: so it is validated in full.
-
     Raises DataError: there is no such column, or the shard is broken.
     """
     with _refusing(path):
         schema, table = _open(path)
         _require(path, schema, name)
-        column = table(name)
-        column.validate(full=True)
-        return column, _class_names(schema, name)
+        return _valid(table(name)), _class_names(schema, name)
 
 
 def read_some(path: pathlib.Path, *names: str) -> dict[str, list[Any]]:
     """The values of those of some columns that a shard has. Raises DataError: the shard is broken."""
     with _refusing(path):
         schema, table = _open(path)
-        found = {name: table(name) for name in names if name in schema.names}
-        for column in found.values():
-            column.validate(full=True)
-        return {name: column.to_pylist() for name, column in found.items()}
+        return {name: _valid(table(name)).to_pylist() for name in names if name in schema.names}
 
 
 @contextlib.contextmanager
@@ -83,31 +76,35 @@ def timed(path: pathlib.Path) -> tuple[str, str] | None:
 
     Raises DataError: the shard is broken.
     """
-    try:
+    with _refusing(path):
         schema, table = _open(path)
         for names in (("start_time", "end_time"), ("start", "end")):
             if not all(name in schema.names and pa.types.is_floating(schema.field(name).type) for name in names):
                 continue
-            starts, ends = (table(name) for name in names)
+            starts, ends = (_valid(table(name)) for name in names)
             if pc.any(pc.and_(pc.greater(starts, 0), pc.is_valid(ends))).as_py():
                 paths = _recordings(path, schema, table)
                 if paths is not None and len(pc.unique(paths)) < len(paths):
                     return names
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: {error}") from error
     return None
+
+
+def _valid(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The same column. pyarrow takes a file's word for where values lie, and would read beyond them: here it raises."""
+    column.validate(full=True)
+    return column
 
 
 def _recordings(path: pathlib.Path, schema: pa.Schema, table: Any) -> pa.ChunkedArray | None:
     """The name of each row's recording; its bytes are not read."""
     if "filepath" in schema.names:
-        return table("filepath")
+        return _valid(table("filepath"))
     if "audio" not in schema.names or not pa.types.is_struct(schema.field("audio").type):
         return None
     if path.suffix == ".parquet":
         audio = pq.ParquetFile(path).read(columns=["audio.path"]).column("audio")
     else:
-        audio = table("audio")
+        audio = _valid(table("audio"))
     return pc.struct_field(audio, "path") if any(field.name == "path" for field in audio.type) else None
 
 

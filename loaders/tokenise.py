@@ -212,7 +212,10 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
                     yield f"{where}, column {options.column!r}", value
     else:
         table = _open(path)
-        names = (table.schema_arrow if path.suffix in PARQUET else table[part.begin].schema).names
+        try:
+            names = (table.schema_arrow if path.suffix in PARQUET else table[part.begin].schema).names
+        except UnicodeDecodeError as error:
+            raise TokensError(f"{path} is damaged: the name of a column is not UTF-8 ({error.reason})") from error
         if options.column not in names:
             raise TokensError(f"{path} has no column {options.column!r}; expected one of: {', '.join(names)} (--column)")
         try:

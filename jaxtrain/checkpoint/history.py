@@ -4,6 +4,7 @@ workdir/best.json    {"step": 40, "value": 1.25, "metric": "loss", "progress": {
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax
 from etils import epath
 
 from jaxtrain.config import Checkpoint
+from loaders import files
 
 
 class CheckpointError(RuntimeError):
@@ -31,9 +33,10 @@ class Scores:
     """
 
     def __init__(self, path: epath.Path, config: Checkpoint, min_delta: float):
+        """Raises CheckpointError: best.json is damaged."""
         self._min_delta = min_delta
         self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
-        self._best: dict[str, Any] = json.loads(path.read_text()) if config.best and path.exists() else {}
+        self._best: dict[str, Any] = _read(path) if config.best and path.exists() else {}
 
     def add(self, step: int, record: Mapping[str, float]) -> None:
         """Compares the evaluation of ``step`` with the best one so far; process 0 writes best.json.
@@ -68,3 +71,19 @@ class Scores:
         """Which of Orbax's checkpoints stay: the best one."""
         del context
         return [checkpoint.step == self._best.get("step") for checkpoint in checkpoints]
+
+
+def _read(path: epath.Path) -> dict[str, Any]:
+    """What best.json says. Raises CheckpointError."""
+    try:
+        found = files.read_json(path)
+        for entry in (found, found.get("progress", found)):
+            if not (isinstance(entry, dict) and type(entry.get("step")) is int and _is_number(entry.get("value"))):
+                raise files.FileError(f"{path} has no step with its value")
+    except files.FileError as error:
+        raise CheckpointError(f"{error}; remove it, and the next evaluation counts as the best one so far") from error
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and not math.isnan(value)

@@ -136,7 +136,7 @@ def _unpack(given: Sequence[str], folder: pathlib.Path) -> list[str]:
     rest: list[str] = []
     for each in given:
         path = pathlib.Path(each).expanduser()
-        inside = [p for p in sorted(path.rglob("*.tar*")) if p.is_file()] if path.is_dir() else []
+        inside = make.archives_in(path) if path.is_dir() else []
         is_archive = path.is_file() and ".tar" in path.name
         archives += [str(path)] if is_archive else map(str, inside)
         rest += [] if is_archive else [each]

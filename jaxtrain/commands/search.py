@@ -75,7 +75,7 @@ def _search(args: argparse.Namespace) -> int:
                     raise embeddings.EmbeddingsError(f"the query {text!r} is a folder; name a row of it: {text}@0")
                 queries.append(search.of_row(embeddings.read(name), number, args.kind))
                 continue
-            encoder = encoder or search.Encoder(args.run or str(folders[0].about.get("model")), folders[0], args.kind)
+            encoder = encoder or search.Encoder(args.run or search.run_of(folders[0]), folders[0], args.kind)
             queries.append(encoder.clip(name, number))
         note = functools.partial(print, file=sys.stderr)
         if args.approximate:

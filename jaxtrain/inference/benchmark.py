@@ -12,6 +12,7 @@ NAME_metadata_test_5s.parquet with NAME_test5s_shard_….tar.gz; ESC's meta/esc5
 """
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -32,6 +33,7 @@ from loaders.recordings.annotations import Mistakes
 
 SETS = {"POW": 48, "PER": 132, "NES": 89, "UHH": 27, "HSN": 21, "NBP": 51, "SSW": 81, "SNE": 56}  # BirdSet's, and their classes
 SEGMENT = 5.0  # [s]
+MOST_VIEWS = 100  # of a segment, which are in memory together
 UNKNOWN = -1e9  # the score of a class that a run has no output for
 NAMES = {"cmAP": "cmAP", "AUROC": "AUROC", "accuracy": "top-1"}
 
@@ -67,11 +69,18 @@ def birdset(
     Raises BenchmarkError, DataError, EmbedError, EmbeddingsError.
     """
     place = _archive(name, data, out, splits=("train", "test_5s") if linear else ("test_5s",))
-    seconds = float((model.run.get("data") or {}).get("clip_seconds", SEGMENT))
-    views = max(1, math.ceil(SEGMENT / seconds - 1e-6))
     config = embed.data_config(
-        model, train=place, test="", label="ebird_code_multilabel", multilabel=True, views=views, time_expansion=1.0
+        model, train=place, test="", label="ebird_code_multilabel", multilabel=True, views=1, time_expansion=1.0
     )
+    for where, text in embed.of_split(config, "test_5s").problems():
+        raise DataError(f"data.{where} {text}")
+    views = max(1, math.ceil(SEGMENT / config.clip_seconds - 1e-6))
+    if views > MOST_VIEWS:
+        raise BenchmarkError(
+            f"{model.name} hears {config.clip_seconds:g} s at a time, of which a segment of {SEGMENT:g} s has {views:,}; "
+            f"at most {MOST_VIEWS} are scored"
+        )
+    config = dataclasses.replace(config, views=views)
     pool = "cls" if model.config.pool == "cls" else "mean"
     folders = {split: out / "embeddings" / split for split in (("train", "test_5s") if linear else ("test_5s",))}
     for split, folder in folders.items():
@@ -164,12 +173,13 @@ def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) 
             f"{folder} holds {', '.join(p.name for p in tables)}; expected the metadata of {', '.join(splits)}"
         )
     shards = "|".join({"test_5s": "test_?5s"}.get(split, split) for split in splits)
-    archives = [str(path) for path in sorted(folder.rglob("*.tar*")) if re.search(rf"_({shards})_shard", path.name)]
+    archives = [str(path) for path in make.archives_in(folder) if re.search(rf"_({shards})_shard", path.name)]
     recordings = out / "recordings" if archives else folder
     if archives:
         make.unpack(archives, recordings)
     codes: set[str] = set()
     for path in tables:  # the set's classes are those of all its splits
+        files.inside(folder, path.name)
         try:
             for column in ("ebird_code", "ebird_code_multilabel"):
                 for value in columnar.read_some(path, column).get(column, ()) if path.suffix == ".parquet" else ():
@@ -206,7 +216,7 @@ def esc(
     place, columns = data, ["fold"]
     by_file: dict[str, int] = {}
     if about.is_file():
-        by_file = _esc_table(about, out, only_ten=name == "esc10")
+        by_file = _esc_table(files.inside(folder, "meta/esc50.csv"), out, only_ten=name == "esc10")
         _index([str(out / "table.csv")], out / "index", audio=str(folder / "audio"))
         place, columns = str(out / "index"), []
     elif folder.is_dir() and list(folder.glob("*/*.arrow")):

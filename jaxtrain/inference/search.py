@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.checkpoint import read as stored
 from jaxtrain.inference import embed, heads
 from jaxtrain.inference.embeddings import Embeddings, EmbeddingsError
 from jaxtrain.inference.heads import Head
@@ -162,6 +163,19 @@ def split_query(text: str) -> tuple[str, float | None]:
     if not 0 <= value < float("inf"):
         raise EmbeddingsError(f"the query {text!r} ends in @{number}; expected seconds, or the number of a row")
     return name, value
+
+
+def run_of(folder: Embeddings) -> str:
+    """The run that a folder says it was made by. Raises EmbeddingsError: it names none, or an address."""
+    run = folder.about.get("model")
+    if not isinstance(run, str) or not run or "\0" in run:
+        raise EmbeddingsError(f"{folder.folder} does not say which run made it; name the run: --run")
+    if stored.is_address(run):
+        raise EmbeddingsError(
+            f"{folder.folder} was made by the address {run[:200]!r}, which is connected to only if you trust it and name it "
+            "with --run"
+        )
+    return run
 
 
 def of_row(folder: Embeddings, row: float, kind: str) -> np.ndarray:

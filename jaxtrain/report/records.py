@@ -151,10 +151,10 @@ def samples(path: pathlib.Path, *, steps: int, each: int) -> dict[int, list[dict
         return {}
     for line in text.split(b"\n"):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = files.parse(line.decode(), path.name)
+        except ValueError:
             continue
-        if isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] < 1 << 53:
+        if type(record.get("step")) is int and 0 <= record["step"] < 1 << 53:
             rows = found.setdefault(record["step"], [])
             if len(rows) < each:
                 rows.append({str(k)[:80]: _text(v) for k, v in record.items() if k != "step"})

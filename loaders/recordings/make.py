@@ -65,6 +65,13 @@ def make(
     return {**about, "n_read": n_read}
 
 
+def archives_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The tar archives in a folder. Raises DataError for one that a link leads out to."""
+    found = [path for path in sorted(folder.rglob("*.tar*")) if path.is_file()]
+    remedy = "; name that archive itself, or the folder that it lies in"
+    return [files.inside(folder, str(path.relative_to(folder)), remedy=remedy) for path in found]
+
+
 def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
     """Unpacks the files of tar archives into a folder; one that is there already, of the same size, is left. Returns how many.
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
-from loaders import _rust, shards, whole
+from loaders import _rust, files, shards, whole
 from loaders.base import DataError
 from loaders.recordings import store
 
@@ -67,6 +67,8 @@ def count(paths: Sequence[pathlib.Path], n_classes: int) -> Split:
     try:
         for path in paths:
             file = pq.ParquetFile(path)
+            if missing := sorted({"start", "end", "labels", "rate"} - set(file.schema_arrow.names)):
+                raise ValueError(f"it has no column {missing[0]!r}")
             for batch in file.iter_batches(columns=["start", "end", "labels", "rate"]):
                 rows += len(batch)
                 labels = batch.column("labels")
@@ -83,8 +85,8 @@ def count(paths: Sequence[pathlib.Path], n_classes: int) -> Split:
                 lengths += np.bincount(np.searchsorted(LENGTHS, seconds, side="right"), minlength=len(lengths))
                 for each in pc.value_counts(batch.column("rate")).to_pylist():
                     rates[each["values"]] += each["counts"]
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}; run jaxtrain index again") from error
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: {files.said(error)}; run jaxtrain index again") from error
     return Split(rows, classes, pairs, lengths, rates, without)
 
 

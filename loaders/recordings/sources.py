@@ -367,10 +367,13 @@ def _birdset(path: pathlib.Path, mistakes: Mistakes, finder: Finder) -> Iterator
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path) if path.suffix == ".parquet" else pc.read_csv(path)
+        with files.regular(path):  # a pipe would be waited for
+            table = pq.read_table(path) if path.suffix == ".parquet" else pc.read_csv(path)
         rows = table.to_pylist()
+    except DataError:
+        raise
     except Exception as error:  # noqa: BLE001  a damaged table makes pyarrow raise whatever it stumbles upon
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{path} cannot be read: {files.said(error)[:300]}") from error
     named = re.search(r"_metadata_(train|test|test_5s)\.", path.name)
     split = named[1] if named else "train"
     columns = set(table.column_names)

@@ -31,6 +31,13 @@ def test_the_best_step_stays_and_progress_needs_more_than_min_delta(tmp_path):
     assert kept(again, [30, 50]) == [False, True] and again.progress == 30, "better, but not by enough to be progress"
 
 
+@pytest.mark.parametrize("content", ["", '{"step": 1', "[]", '{"step": 1}', '{"step": 1, "value": 2.0, "progress": 5}'])
+def test_a_damaged_best_step_is_an_error_that_names_the_file(tmp_path, content):
+    (tmp_path / "best.json").write_text(content)
+    with pytest.raises(CheckpointError, match="best.json .*remove it"):
+        scores(tmp_path)
+
+
 def test_the_largest_value_is_the_best_without_a_minus(tmp_path):
     ours = scores(tmp_path, best="accuracy", min_delta=0.0)
     for step, accuracy in ((1, 0.5), (2, 0.7), (3, 0.6)):

@@ -99,6 +99,14 @@ def class_lists(folder: pathlib.Path) -> None:
     _arrow(folder / "a.arrow", table(lists=True))
 
 
+def events(folder: pathlib.Path) -> None:
+    """Events of recordings, with their times and the name of the recording."""
+    found = table(lists=True)
+    for name, values in (("start_time", [0.0, 0.1, 0.2, 0.0]), ("end_time", [0.1, 0.2, 0.3, 0.1])):
+        found = found.append_column(name, pa.array(values))
+    _arrow(folder / "events.arrow", found.append_column("filepath", pa.array(["0.wav", "0.wav", "1.wav", "1.wav"])))
+
+
 def class_lists_parquet(folder: pathlib.Path) -> None:
     pq.write_table(table(lists=True), folder / "a.parquet")
 
@@ -196,6 +204,16 @@ def head(folder: pathlib.Path) -> None:
 
     arrays = {"w": np.ones((4, 1), "f4"), "b": np.zeros(1, "f4")}
     heads.save(folder / "head.npz", heads.Head("linear", "mean", "sigmoid", arrays, ("a",), "", np.ones(1, "f4")))
+
+
+def head_of_run(folder: pathlib.Path) -> None:
+    """What `jaxtrain fit` writes, for features of the run of the bird encoder."""
+    from jaxtrain.inference import heads
+
+    n = BIRDS["embed"]
+    arrays = {"mean": np.zeros(n, "f4"), "prototypes": np.ones((1, 2, n), "f4"), "scale": np.ones(1, "f4")}
+    arrays["b"] = np.zeros(1, "f4")
+    heads.save(folder / "head.npz", heads.Head("patches", "mean", "sigmoid", arrays, ("a",), "", np.full(1, 0.5, "f4")))
 
 
 def codes(folder: pathlib.Path) -> None:
@@ -347,6 +365,26 @@ def birdset(folder: pathlib.Path) -> None:
         [("filepath", pa.string()), ("ebird_code", pa.string()), ("ebird_code_multilabel", pa.list_(pa.string()))]
     )
     pq.write_table(pa.Table.from_pylist(rows, schema), folder / "HSN_metadata_test_5s.parquet")
+
+
+def clips_in_folds(folder: pathlib.Path) -> None:
+    """ESC-10 as it is published: two classes in five folds."""
+    for name in ("audio", "meta"):
+        (folder / name).mkdir()
+    lines = [f"{fold}-{k}.wav,{fold},{k},{'ab'[k]},True" for fold in range(1, 6) for k in range(2)]
+    (folder / "meta" / "esc50.csv").write_text("\n".join(["filename,fold,target,category,esc10", *lines]) + "\n")
+    for i, line in enumerate(lines):
+        (folder / "audio" / line.partition(",")[0]).write_bytes(tone(0.3 + 0.01 * i))
+
+
+def embedded(folder: pathlib.Path) -> None:
+    """What `jaxtrain embed` writes, by the run of the bird encoder of `birds`."""
+    run, source = folder.parent / "run-that-embeds", folder.parent / "embedded-index"
+    for place, make in ((run, birds), (source, index)):
+        place.mkdir(exist_ok=True)
+        make(place)
+    command = [sys.executable, "-m", "jaxtrain.cli", "embed", str(run), "--data", str(source), "--out", str(folder)]
+    subprocess.run([*command, "--batch", "2"], cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""}, check=True, capture_output=True)
 
 
 def _vit():

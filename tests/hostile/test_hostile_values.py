@@ -182,6 +182,33 @@ def test_an_address_in_a_run_is_connected_to_only_if_the_user_names_it(tmp_path,
         assert f"config.data.{field} is the address '{address}'" in said and "name it with --data" in said
 
 
+@pytest.mark.parametrize("run, reason", [("gs://bucket/run", "is connected to only if"), (5, "does not say which run")])
+def test_the_run_of_embeddings_is_none_that_the_user_would_not_name(tmp_path, capsys, unreachable, run, reason):
+    inputs.whole_rows(tmp_path)
+    about = json.loads((tmp_path / "embeddings.json").read_text())
+    (tmp_path / "embeddings.json").write_text(json.dumps({**about, "model": run}))
+    assert reason in refused(capsys, "search", str(tmp_path), "--like", "clip.wav")
+
+
+@pytest.mark.parametrize("seconds, reason", [(None, "clip_seconds"), (0, "clip_seconds"), (1e-3, "at most 100 are scored")])
+def test_a_benchmark_refuses_a_run_whose_clips_have_no_length(tmp_path, capsys, adapted, seconds, reason):
+    (tmp_path / "data").mkdir()
+    inputs.birdset(tmp_path / "data")
+    run = changed(adapted / "birds", tmp_path / "run", "data", clip_seconds=seconds, window_ms=0.5, hop_ms=0.25)
+    command = ("benchmark", "birdset", "HSN", str(run), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"))
+    assert reason in refused(capsys, *command)
+
+
+def test_a_benchmark_reads_no_table_through_a_link_out_of_its_folder(tmp_path, capsys, adapted):
+    (tmp_path / "data").mkdir()
+    inputs.birdset(tmp_path / "data")
+    (table,) = (tmp_path / "data").glob("*.parquet")
+    table.rename(tmp_path / "secret.parquet")
+    table.symlink_to("../secret.parquet")
+    command = ("birdset", "HSN", str(adapted / "birds"), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"))
+    assert "leads out of" in refused(capsys, "benchmark", *command)
+
+
 def test_a_base_that_the_user_names_is_merged(tmp_path, adapted):
     run = changed(adapted / "adapters", tmp_path / "run", "warm_start", source="gs://bucket/run")
     assert cli.main(["export", str(run), "--base", str(adapted / "base"), "--out", str(tmp_path / "out")]) == 0
@@ -271,6 +298,32 @@ def test_an_archive_is_unpacked_neither_through_a_link_nor_beyond_its_size(tmp_p
         said = refused(capsys, "index", str(folder), "--unpack", str(folder), "--out", str(tmp_path / "out"))
         assert "leads out of" in said or "which is no plain file below it" in said
     assert list((tmp_path / "outside").iterdir()) == []
+
+
+def test_an_archive_in_a_folder_is_not_read_through_a_link_out_of_it(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "secret.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("a.wav"))
+    (tmp_path / "in" / "a.tar").symlink_to("../secret.tar")
+    command = ("index", str(tmp_path / "in"), "--unpack", str(tmp_path / "unpacked"), "--out", str(tmp_path / "out"))
+    assert "leads out of" in refused(capsys, *command) and not (tmp_path / "unpacked").exists()
+
+
+def test_an_index_without_one_of_its_columns_is_refused(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    inputs.annotated(tmp_path / "in")
+    assert cli.main(["index", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
+    (shard,) = (tmp_path / "out" / "data").iterdir()
+    pq.write_table(pq.read_table(shard).drop_columns("labels"), shard)
+    assert f"{shard.name}: it has no column 'labels'" in refused(capsys, "index", "--show", str(tmp_path / "out"))
+
+
+def test_a_column_whose_name_is_no_text_is_refused(tmp_path, capsys):
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_stream(str(path), pa.schema({"textQ": pa.string()})) as writer:
+        writer.write_table(pa.table({"textQ": ["a"]}))
+    path.write_bytes(path.read_bytes().replace(b"textQ", b"text\xff"))
+    assert "a.arrow" in refused(capsys, "tokens", str(tmp_path / "out"), str(path), "--tokenizer", "bytes")
 
 
 def test_embeddings_are_not_written_through_a_link(tmp_path):
