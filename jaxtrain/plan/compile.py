@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -129,15 +129,10 @@ def compiled(
     own, mesh = assembly.config.compiler, assembly.layout.mesh
     devices = list(mesh.devices.flat)
     options = {**compiler.options(own, devices[0].device_kind, count=mesh.size, device=devices[0]), **(options or {})}
-    lowered = traced.lower()
-    name = kept.key(lowered.as_text(), devices, options, versions) if versions else ""
-    known = kept.find(name) if name else None
-    said = known or _ask(lowered, options, own)
-    if name and not known:
-        kept.keep(name, said)
+    said, again = ask(traced.lower(), devices, options, own=own, versions=versions)
     if said.refusal:
         raise PlanError(f"the compiler says: {said.refusal}")
-    found = Compiled(said.arguments, said.temporaries, said.peak, None, said.seconds, again=known is not None)
+    found = Compiled(said.arguments, said.temporaries, said.peak, None, said.seconds, again=again)
     if said.text is None:
         return found
     module, shape = hlo.Program(said.text), dict(mesh.shape)
@@ -150,6 +145,27 @@ def compiled(
         collectives=hlo.summary(moves, shape), overlapping=hlo.overlapping(moves, shape), library_calls=module.library_calls(),
         products=products, workspace=module.workspace(), text=said.text,
     )  # fmt: skip
+
+
+def ask(
+    lowered: jax.stages.Lowered,
+    devices: Sequence[Any],
+    options: Mapping[str, Any],
+    *,
+    own: Mapping[str, Any] | None = None,
+    versions: str = "",
+) -> tuple[kept.Said, bool]:
+    """What a compiler says of a program for these devices, and whether that was kept (`compiled`).
+
+    Raises ConfigError when it refuses ``own``, those of the options that are the config's.
+    """
+    name = kept.key(lowered.as_text(), devices, options, versions) if versions else ""
+    if name and (known := kept.find(name)):
+        return known, True
+    said = _ask(lowered, options, own or {})
+    if name:
+        kept.keep(name, said)
+    return said, False
 
 
 def _ask(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any]) -> kept.Said:

@@ -1,7 +1,9 @@
-"""Compiles layers with attention, trained by the step's own gradients, for H100s or TPUs: attention_programs.py < cases.json
+"""Compiles layers with attention, trained by the step's own gradients, for H100s or TPUs.
+
+    python attention_programs.py VERSIONS < cases.json
 
 A process of its own, where the compiler is on the path; `test_attention_compiled` starts it and reads its answer, one JSON line
-for each case. Run by hand it takes the same: a list of dictionaries, of which `CASE` has the defaults.
+for each case of a list of dictionaries, of which `CASE` has the defaults. VERSIONS are the compiler's: what it says is kept.
 """
 
 import collections
@@ -11,20 +13,19 @@ import re
 import sys
 import time
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-os.environ |= {"TPU_ACCELERATOR_TYPE": "v4-8", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 
 from jaxtrain import layout as layout_lib
-from jaxtrain import specs, step
+from jaxtrain import plan, specs, step
 from jaxtrain.nn import remat, transformer
+from jaxtrain.plan import compile
 from jaxtrain.types import LossOut, Mean, Task, Variables
 
 CASE = dict(
-    chips="h100:1x1x8",  # or h100:1x2x8 (two nodes), v4:2x2x1, v5e:2x4, v6e:2x4
+    chips="gpu:h100x8",  # as for --plan
     mesh=(8, 1, 1),
     rows=8,  # of a microbatch on each part of the batch
     tokens=320,
@@ -39,23 +40,11 @@ CASE = dict(
     accumulate=1,
     train=True,
 )
-# Of openxla/xla's xla/backends/gpu/target_config/specs/h100_sxm.txtpb.
-H100 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
-cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 8 }
-device_description_str: "NVIDIA H100 80GB HBM3\""""
 
 
 def devices(chips: str) -> list:
-    name, _, topology = chips.partition(":")
-    if name == "h100":
-        return list(topologies.get_topology_desc("x", "cuda", target_config=H100, topology=topology).devices)
-    options = {"chip_config_name": "megacore"} if name == "v4" else {}
-    return list(topologies.get_topology_desc(chips, platform="tpu", **options).devices)
+    target = plan.parse_target(chips)
+    return plan.tpu_devices(target) if target.kind == "tpu" else compile.gpu_devices(target)
 
 
 def program(case: dict) -> jax.stages.Lowered:
@@ -96,13 +85,12 @@ def program(case: dict) -> jax.stages.Lowered:
     ).lower(params, batch)
 
 
-def facts(case: dict) -> dict:
+def facts(case: dict, versions: str) -> dict:
     """What the compiled program has: its kernels, collectives, arrays and bytes."""
     began = time.perf_counter()
-    gpu = case["chips"].startswith("h100")
-    # Triton's own products find no tiles for some shapes where nothing can be measured.
-    compiled = program(case).compile(compiler_options={"xla_gpu_enable_triton_gemm": False} if gpu else {})
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+    options = compile.UNTUNED if case["chips"].startswith("gpu") else {}
+    said, _ = compile.ask(program(case), devices(case["chips"]), options, versions=versions)
+    text = said.text
     local = re.findall(r"\b(f32|bf16|pred|s32)\[([\d,]+)\]", text)
     square = sorted({f"{dtype}[{shape}]" for dtype, shape in local if shape.split(",").count(str(case["tokens"])) > 1})
     kernels = re.findall(r'custom_call_target="(__cudnn\$fmha\w*|__gpu\$xla.gpu.triton|tpu_custom_call)"', text)
@@ -113,8 +101,8 @@ def facts(case: dict) -> dict:
         "kernels": dict(collections.Counter(kernels)),
         "square": square,
         "gathered": rows,  # arrays like q, k or v
-        "temporaries": memory.temp_size_in_bytes,
-        "peak": memory.peak_memory_in_bytes,
+        "temporaries": said.temporaries,
+        "peak": said.peak,
         "seconds": round(time.perf_counter() - began, 1),
     }
 
@@ -123,7 +111,7 @@ def main() -> None:
     for given in json.load(sys.stdin):
         case = {**CASE, **given}
         try:
-            found = facts(case)
+            found = facts(case, sys.argv[1])
         except Exception as error:  # one that does not compile is an answer, and the others are asked for too
             found = {"error": f"{type(error).__name__}: {error}"[:2000]}
         print(json.dumps({"case": given, **found}), flush=True)
