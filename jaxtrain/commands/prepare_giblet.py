@@ -156,7 +156,8 @@ def check_fmri(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | N
             f"--fmri: the numbers of volumes differ ({listed}); take the first ones of all with --volumes={min(lengths)}"
         )
     if volumes and volumes > min(lengths):
-        raise DataError(f"--volumes={volumes}, and a viewer has only {min(lengths)}")
+        shortest = min(shapes, key=lambda path: shapes[path][3])
+        raise DataError(f"--volumes={volumes}, and {shortest} has only {min(lengths)}")
     assert tr is not None  # given, or what the first file says
     return round(tr, 6), volumes or lengths.pop(), names
 
@@ -223,7 +224,7 @@ def write_fmri(
 def _over_time(path: pathlib.Path, image: Any) -> tuple[tuple[int, ...], int]:
     """The shape [x, y, z, time] of a scan, and which of its axes is time: some writers add axes of one. Raises DataError."""
     long = [axis for axis in range(3, len(image.shape)) if image.shape[axis] > 1]
-    if len(image.shape) < 4 or len(long) > 1:
+    if len(image.shape) < 4 or len(long) > 1 or min(image.shape) < 1:
         raise DataError(
             f"{path} has the shape {image.shape}; expected x, y, z and time: choose one of the scans in it, for example with "
             "nibabel's image.slicer[..., 0]"

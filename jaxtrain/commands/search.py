@@ -41,11 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.approximate and args.model:
         parser.error("--approximate belongs to --like; --model scores every row")
 
+    from jaxtrain import config
     from jaxtrain.checkpoint import read as stored
     from jaxtrain.inference import embed, embeddings, heads
     from loaders.base import DataError
 
-    mistakes = (embeddings.EmbeddingsError, heads.HeadError, embed.EmbedError, stored.StoredError, DataError)
+    mistakes: tuple[type[Exception], ...] = (embeddings.EmbeddingsError, heads.HeadError, embed.EmbedError)
+    mistakes += (stored.StoredError, config.ConfigError, DataError)
     return arguments.run(functools.partial(_search, args), mistakes=mistakes)
 
 

@@ -34,6 +34,7 @@ from loaders.recordings.annotations import Mistakes
 SETS = {"POW": 48, "PER": 132, "NES": 89, "UHH": 27, "HSN": 21, "NBP": 51, "SSW": 81, "SNE": 56}  # BirdSet's, and their classes
 SEGMENT = 5.0  # [s]
 MOST_VIEWS = 100  # of a segment, which are in memory together
+MOST_FOLDS = 1000
 UNKNOWN = -1e9  # the score of a class that a run has no output for
 NAMES = {"cmAP": "cmAP", "AUROC": "AUROC", "accuracy": "top-1"}
 
@@ -224,8 +225,10 @@ def esc(
     config = embed.data_config(model, train=place, test="", label="label", multilabel=False, views=views, time_expansion=1.0)
     embed.embed(model, config, out / "embeddings", kinds=(pool,), columns=columns, batch=batch)
     if by_file:
-        paths = read_embeddings(out / "embeddings").places().paths
-        whole.save(out / "embeddings" / "fold.npy", np.array([by_file[path.rpartition("/")[2]] for path in paths], np.int64))
+        names = [path.rpartition("/")[2] for path in read_embeddings(out / "embeddings").places().paths]
+        if unnamed := [name for name in names if name not in by_file]:
+            raise BenchmarkError(f"{about} has no line for {unnamed[0]!r}; write its names as the files have them")
+        whole.save(out / "embeddings" / "fold.npy", np.array([by_file[name] for name in names], np.int64))
     features = probe.read(out / "embeddings", kind=pool, group="fold")
     expected = 10 if name == "esc10" else 50
     splits = probe.folds_of(features)
@@ -254,6 +257,8 @@ def _esc_table(path: pathlib.Path, out: pathlib.Path, *, only_ten: bool) -> dict
         chosen = [line for line in lines if not only_ten or line["esc10"].strip().lower() == "true"]
         folds = {line["filename"]: int(line["fold"]) for line in chosen}
         labels = [(line["filename"], line["category"]) for line in chosen]
+        if odd := [name for name, fold in folds.items() if "/" in name or not 0 <= fold < MOST_FOLDS]:
+            raise ValueError(f"{odd[0][:80]!r} in fold {str(folds[odd[0]])[:20]}")
     except (files.FileError, KeyError, ValueError, csv.Error, AttributeError) as error:
         raise BenchmarkError(f"{path} is not ESC's table (filename, fold, category, esc10): {error!r}") from error
     if not folds:

@@ -21,6 +21,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import pathlib
 import time
@@ -115,14 +116,20 @@ def load(run: str, *, step: int | None = None, ema: bool = False, random: int | 
         return Model(c, jax.tree.map(np.asarray, made), None, config, f"{run}, initialised with seed {random}")
     params = specs.map_specs(lambda p, _: _read(arrays, f"encoder/{p}"), table)
     name = f"{source.path}{' (ema)' if ema else ''}"
-    head, probe = _leaves(arrays, "objective/supervised", "w", "b"), _leaves(arrays, "probe", "scale", "bias", "w", "b")
+    head = _leaves(arrays, "objective/supervised", c.embed, "w", "b")
+    probe = _leaves(arrays, "probe", c.embed, "scale", "bias", "w", "b")
     return Model(c, params, head, config, name, probe)
 
 
-def _leaves(arrays: dict[str, stored.Stored], folder: str, *names: str) -> PyTree | None:
-    """The arrays of a head; None unless all are there."""
+def _leaves(arrays: dict[str, stored.Stored], folder: str, width: int, *names: str) -> PyTree | None:
+    """The arrays of a head for features [width]; None unless all are there. Raises EmbedError: they do not fit together."""
     if any(f"{folder}/{name}" not in arrays for name in names):
         return None
+    classes = arrays[f"{folder}/b"].shape
+    fits = {"scale": (width,), "bias": (width,), "w": (width, *classes), "b": (math.prod(classes),)}
+    for name in names:
+        if (shape := arrays[f"{folder}/{name}"].shape) != fits[name] or 0 in shape:
+            raise EmbedError(f"{folder}/{name} is {shape}; {width} features and classes {classes} expect {fits[name]}")
     return {name: _read(arrays, f"{folder}/{name}") for name in names}
 
 

@@ -189,14 +189,16 @@ class Encoder:
     """Embeds clips as a folder was embedded, by its run."""
 
     def __init__(self, run: str, folder: Embeddings, kind: str):
-        """Raises StoredError, EmbedError; EmbeddingsError: it is not the encoder of the folder."""
+        """Raises StoredError, EmbedError, ConfigError; EmbeddingsError: it is not the encoder of the folder."""
         self._model, self._kind = embed.load(run), kind
         if folder.encoder != self._model.digest:
             raise EmbeddingsError(
                 f"{folder.folder} is of the encoder {folder.encoder or '(unknown)'}, and {run} holds {self._model.digest}; "
                 "name the run, and step, that it was made by: --run"
             )
-        self._data = embed.data_config(self._model, label="", multilabel=False, test="")
+        self._data = embed.data_config(self._model, label="", multilabel=False, train="demo", test="")  # which are not read
+        for where, text in self._data.problems():
+            raise EmbeddingsError(f"{run}: its config.data.{where} {text}")
 
     def clip(self, path: str, start: float | None) -> np.ndarray:
         """The features of the window that begins at ``start`` [s], None: of the file's centre; float32 [D].

@@ -303,7 +303,7 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(fmri=["sub-1.nii.gz", "slow.nii.gz"]), "TR of 2 s, and .*sub-1.* says 1.5 s"),
         (dict(fmri=["sub-1.nii.gz", "broken.nii.gz"]), "broken.nii.gz has values that are not finite in 1 voxels"),
         (dict(tr=2.0), "TR of 1.5 s, and --tr says 2 s; omit --tr, or correct the header"),
-        (dict(volumes=9), "--volumes=9, and a viewer has only 8"),
+        (dict(volumes=9), "--volumes=9, and .*sub-1.nii.gz has only 8"),
         (dict(codes="embeddings.npz"), "expected integers .codebooks, times."),
         (dict(codes="large.npz"), "codes from 0 to 1024; expected 0 … 1023"),
         (dict(codes="turned.npz"), "900 codebooks of 8 times.*transpose"),
@@ -326,6 +326,7 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(embeddings="huge.npz"), "huge.npz has values that are not finite in float32, in 1 of its rows"),
         (dict(embeddings="narrow.npz"), r"float32 \(5, 0\); expected floating-point"),
         (dict(fmri=["sub-1.nii.gz", "two.nii.gz"]), r"two.nii.gz has the shape \(4, 5, 3, 8, 2\).*choose one of the scans"),
+        (dict(fmri=["still.nii.gz"]), r"still.nii.gz has the shape \(4, 5, 3, 0\)"),
         (dict(annotations="bad.xlsx"), "bad.xlsx cannot be read"),
         (dict(annotations="ms.csv"), "no segment touches the 12 s of film; they lie from 50000 to 99000 in start and end"),
         (dict(fmri=["sub-1.nii.gz", "cut.nii.gz"]), "cut.nii.gz cannot be read"),
@@ -351,6 +352,7 @@ def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, c
     np.savez(folder / "huge.npz", e=np.diag([1e300, 1, 1, 1, 1]))
     np.savez(folder / "narrow.npz", e=np.zeros((5, 0), np.float32))
     nibabel.save(nibabel.Nifti1Image(np.ones((*GRID, 8, 2), np.float32), np.eye(4)), folder / "two.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(np.ones((*GRID, 0), np.float32), np.eye(4)), folder / "still.nii.gz")
     (folder / "bad.xlsx").write_bytes(b"PK no workbook")
     (folder / "ms.csv").write_text("start,end\n" + "".join(f"{50 + 10 * i}000,{59 + 10 * i}000\n" for i in range(5)))
     (folder / "cut.nii.gz").write_bytes((folder / "sub-1.nii.gz").read_bytes()[:-600])

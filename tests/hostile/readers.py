@@ -27,6 +27,7 @@ from jaxtrain.checkpoint import checksums, timm, warm_start
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.commands import prepare_giblet
 from jaxtrain.config.schema import WarmStart
+from jaxtrain.console import plain
 from jaxtrain.inference import embeddings, heads, predict, solve
 from jaxtrain.nn import hugging_face
 from jaxtrain.owner.who import WorkdirError
@@ -299,7 +300,7 @@ def attack(reader: Reader, folder: pathlib.Path, n: int) -> tuple[int, list[str]
                 reader.read(folder)
         except REFUSALS as error:
             refused += 1
-            said = str(error)
+            said = plain(str(error))  # as it is printed
             lines = said.splitlines() if not isinstance(error, warm_start.WarmStartError) else [said]  # which lists misfits
             if len(lines) > 1 or len(said) > 9000 or (str(folder) not in said and path.name not in said):
                 text = f"it said {said[:500]!r}"

@@ -20,7 +20,11 @@ from jaxtrain import cli
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.commands import launch
 from jaxtrain.inference import embed
+from jaxtrain.nn import vit
+from jaxtrain.specs import zeros
+from jaxtrain.types import Spec
 from jaxtrain.weights import safetensors
+from jaxtrain.workloads import bird
 from loaders import files, shards
 
 RAVEN = "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tSpecies\n1\ts\t{}\t0\t0.1\ta\n"
@@ -190,6 +194,25 @@ def test_the_run_of_embeddings_is_none_that_the_user_would_not_name(tmp_path, ca
     assert reason in refused(capsys, "search", str(tmp_path), "--like", "clip.wav")
 
 
+@pytest.mark.parametrize("w, b", [((16, 3), (2,)), ((8, 2), (2,)), ((16,), ())])
+def test_a_head_that_does_not_fit_its_encoder_is_refused(tmp_path, w, b):
+    head = {name: Spec(shape, (None,) * len(shape), zeros) for name, shape in (("w", w), ("b", b))}
+    table = lambda c: {"encoder": vit.make_specs(c), "objective": {"supervised": head}}  # noqa: E731
+    inputs._run(tmp_path, bird, inputs.BIRDS, {}, table)
+    with pytest.raises(embed.EmbedError, match="objective/supervised/[wb] is .*expect"):
+        embed.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("data, reason", [({"clip_seconds": 1e-320}, "clip_seconds"), ({"n_frames": "x"}, "n_frames")])
+def test_a_run_that_no_clip_fits_embeds_no_query(tmp_path, capsys, adapted, data, reason):
+    inputs.whole_rows(tmp_path)
+    run = changed(adapted / "birds", tmp_path / "run", "data", **data)
+    about = json.loads((tmp_path / "embeddings.json").read_text())
+    (tmp_path / "embeddings.json").write_text(json.dumps({**about, "encoder": embed.load(str(run)).digest}))
+    (tmp_path / "clip.wav").write_bytes(inputs.tone())
+    assert reason in refused(capsys, "search", str(tmp_path), "--like", str(tmp_path / "clip.wav"), "--run", str(run))
+
+
 @pytest.mark.parametrize("seconds, reason", [(None, "clip_seconds"), (0, "clip_seconds"), (1e-3, "at most 100 are scored")])
 def test_a_benchmark_refuses_a_run_whose_clips_have_no_length(tmp_path, capsys, adapted, seconds, reason):
     (tmp_path / "data").mkdir()
@@ -197,6 +220,16 @@ def test_a_benchmark_refuses_a_run_whose_clips_have_no_length(tmp_path, capsys, 
     run = changed(adapted / "birds", tmp_path / "run", "data", clip_seconds=seconds, window_ms=0.5, hop_ms=0.25)
     command = ("benchmark", "birdset", "HSN", str(run), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"))
     assert reason in refused(capsys, *command)
+
+
+@pytest.mark.parametrize("line", ["../audio/1-0.wav,1,0,a,True", f"1-0.wav,{10**30},0,a,True", "1-0.wav,-1,0,a,True"])
+def test_a_benchmark_refuses_clips_that_have_no_fold(tmp_path, capsys, adapted, line):
+    (tmp_path / "data").mkdir()
+    inputs.clips_in_folds(tmp_path / "data")
+    with (tmp_path / "data" / "meta" / "esc50.csv").open("a") as file:
+        file.write(line + "\n")
+    command = ("esc10", str(adapted / "birds"), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"))
+    assert "esc50.csv is not ESC's table" in refused(capsys, "benchmark", *command)
 
 
 def test_a_benchmark_reads_no_table_through_a_link_out_of_its_folder(tmp_path, capsys, adapted):

@@ -99,9 +99,11 @@ def run(request: dict) -> None:
     for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
+            flags = int(open(f"/proc/self/fdinfo/{descriptor}").read().split()[3], 8)
         except OSError:  # that of the list itself
             continue
-        if target.startswith(request["input"]) and target not in mapped_files:
+        is_log = flags & os.O_ACCMODE == os.O_WRONLY  # of a run in its workdir, to the end of its process
+        if target.startswith(request["input"]) and target not in mapped_files and not is_log:
             print(f"{LEAK}: {target}")
     sys.stdout.flush()
     sys.stderr.flush()
