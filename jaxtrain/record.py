@@ -110,6 +110,8 @@ class Log:
         self._read_last = step
         if step == self._first + 1:
             log.info("%s", self._host.clock.line())
+        if item.is_first:
+            self._inputs(item)
         if self._shuffle_stats:
             self._shuffle_stats.add(feed.local_values(item.arrays["index"]))
         skipped = bool(record["skipped"])
@@ -157,8 +159,8 @@ class Log:
         self._write(step, "save", {"seconds": saved.seconds, "steps": steps, "failures": saved.failures})
         self._host.beat(f"step {step + 1}")
 
-    def inputs(self, item: Item) -> None:
-        """Draws what the model sees of a batch, the run's first."""
+    def _inputs(self, item: Item) -> None:
+        """Draws what the model sees of a batch, the run's first. The next step is computed meanwhile."""
         self._host.starting("its pictures")  # which are compiled
         self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))  # every process takes part
 

@@ -93,8 +93,6 @@ def run(config: Config, told: Mapping[str, Any] = types.MappingProxyType({})) ->
             # 1. The next batch; while none comes and somebody asks to stop, an old one, for a step that changes nothing.
             batch = data.next(unless=host.stopping)
             step, stop = batch.step, programs.stop[host.stopping()]
-            if batch.is_first:
-                note.inputs(batch)
             with jax.transfer_guard("disallow"):
                 state, out = programs.at(batch)(state, batch.arrays, stop)
             # 2. Read the step before this one, while the device computes this one. All processes agree to stop inside a step.

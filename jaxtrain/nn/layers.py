@@ -1,5 +1,6 @@
-"""Norms, rotary positions, and rows of a table that is split over devices."""
+"""Norms, rotary positions, products with matrices, and rows of a table that is split over devices."""
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,19 +31,48 @@ class Rope(Section):
             yield "rope.high", f"is {self.high}, not above rope.low={self.low}"
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+def rms_norm(x: Array, scale: Array, eps: float, shard: Shard | None = None) -> Array:
     """x / sqrt(mean(x^2) + eps) scale over the last axis, in float32 (Zhang & Sennrich 2019)."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)
-    return (y * jnp.broadcast_to(scale, y.shape)).astype(x.dtype)
+    return (y * spread(scale, y.shape, shard)).astype(x.dtype)
 
 
-def layer_norm(x: Array, scale: Array, bias: Array | None, eps: float) -> Array:
+def layer_norm(x: Array, scale: Array, bias: Array | None, eps: float, shard: Shard | None = None) -> Array:
     """(x - mean) / sqrt(var + eps) scale + bias over the last axis, in float32 (Ba et al. 2016)."""
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
-    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps) * jnp.broadcast_to(scale, y.shape)
-    return (y if bias is None else y + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
+    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps) * spread(scale, y.shape, shard)
+    return (y if bias is None else y + spread(bias, y.shape, shard)).astype(x.dtype)
+
+
+def spread(x: Array, shape: tuple[int, ...], shard: Shard | None) -> Array:
+    """x in every row of an array: broadcast over the dimensions that ``shape`` has before its own.
+
+    For CPUs its gradient, a sum over rows, is a product with ones. As a sum, XLA makes windows of it there, which takes several
+    times as long as reading the rows does.
+
+    Args:
+      shard: None = it is a few rows.
+    """
+    rows = shape[: len(shape) - x.ndim]
+    if shard is None or shard.devices[0] != "cpu" or len(rows) > 1 and shard.size("seq", rows[1]) > 1:
+        return jnp.broadcast_to(x, shape)
+    return _spread(shape, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(shape: tuple[int, ...], x: Array) -> Array:
+    return jnp.broadcast_to(x, shape)
+
+
+def _sum_of_rows(shape: tuple[int, ...], x: Array, dy: Array) -> tuple[Array]:
+    dy = dy.reshape(math.prod(shape[: len(shape) - x.ndim]), -1)
+    ones = jnp.ones(len(dy), dy.dtype)
+    return (jnp.dot(ones, dy, preferred_element_type=jnp.float32).astype(x.dtype).reshape(x.shape),)
+
+
+_spread.defvjp(lambda shape, x: (_spread(shape, x), x), _sum_of_rows)
 
 
 def rope_angles(rope: Rope, position_bt: Array, head_dim: int) -> tuple[Array, Array]:
@@ -67,7 +97,7 @@ def rotate(x_bthk: Array, cos_sin: tuple[Array, Array]) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
 
 
-def product(equation: str, x: Array, w: Array, shard: Shard) -> Array:
+def product(equation: str, x: Array, w: Array, shard: Shard, *, precision: jax.lax.Precision | None = None) -> Array:
     """einsum of activations and one matrix, in the activations' dtype. No product of a model has a batch dimension.
 
     For CPUs the rows, the contracted dimensions and the others become one dimension each: a product whose gradients contract
@@ -81,15 +111,40 @@ def product(equation: str, x: Array, w: Array, shard: Shard) -> Array:
     outer = tuple(i for i in of_w if i not in inner)
     whole = len(rows) < 2 or shard.size("seq", x.shape[1]) == 1
     if shard.devices[0] != "cpu" or (*rows, *inner) != tuple(of_x) or (*rows, *outer) != tuple(of_y) or not whole:
-        return jnp.einsum(equation, x, w)
+        return jnp.einsum(equation, x, w, precision=precision)
     size = dict(zip(of_x + of_w, x.shape + w.shape, strict=True))
     n_inner = math.prod(size[i] for i in inner)
     first = (*inner, *outer) == tuple(of_w)
     if not first and (*outer, *inner) != tuple(of_w):
-        return jnp.einsum(equation, x, w)
+        return jnp.einsum(equation, x, w, precision=precision)
     w = w.reshape(n_inner, -1) if first else w.reshape(-1, n_inner)
-    y = jax.lax.dot_general(x.reshape(-1, n_inner), w, (((1,), (0 if first else 1,)), ((), ())))
+    y = _multiply(0 if first else 1, precision, x.reshape(-1, n_inner), w)
     return y.reshape(*(size[i] for i in (*rows, *outer)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(axis: int, precision: jax.lax.Precision | None, x_ni: Array, w: Array) -> Array:
+    """x w, of w's dimension ``axis``; for CPUs, where a product of N rows' transposes is up to twice as fast with the narrower
+    array on its left. XLA would turn the result's transpose into the slow product again, hence the barrier.
+    """
+    return jax.lax.dot_general(x_ni, w, (((1,), (axis,)), ((), ())), precision)
+
+
+def _multiply_forward(axis: int, precision: jax.lax.Precision | None, x_ni: Array, w: Array) -> tuple[Array, tuple]:
+    return _multiply(axis, precision, x_ni, w), (x_ni, w)
+
+
+def _multiply_backward(axis: int, precision: jax.lax.Precision | None, kept: tuple[Array, Array], dy_no: Array) -> tuple:
+    x_ni, w = kept
+    dx_ni = jax.lax.dot_general(dy_no, w, (((1,), (1 - axis,)), ((), ())), precision)
+    left, right = (x_ni, dy_no) if axis == 0 else (dy_no, x_ni)  # whose product lies as w does
+    rows = (((0,), (0,)), ((), ()))
+    if left.shape[1] <= right.shape[1]:
+        return dx_ni, jax.lax.dot_general(left, right, rows, precision)
+    return dx_ni, jax.lax.optimization_barrier(jax.lax.dot_general(right, left, rows, precision)).T
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None) -> list[Array]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxtrain.config import Section
 from jaxtrain.nn import vit
-from jaxtrain.nn.layers import layer_norm, product
+from jaxtrain.nn.layers import layer_norm, product, spread
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Key, PyTree, Shard, Spec
 from loaders import checks
@@ -104,11 +104,13 @@ def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: 
     filled_bnd = jnp.einsum("bvn,bvd->bnd", masks.visible, seen.patches, precision=vit.EXACT)
     filled_bnd += masks.masked[:, :, None] * params["bias_mask"][None, None]
     x_btd = jnp.concatenate([seen.cls.mean(1, keepdims=True), filled_bnd], axis=1)
-    x_bte = product("btd,de->bte", x_btd, params["w_in"], shard) + params["b_in"][None, None]
-    x_bte += jnp.pad(params["bias_pos"], ((1, 0), (0, 0)))[None]
+    x_bte = product("btd,de->bte", x_btd, params["w_in"], shard)
+    x_bte += spread(params["b_in"], x_bte.shape, shard)
+    x_bte += spread(jnp.pad(params["bias_pos"], ((1, 0), (0, 0))), x_bte.shape, shard)
     x_bte = vit.run_stack(d.stack(c), params["layers"], x_bte, shard)[:, 1:]
-    x_bne = layer_norm(x_bte.astype(jnp.float32), params["scale"], params["bias"], vit.EPS)
-    return product("bne,ep->bnp", x_bne, params["w_out"], shard) + params["b_out"][None, None]
+    x_bne = layer_norm(x_bte.astype(jnp.float32), params["scale"], params["bias"], vit.EPS, shard)
+    y_bnp = product("bne,ep->bnp", x_bne, params["w_out"], shard)
+    return y_bnp + spread(params["b_out"], y_bnp.shape, shard)
 
 
 def decoder_flops(c: vit.Config, d: Decoder, size: int) -> int:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import remat
-from jaxtrain.nn.layers import Rope, layer_norm, lookup, project, rms_norm, rope_angles, rotate
+from jaxtrain.nn.layers import Rope, layer_norm, lookup, project, rms_norm, rope_angles, rotate, spread
 from jaxtrain.specs import ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, OfData, PyTree, Shard, Spec
 from loaders import checks
@@ -152,11 +152,11 @@ def head(c: Decoder, params: PyTree) -> Array:
     return params["embed"] if c.tied else params["w_head"]
 
 
-def norm(c: Decoder, w: Weights, name: str, x: Array) -> Array:
+def norm(c: Decoder, w: Weights, name: str, x: Array, shard: Shard | None = None) -> Array:
     suffix = f"_{name}" if name else ""
     if c.norm == "rms":
-        return rms_norm(x, w[f"scale{suffix}"], c.eps)
-    return layer_norm(x, w[f"scale{suffix}"], w.get(f"bias{suffix}"), c.eps)
+        return rms_norm(x, w[f"scale{suffix}"], c.eps, shard)
+    return layer_norm(x, w[f"scale{suffix}"], w.get(f"bias{suffix}"), c.eps, shard)
 
 
 def _normed(c: Decoder, name: str, equation: str, x_btd: Array, w: Weights, matrices: list[str], shard: Shard) -> list[Array]:
@@ -164,7 +164,7 @@ def _normed(c: Decoder, name: str, equation: str, x_btd: Array, w: Weights, matr
 
     @remat.cheap(c.remat)
     def products(x_btd: Array, w: Weights) -> list[Array]:
-        y_btd = norm(c, w, name, x_btd)
+        y_btd = norm(c, w, name, x_btd, shard)
         return [project(equation, y_btd, w[matrix], shard) for matrix in matrices]
 
     return products(x_btd, {n: w[n] for n in (f"scale_{name}", f"bias_{name}", *matrices) if n in w})
@@ -192,7 +192,7 @@ def attend(
         raw = _normed(c, "attention", "btd,hkd->bthk", x_btd, w, [f"w_{name}" for name in names], shard)
         for name, heads, z_bthk in zip(names, ("heads", "kv_heads", "kv_heads"), raw, strict=True):
             if c.qkv_bias:
-                z_bthk += w[f"b_{name}"].astype(dtype)[None, None]
+                z_bthk += spread(w[f"b_{name}"].astype(dtype), z_bthk.shape, shard)
             z_bthk = shard(z_bthk, "batch", "seq", heads, "head_dim")
             if name != "v":
                 z_bthk = _placed(c, z_bthk, w.get(f"scale_{name}"), angles)
@@ -201,7 +201,7 @@ def attend(
         y_bthk = shard(y_bthk, "batch", "seq", "heads", "head_dim")
         y_btd = project("bthk,dhk->btd", y_bthk, w["w_out"], shard)
         if c.bias:
-            y_btd += w["b_out"].astype(dtype)[None, None]
+            y_btd += spread(w["b_out"].astype(dtype), y_btd.shape, shard)
         return shard(x_btd + y_btd, "batch", "seq", None), kept
 
 
@@ -224,10 +224,10 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
     with jax.named_scope("mlp"):
         z = _normed(c, "mlp", "btd,md->btm", x_btd, w, [f"w_{name}" for name in names], shard)
         if c.bias:
-            z = [z_btm + w[f"b_{name}"].astype(dtype)[None, None] for name, z_btm in zip(names, z, strict=True)]
+            z = [z_btm + spread(w[f"b_{name}"].astype(dtype), z_btm.shape, shard) for name, z_btm in zip(names, z, strict=True)]
         y_btd = down([remat.name(shard(z_btm, "batch", "seq", "mlp"), "mlp") for z_btm in z], w["w_down"])
         if c.bias:
-            y_btd += w["b_down"].astype(dtype)[None, None]
+            y_btd += spread(w["b_down"].astype(dtype), y_btd.shape, shard)
         return shard(x_btd + y_btd, "batch", "seq", None)
 
 
@@ -252,7 +252,7 @@ def decode(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, seg
     x_btd = embed(c, params, tokens_bt, position_bt, shard)
     body = functools.partial(layer, c, shard, angles(c, position_bt), mixer(c, segments_bt, shard))
     x_btd, _ = remat.scan(body, x_btd, params["blocks"], c.remat, unroll=c.unroll, kernels=KERNELS)
-    return norm(c, params, "", x_btd)
+    return norm(c, params, "", x_btd, shard)
 
 
 def angles(c: Decoder, position_bt: Array) -> tuple[Array, Array] | None:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxtrain.nn import attention, remat
-from jaxtrain.nn.layers import layer_norm, product, rotate
+from jaxtrain.nn.layers import layer_norm, product, rotate, spread
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Axes, Initializer, Key, PyTree, Shard, Spec
 from loaders import checks
@@ -302,10 +302,10 @@ def encode(
     with jax.named_scope("patchify"):
         x_bnp = patchify(c, x_bfw)
         # The input is the one place where half precision would round what was measured.
-        x_bnd = jnp.einsum("bnp,pd->bnd", x_bnp.astype(jnp.float32), params["w_patch"], precision=EXACT)
-        x_bnd += params["b_patch"][None, None]
+        x_bnd = product("bnp,pd->bnd", x_bnp.astype(jnp.float32), params["w_patch"], shard, precision=EXACT)
+        x_bnd += spread(params["b_patch"], x_bnd.shape, shard)
         if c.positions == "learned":
-            x_bnd += params["pos"][None]
+            x_bnd += spread(params["pos"], x_bnd.shape, shard)
         if visible_bvn is not None:
             x_bnd = select(visible_bvn, x_bnd)
         tokens = [jnp.broadcast_to(params["cls"], (x_bfw.shape[0], *params["cls"].shape)), x_bnd]
@@ -317,7 +317,7 @@ def encode(
     x_btd = run_stack(c.stack, params["blocks"], x_btd, shard, turns=turns, keep_l2b=keep_l2b)
     x_btd = x_btd.astype(jnp.float32)
     if c.norm == "tokens":
-        x_btd = layer_norm(x_btd, params["scale"], params["bias"], c.eps)
+        x_btd = layer_norm(x_btd, params["scale"], params["bias"], c.eps, shard)
     return Encoded(x_btd[:, : c.n_cls], x_btd[:, c.n_cls : x_btd.shape[1] - c.n_registers])
 
 
@@ -346,20 +346,20 @@ def run_stack(
     def add(x_btd: Array, y_btd: Array, w: PyTree, i: int, keep_2b: Array | None) -> Array:
         y_btd = remat.name(y_btd, SAVED[i])
         if s.layer_scale:
-            y_btd *= w[f"scale_added_{SAVED[i]}"].astype(dtype)[None, None]
+            y_btd *= spread(w[f"scale_added_{SAVED[i]}"].astype(dtype), y_btd.shape, shard)
         if keep_2b is not None:
             y_btd *= keep_2b[i].astype(dtype)[:, None, None]
         return x_btd + y_btd
 
     @cheap
     def project(x_btd: Array, scale: Array, bias: Array, *matrices: Array) -> list[Array]:
-        y_btd = layer_norm(x_btd, scale, bias, s.eps)
+        y_btd = layer_norm(x_btd, scale, bias, s.eps, shard)
         return [product(("btd,dm->btm", "btd,dchk->btchk")[len(m.shape) > 2], y_btd, m, shard) for m in matrices]
 
     @cheap
     def place(z_bthk: Array, scale: Array | None, bias: Array | None, turns: tuple[Array, Array] | None) -> Array:
         if scale is not None:
-            z_bthk = layer_norm(z_bthk, scale, bias, s.eps)
+            z_bthk = layer_norm(z_bthk, scale, bias, s.eps, shard)
         return z_bthk if turns is None else rotate(z_bthk, turns)
 
     @cheap
@@ -374,23 +374,23 @@ def run_stack(
         w, keep_2b = xs
         with jax.named_scope("attention"):
             (qkv_bt3hk,) = project(x_btd, w["scale_attention"], w["bias_attention"], w["w_qkv"])
-            qkv_bt3hk += w["b_qkv"].astype(dtype)[None, None]
+            qkv_bt3hk += spread(w["b_qkv"].astype(dtype), qkv_bt3hk.shape, shard)
             qkv_bt3hk = shard(qkv_bt3hk, "batch", "seq", None, "heads", "head_dim")
             q, k, v = (qkv_bt3hk[:, :, i] for i in range(3))
             if s.qk_norm or turns is not None:
                 q, k = (place(z, w.get(f"scale_{n}"), w.get(f"bias_{n}"), turns) for z, n in ((q, "q"), (k, "k")))
             y_btd = product("bthk,hkd->btd", attention.within(shard, q, k, v), w["w_out"], shard)
-            x_btd = add(x_btd, y_btd + w["b_out"].astype(dtype)[None, None], w, 0, keep_2b)
+            x_btd = add(x_btd, y_btd + spread(w["b_out"].astype(dtype), y_btd.shape, shard), w, 0, keep_2b)
         with jax.named_scope("mlp"):
             norm = (w["scale_mlp"], w["bias_mlp"])
             if s.gated:
                 y_btm, gate_btm = project(x_btd, *norm, w["w_up"], w["w_gate"])
             else:
                 (y_btm,), gate_btm = project(x_btd, *norm, w["w_up"]), None
-                y_btm = shard(y_btm + w["b_up"].astype(dtype)[None, None], "batch", "seq", "mlp")
+                y_btm = shard(y_btm + spread(w["b_up"].astype(dtype), y_btm.shape, shard), "batch", "seq", "mlp")
             y_btd = activate(y_btm, gate_btm, w["w_down"])
             if not s.gated:
-                y_btd += w["b_down"].astype(dtype)[None, None]
+                y_btd += spread(w["b_down"].astype(dtype), y_btd.shape, shard)
             x_btd = add(x_btd, y_btd, w, 1, keep_2b)
         return shard(x_btd, "batch", "seq", None), None
 

@@ -10,6 +10,7 @@ import pytest
 from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import remat
 from jaxtrain.nn.cross_entropy import cross_entropy
+from jaxtrain.nn.layers import product, spread
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 
@@ -106,3 +107,39 @@ def test_a_wrong_choice_is_told():
     assert not [*remat.problems("every 2", names, 3), *remat.problems("save qkv,mlp", names, 3)]
     for word, text in (("some", "expected one of: none, full"), ("every 5", "the stack has 3 layers"), ("save x", "qkv, mlp")):
         assert text in " ".join(remat.problems(word, names, 3))
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_what_stands_in_every_row_is_the_sum_over_rows(mesh, dtype):
+    """As numpy sums it in float64; with rows and columns split over devices, too."""
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal((6, 4)).astype("f4"), rng.standard_normal((8, 50, 6, 4)).astype("f4")
+    dy = np.asarray(jnp.asarray(dy, dtype).astype(jnp.float32))
+    shard = shard_on(*mesh)
+
+    def total(x):
+        y = shard(spread(x.astype(dtype), dy.shape, shard), "batch", "seq", "heads", None)
+        return (y * jnp.asarray(dy, dtype)).astype(jnp.float32).sum()
+
+    value, grad = jax.jit(jax.value_and_grad(total))(x)
+    rounding = 2e-6 if dtype == "float32" else 1e-2
+    np.testing.assert_allclose(grad, dy.astype("f8").sum((0, 1)), rtol=rounding, atol=rounding * 20)
+    np.testing.assert_allclose(value, (np.asarray(jnp.asarray(x, dtype), "f8") * dy).sum(), rtol=1e-2)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("equation", ["btd,dm->btm", "btm,dm->btd", "btd,dhk->bthk", "bthk,dhk->btd"])
+def test_the_gradients_of_a_product_are_those_of_its_formula(mesh, equation):
+    """In float64; from narrow to wide rows and back, with matrices that lie either way."""
+    rng, size = np.random.default_rng(0), {"b": 8, "t": 6, "d": 4, "m": 24, "h": 4, "k": 6}
+    (of_x, of_w), of_y = (parts := equation.split("->"))[0].split(","), parts[1]
+    x, w, dy = (rng.standard_normal([size[i] for i in of]) for of in (of_x, of_w, of_y))
+    shard = shard_on(*mesh)
+
+    def total(x, w):
+        return (product(equation, shard(x, "batch", *[None] * (x.ndim - 1)), w, shard) * dy.astype("f4")).sum()
+
+    dx, dw = jax.jit(jax.grad(total, (0, 1)))(x.astype("f4"), w.astype("f4"))
+    np.testing.assert_allclose(dx, np.einsum(f"{of_y},{of_w}->{of_x}", dy, w), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dw, np.einsum(f"{of_x},{of_y}->{of_w}", x, dy), rtol=1e-4, atol=1e-4)

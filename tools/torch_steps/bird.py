@@ -1,0 +1,90 @@
+"""The supervised bird model: its step, and that of the same model of PyTorch modules with the same weights.
+
+Shapes: B rows, F frames, W mels, N patches, T tokens, D embed, C classes.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from jaxtrain import config as config_lib
+from jaxtrain.nn import vit
+from jaxtrain.types import PyTree
+from jaxtrain.workloads.bird import config as bird
+from jaxtrain.workloads.bird import task
+from jaxtrain.workloads.bird.objectives import supervised
+from tools.torch_steps import steps
+
+F = torch.nn.functional
+DEFAULTS = {"embed": 128, "depth": 3, "heads": 4, "patch": 32, "batch": 32, "rounds": 20}
+
+
+def make_batch(c: bird.Config, batch: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "spectrogram": rng.standard_normal((batch, c.n_frames, c.n_mels), dtype="f4"),
+        "label": rng.integers(0, c.n_classes, batch, dtype="i4"),
+        "index": np.arange(batch, dtype="i4"),
+        "epoch": np.zeros(batch, "i4"),
+        "weight": np.ones(batch, "f4"),
+    }
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, heads: int, w: Mapping[str, np.ndarray]):
+        super().__init__()
+        d = w["w_up"].shape[0]
+        self.heads = heads
+        self.norm_1, self.norm_2 = (steps.layer_norm(w[f"scale_{n}"], w[f"bias_{n}"], vit.EPS) for n in ("attention", "mlp"))
+        self.qkv = steps.linear(w["w_qkv"].reshape(d, 3 * d), w["b_qkv"].reshape(-1))
+        self.out = steps.linear(w["w_out"].reshape(d, d), w["b_out"])
+        self.up, self.down = steps.linear(w["w_up"], w["b_up"]), steps.linear(w["w_down"], w["b_down"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+
+
+class Classifier(torch.nn.Module):
+    """Encoder, head and online probe, for pool="patches" and learned positions."""
+
+    def __init__(self, c: bird.Config, params: PyTree):
+        super().__init__()
+        e = params["encoder"]
+        self.c = c
+        self.patch = steps.linear(e["w_patch"], e["b_patch"])
+        self.cls, self.pos = (steps.parameter(e[name]) for name in ("cls", "pos"))
+        layers = ({name: w[i] for name, w in e["blocks"].items()} for i in range(c.depth))
+        self.layers = torch.nn.Sequential(*(Layer(c.heads, w) for w in layers))
+        self.norm = steps.layer_norm(e["scale"], e["bias"], vit.EPS)
+        head, probe = params["objective"]["supervised"], params["probe"]
+        self.head, self.probe = steps.linear(head["w"], head["b"]), steps.linear(probe["w"], probe["b"])
+        self.probe_norm = steps.layer_norm(probe["scale"], probe["bias"], vit.EPS)
+
+    def forward(self, x_bfw: torch.Tensor, label_b: torch.Tensor) -> torch.Tensor:
+        """The loss: the head's, smoothed, and that of the probe, which does not train the encoder."""
+        b, (f, w), (m, n) = len(x_bfw), self.c.patch, self.c.grid
+        x_bnp = x_bfw.view(b, m, f, n, w).transpose(2, 3).reshape(b, m * n, f * w)
+        x = torch.cat([self.cls.expand(b, -1, -1), self.patch(x_bnp) + self.pos], 1)
+        pooled = self.norm(self.layers(x))[:, self.c.n_cls :].mean(1)
+        smoothed = F.cross_entropy(self.head(pooled), label_b, label_smoothing=self.c.supervised.label_smoothing)
+        return smoothed + F.cross_entropy(self.probe(self.probe_norm(pooled.detach())), label_b)
+
+
+def sides(size: Mapping[str, int]) -> steps.Sides:
+    c = bird.Config(
+        embed=size["embed"], depth=size["depth"], heads=size["heads"], patch=(size["patch"], size["patch"]), pool="patches",
+        dtype="float32", unroll=size["depth"], n_classes=12, supervised=supervised.Supervised(label_smoothing=0.1),
+    )  # fmt: skip
+    batch, o = make_batch(c, size["batch"]), config_lib.Optim(lr=1e-3, schedule="constant")
+    ours = steps.Ours(task.make_task, c, o, batch)
+    inputs = torch.from_numpy(batch["spectrogram"]), torch.from_numpy(batch["label"]).long()
+    params = ours.params()
+
+    def make(compiled: bool) -> steps.Step:
+        return steps.adamw_step(Classifier(c, params), inputs, o, compiled=compiled, spared=("cls", "pos"))
+
+    return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=1e-4)

@@ -1,0 +1,158 @@
+"""The recursive model: its step, and the formulas as tests/data/trm was computed by, one PyTorch operation after another.
+
+Both do what a step of the published recipe does: the slots are refilled, high cycles of low + 1 applications of the net, the
+last of them differentiated, stable-max cross-entropy (in float64 here, as the original has it), the q-head's loss, halting,
+AdamATan2 and the average of the parameters.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from jaxtrain import config as config_lib
+from jaxtrain.types import PyTree
+from jaxtrain.workloads import trm
+from tools.torch_steps import steps
+
+F = torch.nn.functional
+VOCAB = 11
+DEFAULTS = {"embed": 128, "cells": 81, "low": 6, "high": 3, "inner": 256, "heads": 4, "batch": 32, "rounds": 10}
+LR, DECAY, B1, B2, EMA = 1e-4, 1.0, 0.9, 0.95, 0.999
+
+
+def make_batch(cells: int, batch: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    labels = rng.integers(2, VOCAB, (batch, cells), dtype="i4")
+    return {
+        "inputs": np.where(rng.random(labels.shape) < 0.6, 1, labels).astype("i4"),
+        "labels": labels,
+        "puzzle": np.zeros(batch, "i4"),
+        "difficulty": np.zeros(batch, "i4"),
+        "weight": np.ones(batch, "f4"),
+    }
+
+
+def rms(x: torch.Tensor) -> torch.Tensor:
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + trm.EPS)).to(x.dtype)
+
+
+def swiglu(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, value = F.linear(x, up.to(x.dtype)).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * value, down.to(x.dtype))
+
+
+class Recursive(torch.nn.Module):
+    """Matrices are [outputs, inputs], as PyTorch's products take them."""
+
+    def __init__(self, c: trm.Config, params: PyTree):
+        super().__init__()
+        self.c, net = c, params["net"]
+
+        def matrices(name: str) -> torch.nn.ParameterList:
+            return torch.nn.ParameterList(steps.parameter(w.reshape(len(w), -1).T) for w in net[name])
+
+        self.mix_up, self.mix_down, self.up, self.down = (matrices(f"w_{n}") for n in ("mix_up", "mix_down", "up", "down"))
+        self.cells, self.head = steps.parameter(params["w_cells"]), steps.parameter(params["w_symbols"].T)
+        self.q, self.q_bias = steps.parameter(params["w_q"].T), steps.parameter(params["b_q"])
+
+    def net(self, z: torch.Tensor, injected: torch.Tensor) -> torch.Tensor:
+        x = z + injected
+        for mix_up, mix_down, up, down in zip(self.mix_up, self.mix_down, self.up, self.down, strict=True):
+            y = x.transpose(1, 2)
+            x = rms(y + swiglu(y, mix_up, mix_down)).transpose(1, 2)
+            x = rms(x + swiglu(x, up, down))
+        return x
+
+    def forward(
+        self, z_h: torch.Tensor, z_l: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The loss, the new states, and the value of halting of each row."""
+        c, n, dtype = self.c, len(inputs), z_h.dtype
+        padding = torch.zeros(n, c.puzzle_tokens, c.embed)
+        x = math.sqrt(c.embed) * torch.cat([padding, self.cells[inputs]], 1).to(dtype)
+        with torch.no_grad():
+            for _ in range(c.cycles_high - 1):
+                for _ in range(c.cycles_low):
+                    z_l = self.net(z_l, z_h + x)
+                z_h = self.net(z_h, z_l)
+        for _ in range(c.cycles_low):
+            z_l = self.net(z_l, z_h + x)
+        z_h = self.net(z_h, z_l)
+        logits = F.linear(z_h[:, c.puzzle_tokens :], self.head.to(dtype))
+        q = F.linear(z_h[:, 0], self.q.to(dtype), self.q_bias.to(dtype)).float()
+        s = logits.double()
+        s = torch.where(s < 0, 1 / (1 - s + 1e-30), s + 1)
+        log_p = torch.log(s / s.sum(-1, keepdim=True))
+        lm = -log_p.gather(-1, labels[..., None])[..., 0].mean(-1).sum()
+        exact = (logits.argmax(-1) == labels).all(-1)
+        bce = F.binary_cross_entropy_with_logits(q[:, 0], exact.float(), reduction="sum")
+        return (lm + 0.5 * bce) / n, z_h.detach(), z_l.detach(), q.detach()[:, 0]
+
+
+def make_theirs(c: trm.Config, params: PyTree, carry: PyTree, batch: steps.Batch, *, compiled: bool) -> steps.Step:
+    model = Recursive(c, params)
+    if compiled:  # the net alone: all of its 21 applications in one program took minutes to compile
+        model.net = torch.compile(model.net)  # type: ignore[method-assign]
+    trained = list(model.parameters())
+    m, v, ema = ([f(p.detach()) for p in trained] for f in (torch.zeros_like, torch.zeros_like, torch.clone))
+    n, dtype = len(batch["weight"]), getattr(torch, c.dtype)
+    first = {name: torch.from_numpy(np.array(carry[f"init_{name[-1]}"])).to(dtype) for name in ("z_h", "z_l")}
+    rows = {name: torch.from_numpy(batch[name]).long() for name in ("inputs", "labels")}
+    slots = {
+        **{name: torch.zeros(n, c.n_tokens, c.embed, dtype=dtype) for name in first},
+        **{name: torch.zeros_like(x) for name, x in rows.items()},
+        "steps": torch.zeros(n, dtype=torch.int32),
+        "halted": torch.ones(n, dtype=torch.bool),
+    }
+    count = 0
+
+    @torch.no_grad()
+    def update() -> None:
+        for p, pm, pv, pe in zip(trained, m, v, ema, strict=True):
+            assert p.grad is not None
+            pm.lerp_(p.grad, 1 - B1)
+            pv.mul_(B2).addcmul_(p.grad, p.grad, value=1 - B2)
+            p.mul_(1 - LR * DECAY)
+            p.sub_(torch.atan2(pm, (pv / (1 - B2**count)).sqrt()), alpha=LR / (1 - B1**count))
+            pe.lerp_(p, 1 - EMA)
+            p.grad = None
+
+    def step() -> float:
+        nonlocal count
+        count += 1
+        done = slots["halted"]
+        for name, start in first.items():
+            slots[name] = torch.where(done[:, None, None], start, slots[name])
+        for name, new in rows.items():
+            slots[name] = torch.where(done[:, None], new, slots[name])
+        taken = torch.where(done, 0, slots["steps"]) + 1
+        loss, z_h, z_l, q = model(slots["z_h"], slots["z_l"], slots["inputs"], slots["labels"])
+        loss.backward()
+        update()
+        least = torch.where(torch.rand(n) < c.explore, torch.randint(2, c.halt_steps + 1, (n,)), 0)
+        wants = (q > 0) & (taken >= least)
+        slots.update(z_h=z_h, z_l=z_l, steps=taken, halted=(taken >= c.halt_steps) | wants)
+        return loss.item()
+
+    return step
+
+
+def sides(size: Mapping[str, int], dtype: str = "float32") -> steps.Sides:
+    c = trm.Config(
+        n_cells=size["cells"], vocab=VOCAB, n_puzzles=1, n_difficulties=1, embed=size["embed"], heads=size["heads"],
+        inner_multiple=size["inner"], puzzle_embed=0, cycles_high=size["high"], cycles_low=size["low"], dtype=dtype,
+    )  # fmt: skip
+    o = config_lib.Optim(
+        name="adam_atan2", lr=LR, b1=B1, b2=B2, weight_decay=DECAY, schedule="constant", clip=0.0, decayed=".", undecayed="^$"
+    )
+    batch = make_batch(size["cells"], size["batch"])
+    ours = steps.Ours(trm.make_task, c, o, batch, ema=EMA, stage=c.cycles)
+    params, carry = ours.params(), ours.carry()
+
+    def make(compiled: bool) -> steps.Step:
+        return make_theirs(c, params, carry, batch, compiled=compiled)
+
+    return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=1e-3 if dtype == "float32" else 1e-1)
