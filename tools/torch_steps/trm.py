@@ -155,4 +155,5 @@ def sides(size: Mapping[str, int], dtype: str = "float32") -> steps.Sides:
     def make(compiled: bool) -> steps.Step:
         return make_theirs(c, params, carry, batch, compiled=compiled)
 
-    return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=1e-3 if dtype == "float32" else 1e-1)
+    # 1.1 % were seen within 20 steps. AdamATan2's first updates are the signs of gradients, also of those that are rounding.
+    return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=3e-2 if dtype == "float32" else 1e-1)
