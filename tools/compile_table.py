@@ -45,7 +45,10 @@ class Workload(NamedTuple):
         """Raises ConfigError."""
         own = self.published if size == "whole" and self.whole is None else getattr(self, size)
         settings = {**self.common, **own, **axes(mesh, count), "workdir": str(folder / "run"), **(more or {})}
-        texts = {name: text.replace("{folder}", str(folder)) for name, text in settings.items()}
+        # Higgs has 8 rows for each device: a batch that every mesh divides, whatever the number of devices.
+        texts = {
+            name: text.replace("{folder}", str(folder)).replace("{rows}", str(8 * count)) for name, text in settings.items()
+        }
         return config_lib.load(f"{ROOT}/{self.source}", texts.items())
 
 
@@ -73,7 +76,7 @@ WORKLOADS = {
     ),
     "higgs": Workload(
         "configs/higgs.py:blank",
-        {"train.batch": "64"},
+        {"train.batch": "{rows}"},
         {**_TINY, "train.batch": "16", "train.accumulate": "2"},
     ),
     "giblet": Workload(

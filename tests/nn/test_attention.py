@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain import plan
 from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import transformer
@@ -225,11 +226,10 @@ def test_the_kernel_is_that_of_the_devices_that_a_program_is_for(platform, capab
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("libtpu")
 def test_a_tpu_is_given_splash():
     """Compiled by XLA for four chips, with heads and rows split over them: the kernel is in the program, forward and back."""
-    from jax.experimental import topologies
-
-    devices = list(topologies.get_topology_desc("v5e:2x2", platform="tpu").devices)
+    devices = plan.tpu_devices(plan.parse_target("tpu:v5e:2x2"))
     shard = make_layout(make_mesh(1, 2, 2, devices=devices), {}).shard
     c = transformer.Decoder(embed=512, heads=8, kv_heads=1, head_dim=64)
     mix = transformer.mixer(c, jnp.ones((4, 512), jnp.int32), shard)
