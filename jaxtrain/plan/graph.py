@@ -24,13 +24,16 @@ class Compiler(NamedTuple):
     bytes_of: Callable[[Sequence[int], np.dtype], int]  # (shape on a device, dtype) -> bytes in memory
     into_products: bool  # element-wise operands are computed inside a matrix product
     recomputes: bool  # cheap arithmetic is computed again for each of its readers
-    recomputes_logistic: bool  # and so are sigmoids, as TPUs from v5e on were seen to do (a v4 those of checkpoints)
+    recomputes_logistic: bool  # and so are sigmoids, as GPUs and TPUs from v5e on were seen to do (a v4 those of checkpoints)
     halves: bool  # it multiplies 16-bit numbers; else it widens them to float32 first
     merges: bool  # equal computations are done once, also those that a checkpoint wants done again (outside of loops)
     copies: bool  # a donated argument that is still read once the result is in its place is copied before the first instruction
     # As seen on GPUs: what a product gathers is an array (gathered along its slowest dimension: else it is copied to be so), a
     # sum over devices does not overwrite what is summed, and a loop's gradients are split as they are pinned to be after it.
     apart: bool
+    # As seen on TPUs: a product that gathers an operand, or whose result is summed where it is split, goes round a ring
+    # of devices piece by piece, and both of its operands are arrays.
+    rings: bool
 
 
 class Value:
@@ -51,6 +54,7 @@ class Node:
 
     __slots__ = (
         "kind", "name", "inputs", "outputs", "inner", "place", "kept", "holds", "free", "costly", "again", "apart", "waits",
+        "ring",
     )  # fmt: skip
 
     def __init__(self, kind: str, name: str, inputs: list[Value]):
@@ -60,6 +64,7 @@ class Node:
         self.free: bool = all(v.constant if v.node is None else v.node.free for v in inputs)  # computed from no array at all
         self.again = False  # a checkpoint's, computed again
         self.apart = False  # its results do not lie where its operands lay
+        self.ring = False  # a product that devices exchange pieces for as they compute it
         self.waits: list[Value] = []  # what has to be there first, besides its operands: of a barrier
         self.costly: bool = kind == "dear" or any(v.node and v.node.costly for v in inputs) and kind in ("cheap", "alias")
 

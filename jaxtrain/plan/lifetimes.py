@@ -301,7 +301,7 @@ def _computed_inside(graph: Graph, node: Node, reach: Mapping[int, frozenset[int
     for r in {id(r): r for v in node.outputs for r in v.readers}.values():
         if not r.kept:
             inside |= reach[id(r)]
-        elif r.kind in ("cheap", "dear", "reduce") or r.kind == "product" and graph.compiler.into_products:
+        elif r.kind in ("cheap", "dear", "reduce") or r.kind == "product" and graph.compiler.into_products and not r.ring:
             inside.add(id(r))
         else:
             stored = True

@@ -174,6 +174,7 @@ def product(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
         if graph.compiler.apart and (axes := graph.several(axes)):
             read[i] = graph.gathered(inputs[i], axes)
     outputs = graph.add("product", eqn, _operands(graph, numbers, read), [split])
+    graph.nodes[-1].ring = graph.compiler.rings and any(graph.several(axes) for axes in (*gathers, partial))
     graph.move("all-reduce", outputs[0], partial)
     return outputs
 

@@ -52,7 +52,7 @@ class Target:
         """How XLA compiles for it."""
         known = self.chip is not None
         size = (lambda shape, t: padded(shape, t.itemsize)) if self.tiled else (lambda shape, t: math.prod(shape) * t.itemsize)
-        newer = self.chip is not None and self.chip.name in ("v5e", "v6e")
+        newer = self.kind == "gpu" or self.chip is not None and self.chip.name in ("v5e", "v6e")
         return Compiler(
             size,
             self.tiled,
@@ -62,6 +62,7 @@ class Target:
             merges=not known,
             copies=not known,
             apart=self.kind == "gpu",
+            rings=self.tiled,
         )
 
 
