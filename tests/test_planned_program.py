@@ -81,3 +81,6 @@ def test_a_plan_traces_what_its_target_would(workload, target, mesh, tmp_path, m
         programs.append(equations(assembly.trace(assembly.task.stage(config.train.steps - 1)).jaxpr.jaxpr))
     assert programs[0] == programs[1]
     assert kernels(programs[0]) == KERNELS.get((workload, told.platform), set())
+    if workload == "bird":
+        kept = [array for name, results in programs[0] if name == "scan" for array in results]
+        assert kept and not [array for array in kept if array.endswith("257, 257]")], "no layer keeps T × T weights"

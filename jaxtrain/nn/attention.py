@@ -3,7 +3,8 @@
     gpu   16-bit numbers: cuDNN's fused kernel; `flash` (Pallas, by Triton) for packed documents, for a window to both sides
           and for heads that cuDNN does not take. Neither has an array that grows with T × S
     tpu   the splash kernel of Pallas, for sequences and heads that fill its lanes; blocks that the mask empties are skipped
-    else  XLA, which holds all B × H × T × S weights
+    else  XLA, which holds all B × H × T × S weights of a layer; on GPUs and TPUs, 16-bit models compute them again in the
+          backward pass, so that no layer keeps them
 
 `within` calls them on a mesh, each device on its own rows and heads (`Sharder.kernel`). XLA splits its own attention by itself.
 
@@ -49,10 +50,13 @@ def within(
     window: int = 0,
     segments_bt: Array | None = None,
     keep: str | None = None,
+    policy: str = "none",
 ) -> Array:
     """`attention` of arrays that ``shard`` lays out over a mesh, for the devices of that mesh. Rows and heads are split.
 
     ``keep``: a name of `remat.scan` for what the backward pass reads of it; cuDNN's and `flash`'s is known by `is_forward`.
+    ``policy``: of the layers around it, a word of `jaxtrain.nn.remat`. It decides whether XLA's own attention is computed again
+    from q, k and v in the backward pass, as the kernels do it, or the whole layer is anyway (`remat.cheap`).
     """
     platform, capability = shard.devices
     run = functools.partial(attention, causal=causal, window=window, platform=platform, capability=capability, keep=keep)
@@ -61,7 +65,8 @@ def within(
         capability=capability,
     )  # fmt: skip
     if kernel == "xla":
-        return run(q_bthk, k_bsgk, v_bsgk, segments_bt=segments_bt)
+        run = functools.partial(run, segments_bt=segments_bt)
+        return (run if platform == "cpu" else remat.cheap(policy)(run))(q_bthk, k_bsgk, v_bsgk)
     query, key = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
     if k_bsgk.shape[2] == q_bthk.shape[2]:
         key = query

@@ -275,7 +275,8 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
             ring = attention_lib.Ring(names[0], shard.size("seq", t), 0, causal, c.window)
             return _ring(shard, ring, q_bthk, k_bsgk, v_bsgk, segments), None
         y_bthk = attention_lib.within(
-            shard, q_bthk, k_bsgk, v_bsgk, causal=causal, window=c.window, segments_bt=segments_bt, keep="attention"
+            shard, q_bthk, k_bsgk, v_bsgk, causal=causal, window=c.window, segments_bt=segments_bt, keep="attention",
+            policy=c.remat,
         )  # fmt: skip
         return y_bthk, None
 

@@ -379,7 +379,7 @@ def run_stack(
             q, k, v = (qkv_bt3hk[:, :, i] for i in range(3))
             if s.qk_norm or turns is not None:
                 q, k = (place(z, w.get(f"scale_{n}"), w.get(f"bias_{n}"), turns) for z, n in ((q, "q"), (k, "k")))
-            y_btd = product("bthk,hkd->btd", attention.within(shard, q, k, v), w["w_out"], shard)
+            y_btd = product("bthk,hkd->btd", attention.within(shard, q, k, v, policy=s.remat), w["w_out"], shard)
             x_btd = add(x_btd, y_btd + spread(w["b_out"].astype(dtype), y_btd.shape, shard), w, 0, keep_2b)
         with jax.named_scope("mlp"):
             norm = (w["scale_mlp"], w["bias_mlp"])

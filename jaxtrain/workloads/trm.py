@@ -191,7 +191,7 @@ def rotate(x_bthk: Array, theta: float) -> Array:
 def mix(up_tcn: Array, down_nt: Array, x_btd: Array, shard: Shard) -> Array:
     """The feed-forward net along a row's tokens, with its norm."""
     axes = ("batch", None, "mlp")
-    if shard.devices[0] == "cpu":  # tokens last, or each product is written out once more, transposed
+    if shard.devices[0] != "tpu":  # tokens last, or each product is written out once more, transposed
         x_bdt = x_btd.swapaxes(1, 2)
         gate_bdn, y_bdn = products("bdt,tcn->bdcn", x_bdt, up_tcn, shard, *axes)
         y_bdt = product("bdn,nt->bdt", jax.nn.silu(gate_bdn) * y_bdn, down_nt, shard)
@@ -211,7 +211,7 @@ def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
                 q_bthk, k_bthk, v_bthk = products("btd,dchk->btchk", x_btd, w["w_qkv"][l], shard, *axes)
                 if c.positions == "rope":
                     q_bthk, k_bthk = rotate(q_bthk, c.rope_theta), rotate(k_bthk, c.rope_theta)
-                y_bthk = attention.within(shard, q_bthk, k_bthk, v_bthk)
+                y_bthk = attention.within(shard, q_bthk, k_bthk, v_bthk, policy=c.remat)
                 x_btd = rms_norm(x_btd + product("bthk,hkd->btd", y_bthk, w["w_out"][l], shard), 2)
         with jax.named_scope("mlp"):
             gate_btm, y_btm = products("btd,dcm->btcm", x_btd, w["w_up"][l], shard, "batch", "seq", "mlp")
