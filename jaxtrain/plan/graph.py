@@ -31,7 +31,7 @@ class Compiler(NamedTuple):
     # As seen on GPUs: what a product gathers is an array (gathered along its slowest dimension: else it is copied to be so), a
     # sum over devices does not overwrite what is summed, and a loop's gradients are split as they are pinned to be after it.
     apart: bool
-    # As seen on TPUs: a product that gathers an operand, or whose result is summed where it is split, goes round a ring
+    # As seen on v5e: a product that gathers an operand, or whose result is summed where it is split, goes round a ring
     # of devices piece by piece, and both of its operands are arrays.
     rings: bool
 

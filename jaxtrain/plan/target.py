@@ -62,7 +62,7 @@ class Target:
             merges=not known,
             copies=not known,
             apart=self.kind == "gpu",
-            rings=self.tiled,
+            rings=self.chip is not None and self.chip.name == "v5e",
         )
 
 

@@ -71,8 +71,8 @@ def test_bytes_on_a_tpu_are_its_compilers(workload, topology, mesh, tmp_path, mo
     config = load(workload, tmp_path, monkeypatch, *LARGE[workload], ("train.batch", str(rows * math.prod(mesh))))
     target = plan.parse_target(f"tpu:{topology}")
     # The bird's attention is XLA's and computed again: its scores, T × T in float32, are most of what this step takes, and the
-    # compiler holds more of them at once than is estimated (v4: 1.89 GB, estimated 1.40; of ViT-S 2.73, estimated 2.44).
-    slack = 0.27 if workload == "bird" else plan.SLACK
+    # compiler holds two more of them at once than are estimated (v4 1.89 GB, v6e 1.97, v5e 2.03: estimated 1.36 to 1.40).
+    slack = 0.35 if workload == "bird" else plan.SLACK
     assembly, found = bytes_agree(config, on(mesh, plan.tpu_devices(target)), target, slack=slack)
     if found.collectives is not None:  # which jaxlib can read depends on libtpu's version
         spanned = {axis for _, axes in found.collectives for axis in axes}
