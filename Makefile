@@ -29,9 +29,10 @@ giblet-demo: $(TRAIN)
 higgs-demo: $(TRAIN)
 	$(VENV)/bin/python -m tools.demo_higgs $(ARGS)
 
+# Images of containers often forbid that bytecode is kept, and each of hundreds of processes would compile the package again.
 test: $(TEST) lint
 	$(CARGO_TEST)
-	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # And the slow proofs, in parts of at most 80 minutes on two cores, whose results are kept in docs/reliability.md:
 # make proofs-kills runs one of them, python -m tools.proofs --list names all.

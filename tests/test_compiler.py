@@ -98,7 +98,10 @@ def test_a_run_compiles_its_step_with_them(folder, corpus):  # noqa: F811
     assert any("jit_step" in path.name for path in (folder / "hlo").iterdir())
 
 
-def test_products_for_cpus_are_eigens():
-    x = jnp.ones((64, 64))
-    product = compiler.compile(jax.jit(jnp.dot).lower(x, x), compiler.options({}, "cpu", count=1, device=jax.devices()[0]), {})
+def test_products_for_cpus_are_eigens_and_sums_are_one_pass():
+    options = compiler.options({}, "cpu", count=1, device=jax.devices()[0])
+    x = jnp.ones((512, 512))
+    product = compiler.compile(jax.jit(jnp.dot).lower(x, x), options, {})
     assert "ynn" not in product.as_text()
+    norm = compiler.compile(jax.jit(lambda x: jnp.sum(jnp.square(x))).lower(x), options, {})
+    assert "ynn" in norm.as_text() and "reduce-window" not in norm.as_text() and norm(x) == 512 * 512
