@@ -1,10 +1,14 @@
 """A page of this machine: served on the loopback alone, to whoever knows its token, to a bounded number of requests at once."""
 
+import contextlib
 import http.server
 import secrets
+import socket
+import sys
 import threading
+from typing import Any
 
-AT_ONCE = 32  # requests; further ones are closed unanswered
+AT_ONCE = 32  # requests; where there are more, the one that takes longest makes way
 PATIENCE = 30  # [s] for which a client may be silent
 HOSTS = ("127.0.0.1", "localhost")  # any other name was made to lead to this machine, by a page elsewhere
 
@@ -20,7 +24,8 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, handler: "type[Handler]", port: int = 0):
         """``port``: 0 = one that is free."""
-        self.token, self._open = secrets.token_urlsafe(24), threading.BoundedSemaphore(AT_ONCE)
+        self.token, self._lock = secrets.token_urlsafe(24), threading.Lock()
+        self._open: dict[Any, None] = {}  # the requests at hand, the oldest first
         super().__init__((HOSTS[0], port), handler)
 
     @property
@@ -28,16 +33,27 @@ class Server(http.server.ThreadingHTTPServer):
         return f"http://{HOSTS[0]}:{self.server_port}"
 
     def process_request(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
-        if self._open.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        with self._lock:
+            self._open[request] = None
+            oldest = next(iter(self._open)) if len(self._open) > AT_ONCE else None
+            if oldest:
+                # Whoever sends a byte now and then would else keep everyone out. Its thread closes it.
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._open.release()
+            with self._lock:
+                self._open.pop(request, None)
+
+    def handle_error(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
+        """Prints the traceback of a mistake here; that a connection ended is none."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -93,6 +93,7 @@ def test_only_who_has_the_token_is_answered_and_by_numbers_alone(table, tmp_path
         assert ask(server, "/answer", {"number": 0, "answer": "yes", "label": ""}, token="wrong")[0] == 403
         for path in ("/item/99", "/sound/99", "/sound/../../etc/passwd", "/item/-1", "/../table.csv", "/sound/0x0", "/x"):
             assert ask(server, path)[0] == 404, path
+        assert ask(server, "http://[")[0] == 404 and ask(server, "http://[", token="wrong")[0] == 403, "no address"
         for body in ([], {}, {"number": "0", "answer": "yes", "label": ""}, {"number": 0, "answer": "maybe", "label": ""},
                      {"number": 0, "answer": "yes", "label": "x" * 300}):  # fmt: skip
             assert ask(server, "/answer", body)[0] == 400, body

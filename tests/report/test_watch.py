@@ -1,10 +1,13 @@
 """`jaxtrain watch`: the page of a run that trains, for whoever has the token, and for nobody else."""
 
+import contextlib
 import http.client
 import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -12,7 +15,7 @@ import threading
 import pytest
 from test_run import make
 
-from jaxtrain import cli
+from jaxtrain import cli, loopback
 from jaxtrain.commands import watch
 
 pytest.importorskip("plotly")
@@ -62,6 +65,20 @@ def test_nobody_else_is_answered(served):
         assert ask(port, path)[0] == 404, path
     assert ask(port, "/token/", host="evil.example:80")[0] == 404, "a name that was made to lead to this machine"
     assert ask(port, "/token/", host=f"localhost:{port}")[0] == 200
+
+
+def test_strangers_keep_nobody_out_and_fill_no_console(served, monkeypatch, capfd):
+    _, port = served
+    monkeypatch.setattr(loopback, "AT_ONCE", 3)
+    with contextlib.ExitStack() as closing:
+        idle = [closing.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30)) for _ in range(5)]
+        assert ask(port, "/token/version") == (200, "1"), "the oldest of them made way"
+        assert idle[0].recv(1) == b"" and idle[1].recv(1) == b""
+    for _ in range(5):  # asks for the page, and does not wait for it
+        with socket.create_connection(("127.0.0.1", port)) as rude:
+            rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            rude.sendall(f"GET /token/ HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+    assert ask(port, "/token/version")[0] == 200 and capfd.readouterr().err == ""
 
 
 def test_the_command_prints_its_address_and_control_c_ends_it(tmp_path, capsys):
