@@ -73,7 +73,8 @@ def _axis(label: str, values: Sequence[Any]) -> dict[str, Any]:
     texts = [short(value) for value in values]
     if all(type(v) in (int, float) and math.isfinite(run_lib.number(v)) for v in values):
         x = np.array([run_lib.number(v) for v in values])
-        x = np.log(x) if x.min() > 0 and x.max() / x.min() > 30 else x
+        x = np.log(x) if x.min() > 0 and x.max() > 30 * x.min() else x
+        x = x / (np.abs(x).max() or 1.0)  # the difference of two numbers may be none
         at = (x - x.min()) / (x.max() - x.min()) if x.max() > x.min() else np.full(len(x), 0.5)
         ends = sorted({int(at.argmin()), int(at.argmax()), *([int(np.abs(at - 0.5).argmin())] if len(set(texts)) < 6 else [])})
     else:

@@ -33,8 +33,9 @@ def section(runs: Sequence[Run], records: Sequence[Records], charts: list[dict[s
                 if np.isfinite(values).any() and (name != "skipped" or np.nansum(values)):
                     curves = found.setdefault((name, "" if split in ("train", "test") else split), [])
                     curves.append((i, split, columns["step"], values))
-                    if f"{name}_expected" in columns:
-                        curves.append((i, "expected", columns["step"], columns[f"{name}_expected"]))
+                    expected = columns.get(f"{name}_expected")
+                    if expected is not None and np.isfinite(expected).any():
+                        curves.append((i, "expected", columns["step"], expected))
     for i, run in enumerate(runs):
         if rates := _schedule(run):
             found.setdefault(("learning_rate", ""), []).append((i, "schedule", *rates))

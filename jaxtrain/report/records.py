@@ -162,7 +162,10 @@ def samples(path: pathlib.Path, *, steps: int, each: int) -> dict[int, list[dict
 
 
 def _text(value: object) -> str:
-    text = value if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
+    try:
+        text = value if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
+    except RecursionError:  # nested as deep as could just be read
+        text = "…"
     return text if len(text) <= 1500 else text[:1500] + " …"
 
 

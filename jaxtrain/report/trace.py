@@ -4,6 +4,7 @@ The file is a protocol buffer (tsl/profiler/protobuf/xplane.proto): planes of li
 (xla/service/hlo.proto), whose instructions carry the scope that they were traced in. An operation names its instruction.
 """
 
+import functools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -58,15 +59,16 @@ def _summary(found: list[tuple[str, str, int, int]]) -> Trace | None:
     )
     begin, end = edges[0][0], edges[-1][0]
     whole = max(end - begin, 1)
-    of = [_part(name, scope) for name, scope, _, _ in found]
+    part, short = functools.cache(_part), functools.cache(_short)  # a file may name one long scope in millions of events
+    of = [part(name, scope) for name, scope, _, _ in found]
     parts: dict[str, float] = {}
     running: dict[str, int] = {}
     n, last = 0, begin
     for at, starts, i in edges:
         if at > last:
-            for part, count in running.items() if n else ():
+            for each, count in running.items() if n else ():
                 if count:
-                    parts[part] = parts.get(part, 0.0) + (at - last) * count / n
+                    parts[each] = parts.get(each, 0.0) + (at - last) * count / n
             if not n:
                 parts[GAPS] = parts.get(GAPS, 0.0) + at - last
             last = at
@@ -75,7 +77,7 @@ def _summary(found: list[tuple[str, str, int, int]]) -> Trace | None:
     busy = sum(stop - start for _, _, start, stop in found) or 1
     scopes: dict[str, tuple[int, int]] = {}
     for name, scope, start, stop in found:
-        key = _short(scope) or re.sub(r"([._]\d+)+$", "", name)
+        key = short(name, scope)
         time, times = scopes.get(key, (0, 0))
         scopes[key] = time + stop - start, times + 1
     ranked = sorted(scopes.items(), key=lambda item: -item[1][0])[:15]
@@ -94,15 +96,22 @@ def _part(name: str, scope: str) -> str:
     return next((part for part, pattern in PARTS[1:] if pattern.search(scope)), OTHER)
 
 
-def _short(scope: str) -> str:
-    """A scope without what JAX puts around names: ``jit(step)/loss_and_grad/transpose(jvp(block))/dot_general``."""
-    return "/".join(part for part in scope.split("/")[1:] if part)[:120]
+def _short(name: str, scope: str) -> str:
+    """A scope without what JAX puts around names: ``jit(step)/loss_and_grad/transpose(jvp(block))/dot_general``.
+
+    Where there is none, the operation's name without the numbers at its end, which are looked for from there.
+    """
+    if path := "/".join(part for part in scope.split("/")[1:] if part):
+        return path[:120]
+    numbers = re.match(r"(?:\d++[._])++", name[::-1])
+    return name[: len(name) - (numbers.end() if numbers else 0)]
 
 
 def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
     """(name, scope, start, end) [ps] of all operations of a device; on a CPU of what names an instruction."""
     planes = [_plane(value) for number, value in _fields(space) if number == 1]
     scopes = {name: scope for plane in planes for name, scope in plane["scopes"].items()}
+    is_container = functools.cache(lambda name: bool(CONTAINER.match(name)))
     devices = [plane for plane in planes if re.match(r"/device:(GPU|TPU):", plane["name"])]
     for plane in devices or planes:
         lines = plane["lines"]
@@ -112,7 +121,7 @@ def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
             for event in events:
                 kind, offset, length, op = _event(event, plane)
                 name = op or kind
-                if length and (op or devices) and not CONTAINER.match(name):
+                if length and (op or devices) and not is_container(name):
                     yield kind, scopes.get(name, ""), begin + offset, begin + offset + length
 
 

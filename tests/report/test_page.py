@@ -14,11 +14,12 @@ from test_classes import counted
 from test_run import make
 
 from jaxtrain import cli
-from jaxtrain.report import classes
+from jaxtrain.report import classes, compare
 from jaxtrain.report import records as records_lib
 
 pytest.importorskip("plotly")
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+LINK = '<a href="http:e.org">'  # which plotly.js would take for one
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
 
 
@@ -87,7 +88,7 @@ def sweep(tmp_path_factory):
     top = tmp_path_factory.mktemp("sweep")
     for i in range(12):
         path = make(
-            top / f"{i:03}", scores=[(100, {"accuracy": 0.08 * i})], optim={"lr": 10.0**-i, "name": "ab"[i % 2]}, seed=i
+            top / f"{i:03}", scores=[(100, {"accuracy": 0.08 * i})], optim={"lr": 10.0**-i, "name": LINK + "ab"[i % 2]}, seed=i
         )
         counts, _ = counted(np.array([0] * 12 + [1] * 8), np.array([0] * i + [1] * (20 - i)), 2)
         (path / "samples.jsonl").write_text("".join(f'{{"step": {s}, "text": "at {s} of {i}"}}\n' for s in (50, 100)))
@@ -179,6 +180,7 @@ def assert_drawn(page, folder):
     assert not [line for line in done.stderr.splitlines() if ":CONSOLE" in line], done.stderr
     charts = data_of(page)["charts"]
     assert f'data-drawn="{len(charts)}"' in done.stdout and "<title>owned" not in done.stdout
+    assert not re.search(r"<a [^<>]*http:e\.org", done.stdout), "no text of a run is a link"
     drawn = dict(re.findall(r'data-chart="(\d+)"(.*?)(?=data-chart="|</section>)', done.stdout, re.S))
     assert len(drawn) == len(charts)
     for i, chart in enumerate(charts):
@@ -206,6 +208,18 @@ def test_odd_lines_cost_themselves_and_both_parsers_agree(tmp_path):
     for split, columns in fast.splits.items():
         for name, values in columns.items():
             np.testing.assert_array_equal(values, slow.splits[split][name])
+
+
+def test_numbers_without_end_and_samples_without_bottom_are_shown_as_such(tmp_path):
+    path = make(tmp_path / "run", steps=10, reached=1)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "split": "data", "spread": 1.0, "spread_expected": 1e999}\n')
+    # Read up to some depth, and no further.
+    (path / "samples.jsonl").write_text("".join(f'{{"step": {n}, "x": {"[" * n}{"]" * n}}}\n' for n in range(1, 1000)))
+    assert cli.main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 0
+    [chart] = [chart for chart in data_of(tmp_path / "page.html")["charts"] if chart["title"] == "spread"]
+    assert [curve["split"] for curve in chart["curves"]] == ["data"]
+    assert compare._axis("x", [-1.7e308, 1.7e308, 0.0])["at"] == [0.0, 1.0, 0.5]
 
 
 @pytest.mark.parametrize("n", [1, 10, 11, 57, 5000])

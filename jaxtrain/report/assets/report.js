@@ -8,6 +8,8 @@
   const colour = (i) => (dark.matches ? DARK : LIGHT)[i % LIGHT.length];
   const log = document.getElementById("log"), smooth = document.getElementById("smooth"), shown = document.getElementById("smooth-value");
   const drawn = new Set();
+  // plotly.js takes some of HTML for markup, links among it: a name of a run is text.
+  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
   async function library() {
     const packed = Uint8Array.from(atob(document.getElementById("library").textContent), (c) => c.charCodeAt(0));
@@ -43,7 +45,7 @@
     const several = data.runs.length > 1, share = Number(smooth.value), found = [];
     for (const curve of chart.curves) {
       const test = curve.split === "test", other = curve.split === "expected", tint = colour(several ? curve.run : test ? 1 : other ? 6 : 0);
-      const name = (several ? data.runs[curve.run] + " · " : "") + curve.split;
+      const name = plain((several ? data.runs[curve.run] + " · " : "") + curve.split);
       const mode = curve.x.length < (test ? 80 : 3) ? "lines+markers" : "lines";
       if (curve.split === "train" && share > 0 && curve.x.length > 2) {
         found.push({ x: curve.x, y: curve.y, mode, name, hoverinfo: "skip", opacity: 0.28, line: { color: tint, width: 1 } });
@@ -57,15 +59,15 @@
   // Parallel coordinates: an axis for each field, a line for each run, from the worst (pale) to the best.
   function parallel(chart) {
     const scores = chart.dimensions[chart.dimensions.length - 1].at, order = chart.names.map((_, i) => i).sort((a, b) => chart.sign * (scores[a] - scores[b]));
-    return order.map((i, rank) => ({ x: chart.dimensions.map((_, k) => k), y: chart.dimensions.map((d) => d.at[i]), mode: "lines+markers", name: chart.names[i],
-      text: chart.dimensions.map((d) => d.label + " " + d.texts[i]), hovertemplate: "%{text}<extra>%{fullData.name}</extra>", marker: { size: 6 },
+    return order.map((i, rank) => ({ x: chart.dimensions.map((_, k) => k), y: chart.dimensions.map((d) => d.at[i]), mode: "lines+markers", name: plain(chart.names[i]),
+      text: chart.dimensions.map((d) => plain(d.label + " " + d.texts[i])), hovertemplate: "%{text}<extra>%{fullData.name}</extra>", marker: { size: 6 },
       opacity: 0.25 + (0.75 * rank) / Math.max(order.length - 1, 1), line: { shape: "spline", smoothing: 0.6, width: 1 + (2 * rank) / order.length, color: colour(rank > 0.75 * order.length ? 2 : 0) } }));
   }
   function axes(chart) {
     const l = layout(), notes = [];
-    chart.dimensions.forEach((d, k) => d.ticks.forEach(([at, text]) => notes.push({ x: k, y: at, text, showarrow: false, xanchor: "left", xshift: 6, font: { size: 11 } })));
+    chart.dimensions.forEach((d, k) => d.ticks.forEach(([at, text]) => notes.push({ x: k, y: at, text: plain(text), showarrow: false, xanchor: "left", xshift: 6, font: { size: 11 } })));
     return { ...l, hovermode: "closest", margin: { l: 30, r: 70, t: 14, b: 34 }, annotations: notes, yaxis: { visible: false, range: [-0.06, 1.06] },
-      xaxis: { tickvals: chart.dimensions.map((_, k) => k), ticktext: chart.dimensions.map((d) => d.label), gridcolor: l.xaxis.gridcolor, gridwidth: 2, zeroline: false, fixedrange: true } };
+      xaxis: { tickvals: chart.dimensions.map((_, k) => k), ticktext: chart.dimensions.map((d) => plain(d.label)), gridcolor: l.xaxis.gridcolor, gridwidth: 2, zeroline: false, fixedrange: true } };
   }
 
   function draw(place) {
