@@ -14,7 +14,7 @@ WORTH_NAMING = 0.05  # [share] of the time spent waiting for data, from which on
 
 
 # What steers a terminal, or the order of what it shows; and halves of characters, as in names of files that are no UTF-8.
-STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain(text: str) -> str:

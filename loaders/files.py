@@ -36,7 +36,10 @@ class DataError(ValueError):
 
 
 class FileError(DataError):
-    """A file that is not opened, or does not hold what it should. The message begins with its path."""
+    """A file that is not opened, or does not hold what it should. The message begins with its path, and has one line."""
+
+    def __init__(self, message: str):
+        super().__init__(message.replace("\n", "\\n"))  # a name may have lines, which would be read as others' messages
 
 
 def home(folder: pathlib.Path) -> pathlib.Path:
@@ -131,10 +134,10 @@ def read(path: os.PathLike, *, most: int) -> bytes:
             size = os.fstat(file.fileno()).st_size
         except io.UnsupportedOperation:  # an object of a bucket has no descriptor
             size = most
-        content = file.read(min(most, size) + 1)
+        content = file.read(size + 1) if size <= most else b""
         if size < len(content) <= most:  # it has grown, or its size is not known, as in /proc
             content += file.read(most + 1 - len(content))
-    if len(content) > most:
+    if max(size, len(content)) > most:
         raise FileError(f"{path} has more than the {most:,} bytes that are read of such a file")
     return content
 
@@ -220,7 +223,12 @@ def arrays(path: os.PathLike, *, most: int = MOST_ARRAYS) -> "dict[str, np.ndarr
             if (total := sum(info.file_size for info in archive.infolist())) > most:
                 raise FileError(f"{path} holds {total:,} bytes of arrays; at most {most:,} are read")
             for info in archive.infolist():
-                content = io.BytesIO(archive.read(info))
+                if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # what numpy writes
+                    raise FileError(
+                        f"{path} is packed otherwise than numpy does, by which it could grow without bound; save it again"
+                    )
+                with archive.open(info) as packed:  # what it claims to hold, and no more than that is unpacked
+                    content = io.BytesIO(packed.read(info.file_size))
                 shape, column_major, dtype = _header(content, path)
                 _check_size(path, shape, dtype, info.file_size - content.tell())
                 flat = np.frombuffer(content.getbuffer(), dtype, math.prod(shape), content.tell())

@@ -13,13 +13,16 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import html
 import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +40,10 @@ TOGETHER = 8  # parts asked for at once
 ABSENT, THERE, WANTED, FAILED = range(4)  # states of a part; these and HEAD equal those of rust/core/src/source/there.rs
 HEAD = 8  # [bytes] of a list of parts, before them: the size of a part
 POLL = 0.01  # [s] between looks at what is there
+MOST_ANSWER = 64 << 20  # [bytes] of a server's answer: a page of links, or parts of a file
+MOST_PAGES = 1000  # of links
+LINK = re.compile(r"""\bhref=["']([^"'<>\s]{1,2000})["']""", re.I)
+LONGEST_NAME = 240  # [bytes] that a file system takes, with what `_beside` adds to it
 TRIES = 6  # of a part, with longer and longer waits between them
 WAIT = 0.5  # [s] before the second try
 AT_ONCE = 8  # files
@@ -156,18 +163,21 @@ def _list(address: str) -> tuple[Any, list[File]]:
     try:
         import fsspec
 
-        system, root = fsspec.core.url_to_fs(address)
+        on_web = scheme in ("http", "https")
+        system, root = fsspec.core.url_to_fs(address, **({"get_client": _client} if on_web else {}))
         if address.endswith(SUFFIXES):
             paths = [root]
         elif any(sign in root for sign in "*?["):
             paths = system.glob(root)
         else:
-            paths = system.find(root)
+            paths = _linked(system, root) if on_web else system.find(root)
         about = {path: system.info(path) for path in sorted(paths) if path.endswith(SUFFIXES)}
     except ImportError as error:
         raise DataError(
             f"{address} needs {EXTRAS[scheme]}: pip install 'jaxtrain[remote]' {EXTRAS[scheme]} ({error})"
         ) from error
+    except DataError:
+        raise
     except Exception as error:  # of whatever kind a file system's are
         raise DataError(f"{address} cannot be listed: {type(error).__name__}: {str(error)[:300]}") from error
     if not about:
@@ -178,13 +188,54 @@ def _list(address: str) -> tuple[Any, list[File]]:
     files = []
     for path, info in about.items():
         name = os.path.relpath(path, above)
-        if name.startswith(("..", "/")) or not isinstance(info.get("size"), int):
-            raise DataError(f"{address}: the store gives no size of {path}, or a name that leads elsewhere")
+        odd = not name.isprintable() or max(len(os.fsencode(part)) for part in name.split("/")) > LONGEST_NAME
+        if odd or name.startswith(("..", "/")) or not isinstance(info.get("size"), int):
+            raise DataError(f"{address}: the store gives no size of {path[:300]!r}, or a name that no file should have")
         tag = str(
             info.get("ETag") or info.get("etag") or info.get("blob_id") or info.get("mtime") or info.get("LastModified") or ""
         )
         files.append(File(path, name, info["size"], f"{info['size']} {tag}", _digest(info)))
+    names = {file.name for file in files}
+    if both := next((name for name in names if not names.isdisjoint(map(str, pathlib.PurePath(name).parents))), ""):
+        raise DataError(f"{address} has {both[:300]}, which lies in another file; name one of them")
     return system, files
+
+
+async def _client(**options: Any) -> Any:
+    """A client of the web that reads answers of bounded length alone, whatever a server sends."""
+    import aiohttp
+
+    class Answer(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            if self._body is None:
+                parts, left = [], MOST_ANSWER
+                async for part in self.content.iter_any():
+                    left -= len(part)
+                    if left < 0:
+                        self.close()
+                        raise aiohttp.ClientPayloadError(f"more than {MOST_ANSWER:,} bytes come")
+                    parts.append(part)
+                self._body = b"".join(parts)
+            return await super().read()
+
+    return aiohttp.ClientSession(response_class=Answer, **options)
+
+
+def _linked(system: Any, root: str) -> list[str]:
+    """The addresses below one of the web that its pages link to, and theirs. Raises DataError for pages without end."""
+    top = root.rstrip("/") + "/"
+    pages, found = [top], {top: None}
+    for page in pages:  # which grow
+        if len(pages) > MOST_PAGES:
+            raise DataError(f"{root} has more than {MOST_PAGES} pages of links; name one of its folders")
+        text = system.cat_file(root if page == top else page).decode(errors="replace")
+        for link in LINK.findall(text):
+            url = urllib.parse.urljoin(page, html.unescape(link)).partition("#")[0]
+            if url.startswith(top) and url not in found:
+                found[url] = None
+                if url.endswith("/"):
+                    pages.append(url)
+    return list(found)
 
 
 def _digest(info: dict[str, Any]) -> tuple[str, str]:

@@ -28,10 +28,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from loaders import files as files_lib
-from loaders import token_files, whole
+from loaders import machine, token_files, whole
 
 TEXT, LINES, PARQUET, ARROW = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
 PART = 32 << 20  # [bytes] of a JSONL file in one shard
+PIECE = 1 << 20  # [bytes] of a line that is passed over
+LONGEST_LINE = 1 << 30  # [bytes] of a JSONL file, which are in memory together
 PARTIAL = ".parts"  # folder of the entries of finished shards
 MADE_OF = "made_of"  # file of a finished folder: the digest of its inputs and options, by which the same command knows it
 
@@ -184,7 +186,7 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
     path = pathlib.Path(part.path)
     if path.suffix in TEXT:
         try:
-            text = path.read_bytes().decode()
+            text = files_lib.read(path, most=machine.most_memory()).decode()
         except UnicodeDecodeError as error:
             yield f"{path}: is not UTF-8 ({error.reason} at byte {error.start})", None
             return
@@ -196,8 +198,13 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
         with path.open("rb") as file:
             file.seek(max(part.begin - 1, 0))
             if part.begin:
-                file.readline()  # the line that holds the byte before: it begins in the part before, or ends there
-            while file.tell() < part.end and (line := file.readline()):
+                # The line that holds the byte before: it begins in the part before, or ends there.
+                while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
+                    pass
+            while file.tell() < part.end and (line := file.readline(LONGEST_LINE + 1)):
+                if len(line) > LONGEST_LINE:
+                    begin = file.tell() - len(line)
+                    raise TokensError(f"{path}: the line at byte {begin:,} is longer than {LONGEST_LINE:,} bytes; split it")
                 if not line.strip():
                     continue
                 where = f"{path}: line at byte {file.tell() - len(line)}"

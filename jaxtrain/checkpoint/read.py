@@ -233,7 +233,7 @@ def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     whole: dict[str, Stored] = {}
     parts: dict[str, dict[int, Stored]] = {}
     for path, array in stored.items():
-        entry = re.fullmatch(r"(.*)\[(\d+)\]", path)
+        entry = re.fullmatch(r"(.*)\[(0|[1-9][0-9]{0,8})\]", path)
         if entry:
             parts.setdefault(entry[1], {})[int(entry[2])] = array
         else:
@@ -242,7 +242,7 @@ def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
         kinds = {(s.shape, s.dtype) for s in entries.values()}
         if sorted(entries) != list(range(len(entries))) or len(kinds) != 1 or path in whole:
             raise StoredError(
-                f"{path}[…] cannot be stacked: entries {sorted(entries)} of {sorted(map(str, kinds))}"
+                f"{path}[…] cannot be stacked: entries {str(sorted(entries))[:200]} of {str(sorted(map(str, kinds)))[:200]}"
                 f"{', next to an array of that name' if path in whole else ''}"
             )
         ((shape, dtype),) = kinds
@@ -374,9 +374,14 @@ def _read_array(
         raise StoredError(f"{name} is {opened.dtype.name} {list(opened.shape)}; its tree says {dtype} {list(shape)}")
     part = opened[index] if index else opened
     needed = (part.size + math.prod(n or 1 for n in opened.chunk_layout.read_chunk.shape or shape)) * dtype.itemsize
-    if needed > (memory := machine.most_memory()):
-        raise StoredError(f"{name} {list(shape)}: to read it takes {needed:,} bytes, and this machine has {memory:,}")
+    _check_memory(f"{name} {list(shape)}", needed)
     return np.asarray(part.read().result())
+
+
+def _check_memory(what: str, needed: int) -> None:
+    """Raises StoredError where a read does not fit in memory: zeros take no space in a file, however many they are."""
+    if needed > (memory := machine.most_memory()):
+        raise StoredError(f"{what}: to read it takes {needed:,} bytes, and this machine has {memory:,}")
 
 
 def _describe(sharding: Any) -> str:
@@ -399,7 +404,8 @@ def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
             header = files.parse(file.read(length).decode(), f"{path}: the header")
     except (files.FileError, UnicodeDecodeError) as error:
         raise StoredError(f"{path}: {error}" if isinstance(error, UnicodeDecodeError) else str(error)) from error
-    arrays = {}
+    arrays: dict[str, Stored] = {}
+    left = size - 8 - length  # [bytes] that no array has had: else a small file could hold any number of them
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -417,8 +423,13 @@ def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
         start, stop = place
         if stop - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= stop <= size - 8 - length:
             raise StoredError(f"{path}: {name} {shape} {kind} does not fit bytes {start} to {stop} of the file")
+        left -= stop - start
+        if left < 0:
+            raise StoredError(f"{path}: its arrays have more bytes than the file, so that some lie in each other's place")
         where = paths.get(name) or name.replace(".", "/")
         _check_name(where, path)
+        if where in arrays:
+            raise StoredError(f"{path}: {name[:200]} has the path {where[:200]}, which another array has, too")
         read = functools.partial(_read_file, path, 8 + length + start, shape, dtype)
         # Row by row, so that a large table is read in pieces.
         arrays[where] = Stored(shape, dtype, read, tuple(where.split("/")), (1, *shape[1:]) if shape else ())
@@ -435,6 +446,7 @@ def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.
     """Reads the rows of the first slice, and applies the other slices in memory."""
     first, last, _ = index[0].indices(shape[0]) if index else (0, shape[0] if shape else 1, 1)
     row = math.prod(shape[1:]) * dtype.itemsize
+    _check_memory(f"{path}: an array {list(shape)}", (last - first) * row)
     try:
         with files.regular(path) as file:
             file.seek(offset + first * row)

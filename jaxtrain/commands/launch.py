@@ -62,6 +62,7 @@ class Run:
 
 
 MOST_TEXT = 1 << 30  # [bytes] of jobs.jsonl and metrics.jsonl
+PIECE = 1 << 20  # [bytes] of a log that are printed together
 
 
 class LaunchError(ValueError):
@@ -344,11 +345,11 @@ def _tail(workdir: str) -> int:
             try:
                 with files.regular(path) as file:
                     file.seek(read)
-                    text = file.read()
+                    while text := file.read(PIECE):
+                        read += len(text)
+                        sys.stdout.write(text.decode(errors="replace"))
             except files.FileError as error:
                 raise LaunchError(str(error)) from error
-            read += len(text)
-            sys.stdout.write(text.decode(errors="replace"))
             sys.stdout.flush()
         if not active:
             return 0

@@ -19,7 +19,7 @@ import soundfile
 
 from jaxtrain.inference import detect, embeddings
 from jaxtrain.inference.alike import Alike
-from loaders import _rust, files, spectrogram, whole
+from loaders import _rust, codec, files, spectrogram, whole
 from loaders.front_end import RATES, FrontEnd
 from loaders.recordings import tables
 from loaders.recordings.sources import END, FILE, LABEL, START
@@ -252,7 +252,7 @@ def wave(item: Item) -> tuple[np.ndarray, int, float]:
                 file.seek(first)
                 x = file.read(length, dtype="float32", always_2d=True).mean(1)
         else:
-            content = pathlib.Path(item.path).read_bytes()
+            content = files.read(pathlib.Path(item.path), most=codec.MOST_RECORDING)
             _, rate, n = spectrogram.decode(content, 0, 0)
             first, length = _part(item, rate, n)
             x = spectrogram.decode(content, first, length)[0]

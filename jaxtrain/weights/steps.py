@@ -44,8 +44,8 @@ def inspect(source: Source, *, as_json: bool = False) -> int:
     print(source.path)
     print(f"step {step}{', weights only' if meta.get('weights_only') else ''}")
     print(f"data {json.dumps(data)}")
-    print(f"versions {', '.join(f'{k} {v}' for k, v in meta.get('versions', {}).items()) or 'not recorded'}")
-    print(f"parameter table {meta.get('parameters', 'not recorded')}")
+    print(f"versions {_in_a_line(', '.join(f'{k} {v}' for k, v in (meta.get('versions') or {}).items())) or 'not recorded'}")
+    print(f"parameter table {_in_a_line(meta.get('parameters', 'not recorded'))}")
     print(f"{source.manifest} {'yes' if (source.path / source.manifest).exists() else 'no'}\n")
     rows = [(path, str(list(s.shape)), s.dtype.name, _bytes(s.n_bytes), s.sharding) for path, s in arrays.items()]
     _print_table(("array", "shape", "dtype", "size", "sharding as saved"), rows)
@@ -54,6 +54,11 @@ def inspect(source: Source, *, as_json: bool = False) -> int:
     sums = [(n, str(t["arrays"]), f"{t['numbers']:,}", _bytes(t["bytes"])) for n, t in {**totals, "all": all_of_it}.items()]
     _print_table(("group", "arrays", "numbers", "size"), sums)
     return 0
+
+
+def _in_a_line(text: Any) -> str:
+    """What a file says of itself, in one line, so that it cannot be read as a line of ours."""
+    return " ".join(str(text).split())
 
 
 def verify(source: Source) -> int:
@@ -124,7 +129,7 @@ def diff(a: Source, b: Source) -> int:
         _print_table(("array", "", "‖a‖", "‖b‖", "‖b−a‖", "max|b−a|", "cosine", "NaN"), rows)
     for item, one, other in (("data", a.data(), b.data()), ("meta", a.meta(), b.meta())):
         for key, old, new in _changes(one, other):
-            print(f"{item}.{key}: {old} → {new}")
+            print(f"{item}.{_in_a_line(f'{key}: {old} → {new}')}")
             rows.append((item,))
     print(f"{len(rows)} differ, {same} arrays are equal")
     return 1 if rows else 0

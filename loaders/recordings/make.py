@@ -17,6 +17,20 @@ from loaders.recordings import classes, headers, sources, store
 from loaders.recordings.annotations import Mistakes
 from loaders.recordings.rows import SHORTEST, Options, Splitter, leads_out, plan
 
+MOST_ABOUT = 1 << 20  # [bytes] of a member's name, and of what else an archive says of it
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive, of whose description no more than `MOST_ABOUT` is read: it can be packed a thousandfold."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> Any:
+        kinds = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+        if self.type in kinds and self.size > MOST_ABOUT:
+            raise tarfile.ReadError(f"it describes a member with {self.size:,} bytes")
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.ReadError(f"it holds {self.name[:200]!r}, a sparse file")
+        return super()._proc_member(archive)  # type: ignore[misc]  # typeshed leaves it out
+
 
 def make(
     given: Sequence[str],
@@ -80,8 +94,9 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
     n = 0
     for archive in archives:
         try:
-            with tarfile.open(archive) as tar:
+            with tarfile.open(archive, tarinfo=_Member) as tar:
                 for member in tar:
+                    tar.members = []  # type: ignore[attr-defined]  # else it keeps all that it has been through
                     name = os.path.normpath(member.name)
                     if member.isdir():
                         continue
@@ -103,7 +118,7 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
             # Full disks, and paths in the way, are reported as they are everywhere.
             if isinstance(error, OSError) and error.errno not in (None, errno.ENAMETOOLONG):
                 raise
-            raise DataError(f"{archive} cannot be unpacked: {str(error)[:300]}; fetch it again") from error
+            raise DataError(f"{archive} cannot be unpacked: {files.said(error)[:300]}; fetch it again") from error
     return n
 
 

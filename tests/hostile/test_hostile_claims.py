@@ -1,0 +1,187 @@
+"""Small files that claim to be large, or take for ever: refused by what they claim, before it is believed."""
+
+import gzip
+import http.server
+import io
+import json
+import os
+import resource
+import tarfile
+import threading
+import zipfile
+
+import numpy as np
+import pytest
+
+from jaxtrain import cli, console
+from jaxtrain.checkpoint import read as stored
+from jaxtrain.report import trace
+from loaders import files, machine, remote, tokenise
+
+
+def said_by(capsys, *argv: str) -> str:
+    """What a command says that refuses its input, in a line."""
+    assert cli.main(list(argv)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+def test_an_archive_of_arrays_is_unpacked_as_far_as_it_claims(tmp_path):
+    array = io.BytesIO()
+    np.save(array, np.zeros(10, np.float32))
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_BZIP2) as file:
+        file.writestr("w.npy", array.getvalue() + bytes(1 << 20))
+    with pytest.raises(files.FileError, match="packed otherwise than numpy does"):
+        files.arrays(tmp_path / "a.npz")
+    # Deflated, and with the size of another in its headers: no more than that is unpacked.
+    with zipfile.ZipFile(tmp_path / "b.npz", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("w.npy", array.getvalue() + bytes(64 << 20))
+    content = (tmp_path / "b.npz").read_bytes()
+    whole = (len(array.getvalue()) + (64 << 20)).to_bytes(4, "little")
+    assert content.count(whole) == 2
+    (tmp_path / "b.npz").write_bytes(content.replace(whole, len(array.getvalue()).to_bytes(4, "little")))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(files.FileError, match="CRC"):
+        files.arrays(tmp_path / "b.npz")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10, "[KiB]"
+
+
+def safetensors(folder, header: dict, size: int):
+    folder.mkdir(exist_ok=True)
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
+    return folder
+
+
+def of(begin: int, end: int) -> dict:
+    return {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    "header, reason",
+    [
+        ({f"a{i}": of(0, 8) for i in range(9)}, "lie in each other's place"),
+        ({"a.b": of(0, 4), "a/b": of(4, 8)}, "which another array has, too"),
+        ({"x[1]": of(0, 8)}, "cannot be stacked"),
+    ],
+    ids=["overlap", "twice", "gap"],
+)
+def test_arrays_of_safetensors_have_a_place_and_a_path_each(tmp_path, capsys, header, reason):
+    folder = safetensors(tmp_path / "in", header, 8)
+    assert reason in said_by(capsys, "export", "--reverse", str(folder), "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_number_with_thousands_of_digits_is_part_of_a_name(tmp_path):
+    name = f"x[{'9' * 5000}]"
+    assert list(stored.open_safetensors(safetensors(tmp_path, {name: of(0, 8)}, 8))) == [name]
+
+
+def test_a_sparse_file_is_not_read_into_more_memory_than_there_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "most_memory", lambda: 1 << 20)
+    safetensors(tmp_path, {"a": {"dtype": "U8", "shape": [1, 1 << 30], "data_offsets": [0, 1 << 30]}}, 1 << 30)
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert "a: cannot be read: " in (out := capsys.readouterr().out) and "this machine has 1,048,576" in out
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_what_an_archive_says_of_a_member_is_bounded(tmp_path, capsys, kind):
+    first, second = tarfile.TarInfo("a"), tarfile.TarInfo("b.wav")
+    second.type, second.size = kind, 1 << 40
+    with gzip.open(tmp_path / "a.tar.gz", "wb") as file:
+        file.write(first.tobuf(tarfile.GNU_FORMAT) + second.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20))
+    said = said_by(
+        capsys, "index", str(tmp_path / "a.tar.gz"), "--unpack", str(tmp_path / "in"), "--out", str(tmp_path / "out")
+    )
+    assert "it describes a member with 1,099,511,627,776 bytes" in said
+
+
+def test_names_in_a_trace_are_looked_through_once():
+    name, scope = ".1" * 300_000 + "x", "jit(a)/" + "b" * 1_000_000
+    found = trace._summary([(name, "", 2 * i, 2 * i + 1) for i in range(1000)] + [("dot", scope, 5000, 5001)] * 5000)
+    assert found.scopes[0][0] == "b" * 120 and found.scopes[1][0] == name
+    assert trace._short("dot.12_3", "") == "dot" and trace._short("dot1.2", "") == "dot1" and trace._short("1.2", "") == "1"
+
+
+def test_a_line_that_takes_all_memory_is_not_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tokenise, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(machine, "most_memory", lambda: 2000)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "b"}\n' + b"x" * 1001 + b"\n")
+    (tmp_path / "a.txt").write_bytes(bytes(2001))
+    for name, reason in (("a.jsonl", "the line at byte 14 is longer than 1,000 bytes"), ("a.txt", "more than the 2,000 bytes")):
+        argv = ["tokens", str(tmp_path / f"out-{name}"), str(tmp_path / name), "--tokenizer", "bytes"]
+        assert reason in said_by(capsys, *argv)
+
+
+def test_lines_of_a_name_or_a_text_are_none_of_ours(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    name = "b\nall files are as they were written\u200f.json"
+    os.mkfifo(tmp_path / "in" / name)
+    with pytest.raises(files.FileError) as error:
+        files.read(tmp_path / "in" / name, most=10)
+    assert "b\\nall files" in str(error.value) and "\n" not in str(error.value)
+    assert console.plain("\u200f\u061c\u2028") == "\\u200f\\u061c\\u2028"
+    safetensors(tmp_path / "export", {"a": of(0, 8)}, 8)
+    meta = {"versions": {"jax": "1\n0 problems"}, "parameters": "x\nno problems"}
+    (tmp_path / "export" / stored.EXPORT).write_text(json.dumps({"meta": meta, "config": {"a": 1}, "step": 1}))
+    assert cli.main(["checkpoint", "inspect", str(tmp_path / "export")]) == 0
+    assert {"versions jax 1 0 problems", "parameter table x no problems"} <= set(capsys.readouterr().out.splitlines())
+
+
+class Liar(http.server.BaseHTTPRequestHandler):
+    """A server of the web that answers with `server.page`, without end where that is None; and so with parts of files."""
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET(body=False)
+
+    def do_GET(self, body=True):
+        page = None if self.path.endswith(".arrow") else self.server.page
+        self.send_response(200)
+        self.send_header("Accept-Ranges", "bytes")
+        if page is not None or not body:
+            self.send_header("Content-Length", str(len(page) if page is not None else 1000))
+        self.end_headers()
+        if body:
+            try:
+                self.wfile.write(page or b"")
+                for _ in range(1000 if page is None else 0):
+                    self.wfile.write(bytes(1 << 20))
+            except OSError:
+                pass  # whoever asked has enough
+
+
+@pytest.mark.parametrize(
+    "page, reason",
+    [
+        (None, "cannot be listed: ClientPayloadError: more than 300,000 bytes come"),
+        (b'<a href="a.arrow">', "after 2 tries (ClientPayloadError: more than 300,000 bytes come)"),
+        (b'<a href="a/"><a href="b/">', "more than 20 pages of links"),
+        (b'<a href="a%s.arrow">' % (b"b" * 300), "a name that no file should have"),
+        (b'<a href="a.arrow"><a href="a.arrow/b.arrow">', "which lies in another file"),
+        (b'<a href="http://127.0.0.2/a.arrow"><a href="/b.arrow"><a href="../c.arrow">', "holds no Arrow or Parquet shards"),
+    ],
+    ids=["endless page", "endless file", "endless pages", "long", "nested", "elsewhere"],
+)
+def test_a_server_that_lies(tmp_path, monkeypatch, page, reason):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    for name, value in {"MOST_ANSWER": 300_000, "MOST_PAGES": 20, "TRIES": 2, "WAIT": 0.01}.items():
+        monkeypatch.setattr(remote, name, value)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Liar)
+    server.page, server.daemon_threads = page, True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(remote.DataError) as error:
+            remote.fetch(f"http://127.0.0.1:{server.server_port}/data/")
+        assert reason in str(error.value) and "\0" not in str(error.value)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
