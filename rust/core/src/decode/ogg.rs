@@ -13,6 +13,9 @@ const MAX_FALSE: usize = 256;
 /// Pages without a complete packet that a seek skips before it falls back to the first page.
 const MAX_PASSED: usize = 16;
 
+/// Samples for each byte that sound has at most: 4 kbit/s at 32 kHz.
+const USUAL: u64 = 64;
+
 /// A page's header; its bytes are `bytes[at..at + size]`.
 #[derive(Clone, Copy)]
 pub(super) struct Page {
@@ -157,6 +160,20 @@ pub(super) fn last_page(bytes: &[u8], audio: usize, serial: u32) -> Option<Page>
         at = page.at + page.size;
     }
     last
+}
+
+/// Whether the packets from `audio` on can hold so many samples, of which each has `longest` at most. A page may state any
+/// position. Packets are counted only where the samples are many for the bytes: silence, or a lie.
+pub(super) fn can_hold(bytes: &[u8], audio: usize, serial: u32, samples: u64, longest: u64) -> bool {
+    if samples / USUAL <= bytes.len().saturating_sub(audio) as u64 {
+        return true;
+    }
+    let (mut packets, mut at, mut wrong) = (0u64, audio, 0);
+    while let Some(page) = find(bytes, at, bytes.len(), Some(serial), &mut wrong) {
+        packets += page.lacing(bytes).iter().filter(|&&n| n < 255).count() as u64;
+        at = page.at + page.size;
+    }
+    samples <= packets.saturating_mul(longest)
 }
 
 /// The last page at or before position `target` from whose last packet decoding can begin; None for the first page.
@@ -322,6 +339,20 @@ mod tests {
         let sum = crc32(0, &page).to_le_bytes();
         page[22..26].copy_from_slice(&sum);
         page
+    }
+
+    #[test]
+    fn a_position_beyond_the_packets_is_refused() {
+        let data = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/decode");
+        for name in ["vorbis_32k_mono.ogg", "opus_48k_stereo.opus"] {
+            let whole = std::fs::read(data.join(name)).expect("the tests' recordings");
+            let serial = Page::parse(&whole, 0).unwrap().serial;
+            let lie = [&whole[..], &page(LAST, 1 << 50, serial, &[1])].concat();
+            assert!(crate::decode::Decoder::new().info(&whole).is_ok());
+            assert!(matches!(crate::decode::Decoder::new().info(&lie), Err(Error::Corrupt { .. })), "{name}");
+        }
+        let silence = page(0, 0, 7, &[1; 255]);
+        assert!(can_hold(&silence, 0, 7, 255 * 4096, 4096) && !can_hold(&silence, 0, 7, 255 * 4096 + 1, 4096));
     }
 
     /// Streams that begin well and then only cost time: more than a megabyte of each is read, or refused, quickly.

@@ -120,7 +120,10 @@ fn is_speech(packet: &[u8]) -> bool {
 impl Opus {
     pub fn info(&mut self, bytes: &[u8], serial: u32) -> Result<Info, Error> {
         let stream = self.open(bytes, serial)?;
-        let frames = (stream.end - stream.begin).max(0) as u64;
+        let frames = stream.end.saturating_sub(stream.begin).max(0) as u64;
+        if !ogg::can_hold(bytes, stream.audio, serial, frames, LONGEST as u64) {
+            return corrupt(NAME, "its last position lies beyond what its packets can hold");
+        }
         Ok(Info { rate: RATE, channels: stream.head.channels as u16, frames })
     }
 

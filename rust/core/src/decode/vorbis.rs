@@ -27,6 +27,9 @@ const MAX_WEIGHTS: u64 = 1 << 22;
 /// Packets that are decoded before the crop: a page, which has a position, holds up to 255.
 const MAX_AHEAD: usize = 1024;
 
+/// Samples that a packet holds, at most: half of the longest block.
+const LONGEST: u64 = 4096;
+
 /// Bytes of the identification header.
 const IDENTIFICATION: usize = 30;
 
@@ -71,7 +74,10 @@ impl Vorbis {
     pub fn info(&mut self, bytes: &[u8], serial: u32) -> Result<Info, Error> {
         let stream = self.open(bytes, serial)?;
         let setup = &self.prepared().setup;
-        let frames = (stream.end - stream.begin).max(0) as u64;
+        let frames = stream.end.saturating_sub(stream.begin).max(0) as u64;
+        if !ogg::can_hold(bytes, stream.audio, serial, frames, LONGEST) {
+            return corrupt("OGG Vorbis", "its last position lies beyond what its packets can hold");
+        }
         Ok(Info { rate: setup.rate, channels: u16::from(setup.channels), frames })
     }
 
