@@ -35,14 +35,14 @@ def rms_norm(x: Array, scale: Array, eps: float, shard: Shard | None = None) -> 
     """x / sqrt(mean(x^2) + eps) scale over the last axis, in float32 (Zhang & Sennrich 2019)."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)
-    return (y * spread(scale, y.shape, shard)).astype(x.dtype)
+    return scaled(y, scale, shard).astype(x.dtype)
 
 
 def layer_norm(x: Array, scale: Array, bias: Array | None, eps: float, shard: Shard | None = None) -> Array:
     """(x - mean) / sqrt(var + eps) scale + bias over the last axis, in float32 (Ba et al. 2016)."""
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
-    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps) * spread(scale, y.shape, shard)
+    y = scaled(y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps), scale, shard)
     return (y if bias is None else y + spread(bias, y.shape, shard)).astype(x.dtype)
 
 
@@ -55,10 +55,18 @@ def spread(x: Array, shape: tuple[int, ...], shard: Shard | None) -> Array:
     Args:
       shard: None = it is a few rows.
     """
-    rows = shape[: len(shape) - x.ndim]
-    if shard is None or shard.devices[0] != "cpu" or len(rows) > 1 and shard.size("seq", rows[1]) > 1:
-        return jnp.broadcast_to(x, shape)
-    return _spread(shape, x)
+    return _spread(shape, x) if _by_ones(shape[: len(shape) - x.ndim], shard) else jnp.broadcast_to(x, shape)
+
+
+def scaled(y: Array, scale: Array, shard: Shard | None) -> Array:
+    """Every row of y times ``scale``, whose gradient is a product for CPUs, too (`spread`)."""
+    if _by_ones(y.shape[: y.ndim - scale.ndim], shard):
+        return _scaled(y, scale)
+    return y * jnp.broadcast_to(scale, y.shape)
+
+
+def _by_ones(rows: tuple[int, ...], shard: Shard | None) -> bool:
+    return shard is not None and shard.devices[0] == "cpu" and (len(rows) < 2 or shard.size("seq", rows[1]) == 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -73,6 +81,20 @@ def _sum_of_rows(shape: tuple[int, ...], x: Array, dy: Array) -> tuple[Array]:
 
 
 _spread.defvjp(lambda shape, x: (_spread(shape, x), x), _sum_of_rows)
+
+
+@jax.custom_vjp
+def _scaled(y: Array, scale: Array) -> Array:
+    """Its gradient's rule keeps ``scale`` itself: for a product with what `spread` returns, rows of it would be kept."""
+    return y * jnp.broadcast_to(scale, y.shape)
+
+
+def _gradients_of_scaled(kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    y, scale = kept
+    return dy * jnp.broadcast_to(scale, dy.shape), *_sum_of_rows(dy.shape, scale, dy * y)
+
+
+_scaled.defvjp(lambda y, scale: (_scaled(y, scale), (y, scale)), _gradients_of_scaled)
 
 
 def rope_angles(rope: Rope, position_bt: Array, head_dim: int) -> tuple[Array, Array]:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxtrain.nn import attention, remat
-from jaxtrain.nn.layers import layer_norm, product, rotate, spread
+from jaxtrain.nn.layers import layer_norm, product, rotate, scaled, spread
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Axes, Initializer, Key, PyTree, Shard, Spec
 from loaders import checks
@@ -346,7 +346,7 @@ def run_stack(
     def add(x_btd: Array, y_btd: Array, w: PyTree, i: int, keep_2b: Array | None) -> Array:
         y_btd = remat.name(y_btd, SAVED[i])
         if s.layer_scale:
-            y_btd *= spread(w[f"scale_added_{SAVED[i]}"].astype(dtype), y_btd.shape, shard)
+            y_btd = scaled(y_btd, w[f"scale_added_{SAVED[i]}"].astype(dtype), shard)
         if keep_2b is not None:
             y_btd *= keep_2b[i].astype(dtype)[:, None, None]
         return x_btd + y_btd

@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import remat
 from jaxtrain.nn.cross_entropy import cross_entropy
-from jaxtrain.nn.layers import product, spread
+from jaxtrain.nn.layers import product, scaled, spread
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 
@@ -126,6 +126,21 @@ def test_the_gradient_of_what_stands_in_every_row_is_the_sum_over_rows(mesh, dty
     rounding = 2e-6 if dtype == "float32" else 1e-2
     np.testing.assert_allclose(grad, dy.astype("f8").sum((0, 1)), rtol=rounding, atol=rounding * 20)
     np.testing.assert_allclose(value, (np.asarray(jnp.asarray(x, dtype), "f8") * dy).sum(), rtol=1e-2)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_the_gradients_of_rows_times_a_scale_are_those_of_the_formula(mesh):
+    """In float64; and no row of the scale is kept for them."""
+    rng = np.random.default_rng(0)
+    y, dy = rng.standard_normal((2, 8, 6, 4)).astype("f4")
+    scale, shard = rng.standard_normal(4).astype("f4"), shard_on(*mesh)
+    d_y, d_scale = jax.jit(jax.grad(lambda y, s: (scaled(shard(y, "batch", "seq", None), s, shard) * dy).sum(), (0, 1)))(
+        y, scale
+    )
+    np.testing.assert_allclose(d_y, dy * scale, rtol=1e-6)
+    np.testing.assert_allclose(d_scale, (dy.astype("f8") * y).sum((0, 1)), rtol=1e-5, atol=1e-5)
+    kept = jax.eval_shape(lambda y, s: jax.vjp(lambda y, s: scaled(y, s, shard), y, s)[1], y, scale)
+    assert sorted(x.shape for x in jax.tree.leaves(kept)) == [(4,), (8, 6, 4)]
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
