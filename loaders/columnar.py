@@ -102,7 +102,7 @@ def _recordings(path: pathlib.Path, schema: pa.Schema, table: Any) -> pa.Chunked
     if "audio" not in schema.names or not pa.types.is_struct(schema.field("audio").type):
         return None
     if path.suffix == ".parquet":
-        audio = pq.ParquetFile(path).read(columns=["audio.path"]).column("audio")
+        audio = _valid(pq.ParquetFile(path).read(columns=["audio.path"]).column("audio"))
     else:
         audio = _valid(table("audio"))
     return pc.struct_field(audio, "path") if any(field.name == "path" for field in audio.type) else None

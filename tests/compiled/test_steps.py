@@ -29,7 +29,7 @@ CASES = [
 ]
 REST = [
     *(("gpu:h100x8", name, "small", "data") for name in ("trm", "higgs", "giblet")),
-    *(("gpu:h100x8", name, "published", "fsdp") for name in ("language", "trm", "higgs", "giblet")),
+    *(("gpu:h100x8", name, "published", "fsdp") for name in ("trm", "giblet")),
     *(("gpu:h100x8", name, "published", mesh) for name in WORKLOADS for mesh in ("data", "mixed")),
     *(("tpu:v4:2x2x2", name, "small", "fsdp") for name in ("language", "trm", "higgs", "giblet")),
 ]

@@ -12,6 +12,7 @@ request is a line of JSON on standard input, and so is the answer on standard ou
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -102,7 +103,8 @@ def run(request: dict) -> None:
             flags = int(open(f"/proc/self/fdinfo/{descriptor}").read().split()[3], 8)
         except OSError:  # that of the list itself
             continue
-        is_log = flags & os.O_ACCMODE == os.O_WRONLY  # of a run in its workdir, to the end of its process
+        # A run's own, in its workdir, which is open to the end of its process.
+        is_log = flags & os.O_ACCMODE == os.O_WRONLY and re.fullmatch(r"process-\d+\.log", os.path.basename(target))
         if target.startswith(request["input"]) and target not in mapped_files and not is_log:
             print(f"{LEAK}: {target}")
     sys.stdout.flush()

@@ -70,9 +70,8 @@ def test_bytes_on_a_tpu_are_its_compilers(workload, topology, mesh, tmp_path, mo
     rows = 16 if "language" in workload else 192
     config = load(workload, tmp_path, monkeypatch, *LARGE[workload], ("train.batch", str(rows * math.prod(mesh))))
     target = plan.parse_target(f"tpu:{topology}")
-    # The bird's attention is XLA's and computed again: its scores, T × T in float32, are most of what this step takes, and the
-    # compiler holds two more of them at once than are estimated (v4 1.89 GB, v6e 1.97, v5e 2.03: estimated 1.36 to 1.40).
-    slack = 0.35 if workload == "bird" else plan.SLACK
+    # On v4 the libtpu that jax asks for (0.0.42) keeps more of the bird's step than later ones: 15.7 % beyond the estimate.
+    slack = 0.17 if (workload, topology) == ("bird", "v4:2x2x1") else plan.SLACK
     assembly, found = bytes_agree(config, on(mesh, plan.tpu_devices(target)), target, slack=slack)
     if found.collectives is not None:  # which jaxlib can read depends on libtpu's version
         spanned = {axis for _, axes in found.collectives for axis in axes}

@@ -5,6 +5,7 @@ last of them differentiated, stable-max cross-entropy (in float64 here, as the o
 AdamATan2 and the average of the parameters.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -107,10 +108,10 @@ def make_theirs(c: trm.Config, params: PyTree, carry: PyTree, batch: steps.Batch
         "steps": torch.zeros(n, dtype=torch.int32),
         "halted": torch.ones(n, dtype=torch.bool),
     }
-    count = 0
+    counts = itertools.count(1)
 
     @torch.no_grad()
-    def update() -> None:
+    def update(count: int) -> None:
         for p, pm, pv, pe in zip(trained, m, v, ema, strict=True):
             assert p.grad is not None
             pm.lerp_(p.grad, 1 - B1)
@@ -121,8 +122,6 @@ def make_theirs(c: trm.Config, params: PyTree, carry: PyTree, batch: steps.Batch
             p.grad = None
 
     def step() -> float:
-        nonlocal count
-        count += 1
         done = slots["halted"]
         for name, start in first.items():
             slots[name] = torch.where(done[:, None, None], start, slots[name])
@@ -131,7 +130,7 @@ def make_theirs(c: trm.Config, params: PyTree, carry: PyTree, batch: steps.Batch
         taken = torch.where(done, 0, slots["steps"]) + 1
         loss, z_h, z_l, q = model(slots["z_h"], slots["z_l"], slots["inputs"], slots["labels"])
         loss.backward()
-        update()
+        update(next(counts))
         least = torch.where(torch.rand(n) < c.explore, torch.randint(2, c.halt_steps + 1, (n,)), 0)
         wants = (q > 0) & (taken >= least)
         slots.update(z_h=z_h, z_l=z_l, steps=taken, halted=(taken >= c.halt_steps) | wants)
