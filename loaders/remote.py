@@ -4,8 +4,8 @@ Files are copied in parts, several at once, first what a reader waits for: train
 says where their rows lie, and Parquet shards are waited for. A copy that was interrupted resumes where it stopped, unless the
 file has another tag since; a part that comes short is asked for again; where the store gives an MD5 or SHA-256, it is compared
 when the file is whole. Copies lie in $JAXTRAIN_CACHE/shards (or ~/.cache/jaxtrain/shards), a folder for each address. The limit
-is $JAXTRAIN_SHARDS_GB, 200 by default: beyond it, the address that was not used for longest is removed first, and none that a
-process uses. Private stores need credentials, where fsspec's file systems look for them.
+is $JAXTRAIN_SHARDS_GB, 200 by default: as bytes come beyond it, the address that was not used for longest is removed first, and
+none that a process uses. Private stores need credentials, where fsspec's file systems look for them.
 """
 
 import base64
@@ -19,7 +19,6 @@ import logging
 import os
 import pathlib
 import re
-import shutil
 import threading
 import time
 import urllib.parse
@@ -28,8 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaders import machine
+from loaders import machine, remote_room
 from loaders.base import DataError
+from loaders.remote_room import ABSENT, FAILED, HEAD, THERE, WANTED, beside
 
 log = logging.getLogger("jaxtrain")
 SCHEMES = ("gs", "s3", "hf", "https", "http")
@@ -37,17 +37,14 @@ EXTRAS = {"gs": "gcsfs", "s3": "s3fs", "hf": "huggingface_hub", "https": "aiohtt
 SUFFIXES = (".arrow", ".parquet", "/state.json", "/index.json")
 PART = 1 << 20  # [bytes] of a file that are there or not
 TOGETHER = 8  # parts asked for at once
-ABSENT, THERE, WANTED, FAILED = range(4)  # states of a part; these and HEAD equal those of rust/core/src/source/there.rs
-HEAD = 8  # [bytes] of a list of parts, before them: the size of a part
 POLL = 0.01  # [s] between looks at what is there
 MOST_ANSWER = 64 << 20  # [bytes] of a server's answer: a page of links, or parts of a file
 MOST_PAGES = 1000  # of links
 LINK = re.compile(r"""\bhref=["']([^"'<>\s]{1,2000})["']""", re.I)
-LONGEST_NAME = 240  # [bytes] that a file system takes, with what `_beside` adds to it
+LONGEST_NAME = 240  # [bytes] that a file system takes, with what `beside` adds to it
 TRIES = 6  # of a part, with longer and longer waits between them
 WAIT = 0.5  # [s] before the second try
 AT_ONCE = 8  # files
-LIMIT = 200  # [GB] unless $JAXTRAIN_SHARDS_GB says otherwise
 
 _held: dict[str, Any] = {}  # folders that this process uses: their open lock
 _copies: dict[str, "_Copy"] = {}  # folders that this process copies
@@ -118,7 +115,7 @@ def _begin(address: str, folder: pathlib.Path) -> None:
                     raise
                 log.warning("%s; the copy of before is used", error)  # without a network, too
                 return
-            _make_room(folder, sum(file.size for file in files), address)
+            room = remote_room.Room(folder, sum(file.size for file in files), address)
             (folder / ".address").write_text(address)
             wanted = {file.name for file in files}
             for path in folder.rglob("*"):  # of a file that the store has no longer
@@ -134,7 +131,7 @@ def _begin(address: str, folder: pathlib.Path) -> None:
             _held.pop(str(folder)).close()
             raise
     log.info("%s: %d of %d files are copied to %s, while the run begins", address, len(missing), len(files), folder)
-    _copies[str(folder)] = _Copy(system, missing, folder)
+    _copies[str(folder)] = _Copy(system, missing, folder, room)
 
 
 def _hold(folder: pathlib.Path) -> None:
@@ -189,12 +186,12 @@ def _list(address: str) -> tuple[Any, list[File]]:
     for path, info in about.items():
         name = os.path.relpath(path, above)
         odd = not name.isprintable() or max(len(os.fsencode(part)) for part in name.split("/")) > LONGEST_NAME
-        if odd or name.startswith(("..", "/")) or not isinstance(info.get("size"), int):
+        if odd or name.startswith(("..", "/")) or not isinstance(size := info.get("size"), int) or size < 0:
             raise DataError(f"{address}: the store gives no size of {path[:300]!r}, or a name that no file should have")
         tag = str(
             info.get("ETag") or info.get("etag") or info.get("blob_id") or info.get("mtime") or info.get("LastModified") or ""
         )
-        files.append(File(path, name, info["size"], f"{info['size']} {tag}", _digest(info)))
+        files.append(File(path, name, size, f"{size} {tag}", _digest(info)))
     names = {file.name for file in files}
     if both := next((name for name in names if not names.isdisjoint(map(str, pathlib.PurePath(name).parents))), ""):
         raise DataError(f"{address} has {both[:300]}, which lies in another file; name one of them")
@@ -251,34 +248,9 @@ def _digest(info: dict[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
-def _make_room(folder: pathlib.Path, needed: int, address: str) -> None:
-    """Removes addresses that were not used for longest until the new one fits. Raises DataError where it cannot."""
-    try:
-        limit = float(os.environ.get("JAXTRAIN_SHARDS_GB", LIMIT)) * 1e9
-    except ValueError:
-        raise DataError(f"JAXTRAIN_SHARDS_GB is {os.environ['JAXTRAIN_SHARDS_GB']!r}; expected a number") from None
-    remedy = "set JAXTRAIN_SHARDS_GB, or copy them by hand"
-    if needed > limit:
-        raise DataError(f"{address} holds {needed / 1e9:.1f} GB, and the cache may hold {limit / 1e9:.1f} GB; {remedy}")
-    others = [other for other in folder.parent.iterdir() if other.is_dir() and other != folder]
-    sizes = {other: sum(path.stat().st_size for path in other.rglob("*") if path.is_file()) for other in others}
-    for other in sorted(others, key=lambda other: (other / ".use").stat().st_mtime if (other / ".use").exists() else 0.0):
-        if sum(sizes.values()) + needed <= limit:
-            break
-        with contextlib.suppress(OSError), open(other / ".use", "a") as use:
-            fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(other)
-            del sizes[other]
-    if sum(sizes.values()) + needed > limit:
-        used = sum(sizes.values()) / 1e9
-        raise DataError(
-            f"{address} holds {needed / 1e9:.1f} GB; runs use {used:.1f} GB of the cache's {limit / 1e9:.1f}; {remedy}"
-        )
-
-
 def _prepare(file: File, folder: pathlib.Path) -> bool:
     """Makes room for a copy, unless it is there whole. Returns whether something of it is missing."""
-    place, note, parts = folder / file.name, *_beside(folder / file.name)
+    place, note, parts = folder / file.name, *beside(folder / file.name)
     place.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(note.read_text()) if note.is_file() else {}
     is_same = before == {"tag": file.tag} and place.is_file() and place.stat().st_size == file.size
@@ -297,20 +269,15 @@ def _prepare(file: File, folder: pathlib.Path) -> bool:
     return bool(n)
 
 
-def _beside(place: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """The tag of a copy, and which of its parts are there, until all are."""
-    return place.with_name(f".{place.name}.json"), place.with_name(f".{place.name}.parts")
-
-
 class _Copy:
     """Threads that copy what is missing of an address: what somebody waits for first, else in order.
 
     Of several processes one copies, and another goes on where that one ends.
     """
 
-    def __init__(self, system: Any, files: Sequence[File], folder: pathlib.Path):
+    def __init__(self, system: Any, files: Sequence[File], folder: pathlib.Path, room: remote_room.Room):
         self.error: DataError | None = None
-        self._system, self._files, self._folder = system, files, folder
+        self._system, self._files, self._folder, self._room = system, files, folder, room
         self._parts: dict[File, np.memmap] = {}
         self._taken: set[tuple[File, int]] = set()
         self._lock, self._done = threading.Lock(), threading.Event()
@@ -322,7 +289,7 @@ class _Copy:
 
     def wait(self, *, texts: bool = False) -> None:
         """Until all is there, or only the files that say what the others are. Raises DataError."""
-        named = [_beside(self._folder / file.name)[1] for file in self._files if file.name.endswith(".json")]
+        named = [beside(self._folder / file.name)[1] for file in self._files if file.name.endswith(".json")]
         while not self._done.wait(POLL if texts else None):
             if not any(parts.exists() for parts in named):
                 return
@@ -336,7 +303,7 @@ class _Copy:
         try:
             with _locked(self._folder / ".copy"):
                 for file in self._files:
-                    place, (_, parts) = self._folder / file.name, _beside(self._folder / file.name)
+                    place, (_, parts) = self._folder / file.name, beside(self._folder / file.name)
                     if not parts.exists():  # another process has ended it
                         continue
                     self._parts[file] = np.memmap(parts, np.uint8, "r+", HEAD)
@@ -361,6 +328,7 @@ class _Copy:
                 file, first, last = job
                 start, end = first * PART, min(last * PART, file.size)
                 data, place = _part(self._system, file, start, end), self._folder / file.name
+                self._room.take(len(data))
                 with open(place, "r+b") as out:
                     out.seek(start)
                     out.write(data)
@@ -395,7 +363,7 @@ class _Copy:
 
     def _end(self, file: File, place: pathlib.Path) -> None:
         """Compares a whole copy with the store's checksum. Raises DataError."""
-        note, parts = _beside(place)
+        note, parts = beside(place)
         if file.digest[0]:
             with open(place, "rb") as copied:
                 found = hashlib.file_digest(copied, file.digest[0]).hexdigest()

@@ -14,7 +14,7 @@ import corpus
 import object_store
 import pytest
 
-from loaders import remote, shards
+from loaders import remote, remote_room, shards
 from loaders.base import DataError, Rows
 from loaders.spectrogram import Config, facts, make_loader
 
@@ -30,6 +30,7 @@ class Store(http.server.ThreadingHTTPServer):
     def __init__(self, folder: pathlib.Path):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.asked, self.faults = folder, [], lambda path, n: None
+        self.claim = 0  # [bytes] that every file is said to have, where not 0
 
     @property
     def url(self) -> str:
@@ -74,7 +75,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def send(self, status: int, data: bytes, body: bool, headers: dict):
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+        size = self.server.claim if self.server.claim and not body else len(data)
+        for name, value in {**headers, "Content-Length": str(size)}.items():
             self.send_header(name, value)
         self.end_headers()
         if body:
@@ -206,6 +208,26 @@ def test_the_cache_is_bounded_and_what_is_in_use_stays(store, tmp_path, monkeypa
         remote.fetch(f"{store.url}/birds/train/")
 
 
+def test_what_a_server_claims_removes_nothing_until_it_comes(store, tmp_path, monkeypatch):
+    first = pathlib.Path(remote.fetch(f"{store.url}/birds/train/"))
+    whole = content(first)
+    size = sum(map(len, whole.values()))
+    remote._held.clear()
+    monkeypatch.setenv("JAXTRAIN_SHARDS_GB", str(2 * size / 1e9))
+    for claim, reason in ((3 * size, "and the cache may hold"), (int(1.9 * size), "cannot be had after 6 tries .*bytes came")):
+        store.claim = claim
+        with pytest.raises(DataError, match=reason):
+            remote.fetch(f"{store.url}/birds/test/")
+        assert content(first) == whole
+
+
+@pytest.mark.parametrize("limit", ["nan", "-1", "much"])
+def test_a_limit_of_the_cache_is_a_number(tmp_path, monkeypatch, limit):
+    monkeypatch.setenv("JAXTRAIN_SHARDS_GB", limit)
+    with pytest.raises(DataError, match=f"JAXTRAIN_SHARDS_GB is '{limit}'; expected a number"):
+        remote_room.Room(tmp_path, 1, "https://x")
+
+
 def test_a_copy_serves_without_a_network(store, caplog):
     address = f"{store.url}/birds/train/"
     folder = remote.fetch(address)
@@ -264,5 +286,5 @@ def test_a_wrong_checksum_is_refused(tmp_path):
     file = remote.File("bucket/a.arrow", "a.arrow", 100, "t", ("md5", "0" * 32))
     assert remote._prepare(file, tmp_path)
     with pytest.raises(DataError, match="the store says 0000"):
-        remote._Copy(System(), [file], tmp_path).wait()
+        remote._Copy(System(), [file], tmp_path, remote_room.Room(tmp_path, 100, "gs://bucket")).wait()
     assert not [path for path in tmp_path.iterdir() if "a.arrow" in path.name]

@@ -1,0 +1,103 @@
+"""The room of copies of remote shards: other copies make place as bytes come, never for what a server says will come."""
+
+import contextlib
+import fcntl
+import math
+import os
+import pathlib
+import shutil
+import threading
+
+from loaders.base import DataError
+
+ABSENT, THERE, WANTED, FAILED = range(4)  # states of a part; these and HEAD equal those of rust/core/src/source/there.rs
+HEAD = 8  # [bytes] of a list of parts, before them: the size of a part
+LIMIT = 200  # [GB] unless $JAXTRAIN_SHARDS_GB says otherwise
+LOOKS = 64  # at what the cache holds, of other processes, too, while as much comes as it may hold
+REMEDY = "set JAXTRAIN_SHARDS_GB, or copy them by hand"
+
+
+class Room:
+    """The bytes that the copies beside ``folder`` and in it may still take."""
+
+    def __init__(self, folder: pathlib.Path, needed: int, address: str):
+        """Raises DataError where ``needed`` bytes of an address cannot fit, whatever is removed; removes nothing for them."""
+        text = os.environ.get("JAXTRAIN_SHARDS_GB", str(LIMIT))
+        try:
+            limit = float(text) * 1e9
+        except ValueError:
+            limit = math.nan
+        if not limit >= 0:
+            raise DataError(f"JAXTRAIN_SHARDS_GB is {text!r}; expected a number")
+        self._folder, self._address, self._limit = folder, address, limit
+        self._lock, self._left = threading.Lock(), 0.0
+        if needed > limit:
+            raise DataError(f"{address} holds {needed / 1e9:.1f} GB, and the cache may hold {limit / 1e9:.1f} GB; {REMEDY}")
+        used = sum(_bytes(other, claimed=True) for other in self._others() if _in_use(other))
+        if used + needed > limit:
+            there = f"runs use {used / 1e9:.1f} GB of the cache's {limit / 1e9:.1f}"
+            raise DataError(f"{address} holds {needed / 1e9:.1f} GB; {there}; {REMEDY}")
+        self.take(0)
+
+    def take(self, n: int) -> None:
+        """Makes room for ``n`` bytes that have come: removes what was not used for longest. Raises DataError if that fails."""
+        with self._lock:
+            if n > self._left or not n:
+                self._left = min(self._free(n), max(n, self._limit / LOOKS))
+            self._left -= n
+
+    def _free(self, n: int) -> float:
+        sizes = {place: _bytes(place) for place in (self._folder, *self._others())}
+        for other in sorted(sizes.keys() - {self._folder}, key=_last_use):
+            if sum(sizes.values()) + n <= self._limit:
+                break
+            with contextlib.suppress(OSError), open(other / ".use", "a") as use:
+                fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other)
+                del sizes[other]
+        free = self._limit - sum(sizes.values())
+        if n and free < n:
+            raise DataError(f"{self._address} does not fit: runs use the cache's {self._limit / 1e9:.1f} GB; {REMEDY}")
+        return free
+
+    def _others(self) -> list[pathlib.Path]:
+        return [other for other in self._folder.parent.iterdir() if other.is_dir() and other != self._folder]
+
+
+def beside(place: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """The tag of a copy, and which of its parts are there, until all are."""
+    return place.with_name(f".{place.name}.json"), place.with_name(f".{place.name}.parts")
+
+
+def _last_use(folder: pathlib.Path) -> float:
+    try:
+        return (folder / ".use").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _in_use(folder: pathlib.Path) -> bool:
+    """Whether a process, this one too, has a copy mapped."""
+    try:
+        with open(folder / ".use") as use:
+            fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _bytes(folder: pathlib.Path, *, claimed: bool = False) -> int:
+    """What a copy takes on the disk; or will take, as its store claims: a file has all of its length from the beginning."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # of another process, which removes it
+            if path.is_file():
+                size, (_, parts) = path.stat().st_size, beside(path)
+                total += size if claimed or not parts.is_file() else min(size, _there(parts.read_bytes()))
+    return total
+
+
+def _there(parts: bytes) -> int:
+    return int.from_bytes(parts[:HEAD], "little") * parts[HEAD:].count(THERE)
