@@ -21,6 +21,7 @@ batch + r) is place s mod n of its epoch s // n (`loaders.order`). Its augmentat
 import functools
 import hashlib
 import logging
+import math
 import os
 import pathlib
 import time
@@ -335,21 +336,28 @@ def _singles(inputs: np.ndarray, labels: np.ndarray, rating: np.ndarray) -> Puzz
 def _read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puzzles:
     try:
         text = pyarrow.csv.ConvertOptions(column_types={"question": "string", "answer": "string"})
-        table = pyarrow.csv.read_csv(path, convert_options=text)
+        with files.regular(files.inside(path.parent, path.name)) as file:
+            table = pyarrow.csv.read_csv(file, convert_options=text)
         questions, answers = (table[name].to_pylist() for name in ("question", "answer"))
-        rating = np.asarray(table["rating"]) if "rating" in table.column_names else np.zeros(len(questions))
+        rating = np.zeros(len(questions)) if "rating" not in table.column_names else np.asarray(table["rating"]).astype(float)
     except (KeyError, OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}; expected the columns source, question, answer, rating") from error
+        if isinstance(error, files.FileError):
+            raise
+        raise DataError(f"{path}: {files.said(error)}; expected the columns source, question, answer, rating") from error
+    if not (np.abs(rating) < 2**53).all():
+        raise DataError(f"{path}: the rating of row {int(np.argmin(np.abs(rating) < 2**53))} is no number")
     chosen = np.arange(len(questions))
     if draw and draw < len(chosen):
         chosen = np.sort(order.permutation(seed, 0, len(chosen), np.arange(draw)))
     side = KINDS[source.kind]
+    if not side:
+        raise DataError(f"{path} is a table, and mazes are in {path.stem}/all__inputs.npy")
     sides = []
     for texts in (questions, answers):
         picked = [texts[i] for i in chosen]
         if (wrong := next((i for i, t in zip(chosen, picked, strict=True) if len(t or "") != side * side), None)) is not None:
             raise DataError(f"{path}: row {wrong} has {len(texts[wrong] or '')} characters; expected {side * side}")
-        codes = np.frombuffer("".join(picked).replace(".", "0").encode(), np.uint8).reshape(len(picked), side * side)
+        codes = np.frombuffer("".join(picked).replace(".", "0").encode("ascii", "replace"), np.uint8).reshape(-1, side * side)
         if ((codes < ord("0")) | (codes > ord("0") + side)).any():
             raise DataError(f"{path} has characters other than . and 0 to {side}")
         sides.append(codes - ord("0") + 1)
@@ -369,8 +377,12 @@ def _read_npy(folder: pathlib.Path, source: Source) -> Puzzles:
         if x.ndim != (2 if name in names[:2] else 1) or x.dtype.kind not in "iu" or not len(x):
             raise DataError(f"{folder}: all__{name}.npy holds {x.dtype} {x.shape}; expected integers")
     inputs, labels, ids, puzzles, groups = loaded
-    symbols = n_symbols(source.kind)
+    symbols, cells = n_symbols(source.kind), inputs.shape[1]
+    side = KINDS[source.kind] or math.isqrt(cells)
     for name, x in (("inputs", inputs), ("labels", labels)):
+        if not 0 < x.shape[1] == side * side == cells:
+            expected = f"{side * side}" if KINDS[source.kind] else f"a square, and the {cells} of all__inputs.npy"
+            raise DataError(f"{folder}: all__{name}.npy has {x.shape[1]} cells in a row; expected {expected}")
         if x.max() >= symbols or x.min() < 0:
             raise DataError(
                 f"{folder}: all__{name}.npy has symbols {x.min()} to {x.max()}; a {source.kind} has 0 to {symbols - 1}"

@@ -219,11 +219,23 @@ def test_a_csv_is_drawn_from_and_its_mistakes_are_named(tmp_path):
         ([("0", "." * 15, answer, 0)], "row 0 has 15 characters"),
         ([("0", "2" + answer[1:], answer, 0)], "row 0 .* does not solve its question"),
         ([("0", "7" + answer[1:], answer, 0)], "other than . and 0 to 4"),
+        ([("0", "²" + answer[1:], answer, 0)], "other than . and 0 to 4"),
+        ([("0", answer, answer, "hard")], "could not convert string to float"),
+        ([("0", answer, answer, 0), ("0", answer, answer, "1e30")], "the rating of row 1 is no number"),
     ):
         write_csv(tmp_path, broken)
         sudoku._split.cache_clear()
         with pytest.raises(DataError, match=message):
             sudoku._split(source, 0, "train")
+
+
+@pytest.mark.parametrize("kind, shape", [("sudoku4", (5, 0)), ("sudoku4", (5, 15)), ("maze", (5, 15)), ("maze", (5, 0))])
+def test_boards_have_the_cells_of_their_kind(tmp_path, kind, shape):
+    (tmp_path / "train").mkdir()
+    for name in ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices"):
+        np.save(tmp_path / "train" / f"all__{name}.npy", np.zeros(shape if name in ("inputs", "labels") else 5, np.uint8))
+    with pytest.raises(DataError, match=f"all__inputs.npy has {shape[1]} cells in a row; expected "):
+        sudoku._split(sudoku.Source(kind=kind, path=str(tmp_path)), 0, "train")
 
 
 def test_groups_of_a_folder_give_one_row_in_an_epoch(tmp_path):
