@@ -241,10 +241,12 @@ class Checkpointer:
 
     def _damage(self, path: epath.Path) -> str:
         """Describes the damage that a step's checksums show; "" if there is none. Process 0 reads them for all."""
-        if not self._config.checkpoint.verify or jax.process_index() != 0:
+        if jax.process_index() != 0:
             return ""
         try:
             stored.check_files(path)
+            if not self._config.checkpoint.verify:
+                return ""
             return "; ".join(checksums.verify(path))
         except checksums.NoManifest:
             log.info("checkpoint %s has no checksums: the run was killed between its last two renames, or wrote none", path)

@@ -36,6 +36,7 @@ CARRY = "carry/"  # what paths of a carry begin with, in a step and in an export
 INDEX = "model.safetensors.index.json"
 CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
 MOST_HEADER = 100_000_000  # [bytes] of a file of safetensors: the format's own bound
+LARGE = 256 << 20  # [bytes] of a file of a checkpoint whose size is looked into
 MOST_CHUNKS = 1_000_000  # of an array
 MOST_DIMENSIONS = 32  # of an array
 Index = tuple[slice, ...]  # one slice per dimension; () = everything
@@ -173,7 +174,8 @@ def inside(folder: epath.Path, name: Any) -> epath.Path:
 def check_files(folder: epath.Path) -> None:
     """Raises StoredError unless everything below a folder is a regular file or a folder, inside of it.
 
-    Orbax and tensorstore open what they find there, and would wait for a pipe.
+    Orbax and tensorstore open what they find there, and would wait for a pipe. Most files they read whole, and end the process
+    where one does not fit in memory; a sparse file has any size, and takes no space on the disk.
     """
     if "://" in os.fspath(folder):
         return
@@ -181,11 +183,42 @@ def check_files(folder: epath.Path) -> None:
         for name in (*folders, *names):
             path = inside(folder, os.path.relpath(os.path.join(where, name), folder))
             try:
-                mode = os.stat(path).st_mode
+                found = os.stat(path)
             except OSError as error:
                 raise StoredError(f"{path} cannot be read: {error.strerror}") from error
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
                 raise StoredError(f"{path} is a pipe or a device; expected files and folders alone")
+            if found.st_size > LARGE and stat.S_ISREG(found.st_mode) and found.st_size > (most := _most_bytes(path, folder)):
+                raise StoredError(f"{path} has {found.st_size:,} bytes, and what it holds takes at most {int(most):,}")
+
+
+def _most_bytes(path: epath.Path, folder: epath.Path) -> float:
+    """How long a file of a checkpoint below ``folder`` may be, if tensorstore reads it whole; else infinity.
+
+    Raises StoredError for what describes an array, and is damaged.
+
+    Not bounded are OCDBT's files of data, of which it reads the part that it needs, and what other programs put there.
+    """
+    if path.name.startswith(("manifest.", "_", ".z", "zarr.json")) or path.parent.name == "array_metadatas":
+        return LARGE  # they describe arrays, in kilobytes
+    for place in path.parents:
+        if (place / ".zarray").exists():
+            about = read_object(place, ".zarray")
+            kind = re.fullmatch("[<>|][a-zA-Z]([0-9]{1,3})", str(about.get("dtype")))
+            needed = _elements(about.get("chunks")) * (int(kind[1]) if kind else 16)
+            return needed + needed // 64 + LARGE  # what does not get smaller gets a little longer
+        if (place / "zarr.json").exists():
+            grid = read_object(place, "zarr.json").get("chunk_grid")
+            grid = grid.get("configuration") if isinstance(grid, dict) else None
+            n = _elements(grid.get("chunk_shape") if isinstance(grid, dict) else None)
+            return 80 * n + LARGE  # a file of chunks and their places, which may have an element each
+        if place == folder:
+            break
+    return math.inf
+
+
+def _elements(shape: Any) -> int:
+    return math.prod(shape) if _is_shape(shape) else 0  # which tensorstore does not read either
 
 
 def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:

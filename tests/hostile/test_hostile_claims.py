@@ -12,6 +12,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from etils import epath
 
 from jaxtrain import cli, console
 from jaxtrain.checkpoint import read as stored
@@ -85,6 +86,36 @@ def test_a_sparse_file_is_not_read_into_more_memory_than_there_is(tmp_path, caps
     safetensors(tmp_path, {"a": {"dtype": "U8", "shape": [1, 1 << 30], "data_offsets": [0, 1 << 30]}}, 1 << 30)
     assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
     assert "a: cannot be read: " in (out := capsys.readouterr().out) and "this machine has 1,048,576" in out
+
+
+@pytest.mark.parametrize(
+    "name, size, ok",
+    [
+        ("a/0.0", 10 << 30, False),
+        ("a/0.0", (1 << 30) + (1 << 24), True),  # a chunk that does not get smaller, however few blocks the disk gave it
+        ("b/c/0", 10 << 30, False),
+        ("b/zarr.json", 10 << 30, False),
+        ("manifest.ocdbt", 10 << 30, False),
+        ("array_metadatas/process_0", 10 << 30, False),
+        ("ocdbt.process_0/d/4f", 10 << 30, True),  # of which parts are read
+    ],
+)
+def test_a_sparse_file_is_not_given_to_tensorstore_whole(tmp_path, name, size, ok):
+    for folder, about in (
+        ("a", {".zarray": {"chunks": [1 << 20, 256], "dtype": "<f4"}}),
+        ("b", {"zarr.json": {"chunk_grid": {"configuration": {"chunk_shape": [4, 6]}}}}),
+    ):
+        (tmp_path / folder).mkdir()
+        for file, content in about.items():
+            (tmp_path / folder / file).write_text(json.dumps(content))
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.truncate(size)
+    if ok:
+        return stored.check_files(epath.Path(tmp_path))
+    with pytest.raises(stored.StoredError, match=f"{path} has 10,737,418,240 bytes, and what it holds takes at most "):
+        stored.check_files(epath.Path(tmp_path))
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
