@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain import jsonl
-from jaxtrain.owner import WorkdirError
+from jaxtrain.owner import WorkdirError, who
 
 log = logging.getLogger("jaxtrain")
 
@@ -353,8 +353,8 @@ def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:
 
 def _queued(began: float, before: Sequence[Start]) -> float:
     """Seconds before this start in a scheduler's queue: since it was submitted, or, of a job started again, since it ended."""
-    submitted, restarts = os.environ.get("JAXTRAIN_SUBMITTED", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
-    if before and restarts.isdecimal() and int(restarts):
+    submitted = os.environ.get("JAXTRAIN_SUBMITTED", "")
+    if before and who.restarts():
         return round(max(began - before[-1].now, 0.0), 3)
     if re.fullmatch(r"\d{9,11}", submitted):
         return round(max(began - max(int(submitted), before[-1].now if before else 0), 0.0), 3)

@@ -23,6 +23,8 @@ from jaxtrain.cluster import rendezvous
 
 VARIABLES = ("JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS")
 NUMBER = "[0-9]{1,9}"
+HOST = r"[\w\[:][\w.:%\[\]-]{0,253}"  # or its address
+LONGEST_JOB = 200  # [characters] of its name
 MOST_NODES = 1_000_000
 SECRET = "JAXTRAIN_SECRET"
 SHORTEST = 16  # [characters] of a secret: fewer could be found by trying
@@ -65,6 +67,7 @@ def from_environment(environment: Mapping[str, str], *, gpus: int = 0, metadata:
     given = {name: environment[name] for name in VARIABLES if environment.get(name)}
     try:
         launched = _open_mpi(environment, gpus) or _slurm(environment, gpus) or _tpu(environment, metadata or {})
+        launched = launched and _checked(launched)
     except ClusterError:
         raise
     except (ValueError, IndexError, ZeroDivisionError) as error:
@@ -75,13 +78,40 @@ def from_environment(environment: Mapping[str, str], *, gpus: int = 0, metadata:
         ]
         raise ClusterError([f"the launcher's variables are no numbers, or too large ({error}): {', '.join(named)}"]) from error
     if launched and launched.processes > 1 and set(given) == {VARIABLES[0]}:
-        return launched._replace(coordinator=_address(given[VARIABLES[0]]))
+        return _checked(launched._replace(coordinator=_address(given[VARIABLES[0]])))
     if given:
-        return _explicit(given)
+        return _checked(_explicit(given))
     if launched and launched.processes > 1 and not launched.coordinator:
         remedy = "pass it on with mpirun -x JAXTRAIN_COORDINATOR=host:port"
         raise ClusterError([f"{launched.launcher} does not say where process 0 runs; {remedy}"])
     return launched or Cluster()
+
+
+def _checked(found: Cluster) -> Cluster:
+    """The cluster. Raises ClusterError for one that cannot be, whoever's variables it is from."""
+    host = found.coordinator.rpartition(":")[0]
+    problems = []
+    if not 0 <= found.process < found.processes:
+        problems.append(f"process {found.process} of {found.processes} does not exist; processes are numbered from 0")
+    if found.coordinator and not re.fullmatch(HOST, host):
+        problems.append(f"{found.launcher}: {host[:80]!r}, where process 0 is to be, is no name of a host")
+    if len(found.job) > LONGEST_JOB or not found.job.isprintable():
+        problems.append(f"{found.launcher}: {found.job[:80]!r} is no name of a job")
+    if problems:
+        raise ClusterError(problems)
+    return found
+
+
+def _plain(name: str) -> str:
+    """A name as it may be in a message."""
+    return name[:80] if name.isprintable() else ascii(name[:80])
+
+
+def _number(text: str) -> int:
+    """A number that is not negative. Raises ValueError."""
+    if not re.fullmatch(NUMBER, text):
+        raise ValueError(f"{text[:80]!r} is not a number of at most 9 digits")
+    return int(text)
 
 
 def secret_of(environment: Mapping[str, str], coordinator: str) -> str:
@@ -119,8 +149,6 @@ def _explicit(given: Mapping[str, str]) -> Cluster:
     except ClusterError as error:
         problems += error.problems
     processes, process = numbers.values()
-    if not problems and not 0 <= process < processes:
-        problems.append(f"process {process} of {processes} does not exist; processes are numbered from 0")
     if problems:
         raise ClusterError(problems)
     return Cluster(processes, process, address if processes > 1 else "", launcher="JAXTRAIN variables")
@@ -129,7 +157,7 @@ def _explicit(given: Mapping[str, str]) -> Cluster:
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch(NUMBER, port) or not 0 < int(port) < 65536:
-        raise ClusterError([f"{VARIABLES[0]}={text!r} is not host:port; write for example 10.0.0.1:27508"])
+        raise ClusterError([f"{VARIABLES[0]}={text[:80]!r} is not host:port; write for example 10.0.0.1:27508"])
     return text
 
 
@@ -137,7 +165,7 @@ def _open_mpi(environment: Mapping[str, str], gpus: int) -> Cluster | None:
     names = {key: f"OMPI_COMM_WORLD_{key}" for key in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")}
     if not all(environment.get(name, "").isdecimal() for name in names.values()):
         return None
-    size, rank, local_size, local_rank = (int(environment[name]) for name in names.values())
+    size, rank, local_size, local_rank = (_number(environment[name]) for name in names.values())
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")  # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
     job = environment.get("PMIX_NAMESPACE") or uri.partition(";")[0] or environment.get("OMPI_MCA_ess_base_jobid", "")
     launched_at = re.search(r"tcp://([^,:]+)|tcp6://(\[[^\],]+)", uri)
@@ -157,16 +185,15 @@ def _slurm(environment: Mapping[str, str], gpus: int) -> Cluster | None:
     names = ("STEP_ID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "PROCID", "LOCALID", "NODEID")
     values = {name: environment.get(f"SLURM_{name}", "") for name in names}
     if missing := [f"SLURM_{name}" for name, value in values.items() if not value]:
-        note = (
-            f"this process is not a task of a step of SLURM job {environment['SLURM_JOB_ID']} ({', '.join(missing)} not set), "
-        )
-        return Cluster(note=note + "so the run has one process; start several with srun")
-    tasks, process = int(values["STEP_NUM_TASKS"]), int(values["PROCID"])
+        note = f"this process is not a task of a step of SLURM job {_plain(environment['SLURM_JOB_ID'])} "
+        return Cluster(note=note + f"({', '.join(missing)} not set), so the run has one process; start several with srun")
+    tasks, process = _number(values["STEP_NUM_TASKS"]), _number(values["PROCID"])
     job = f"{environment['SLURM_JOB_ID']}.{values['STEP_ID']}.{environment.get('SLURM_RESTART_COUNT', '0')}"
-    local = _tasks_per_node(values["STEP_TASKS_PER_NODE"])[int(values["NODEID"])]
+    local = _tasks_per_node(values["STEP_TASKS_PER_NODE"])[_number(values["NODEID"])]
     host = "127.0.0.1" if local == tasks else first_host(values["STEP_NODELIST"])
-    name = f"process {process} of {tasks} (on {environment.get('SLURMD_NODENAME', 'its node')})"
-    own = _own_gpus(environment, gpus, int(environment.get("SLURM_GPUS_ON_NODE") or 0), local, int(values["LOCALID"]), name)
+    name = f"process {process} of {tasks} (on {_plain(environment.get('SLURMD_NODENAME', 'its node'))})"
+    allocated = _number(environment.get("SLURM_GPUS_ON_NODE") or "0")
+    own = _own_gpus(environment, gpus, allocated, local, _number(values["LOCALID"]), name)
     return Cluster(tasks, process, f"{host}:{_port(job)}" if tasks > 1 else "", own, "SLURM", job)
 
 
@@ -174,13 +201,13 @@ def first_host(nodes: str) -> str:
     """Returns the first host of a SLURM node list: node[003-007,12],gpu1 → node003."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if not first:
-        raise ClusterError([f"the SLURM node list {nodes!r} is empty"])
+        raise ClusterError([f"the SLURM node list {nodes[:80]!r} is empty"])
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
 def _tasks_per_node(text: str) -> list[int]:
     """2(x3),1 → [2, 2, 2, 1]"""
-    found = [(int(n), int(times or 1)) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)]
+    found = [(_number(n), _number(times or "1")) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)]
     if sum(times for _, times in found) > MOST_NODES:
         raise ValueError(f"more than {MOST_NODES} nodes")
     return [n for n, times in found for _ in range(times)]
@@ -203,10 +230,10 @@ def _tpu(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster
     if not hosts or not worker.isdecimal():
         return None
     workers = [_tpu_host(host) for host in hosts.split(",")]
-    slices, own = int(settings.get("MEGASCALE_NUM_SLICES") or 1), int(settings.get("MEGASCALE_SLICE_ID") or 0)
+    slices, own = _number(settings.get("MEGASCALE_NUM_SLICES") or "1"), _number(settings.get("MEGASCALE_SLICE_ID") or "0")
     leader = settings.get("MEGASCALE_COORDINATOR_ADDRESS")
     first = _tpu_host(leader) if leader else workers[0]
-    process, processes = own * len(workers) + int(worker), slices * len(workers)
+    process, processes = own * len(workers) + _number(worker), slices * len(workers)
     if process >= processes:
         raise ClusterError([f"TPU worker {worker} of slice {own} does not exist: {slices} × {len(workers)} are listed"])
     return Cluster(processes, process, f"{first}:{TPU_PORT}" if processes > 1 else "", launcher="TPU pod")

@@ -45,7 +45,7 @@ class Who:
 
 def here() -> Who:
     """Returns this process, with a new token."""
-    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    job = os.environ.get("SLURM_JOB_ID", "")
     return Who(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
@@ -54,9 +54,15 @@ def here() -> Who:
         boot=_boot_id(),
         namespace=_namespace(),
         since=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        job=os.environ.get("SLURM_JOB_ID", ""),
-        restarts=int(restarts) if restarts.isdecimal() else 0,
+        job=job if _is_plain(job) else "",
+        restarts=restarts(),
     )
+
+
+def restarts() -> int:
+    """How often SLURM has requeued this job; 0 where it does not say."""
+    text = os.environ.get("SLURM_RESTART_COUNT", "")
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def parse(content: bytes) -> Who | None:
@@ -69,8 +75,12 @@ def parse(content: bytes) -> Who | None:
     if any(type(value) is not kind for kind, value in known.values()):  # exactly: True is no process number
         return None
     who = Who(**{name: value for name, (_, value) in known.items()})
-    plain = all(text.isprintable() and len(text) < 300 for text in (who.host, who.since, who.job, who.boot, who.namespace))
+    plain = all(map(_is_plain, (who.host, who.since, who.job, who.boot, who.namespace)))
     return who if plain and re.fullmatch("[0-9a-f]{32}", who.token) and 0 < who.pid < 1 << 31 else None
+
+
+def _is_plain(text: str) -> bool:
+    return text.isprintable() and len(text) < 300
 
 
 def is_gone(other: Who, me: Who) -> bool | None:

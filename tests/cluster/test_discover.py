@@ -4,6 +4,7 @@ import pytest
 
 from jaxtrain.cluster import discover
 from jaxtrain.cluster.discover import PORTS, Cluster, ClusterError, first_host, from_environment
+from jaxtrain.owner import who
 
 C, N, I = "JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS"
 
@@ -92,6 +93,7 @@ def test_a_slurm_step_has_its_first_node_as_coordinator_and_a_port_of_its_own():
         ("node[12,001]", "node12"),
         ("r[1-2]n[03-04],x", "r1n03"),
         ("gpu-a[2-4].cluster.org,b", "gpu-a2.cluster.org"),
+        ("node[1-1000000000]", "node1"),
     ],
 )
 def test_first_host(nodes, first):
@@ -218,13 +220,35 @@ STEP = {
         {"SLURM_NODEID": "7"},
         {"SLURM_STEP_TASKS_PER_NODE": "1(x999999999999)"},
         {"SLURM_STEP_TASKS_PER_NODE": "none"},
-        {"SLURM_GPUS_ON_NODE": "x"},
+        {"SLURM_GPUS_ON_NODE": "1e30"},
+        {"SLURM_STEP_NUM_TASKS": "nan"},
+        {"SLURM_STEP_NUM_TASKS": "0"},
+        {"SLURM_PROCID": "-1"},
+        {"SLURM_PROCID": "2"},
+        {"SLURM_NODEID": "-1"},
+        {"SLURM_STEP_NODELIST": "a\nb[1-2]"},
+        {"SLURM_STEP_NODELIST": "-h"},
+        {"SLURM_STEP_ID": "\x1b[31m"},
+        {"SLURM_RESTART_COUNT": "9" * 5000},
         {"JAXTRAIN_PROCESSES": "9" * 5000, "JAXTRAIN_PROCESS": "0", "JAXTRAIN_COORDINATOR": "a:1"},
         {"JAXTRAIN_PROCESSES": "2", "JAXTRAIN_PROCESS": "0", "JAXTRAIN_COORDINATOR": "a:" + "9" * 5000},
     ],
     ids=lambda changes: str(changes)[:50],
 )
-def test_variables_that_are_no_numbers_are_one_message(changes):
+def test_variables_that_make_no_sense_are_one_message(changes):
     with pytest.raises(discover.ClusterError) as raised:
         discover.from_environment({**STEP, **changes})
-    assert len(raised.value.problems) == 1
+    [problem] = raised.value.problems
+    assert problem.isprintable() and len(problem) < 700
+
+
+def test_a_job_with_an_odd_name_is_one_process_with_a_printable_reason():
+    assert "SLURM job 'a\\nb'" in (note := from_environment({"SLURM_JOB_ID": "a\nb"}).note) and note.isprintable()
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "1e30", "-1", "nan", "٣\n", ""])
+def test_an_owner_of_a_workdir_can_be_read_whatever_slurm_says(monkeypatch, text):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", text)
+    monkeypatch.setenv("SLURM_JOB_ID", f"{text}\n")
+    me = who.here()
+    assert who.parse(me.to_json()) == me and not me.job and not me.restarts
