@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from loaders import files as files_lib
 from loaders import machine, remote_room
 from loaders.base import DataError
 from loaders.remote_room import ABSENT, FAILED, HEAD, THERE, WANTED, beside
@@ -252,7 +253,9 @@ def _prepare(file: File, folder: pathlib.Path) -> bool:
     """Makes room for a copy, unless it is there whole. Returns whether something of it is missing."""
     place, note, parts = folder / file.name, *beside(folder / file.name)
     place.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(note.read_text()) if note.is_file() else {}
+    before: dict[str, Any] = {}
+    with contextlib.suppress(files_lib.FileError):  # none, or one that a kill cut short
+        before = files_lib.read_json(note)
     is_same = before == {"tag": file.tag} and place.is_file() and place.stat().st_size == file.size
     if is_same and not parts.exists():
         return False

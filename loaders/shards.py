@@ -216,8 +216,8 @@ def note_root(folder: pathlib.Path, root: str) -> None:
 
 def _noted_root(folder: pathlib.Path) -> str:
     try:
-        return _note_of(folder).read_text()
-    except (OSError, ValueError):
+        return files.read_text(_note_of(folder), most=files.MOST_JSON)
+    except files.FileError:
         return ""
 
 

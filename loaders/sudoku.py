@@ -25,7 +25,6 @@ import math
 import os
 import pathlib
 import time
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -306,11 +305,11 @@ def _kept(source: Source, seed: int) -> dict[str, Puzzles]:
     name = f"{source.kind}-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.npz"
     path = machine.cache_folder("puzzles", name)
     try:
-        with np.load(path) as arrays:
-            splits = {s: Puzzles(*(arrays[f"{s}_{field}"] for field in Puzzles._fields)) for s in ("train", "test")}
+        arrays = files.arrays(path, most=machine.most_memory())
+        splits = {s: Puzzles(*(arrays[f"{s}_{field}"] for field in Puzzles._fields)) for s in ("train", "test")}
         if [len(splits[s].inputs) for s in ("train", "test")] == [source.n_train, source.n_test]:
             return splits
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except (files.FileError, KeyError):
         pass  # none yet, or a damaged file, which is replaced
     began = time.perf_counter()
     splits = generate(source, seed)

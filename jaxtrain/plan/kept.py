@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loaders import machine
+from loaders import files, machine
 
 LIMIT = 1 << 29  # [bytes] of all files together; those that were not asked for longest are removed
+MOST = 2 << 30  # [bytes] of a file that are unpacked
 FOLDER = "plans"
 
 
@@ -35,6 +36,9 @@ class Said(NamedTuple):
     refusal: str = ""  # why there is no program: it does not fit
 
 
+KINDS = (int, int, int, int | float, str | None, str)  # of its entries
+
+
 def key(program: str, devices: Sequence[Any], options: Mapping[str, Any], versions: str) -> str:
     """Hexadecimal: what decides the compiler's answer. ``program``: as lowered; ``versions``: of the compilers."""
     placed = [(device.id, getattr(device, "coords", None), device.process_index) for device in devices]
@@ -47,9 +51,13 @@ def find(name: str) -> Said | None:
     """What was said of the program of this key."""
     path = machine.cache_folder(FOLDER, f"{name}.json.gz")
     try:
-        said = Said(**json.loads(gzip.decompress(path.read_bytes())))
+        unpacker = zlib.decompressobj(wbits=31)
+        text = unpacker.decompress(files.read(path, most=LIMIT), MOST)
+        said = Said(**files.parse(text.decode(), str(path)))
+        if not unpacker.eof or not all(map(isinstance, said, KINDS)):
+            return None
         os.utime(path)
-    except (OSError, EOFError, ValueError, TypeError, zlib.error):  # none, or no whole one
+    except (OSError, ValueError, TypeError, zlib.error):  # none, or no whole one
         return None
     return said
 
