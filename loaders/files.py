@@ -42,6 +42,12 @@ class FileError(DataError):
         super().__init__(message.replace("\n", "\\n"))  # a name may have lines, which would be read as others' messages
 
 
+class Found(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
+    """A path that `inside` has looked at. What lies there is looked at again once it is open: it may have been exchanged."""
+
+    within: pathlib.Path | None = None  # the folder that it must lie in, without links; None: wherever it leads
+
+
 def home(folder: pathlib.Path) -> pathlib.Path:
     """The folder that the files of ``folder`` must lie in: itself, or the repository of a snapshot in the Hub's cache."""
     for place in (folder, *folder.parents):
@@ -61,18 +67,27 @@ def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str 
     if not isinstance(name, str) or not name or "\0" in name:
         raise FileError(f"{folder} has a file that names {str(name)[:80]!r}; expected the name of a file in that folder")
     place = folder / name
+    found = Found(place)
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(place)  # a name that no file can have
         if links:
             is_inside = _lexical(place).is_relative_to(_lexical(folder))
         else:
-            is_inside = place.resolve().is_relative_to(home(folder.absolute()).resolve())
+            found.within = home(folder.absolute()).resolve()
+            is_inside = place.resolve().is_relative_to(found.within)
     except (OSError, RuntimeError) as error:  # a loop of links
         raise FileError(f"{str(place)[:300]}: {getattr(error, 'strerror', None) or error}") from error
     if not is_inside:
         raise FileError(f"{place} leads out of {folder}, and is not read{remedy}")
-    return place
+    return found
+
+
+def as_found(found: pathlib.Path, kind: type) -> Any:
+    """What `inside` has found, as a path of another kind."""
+    path = kind(found)
+    path.within = getattr(found, "within", None)
+    return path
 
 
 @contextlib.contextmanager
@@ -111,6 +126,7 @@ def opened(path: os.PathLike) -> BinaryIO:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)  # it may have become a pipe
         try:
             _check_regular(path, os.fstat(descriptor))
+            _check_place(path, descriptor)
             return os.fdopen(descriptor, "rb")
         except BaseException:
             os.close(descriptor)
@@ -192,6 +208,19 @@ def _check_regular(path: os.PathLike, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         raise FileError(f"{path} is {kinds.get(stat.S_IFMT(found.st_mode), 'a device')}; expected a regular file")
+
+
+def _check_place(path: os.PathLike, descriptor: int) -> None:
+    """Raises FileError where what was opened does not lie where `inside` has found it: a link took its place."""
+    within = getattr(path, "within", None)
+    if within is None:
+        return
+    with contextlib.suppress(OSError):  # a file that was replaced, or removed, lies where it lay
+        if pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(within):
+            return
+    real = pathlib.Path(os.path.realpath(path))
+    if not real.is_relative_to(within) or not os.path.samestat(os.stat(real), os.fstat(descriptor)):
+        raise FileError(f"{path} leads out of {within} since a moment ago, and is not read")
 
 
 def _lexical(path: pathlib.Path) -> pathlib.Path:

@@ -17,7 +17,6 @@ systems leave some.
 
 import concurrent.futures
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -47,7 +46,7 @@ def write(step_dir: epath.PathLike) -> None:
     folder = epath.Path(step_dir)
     names = sorted(_files(folder))
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        measured = dict(zip(names, pool.map(functools.partial(_measure, folder), names), strict=True))
+        measured = dict(zip(names, pool.map(_measure, [folder / name for name in names]), strict=True))
     # A dot in front: a kill before the rename leaves a file that `_files` does not list.
     temporary = folder / f".{NAME}.{os.getpid()}"
     with temporary.open("wb") as file:
@@ -90,7 +89,7 @@ def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | N
         length = path.stat().length
         if length != expected["bytes"]:
             return f"{name}: has {length} bytes, and {expected['bytes']} were written"
-        actual = _measure(folder, name)
+        actual = _measure(path)
     except FileNotFoundError:
         return f"{name}: is missing ({expected['bytes']} bytes were written)"
     except (OSError, files.FileError) as error:
@@ -102,12 +101,12 @@ def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | N
 
 def digest_of(path: epath.Path) -> str:
     """The hash of a regular file, in hex. Raises `loaders.files.FileError`."""
-    return _measure(path.parent, path.name)["hash"]
+    return _measure(path)["hash"]
 
 
-def _measure(folder: epath.Path, name: str) -> dict[str, Any]:
+def _measure(path: epath.Path) -> dict[str, Any]:
     digest, length = hashlib.new(ALGORITHM), 0
-    with files.regular(folder / name) as file:
+    with files.regular(path) as file:
         while piece := file.read(PIECE):
             digest.update(piece)
             length += len(piece)
@@ -117,7 +116,7 @@ def _measure(folder: epath.Path, name: str) -> dict[str, Any]:
 def _inside(folder: epath.Path, name: str) -> epath.Path:
     """The file that the manifest names. Raises FileError where it leads out of the step."""
     if "://" not in os.fspath(folder):
-        return epath.Path(files.inside(pathlib.Path(folder), name))
+        return files.as_found(files.inside(pathlib.Path(folder), name), epath.Path)
     if name.startswith("/") or ".." in name.split("/"):  # an object store has no links
         raise files.FileError(f"{name} leads out of {folder}")
     return folder / name

@@ -166,7 +166,7 @@ def inside(folder: epath.Path, name: Any) -> epath.Path:
             raise StoredError(f"{folder} has a file that names {str(name)[:80]!r}, which leads out of it")
         return folder / name
     try:
-        return epath.Path(files.inside(pathlib.Path(folder), name))
+        return files.as_found(files.inside(pathlib.Path(folder), name), epath.Path)
     except files.FileError as error:
         raise StoredError(str(error)) from error
 
