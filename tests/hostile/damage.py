@@ -53,12 +53,19 @@ class Case(NamedTuple):
 def cases(folder: pathlib.Path, *, most: int = 400, named: Sequence[str] = ()) -> list[Case]:
     """The damages of a folder: all of its files', or ``most`` of them, which then are the same ones at every call.
 
+    Half of them are shared evenly between the files, since a JSON of a thousand entries is one file; half are any.
     ``named``: files that the user names, which may be links.
     """
-    found = [case for file in _files(folder) for case in _of_file(folder, file, str(file) in named)]
+    rng = random.Random(folder.name)
+    found, turns = [], []  # a damage; how many of the same file are drawn before it
+    for file in _files(folder):
+        of_file = list(_of_file(folder, file, str(file) in named))
+        found += of_file
+        turns += rng.sample(range(len(of_file)), len(of_file))
     if len(found) > most:
-        kept = sorted(random.Random(folder.name).sample(range(len(found)), most))
-        found = [found[i] for i in kept]
+        evenly = sorted(range(len(found)), key=lambda i: turns[i])
+        kept = evenly[: most // 2] + rng.sample(evenly[most // 2 :], most - most // 2)
+        found = [found[i] for i in sorted(kept)]
     return [case._replace(sealed=i % 2 == 1) for i, case in enumerate(found)]
 
 

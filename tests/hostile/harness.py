@@ -47,6 +47,7 @@ class Zygote:
             "JAXTRAIN_CACHE": str(cache),
             "NO_GCE_CHECK": "true",
             "OMP_NUM_THREADS": "2",
+            "PATH": os.pathsep.join([str(HERE / "bin"), os.environ["PATH"]]),
             "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]),
             "COLUMNS": "200",
         }

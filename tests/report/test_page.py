@@ -20,6 +20,7 @@ from jaxtrain.report import records as records_lib
 pytest.importorskip("plotly")
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
+LINK = '<a href="https:evil.example">b'  # for plotly.js
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +87,8 @@ def page(run):
 def sweep(tmp_path_factory):
     top = tmp_path_factory.mktemp("sweep")
     for i in range(12):
-        path = make(
-            top / f"{i:03}", scores=[(100, {"accuracy": 0.08 * i})], optim={"lr": 10.0**-i, "name": "ab"[i % 2]}, seed=i
-        )
+        optim = {"lr": 10.0**-i, "name": "ab"[i % 2], LINK: i}
+        path = make(top / f"{i:03}", scores=[(100, {"accuracy": 0.08 * i})], optim=optim, seed=i)
         counts, _ = counted(np.array([0] * 12 + [1] * 8), np.array([0] * i + [1] * (20 - i)), 2)
         (path / "samples.jsonl").write_text("".join(f'{{"step": {s}, "text": "at {s} of {i}"}}\n' for s in (50, 100)))
         (path / "classes.jsonl").write_text(json.dumps({"step": 100, **classes.line(counts, None)}) + "\n")
@@ -152,8 +152,14 @@ def test_several_runs_are_ranked_and_compared(sweep):
     assert [field for field in fields if "." in field or field == "seed"] == ["optim.lr", "optim.name", "seed"]
     data = data_of(sweep)
     [parallel] = [chart for chart in data["charts"] if chart.get("kind") == "parallel"]
-    assert [axis["label"] for axis in parallel["dimensions"]] == ["optim.lr", "optim.name", "seed", "best accuracy"]
-    assert parallel["dimensions"][0]["at"] == pytest.approx(np.linspace(1, 0, 12), abs=1e-3), "a wide range is logarithmic"
+    assert [axis["label"] for axis in parallel["dimensions"]] == [
+        f"optim.{LINK}",
+        "optim.lr",
+        "optim.name",
+        "seed",
+        "best accuracy",
+    ]
+    assert parallel["dimensions"][1]["at"] == pytest.approx(np.linspace(1, 0, 12), abs=1e-3), "a wide range is logarithmic"
     assert {curve["run"] for chart in data["charts"] if "curves" in chart for curve in chart["curves"]} == set(range(12))
 
 
@@ -177,6 +183,7 @@ def assert_drawn(page, folder):
     command += ["--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom", f"file://{page}#all"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not [line for line in done.stderr.splitlines() if ":CONSOLE" in line], done.stderr
+    assert not re.search(r"<(a|img)\b[^>]*(evil|onerror)", done.stdout), "names are texts"
     charts = data_of(page)["charts"]
     assert f'data-drawn="{len(charts)}"' in done.stdout and "<title>owned" not in done.stdout
     drawn = dict(re.findall(r'data-chart="(\d+)"(.*?)(?=data-chart="|</section>)', done.stdout, re.S))
