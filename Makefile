@@ -96,7 +96,8 @@ $(TRAIN): EXTRA :=
 $(TEST): EXTRA := dev
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 $(TRAIN) $(TEST): pyproject.toml $(SOURCES)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; say make PYTHON=python3.12 …"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) does not run, or is older than 3.11; say make PYTHON=/path/to/python3.12 …"; exit 1; }
 	@command -v cargo >/dev/null || { echo "cargo is missing; a Rust toolchain (rustup) builds the loader"; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 ifdef LOCKED

@@ -163,7 +163,7 @@ class Tokens(Loader):
         """By source, of the rows that this process delivered: share, passes before, share of padding; documents never read."""
         rows, tokens = self._delivered.T
         return {
-            "share": (rows / max(rows.sum(), 1)).tolist(),
+            "share": (rows / np.maximum(rows.sum(), 1)).tolist(),
             "wanted_share": self._mixture.shares.tolist() if self._mixture else None,
             "epoch": self._epoch.tolist(),
             "padding": (1 - tokens / np.maximum(rows * self._config.context, 1)).tolist(),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import xla
 
 from jaxtrain import specs, state, step
 from jaxtrain.config import Group, Guard, Optim
@@ -141,10 +142,8 @@ def test_an_offloaded_state_lives_in_host_memory_and_comes_over_for_the_update(s
 def test_initial_values_do_not_depend_on_how_long_the_compiler_thinks(monkeypatch):
     """They are compiled in less time than a step, to the same bits."""
     plan, key = make((2, 2, 2)), jax.random.key(3)
-    usual = {
-        "xla_backend_optimization_level": 3,
-        "xla_cpu_use_fusion_emitters": True,
-    }  # XLA's defaults, not the tests' (xla.py)
+    # XLA's defaults, not the tests'.
+    usual = {"xla_backend_optimization_level": 3, **({"xla_cpu_use_fusion_emitters": True} if xla.OLD_EMITTERS else {})}
     monkeypatch.setattr(state, "QUICK", usual | state.QUICK)
     quick = jax.device_get(state.init_state(TASK, TX, plan, key))
     monkeypatch.setattr(state, "QUICK", usual)

@@ -157,8 +157,9 @@ def _entries(folder: str) -> list[str]:
 
 def use_compilation_cache() -> None:
     """Keeps compiled programs between runs, unless JAX_COMPILATION_CACHE_DIR already says where."""
-    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]  # jax adds its options as it is imported
-        jax.config.update("jax_compilation_cache_dir", str(machine.cache_folder("xla")))
+    options: Any = jax.config  # jax adds its options as it is imported
+    if not options.jax_compilation_cache_dir:
+        options.update("jax_compilation_cache_dir", str(machine.cache_folder("xla")))
 
 
 def use_threads_for_host_devices() -> None:

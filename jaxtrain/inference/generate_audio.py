@@ -111,7 +111,7 @@ def speak(
 
 def _answers(speaker: Speaker, written: audio_language.Written) -> Iterator[Answer]:
     tools = speaker.tools
-    for tokens, columns in zip(written.tokens, written.columns, strict=True):
+    for tokens, columns in zip(np.asarray(written.tokens), np.asarray(written.columns), strict=True):
         is_audio = columns[:, 0] >= 0
         edges = np.flatnonzero(np.diff(np.concatenate([[0], is_audio, [0]])))
         clips = [chatml.undelayed(columns[a:b], delay=tools.delay) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -255,7 +255,11 @@ def prototypes(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, shots: int, 
 
 def _directions(x: np.ndarray, x_test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     mean = x.mean(0)
-    return tuple((z - mean) / np.maximum(np.linalg.norm(z - mean, axis=1, keepdims=True), 1e-9) for z in (x, x_test))
+
+    def direction(z: np.ndarray) -> np.ndarray:
+        return (z - mean) / np.maximum(np.linalg.norm(z - mean, axis=1, keepdims=True), 1e-9)
+
+    return direction(x), direction(x_test)
 
 
 # The whole evaluation.

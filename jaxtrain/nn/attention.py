@@ -141,7 +141,8 @@ def is_forward(kernel: str) -> bool:
 
 def host() -> tuple[str, str]:
     """(platform, compute capability) of where this process computes: of `jax.default_device`, else of its first device."""
-    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]  # jax adds its options as it is imported
+    options: Any = jax.config  # jax adds its options as it is imported
+    device: Any = options.jax_default_device
     if isinstance(device, str):
         device = jax.devices(device)[0]
     device = device or jax.devices()[0]
