@@ -45,6 +45,7 @@ class Assembly:
             step = step_lib.make_train_step(
                 self.task, self.tx, self.layout, self.abstract,
                 accumulate=c.train.accumulate, ema=c.train.ema, guard=c.guard, seed=c.seed, stage=stage,
+                records=lambda step: (step % c.metrics.every == 0) | (step == c.train.steps),
             )  # fmt: skip
             self._traces[stage] = step.trace(self.abstract.state, self.abstract.batch, step_lib.abstract_stop(self.layout))
         return self._traces[stage]

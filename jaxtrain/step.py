@@ -22,10 +22,11 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain import specs
+from jaxtrain import update as update_lib
 from jaxtrain.config import Guard
 from jaxtrain.guard import accept
 from jaxtrain.layout import DATA, Layout, LayoutError
-from jaxtrain.optim import global_norm, root_of_sum, square_sums
+from jaxtrain.optim import global_norm
 from jaxtrain.state import HOST, Abstract, TrainState, to_memory
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
 
@@ -43,10 +44,14 @@ def make_train_step(
     guard: Guard,
     seed: int,
     stage: Hashable = None,
+    records: Callable[[Array], Array] | None = None,
 ) -> jax.stages.Wrapped:
     """Jits `train_step` for an abstract state and batch: the state is donated, the new one lives where the old one did.
 
-    ``stage`` is one of the task's stages, where it has any.
+    Args:
+      stage: one of the task's stages, where it has any.
+      records: step's number (int32 [], 1 being the first) -> whether anybody reads its norms; in other steps that are not
+        skipped they may be NaN, where that spares time. None = always.
 
     Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
     """
@@ -68,7 +73,8 @@ def make_train_step(
     def step(state: TrainState, batch: Batch, stop: Array) -> tuple[TrainState, Metrics]:
         if offloaded:
             state = state.replace(opt_state=to_memory(state.opt_state, shardings.opt_state, "device"))
-        new, metrics = train_step(task, tx, layout, state, batch, stop, accumulate=accumulate, ema=ema, guard=guard, seed=seed)
+        new, metrics = train_step(task, tx, layout, state, batch, stop, accumulate=accumulate, ema=ema, guard=guard, seed=seed,
+                                  records=records)  # fmt: skip
         if offloaded:
             new = new.replace(opt_state=to_memory(new.opt_state, shardings.opt_state))
         return new, metrics
@@ -88,12 +94,14 @@ def train_step(
     ema: float,
     guard: Guard,
     seed: int,
+    records: Callable[[Array], Array] | None = None,
 ) -> tuple[TrainState, Metrics]:
     """State and metrics after one global batch. Every metric is of this step: none mixes old and new parameters, and norms of
     parameters say which they are of: ``param_norm_before`` or ``param_norm_after`` the update (the same where it is skipped).
 
     Args:
       stop: int32 [devices], what each device's process asks for (`abstract_stop`); anything but zeros makes the step a no-op.
+      records: as of `make_train_step`.
     """
     variables = state.variables
     key = jax.random.fold_in(jax.random.key(seed), state.step)
@@ -108,34 +116,9 @@ def train_step(
         return jax.tree.map(lambda n, o: jnp.where(accepted, n, o), new, old)
 
     with jax.named_scope("update"):
-        tx = optax.with_extra_args_support(tx)
-        old_params = variables.params
-
-        def proposed(opt_state: PyTree) -> tuple[PyTree, PyTree]:
-            return tx.update(grads, opt_state, old_params, touched=out.touched)
-
-        def applied(updates: PyTree, accepted: Array) -> PyTree:
-            # -0.0 is what every number, -0.0 too, keeps its bits with. XLA for GPUs shared zeros with those that gradients
-            # are accumulated in, and held both for the whole step.
-            some = jax.tree.map(lambda u: jnp.where(accepted, u, jnp.full_like(u, -0.0)), updates)
-            return optax.apply_updates(old_params, some)
-
-        updates, opt_state = proposed(state.opt_state)
-        params = applied(updates, accepted)
-        # Measured on the parameters, rounded as they are. The update itself has one reader only, where it is added: with
-        # another it would be an array, as large as the gradient.
-        moved = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32), params, old_params)
-        update_norms, norms_before = _norms("update_norm", moved), _norms("param_norm_before", old_params)
-        if layout.devices.platform == "gpu":
-            # XLA for GPUs copies every donated parameter that is read when it could have been overwritten. So the norms come
-            # first, and the update is computed again when they are there: as many bytes are read, and none is copied.
-            # Matrices are not multiplied twice (Muon): there the update is an array anyway.
-            last, moments, update_norms, norms_before = jax.lax.optimization_barrier(
-                (accepted, state.opt_state, update_norms, norms_before)
-            )
-            if "dot_general" not in str(jax.make_jaxpr(proposed)(state.opt_state)):
-                updates, opt_state = proposed(moments)
-            params = applied(updates, last)
+        due = None if records is None else records(state.step + 1) | ~good
+        moved = update_lib.update(tx, layout, grads, state.opt_state, variables.params, accepted, touched=out.touched, due=due)
+        params, opt_state = moved.params, moved.opt_state
         carry = task.advance(params, out.carry, state.step)
         average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
         new, old = (carry, opt_state, average, norms), (variables.carry, state.opt_state, state.ema, state.norms)
@@ -143,21 +126,12 @@ def train_step(
     metrics = {
         "loss": out.loss,
         **out.metrics,
-        **_norms("grad_norm", grads),
-        **update_norms,
-        **norms_before,
-        **_norms("param_norm_after", params),
+        **update_lib.norms("grad_norm", grads),
+        **moved.norms,
         "skipped": _unweighted((~good).astype(jnp.float32)),
         "stopped": _unweighted(stopped.astype(jnp.float32)),
     }
     return TrainState(state.step + ~stopped, Variables(params, variables.frozen, carry), opt_state, average, norms), metrics
-
-
-def _norms(name: str, tree: PyTree) -> Metrics:
-    """The norm of all, and of each part of the table that is a table itself: ``name_encoder``, …"""
-    sums = square_sums(tree)
-    parts = {f"{name}_{part}": sub for part, sub in sums.items() if isinstance(sub, dict)} if isinstance(sums, dict) else {}
-    return {name: _unweighted(root_of_sum(sums)), **{part: _unweighted(root_of_sum(sub)) for part, sub in parts.items() if sub}}
 
 
 def abstract_stop(layout: Layout) -> jax.ShapeDtypeStruct:
@@ -178,6 +152,7 @@ def gradients(
     """Gradients of the global mean loss, and the global sums. Reduces over the data axis once."""
     # A manual axis of size 1 has nothing to reduce, and XLA's partitioner stumbles over it (jax 0.10.2: a RET_CHECK).
     grouped = layout.mesh.shape[DATA] > 1
+    alone = accumulate == 1 and not grouped
     carry_parts = jax.tree.map(_carry_partition, task.specs.carry, is_leaf=specs.is_spec)
 
     def local(params: PyTree, frozen: PyTree, carry: PyTree, batch: Batch, key: Key) -> tuple:
@@ -195,7 +170,9 @@ def gradients(
                 _require_means("loss", {"loss": out.loss, **out.metrics})
                 return out.loss.total, out
 
-            grads, out = jax.grad(total, has_aux=True)(params)
+            loss, pullback, out = jax.vjp(total, params, has_aux=True)
+            # Where these are all rows, the sum of weights is divided by here, not in every gradient: a pass over them less.
+            (grads,) = pullback(1 / out.loss.weight if alone else jnp.ones_like(loss))
             # Sums are kept where the parameters are: a shard of them on each device, not a replica.
             table = task.specs.params
             return jax.tree.map(lambda spec, g: layout.shard(g, *spec.axes), table, grads, is_leaf=specs.is_spec), out
@@ -224,7 +201,8 @@ def gradients(
         )
     grads, loss, metrics, touched, carry = local(variables.params, variables.frozen, variables.carry, batch, key)
     # In their own types: narrow ones are as many bytes as the parameters, and no more.
-    grads = jax.tree.map(lambda g: (g / loss.weight).astype(g.dtype), grads)
+    if not alone:
+        grads = jax.tree.map(lambda g: (g / loss.weight).astype(g.dtype), grads)
     return grads, LossOut(loss, metrics, carry, touched)
 
 

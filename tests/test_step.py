@@ -1,7 +1,9 @@
 """One optimizer step: the same on every mesh and with accumulation, and gradients are reduced once."""
 
+import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +57,9 @@ class Run:
     def __init__(self, mesh, accumulate=1, *, ema=0.0, task=None, fields=FIELDS):
         sizes = MESHES[mesh]
         config = config_lib.Config(
-            model=MODEL, optim=OPTIM, train=config_lib.Train(steps=10, batch=BATCH, accumulate=accumulate, ema=ema)
-        )
+            model=MODEL, optim=OPTIM, train=config_lib.Train(steps=10, batch=BATCH, accumulate=accumulate, ema=ema),
+            metrics=config_lib.Metrics(every=1),
+        )  # fmt: skip
         make_task = (lambda *_: task) if task else None
         mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
         assembly = assemble(config, mesh, make_task=make_task, fields=fields)
@@ -161,6 +164,45 @@ def test_the_state_is_donated(make_run):
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
 
 
+def test_the_state_is_written_where_it_was(make_run):
+    """On one CPU device: the compiler would copy every parameter and moment first if it could not see who reads them last."""
+    text = make_run("alone").compiled.as_text()
+    sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]\S* copy\(%state_", text)]
+    assert sum(sizes) < 100
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion", "muon", "adafactor"])
+def test_norms_that_nobody_records_change_nothing(rule):
+    """A step in which nobody reads the norms leaves the same bits; one that is skipped or recorded has them."""
+    config = config_lib.Config(
+        model=MODEL, optim=dataclasses.replace(OPTIM, name=rule), train=config_lib.Train(steps=10, batch=BATCH, ema=0.9)
+    )
+    run = assemble(config, make_mesh(1, 1, 1, devices=jax.devices()[:1]), make_task=lambda *_: toy_task(), fields=TOY_FIELDS)
+    batch = {"x": np.ones((BATCH, 4), "f4"), "weight": np.ones(BATCH, "f4")}
+    found = []
+    for records in (None, lambda step: step % 2 == 0):
+        step = step_lib.make_train_step(
+            run.task, run.tx, run.layout, run.abstract, accumulate=1, ema=0.9, guard=config_lib.Guard(), seed=0, records=records
+        )
+        state = state_lib.init_state(run.task, run.tx, run.abstract, jax.random.key(0))
+        for scale in (1, 2, np.nan):
+            rows = {"x": scale * batch["x"], "weight": batch["weight"]}
+            rows = {name: jax.device_put(rows[name], x.sharding) for name, x in run.abstract.batch.items()}
+            state, metrics = step(state, rows, step_lib.put_stop(run.layout, False))
+            found.append(host((state, metrics)))
+    for i in range(3):
+        (state, metrics), (other, others) = found[i], found[3 + i]
+        jax.tree.map(np.testing.assert_array_equal, state, other)
+        is_norm = "param_norm_after", "param_norm_before", "update_norm"
+        if i == 0:
+            unknown = {name: np.isnan(others.pop(name).total) for name in is_norm}
+            assert all(np.isfinite(metrics.pop(name).total) for name in is_norm)
+            # What is kept in rows is not made twice, and there the norms cost little.
+            assert set(unknown.values()) == {rule != "adafactor"}
+        assert_close(metrics, others, atol=0)
+    assert found[5][1]["skipped"].total == 1 and found[5][1]["update_norm"].total == 0
+
+
 def by_matrix(grads, state, params):
     return jax.tree.map(lambda g: -0.1 * (jnp.eye(len(g)) @ g), grads), state
 
@@ -240,7 +282,7 @@ def run_toy(mesh, accumulate, *, draw=False, ema=0.0):
     rng = np.random.default_rng(0)
     state, states = run.init(), []
     for _ in range(3):
-        batch = {"x": rng.normal(size=(BATCH, 4)).astype("f4"), "weight": (rng.random(BATCH) > 0.4).astype("f4")}
+        batch = {"x": rng.normal(size=(BATCH, 4)).astype("f4"), "weight": (rng.random(BATCH, ema=0.9) > 0.4).astype("f4")}
         state, metrics = run.step(state, run.put(batch))
         states.append(host(state))
     return states, host(metrics), state, run
