@@ -43,6 +43,7 @@ class Run:
             model=case.model,
             train=config_lib.Train(batch=rows, steps=case.steps, accumulate=accumulate, ema=case.ema),
             mesh=config_lib.Mesh(axis_rules=rules or {}),
+            metrics=config_lib.Metrics(every=1),
             optim=case.optim,
             lora=case.adapters,
         )
