@@ -1,6 +1,7 @@
 """What this machine offers a process: cores to compute on, and a folder to keep made files in."""
 
 import ctypes
+import errno
 import math
 import os
 import pathlib
@@ -24,10 +25,14 @@ def cache_folder(*parts: str) -> pathlib.Path:
 
     Args:
       parts: folders and a file below it. Nothing is created.
+
+    Raises FileNotFoundError where that is in a home that there is not, as for a container's user without a name.
     """
-    if folder := os.environ.get("JAXTRAIN_CACHE"):
+    folder = os.environ.get("JAXTRAIN_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxtrain")
+    try:
         return pathlib.Path(folder, *parts).expanduser()
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxtrain", *parts).expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(errno.ENOENT, "there is no such home", folder) from error
 
 
 def keep_freed_memory() -> bool:

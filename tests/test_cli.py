@@ -15,7 +15,8 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain import config as config_lib
-from jaxtrain.commands import arguments, train
+from jaxtrain.commands import arguments, installation, train
+from loaders import machine
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "jaxtrain" / "commands"
@@ -279,6 +280,21 @@ def test_a_cache_that_cannot_be_written_is_told_before_jax_is_imported(argv, tmp
         "set JAXTRAIN_CACHE to a folder that can be"
     ]
     assert run_in(tmp_path, argv[0], "--help", JAXTRAIN_CACHE=str(tmp_path / "file" / "cache"))[0] == 0
+
+
+@pytest.mark.parametrize("argv", [["fit", "~no-such-user/x", "--out", "y"], ["train", "--config=xcm:~no-such-user/x"]])
+def test_a_path_in_no_home_is_told(argv, capsys):
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err == "error: ~no-such-user/x: there is no such home on this machine; write the path out\n"
+
+
+def test_a_cache_in_no_home_is_told(monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", "~no-such-user/cache")
+    assert installation.unwritable_cache().startswith(
+        "the cache folder of this user cannot be written (there is no such home);"
+    )
+    with pytest.raises(FileNotFoundError, match="no such home: '~no-such-user/cache'"):
+        machine.cache_folder()
 
 
 @pytest.mark.parametrize(

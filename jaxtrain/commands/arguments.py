@@ -16,6 +16,7 @@ import argparse
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -130,6 +131,15 @@ def report(text: object) -> None:
     print(f"error: {text}", file=sys.stderr)
 
 
+def homeless(error: Exception) -> str:
+    """That a path begins with the home of a user whom this machine does not know, if that is the error: pathlib hides it."""
+    if not isinstance(error, RuntimeError):
+        return ""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    path = next((str(frame.f_locals.get("self")) for frame in frames if frame.f_code.co_name == "expanduser"), "")
+    return path and f"{path}: there is no such home on this machine; write the path out"
+
+
 def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()) -> int:
     """Calls ``action`` and returns its exit code; reports ``mistakes``, files that are in the way, and an interruption."""
     try:
@@ -151,6 +161,9 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
             return MISTAKE
         if is_mistake:
             report(error)
+            return MISTAKE
+        if reason := homeless(error):
+            report(reason)
             return MISTAKE
         if not isinstance(error, PATHS) or error.filename is None:
             raise

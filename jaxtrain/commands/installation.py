@@ -46,9 +46,10 @@ def packages(requirements: Iterable[str]) -> str:
 
 def unwritable_cache() -> str:
     """Why the cache folder cannot be written; empty where it can."""
-    folder = machine.cache_folder()
+    folder = "of this user"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = str(machine.cache_folder())
+        os.makedirs(folder, exist_ok=True)
         if os.access(folder, os.W_OK | os.X_OK):
             return ""
         why = "no permission"

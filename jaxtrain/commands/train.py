@@ -93,6 +93,11 @@ def _train(given: config.Arguments) -> int:
             f"{where} could not be written: {error.strerror}; free some space, then rerun the same command to resume"
         )
         return arguments.MISTAKE
+    except RuntimeError as error:
+        if not (reason := arguments.homeless(error)):
+            raise
+        arguments.report(reason)
+        return arguments.MISTAKE
     except train.Preempted as end:
         assert resolved is not None  # raised by `train.run` alone
         print(f"{end}; rerun the same command to resume", file=sys.stderr)
