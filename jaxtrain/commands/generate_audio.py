@@ -50,9 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from jaxtrain import cluster
     from jaxtrain.inference import generate_audio
     from jaxtrain.workloads.audio_language import Streams
 
+    cluster.use_compilation_cache()
     speaker = generate_audio.load(args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer, codec_path=args.codec)
     prompts = [prompt for prompt in args.prompts for _ in range(args.each)]
     streams = Streams(temperature=tuple(args.temperature), top_k=tuple(args.top_k))
