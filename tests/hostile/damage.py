@@ -34,7 +34,7 @@ TEXTS = {  # of a JSON file
 }
 VALUES = (  # of an entry of a JSON file
     None, -1, 0, 3_000_000_000, 10**30, 1.5, float("nan"), True, "x", "", "\0", "a\nb", [], {}, [1, 2], [-1], {"a": {}}, SECRET,
-    f"../../../{OUTSIDE}/secret.json", "/dev/zero", "payload", "os", "os:system", "x" * 5000,
+    f"../../../{OUTSIDE}/secret.json", "/dev/zero", "payload", "os", "os:system", "~no-such-user/x", "x" * 5000,
 )  # fmt: skip
 NUMBERS = ("-1", "0", "1e400", "nan", "inf", "-inf", "9" * 400, "1e-320", "0x10", "1:2:3", "1_0", "٣", "1,5", "--", "")
 CELLS = (  # of a table
