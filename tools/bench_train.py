@@ -162,13 +162,13 @@ def compare(args: argparse.Namespace, size: Mapping[str, int]) -> int:
     return 0 if same else 1
 
 
-def table(names: Sequence[str]) -> int:
+def table(names: Sequence[str], *options: str) -> int:
     """Measures each row in a process of its own, and prints it as it comes; what else a row says goes to stderr."""
     print(HEAD, flush=True)
     failed = 0
     for name in names or ROWS:
         label, arguments = ROWS[name]
-        command = [sys.executable, "-m", "tools.bench_train", *arguments, f"--row={label}"]
+        command = [sys.executable, "-m", "tools.bench_train", *arguments, *options, f"--row={label}"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         *said, last = done.stdout.splitlines() or [""]
         print("\n".join([f"{name}:", *said, *([] if last.startswith("|") else [last])]), file=sys.stderr, flush=True)
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--row", metavar="LABEL", help="print a row of the table, called so, last")
     args = parser.parse_args(argv)
     if args.table is not None:
-        return table(args.table)
+        return table(args.table, *["--eager"] * args.eager)
     machine.keep_freed_memory()  # as a run does; PyTorch, in the same process, has the same of it
     defaults = importlib.import_module(f"tools.torch_steps.{args.model}").DEFAULTS
     given = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}

@@ -223,11 +223,11 @@ def constants(consts: Sequence[Any]) -> list[Value]:
 
 
 def is_half(value: Value) -> bool:
-    return np.dtype(value.dtype).itemsize == 2
+    return value.dtype.itemsize == 2
 
 
 def width(value: Value) -> int:
-    return np.dtype(value.dtype).itemsize
+    return value.dtype.itemsize
 
 
 def axes_of(split: Split) -> set[str]:
