@@ -215,11 +215,12 @@ def _check_place(path: os.PathLike, descriptor: int) -> None:
     within = getattr(path, "within", None)
     if within is None:
         return
-    with contextlib.suppress(OSError):  # a file that was replaced, or removed, lies where it lay
-        if pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(within):
-            return
-    real = pathlib.Path(os.path.realpath(path))
-    if not real.is_relative_to(within) or not os.path.samestat(os.stat(real), os.fstat(descriptor)):
+    try:  # the kernel says where it lies; a file that was replaced, or removed, lies where it lay
+        is_inside = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(within)
+    except OSError:  # a system without /proc: what lies there now is what was opened, and no link
+        real = pathlib.Path(os.path.realpath(path))
+        is_inside = real.is_relative_to(within) and os.path.samestat(os.lstat(real), os.fstat(descriptor))
+    if not is_inside:
         raise FileError(f"{path} leads out of {within} since a moment ago, and is not read")
 
 

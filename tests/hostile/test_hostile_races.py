@@ -75,7 +75,7 @@ def test_a_file_that_is_exchanged_all_the_time_is_never_another(folder):
     thread.start()
     try:
         read = []
-        for _ in range(2000):
+        for _ in range(1000):
             with contextlib.suppress(files.FileError):
                 read.append(files.read(files.inside(folder, "deep/a"), most=100))
     finally:
