@@ -17,11 +17,14 @@ Moved = dict[tuple[str, tuple[str, ...]], tuple[int, float]]  # (kind, axes) -> 
 # What may lie between a product and the constraint that pins where its result lives.
 PASSES = {"transpose", "reshape", "convert_element_type", "mul", "div", "squeeze", "expand_dims", "add_any", "pad", "stack"}
 
+SAME = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim"}  # of leading dimensions: the same array
+
 
 class Compiler(NamedTuple):
     """How a compiler lays out and fuses."""
 
-    bytes_of: Callable[[Sequence[int], np.dtype], int]  # (shape on a device, dtype) -> bytes in memory
+    # (shape on a device, dtype, whether the last two dimensions are the tiles') -> bytes in memory
+    bytes_of: Callable[[Sequence[int], np.dtype, bool], int]
     into_products: bool  # element-wise operands are computed inside a matrix product
     recomputes: bool  # cheap arithmetic is computed again for each of its readers
     recomputes_logistic: bool  # and so are sigmoids, as GPUs and TPUs from v5e on were seen to do (a v4 those of checkpoints)
@@ -32,18 +35,21 @@ class Compiler(NamedTuple):
     # sum over devices does not overwrite what is summed, and a loop's gradients are split as they are pinned to be after it.
     apart: bool
     # As seen on v5e: a product that gathers an operand, or whose result is summed where it is split, goes round a ring
-    # of devices piece by piece, and both of its operands are arrays.
+    # of devices piece by piece, and both of its operands are arrays. Between two devices none was seen.
     rings: bool
 
 
 class Value:
     """An array of the program, on one device."""
 
-    __slots__ = ("shape", "split", "dtype", "node", "readers", "weak", "size", "constant", "on_host", "inline", "outer")
+    __slots__ = (
+        "shape", "split", "dtype", "node", "readers", "weak", "size", "constant", "on_host", "inline", "outer", "in_order",
+    )  # fmt: skip
 
     def __init__(self, shape: Sequence[int], dtype: Any, split: Split, node: "Node | None", *, weak: bool = False):
         self.shape, self.dtype, self.split, self.node, self.weak = tuple(shape), dtype, split, node, weak
         self.constant = self.on_host = self.inline = False
+        self.in_order = False  # its dimensions lie in memory in their order, as kernels take and give arrays
         self.outer: Value | None = None  # of a loop's result, the same array outside
         self.readers: list[Node] = []
         self.size = 0
@@ -207,7 +213,7 @@ class Graph:
                 dtype = np.dtype(dtype)
             except TypeError:  # a key is two words
                 dtype, shape = np.dtype(np.uint32), [*shape, 2]
-            value.size = self.compiler.bytes_of(shape, dtype)
+            value.size = self.compiler.bytes_of(shape, dtype, lies_in_order(value))
         return value.size
 
 
@@ -224,6 +230,18 @@ def constants(consts: Sequence[Any]) -> list[Value]:
 
 def is_half(value: Value) -> bool:
     return value.dtype.itemsize == 2
+
+
+def lies_in_order(value: Value) -> bool:
+    """Whether it is a kernel's, or such an array under another name."""
+    while not value.in_order:
+        node = value.node
+        if node is None or node.kind != "alias" and node.name.split()[0] not in SAME:
+            return False
+        if node.inputs[0].shape[-2:] != value.shape[-2:]:
+            return False
+        value = node.inputs[0]
+    return True
 
 
 def width(value: Value) -> int:

@@ -23,6 +23,7 @@ from loaders import files, machine
 LIMIT = 1 << 29  # [bytes] of all files together; those that were not asked for longest are removed
 MOST = 2 << 30  # [bytes] of a file that are unpacked
 FOLDER = "plans"
+COUNTED = {"tpu": "its peak"}  # platform -> how its answers are counted, where that is another way than it was
 
 
 class Said(NamedTuple):
@@ -43,7 +44,8 @@ def key(program: str, devices: Sequence[Any], options: Mapping[str, Any], versio
     """Hexadecimal: what decides the compiler's answer. ``program``: as lowered; ``versions``: of the compilers."""
     placed = [(device.id, getattr(device, "coords", None), device.process_index) for device in devices]
     surroundings = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    what = [devices[0].device_kind, placed, sorted(options.items()), versions, jax.__version__, surroundings]
+    counted = [COUNTED[devices[0].platform]] if devices[0].platform in COUNTED else []
+    what = [devices[0].device_kind, placed, sorted(options.items()), versions, jax.__version__, surroundings, *counted]
     return hashlib.sha256(json.dumps(what, default=str).encode() + b"\0" + program.encode()).hexdigest()
 
 

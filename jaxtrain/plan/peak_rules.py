@@ -14,6 +14,7 @@ import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.plan import graph as graph_lib
 from jaxtrain.plan import lifetimes
 from jaxtrain.plan.graph import Graph, Split, Value, axes_of, constants, is_half, joined, reshaped, split_of, title
 from jaxtrain.state import HOST
@@ -90,6 +91,17 @@ def _elementwise(kind: str, graph: Graph, eqn: Any, inputs: list[Value]) -> list
         shape = getattr(var.aval, "shape", ())
         splits.append(joined([v for v in inputs if len(v.shape) == len(shape)], shape))
     return graph.add(kind, eqn, inputs, splits, weak=all(v.weak for v in inputs))
+
+
+def kernel(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
+    """One of Pallas: what it reads and writes lies in memory in the order of its dimensions.
+
+    On TPUs heads of 64 values then fill half of the 128 lanes, in every array that is kept for the backward pass, too.
+    """
+    outputs = other(graph, eqn, inputs)
+    for value in (*inputs, *outputs):
+        value.in_order = True
+    return outputs
 
 
 def erfc(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
@@ -174,7 +186,7 @@ def product(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
         if graph.compiler.apart and (axes := graph.several(axes)):
             read[i] = graph.gathered(inputs[i], axes)
     outputs = graph.add("product", eqn, _operands(graph, numbers, read), [split])
-    graph.nodes[-1].ring = graph.compiler.rings and any(graph.several(axes) for axes in (*gathers, partial))
+    graph.nodes[-1].ring = graph.compiler.rings and any(graph.sizes.get(a, 1) > 2 for axes in (*gathers, partial) for a in axes)
     graph.move("all-reduce", outputs[0], partial)
     return outputs
 
@@ -390,7 +402,7 @@ def _loop(
     node.again, node.inner = graph.again, peak.bytes
     graph.moves += inner.moves
     for o, v in zip(out, node.outputs, strict=True):
-        o.outer = v
+        o.outer, v.in_order = v, graph_lib.lies_in_order(o)
     if not graph.compiler.halves:
         for v in node.outputs[n_carry:]:
             v.dtype = np.dtype(np.float32) if v.dtype == jnp.bfloat16 else v.dtype
@@ -471,6 +483,7 @@ RULES: dict[str, Rule] = {
     "dot_general": product,
     "erfc": erfc,
     "optimization_barrier": barrier,
+    "pallas_call": kernel,
     "scan": scan,
     "shard_map": manual,
     "sharding_constraint": constraint,

@@ -3,8 +3,10 @@
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from jaxtrain import chips
 from jaxtrain.plan.errors import PlanError
@@ -51,7 +53,10 @@ class Target:
     def compiler(self) -> Compiler:
         """How XLA compiles for it."""
         known = self.chip is not None
-        size = (lambda shape, t: padded(shape, t.itemsize)) if self.tiled else (lambda shape, t: math.prod(shape) * t.itemsize)
+
+        def size(shape: Sequence[int], dtype: np.dtype, in_order: bool) -> int:
+            return padded(shape, dtype.itemsize, in_order=in_order) if self.tiled else math.prod(shape) * dtype.itemsize
+
         newer = self.kind == "gpu" or self.chip is not None and self.chip.name in ("v5e", "v6e")
         return Compiler(
             size,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from jaxtrain import plan
 
@@ -47,3 +48,24 @@ def test_a_loop_that_is_partly_written_out_keeps_what_its_copies_keep(unroll):
     found = traced.lower().compile({"xla_backend_optimization_level": 0}).memory_analysis().temp_size_in_bytes
     planned = plan.peak(traced.jaxpr, [((),) * 3, ((),) * 2], {}, [False] * 2, plan.parse_target("").compiler)
     assert planned.bytes == pytest.approx(found, rel=plan.SLACK)
+
+
+@pytest.mark.parametrize(("target", "width"), [("tpu:v4:2x2x1", 128), ("gpu:h100x8", 64)])
+def test_heads_of_64_values_fill_128_lanes_of_a_tpu_where_a_kernel_reads_or_writes_them(target, width):
+    """Of four layers: what each kernel wrote, and once what the last reads. Other arrays a TPU lays out as it likes."""
+
+    def double(x_ref, y_ref):
+        y_ref[...] = 2 * x_ref[...]
+
+    def layer(x, _):
+        y = pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+        return x + 1, y[None]
+
+    def step(x):
+        x, ys = jax.lax.scan(layer, x, length=4)
+        return (ys * jnp.sin(ys)).sum() + x.sum()
+
+    x = jax.ShapeDtypeStruct((1024, 512, 64), np.float32)
+    planned = plan.peak(jax.make_jaxpr(step)(x), [((),) * 3], {}, [False], plan.parse_target(target).compiler)
+    array = 1024 * 512 * width * 4
+    assert planned.bytes == pytest.approx(4 * array + 1024 * 512 * 64 * 4 * 2, rel=0.01), planned
