@@ -1,8 +1,8 @@
 """The autoencoder of film and brain at the demo's size: its step, and that of PyTorch's layers with the same weights.
 
 Dropout draws other numbers in PyTorch: times are of steps with the demo's rates, and losses are compared without any, at a
-thousandth of the demo's learning rate. After 20 steps they were 0.6 % apart there, and 4 % at the demo's own, at which the loss
-falls from 6.9 to 0.2 meanwhile.
+thousandth of the demo's learning rate, those of the first three steps. With weights that are one rounding off, jaxtrain's own
+losses are 8e-6 apart in the third step and 4e-3 in the eleventh; PyTorch's are 6e-4 and 3e-3 from them.
 """
 
 import dataclasses
@@ -108,4 +108,4 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
         return ours, make(False)
 
     ours, make = pair(run.model, o)
-    return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=2e-2, same=same)
+    return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=1e-3, steps=3, same=same)

@@ -64,7 +64,8 @@ class Sides(NamedTuple):
     others: Mapping[str, Callable[[], Step]]
     count: int  # of what a step has
     unit: str
-    within: float | None = None  # largest relative difference of 20 losses from the same weights; None = weights differ
+    within: float | None = None  # largest relative difference of losses from the same weights; None = weights differ
+    steps: int = 20  # whose losses are held to that: fewer where a step makes rounding a thousand times what it was
     same: Callable[[], tuple[Step, Step]] | None = None  # steps without randomness, whose losses are compared instead
 
 

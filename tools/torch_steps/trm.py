@@ -154,5 +154,7 @@ def sides(size: Mapping[str, int], dtype: str = "float32") -> steps.Sides:
     def make(compiled: bool) -> steps.Step:
         return make_theirs(c, params, carry, batch, compiled=compiled)
 
-    # 1.1 % were seen within 20 steps. AdamATan2's first updates are the signs of gradients, also of those that are rounding.
-    return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=3e-2 if dtype == "float32" else 1e-1)
+    # Weights that are one rounding off give losses 2e-4 apart in the third step and 1.2e-2 in the sixth: AdamATan2's first
+    # updates are the signs of gradients, also of those that are rounding. PyTorch's are 2e-4 and 7e-3 off.
+    within = 1e-3 if dtype == "float32" else 1e-1
+    return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=within, steps=3)
