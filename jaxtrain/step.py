@@ -109,7 +109,7 @@ def train_step(
         grads, out = gradients(task, layout, variables, with_rows(batch, layout), key, accumulate=accumulate)
     with jax.named_scope("guard"):
         norm, stopped = global_norm(grads), stop.sum() > 0
-        good, norms = accept(guard, state.norms, norm, out.loss.total)
+        good, norms = accept(guard, state.norms, norm, out.loss.total / out.loss.weight)
         accepted = good & ~stopped
 
     def kept(new: PyTree, old: PyTree) -> PyTree:
@@ -152,7 +152,9 @@ def gradients(
     """Gradients of the global mean loss, and the global sums. Reduces over the data axis once."""
     # A manual axis of size 1 has nothing to reduce, and XLA's partitioner stumbles over it (jax 0.10.2: a RET_CHECK).
     grouped = layout.mesh.shape[DATA] > 1
-    alone = accumulate == 1 and not grouped
+    # Where these are all rows, a CPU divides by the sum of weights at the loss, not in every gradient: a pass over them less.
+    # GPUs and TPUs divide where they write a gradient anyway.
+    alone = accumulate == 1 and not grouped and layout.devices.platform == "cpu"
     carry_parts = jax.tree.map(_carry_partition, task.specs.carry, is_leaf=specs.is_spec)
 
     def local(params: PyTree, frozen: PyTree, carry: PyTree, batch: Batch, key: Key) -> tuple:
@@ -168,11 +170,12 @@ def gradients(
                 if not isinstance(out, LossOut):
                     raise TypeError(f"the loss returned a {type(out).__name__}; expected a jaxtrain.types.LossOut")
                 _require_means("loss", {"loss": out.loss, **out.metrics})
+                if jnp.shape(out.loss.total):
+                    raise TypeError(f"the loss's total has the shape {jnp.shape(out.loss.total)}; expected a sum over rows")
                 return out.loss.total, out
 
             loss, pullback, out = jax.vjp(total, params, has_aux=True)
-            # Where these are all rows, the sum of weights is divided by here, not in every gradient: a pass over them less.
-            (grads,) = pullback(1 / out.loss.weight if alone else jnp.ones_like(loss))
+            (grads,) = pullback((1 / out.loss.weight).astype(loss.dtype) if alone else jnp.ones_like(loss))
             # Sums are kept where the parameters are: a shard of them on each device, not a replica.
             table = task.specs.params
             return jax.tree.map(lambda spec, g: layout.shard(g, *spec.axes), table, grads, is_leaf=specs.is_spec), out

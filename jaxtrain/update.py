@@ -62,10 +62,13 @@ def update(
         moved = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32), new, params)
         return norms("update_norm", moved), norms("param_norm_before", params)
 
-    # Matrices are not multiplied twice (Muon): there the update is an array anyway.
-    twice = "dot_general" not in str(jax.make_jaxpr(proposed)(opt_state))
+    def is_made_twice() -> bool:
+        """Matrices are not multiplied twice (Muon): there the update is an array anyway."""
+        return "dot_general" not in str(jax.make_jaxpr(proposed)(opt_state))
+
     updates, moments = proposed(opt_state)
     if layout.devices.platform == "cpu" and layout.mesh.size == 1 and _is_elementwise(opt_state, params):
+        twice = is_made_twice()
 
         def measured() -> dict[str, Mean]:
             new = applied(proposed(opt_state)[0] if twice else updates, accepted)
@@ -78,7 +81,8 @@ def update(
             unknown = jax.eval_shape(measured)
             found = jax.lax.cond(due, measured, lambda: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), unknown))
         new = applied(updates, accepted & _is_there(found["update_norm"].total))
-        once = jnp.stack([_is_there(x.ravel()[0]) for x in jax.tree.leaves(new)]).all().astype(jnp.float32)
+        there = [_is_there(x.ravel()[0]) for x in jax.tree.leaves(new) if x.size]
+        once = jnp.stack([*there, jnp.ones((), bool)]).all().astype(jnp.float32)
         later = jax.tree.map(lambda m: (m * once).astype(m.dtype) if m.ndim else m, opt_state)
         return Moved(new, proposed(later)[1], found)
 
@@ -86,7 +90,7 @@ def update(
     update_norms, before = around(new)
     if layout.devices.platform == "gpu":
         last, state, update_norms, before = jax.lax.optimization_barrier((accepted, opt_state, update_norms, before))
-        if twice:
+        if is_made_twice():
             updates, moments = proposed(state)
         new = applied(updates, last)
     return Moved(new, moments, update_norms | before | norms("param_norm_after", new))

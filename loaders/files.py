@@ -216,12 +216,21 @@ def _check_place(path: os.PathLike, descriptor: int) -> None:
     if within is None:
         return
     try:  # the kernel says where it lies; a file that was replaced, or removed, lies where it lay
-        is_inside = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(within)
+        place = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        # A disk that takes upper and lower case for one may spell the folder in another way.
+        is_inside = place.is_relative_to(within) or any(_is_same(parent, within) for parent in place.parents)
     except OSError:  # a system without /proc: what lies there now is what was opened, and no link
         real = pathlib.Path(os.path.realpath(path))
         is_inside = real.is_relative_to(within) and os.path.samestat(os.lstat(real), os.fstat(descriptor))
     if not is_inside:
         raise FileError(f"{path} leads out of {within} since a moment ago, and is not read")
+
+
+def _is_same(place: pathlib.Path, other: pathlib.Path) -> bool:
+    try:
+        return os.path.samefile(place, other)
+    except OSError:
+        return False
 
 
 def _lexical(path: pathlib.Path) -> pathlib.Path:

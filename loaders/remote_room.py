@@ -7,6 +7,8 @@ import os
 import pathlib
 import shutil
 import threading
+import time
+from typing import IO
 
 from loaders.base import DataError
 
@@ -52,7 +54,7 @@ class Room:
             if sum(sizes.values()) + n <= self._limit:
                 break
             with contextlib.suppress(OSError), open(other / ".use", "a") as use:
-                fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(use)
                 shutil.rmtree(other)
                 del sizes[other]
         free = self._limit - sum(sizes.values())
@@ -76,11 +78,21 @@ def _last_use(folder: pathlib.Path) -> float:
         return 0.0
 
 
+def _lock(use: IO[str]) -> None:
+    """Raises OSError where a process uses the copy: one that only looks, like this one, holds its lock for a moment."""
+    for _ in range(3):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.01)
+    fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def _in_use(folder: pathlib.Path) -> bool:
     """Whether a process, this one too, has a copy mapped."""
     try:
         with open(folder / ".use") as use:
-            fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(use)
     except FileNotFoundError:
         return False
     except OSError:

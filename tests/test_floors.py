@@ -18,7 +18,7 @@ FLOORS = (
     {"plan"},
     {"assembly"},
     {"step", "feed", "checkpoint", "schedule"},
-    {"state"},
+    {"state", "update"},
     {"workloads"},
     {"layout", "specs", "optim", "lora", "environments", "metrics", "traces", "nn", "cluster", "compiler", "guard"},
     {"report"},

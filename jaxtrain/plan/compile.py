@@ -180,7 +180,7 @@ def _ask(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[s
     memory: Any = program.memory_analysis()  # None only where a backend has none, and those that plan have one
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    if platform == "tpu":
+    if platform == "tpu" and memory.peak_memory_in_bytes > arguments:  # else it says none
         # libtpu (0.0.42) tells of more temporaries than it takes, by up to a half: of a program that it finds to fit more than
         # the chip has. Its peak is what lives at once; gaps between arrays, 1 to 2 % of the models' steps, come on top.
         temporaries = memory.peak_memory_in_bytes - arguments - results
