@@ -153,7 +153,7 @@ def gradients(
     # A manual axis of size 1 has nothing to reduce, and XLA's partitioner stumbles over it (jax 0.10.2: a RET_CHECK).
     grouped = layout.mesh.shape[DATA] > 1
     # Where these are all rows, a CPU divides by the sum of weights at the loss, not in every gradient: a pass over them less.
-    # GPUs and TPUs divide where they write a gradient anyway.
+    # On GPUs and TPUs the step stays the one whose memory was held against their compilers.
     alone = accumulate == 1 and not grouped and layout.devices.platform == "cpu"
     carry_parts = jax.tree.map(_carry_partition, task.specs.carry, is_leaf=specs.is_spec)
 

@@ -56,11 +56,14 @@ def update(
         some = jax.tree.map(lambda u: jnp.where(accepted, u, jnp.full_like(u, -0.0)), updates)
         return optax.apply_updates(params, some)
 
-    def around(new: PyTree) -> tuple[dict[str, Mean], dict[str, Mean]]:
+    def with_old(new: PyTree) -> dict[str, Mean]:
         # Measured on the parameters, rounded as they are. The update itself has one reader only, where it is added: with
         # another it would be an array, as large as the gradient.
         moved = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32), new, params)
-        return norms("update_norm", moved), norms("param_norm_before", params)
+        return norms("update_norm", moved) | norms("param_norm_before", params)
+
+    def around(new: PyTree) -> dict[str, Mean]:
+        return with_old(new) | norms("param_norm_after", new)
 
     def is_made_twice() -> bool:
         """Matrices are not multiplied twice (Muon): there the update is an array anyway."""
@@ -71,14 +74,12 @@ def update(
         twice = is_made_twice()
 
         def measured() -> dict[str, Mean]:
-            new = applied(proposed(opt_state)[0] if twice else updates, accepted)
-            update_norms, before = around(new)
-            return update_norms | before | norms("param_norm_after", new)
+            return around(applied(proposed(opt_state)[0] if twice else updates, accepted))
 
         if due is None:
             found = measured()
         else:
-            unknown = jax.eval_shape(measured)
+            unknown = jax.eval_shape(around, params)
             found = jax.lax.cond(due, measured, lambda: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), unknown))
         new = applied(updates, accepted & _is_there(found["update_norm"].total))
         there = [_is_there(x.ravel()[0]) for x in jax.tree.leaves(new) if x.size]
@@ -87,13 +88,13 @@ def update(
         return Moved(new, proposed(later)[1], found)
 
     new = applied(updates, accepted)
-    update_norms, before = around(new)
+    found = with_old(new)
     if layout.devices.platform == "gpu":
-        last, state, update_norms, before = jax.lax.optimization_barrier((accepted, opt_state, update_norms, before))
+        last, state, found = jax.lax.optimization_barrier((accepted, opt_state, found))
         if is_made_twice():
             updates, moments = proposed(state)
         new = applied(updates, last)
-    return Moved(new, moments, update_norms | before | norms("param_norm_after", new))
+    return Moved(new, moments, found | norms("param_norm_after", new))
 
 
 def norms(name: str, tree: PyTree) -> dict[str, Mean]:

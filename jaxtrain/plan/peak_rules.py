@@ -322,7 +322,8 @@ def call(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     if params.get("differentiated") and params.get("prevent_cse") and not graph.compiler.merges:
         inputs, graph.again = [_barrier(graph, v) for v in inputs], True
     inner, consts = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr"))), []
-    if hasattr(inner, "consts"):  # a closed one; from jax 0.12 on all are
+    core: Any = jex.core  # of which jax 0.12 leaves out the name for type checkers; there every jaxpr is a closed one
+    if isinstance(inner, core.ClosedJaxpr):
         inner, consts = inner.jaxpr, constants(inner.consts)
     outputs = block(graph, inner, consts, inputs)
     graph.again = before
