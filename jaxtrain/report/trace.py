@@ -7,7 +7,7 @@ The file is a protocol buffer (tsl/profiler/protobuf/xplane.proto): planes of li
 import functools
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from loaders import files
@@ -110,7 +110,7 @@ def _short(name: str, scope: str) -> str:
 def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
     """(name, scope, start, end) [ps] of all operations of a device; on a CPU of what names an instruction."""
     planes = [_plane(value) for number, value in _fields(space) if number == 1]
-    scopes = {name: scope for plane in planes for name, scope in plane["scopes"].items()}
+    scopes = _Scopes({title: found for plane in planes for title, found in plane["programs"].items()})
     is_container = functools.cache(lambda name: bool(CONTAINER.match(name)))
     devices = [plane for plane in planes if re.match(r"/device:(GPU|TPU):", plane["name"])]
     for plane in devices or planes:
@@ -119,15 +119,32 @@ def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
             lines = [x for x in lines if x[0].startswith("Stream")] or [x for x in lines if x[0] == "XLA Ops"]
         for _, begin, events in lines:
             for event in events:
-                kind, offset, length, op = _event(event, plane)
+                kind, offset, length, op, program, module = _event(event, plane)
                 name = op or kind
                 if length and (op or devices) and not is_container(name):
-                    yield kind, scopes.get(name, ""), begin + offset, begin + offset + length
+                    yield kind, scopes.of(program, module)(name, ""), begin + offset, begin + offset + length
+
+
+class _Scopes:
+    """The scopes of the programs that a trace holds, by their titles, ``jit_step(6)``: several share names such as ``dot``."""
+
+    def __init__(self, programs: dict[str, dict[str, str]]):
+        self._programs = programs
+        self.of = functools.cache(self._of)
+
+    def _of(self, program: int | None, module: str) -> Callable[[str, str], str]:
+        """Instruction -> scope in the program of that number; where none has it, in those of that name, or else in all."""
+        titles = [title for title in self._programs if program is not None and title.endswith(f"({program})")]
+        titles = titles or [title for title in self._programs if module and title.rpartition("(")[0] == module]
+        merged: dict[str, str] = {}
+        for title in titles or self._programs:
+            merged |= self._programs[title]
+        return merged.get
 
 
 def _plane(data: memoryview) -> dict[str, Any]:
     """XPlane: name = 2, lines = 3, event_metadata = 4, stat_metadata = 5."""
-    plane: dict[str, Any] = {"name": "", "lines": [], "kinds": {}, "stats": {}, "scopes": {}}
+    plane: dict[str, Any] = {"name": "", "lines": [], "kinds": {}, "stats": {}, "programs": {}}
     for number, value in _fields(data):
         if number == 2:
             plane["name"] = _text(value)
@@ -140,18 +157,23 @@ def _plane(data: memoryview) -> dict[str, Any]:
             entry = dict(_fields(value))
             fields = list(_fields(entry[2]))
             kind = "kinds" if number == 4 else "stats"
-            plane[kind][entry.get(1, 0)] = next((_text(v) for n, v in fields if n == 2), "")
+            title = plane[kind][entry.get(1, 0)] = next((_text(v) for n, v in fields if n == 2), "")
             if number == 4:
                 for stat in (v for n, v in fields if n == 5):
                     if isinstance(program := dict(_fields(stat)).get(6), memoryview):  # bytes_value: an HloProto
-                        plane["scopes"] |= _scopes(program)
+                        plane["programs"][title] = _scopes(program)
     return plane
 
 
-def _event(data: memoryview, plane: dict[str, Any]) -> tuple[str, int, int, str]:
-    """XEvent: metadata_id = 1, offset_ps = 2, duration_ps = 3, stats = 4 (metadata_id = 1, str_value = 5, ref_value = 7)."""
+def _event(data: memoryview, plane: dict[str, Any]) -> tuple[str, int, int, str, int | None, str]:
+    """(kind, offset, length, instruction, program's number, program's name).
+
+    XEvent: metadata_id = 1, offset_ps = 2, duration_ps = 3, stats = 4 (metadata_id = 1, uint64_value = 3, int64_value = 4,
+    str_value = 5, ref_value = 7).
+    """
     kind = offset = length = 0
-    op = ""
+    program = None
+    named = {"hlo_op": "", "hlo_module": ""}
     for number, value in _fields(data):
         if number == 1:
             kind = value
@@ -161,9 +183,11 @@ def _event(data: memoryview, plane: dict[str, Any]) -> tuple[str, int, int, str]
             length = value
         elif number == 4:
             stat = dict(_fields(value))
-            if plane["stats"].get(stat.get(1)) == "hlo_op":
-                op = _text(stat[5]) if 5 in stat else plane["stats"].get(stat.get(7), "")
-    return plane["kinds"].get(kind, ""), offset, length, op
+            if (name := plane["stats"].get(stat.get(1))) in named:
+                named[name] = _text(stat[5]) if 5 in stat else plane["stats"].get(stat.get(7), "")
+            elif name == "program_id":
+                program = stat.get(3, stat.get(4))
+    return plane["kinds"].get(kind, ""), offset, length, named["hlo_op"], program, named["hlo_module"]
 
 
 def _scopes(program: memoryview) -> dict[str, str]:

@@ -54,6 +54,27 @@ def test_parts_are_the_whole_and_scopes_are_the_programs(folder):
     assert any(name.startswith("update") for name in scopes)
 
 
+def test_programs_that_share_names_keep_their_scopes(tmp_path):
+    """Both programs have the same instructions, by name; each ran twice."""
+
+    def product(scope):
+        def f(w, x):
+            with jax.named_scope(scope):
+                return jnp.tanh(x @ w) @ w.T
+
+        return jax.jit(f).lower(w, x).compile()
+
+    w, x = jnp.ones((256, 256)), jnp.ones((512, 256))
+    mine, other = product("mine"), product("other")
+    with jax.profiler.trace(str(tmp_path)):
+        for program in (other, mine, other, mine):
+            program(w, x).block_until_ready()
+    times = {"mine": 0, "other": 0}
+    for name, _, count in trace.of_folder(tmp_path).scopes:
+        times[name.split("/")[0]] += count
+    assert times["mine"] == times["other"] > 0
+
+
 def test_operations_that_run_side_by_side_share_their_time():
     """Forward from 0 to 10 on two threads, backward from 6 to 10 on one, nothing until 16, then 4 of the optimizer."""
     forward, backward, update = (
