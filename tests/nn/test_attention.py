@@ -1,6 +1,7 @@
 """Every kernel of attention against the formula in numpy float64: causal, windows, documents, few key heads."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import transformer
 from jaxtrain.nn.flash import flash
+from jaxtrain.plan.compile import for_kernels
 
 CASES = [
     dict(causal=False, window=0, packed=False),
@@ -169,7 +171,9 @@ def test_a_device_of_a_ring_holds_no_more_than_its_part_times_a_chunk():
 
 
 def lowered(f, *args):
-    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    h100 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
+    with for_kernels(h100):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_what_a_gpu_is_given():
