@@ -22,6 +22,7 @@ sound are streamed. FOLDER appears whole or not at all; mask.nii.gz in it puts p
 """
 
 import argparse
+import contextlib
 import csv
 import datetime
 import functools
@@ -31,7 +32,7 @@ import math
 import pathlib
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -274,11 +275,19 @@ class _Npy:
         self._file.write(np.ascontiguousarray(row, self._dtype).data)
         self.n += 1
 
-    def close(self) -> None:
-        self._file.seek(0)
-        self._header()
-        assert self._file.tell() == self._start, "numpy pads a header for a longer first dimension"
-        self._file.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Says n in the header; after an error, which comes from elsewhere, the file is only closed."""
+        if kind is not None:
+            with contextlib.suppress(OSError):  # of what a full disk did not take
+                self._file.close()
+            return
+        with self._file:
+            self._file.seek(0)
+            self._header()
+            assert self._file.tell() == self._start, "numpy pads a header for a longer first dimension"
 
     def _header(self) -> None:
         head = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.n, *self._shape)}
@@ -288,22 +297,21 @@ class _Npy:
 def write_video(path: pathlib.Path, out: pathlib.Path, fps: float, size: tuple[int, int], *, limit: int) -> int:
     """uint8 [frames, height, width, 3]: the picture on the screen at k / fps, up to ``limit`` of them. Returns how many."""
     width, height = size
-    file = _Npy(out, (height, width, 3), np.uint8)
-    last, last_time = None, 0.0
-    for time, frame in _decoded(path, "video"):
-        picture = frame.reformat(width=width, height=height, format="rgb24").to_ndarray()
-        # Until this one came, the one before was there.
-        while last is not None and file.n < limit and file.n / fps < time - 1e-6:
-            file.append(last)
-        last, last_time = picture, time
-        if file.n >= limit:
-            break
-    else:
-        if last is None:
-            raise DataError(f"{path}: its video holds no frame")
-        while file.n < limit and file.n / fps <= last_time + 1e-6:
-            file.append(last)
-    file.close()
+    with _Npy(out, (height, width, 3), np.uint8) as file:
+        last, last_time = None, 0.0
+        for time, frame in _decoded(path, "video"):
+            picture = frame.reformat(width=width, height=height, format="rgb24").to_ndarray()
+            # Until this one came, the one before was there.
+            while last is not None and file.n < limit and file.n / fps < time - 1e-6:
+                file.append(last)
+            last, last_time = picture, time
+            if file.n >= limit:
+                break
+        else:
+            if last is None:
+                raise DataError(f"{path}: its video holds no frame")
+            while file.n < limit and file.n / fps <= last_time + 1e-6:
+                file.append(last)
     return file.n
 
 
