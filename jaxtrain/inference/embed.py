@@ -378,6 +378,7 @@ def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: 
                 files[name] = np.lib.format.open_memmap(paths[name], mode="w+", dtype=x.dtype, shape=x.shape)
                 _reserve(paths[name])
     except OSError:
+        files.clear()  # the error would keep what is mapped, and with it the space on the disk
         for path in paths.values():
             path.unlink(missing_ok=True)
         raise

@@ -182,7 +182,9 @@ def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
     for name in list(kinds)[1:-1]:
         columns[name] = [getattr(headers[path], name) for path in names]
     columns["about"] = [sorted(headers[path].about.items()) for path in names]
-    pq.write_table(pa.table({name: pa.array(columns[name], kind) for name, kind in kinds.items()}), file)
+    table = pa.table({name: pa.array(columns[name], kind) for name, kind in kinds.items()})
+    with file.open("wb") as opened:  # closed also where the disk is full: pyarrow leaves that to the collector
+        pq.write_table(table, opened)
 
 
 def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
