@@ -75,7 +75,9 @@ def equations(jaxpr):
 def kept(jaxpr):
     """(dtype, values for each token) of what the forward loop writes out for every layer and token."""
     forward = next(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
-    arrays = [v.aval for v in forward.outvars[forward.params["num_carry"] :]]
+    p = forward.params
+    n_carry = len(p["ft_in"].unpack()[1]) if "ft_in" in p else p["num_carry"]  # from jax 0.11 on: the first
+    arrays = [v.aval for v in forward.outvars[n_carry:]]
     tokens = ((L, B, T), (L, B * T))  # by row, or all rows as one dimension, as products for CPUs have them
     return sorted((str(x.dtype), x.size // (L * B * T)) for x in arrays if any(x.shape[: len(t)] == t for t in tokens))
 
