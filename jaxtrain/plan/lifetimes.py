@@ -51,7 +51,8 @@ def fullest(
         node.place = place
     ends = {id(v) for v in outputs}
     _decide(graph, ends, {id(v) for v in streamed})
-    steps = [Read(node, {id(s): s for v in node.inputs for s in _sources(v)}) for node in _ordered(graph, ends) if node.kept]
+    ordered = _breadth_first(graph) if graph.compiler.breadth_first and graph.is_body else _ordered(graph, ends)
+    steps = [Read(node, {id(s): s for v in node.inputs for s in _sources(v)}) for node in ordered if node.kept]
     last = _last_reads(steps, outputs, len(graph.nodes))
     elsewhere = {id(v) for v in streamed}  # results that take no memory of their own
     live: dict[int, int] = {}
@@ -222,12 +223,14 @@ def _copied(
 
 
 def _ordered(graph: Graph, ends: set[int]) -> list[Node]:
-    """The program's order, but sums, and results that are arithmetic, at once: then what they are made of can go.
+    """The instructions in the order in which arrays are made.
 
+    The program's order, but sums, and results that are arithmetic, at once: then what they are made of can go.
     A sum of such a result is computed along with it, from what the result is computed from; and results of one large array
     (a parameter and its moments, of a gradient) are computed together, when all they need is there.
     """
-    together: dict[int, float] = {}
+    groups = _groups(graph, ends)
+    together: dict[tuple[int, int], float] = {}
     for _ in range(2):
         when: dict[int, float] = {}
         early: dict[int, float] = {}
@@ -239,7 +242,7 @@ def _ordered(graph: Graph, ends: set[int]) -> list[Node]:
                 if node.kind == "reduce":
                     time = max((early.get(id(s), when.get(id(s), -1)) for s in read), default=-1) + 0.25
                 elif node.kind in ("cheap", "dear") and all(id(v) in ends for v in node.outputs):
-                    group = id(max((s for s in read if s.node), key=graph.size, default=node))
+                    group = groups[id(node)]
                     before = max((when.get(id(s), -1) for s in (*read, *_awaited(node))), default=-1)
                     before = together[group] = max(before, together.get(group, -1))
                     time = before + 0.5
@@ -249,6 +252,55 @@ def _ordered(graph: Graph, ends: set[int]) -> list[Node]:
     for node, time in zip(graph.nodes, places, strict=True):
         node.place = time
     ordered = sorted(graph.nodes, key=lambda node: node.place)
+    for place, node in enumerate(ordered):
+        node.place = place
+    return ordered
+
+
+def _groups(graph: Graph, ends: set[int]) -> dict[int, tuple[int, int]]:
+    """Results that are arithmetic, and which of them are computed together: of one array, none waiting for another of them."""
+    above: dict[int, int] = {}  # kept node -> the results, as bits, that it waits for, and itself
+    groups: dict[int, tuple[int, int]] = {}
+    members: dict[int, tuple[int, int]] = {}  # array -> the number of its group, and the results in it
+    for node in graph.nodes:
+        if not node.kept:
+            continue
+        read = [s for v in node.inputs for s in _sources(v)]
+        waits = 0
+        for s in read:
+            waits |= above.get(id(s.node), 0)
+        if not node.inner and node.kind in ("cheap", "dear") and all(id(v) in ends for v in node.outputs):
+            source = id(max((s for s in read if s.node), key=graph.size, default=node))
+            number, others = members.get(source, (0, 0))
+            if waits & others:
+                number, others = number + 1, 0
+            groups[id(node)], own = (source, number), 1 << len(groups)
+            members[source] = number, others | own
+            waits |= own
+        above[id(node)] = waits
+    return groups
+
+
+def _breadth_first(graph: Graph) -> list[Node]:
+    """The order of a loop's body where the compiler puts first what is ready first, so that instructions can go side by side.
+
+    All rows that a loop reads are then there from its first instruction on, however late they are read.
+    """
+    kept = [node for node in graph.nodes if node.kept]
+    readers: dict[int, list[Node]] = {}
+    missing: dict[int, int] = {}
+    for node in kept:
+        makers = {id(s.node) for v in node.inputs for s in _sources(v) if s.node is not None}
+        missing[id(node)] = len(makers)
+        for key in makers:
+            readers.setdefault(key, []).append(node)
+    ordered = [node for node in kept if not missing[id(node)]]
+    for node in ordered:
+        for reader in readers.get(id(node), ()):
+            missing[id(reader)] -= 1
+            if not missing[id(reader)]:
+                ordered.append(reader)
+    assert len(ordered) == len(kept)
     for place, node in enumerate(ordered):
         node.place = place
     return ordered
@@ -285,6 +337,7 @@ def _decide(graph: Graph, ends: set[int], streamed: set[int]) -> None:
         elif node.free:  # constants and counters are made wherever they are read, in loops too
             node.kept = at_end
         else:
+            stored |= node.name == "row" and bool(inside & sums)  # libraries that sum read arrays
             node.kept = stored or len(inside) > 1 and _is_kept_for_several(graph, node)
         if not node.kept:
             reach[id(node)] = frozenset(inside)
@@ -315,6 +368,8 @@ def _is_kept_for_several(graph: Graph, node: Node) -> bool:
         return False
     if _narrows(node):
         return True
+    if node.name == "row":  # rounded from what the loop keeps in float32
+        return is_half(node.outputs[0])
     return node.kind == "dear" or (name in ARITHMETIC and not graph.compiler.recomputes)
 
 

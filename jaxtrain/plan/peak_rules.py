@@ -382,6 +382,8 @@ def _loop(
         fixed = [Value(v.shape, v.dtype, v.split, None, weak=v.weak) for v in consts]
         if each == 1:
             rows = [Value(x.shape[1:], x.dtype, x.split[1:], None) for x in xs]
+            if graph.compiler.breadth_first:
+                rows = [inner.append("cheap", "row", [v], [(v.shape, v.dtype, v.split)]).outputs[0] for v in rows]
             out = block(inner, body, own_consts, [*fixed, *own, *rows])
         else:
             rows = [Value((each, *x.shape[1:]), x.dtype, ((), *x.split[1:]), None) for x in xs]

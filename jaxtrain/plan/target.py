@@ -65,6 +65,7 @@ class Target:
             recomputes_logistic=newer,
             halves=known,
             merges=not known,
+            breadth_first=not known,
             copies=not known,
             apart=self.kind == "gpu",
             rings=self.chip is not None and self.chip.name == "v5e",
