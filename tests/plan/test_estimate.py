@@ -81,15 +81,20 @@ def test_bytes_on_a_tpu_are_its_compilers(workload, topology, mesh, tmp_path, mo
         assert spanned == wanted - ({"data"} if target.slices > 1 else set()), "no device works alone"
         if workload == "bird" and "fsdp" in wanted:
             planned = plan.estimate(assembly, assembly.trace(None), target).temporaries.moved
-            kinds = [{"all-gather"}, {"reduce-scatter"}]  # weights are gathered, their gradients scattered
+            # Weights are gathered and their gradients scattered. Where the dimension that is split lies in lanes, libtpu sums
+            # the whole gradient, at twice the bytes; of heads of 32 values that is now one dimension and now another.
+            kinds, slack = [{"all-gather": 1.0}, {"reduce-scatter": 1.0, "all-reduce": 0.5}], plan.SLACK
             if ("collective-permute", ("fsdp",)) in found.collectives:  # both in rings, piece by piece beside products
-                kinds = [{"all-gather", "reduce-scatter", "collective-permute"}]
-            for some in kinds:
+                kinds, slack = [{**kinds[0], **kinds[1], "collective-permute": 1.0}], 0.35
+            else:
+                scattered = [moved["reduce-scatter", ("fsdp",)][1] for moved in (planned, found.collectives)]
+                assert scattered[1] > 0.7 * scattered[0], "most of the gradients' bytes"
+            for share in kinds:
                 sent = [
-                    sum(x for (kind, axes), (_, x) in moved.items() if kind in some and axes == ("fsdp",))
+                    sum(share.get(kind, 0) * x for (kind, axes), (_, x) in moved.items() if axes == ("fsdp",))
                     for moved in (planned, found.collectives)
                 ]
-                assert sent[0] == pytest.approx(sent[1], rel=0.35)
+                assert sent[0] == pytest.approx(sent[1], rel=slack)
 
 
 @pytest.mark.usefixtures("libtpu")
