@@ -376,7 +376,7 @@ def run_stack(
             (qkv_bt3hk,) = project(x_btd, w["scale_attention"], w["bias_attention"], w["w_qkv"])
             qkv_bt3hk += spread(w["b_qkv"].astype(dtype), qkv_bt3hk.shape, shard)
             qkv_bt3hk = shard(qkv_bt3hk, "batch", "seq", None, "heads", "head_dim")
-            q, k, v = (qkv_bt3hk[:, :, i] for i in range(3))
+            q, k, v = (z[:, :, 0] for z in jnp.split(qkv_bt3hk, 3, axis=2))
             if s.qk_norm or turns is not None:
                 q, k = (place(z, w.get(f"scale_{n}"), w.get(f"bias_{n}"), turns) for z, n in ((q, "q"), (k, "k")))
             y_btd = product("bthk,hkd->btd", attention.within(shard, q, k, v, policy=s.remat), w["w_out"], shard)
