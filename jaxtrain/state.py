@@ -18,7 +18,7 @@ from jaxtrain.types import Array, Key, PyTree, Task, Variables
 
 HOST = "pinned_host"  # memory kind of what is offloaded
 # How initial values are compiled on CPUs: they are computed once, and LLVM's second level takes longer than that by far. The
-# numbers are the same (tests/test_state.py); at level 0 they are not.
+# numbers are the same, with jax 0.12 but for a last bit here and there (tests/test_state.py); at level 0 they are not.
 QUICK = {"xla_backend_optimization_level": 1}
 
 
