@@ -97,6 +97,24 @@ def _gradients_of_scaled(kept: tuple[Array, Array], dy: Array) -> tuple[Array, A
 _scaled.defvjp(lambda y, scale: (_scaled(y, scale), (y, scale)), _gradients_of_scaled)
 
 
+def gelu(x: Array) -> Array:
+    """x Φ(x), by the error function (Hendrycks & Gimpel 2016)."""
+    return _gelu(x) if jax.__version_info__ >= (0, 12) else jax.nn.gelu(x, approximate=False)
+
+
+@jax.custom_jvp
+def _gelu(x: Array) -> Array:
+    """With its own derivative: that of `erfc` is refused by jax 0.12.0 where a mesh axis is manual ("Primitive poly…")."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+@_gelu.defjvp
+def _gelu_derivative(xs: tuple[Array], dxs: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = xs, dxs
+    below = 0.5 * jax.lax.erfc(-x * 2**-0.5)
+    return x * below, dx * (below + x * jnp.exp(-0.5 * x * x) * (2 * math.pi) ** -0.5)
+
+
 def rope_angles(rope: Rope, position_bt: Array, head_dim: int) -> tuple[Array, Array]:
     """cos and sin [B, T, 1, K / 2] of the angles by which pairs turn, t theta^(-2 i / K) (Su et al. 2021).
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import remat
-from jaxtrain.nn.layers import Rope, layer_norm, lookup, project, rms_norm, rope_angles, rotate, spread
+from jaxtrain.nn.layers import Rope, gelu, layer_norm, lookup, project, rms_norm, rope_angles, rotate, spread
 from jaxtrain.specs import ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, OfData, PyTree, Shard, Spec
 from loaders import checks
@@ -218,7 +218,7 @@ def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
             y_btm = jax.nn.silu(gate_btm) * up_btm
         else:
             (y_btm,) = z
-            y_btm = jax.nn.gelu(y_btm, approximate=False)
+            y_btm = gelu(y_btm)
         return project("btm,dm->btd", y_btm, w_down, shard)
 
     with jax.named_scope("mlp"):

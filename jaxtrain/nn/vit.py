@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxtrain.nn import attention, remat
-from jaxtrain.nn.layers import layer_norm, product, rotate, scaled, spread
+from jaxtrain.nn.layers import gelu, layer_norm, product, rotate, scaled, spread
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Axes, Initializer, Key, PyTree, Shard, Spec
 from loaders import checks
@@ -367,7 +367,7 @@ def run_stack(
         if gate_btm is not None:
             y_btm = shard(jax.nn.silu(gate_btm) * y_btm, "batch", "seq", "mlp")
         else:
-            y_btm = jax.nn.gelu(y_btm, approximate=not s.exact)
+            y_btm = gelu(y_btm) if s.exact else jax.nn.gelu(y_btm, approximate=True)
         return product("btm,md->btd", y_btm, w_down, shard)
 
     def layer(x_btd: Array, xs: tuple[PyTree, Array | None]) -> tuple[Array, None]:

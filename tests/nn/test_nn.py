@@ -1,14 +1,16 @@
 """Layers that workloads share, each against numbers computed some other way."""
 
+import math
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxtrain.layout import make_layout, make_mesh
-from jaxtrain.nn import remat
+from jaxtrain.nn import layers, remat
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.layers import product, scaled, spread
 
@@ -158,3 +160,14 @@ def test_the_gradients_of_a_product_are_those_of_its_formula(mesh, equation):
     dx, dw = jax.jit(jax.grad(total, (0, 1)))(x.astype("f4"), w.astype("f4"))
     np.testing.assert_allclose(dx, np.einsum(f"{of_y},{of_w}->{of_x}", dy, w), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(dw, np.einsum(f"{of_x},{of_y}->{of_w}", x, dy), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gelu", [layers.gelu, layers._gelu], ids=["this jax's", "with its own derivative"])
+def test_gelu_and_its_derivative_are_the_error_functions_where_a_mesh_axis_is_manual(gelu):
+    x = np.linspace(-6, 6, 48, dtype="f4")
+    mesh, rows = make_mesh(2, 1, 1, devices=jax.devices()[:2]), PartitionSpec("data")
+    both = lambda x: (gelu(x), jax.grad(lambda x: gelu(x).sum())(x))  # noqa: E731
+    y, dy = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"data"}))(x)
+    below = np.array([0.5 * math.erfc(-v / math.sqrt(2)) for v in x.tolist()])
+    np.testing.assert_allclose(y, x * below, atol=2e-7)
+    np.testing.assert_allclose(dy, below + x * np.exp(-(x.astype("f8") ** 2) / 2) / math.sqrt(2 * math.pi), atol=5e-7)
