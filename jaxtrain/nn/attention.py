@@ -4,7 +4,7 @@
           and for heads that cuDNN does not take. Neither has an array that grows with T × S
     tpu   the splash kernel of Pallas, for sequences and heads that fill its lanes; blocks that the mask empties are skipped
     else  XLA, which holds all B × H × T × S weights of a layer; on GPUs and TPUs, 16-bit models compute them again in the
-          backward pass, so that no layer keeps them. For CPUs its products are those of `heads_first`
+          backward pass, so that no layer keeps them. For CPUs its products in float32 are those of `heads_first`
 
 `within` calls them on a mesh, each device on its own rows and heads (`Sharder.kernel`). XLA splits its own attention by itself.
 
@@ -114,7 +114,8 @@ def attention(
     mask_bts = visible(t, t, causal=causal, window=window)[None]
     if segments_bt is not None:
         mask_bts = mask_bts & same_segment(segments_bt, segments_bt)
-    y_bthk = (heads_first if platform == "cpu" else masked)(q_bthk, k_bsgk, v_bsgk, mask_bts)
+    xla = heads_first if platform == "cpu" and q_bthk.dtype == jnp.float32 else masked
+    y_bthk = xla(q_bthk, k_bsgk, v_bsgk, mask_bts)
     return remat.name(y_bthk, keep) if keep else y_bthk
 
 

@@ -4,11 +4,11 @@ Where heads come behind them, as in [B, T, H, K], XLA for CPUs copies what it mu
 and takes 1.5 to 2 times as long (docs/performance.md). Weights are divided by their sum after their product with the values,
 where there are fewer numbers, and kept for the backward pass as they are.
 
+For float32: the gradient takes the sum of weights times their derivatives from the result, which in 16 bits is too coarse.
+
 Shapes: B batch, T queries, S keys, H heads, G key/value heads, R = H / G, K head dimension, X = R × T: the queries of a group's
 heads, one head after the other.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,29 +25,27 @@ def heads_first(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) ->
 
 def _forward(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> tuple[Array, tuple]:
     g = k_bsgk.shape[2]
-    x_bgxs = _einsum("bgxk,bgsk->bgxs", _by_head(q_bthk, g), _by_head(k_bsgk, g)) * q_bthk.shape[-1] ** -0.5
+    x_bgxs = jnp.einsum("bgxk,bgsk->bgxs", _by_head(q_bthk, g), _by_head(k_bsgk, g)) * q_bthk.shape[-1] ** -0.5
     x_bgrts = x_bgxs.reshape(*x_bgxs.shape[:2], -1, *mask_bts.shape[1:])
     x_bgxs = jnp.where(mask_bts[:, None, None], x_bgrts, NEVER).reshape(x_bgxs.shape)
     p_bgxs = jnp.exp(x_bgxs - x_bgxs.max(-1, keepdims=True))
     share_bgx = 1 / p_bgxs.sum(-1)
-    p_bgxs = p_bgxs.astype(v_bsgk.dtype)
-    y_bgxk = _einsum("bgxs,bgsk->bgxk", p_bgxs, _by_head(v_bsgk, g)) * share_bgx[..., None]
+    y_bgxk = jnp.einsum("bgxs,bgsk->bgxk", p_bgxs, _by_head(v_bsgk, g)) * share_bgx[..., None]
     y_bthk = _by_place(y_bgxk, q_bthk)
     return y_bthk, (q_bthk, k_bsgk, v_bsgk, y_bthk, p_bgxs, share_bgx)
 
 
 def _backward(kept: tuple, dy_bthk: Array) -> tuple:
     q_bthk, k_bsgk, v_bsgk, y_bthk, p_bgxs, share_bgx = kept
-    g, dtype = k_bsgk.shape[2], q_bthk.dtype
-    dy_bgxk = _by_head(dy_bthk, g).astype(jnp.float32) * share_bgx[..., None]
+    g = k_bsgk.shape[2]
+    dy_bgxk = _by_head(dy_bthk, g) * share_bgx[..., None]
     delta_bgx = (dy_bgxk * _by_head(y_bthk, g)).sum(-1)
-    dy_bgxk = dy_bgxk.astype(dtype)
-    dp_bgxs = _einsum("bgxk,bgsk->bgxs", dy_bgxk, _by_head(v_bsgk, g))
-    dx_bgxs = (p_bgxs * (dp_bgxs - delta_bgx[..., None])).astype(dtype)
+    dp_bgxs = jnp.einsum("bgxk,bgsk->bgxs", dy_bgxk, _by_head(v_bsgk, g))
+    dx_bgxs = p_bgxs * (dp_bgxs - delta_bgx[..., None])
     scale = q_bthk.shape[-1] ** -0.5
-    dq_bgxk = _einsum("bgxs,bgsk->bgxk", dx_bgxs, _by_head(k_bsgk, g)) * scale
-    dk_bgsk = _einsum("bgxs,bgxk->bgsk", dx_bgxs, _by_head(q_bthk, g)) * scale
-    dv_bgsk = _einsum("bgxs,bgxk->bgsk", p_bgxs, dy_bgxk)
+    dq_bgxk = jnp.einsum("bgxs,bgsk->bgxk", dx_bgxs, _by_head(k_bsgk, g)) * scale
+    dk_bgsk = jnp.einsum("bgxs,bgxk->bgsk", dx_bgxs, _by_head(q_bthk, g)) * scale
+    dv_bgsk = jnp.einsum("bgxs,bgxk->bgsk", p_bgxs, dy_bgxk)
     return _by_place(dq_bgxk, q_bthk), _by_place(dk_bgsk, k_bsgk), _by_place(dv_bgsk, v_bsgk), None
 
 
@@ -61,10 +59,7 @@ def _by_head(x_bthk: Array, g: int) -> Array:
 
 
 def _by_place(x_bgxk: Array, like_bthk: Array) -> Array:
-    """Back to [B, T, H, K], and to its type."""
+    """Back to [B, T, H, K]."""
     b, t, h, k = like_bthk.shape
     g = x_bgxk.shape[1]
-    return x_bgxk.reshape(b, g, h // g, t, k).transpose(0, 3, 1, 2, 4).reshape(b, t, h, k).astype(like_bthk.dtype)
-
-
-_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    return x_bgxk.reshape(b, g, h // g, t, k).transpose(0, 3, 1, 2, 4).reshape(b, t, h, k)

@@ -83,15 +83,14 @@ def kept(jaxpr):
 
 
 ONE, WIDE, HALF = ("bfloat16", D), ("bfloat16", M), ("bfloat16", D // 2)
-# Inputs of both parts, q, k and v as attention reads them, what it gives (for CPUs by head, and as rows for the product that
-# follows), and what the activation reads.
+# Inputs of both parts, q, k and v as attention reads them, what it gives, and what the activation reads.
 KEPT = {
-    "vit, gelu": [WIDE, *[ONE] * 7],
+    "vit, gelu": [WIDE, *[ONE] * 6],
     # And q and k before their norms, both parts before they are scaled.
-    "vit, swiglu, norms and rotation of q and k": [WIDE, WIDE, *[ONE] * 11],
+    "vit, swiglu, norms and rotation of q and k": [WIDE, WIDE, *[ONE] * 10],
     # And q and k before their norms; k and v have half of the heads.
-    "swiglu, norms and rotation of q and k": [WIDE, WIDE, *[ONE] * 6, *[HALF] * 3],
-    "gelu": [WIDE, *[ONE] * 7],
+    "swiglu, norms and rotation of q and k": [WIDE, WIDE, *[ONE] * 5, *[HALF] * 3],
+    "gelu": [WIDE, *[ONE] * 6],
 }
 
 
