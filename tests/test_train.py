@@ -121,9 +121,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run(*args, code: int = 0, **kwargs) -> str:
+def run(*args, code: int = 0, within: float = 300, **kwargs) -> str:
     process = command(*args, **kwargs)
-    output, _ = process.communicate(timeout=300)
+    try:
+        output, _ = process.communicate(timeout=within)
+    finally:
+        if process.poll() is None:
+            process.kill()  # else it computes on beside the tests that follow
     assert process.returncode == code, output
     return output
 
