@@ -29,6 +29,7 @@ class Compiler(NamedTuple):
     recomputes: bool  # cheap arithmetic is computed again for each of its readers
     recomputes_logistic: bool  # and so are sigmoids, as GPUs and TPUs from v5e on were seen to do (a v4 those of checkpoints)
     halves: bool  # it multiplies 16-bit numbers; else it widens them to float32 first
+    widens_stacks: bool  # the rows that a loop writes in bfloat16 are kept in float32
     merges: bool  # equal computations are done once, also those that a checkpoint wants done again (outside of loops)
     breadth_first: bool  # a loop's body begins with all that is ready: the rows that it reads, where they become arrays
     copies: bool  # a donated argument that is still read once the result is in its place is copied before the first instruction

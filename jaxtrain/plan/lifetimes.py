@@ -225,7 +225,9 @@ def _copied(
 def _ordered(graph: Graph, ends: set[int]) -> list[Node]:
     """The instructions in the order in which arrays are made.
 
-    The program's order, but sums, and results that are arithmetic, at once: then what they are made of can go.
+    The program's order, but sums, and results that are arithmetic, at once: then what they are made of can go. Where the
+    compiler puts first what is ready first, so are slices: of the rows that a loop kept, what is left over to be read after
+    the next loop does not keep all of them.
     A sum of such a result is computed along with it, from what the result is computed from; and results of one large array
     (a parameter and its moments, of a gradient) are computed together, when all they need is there.
     """
@@ -239,7 +241,9 @@ def _ordered(graph: Graph, ends: set[int]) -> list[Node]:
             time: float = place
             if node.kept and not node.inner:
                 read = [s for v in node.inputs for s in _sources(v)]
-                if node.kind == "reduce":
+                if node.name == "slice" and graph.compiler.breadth_first:
+                    time = max((when.get(id(s), -1) for s in read), default=-1) + 0.25
+                elif node.kind == "reduce":
                     time = max((early.get(id(s), when.get(id(s), -1)) for s in read), default=-1) + 0.25
                 elif node.kind in ("cheap", "dear") and all(id(v) in ends for v in node.outputs):
                     group = groups[id(node)]

@@ -27,7 +27,7 @@ CHEAP = {
     "add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "and", "or", "not", "xor", "eq", "ne", "lt", "le", "gt",
     "ge", "select_n", "clamp", "convert_element_type", "integer_pow", "square", "is_finite", "floor", "ceil", "round", "rem",
     "shift_right_logical", "shift_left", "shift_right_arithmetic", "bitcast_convert_type", "iota", "slice", "pad", "rev",
-    "concatenate", "dynamic_slice", "population_count", "nextafter", "convert", "real", "imag", "split",
+    "concatenate", "dynamic_slice", "population_count", "nextafter", "convert", "real", "imag", "split", "one_minus_square",
 }  # fmt: skip
 DEAR = {
     "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf", "erf_inv", "sqrt", "rsqrt", "cbrt", "pow", "div", "sin",
@@ -383,7 +383,9 @@ def _loop(
         if each == 1:
             rows = [Value(x.shape[1:], x.dtype, x.split[1:], None) for x in xs]
             if graph.compiler.breadth_first:
-                rows = [inner.append("cheap", "row", [v], [(v.shape, v.dtype, v.split)]).outputs[0] for v in rows]
+                made = [inner.append("cheap", "row", [v], [(v.shape, v.dtype, v.split)]).outputs[0] for v in rows]
+                row_of = dict(zip(map(id, xs), made, strict=True))  # what is read under several names is fetched once
+                rows = [row_of[id(x)] for x in xs]
             out = block(inner, body, own_consts, [*fixed, *own, *rows])
         else:
             rows = [Value((each, *x.shape[1:]), x.dtype, ((), *x.split[1:]), None) for x in xs]
@@ -406,9 +408,14 @@ def _loop(
     graph.moves += inner.moves
     for o, v in zip(out, node.outputs, strict=True):
         o.outer, v.in_order = v, graph_lib.lies_in_order(o)
-    if not graph.compiler.halves:
+    if graph.compiler.widens_stacks:
         for v in node.outputs[n_carry:]:
             v.dtype = np.dtype(np.float32) if v.dtype == jnp.bfloat16 else v.dtype
+    if graph.compiler.merges and math.prod(graph.sizes.values()) > 1:
+        # Rows that the body gives several times are written once in a program that was partitioned, and as often as they are
+        # given on one device (XLA for CPUs of jaxlib 0.10.2 and 0.12.0.1): queries, keys and values keep one input each.
+        stack_of = dict(zip(map(id, streamed), node.outputs[n_carry:], strict=True))
+        return [*node.outputs[:n_carry], *(stack_of[id(o)] for o in streamed)]
     return node.outputs
 
 

@@ -64,6 +64,7 @@ class Target:
             recomputes=known,
             recomputes_logistic=newer,
             halves=known,
+            widens_stacks=not known and jax.__version_info__ < (0, 11, 2),  # 0.10.2 to 0.11.1 do; 0.11.2 and 0.12.0.1 do not
             merges=not known,
             breadth_first=not known,
             copies=not known,

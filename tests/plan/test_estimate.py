@@ -12,8 +12,8 @@ from jaxtrain import plan
 from jaxtrain.plan import compile as compile_lib
 
 
-def bytes_agree(config, mesh, target):
-    """The plan's with the compiler's: exactly what is passed to a step, and within 15 % what it needs in all."""
+def bytes_agree(config, mesh, target, slack=plan.SLACK):
+    """The plan's with the compiler's: exactly what is passed to a step, and within 15 % or less what it needs in all."""
     assembly = plan.assemble(config, mesh)
     stage = assembly.task.stage(config.train.steps - 1)
     options = {} if target.tiled else {"xla_backend_optimization_level": 0}  # of the machine code alone
@@ -22,15 +22,16 @@ def bytes_agree(config, mesh, target):
     planned = plan.estimate(assembly, traced, target)
     assert planned.arguments == found.arguments
     assert found.temporaries > 3 * found.arguments or "giblet" in config.workload, "the activations are most of it"
-    assert planned.peak == pytest.approx(found.peak, rel=plan.SLACK)
+    assert planned.peak == pytest.approx(found.peak, rel=slack)
     return assembly, found
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("workload", ["bird", "trm", "language", pytest.param("giblet", marks=pytest.mark.slow)])
 def test_bytes_on_a_host_device_are_the_compilers(workload, mesh, tmp_path, monkeypatch):
+    """Within 6 %: on 2 × 2 × 2 the language model's was 13 to 18 % too much while equal rows of a loop counted several times."""
     config = load(workload, tmp_path, monkeypatch, ("model.dtype", "float32"))
-    bytes_agree(config, on(mesh, jax.devices()), plan.parse_target(""))
+    bytes_agree(config, on(mesh, jax.devices()), plan.parse_target(""), plan.SLACK if workload == "giblet" else 0.06)
 
 
 @pytest.mark.slow

@@ -53,7 +53,11 @@ def test_a_moment_that_waits_for_the_parameters_it_made_is_written_in_place_on_a
 
 @pytest.mark.parametrize("unroll", [1, 2, 3, 4, 7])
 def test_a_loop_that_is_partly_written_out_keeps_what_its_copies_keep(unroll):
-    """Seven layers; estimated as a loop of single ones, two or three at a time came to 0.6 of what the compiler takes."""
+    """Seven layers; estimated as a loop of single ones, two or three at a time came to 0.6 of what the compiler takes.
+
+    Where what is left over of a layer's rows was thought to be read after the loop backward, it was 14 % (jax 0.10.2) and 27 %
+    (0.12.0.1) too much.
+    """
 
     def loss(w, x):
         x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(jnp.tanh(x @ w) @ w.T), None), x, w, unroll=unroll)
@@ -63,12 +67,15 @@ def test_a_loop_that_is_partly_written_out_keeps_what_its_copies_keep(unroll):
     traced = jax.jit(jax.grad(loss)).trace(w, x)
     found = traced.lower().compile({"xla_backend_optimization_level": 0}).memory_analysis().temp_size_in_bytes
     planned = plan.peak(traced.jaxpr, [((),) * 3, ((),) * 2], {}, [False] * 2, plan.parse_target("").compiler)
-    assert planned.bytes == pytest.approx(found, rel=plan.SLACK)
+    assert planned.bytes == pytest.approx(found, rel=0.08)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_loop_on_a_cpu_fetches_all_rows_that_it_reads_before_anything_else(dtype):
-    """The backward pass reads what two parts of a layer kept; without the rows that wait it was 8 and 10 % less."""
+    """The backward pass reads what two parts of a layer kept; without the rows that wait it was 8 and 10 % less.
+
+    In bfloat16 jaxlib up to 0.11.1 keeps them in float32, twice as many bytes as later ones.
+    """
 
     def loss(w, x):
         def layer(x, w):
