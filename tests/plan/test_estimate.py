@@ -29,7 +29,7 @@ def bytes_agree(config, mesh, target, slack=plan.SLACK):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("workload", ["bird", "trm", "language", pytest.param("giblet", marks=pytest.mark.slow)])
 def test_bytes_on_a_host_device_are_the_compilers(workload, mesh, tmp_path, monkeypatch):
-    """Within 6 %: on 2 × 2 × 2 the language model's was 13 to 18 % too much while equal rows of a loop counted several times."""
+    """Within 6 %: on 2 × 2 × 2 the language model's was 13 to 18 % too much with equal rows of a loop counted several times."""
     config = load(workload, tmp_path, monkeypatch, ("model.dtype", "float32"))
     bytes_agree(config, on(mesh, jax.devices()), plan.parse_target(""), plan.SLACK if workload == "giblet" else 0.06)
 
