@@ -52,15 +52,15 @@ PARTS = {
         ),
     ),
     "damage": Part(
-        "every file of a checkpoint damaged at many places; hostile files to every command",
+        "every file of a checkpoint damaged at many places; damaged shards, and whatever Python reads; the targets of fuzzing",
         (
             "tests/checkpoint/test_checkpointer.py",
-            "tests/hostile/test_hostile_commands.py",
             "tests/hostile/test_hostile_shards.py",
             "tests/hostile/test_hostile_readers.py",
             "tests/tools/test_fuzz.py",
         ),
     ),
+    "hostile": Part("hostile files to every command", ("tests/hostile/test_hostile_commands.py",)),
     "matrix": Part("every workload on every mesh", ("tests/test_matrix.py::test_steps_on_a_mesh_are_those_of_one_device",)),
     "processes": Part(
         "every workload in 1, 2 and 4 processes",
