@@ -30,7 +30,8 @@ class Compiler(NamedTuple):
     recomputes_logistic: bool  # and so are sigmoids, as GPUs and TPUs from v5e on were seen to do (a v4 those of checkpoints)
     halves: bool  # it multiplies 16-bit numbers; else it widens them to float32 first
     widens_stacks: bool  # the rows that a loop writes in bfloat16 are kept in float32
-    merges: bool  # equal computations are done once, also those that a checkpoint wants done again (outside of loops)
+    merges: bool  # equal computations are done once
+    checkpoints: bool  # what a checkpoint wants done again is done again, outside of loops too
     breadth_first: bool  # a loop's body begins with all that is ready: the rows that it reads, where they become arrays
     copies: bool  # a donated argument that is still read once the result is in its place is copied before the first instruction
     # As seen on GPUs: what a product gathers is an array (gathered along its slowest dimension: else it is copied to be so), a

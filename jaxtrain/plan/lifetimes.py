@@ -368,7 +368,7 @@ def _computed_inside(graph: Graph, node: Node, reach: Mapping[int, frozenset[int
 def _is_kept_for_several(graph: Graph, node: Node) -> bool:
     """Whether a result that several read is worth an array."""
     name = node.name.split()[0]
-    if name == "logistic" and (graph.compiler.recomputes_logistic or node.again):
+    if name == "logistic" and (graph.compiler.recomputes_logistic or graph.compiler.recomputes and node.again):
         return False
     if _narrows(node):
         return True

@@ -319,7 +319,7 @@ def manual(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
 
 def call(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     params, before = eqn.params, graph.again
-    if params.get("differentiated") and params.get("prevent_cse") and not graph.compiler.merges:
+    if params.get("differentiated") and params.get("prevent_cse") and graph.compiler.checkpoints:
         inputs, graph.again = [_barrier(graph, v) for v in inputs], True
     inner, consts = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr"))), []
     core: Any = jex.core  # of which jax 0.12 leaves out the name for type checkers; there every jaxpr is a closed one

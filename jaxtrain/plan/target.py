@@ -66,6 +66,7 @@ class Target:
             halves=known,
             widens_stacks=not known and jax.__version_info__ < (0, 11, 2),  # 0.10.2 to 0.11.1 do; 0.11.2 and 0.12.0.1 do not
             merges=not known,
+            checkpoints=known or jax.__version_info__ >= (0, 11, 1),  # on CPUs 0.10.2 and 0.11.0 merge them with the first
             breadth_first=not known,
             copies=not known,
             apart=self.kind == "gpu",

@@ -119,13 +119,3 @@ def test_what_a_tpus_compiler_lets_fit_is_told_to_fit():
         assert (not said.refusal) == fits, said.refusal
         if fits:
             assert 4 * 128 * (rows + kept) < said.peak < target.memory
-
-
-def test_unrolled_layers_that_a_cpu_would_not_recompute_are_counted_as_kept(tmp_path, monkeypatch):
-    """XLA for CPUs merges what a checkpoint wants computed again with what was computed, outside of loops."""
-    unrolled = (("model.dtype", "float32"), ("model.unroll", "12"), ("train.batch", "8"))
-    peaks, here = [], plan.parse_target("")
-    for remat in ("none", "full"):
-        assembly = plan.abstractly(load("language", tmp_path, monkeypatch, *unrolled, ("model.remat", remat)), here)
-        peaks.append(plan.estimate(assembly, assembly.trace(None), here).peak)
-    assert peaks[0] == peaks[1]
