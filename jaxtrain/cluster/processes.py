@@ -99,8 +99,9 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
     if problem := uneven(Counter(device.process_index for device in jax.devices()), membership.processes):
         raise RendezvousError(problem)
     if jax.default_backend() == "cpu":
-        # Process 0 alone writes programs there, and one that is read back runs its collectives in another order than one just
-        # compiled (jax 0.10.2): the processes then wait for each other for ever.
+        # Process 0 alone writes programs there, and a program has another key in each process (by the topology's fingerprint,
+        # jax 0.10.2), so that process 0 alone would read one back. That was seen to run its collectives in another order than
+        # one just compiled: the processes then wait for each other for ever.
         jax.config.update("jax_enable_compilation_cache", False)
 
 
