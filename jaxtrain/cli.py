@@ -63,6 +63,7 @@ COMMANDS = (
 )
 
 
+FLAGS = ("--help", "--version")
 OWN_CODE = {"--workload", "--codec"}  # arguments that name a module
 
 
@@ -91,17 +92,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What `jaxtrain` alone did before it had commands.
     if argv[0].partition("=")[0] in ("--explain", "--plan", "--plan-setup") or argv[0].startswith("--config"):
         argv.insert(0, "train")
+    asked = argv[0] == "help"
     if argv[0] in ("-h", "--help", "help"):
         argv = [argv[1], "--help"]
     for command in COMMANDS:
         if command.name == argv[0]:
             with _plain_output():
                 return _run(command, argv)
-    if arguments.asks_for_help(argv):
+    if arguments.asks_for_help(argv) and not asked:
         print(listing())
         return 0
-    remedy = checks.expected(argv[0], (command.name for command in COMMANDS))
-    arguments.report(f"command {argv[0]!r} is unknown; {remedy}; see jaxtrain --help")
+    names = [*(command.name for command in COMMANDS), *FLAGS]
+    what = "flag" if argv[0].startswith("-") else "command"
+    remedy = checks.nearest(argv[0], names) or f"; {checks.expected(argv[0], names)}"
+    arguments.report(f"{what} {argv[0]!r} is unknown{remedy}; see jaxtrain --help")
     return arguments.MISTAKE
 
 

@@ -12,7 +12,7 @@ The text continues the field's path: "train.steps is 0; it must be at least 1".
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 MOST_THREADS = 1024
@@ -87,8 +87,13 @@ def under(path: str, problems: Iterable[tuple[str, str]]) -> Problems:
 def expected(value: Any, allowed: Iterable[Any]) -> str:
     """What may stand where ``value`` does, and the nearest spelling: "expected one of: cosine, wsd; did you mean 'cosine'?"."""
     names = [str(name) for name in allowed]
+    return f"expected one of: {', '.join(names)}{nearest(value, names)}"
+
+
+def nearest(value: Any, names: Sequence[str]) -> str:
+    """The end of a sentence, the nearest spelling of ``names``: "; did you mean 'cosine'?"; "" where none is near."""
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-    return f"expected one of: {', '.join(names)}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _numbers(section: Any, names: Iterable[str], is_right: Callable[[Any], bool], rule: str) -> Problems:

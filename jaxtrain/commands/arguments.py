@@ -70,6 +70,11 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 yield from action.choices.items()
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """argparse's, whose sentence names no nearest spelling."""
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"{value!r} is unknown; {checks.expected(value, action.choices)}")
+
     def error(self, message: str) -> NoReturn:
         report(f"{message}; see {self.prog} --help")
         sys.exit(MISTAKE)

@@ -265,7 +265,8 @@ def locate(path: str) -> pathlib.Path:
     if file.is_file():
         raise ConfigError([("", f"file {path} is no config; its name must end in .py")])
     there = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
-    remedy = checks.expected(path, [*configs.names(), *there])
+    meant = file.stem if file.suffix == ".py" and not there else path
+    remedy = checks.expected(meant, [*configs.names(), *there])
     raise ConfigError([("", f"file {path} does not exist, nor does jaxtrain ship a config of this name; {remedy}")])
 
 

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterator
 
 from jaxtrain.plan.errors import PlanError
-from loaders import checks, machine
+from loaders import machine
 
 KINDS = ("gpu", "tpu")
 MARK = "whole.json"
@@ -48,7 +48,7 @@ def requirements(kind: str) -> list[str]:
 
 def find(kind: str) -> pathlib.Path | None:
     """The environment, where it is whole."""
-    return folder(kind) if (folder(kind) / MARK).exists() else None
+    return place if versions(place := folder(kind)) else None
 
 
 def how_to_get(kind: str) -> str:
@@ -62,7 +62,7 @@ def set_up(kind: str) -> str:
     Raises PlanError for an unknown kind, and where pip fails, with its command; what it had written is gone then.
     """
     if kind not in KINDS:
-        raise PlanError(f"--plan-setup={kind} is unknown; {checks.expected(kind, KINDS)}")
+        raise PlanError(f"no compiler can be fetched for {kind!r}; expected one of: {', '.join(KINDS)}")
     if place := find(kind):
         return f"{place} is there already: {versions(place)}"
     place = folder(kind)
@@ -95,7 +95,11 @@ def set_up(kind: str) -> str:
 
 
 def versions(place: pathlib.Path) -> str:
-    return ", ".join(json.loads((place / MARK).read_text())["requirements"])
+    """What pip installed there; "" where the environment is not whole, or its mark was damaged, as by a full disk."""
+    try:
+        return ", ".join(json.loads((place / MARK).read_text())["requirements"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def path(place: pathlib.Path) -> str:
@@ -117,11 +121,11 @@ def _only_one(place: pathlib.Path) -> Iterator[bool]:
 
 def _rename(made: pathlib.Path, place: pathlib.Path) -> None:
     """Puts a whole environment in its place, unless another process has been faster; a broken one there makes way."""
-    if (place / MARK).exists():
+    if versions(place):
         return
     shutil.rmtree(place, ignore_errors=True)
     try:
         made.rename(place)
     except OSError:
-        if not (place / MARK).exists():
+        if not versions(place):
             raise

@@ -56,7 +56,7 @@ def find(name: str) -> Said | None:
         unpacker = zlib.decompressobj(wbits=31)
         text = unpacker.decompress(files.read(path, most=LIMIT), MOST)
         said = Said(**files.parse(text.decode(), str(path)))
-        if not unpacker.eof or not all(map(isinstance, said, KINDS)):
+        if not unpacker.eof or not all(map(isinstance, said, KINDS)) or not min(said[:4]) >= 0:
             return None
         os.utime(path)
     except (OSError, ValueError, TypeError, zlib.error):  # none, or no whole one

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 import jax
+import jaxlib.version
 import numpy as np
 
 from jaxtrain import chips
@@ -58,15 +59,16 @@ class Target:
             return padded(shape, dtype.itemsize, in_order=in_order) if self.tiled else math.prod(shape) * dtype.itemsize
 
         newer = self.kind == "gpu" or self.chip is not None and self.chip.name in ("v5e", "v6e")
+        jaxlib_is = jaxlib.version.__version_info__
         return Compiler(
             size,
             self.tiled,
             recomputes=known,
             recomputes_logistic=newer,
             halves=known,
-            widens_stacks=not known and jax.__version_info__ < (0, 11, 2),  # 0.10.2 to 0.11.1 do; 0.11.2 and 0.12.0.1 do not
+            widens_stacks=not known and jaxlib_is < (0, 11, 2),  # 0.10.2 to 0.11.1 do; 0.11.2 and 0.12.0.1 do not
             merges=not known,
-            checkpoints=known or jax.__version_info__ >= (0, 11, 1),  # on CPUs 0.10.2 and 0.11.0 merge them with the first
+            checkpoints=known or jaxlib_is >= (0, 11, 1),  # on CPUs 0.10.2 and 0.11.0 merge them with the first
             breadth_first=not known,
             copies=not known,
             apart=self.kind == "gpu",

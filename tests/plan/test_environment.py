@@ -68,9 +68,12 @@ def test_a_set_up_that_fails_leaves_nothing_and_names_its_command(cache, pip, ca
     assert plan_command.main(["--setup", "gpu"]) == 0 and "is there already" in capsys.readouterr().out
 
 
-def test_a_folder_without_the_mark_is_not_taken_for_an_environment(cache, pip):
-    """As a process that was killed, or a person, may leave it."""
+@pytest.mark.parametrize("mark", [None, "", '{"old": 1}', "[1]", '{"requirements": 1}'])
+def test_a_folder_without_a_whole_mark_is_not_taken_for_an_environment(mark, cache, pip):
+    """As a process that was killed, a full disk, or a person, may leave it."""
     (environment.folder("gpu") / "jax_plugins").mkdir(parents=True)
+    if mark is not None:
+        (environment.folder("gpu") / environment.MARK).write_text(mark)
     assert environment.find("gpu") is None
     plan.set_up("gpu")
     assert environment.find("gpu") and len(pip.commands) == 1
