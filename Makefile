@@ -30,7 +30,7 @@ higgs-demo: $(TRAIN)
 	$(VENV)/bin/python -m tools.demo_higgs $(ARGS)
 
 # Images of containers often forbid that bytecode is kept, and each of hundreds of processes would compile the package again.
-# Three processes on two cores: a third of the tests' time is waiting for runs of their own (18.6 minutes in all, and 23.6 with two).
+# Three processes on two cores, since a third of the tests' time is waiting for runs of their own.
 test: $(TEST) lint
 	$(CARGO_TEST)
 	env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
