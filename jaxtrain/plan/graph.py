@@ -27,7 +27,8 @@ class Compiler(NamedTuple):
     bytes_of: Callable[[Sequence[int], np.dtype, bool], int]
     into_products: bool  # element-wise operands are computed inside a matrix product
     recomputes: bool  # cheap arithmetic is computed again for each of its readers
-    recomputes_logistic: bool  # and so are sigmoids, as GPUs and TPUs from v5e on were seen to do (a v4 those of checkpoints)
+    # And so are sigmoids and divisions by a scalar, as on GPUs and TPUs from v5e on was seen (on a v4 sigmoids of checkpoints).
+    recomputes_more: bool
     halves: bool  # it multiplies 16-bit numbers; else it widens them to float32 first
     widens_stacks: bool  # the rows that a loop writes in bfloat16 are kept in float32
     merges: bool  # equal computations are done once
@@ -40,6 +41,8 @@ class Compiler(NamedTuple):
     # As seen on v5e: a product that gathers an operand, or whose result is summed where it is split, goes round a ring
     # of devices piece by piece, and both of its operands are arrays. Between two devices none was seen.
     rings: bool
+    # As seen on TPUs: rows of a loop that it does nothing with but round them are rounded before it, all at once.
+    rounds_rows: bool
 
 
 class Value:
@@ -63,7 +66,7 @@ class Node:
 
     __slots__ = (
         "kind", "name", "inputs", "outputs", "inner", "place", "kept", "holds", "free", "costly", "again", "apart", "waits",
-        "ring",
+        "ring", "summed", "state",
     )  # fmt: skip
 
     def __init__(self, kind: str, name: str, inputs: list[Value]):
@@ -74,7 +77,9 @@ class Node:
         self.again = False  # a checkpoint's, computed again
         self.apart = False  # its results do not lie where its operands lay
         self.ring = False  # a product that devices exchange pieces for as they compute it
+        self.summed: set[str] = set()  # the mesh axes along which that is so unless its result is summed whole
         self.waits: list[Value] = []  # what has to be there first, besides its operands: of a barrier
+        self.state: list[tuple[Value, Value]] | None = None  # of a loop: what changes in place, before and after it
         self.costly: bool = kind == "dear" or any(v.node and v.node.costly for v in inputs) and kind in ("cheap", "alias")
 
 
@@ -161,7 +166,7 @@ class Graph:
         """
         key = ("gathered", id(value), *sorted(axes))
         if key not in self.done:
-            at = min(i for i, dim in enumerate(value.split) if axes & set(dim))
+            at = 0 if not self.compiler.apart else min(i for i, dim in enumerate(value.split) if axes & set(dim))
             if math.prod(value.shape[:at]) > 1:
                 source = value
                 while source.node and source.node.kind == "alias":
@@ -192,7 +197,7 @@ class Graph:
             parts = [math.prod(self.sizes.get(a, 1) for a in dim) for dim in value.split]
             shape = [-(-d // part) for d, part in zip(value.shape, parts, strict=True)]
             size = math.prod(shape) * (width(value) if value.dtype != jax.dtypes.prng_key else 8)
-            if kind == "all-reduce" and axes <= _pinned_axes(value):
+            if kind == "all-reduce" and axes <= (pinned_axes(value) or set()):
                 kind = "reduce-scatter"
             factor = {
                 "all-reduce": 2 * (n - 1) / n,
@@ -251,6 +256,26 @@ def width(value: Value) -> int:
     return value.dtype.itemsize
 
 
+def pin(nodes: Sequence[Node]) -> None:
+    """Splits what a constraint pins as it says, back through arithmetic to the loop or the product that makes it.
+
+    So it does what is added to an array that is split. What another constraint pins stays as that says.
+    """
+    for node in reversed(nodes):
+        if node.name.split()[0] not in ("sharding_constraint", "add", "add_any"):
+            continue
+        wanted, todo = node.outputs[0].split, list(node.inputs)
+        while todo:
+            value = todo.pop()
+            if value.node is None or value.shape != node.outputs[0].shape or axes_of(value.split) or not axes_of(wanted):
+                continue
+            if value.node.name.startswith("sharding_constraint"):
+                continue
+            value.split = wanted
+            if value.node.kind in ("cheap", "alias"):
+                todo += value.node.inputs
+
+
 def axes_of(split: Split) -> set[str]:
     return {a for dim in split for a in dim}
 
@@ -301,11 +326,11 @@ def reshaped(old: Sequence[int], new: Sequence[int], split: Split, mesh: Mapping
     return tuple(placed)
 
 
-def _pinned_axes(value: Value) -> set[str]:
-    """The mesh axes that a result is pinned to, by the first constraint on its way."""
+def pinned_axes(value: Value) -> set[str] | None:
+    """The mesh axes that a result is pinned to, by the first constraint on its way; None without one."""
     readers = value.readers
     while value.outer or len(readers) == 1 and readers[0].name.split()[0] in PASSES:
         value = value.outer or readers[0].outputs[0]
         readers = value.readers
     pinned = [r for r in readers if r.name.startswith("sharding_constraint")]
-    return axes_of(pinned[0].outputs[0].split) if pinned and len(readers) == 1 else set()
+    return axes_of(pinned[0].outputs[0].split) if pinned and len(readers) == 1 else None

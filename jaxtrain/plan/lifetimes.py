@@ -9,7 +9,7 @@ are (`fullest`).
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtrain.plan.graph import Graph, Moved, Node, Value, is_half, width
+from jaxtrain.plan.graph import Graph, Moved, Node, Value, is_half, pinned_axes, width
 
 STORED = -1  # among the readers that a value is computed inside of: one that needs an array
 ARITHMETIC = {"add", "add_any", "sub", "mul", "max", "min", "integer_pow", "square", "select_n"}
@@ -156,7 +156,10 @@ def _sweep(
 def _fresh(graph: Graph, node: Node, made: Sequence[Value], dying: Mapping[int, int]) -> int:
     """Bytes of an instruction's results that do not lie where an operand lay that is read for the last time."""
     if node.kind in ("cheap", "dear", "other") and node.name != "turned" and not node.inner and not node.apart:
-        pool = sorted(dying.items(), key=lambda item: item[1])
+        same = set(dying)
+        if graph.compiler.merges and node.kind in ("cheap", "dear"):
+            same = _element_by_element(node)
+        pool = sorted(((k, n) for k, n in dying.items() if k in same), key=lambda item: item[1])
         fresh = 0
         for v in made:
             match = next((k for k, n in pool if n == graph.size(v)), None)
@@ -168,13 +171,35 @@ def _fresh(graph: Graph, node: Node, made: Sequence[Value], dying: Mapping[int, 
     fresh = sum(graph.size(v) for v in made)
     if node.kind == "product" and not graph.compiler.halves:
         fresh += sum(2 * graph.size(v) for v in node.outputs if is_half(v))
-    if node.inner or node.name.startswith("scan"):  # a loop's state changes in place
+    if node.state is not None:  # a loop's state changes in place; the rows that it reads and writes lie beside each other
+        spare = dict(dying)
+        for before, after in node.state:
+            places = [id(s) for s in _sources(before) if spare.get(id(s)) == graph.size(after)]
+            if places and any(v is after for v in made):
+                fresh -= spare.pop(places[0])
+    elif node.inner:
         spare = dict(dying)
         for v in made:
             match = next((k for k, n in spare.items() if n == graph.size(v)), None)
             if match is not None:
                 fresh -= spare.pop(match)
     return fresh
+
+
+def _element_by_element(node: Node) -> set[int]:
+    """Arrays of the shape of arithmetic's result that are read for it as they lie, through no reshape or transpose."""
+    shape, todo = node.outputs[0].shape, list(node.inputs)
+    found: set[int] = set()
+    if node.name.split()[0] in ("reshape", "transpose", "rev"):
+        return found
+    while todo:
+        value = todo.pop()
+        if value.shape != shape or id(value) in found:
+            continue
+        found.add(id(value))
+        if value.node and not value.node.kept and value.node.name.split()[0] not in ("reshape", "transpose", "rev"):
+            todo += value.node.inputs
+    return found
 
 
 def _copied(
@@ -227,7 +252,7 @@ def _ordered(graph: Graph, ends: set[int]) -> list[Node]:
 
     The program's order, but sums, and results that are arithmetic, at once: then what they are made of can go. Where the
     compiler puts first what is ready first, so are slices: of the rows that a loop kept, what is left over to be read after
-    the next loop does not keep all of them.
+    the next loop does not keep all of them. And so is what it computes again, unless a checkpoint's barrier holds that back.
     A sum of such a result is computed along with it, from what the result is computed from; and results of one large array
     (a parameter and its moments, of a gradient) are computed together, when all they need is there.
     """
@@ -241,7 +266,7 @@ def _ordered(graph: Graph, ends: set[int]) -> list[Node]:
             time: float = place
             if node.kept and not node.inner:
                 read = [s for v in node.inputs for s in _sources(v)]
-                if node.name == "slice" and graph.compiler.breadth_first:
+                if graph.compiler.breadth_first and (node.name == "slice" or node.again and not graph.compiler.checkpoints):
                     time = max((when.get(id(s), -1) for s in read), default=-1) + 0.25
                 elif node.kind == "reduce":
                     time = max((early.get(id(s), when.get(id(s), -1)) for s in read), default=-1) + 0.25
@@ -294,13 +319,14 @@ def _breadth_first(graph: Graph) -> list[Node]:
     readers: dict[int, list[Node]] = {}
     missing: dict[int, int] = {}
     for node in kept:
-        makers = {id(s.node) for v in node.inputs for s in _sources(v) if s.node is not None}
+        read = [s for v in node.inputs for s in _sources(v)]
+        makers = {id(s.node) for s in (*read, *_awaited(node)) if s.node is not None}
         missing[id(node)] = len(makers)
         for key in makers:
             readers.setdefault(key, []).append(node)
     ordered = [node for node in kept if not missing[id(node)]]
     for node in ordered:
-        for reader in readers.get(id(node), ()):
+        for reader in reversed(readers.get(id(node), [])):
             missing[id(reader)] -= 1
             if not missing[id(reader)]:
                 ordered.append(reader)
@@ -318,11 +344,14 @@ def _decide(graph: Graph, ends: set[int], streamed: set[int]) -> None:
     updates: set[int] = set()  # kept nodes: results that are arithmetic
     sums: set[int] = set()
     reach: dict[int, frozenset[int]] = {}  # node -> the kept nodes that its result is computed inside of
+    awaited: set[int] = set()  # nodes that results which are arithmetic wait for
     for node in reversed(graph.nodes):
         at_end = any(id(v) in ends and id(v) not in streamed for v in node.outputs)
         stream = any(id(v) in streamed for v in node.outputs)
         inside, stored = _computed_inside(graph, node, reach)
         stored |= at_end
+        if any(id(r) in awaited or id(r) in updates for v in node.outputs for r in v.readers):
+            awaited.add(id(node))
         if stream:
             inside.add(-id(node))
         if node.kind == "alias":  # one array under two names: stored where its source is
@@ -330,19 +359,18 @@ def _decide(graph: Graph, ends: set[int], streamed: set[int]) -> None:
             continue
         stored |= STORED in inside
         inside.discard(STORED)
-        if not stored and inside & updates and inside <= updates | sums and not _narrows(node):
+        if not stored and inside & updates and inside <= updates | sums - awaited and not _narrows(graph, node):
             # Parameters and moments come of one fusion, and sums of what they are made of have it inside.
             inside = {min(inside)}
         if node.kind in ("other", "product", "reduce") or _is_running_sum(node):
             node.kept = any(v.readers for v in node.outputs) or at_end or stream
-            rounds = graph.compiler.halves and not (graph.compiler.apart and not all(is_half(v) for v in node.inputs))
-            if node.kind == "product" and rounds and not at_end:
+            if node.kind == "product" and not at_end and _rounds(graph, node):
                 node.outputs[0].inline = _becomes_another(node)
         elif node.free:  # constants and counters are made wherever they are read, in loops too
             node.kept = at_end
         else:
             stored |= node.name == "row" and bool(inside & sums)  # libraries that sum read arrays
-            node.kept = stored or len(inside) > 1 and _is_kept_for_several(graph, node)
+            node.kept = stored or len(inside) > 1 and _is_kept_for_several(graph, node, bool(inside & sums))
         if not node.kept:
             reach[id(node)] = frozenset(inside)
         elif node.kind == "reduce":
@@ -358,31 +386,80 @@ def _computed_inside(graph: Graph, node: Node, reach: Mapping[int, frozenset[int
     for r in {id(r): r for v in node.outputs for r in v.readers}.values():
         if not r.kept:
             inside |= reach[id(r)]
-        elif r.kind in ("cheap", "dear", "reduce") or r.kind == "product" and graph.compiler.into_products and not r.ring:
+        elif r.kind in ("cheap", "dear", "reduce") or _reads_inside(graph, r):
             inside.add(id(r))
         else:
             stored = True
     return inside, stored
 
 
-def _is_kept_for_several(graph: Graph, node: Node) -> bool:
-    """Whether a result that several read is worth an array."""
-    name = node.name.split()[0]
-    if name == "logistic" and (graph.compiler.recomputes_logistic or graph.compiler.recomputes and node.again):
+def _reads_inside(graph: Graph, node: Node) -> bool:
+    """Whether a product computes its operands as it reads them."""
+    if node.kind != "product" or not graph.compiler.into_products or node.ring:
         return False
-    if _narrows(node):
+    pinned = pinned_axes(node.outputs[0]) if node.summed else None
+    return not node.summed or pinned is not None and not node.summed & pinned
+
+
+def _is_kept_for_several(graph: Graph, node: Node, summed: bool) -> bool:
+    """Whether a result that several read, of which one may be a sum (``summed``), is worth an array."""
+    name = node.name.split()[0]
+    if name == "logistic" and (graph.compiler.recomputes_more or graph.compiler.recomputes and node.again):
+        return False
+    if name == "div" and graph.compiler.recomputes_more and _is_by_a_scalar(node):
+        return False
+    if _narrows(graph, node) or name == "mul" and node.again and node.costly and _is_for_products(graph, node):
         return True
     if node.name == "row":  # rounded from what the loop keeps in float32
         return is_half(node.outputs[0])
-    return node.kind == "dear" or (name in ARITHMETIC and not graph.compiler.recomputes)
+    if name in ARITHMETIC and not graph.compiler.recomputes:
+        return summed or not _is_of_one_array(node)
+    return node.kind == "dear"
 
 
-def _narrows(node: Node) -> bool:
-    """Whether it rounds what was dear to compute: of the two the narrower is kept."""
-    if not node.name.startswith("convert_element_type") or not node.costly:
+def _narrows(graph: Graph, node: Node) -> bool:
+    """Whether it rounds what was dear to compute, or all that becomes of a product: of the two the narrower is kept."""
+    if not node.name.startswith("convert_element_type") or not width(node.outputs[0]) < width(node.inputs[0]):
         return False
-    wide = node.inputs[0]
-    return len(wide.readers) == 1 and width(node.outputs[0]) < width(wide)
+    return len(node.inputs[0].readers) == 1 and (node.costly or _rounds_a_product(graph, node))
+
+
+def _rounds_a_product(graph: Graph, node: Node) -> bool:
+    value = node.inputs[0]
+    while len(value.readers) == 1 and value.node and (value.node.kind == "alias" or value.node.name.startswith("transpose ")):
+        value = value.node.inputs[0]
+    return len(value.readers) == 1 and value.node is not None and value.node.kind == "product" and _rounds(graph, value.node)
+
+
+def _rounds(graph: Graph, product: Node) -> bool:
+    """Whether a product can write its result as a narrower type."""
+    return graph.compiler.halves and not (graph.compiler.apart and not all(is_half(v) for v in product.inputs))
+
+
+def _is_of_one_array(node: Node) -> bool:
+    """Whether it is made of one array of its size, and of scalars, counters and what is broadcast: XLA duplicates that.
+
+    On CPUs the choice between the two forms of erfc was seen duplicated, too, each time from its exponential and quotients.
+    """
+    if node.name.startswith("select_n "):
+        return True
+    whole = [v for v in node.inputs if v.shape == node.outputs[0].shape and not v.constant and not (v.node and v.node.free)]
+    return len([v for v in whole if not (v.node and v.node.name.startswith(("broadcast_in_dim ", "iota ")))]) <= 1
+
+
+def _is_for_products(graph: Graph, node: Node) -> bool:
+    """Whether only products read it, of which each would compute it anew: where sigmoids are dear, that is an array instead."""
+    readers = [r for v in node.outputs for r in v.readers]
+    while len(readers) == 1 and readers[0].kind == "alias":
+        readers = [r for v in readers[0].outputs for r in v.readers]
+    return graph.compiler.recomputes and not graph.compiler.recomputes_more and all(r.kind == "product" for r in readers)
+
+
+def _is_by_a_scalar(division: Node) -> bool:
+    value = division.inputs[1]
+    while value.node and (value.node.kind == "alias" or value.node.name.startswith("broadcast_in_dim ")):
+        value = value.node.inputs[0]
+    return not value.shape
 
 
 def _becomes_another(product: Node) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from jaxtrain.plan import lifetimes, peak_rules
-from jaxtrain.plan.graph import Compiler, Graph, Split, Value, axes_of, constants
+from jaxtrain.plan.graph import Compiler, Graph, Split, Value, constants, pin
 from jaxtrain.plan.lifetimes import Peak
 
 
@@ -35,24 +35,9 @@ def peak(closed: Any, splits: Sequence[Split], mesh: Mapping[str, int], donated:
     inputs = [Value(aval.shape, aval.dtype, s, None) for aval, s in zip(avals, split, strict=True)]
     outputs = peak_rules.block(graph, jaxpr, constants(closed.consts), inputs)
     if compiler.halves:  # GPUs and TPUs were seen to
-        _pin(graph)
+        pin(graph.nodes)
     given = [v for v, f in zip(inputs, free, strict=True) if f]
     return lifetimes.fullest(graph, inputs, outputs, reusable={id(v) for v in given}, replaced=_pairs(given, outputs))
-
-
-def _pin(graph: Graph) -> None:
-    """Splits what a constraint pins as it says, back through arithmetic to the loop or the product that makes it."""
-    for node in reversed(graph.nodes):
-        if not node.name.startswith("sharding_constraint"):
-            continue
-        wanted, todo = node.outputs[0].split, list(node.inputs)
-        while todo:
-            value = todo.pop()
-            if value.node is None or value.shape != node.outputs[0].shape or axes_of(value.split) or not axes_of(wanted):
-                continue
-            value.split = wanted
-            if value.node.kind in ("cheap", "alias"):
-                todo += value.node.inputs
 
 
 def _pairs(given: Sequence[Value], outputs: Sequence[Value]) -> list[tuple[Value, Value]]:

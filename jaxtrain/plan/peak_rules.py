@@ -183,10 +183,12 @@ def product(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     read = list(inputs)
     for i, axes in enumerate(gathers):
         graph.move("all-gather", inputs[i], axes)
-        if graph.compiler.apart and (axes := graph.several(axes)):
+        if graph.compiler.halves and (axes := graph.several(axes)):
             read[i] = graph.gathered(inputs[i], axes)
     outputs = graph.add("product", eqn, _operands(graph, numbers, read), [split])
-    graph.nodes[-1].ring = graph.compiler.rings and any(graph.sizes.get(a, 1) > 2 for axes in (*gathers, partial) for a in axes)
+    if graph.compiler.rings:
+        graph.nodes[-1].ring = any(graph.sizes.get(a, 1) > 2 for axes in gathers for a in axes)
+        graph.nodes[-1].summed = {a for a in partial if graph.sizes.get(a, 1) > 2}
     graph.move("all-reduce", outputs[0], partial)
     return outputs
 
@@ -319,8 +321,8 @@ def manual(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
 
 def call(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     params, before = eqn.params, graph.again
-    if params.get("differentiated") and params.get("prevent_cse") and graph.compiler.checkpoints:
-        inputs, graph.again = [_barrier(graph, v) for v in inputs], True
+    if params.get("differentiated") and params.get("prevent_cse"):
+        inputs, graph.again = _held(graph, inputs) if graph.compiler.checkpoints else inputs, True
     inner, consts = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr"))), []
     core: Any = jex.core  # of which jax 0.12 leaves out the name for type checkers; there every jaxpr is a closed one
     if isinstance(inner, core.ClosedJaxpr):
@@ -330,11 +332,12 @@ def call(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
     return outputs
 
 
-def _barrier(graph: Graph, value: Value) -> Value:
-    """What a checkpoint computes from is an array: it is lowered to a barrier."""
-    held = graph.renamed("barrier", value, split=value.split, weak=value.weak)
-    assert held.node is not None  # just made
-    held.node.holds = True
+def _held(graph: Graph, values: list[Value]) -> list[Value]:
+    """What a checkpoint computes from: arrays, and none of it before all of them are there (it is lowered to a barrier)."""
+    held = [graph.renamed("barrier", v, split=v.split, weak=v.weak) for v in values]
+    for value in held:
+        assert value.node is not None  # just made
+        value.node.holds, value.node.waits = True, values
     return held
 
 
@@ -397,6 +400,12 @@ def _loop(
         if id(value) in inner.copied:
             read[i] = graph.written("turned", read[i], read[i].dtype)
     streamed = out[n_carry:]
+    if graph.compiler.rounds_rows and each == 1:
+        for i, value in enumerate(rows, n_consts + n_carry):
+            if (dtype := _rounded_to(value)) is not None:
+                read[i] = graph.written("rounded", read[i], dtype)
+    if graph.compiler.halves:
+        graph_lib.pin(inner.nodes)
     peak = lifetimes.fullest(inner, [*fixed, *own], out, reusable={id(v) for v in own}, streamed=streamed)
     of_carry = [(v.aval.shape, v.aval.dtype, s) for v, s in zip(eqn.outvars, start, strict=False)]
     of_rows = [
@@ -405,6 +414,7 @@ def _loop(
     ]
     node = graph.append("other", title(eqn), read, [*of_carry, *of_rows])
     node.again, node.inner = graph.again, peak.bytes
+    node.state = list(zip(carry, node.outputs, strict=False))
     graph.moves += inner.moves
     for o, v in zip(out, node.outputs, strict=True):
         o.outer, v.in_order = v, graph_lib.lies_in_order(o)
@@ -417,6 +427,19 @@ def _loop(
         stack_of = dict(zip(map(id, streamed), node.outputs[n_carry:], strict=True))
         return [*node.outputs[:n_carry], *(stack_of[id(o)] for o in streamed)]
     return node.outputs
+
+
+def _rounded_to(value: Value) -> Any:
+    """The narrower type to which all that reads a row rounds it; None where something reads it as it is."""
+    types, todo = set(), list(value.readers)
+    while todo:
+        node = todo.pop()
+        if node.kind == "alias":
+            todo += node.outputs[0].readers
+        else:
+            types.add(node.outputs[0].dtype if node.name.startswith("convert_element_type") else value.dtype)
+    [dtype] = types if len(types) == 1 else [value.dtype]
+    return dtype if dtype.itemsize < value.dtype.itemsize else None
 
 
 def _copies(

@@ -64,7 +64,7 @@ class Target:
             size,
             self.tiled,
             recomputes=known,
-            recomputes_logistic=newer,
+            recomputes_more=newer,
             halves=known,
             widens_stacks=not known and jaxlib_is < (0, 11, 2),  # 0.10.2 to 0.11.1 do; 0.11.2 and 0.12.0.1 do not
             merges=not known,
@@ -73,6 +73,7 @@ class Target:
             copies=not known,
             apart=self.kind == "gpu",
             rings=self.chip is not None and self.chip.name == "v5e",
+            rounds_rows=self.tiled,
         )
 
 

@@ -37,19 +37,28 @@ def test_bytes_on_a_host_device_are_the_compilers(workload, mesh, tmp_path, monk
     bytes_agree(config, on(mesh, jax.devices()), plan.parse_target(""), plan.SLACK if workload == "giblet" else 0.06)
 
 
-@pytest.mark.slow
+FULL = ("model.remat", "full")
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("workload", "mesh", "change"),
+    ("workload", "mesh", "changes"),
     [
-        ("trm", (1, 1, 1), DTYPE),
-        ("language", (1, 1, 1), DTYPE),
-        ("bird", (1, 1, 1), DTYPE),
-        ("language", (2, 2, 2), ("model.remat", "full")),
-        ("trm", (1, 1, 1), ("model.remat", "full")),
+        pytest.param("trm", (1, 1, 1), [DTYPE], marks=slow),
+        pytest.param("language", (1, 1, 1), [DTYPE], marks=slow),
+        pytest.param("bird", (1, 1, 1), [DTYPE], marks=slow),
+        pytest.param("language", (2, 2, 2), [FULL], marks=slow),
+        pytest.param("trm", (1, 1, 1), [FULL], marks=slow),
+        ("language", (1, 1, 1), [FULL, ("model.depth", "5"), ("model.unroll", "2")]),
+        pytest.param("language", (1, 1, 1), [FULL, ("model.unroll", "2")], marks=slow),
     ],
 )
-def test_bytes_of_halves_and_of_recomputed_layers_on_a_host_device(workload, mesh, change, tmp_path, monkeypatch):
-    config = load(workload, tmp_path, monkeypatch, ("model.dtype", "float32"), change)
+def test_bytes_of_halves_and_of_recomputed_layers_on_a_host_device(workload, mesh, changes, tmp_path, monkeypatch):
+    """Five layers, of which two are written out, were 39 % too little on jax 0.10.2 and 17 % too much on 0.12.
+
+    What the left-over layer computes again comes before the loop backward there, and after it here, where barriers hold.
+    """
+    config = load(workload, tmp_path, monkeypatch, ("model.dtype", "float32"), *changes)
     bytes_agree(config, on(mesh, jax.devices()), plan.parse_target(""))
 
 
@@ -123,3 +132,62 @@ def test_what_a_tpus_compiler_lets_fit_is_told_to_fit():
         assert (not said.refusal) == fits, said.refusal
         if fits:
             assert 4 * 128 * (rows + kept) < said.peak < target.memory
+
+
+def rounds_gradients(w, moment, x):
+    """Halves multiplied into float32, gradients rounded to halves, weighted, and measured before they are applied."""
+
+    def loss(w):
+        y = x
+        for matrix in w:
+            y = jax.lax.dot(jnp.tanh(y).astype(DTYPE[1]), matrix.astype(DTYPE[1]), preferred_element_type=jnp.float32)
+        return (y * y).sum()
+
+    grads = [g / x[0, 0] for g in jax.grad(loss)(w)]
+    good = sum((g * g).sum() for g in grads) < 1
+    new = [jnp.where(good, p - g / jnp.sqrt(m + g * g), p) for p, m, g in zip(w, moment, grads, strict=True)]
+    return new, [jnp.where(good, m + g * g, m) for m, g in zip(moment, grads, strict=True)]
+
+
+def rounds_rows(w, x):
+    """Matrices that a loop only rounds."""
+
+    def loss(x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w.astype(x.dtype)), None), x, w)
+        return (x.astype(jnp.float32) ** 2).sum()
+
+    return jax.grad(loss)(x)
+
+
+WIDE = ((65536, 1024), (1024, 65536))
+
+
+@pytest.mark.usefixtures("libtpu")
+@pytest.mark.parametrize(
+    ("step", "topology", "shapes", "donated", "wanted"),
+    [
+        (rounds_gradients, "v5e:2x2", (WIDE, WIDE, (64, 65536)), 4, 2 * 2 * 2**26),
+        pytest.param(rounds_gradients, "v4:2x2x1", (WIDE, WIDE, (64, 65536)), 4, 2 * 4 * 2**26, marks=pytest.mark.slow),
+        (rounds_rows, "v5e:2x2", ((32, 2048, 2048), (16, 2048)), 0, 2 * 2**28),
+    ],
+)
+def test_what_a_tpu_keeps_rounded(step, topology, shapes, donated, wanted, tpu_compiler):
+    """Where giblet's gradients were thought to be in float32 on a v5e its step was 19 % too much; a v4 keeps the quotients.
+
+    Adapters that were thought to be rounded row by row were a part of the 17 % that Higgs's step was too little.
+    """
+    target = plan.parse_target(f"tpu:{topology}")
+    device = compile_lib.tpu_devices(target)[0]
+
+    def array(shape):
+        dtype = DTYPE[1] if step is rounds_rows and shape == shapes[-1] else jnp.float32
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+
+    arguments = [[array(s) for s in shape] if isinstance(shape[0], tuple) else array(shape) for shape in shapes]
+    traced = jax.jit(step, donate_argnums=tuple(range(donated // 2))).trace(*arguments)
+    said, _ = compile_lib.ask(traced.lower(), [device], {}, versions=plan.environment.versions(tpu_compiler))
+    leaves = jax.tree.leaves(arguments)
+    whole = [((),) * len(x.shape) for x in leaves]
+    planned = plan.peak(traced.jaxpr, whole, {}, [i < donated for i in range(len(leaves))], target.compiler)
+    assert planned.bytes == pytest.approx(wanted, rel=0.05)
+    assert planned.bytes == pytest.approx(said.peak - said.arguments, rel=0.05)
