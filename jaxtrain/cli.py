@@ -6,9 +6,12 @@ Nothing of a command is imported before it is named, so that `jaxtrain --help` t
 import contextlib
 import importlib
 import io
+import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.commands import arguments
@@ -75,7 +78,37 @@ def start() -> int:
     flags = {argument.partition("=")[0] for argument in sys.argv[1:]}
     if flags & OWN_CODE or any(flag.startswith("--config") for flag in flags):
         sys.path.append(os.getcwd())
-    return main()
+    return process(main)
+
+
+def process(run: Callable[[], int]) -> int:
+    """``run()``, whose code the interpreter shall end with.
+
+    Where a program is still being compiled, the process ends here: the interpreter would wait for that, for minutes
+    on some chips.
+    """
+    try:
+        code = run()
+    except Exception:
+        if not _is_compiling():
+            raise
+        traceback.print_exc()
+        code = 1
+    if _is_compiling():
+        distributed = sys.modules["jax"].distributed
+        if distributed.is_initialized():
+            distributed.shutdown()  # as at the interpreter's end: the others would take this for a death
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    return code
+
+
+def _is_compiling() -> bool:
+    programs = sys.modules.get("jaxtrain.programs")
+    return programs is not None and any(thread.name.startswith(programs.THREAD) for thread in threading.enumerate())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,4 +188,4 @@ def listing() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(process(main))

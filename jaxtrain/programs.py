@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain import cluster, compiler, goodput
+from jaxtrain import cluster, compiler, executables, goodput
 from jaxtrain import step as step_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.config import ConfigError
@@ -20,6 +20,7 @@ from jaxtrain.data import Data, Item
 from jaxtrain.types import COUNTS
 
 log = logging.getLogger("jaxtrain")
+THREAD = "compile"  # what the names of threads that compile begin with
 
 
 class Ahead:
@@ -29,36 +30,48 @@ class Ahead:
     stall the run.
 
     Attributes:
-      starts: program's key -> the first step that needs it.
+      starts: program's key -> the first step that needs it, once `begin` has said which steps are to come.
       late: steps that had to wait for their program, the first aside.
     """
 
-    def __init__(
-        self,
-        key_of: Callable[[int], Hashable],
-        compiled: Callable[[Any], Callable],
-        *,
-        start: int,
-        stop: int,
-        others: Sequence[Callable[[], Callable]] = (),
-    ):
-        """``compiled(key)`` compiles one; steps ``start`` … ``stop`` - 1 are to come.
+    def __init__(self, key_of: Callable[[int], Hashable], compiled: Callable[[Any], Callable]):
+        """``compiled(key)`` compiles one."""
+        self._key_of, self._compiled = key_of, compiled
+        self.starts: dict[Hashable, int] = {}
+        self.late: list[int] = []
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+        self._programs: dict[Hashable, concurrent.futures.Future] = {}
+
+    def expect(self, step: int, program: Callable | None = None) -> None:
+        """Starts to compile the program of a step that is likely to be the first, unless ``program`` is that."""
+        if program is None:
+            self._submit(self._key_of(step))
+        else:
+            self._programs[self._key_of(step)] = _done(program)
+
+    def expects(self, step: int) -> bool:
+        return self._key_of(step) in self._programs
+
+    def begin(self, start: int, stop: int, *, others: Sequence[Callable[[], Callable]] = ()) -> None:
+        """Steps ``start`` … ``stop`` - 1 are to come.
 
         Args:
           others: each compiles a program that no step needs; they come right after the first step's.
         """
-        self._key_of = key_of
-        self.starts: dict[Hashable, int] = {}
-        for step in range(start, stop):
-            self.starts.setdefault(key_of(step), step)
-        self.late: list[int] = []
         self._first = start
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
+        for step in range(start, stop):
+            self.starts.setdefault(self._key_of(step), step)
         keys = iter(self.starts)
-        self._programs = {key: self._pool.submit(compiled, key) for key in itertools.islice(keys, 1)}
+        for key in itertools.islice(keys, 1):
+            self._submit(key)
         self._others = [self._pool.submit(other) for other in others]
-        self._programs |= {key: self._pool.submit(compiled, key) for key in keys}
+        for key in keys:
+            self._submit(key)
         self._unchecked = list(self._others)
+
+    def _submit(self, key: Hashable) -> None:
+        if key not in self._programs:
+            self._programs[key] = self._pool.submit(self._compiled, key)
 
     def at(self, step: int) -> Callable:
         """The program of step number ``step``, 0 being the first. Raises what its compilation raised, and at any step what the
@@ -84,53 +97,76 @@ class Ahead:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _done(program: Callable) -> concurrent.futures.Future:
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    future.set_result(program)
+    return future
+
+
 class Programs:
-    """A context. Made, the program of the first step is compiled; the evaluations are lowered, and compiled beside the first
-    steps. All are the same on every process.
+    """A context. Made, it compiles the program of the likely first step, beside what follows. `ready` waits for that of the
+    first step, and has evaluations and later steps compiled while the run goes on. All are the same on every process.
 
     Attributes:
       stop: the last argument of a step, by whether this process asks to stop.
 
-    Making it raises:
-      RendezvousError: processes that lowered different programs, or have other data, by number.
-      ConfigError: config.checkpoint.best names what no evaluation has; the compiler refuses the options of config.compiler.
+    Making it raises ConfigError: the compiler refuses the options of config.compiler.
     """
 
-    def __init__(self, assembly: Assembly, data: Data, clock: goodput.Clock, *, first: int):
-        self._clock, began = clock, time.perf_counter()
-        config, layout, task = assembly.config, assembly.layout, assembly.task
-        options = assembly.compiler_options()
-
-        def key_of(index: int) -> tuple[Hashable, int]:
-            return task.stage(index), data.bucket_of(index)
+    def __init__(self, assembly: Assembly, data: Data, clock: goodput.Clock, *, likely: int):
+        """``likely``: how many batches the state that the run resumes from has probably read; it is not restored yet. The
+        same number on every process."""
+        self._assembly, self._data, self._clock, self._began = assembly, data, clock, time.perf_counter()
+        self._options = assembly.compiler_options()
 
         @functools.cache
         def lowered(key: tuple[Hashable, int]) -> jax.stages.Lowered:
             stage, bucket = key
             return assembly.with_batch(data.buckets[bucket]).trace(stage).lower()
 
-        def compiled(key: tuple[Hashable, int]) -> jax.stages.Compiled:
-            return compiler.compile(lowered(key), options, config.compiler)
+        self._lowered = lowered
+        self._steps = Ahead(self._key_of, lambda key: self._compile(lowered(key)))
+        self.stop = {asked: step_lib.put_stop(assembly.layout, asked) for asked in (False, True)}
+        if likely < assembly.config.train.steps:
+            first = lowered(self._key_of(likely))  # by this thread, which has the time
+            self._steps.expect(likely, executables.earlier(first, self._options))
 
+    def _compile(self, lowered: jax.stages.Lowered) -> Callable:
+        own = self._assembly.config.compiler
+        return executables.keep(lowered, self._options, lambda: compiler.compile(lowered, self._options, own))
+
+    def _key_of(self, index: int) -> tuple[Hashable, int]:
+        return self._assembly.task.stage(index), self._data.bucket_of(index)
+
+    def ready(self, first: int) -> None:
+        """Returns once the program of step number ``first``, 0 being the first, is compiled; with no step left, at once.
+
+        Raises:
+          RendezvousError: processes that lowered different programs, or have other data, by number.
+          ConfigError: config.checkpoint.best names what no evaluation has.
+        """
+        assembly, data = self._assembly, self._data
+        task, variables, steps = assembly.task, assembly.abstract.state.variables, assembly.config.train.steps
         # 1. Lower, and compare: processes that run different programs would wait for each other for ever.
-        variables = assembly.abstract.state.variables
-        evaluations = [step_lib.make_eval_step(task, layout).lower(variables, batch) for batch in data.test_buckets]
+        evaluations = [step_lib.make_eval_step(task, assembly.layout).lower(variables, batch) for batch in data.test_buckets]
         texts = {"data": json.dumps(data.fingerprints()), "evaluation": "".join(x.as_text() for x in evaluations)}
-        if first < config.train.steps:
-            texts["step"] = lowered(key_of(first)).as_text()
+        if first < steps:
+            texts["step"] = self._lowered(self._key_of(first)).as_text()
         cluster.compare(texts)
+        if first < steps and not self._steps.expects(first):
+            self._steps.expect(first, executables.earlier(self._lowered(self._key_of(first)), self._options))
         # 2. What an evaluation has is known now; hours of training later would be late.
         _check_best(assembly, evaluations[0].out_info if data.test.n_batches else None)
         log.info("compiling; what takes long is kept for the next start")
         # 3. Compile in a thread: the first step, awaited here, then evaluations and later steps while the run goes on.
-        others = [functools.partial(compiler.compile, x, options, config.compiler) for x in evaluations]
-        self._steps = Ahead(key_of, compiled, start=first, stop=config.train.steps, others=others)
+        found = [executables.earlier(x, self._options) for x in evaluations]
+        others = [functools.partial(lambda x, f: f or self._compile(x), *each) for each in zip(evaluations, found, strict=True)]
+        self._steps.begin(first, steps, others=others)
         if len(starts := self._steps.starts) > 1:
             log.info("%d programs, by (stage, bucket), are compiled ahead; their first steps: %s", len(starts), starts)
         if starts:
             self._steps.at(first)
-        self.stop = {asked: step_lib.put_stop(layout, asked) for asked in (False, True)}
-        log.info("compiled in %.1f s", time.perf_counter() - began)
+        log.info("compiled in %.1f s", time.perf_counter() - self._began)
 
     def __enter__(self) -> "Programs":
         return self

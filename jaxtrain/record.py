@@ -33,7 +33,8 @@ class Log:
       streak: steps skipped in a row.
     """
 
-    def __init__(self, assembly: Assembly, data: Data, host: Host, *, first: int):
+    def __init__(self, assembly: Assembly, data: Data, host: Host, *, first: int, peak: tuple[float, str]):
+        """``peak``: `metrics.peak_flops`."""
         config, task = assembly.config, assembly.task
         self._config, self._task, self._data, self._host, self._first = config, task, data, host, first
         self._everywhere = assembly.layout.replicated()
@@ -48,10 +49,10 @@ class Log:
         self._lines = writers.Lines(config.workdir)
         self._traces = traces.Traces(config.workdir, config.metrics.profile, process=jax.process_index())
         self._read_last = first
-        peak, source = metrics.peak_flops()
-        log.info("MFU is of %.2f TFLOP/s (%s)", peak / 1e12, source)
+        flops, source = peak
+        log.info("MFU is of %.2f TFLOP/s (%s)", flops / 1e12, source)
         self._meter = metrics.Meter(
-            steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=peak, full_flops=task.full_flops
+            steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=flops, full_flops=task.full_flops
         )
         population = data.train.population
         named = "index" in assembly.abstract.batch

@@ -5,7 +5,7 @@ import logging
 import types
 from collections.abc import Iterator, Mapping
 
-from jaxtrain import goodput
+from jaxtrain import cluster, goodput
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, Restored, Saved
 from jaxtrain.data import Data
@@ -51,6 +51,15 @@ class Saves:
     def finished(self) -> bool:
         """Whether the run has ended with weights only, from which nothing can be resumed."""
         return self._checkpointer.is_finished()
+
+    def likely(self) -> int:
+        """The step that the run will probably resume from: the newest one that is listed, in this workdir or in that of
+        config.resume.path, 0 without any. Nothing of it is read."""
+        found = 0
+        if cluster.is_main():
+            with contextlib.suppress(OSError):  # which reading it will say
+                found = self._checkpointer.listed(self._config.resume.path)
+        return cluster.agree(min(found, self._config.train.steps))
 
     def newest(self, path: str = "") -> Restored | None:
         """The newest readable checkpoint of this workdir, or of the workdir ``path``; None without any.

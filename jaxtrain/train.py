@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxtrain import assembly as assembly_lib
-from jaxtrain import checkpoint, cluster, goodput, lora, optim, plan
+from jaxtrain import checkpoint, cluster, goodput, lora, metrics, optim, plan
 from jaxtrain import layout as layout_lib
 from jaxtrain.begin import begin
 from jaxtrain.checkpoint import warm_start
@@ -66,11 +66,17 @@ def run(config: Config, told: Mapping[str, Any] = types.MappingProxyType({})) ->
         host.clock.switch(goodput.INDEX)
         data = closing.enter_context(Data(assembly, host.clock))
         host.clock.switch(goodput.RESTORE)
-        host.starting("its checkpoint")
         saves = closing.enter_context(Saves(assembly, data, host))
         if saves.finished():
             log.info("the run has already ended at step %d, with weights only", config.train.steps)
             return {}
+        host.clock.switch(goodput.COMPILATION)
+        host.starting("its compilation")
+        peak = metrics.peak_flops()  # measured, perhaps, and therefore while nothing else computes
+        # Beside the compilation, which takes the longest, the state is made or restored.
+        programs = closing.enter_context(Programs(assembly, data, host.clock, likely=saves.likely()))
+        host.clock.switch(goodput.RESTORE)
+        host.starting("its checkpoint")
         state, step = begin(assembly, saves)
         host.clock.resumed(step)
         due = Schedule(config, tests=data.test.n_batches > 0)
@@ -81,8 +87,8 @@ def run(config: Config, told: Mapping[str, Any] = types.MappingProxyType({})) ->
         host.clock.switch(goodput.COMPILATION)
         host.starting("its compilation")
         data.start(step, saves.history.offset)
-        note = closing.enter_context(Log(assembly, data, host, first=step))
-        programs = closing.enter_context(Programs(assembly, data, host.clock, first=step))
+        note = closing.enter_context(Log(assembly, data, host, first=step, peak=peak))
+        programs.ready(step)
         evaluate = Evaluator(assembly, data, programs, note, saves, host)
         host.clock.switch(goodput.OTHERS)
         host.meet("compiled")

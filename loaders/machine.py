@@ -1,5 +1,6 @@
 """What this machine offers a process: cores to compute on, and a folder to keep made files in."""
 
+import contextlib
 import ctypes
 import errno
 import math
@@ -33,6 +34,20 @@ def cache_folder(*parts: str) -> pathlib.Path:
         return pathlib.Path(folder, *parts).expanduser()
     except RuntimeError as error:
         raise FileNotFoundError(errno.ENOENT, "there is no such home", folder) from error
+
+
+def trim(folder: pathlib.Path, limit: int) -> None:
+    """Removes the files of a folder of the cache that were used longest ago (by their times), down to ``limit`` bytes."""
+    used = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            used.append((path.stat().st_mtime, path.stat().st_size, path))
+    together = sum(size for _, size, _ in used)
+    for _, size, path in sorted(used):
+        if together <= limit:
+            return
+        path.unlink(missing_ok=True)
+        together -= size
 
 
 def keep_freed_memory() -> bool:

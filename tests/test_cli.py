@@ -382,3 +382,23 @@ def test_what_a_run_says_to_type_next_is_what_was_typed_but_longer(tmp_path):
     ended = dataclasses.replace(run, checkpoint=config_lib.Checkpoint(final="weights"), lora=config_lib.Lora(rank=4))
     text = train.last_lines(given, ended)
     assert "to train for longer" not in text and f"jaxtrain lora-to-peft {tmp_path} --out " in text
+
+
+@pytest.mark.parametrize(("body", "code", "said"), [("return 2", 2, ""), ("raise ValueError('a bug')", 1, "ValueError: a bug")])
+def test_no_process_waits_for_a_compilation_that_nobody_needs(body, code, said):
+    """The interpreter would: a mistake that is found while a checkpoint is read would keep a job for minutes."""
+    program = (
+        "import sys, time, concurrent.futures\n"
+        "from jaxtrain import cli, programs\n"
+        "concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=programs.THREAD).submit(time.sleep, 100)\n"
+        f"def run():\n    print('the mistake')\n    {body}\n"
+        "sys.exit(cli.process(run))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and done.stdout == "the mistake\n" and said in done.stderr
+
+
+def test_a_process_without_compilations_ends_as_ever():
+    assert cli.process(lambda: 75) == 75
+    with pytest.raises(ZeroDivisionError):
+        cli.process(lambda: 1 // 0)

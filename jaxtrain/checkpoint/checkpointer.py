@@ -123,6 +123,12 @@ class Checkpointer:
         train, since = self._config.train, self._scores.progress
         return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
 
+    def listed(self, other: str = "") -> int:
+        """The newest step in this workdir, else in the workdir ``other``, by their folders' names; 0 without any."""
+        folders = [self._path, *([_folder(other) / "checkpoints"] if other else [])]
+        steps = [[int(x.name) for x in f.iterdir() if x.name.isdecimal() and x.is_dir()] for f in folders if f.is_dir()]
+        return max(next(filter(None, steps), [0]))
+
     def restore(self, abstract: "Abstract", data: Mapping[str, Any], workdir: str = "") -> Restored | None:
         """Reads the newest checkpoint that can be read, of this run or of another ``workdir``; None when there is none.
 

@@ -101,7 +101,7 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
     if jax.default_backend() == "cpu":
         # Process 0 alone writes programs there, and a program has another key in each process (by the topology's fingerprint,
         # jax 0.10.2), so that process 0 alone would read one back. That was seen to run its collectives in another order than
-        # one just compiled: the processes then wait for each other for ever.
+        # one just compiled: the processes then wait for each other for ever. `jaxtrain.executables` keeps each process's.
         jax.config.update("jax_enable_compilation_cache", False)
 
 

@@ -77,14 +77,4 @@ def keep(name: str, said: Said) -> None:
                 part.unlink()
                 raise
         part.rename(path)
-        _make_room(path.parent)
-
-
-def _make_room(folder: pathlib.Path) -> None:
-    files = sorted((status.st_mtime, status.st_size, path) for path in folder.glob("*.json.gz") if (status := path.stat()))
-    together = sum(size for _, size, _ in files)
-    for _, size, path in files:
-        if together <= LIMIT:
-            return
-        path.unlink(missing_ok=True)
-        together -= size
+        machine.trim(path.parent, LIMIT)

@@ -148,3 +148,18 @@ def test_promise_6_all_damaged_is_an_error_never_a_fresh_start(written, tmp_path
         manifest.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"none of the checkpoints \[4, 2\] in .* can be read"):
         restore(tmp_path / "run")
+
+
+def test_the_newest_listed_step_is_a_folder(tmp_path):
+    """A file that lies about there is no step. Of this workdir, else of the other one."""
+    ours, (mine, others) = checkpointer(tmp_path / "run"), [tmp_path / name / "checkpoints" for name in ("run", "other")]
+    try:
+        assert ours.listed() == ours.listed(str(tmp_path / "other")) == 0
+        for path in (others / "7", others / "4"):
+            path.mkdir(parents=True)
+        (mine / "20261123154739").touch()
+        assert ours.listed() == 0 and ours.listed(str(tmp_path / "other")) == 7
+        (mine / "2").mkdir()
+        assert ours.listed(str(tmp_path / "other")) == 2
+    finally:
+        ours.close()
