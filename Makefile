@@ -30,10 +30,12 @@ higgs-demo: $(TRAIN)
 	$(VENV)/bin/python -m tools.demo_higgs $(ARGS)
 
 # Images of containers often forbid that bytecode is kept, and each of hundreds of processes would compile the package again.
-# Three processes on two cores, since a third of the tests' time is waiting for runs of their own.
+# Four processes on two cores, since a third of the tests' time is waiting for runs of their own; Rust's tests run in that time
+# too, and what they print comes last.
 test: $(TEST) lint
-	$(CARGO_TEST)
-	env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(CARGO_TEST) >$(VENV)/cargo-test.txt 2>&1 & rust=$$!; trap 'kill $$rust' INT TERM; \
+	    env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python -m pytest -m "not slow" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS); \
+	    python=$$?; wait $$rust; cargo=$$?; cat $(VENV)/cargo-test.txt; exit $$((python ? python : cargo))
 
 # And the slow proofs, in parts of at most 80 minutes on two cores, whose results are kept in docs/reliability.md:
 # make proofs-kills runs one of them, python -m tools.proofs --list names all.
@@ -87,7 +89,9 @@ clean:
 # An editable install, so that the extension is built again only when its sources or the package's needs change.
 # The compilers of plans are not among the needs: they have environments of their own, below the cache (jaxtrain plan --setup).
 # Rust takes most of the time, and one core towards its end: beside it the packages are fetched and, for the demo, its corpus made.
+# For the tests, Rust's are compiled meanwhile; whether that succeeds, make test says.
 BESIDE := true
+AHEAD := true
 ifneq ($(filter configs/xcm.py xcm,$(CONFIG)),)
 ifeq ($(JAXTRAIN_XCM),)
 $(TRAIN): BESIDE = $(VENV)/bin/python -m loaders.demo >/dev/null
@@ -95,6 +99,7 @@ endif
 endif
 $(TRAIN): EXTRA :=
 $(TEST): EXTRA := dev
+$(TEST): AHEAD = $(CARGO_TEST) --no-run
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 $(TRAIN) $(TEST): pyproject.toml $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -107,7 +112,7 @@ ifdef LOCKED
 	    $(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 else
 	$(VENV)/bin/python tools/needs.py $(EXTRA) >$(VENV)/needs.txt
-	$(VENV)/bin/python -m pip install --quiet --no-deps --editable . & building=$$!; \
+	$(VENV)/bin/python -m pip install --quiet --no-deps --editable . & building=$$!; { $(AHEAD) || true; } >/dev/null 2>&1 & \
 	    $(VENV)/bin/python -m pip install --quiet --requirement $(VENV)/needs.txt && { $(BESIDE) || true; } && wait $$building
 endif
 	touch $(TRAIN) $@

@@ -1,8 +1,10 @@
 """Eight CPU devices for every test; broadcasts between ranks are errors; compiled programs are kept between runs."""
 
+import ctypes
 import logging
 import os
 import re
+import sys
 
 from xla import SOON
 
@@ -24,17 +26,34 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 cluster.use_compilation_cache()
 
 
-# A file is one worker's: those that take minutes begin first, and what waits most before what computes most.
+# A file is one worker's: those that take more than half a minute begin first, the longest of them before the others.
 LONGEST = (
-    "test_steps.py",
-    "test_launch_slurm.py",
     "test_reliability.py",
     "test_train.py",
+    "test_hostile_commands.py",
     "test_hosts.py",
+    "test_steps.py",
+    "test_bird.py",
+    "test_giblet_run.py",
     "test_audio_language_run.py",
+    "test_launch_slurm.py",
+    "test_trm.py",
     "test_report.py",
-    "test_estimate.py",
     "test_object_store.py",
+    "test_owner.py",
+    "test_giblet_size.py",
+    "test_step.py",
+    "test_audio_language.py",
+    "test_rendezvous.py",
+    "test_matrix.py",
+    "test_attention.py",
+    "test_decode.py",
+    "test_checkpointer.py",
+    "test_language_run.py",
+    "test_giblet.py",
+    "test_fit.py",
+    "test_objectives.py",
+    "test_trm_run.py",
 )
 
 
@@ -73,6 +92,13 @@ def handlers_of_this_test():
 def libtpu(tpu_compiler, monkeypatch):
     """XLA's compiler for TPUs in this very process, where JAX looks for it first."""
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tpu_compiler / "libtpu" / "libtpu.so"))
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """After each file, memory that its tests freed goes back to the system: commands that run here have malloc keep it."""
+    if sys.platform == "linux" and (nextitem is None or nextitem.path != item.path):
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+            trim(0)
 
 
 def pytest_collection_modifyitems(items):

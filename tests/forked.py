@@ -147,8 +147,9 @@ def _become(request: dict, output: int) -> list[str]:
     import jax
 
     for name, value in os.environ.items():
-        if name.lower() in jax.config.values:
-            jax.config.update(name.lower(), value)
+        if (old := jax.config.values.get(name := name.lower(), ...)) is not ...:
+            is_number = isinstance(old, bool | int | float)
+            jax.config.update(name, type(old)(json.loads(value.lower())) if is_number else value)
     return request["argv"]
 
 
@@ -157,7 +158,8 @@ if __name__ == "__main__":
         __import__(name)
     arguments = serve(int(sys.argv[1]))
     if arguments is not None:
+        from jaxtrain import cli
         from jaxtrain.main import main
 
         sys.argv = ["jaxtrain", *arguments]
-        sys.exit(main())
+        sys.exit(cli.process(main))

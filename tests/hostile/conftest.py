@@ -4,11 +4,12 @@ import pathlib
 
 import harness
 import pytest
+from xla import SOON
 
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory):
-    made = harness.Zygote(tmp_path_factory.mktemp("cache"))
+    made = harness.Zygote(tmp_path_factory.mktemp("cache"), xla_flags=SOON)
     yield made
     made.close()
 

@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 class Zygote:
     """A process that runs commands in forks of itself (zygote.py)."""
 
-    def __init__(self, cache: pathlib.Path):
+    def __init__(self, cache: pathlib.Path, *, xla_flags: str = ""):
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))},
             "JAX_PLATFORMS": "cpu",
@@ -49,6 +49,7 @@ class Zygote:
             "OMP_NUM_THREADS": "2",
             "PATH": os.pathsep.join([str(HERE / "bin"), os.environ["PATH"]]),
             "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]),
+            "XLA_FLAGS": xla_flags,
             "COLUMNS": "200",
         }
         self._process = subprocess.Popen(

@@ -30,6 +30,8 @@ LEAK = "LEAKED DESCRIPTOR"
 def main() -> None:
     for name in IMPORTS:
         __import__(name)
+    # Every case of an attack compiles the same programs: here they are kept, however little they take.
+    sys.modules["jax"].config.update("jax_persistent_cache_min_compile_time_secs", 0)
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), flush=True)
