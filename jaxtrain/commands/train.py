@@ -71,18 +71,17 @@ def _quoted(word: str) -> str:
 
 
 def _train(given: config.Arguments) -> int:
-    from jaxtrain import cluster, console, train
+    from jaxtrain import cluster, console
 
     console.start_console()
-    cluster.use_compilation_cache()
+    cluster.use_compilation_cache()  # before a config's file, which may touch a device
     cluster.use_threads_for_host_devices()
     machine.keep_freed_memory()
     resolved = None
     try:
         resolved = config.load(given.source, given.overrides)
-        train.run(resolved, {"source": given.source, "overrides": dict(given.overrides)})
-        logging.getLogger("jaxtrain").info("%s", last_lines(given, resolved))
-    except train.USER_ERRORS as error:
+        return _run(given, resolved)
+    except explain.MISTAKES as error:
         arguments.report(error)
         return arguments.MISTAKE
     except OSError as error:
@@ -98,11 +97,22 @@ def _train(given: config.Arguments) -> int:
             raise
         arguments.report(reason)
         return arguments.MISTAKE
-    except train.Preempted as end:
-        assert resolved is not None  # raised by `train.run` alone
-        print(f"{end}; rerun the same command to resume", file=sys.stderr)
-        return resolved.preemption.exit_code
     except KeyboardInterrupt:
         print("stopped; rerun the same command to resume from the last checkpoint", file=sys.stderr)
         return arguments.INTERRUPTED
+
+
+def _run(given: config.Arguments, run: config.Config) -> int:
+    # Not before the config is known to be right: optimizers and checkpoints take as long to import as all else.
+    from jaxtrain import train
+
+    try:
+        train.run(run, {"source": given.source, "overrides": dict(given.overrides)})
+        logging.getLogger("jaxtrain").info("%s", last_lines(given, run))
+    except train.USER_ERRORS as error:
+        arguments.report(error)
+        return arguments.MISTAKE
+    except train.Preempted as end:
+        print(f"{end}; rerun the same command to resume", file=sys.stderr)
+        return run.preemption.exit_code
     return 0

@@ -16,13 +16,16 @@ from loaders.checks import Problems
 
 
 class ConfigError(ValueError):
-    """Every mistake of a config at once, one line each."""
+    """Every mistake of a config at once, one line each: a single one alone, several below their number."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]):
         self.problems = tuple(problems)
-        count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-        lines = (f"  config.{path} {text}" if path else f"  {text}" for path, text in problems)
-        super().__init__("\n".join([f"the config has {count}:", *lines]))
+        if len(problems) == 1:
+            ((path, text),) = problems
+            super().__init__(f"config.{path} {text}" if path else f"the config has a mistake: {text}")
+        else:
+            lines = (f"  config.{path} {text}" if path else f"  {text}" for path, text in problems)
+            super().__init__("\n".join([f"the config has {len(problems)} mistakes:", *lines]))
 
 
 class ArgumentError(ConfigError):

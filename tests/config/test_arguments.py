@@ -27,6 +27,19 @@ def test_unknown_arguments_are_reported_with_the_mistakes_of_the_config():
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("--config.train.bacth=3", "config.train.bacth does not exist; expected one of: "),
+        ("--confg.seed=3", "the config has a mistake: argument '--confg.seed=3' is unknown; "),
+    ],
+)
+def test_a_single_mistake_is_one_line(argument, line):
+    with pytest.raises(ConfigError) as error:
+        load(argument)
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
+
+
 def command(here, *arguments):
     """The command in a process where any use of a device fails: no such platform."""
     environment = {**os.environ, "JAX_PLATFORMS": "nonexistent", "PYTHONPATH": f"{ROOT}{os.pathsep}{here}"}

@@ -86,6 +86,6 @@ def mistakes(*arguments, source="configs/toy.py"):
     with pytest.raises(ConfigError) as error:
         load(*arguments, source=source)
     for path, text in error.value.problems:
-        assert (f"  config.{path} {text}" if path else f"  {text}") in str(error.value)
+        assert (f"config.{path} {text}" if path else text) in str(error.value)
     assert len(dict(error.value.problems)) == len(error.value.problems)
     return dict(error.value.problems)
