@@ -16,7 +16,7 @@ FLOORS = (
     {"begin", "programs", "evaluate", "record", "saves"},
     {"data", "host"},
     {"plan"},
-    {"assembly"},
+    {"assembly", "executables"},
     {"step", "feed", "checkpoint", "schedule"},
     {"state", "update"},
     {"workloads"},

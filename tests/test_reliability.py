@@ -124,17 +124,26 @@ def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(u
 def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, corpus, name):  # noqa: F811
     """And what goes on from there ends where the undisturbed run does, bit for bit."""
     overrides = ("--config.train.steps=30", "--config.checkpoint.every=1000", "--config.train.eval_every=0")
-    both = cluster(folder, f"tiny.py:{corpus}", *overrides, processes=2)
+    each = {"JAXTRAIN_CACHE": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    caches = {"only0": each, "only1": each}
+    both = cluster(folder, f"tiny.py:{corpus}", *overrides, processes=2, **caches)
     wait_for(lambda: step_of(folder / "runs" / "tiny") >= 3, watch=both)
     both[1].send_signal(getattr(signal, name))
     outputs = [p.communicate(timeout=120)[0] for p in both]
     assert [p.returncode for p in both] == [75, 75], outputs
     assert name in outputs[1] and "saved in" in outputs[0]
-    again = cluster(folder, f"tiny.py:{corpus}", *overrides, processes=2)
+    again = cluster(folder, f"tiny.py:{corpus}", *overrides, processes=2, **caches)
     outputs = [p.communicate(timeout=240)[0] for p in again]
     assert [p.returncode for p in again] == [0, 0] and "resuming from step" in outputs[0], outputs
-    whole = cluster(folder, f"tiny.py:{corpus}", *overrides, "--config.workdir=whole", processes=2)
+    logs = [(folder / "runs" / "tiny" / "logs" / f"process-{i}.log").read_text() for i in range(2)]
+    # A program that one process alone could read back would have its collectives in another order than the others'.
+    assert all("is that of an earlier start" in log for log in logs)
+    kept = sorted((folder / "cache" / "xla-processes").iterdir())[0]
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
+    whole = cluster(folder, f"tiny.py:{corpus}", *overrides, "--config.workdir=whole", processes=2, **caches)
     assert [p.wait(timeout=240) for p in whole] == [0, 0]
+    logs = [(folder / "whole" / "logs" / f"process-{i}.log").read_text() for i in range(2)]
+    assert [log.count("is that of an earlier start") for log in logs] in ([0, 0], [1, 1])  # of the step and the evaluation
     assert hashes(folder / "runs" / "tiny", 30) == hashes(folder / "whole", 30)
     assert records(folder / "runs" / "tiny", "train") == records(folder / "whole", "train")
 
