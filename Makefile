@@ -11,6 +11,8 @@ CARGO_TEST = cargo test $(if $(LOCKED),--locked) --profile test-quick --quiet --
 # of requirements.lock, by their checksums (for Linux on x86-64), and the crates of rust/Cargo.lock: make test LOCKED=1 VENV=.venv-locked
 TRAIN := $(VENV)/.installed
 TEST := $(VENV)/.installed-dev
+# Images of containers often forbid that bytecode is kept, and each process, hundreds of them in the tests, would compile all anew.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train trm-demo giblet-demo higgs-demo test test-all lint lint-targets fuzz soak wheel clean
 
 train: $(TRAIN)
@@ -29,12 +31,11 @@ giblet-demo: $(TRAIN)
 higgs-demo: $(TRAIN)
 	$(VENV)/bin/python -m tools.demo_higgs $(ARGS)
 
-# Images of containers often forbid that bytecode is kept, and each of hundreds of processes would compile the package again.
 # Four processes on two cores, since a third of the tests' time is waiting for runs of their own; Rust's tests run in that time
 # too, and what they print comes last.
 test: $(TEST) lint
 	$(CARGO_TEST) >$(VENV)/cargo-test.txt 2>&1 & rust=$$!; trap 'kill $$rust' INT TERM; \
-	    env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python -m pytest -m "not slow" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS); \
+	    $(VENV)/bin/python -m pytest -m "not slow" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS); \
 	    python=$$?; wait $$rust; cargo=$$?; cat $(VENV)/cargo-test.txt; exit $$((python ? python : cargo))
 
 # And the slow proofs, in parts of at most 80 minutes on two cores, whose results are kept in docs/reliability.md:
@@ -101,18 +102,20 @@ $(TRAIN): EXTRA :=
 $(TEST): EXTRA := dev
 $(TEST): AHEAD = $(CARGO_TEST) --no-run
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+INSTALL = $(VENV)/bin/python tools/install.py $(CACHE)/uv
 $(TRAIN) $(TEST): pyproject.toml $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "$(PYTHON) does not run, or is older than 3.11; say make PYTHON=/path/to/python3.12 …"; exit 1; }
 	@command -v cargo >/dev/null || { echo "cargo is missing; a Rust toolchain (rustup) builds the loader"; exit 1; }
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 ifdef LOCKED
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --require-hashes --no-deps --requirement requirements.lock
 	MATURIN_PEP517_ARGS=--locked PATH="$(abspath $(VENV))/bin:$$PATH" \
 	    $(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 else
+	test -x $(VENV)/bin/python || { $(PYTHON) -m venv --without-pip $(VENV) && $(INSTALL) pip; }
 	$(VENV)/bin/python tools/needs.py $(EXTRA) >$(VENV)/needs.txt
-	$(VENV)/bin/python -m pip install --quiet --no-deps --editable . & building=$$!; { $(AHEAD) || true; } >/dev/null 2>&1 & \
-	    $(VENV)/bin/python -m pip install --quiet --requirement $(VENV)/needs.txt && { $(BESIDE) || true; } && wait $$building
+	$(INSTALL) --no-deps --force-reinstall --editable . & building=$$!; { $(AHEAD) || true; } >/dev/null 2>&1 & \
+	    $(INSTALL) --requirement $(VENV)/needs.txt && { $(BESIDE) || true; } && wait $$building
 endif
 	touch $(TRAIN) $@

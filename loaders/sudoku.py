@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.csv
 
-from loaders import _rust, checks, files, machine, order
+from loaders import _rust, checks, columnar, files, machine, order
 from loaders.base import DataError, Facts, Field, Loader, Rows, refuse_problems
 
 log = logging.getLogger("jaxtrain")
@@ -335,7 +335,7 @@ def _singles(inputs: np.ndarray, labels: np.ndarray, rating: np.ndarray) -> Puzz
 def _read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puzzles:
     try:
         text = pyarrow.csv.ConvertOptions(column_types={"question": "string", "answer": "string"})
-        with files.regular(files.inside(path.parent, path.name, remedy="; copy the file there")) as file:
+        with columnar.native(files.inside(path.parent, path.name, remedy="; copy the file there")) as file:
             table = pyarrow.csv.read_csv(file, convert_options=text)
         questions, answers = (table[name].to_pylist() for name in ("question", "answer"))
         rating = np.zeros(len(questions)) if "rating" not in table.column_names else np.asarray(table["rating"]).astype(float)

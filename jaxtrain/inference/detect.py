@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from jaxtrain.inference import embed, heads
 from jaxtrain.inference.heads import Head, HeadError
 from jaxtrain.types import PyTree
-from loaders import files, spectrogram, whole
+from loaders import columnar, files, spectrogram, whole
 from loaders.base import DataError
 from loaders.recordings import classes as class_files
 from loaders.recordings.windows import Windows
@@ -76,7 +76,7 @@ class Parts(NamedTuple):
         """The scores of a part, float32 [windows, classes]; nan where a window cannot be decoded. Raises DetectError."""
         start, stop = self.between(number)
         try:
-            with files.regular(self.path(number)) as file:
+            with columnar.native(self.path(number)) as file:
                 table = pq.read_table(file)
             if table.num_rows != stop - start or table.column_names != [*META, *self.names]:
                 raise ValueError("it has other windows or classes")

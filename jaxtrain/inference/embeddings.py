@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from loaders import files
+from loaders import columnar, files
 from loaders.front_end import DEFAULT
 
 ABOUT, ROWS = "embeddings.json", "rows.parquet"
@@ -79,7 +79,7 @@ class Embeddings(NamedTuple):
                 f"{self.folder} does not say where its rows lie (no {ROWS}): an older version made it; embed again"
             )
         try:
-            with files.regular(files.inside(self.folder, ROWS)) as file:
+            with columnar.native(files.inside(self.folder, ROWS)) as file:
                 table = pq.read_table(file)
             kinds = {"path": pa.string(), "start": pa.float64(), "end": pa.float64(), "clock": pa.string()}
             columns = {name: table.column(name).cast(kind) for name, kind in kinds.items()}

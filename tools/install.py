@@ -1,0 +1,80 @@
+"""Installs packages for the Python that runs it, as pip does and with pip's arguments: python tools/install.py FOLDER ARGUMENT…
+
+uv does it, in seconds where pip takes more than a minute. It is fetched once and kept in FOLDER. Where it cannot be had, where it
+fails, and where pip has settings that uv does not share (other indexes, a proxy), pip does it.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+
+# What uv is told of pip's settings, and those that change nothing that is installed.
+SHARED = {"find-links": "--find-links"}
+WITHOUT_EFFECT = {"cert", "default-timeout", "timeout", "retries", "disable-pip-version-check", "progress-bar", "quiet", "no-color"}
+WITHOUT_EFFECT |= {"root-user-action", "break-system-packages", "no-input", "no-cache-dir", "no-compile", "cache-dir"}
+
+
+def main(folder: pathlib.Path, arguments: list[str]) -> int:
+    uv = folder / "bin" / "uv"
+    try:
+        if not uv.exists():
+            fetch(folder)
+        if (settings := shared(folder)) is not None:
+            command = [str(uv), "pip", "install", "--quiet", f"--python={sys.executable}", *settings, *arguments]
+            if not subprocess.run(command, env=environment()).returncode:
+                return 0
+            print("uv could not install that; pip tries to", file=sys.stderr)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"pip installs, since uv cannot be had: {error}", file=sys.stderr)
+    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
+        subprocess.run([sys.executable, "-m", "ensurepip"], check=True, stdout=subprocess.DEVNULL)
+    return subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *arguments]).returncode
+
+
+def fetch(folder: pathlib.Path) -> None:
+    """Makes an environment with uv and pip. Raises OSError, CalledProcessError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    pyproject = pathlib.Path(__file__).parents[1] / "pyproject.toml"
+    wanted = tomllib.loads(pyproject.read_text())["dependency-groups"]["install"]
+    made = pathlib.Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    try:
+        subprocess.run([sys.executable, "-m", "venv", str(made)], check=True)
+        subprocess.run([str(made / "bin" / "python"), "-m", "pip", "install", "--quiet", *wanted], check=True)
+        if not folder.exists():  # another make has been quicker
+            made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def shared(folder: pathlib.Path) -> list[str] | None:
+    """uv's arguments that say what pip's settings do; None where it has none for one of them."""
+    listed = subprocess.run(
+        [str(folder / "bin" / "python"), "-m", "pip", "config", "list"], check=True, capture_output=True, text=True
+    )
+    found = []
+    for line in listed.stdout.splitlines():  # section.name='value', of which :env: is a section
+        key, _, value = line.partition("=")
+        name = key.rpartition(".")[2]
+        if name in SHARED:
+            found += [f"{SHARED[name]}={each}" for each in value.strip("'").split()]
+        elif name not in WITHOUT_EFFECT:
+            return None
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Certificates where pip finds them, and its patience."""
+    here = dict(os.environ)
+    if "PIP_CERT" in here:
+        here.setdefault("SSL_CERT_FILE", here["PIP_CERT"])
+    if "PIP_DEFAULT_TIMEOUT" in here:
+        here.setdefault("UV_HTTP_TIMEOUT", here["PIP_DEFAULT_TIMEOUT"])
+    return here
+
+
+if __name__ == "__main__":
+    sys.exit(main(pathlib.Path(sys.argv[1]), sys.argv[2:]))
