@@ -1,7 +1,7 @@
-"""Installs packages for the Python that runs it, as pip does and with pip's arguments: python tools/install.py FOLDER ARGUMENT…
+"""Installs packages for the Python that runs it, with pip's arguments: python tools/install.py FOLDER ARGUMENT…
 
-uv does it, in seconds where pip takes more than a minute. It is fetched once and kept in FOLDER. Where it cannot be had, where it
-fails, and where pip has settings that uv does not share (other indexes, a proxy), pip does it.
+uv does it, in seconds where pip takes more than a minute. It is fetched once and kept in FOLDER. Where it cannot be had, where
+it fails, and where pip has settings that uv does not share (other indexes, a proxy), pip does it.
 """
 
 import os
@@ -14,8 +14,18 @@ import tomllib
 
 # What uv is told of pip's settings, and those that change nothing that is installed.
 SHARED = {"find-links": "--find-links"}
-WITHOUT_EFFECT = {"cert", "default-timeout", "timeout", "retries", "disable-pip-version-check", "progress-bar", "quiet", "no-color"}
-WITHOUT_EFFECT |= {"root-user-action", "break-system-packages", "no-input", "no-cache-dir", "no-compile", "cache-dir"}
+WITHOUT_EFFECT = {
+    "cert",
+    "default-timeout",
+    "timeout",
+    "retries",
+    "no-cache-dir",
+    "cache-dir",
+    "no-compile",
+    "no-input",
+    "quiet",
+}
+WITHOUT_EFFECT |= {"disable-pip-version-check", "progress-bar", "no-color", "root-user-action", "break-system-packages"}
 
 
 def main(folder: pathlib.Path, arguments: list[str]) -> int:
@@ -56,7 +66,7 @@ def shared(folder: pathlib.Path) -> list[str] | None:
         [str(folder / "bin" / "python"), "-m", "pip", "config", "list"], check=True, capture_output=True, text=True
     )
     found = []
-    for line in listed.stdout.splitlines():  # section.name='value', of which :env: is a section
+    for line in filter(str.strip, listed.stdout.splitlines()):  # section.name='value', of which :env: is a section
         key, _, value = line.partition("=")
         name = key.rpartition(".")[2]
         if name in SHARED:
