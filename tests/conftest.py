@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import re
+import signal
 import sys
 
 from xla import SOON
@@ -14,6 +15,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 # XLA runs independent collectives of a program at once, each on a thread of a pool that has as many as there are cores (or
 # NPROC): with few, eight devices can wait for each other in different ones for ever (jax 0.10.2: it aborts after 40 s).
 os.environ.setdefault("NPROC", "32")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background: the tests' runs would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["NO_GCE_CHECK"] = "true"  # the tests' runs, on whatever machine, ask no metadata server
 
 import jax  # noqa: E402

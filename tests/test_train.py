@@ -374,7 +374,10 @@ def test_control_c_ends_a_run_and_the_same_command_goes_on(folder, corpus, capsy
     told = capsys.readouterr().out
     assert re.search(r"traces/steps-(\d{6})-(\d{6})-process-0\n", told) and re.search(r"\d%  backward", told), told
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()  # of 100,000 steps: it would train beside all other tests
     assert process.returncode == 130 and "Traceback" not in output, output
     step = max(int(p.name) for p in (folder / "runs" / "tiny" / "checkpoints").iterdir() if p.name.isdigit())
     output = run(folder, f"tiny.py:{corpus}", f"--config.train.steps={step + 1}", "--config.train.eval_every=0")

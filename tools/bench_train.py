@@ -6,6 +6,7 @@
     python -m tools.bench_train --model=trm [--embed=128] [--batch=32] [--rounds=10] [--dtype=float32] [--cells=81] [--low=6]
     python -m tools.bench_train --model=higgs [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=8] [--branches]
     python -m tools.bench_train --table [language-128 bird-demo …]      # of docs/performance.md; each row in its own process
+    python -m tools.bench_train --model=bird --kernels                  # what the time of a step goes to, on both sides
 
 The small GPT-2 of configs/shakespeare_char.py, the supervised ViT of the demo birds, the autoencoder of the film demo, the
 recursive model, or adapters on a small audio language model next to peft (rows of --context text tokens and as many times of
@@ -20,9 +21,11 @@ so. PyTorch comes with the extra `bench`.
 import argparse
 import importlib
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -149,6 +152,9 @@ def compare(args: argparse.Namespace, size: Mapping[str, int]) -> int:
         same = agree(*(bench.same() if bench.same else sides.values()), bench.within, bench.steps)
     if compiled and not args.eager and (step := compiled_or_why(compiled)):
         sides["torch.compile"] = step
+    if args.kernels:
+        kernels(sides)
+        return 0 if same else 1
     times, losses = measure(sides, size["rounds"])
     for name, side in times.items():
         print(f"{name:15} {1e3 * side.median:8.1f} ms per step, {bench.count / side.median:9.0f} {bench.unit}/s, "
@@ -161,6 +167,37 @@ def compare(args: argparse.Namespace, size: Mapping[str, int]) -> int:
     if args.row:
         print(row(args.row, times, bench.ours.flops, product_rate(), os.getloadavg()[0]))
     return 0 if same else 1
+
+
+def kernels(sides: Mapping[str, Callable[[], float]], most: int = 10, steps: int = 5) -> None:
+    """Prints what takes longest of a step, as each side's own profiler has it: ours by scope, PyTorch's by operator."""
+    import jax
+    import torch
+
+    from jaxtrain.report import trace
+
+    ours, *others = sides.values()
+    ours()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                ours()
+        found = trace.of_folder(pathlib.Path(folder))
+    assert found
+    busy = found.seconds * (1 - found.parts.get(trace.GAPS, 0.0)) / steps  # on one core nothing runs side by side
+    print(f"jaxtrain: {1e3 * busy:.1f} ms per step in {found.operations / steps:.0f} operations")
+    for name, share, times in found.scopes[:most]:
+        print(f"{1e3 * busy * share:10.2f} ms {times / steps:6.0f} ×  {name}")
+    for title, step in zip(list(sides)[1:], others, strict=True):
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(steps):
+                step()
+        ranked = sorted(profile.key_averages(), key=lambda each: -each.self_cpu_time_total)
+        whole = sum(each.self_cpu_time_total for each in ranked) / steps / 1e3
+        print(f"{title}: {whole:.1f} ms per step in {sum(each.count for each in ranked) / steps:.0f} operations")
+        for each in ranked[:most]:
+            print(f"{each.self_cpu_time_total / steps / 1e3:10.2f} ms {each.count / steps:6.0f} ×  {each.key}")
 
 
 def table(names: Sequence[str], *options: str) -> int:
@@ -189,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of trm")
     parser.add_argument("--branches", action="store_true", help="of higgs: instead, one net for each place compared with both")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--kernels", action="store_true", help="instead, the ten that take longest, by each side's profiler")
     parser.add_argument("--row", metavar="LABEL", help="print a row of the table, called so, last")
     args = parser.parse_args(argv)
     if args.table is not None:

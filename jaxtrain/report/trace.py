@@ -4,10 +4,11 @@ The file is a protocol buffer (tsl/profiler/protobuf/xplane.proto): planes of li
 (xla/service/hlo.proto), whose instructions carry the scope that they were traced in. An operation names its instruction.
 """
 
+import collections
 import functools
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from loaders import files
@@ -22,6 +23,7 @@ PARTS = (
     ("guard and metrics", re.compile(r"/guard(/|$)|norm")),
 )
 OTHER, GAPS = "other operations", "gaps"
+Program = tuple[int | None, str]  # its number and name, as far as a trace has them
 CONTAINER = re.compile(r"^(while|conditional|call|async-start|async-done)([.\-_]\d+)*$")  # their time is their parts'
 
 
@@ -110,36 +112,42 @@ def _short(name: str, scope: str) -> str:
 def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
     """(name, scope, start, end) [ps] of all operations of a device; on a CPU of what names an instruction."""
     planes = [_plane(value) for number, value in _fields(space) if number == 1]
-    scopes = _Scopes({title: found for plane in planes for title, found in plane["programs"].items()})
+    programs = {title: scopes for plane in planes for title, scopes in plane["programs"].items()}
     is_container = functools.cache(lambda name: bool(CONTAINER.match(name)))
     devices = [plane for plane in planes if re.match(r"/device:(GPU|TPU):", plane["name"])]
+    found: list[tuple[str, str, Program, int, int]] = []
+    names: dict[Program, set[str]] = collections.defaultdict(set)
     for plane in devices or planes:
         lines = plane["lines"]
         if devices:
             lines = [x for x in lines if x[0].startswith("Stream")] or [x for x in lines if x[0] == "XLA Ops"]
         for _, begin, events in lines:
             for event in events:
-                kind, offset, length, op, program, module = _event(event, plane)
+                kind, offset, length, op, number, module = _event(event, plane)
                 name = op or kind
                 if length and (op or devices) and not is_container(name):
-                    yield kind, scopes.of(program, module)(name, ""), begin + offset, begin + offset + length
+                    found.append((kind, name, (number, module), begin + offset, begin + offset + length))
+                    names[number, module].add(name)
+    scopes = {program: _scopes_of(programs, *program, seen) for program, seen in names.items()}
+    for kind, name, program, start, end in found:
+        yield kind, scopes[program].get(name, ""), start, end
 
 
-class _Scopes:
-    """The scopes of the programs that a trace holds, by their titles, ``jit_step(6)``: several share names such as ``dot``."""
+def _scopes_of(programs: Mapping[str, dict[str, str]], number: int | None, module: str, seen: Set[str]) -> Mapping[str, str]:
+    """Instruction -> scope in a program, of which a trace has the number, the name or neither, and instructions that were seen.
 
-    def __init__(self, programs: dict[str, dict[str, str]]):
-        self._programs = programs
-        self.of = functools.cache(self._of)
-
-    def _of(self, program: int | None, module: str) -> Callable[[str, str], str]:
-        """Instruction -> scope in the program of that number; where none has it, in those of that name, or else in all."""
-        titles = [title for title in self._programs if program is not None and title.endswith(f"({program})")]
-        titles = titles or [title for title in self._programs if module and title.rpartition("(")[0] == module]
-        merged: dict[str, str] = {}
-        for title in titles or self._programs:
-            merged |= self._programs[title]
-        return merged.get
+    Programs have titles such as ``jit_step(6)``. Several share instructions' names (``dot``) and their own (``jit_step``).
+    Of a CPU's program that was read from the cache the events have the number that it had where it was compiled, which is
+    another's here. Then it is the one of its name that has most of what was seen.
+    """
+    if number is not None:
+        for title in programs:
+            if title == f"{module}({number})" or not module and title.endswith(f"({number})"):
+                return programs[title]
+    named = [title for title in programs if title.rpartition("(")[0] == module]
+    if named:
+        return programs[max(named, key=lambda title: len(programs[title].keys() & seen))]
+    return {name: scope for title in programs for name, scope in programs[title].items()}
 
 
 def _plane(data: memoryview) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """Traces, read without jax, against jax's own reader, and damaged."""
 
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +76,34 @@ def test_programs_that_share_names_keep_their_scopes(tmp_path):
     for name, _, count in trace.of_folder(tmp_path).scopes:
         times[name.split("/")[0]] += count
     assert times["mine"] == times["other"] > 0
+
+
+FROM_THE_CACHE = """
+import sys
+import jax
+import jax.numpy as jnp
+for i in range(int(sys.argv[2])):
+    jax.jit(lambda x: x * 2 + 1).lower(jnp.ones(i + 1)).compile()
+
+def step(w, x):
+    with jax.named_scope("mine"):
+        return jnp.tanh(x @ w) @ w.T
+
+w, x = jnp.ones((256, 256)), jnp.ones((512, 256))
+program = jax.jit(step).lower(w, x).compile()
+with jax.profiler.trace(sys.argv[1]):
+    program(w, x).block_until_ready()
+"""
+
+
+def test_a_program_from_the_cache_keeps_its_scopes(tmp_path):
+    """Its operations have the number that it had where it was compiled; here that is another program's."""
+    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    for others in (0, 12):
+        command = [sys.executable, "-c", FROM_THE_CACHE, str(tmp_path / str(others)), str(others)]
+        subprocess.run(command, env={**os.environ, **own}, check=True, capture_output=True)
+        found = trace.of_folder(tmp_path / str(others)).scopes
+        assert found[0][0].startswith("mine/") and sum(share for name, share, _ in found if name.startswith("mine/")) > 0.5
 
 
 def test_operations_that_run_side_by_side_share_their_time():
