@@ -31,7 +31,7 @@ giblet-demo: $(TRAIN)
 higgs-demo: $(TRAIN)
 	$(VENV)/bin/python -m tools.demo_higgs $(ARGS)
 
-# Four processes on two cores, since a third of the tests' time is waiting for runs of their own; Rust's tests run in that time
+# Four processes on two cores, since a quarter of the tests' time is waiting for runs of their own; Rust's tests run in that time
 # too, and what they print comes last.
 test: $(TEST) lint
 	$(CARGO_TEST) >$(VENV)/cargo-test.txt 2>&1 & rust=$$!; trap 'kill $$rust' INT TERM; \
@@ -101,6 +101,8 @@ endif
 $(TRAIN): EXTRA :=
 $(TEST): EXTRA := dev
 $(TEST): AHEAD = $(CARGO_TEST) --no-run
+# Python compiles what it imports once here: pytest's processes begin together, and each would.
+$(TEST): BESIDE = $(VENV)/bin/python -c 'import flax, jax, optax, orbax.checkpoint, pyarrow.parquet, pytest'
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 INSTALL = $(VENV)/bin/python tools/install.py $(CACHE)/uv
 $(TRAIN) $(TEST): pyproject.toml $(SOURCES)

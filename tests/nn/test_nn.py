@@ -85,7 +85,7 @@ def test_what_is_recomputed_changes_no_number(word):
         return (y**2).sum() + sums @ jnp.arange(7.0)
 
     expected, found = (jax.jit(jax.value_and_grad(loss), static_argnums=1)(stack, w) for w in ("none", word))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-6), expected, found)  # of up to 15
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1.5e-5), expected, found)  # of up to 15
 
 
 def test_recomputing_keeps_less():
