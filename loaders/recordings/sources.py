@@ -368,7 +368,7 @@ def _birdset(path: pathlib.Path, mistakes: Mistakes, finder: Finder) -> Iterator
 
     try:
         with files.regular(path):  # a pipe would be waited for
-            table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else pc.read_csv(path)
+            table = pq.read_table(path) if path.suffix == ".parquet" else pc.read_csv(path)
         rows = table.to_pylist()
     except DataError:
         raise

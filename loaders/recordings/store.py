@@ -144,7 +144,7 @@ def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
     """The headers that an index keeps, by absolute path; empty where there are none, or an older version's."""
     try:
         root = os.path.normpath(os.path.join(os.path.realpath(folder), read(folder)["root"]))
-        rows = pq.ParquetFile(files.inside(folder, "headers.cache")).read().to_pylist()
+        rows = pq.read_table(files.inside(folder, "headers.cache")).to_pylist()
         found = {os.path.join(root, row.pop("path")): Header(**{**row, "about": dict(row["about"])}) for row in rows}
     except Exception:  # noqa: BLE001  a damaged table makes pyarrow raise whatever it stumbles upon
         return {}
