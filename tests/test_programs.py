@@ -1,6 +1,7 @@
 """Programs compiled ahead of the steps that need them."""
 
 import threading
+import time
 
 import pytest
 
@@ -89,8 +90,9 @@ def test_the_program_of_a_likely_first_step_is_compiled_before_it_is_known_and_o
 
     programs = Ahead(lambda step: step // 5, compiled)
     programs.expect(6)
-    while not order:
-        pass
+    deadline = time.monotonic() + 60
+    while not order and time.monotonic() < deadline:
+        time.sleep(0.001)
     programs.begin(5, 15, others=[lambda: lambda: order.append("evaluation")])
     assert programs.at(5)() == 1 and programs.at(14)() == 2
     programs.other(0)()

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import tomllib
 
-# What uv is told of pip's settings, and those that change nothing that is installed.
+# pip's settings that uv has too, and those that change nothing that is installed.
 SHARED = {"find-links": "--find-links"}
 WITHOUT_EFFECT = {
     "cert",
@@ -41,7 +41,11 @@ def main(folder: pathlib.Path, arguments: list[str]) -> int:
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"pip installs, since uv cannot be had: {error}", file=sys.stderr)
     if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
-        subprocess.run([sys.executable, "-m", "ensurepip"], check=True, stdout=subprocess.DEVNULL)
+        if subprocess.run([sys.executable, "-m", "ensurepip"], capture_output=True).returncode:
+            print(
+                "this Python has neither pip nor ensurepip; install them (on Debian, apt install python3-venv)", file=sys.stderr
+            )
+            return 1
     return subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *arguments]).returncode
 
 

@@ -134,19 +134,17 @@ def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _scopes_of(programs: Mapping[str, dict[str, str]], number: int | None, module: str, seen: Set[str]) -> Mapping[str, str]:
-    """Instruction -> scope in a program, of which a trace has the number, the name or neither, and instructions that were seen.
+    """The scope of each instruction in a program, of which a trace has the number, the name or neither.
 
-    Programs have titles such as ``jit_step(6)``. Several share instructions' names (``dot``) and their own (``jit_step``).
-    Of a CPU's program that was read from the cache the events have the number that it had where it was compiled, which is
-    another's here. Then it is the one of its name that has most of what was seen.
+    Args:
+      programs: title, such as ``jit_step(6)``, -> instruction -> scope. Several share names, of instructions and their own.
+      seen: instructions that ran. They decide, and the number only between equals: a program that a CPU read from the cache
+        keeps the number from where it was compiled, which is another program's here.
     """
-    if number is not None:
-        for title in programs:
-            if title == f"{module}({number})" or not module and title.endswith(f"({number})"):
-                return programs[title]
-    named = [title for title in programs if title.rpartition("(")[0] == module]
-    if named:
-        return programs[max(named, key=lambda title: len(programs[title].keys() & seen))]
+    numbered = f"{module}({number})"
+    titles = [title for title in programs if (title.rpartition("(")[0] == module if module else title.endswith(numbered))]
+    if titles:
+        return programs[max(titles, key=lambda title: (len(programs[title].keys() & seen), title == numbered))]
     return {name: scope for title in programs for name, scope in programs[title].items()}
 
 

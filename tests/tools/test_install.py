@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 
+from loaders import machine
 from tools import install
 
 TOOL = pathlib.Path(install.__file__)
@@ -99,9 +100,9 @@ def test_what_neither_can_install_is_an_error(environment, tmp_path):
 
 def test_the_real_uv_installs(environment, tmp_path):
     """The one of this checkout's make, where there is one."""
-    made = pathlib.Path(os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain").expanduser() / "uv"
+    made = machine.cache_folder("uv")
     if not (made / "bin" / "uv").exists():
-        pytest.skip(f"no uv in {made}: make has not installed with it")
+        pytest.skip(f"no uv in {made}: this environment was made with LOCKED=1, or by pip")
     python, wheel = environment
     done = run(python, made, wheel)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and imports(python)
