@@ -18,6 +18,7 @@ import io
 import os
 import pathlib
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -115,6 +116,7 @@ class Result(NamedTuple):
     runs: int
     coverage: int  # of the program's edges, those that were seen
     inputs: int  # of the corpus at its end
+    seconds: float  # of CPU time
     found: tuple[pathlib.Path, ...]  # inputs that broke a bound
     caught: tuple[str, ...]  # places in symphonia that panicked, which the loader answers with an error
 
@@ -132,10 +134,11 @@ def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.P
         str(binary), f"-max_total_time={seconds}", f"-max_len={LARGEST}", f"-rss_limit_mb={MEMORY}", "-timeout=60",
         f"-artifact_prefix={found}/", "-print_final_stats=1", str(corpus),
     ]  # fmt: skip
-    before = set(found.iterdir())
+    before, spent = set(found.iterdir()), cpu_seconds()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
         code = process.wait()
+        spent = cpu_seconds() - spent
         output.seek(0)
         text = output.read().decode(errors="replace")
     new = tuple(sorted(set(found.iterdir()) - before))
@@ -146,7 +149,14 @@ def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.P
     runs = re.findall(r"^#(\d+)\s", text, re.M)
     coverage = re.findall(r"cov: (\d+)", text)
     caught = tuple(sorted(set(re.findall(r"^caught: .*?(symphonia-\S+)", text, re.M))))
-    return Result(int(runs[-1]) if runs else 0, int(coverage[-1]) if coverage else 0, len(list(corpus.iterdir())), new, caught)
+    inputs = len(list(corpus.iterdir()))
+    return Result(int(runs[-1]) if runs else 0, int(coverage[-1]) if coverage else 0, inputs, spent, new, caught)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process's children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def keep(name: str, binary: pathlib.Path, corpus: pathlib.Path) -> int:
@@ -175,12 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no target {unknown[0]!r}; expected one of: {', '.join(TARGETS)}")
     binaries = build(args.folder / "target")
     failed, caught = False, ()
-    print("| target | what | minutes | runs | edges | inputs | found |\n|---|---|---:|---:|---:|---:|---|", flush=True)
+    print("| target | what | CPU minutes | runs | edges | inputs | found |\n|---|---|---:|---:|---:|---:|---|", flush=True)
     for name in args.targets or TARGETS:
         target, corpus = TARGETS[name], args.folder / "corpus" / name
         result = fuzz(name, binaries / target.binary, corpus, args.folder / "found" / name, seconds=round(60 * args.minutes))
         found = ", ".join(map(str, result.found)) or "nothing"
-        counts = f"{args.minutes:g} | {result.runs:,} | {result.coverage:,} | {result.inputs:,}"
+        counts = f"{result.seconds / 60:.1f} | {result.runs:,} | {result.coverage:,} | {result.inputs:,}"
         print(f"| {name} | {target.what} | {counts} | {found} |", flush=True)
         caught += result.caught
         failed |= bool(result.found)
