@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import layers, remat
 from jaxtrain.nn.cross_entropy import cross_entropy
+from jaxtrain.nn.heads_first import heads_first
 from jaxtrain.nn.layers import product, scaled, spread
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -160,6 +162,38 @@ def test_the_gradients_of_a_product_are_those_of_its_formula(mesh, equation):
     dx, dw = jax.jit(jax.grad(total, (0, 1)))(x.astype("f4"), w.astype("f4"))
     np.testing.assert_allclose(dx, np.einsum(f"{of_y},{of_w}->{of_x}", dy, w), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(dw, np.einsum(f"{of_x},{of_y}->{of_w}", x, dy), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("equation", ["btd,dm->btm", "btm,dm->btd", "btd,dhk->bthk", "bthk,dhk->btd"])
+def test_on_cpus_a_product_and_its_gradients_copy_no_activations(equation):
+    """Those of an einsum do: XLA writes out, transposed, what is contracted over B and T."""
+    size, shard = {"b": 4, "t": 96, "d": 64, "m": 128, "h": 4, "k": 32}, shard_on(1, 1, 1)
+    of_x, of_w = equation.split("->")[0].split(",")
+    x, w = (np.ones([size[i] for i in of], "f4") for of in (of_x, of_w))
+    ours = copied(lambda x, w: (product(equation, x, w, shard) ** 2).sum(), x, w)
+    rows = size["b"] * size["t"] * size["d"]  # of the narrower of both sides
+    assert max(ours, default=0) <= w.size < rows
+    assert max(copied(lambda x, w: (jnp.einsum(equation, x, w) ** 2).sum(), x, w)) >= rows
+
+
+def test_on_cpus_attention_copies_none_of_its_weights():
+    (b, t, h, k), rng = (2, 64, 4, 16), np.random.default_rng(0)
+    q, keys, values = rng.standard_normal((3, b, t, h, k), "f4")
+    mask, weights = np.tri(t, dtype=bool)[None], b * h * t * t
+
+    def behind(q, k, v):
+        p = jax.nn.softmax(jnp.where(mask[:, :, None], jnp.einsum("bthk,bshk->bths", q, k), -1e9))
+        return (jnp.einsum("bths,bshk->bthk", p, v) ** 2).sum()
+
+    assert max(copied(lambda *x: (heads_first(*x, mask) ** 2).sum(), q, keys, values), default=0) <= q.size < weights
+    assert max(copied(behind, q, keys, values)) >= weights
+
+
+def copied(f, *arrays):
+    """Sizes of the arrays that a program of f's gradients copies or transposes, as it is compiled for a CPU."""
+    text = jax.jit(jax.grad(f, range(len(arrays)))).lower(*arrays).compile().as_text()
+    shapes = re.findall(r"= f32\[([\d,]*)\]\S* (?:copy|transpose)\(", text)
+    return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
 
 
 @pytest.mark.parametrize("gelu", [layers.gelu, layers._gelu], ids=["this jax's", "with its own derivative"])

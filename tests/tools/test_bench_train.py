@@ -2,6 +2,8 @@
 
 import pathlib
 import subprocess
+import sys
+import types
 
 from tools import bench_train
 from tools.bench_train import Times
@@ -33,6 +35,37 @@ def test_a_row_that_fails_is_left_out_and_the_others_come(capsys, monkeypatch):
     label = bench_train.ROWS["giblet-demo"][0]
     assert said.out == f"{bench_train.HEAD}\n| {label} | 1.00 |\n"
     assert "bird-demo:\nit went wrong" in said.err
+
+
+def test_losses_that_differ_are_reported_and_end_the_command_with_1(capsys, monkeypatch):
+    def steps(factor):
+        losses = iter(factor**i * (3 - 0.1 * i) for i in range(100))
+        return lambda: next(losses)
+
+    assert bench_train.agree(steps(1), steps(1.00001), within=1e-3, steps=20)
+    assert "losses of 20 steps, 3.0000 to 1.1000, are within 1.9e-04" in capsys.readouterr().out
+    assert not bench_train.agree(steps(1), steps(1.001), within=1e-3, steps=20)
+    assert "of the first 20 within 1.9e-02, more than 0.001" in capsys.readouterr().out
+    assert bench_train.agree(steps(1), steps(1.001), within=2.5e-3, steps=3)  # where rounding grows, only the first are held
+
+    class Ours:
+        flops = 1e9
+
+        def __init__(self):
+            self.step = steps(1.01)
+
+        def __call__(self):
+            return self.step()
+
+    def sides(size):
+        return types.SimpleNamespace(
+            ours=Ours(), others={"PyTorch, eager": lambda: steps(1)}, count=1, unit="rows", within=1e-3, steps=20, same=None
+        )
+
+    module = types.SimpleNamespace(DEFAULTS={"rounds": 2}, sides=sides)
+    monkeypatch.setitem(sys.modules, "tools.torch_steps.bird", module)
+    assert bench_train.main(["--model=bird", "--eager"]) == 1
+    assert "PyTorch, eager / jaxtrain: medians" in capsys.readouterr().out
 
 
 def test_the_page_has_every_row():

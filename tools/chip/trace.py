@@ -18,12 +18,12 @@ import jax
 # Operations that only hold others, whose time is theirs.
 CONTAINER = re.compile(r"^(while|conditional|call|async-start|async-done)([.\-_]\d+)*$")
 # What a name says of where the work is done; the first that matches counts. Kernels of cuBLAS, CUTLASS, cuDNN and XLA's Triton
-# on GPUs; HLO names elsewhere ("ynn" and "onednn" are XLA's libraries for CPUs, which only take products).
+# on GPUs; HLO names elsewhere ("onednn" is XLA's library for CPUs that only takes products; YNNPACK's, "ynn", are sums here).
 KINDS = (
     ("copy to the device", re.compile(r"memcpyh2d|infeed", re.I)),
     ("copy from the device", re.compile(r"memcpyd2h|outfeed", re.I)),
     ("attention", re.compile(r"fmha|sdpa|flash|splash", re.I)),
-    ("product", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|wgmma|(^|[_.\-])dot([_.\-]|$)|matmul|conv|ynn|onednn", re.I)),
+    ("product", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|wgmma|(^|[_.\-])dot([_.\-]|$)|matmul|conv|onednn", re.I)),
     ("between devices", re.compile(r"nccl|all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective", re.I)),
     ("graph", re.compile(r"graph", re.I)),
     ("copy", re.compile(r"memcpy|memset|^copy|transpose", re.I)),
