@@ -53,9 +53,10 @@ TABLE = (
     # But not through several of them, as libtpu does unasked: 0.0.42 then gives two of its buffers one address, and refuses the
     # step of the recursive model on 2×4 ("overlaps with another chunk").
     Option("xla_tpu_enable_async_collective_fusion_multiple_steps", False, ("TPU v5 lite",)),
-    # Of what jaxlib 0.10 leaves to YNNPACK, sums alone. With products of matrices by it, a step of the recursive model takes
-    # 1.19 times as long on one core, one of a small language model 1.05 times. A sum of squares without it is the squares,
-    # written, and two passes over them: a step of giblet's demo, with norms of 85 M numbers, takes 1.3 times as long.
+    # Of what jaxlib 0.10 leaves to YNNPACK, sums alone. With products of matrices by it, steps on one core take 1.03 to 1.10
+    # times as long (language, birds; the recursive model 1.19), giblet's 0.86; on two 0.84 to 1.06 (docs/performance.md). A sum
+    # of squares without it is the squares, written, and two passes over them: a step of giblet's demo, with norms of 85 M
+    # numbers, takes 1.3 times as long.
     Option("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE", ("cpu",), alone=True),
 )
 

@@ -1,7 +1,7 @@
 """Attention by XLA for CPUs, in products that have heads before places.
 
 Where heads come behind them, as in [B, T, H, K], XLA for CPUs copies what it multiplies, the weights [T, S] of each head too,
-and takes 1.5 to 2 times as long (docs/performance.md). Weights are divided by their sum after their product with the values,
+and takes 1.3 to 1.7 times as long (docs/performance.md). Weights are divided by their sum after their product with the values,
 where there are fewer numbers, and kept for the backward pass as they are.
 
 For float32: the gradient takes the sum of weights times their derivatives from the result, which in 16 bits is too coarse.
