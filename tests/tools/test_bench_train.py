@@ -48,21 +48,10 @@ def test_losses_that_differ_are_reported_and_end_the_command_with_1(capsys, monk
     assert "of the first 20 within 1.9e-02, more than 0.001" in capsys.readouterr().out
     assert bench_train.agree(steps(1), steps(1.001), within=2.5e-3, steps=3)  # where rounding grows, only the first are held
 
-    class Ours:
-        flops = 1e9
-
-        def __init__(self):
-            self.step = steps(1.01)
-
-        def __call__(self):
-            return self.step()
-
-    def sides(size):
-        return types.SimpleNamespace(
-            ours=Ours(), others={"PyTorch, eager": lambda: steps(1)}, count=1, unit="rows", within=1e-3, steps=20, same=None
-        )
-
-    module = types.SimpleNamespace(DEFAULTS={"rounds": 2}, sides=sides)
+    ours, others = steps(1.01), {"PyTorch, eager": lambda: steps(1)}
+    ours.flops = 1e9
+    sides = types.SimpleNamespace(ours=ours, others=others, count=1, unit="rows", within=1e-3, steps=20, same=None)
+    module = types.SimpleNamespace(DEFAULTS={"rounds": 2}, sides=lambda size: sides)
     monkeypatch.setitem(sys.modules, "tools.torch_steps.bird", module)
     assert bench_train.main(["--model=bird", "--eager"]) == 1
     assert "PyTorch, eager / jaxtrain: medians" in capsys.readouterr().out

@@ -135,6 +135,12 @@ def test_a_trace_is_summed_up_by_kind_gaps_and_overlap():
     assert "outside matrix units" in trace.advice(found)
 
 
+def test_of_a_cpus_operations_the_products_are_products():
+    """YNNPACK's fusions are sums: jaxtrain/compiler.py leaves nothing else to it."""
+    rows = operations(("dot_general.3", 0, 1), ("onednn_matmul", 1, 2), ("ynn_fusion.7", 2, 3), ("copy_bitcast_fusion", 3, 4))
+    assert [each.kind for each in rows] == ["product", "product", "other", "copy"]
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
