@@ -156,7 +156,8 @@ class Clock:
             self._thread = None
             if self._path.name == "process-0.jsonl":
                 with contextlib.suppress(OSError, WorkdirError):
-                    log.info("%s", summary(totals(starts(self._path))))
+                    if before := starts(self._path):  # none where the workdir was deleted
+                        log.info("%s", summary(totals(before)))
 
     def _run(self) -> None:
         while not self._closed.wait(min(max(1.0, (time.perf_counter() - self._zero) / 500), 10.0)):

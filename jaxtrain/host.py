@@ -3,7 +3,7 @@
 import contextlib
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import cluster, goodput
@@ -77,13 +77,15 @@ class Host:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        if kind is None and self._processes > 1:
-            try:
+        try:
+            if kind is None and self._processes > 1:
                 self.confirm()  # what was deleted behind the last record is no run that ended well
-            except WorkdirError as lost:
-                self.clock.close(_in_words(lost))
-                self._closing.__exit__(type(lost), lost, lost.__traceback__)
-                raise
+            elif isinstance(error, OSError):
+                self.owner.confirm()  # as in `writing`, wherever it was
+        except WorkdirError as lost:
+            self.clock.close(_in_words(lost))
+            self._closing.__exit__(type(lost), lost, lost.__traceback__)
+            raise
         self.clock.close(_in_words(error))
         self._closing.__exit__(kind, error, trace)
 
@@ -125,6 +127,21 @@ class Host:
             raise error
         self._lost = self._lost or error
         self._signals.ask("process 0, which lost the workdir")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """What is written into the workdir in here, by process 0. Where that went away, the run has lost it (`lose`)."""
+        try:
+            yield
+        except WorkdirError as error:
+            self.lose(error)
+        except OSError:
+            try:
+                self.owner.confirm()  # a file that is not there names only itself
+            except WorkdirError as error:
+                self.lose(error)
+            else:
+                raise
 
     def confirm(self, *, saving: bool = False) -> None:
         """Returns if the workdir is still the run's. Every process calls it at one point; all raise WorkdirError if not."""

@@ -145,12 +145,13 @@ class Log:
     ) -> None:
         """Writes what an evaluation found; ``counts``: of `jaxtrain.types.COUNTS`, None for those that it has not."""
         self._host.confirm()
-        if samples and cluster.is_main():
-            self._lines.write(writers.SAMPLES, step, samples)
-            for writer in self._writers:
-                writer.samples(step, samples)
-        if (of_classes := counts["classes"]) is not None and cluster.is_main():
-            self._lines.write(classes.FILE, step, [classes.line(of_classes, counts["confusions"])])
+        with self._host.writing():
+            if samples and cluster.is_main():
+                self._lines.write(writers.SAMPLES, step, samples)
+                for writer in self._writers:
+                    writer.samples(step, samples)
+            if (of_classes := counts["classes"]) is not None and cluster.is_main():
+                self._lines.write(classes.FILE, step, [classes.line(of_classes, counts["confusions"])])
         self._write(step, "test", record)
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
 
@@ -173,20 +174,19 @@ class Log:
             prefix = f"step{step:06}_" if step else ""
             named = {f"{prefix}{name}": images for name, images in host.items()}
             folder = os.path.join(self._config.workdir, "pictures")
-            try:
-                writers.write_pictures(folder, named)
-            except OSError as error:
-                if error.errno not in writers.FULL:
-                    raise
-                log.error("%s cannot be written (%s); pictures of step %d are left out", folder, error.strerror, step)
-            for writer in self._writers:
-                writer.pictures(step, host)
+            with self._host.writing():
+                try:
+                    writers.write_pictures(folder, named)
+                except OSError as error:
+                    if error.errno not in writers.FULL:
+                        raise
+                    log.error("%s cannot be written (%s); pictures of step %d are left out", folder, error.strerror, step)
+                for writer in self._writers:
+                    writer.pictures(step, host)
 
     def _write(self, step: int, split: str, record: Mapping[str, float]) -> None:
-        try:
+        with self._host.writing():
             if self._writers and not self._host.has_lost:
                 self._host.owner.confirm()
                 for writer in self._writers:
                     writer.write(step, split, record)
-        except WorkdirError as error:
-            self._host.lose(error)

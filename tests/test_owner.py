@@ -1,6 +1,8 @@
 """One owner of a workdir: real processes, killed and delayed, on disks and in a stand-in for an object store."""
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -361,12 +363,29 @@ def test_a_workdir_that_is_deleted_ends_the_run_with_a_code(folder, corpus):  # 
     assert "Traceback" not in output, output
 
 
+@pytest.mark.parametrize("where", [lambda host: host.writing(), contextlib.nullcontext])
+def test_a_file_that_went_with_its_workdir_is_no_error_of_the_file(tmp_path, caplog, where):
+    workdir = tmp_path / "run"
+    picture = workdir / "pictures" / "augmented_3.png"
+    with (
+        pytest.raises(WorkdirError, match="was deleted or moved while the run"),
+        Host(config_lib.Config(workdir=str(workdir))) as h,
+    ):
+        with where(h):
+            workdir.rename(tmp_path / "moved")
+            picture.touch()
+    assert "goodput" not in caplog.text  # of no time, as its file is gone
+    with pytest.raises(FileNotFoundError), Host(config_lib.Config(workdir=str(workdir))) as h:
+        with where(h):
+            picture.touch()
+
+
 def test_what_process_0_lost_is_lost_for_all(monkeypatch):
     def process(found):
         host = Host(config_lib.Config(workdir="runs/tiny"))
         host._processes, host._signals = 2, cluster_lib.StopSignals(())
         host._signals.close()
-        host.owner = types.SimpleNamespace(confirm=lambda saving: found() if found else None)
+        host.owner = types.SimpleNamespace(confirm=lambda saving=False: found() if found else None)
         return host
 
     def gone():
@@ -375,8 +394,13 @@ def test_what_process_0_lost_is_lost_for_all(monkeypatch):
     first, second = process(gone), process(None)
     first.lose(WorkdirError("the first"))  # between two steps: they stop at the next one, as for a signal
     assert first.stopping() and first.has_lost and not second.stopping()
+    third = process(gone)
+    with third.writing():
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "runs/tiny/pictures/augmented_3.png")
+    assert third.stopping() and third.has_lost
     for host, agreed, said in (
         (first, lambda own: own, "the first"),
+        (third, lambda own: own, "runs/tiny was deleted"),
         (process(gone), lambda own: own, "runs/tiny was deleted"),
         (second, lambda own: True, "process 0 of this run says which"),
     ):
