@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxtrain.config import ConfigError
+from loaders import machine
 
 log = logging.getLogger("jaxtrain")
 PLATFORMS = ("tpu", "gpu", "cpu")  # options of one of them begin with xla_tpu_ and so on
@@ -32,6 +33,7 @@ class Option(NamedTuple):
     value: bool | int | str
     kinds: tuple[str, ...]  # what JAX's device_kind begins with
     alone: bool = False  # also for a program of one device; most of them move collectives, and it has none
+    cores: int = 1  # of this process, from which on it is wanted; of two options of one name the later one is
 
 
 TABLE = (
@@ -53,11 +55,17 @@ TABLE = (
     # But not through several of them, as libtpu does unasked: 0.0.42 then gives two of its buffers one address, and refuses the
     # step of the recursive model on 2×4 ("overlaps with another chunk").
     Option("xla_tpu_enable_async_collective_fusion_multiple_steps", False, ("TPU v5 lite",)),
-    # Of what jaxlib 0.10 leaves to YNNPACK, sums alone. With products of matrices by it, steps on one core take 1.03 to 1.10
-    # times as long (language, birds; the recursive model 1.19), giblet's 0.86; on two 0.84 to 1.06 (docs/performance.md). A sum
-    # of squares without it is the squares, written, and two passes over them: a step of giblet's demo, with norms of 85 M
-    # numbers, takes 1.3 times as long.
+    # YNNPACK's sums: a sum of squares without them is the squares, written, and two passes over them. A step of giblet's demo,
+    # with norms of 85 M numbers, takes 1.3 times as long. And on several cores its products of matrices, since XLA's own gain
+    # less by a second core (measured on two); on one they are slower (docs/performance.md).
     Option("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE", ("cpu",), alone=True),
+    Option(
+        "xla_cpu_experimental_ynn_fusion_type",
+        "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_DOT",
+        ("cpu",),
+        alone=True,
+        cores=2,
+    ),
 )
 
 
@@ -73,7 +81,8 @@ def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device
     """
     platform = "tpu" if kind.startswith("TPU") else "cpu" if kind == "cpu" else "gpu"
     elsewhere = tuple(f"xla_{p}_" for p in PLATFORMS if p != platform)
-    table = {o.name: o.value for o in TABLE if (count > 1 or o.alone) and kind.startswith(o.kinds)}
+    cores = machine.cores()
+    table = {o.name: o.value for o in TABLE if (count > 1 or o.alone) and kind.startswith(o.kinds) and cores >= o.cores}
     wanted = {name: _value(value) for name, value in own.items() if not name.startswith(elsewhere)}
     if others := own.keys() - wanted.keys():
         log.info("compiler options that are not for %s: %s", kind, ", ".join(sorted(others)))

@@ -98,10 +98,13 @@ def test_a_run_compiles_its_step_with_them(folder, corpus):  # noqa: F811
     assert any("jit_step" in path.name for path in (folder / "hlo").iterdir())
 
 
-def test_products_for_cpus_are_eigens_and_sums_are_one_pass():
-    options = compiler.options({}, "cpu", count=1, device=jax.devices()[0])
-    x = jnp.ones((512, 512))
-    product = compiler.compile(jax.jit(jnp.dot).lower(x, x), options, {})
-    assert "ynn" not in product.as_text()
-    norm = compiler.compile(jax.jit(lambda x: jnp.sum(jnp.square(x))).lower(x), options, {})
-    assert "ynn" in norm.as_text() and "reduce-window" not in norm.as_text() and norm(x) == 512 * 512
+def test_sums_for_cpus_are_one_pass_and_products_ynnpacks_where_a_process_has_several_cores(monkeypatch):
+    cpu, x = jax.devices()[0], jnp.ones((512, 512))
+    for cores, products in ((1, False), (2, True), (16, True)):
+        monkeypatch.setattr(compiler.machine, "cores", lambda cores=cores: cores)
+        options = compiler.options({}, "cpu", count=1, device=cpu)
+        assert list(options) == ["xla_cpu_experimental_ynn_fusion_type"]
+        product = compiler.compile(jax.jit(jnp.dot).lower(x, x), options, {})
+        assert ("__ynn_fusion" in product.as_text()) == products and (product(x, x) == 512).all()
+        norm = compiler.compile(jax.jit(lambda x: jnp.sum(jnp.square(x))).lower(x), options, {})
+        assert "__ynn_fusion" in norm.as_text() and "reduce-window" not in norm.as_text() and norm(x) == 512 * 512
