@@ -12,6 +12,7 @@ from jaxtrain.record import Log
 from jaxtrain.saves import Saves
 from jaxtrain.state import TrainState
 from jaxtrain.types import COUNTS
+from loaders import machine
 
 
 class Evaluator:
@@ -27,7 +28,11 @@ class Evaluator:
     def __call__(self, state: TrainState, step: int) -> dict[str, float]:
         """The record of ``state``: over config.train.eval_batches of the test split, at the end of the run over all of it."""
         with self._host.clock.during(goodput.EVALUATION):
-            return self._evaluate(state, step)
+            machine.give_back_freed_memory()  # a step's
+            try:
+                return self._evaluate(state, step)
+            finally:
+                machine.give_back_freed_memory()
 
     def _evaluate(self, state: TrainState, step: int) -> dict[str, float]:
         config, data = self._config, self._data

@@ -22,6 +22,7 @@ from jaxtrain.programs import Programs
 from jaxtrain.record import Log
 from jaxtrain.saves import Saves
 from jaxtrain.schedule import Schedule
+from loaders import machine
 from loaders.base import DataError
 
 __all__ = ["USER_ERRORS", "Preempted", "run"]
@@ -89,6 +90,7 @@ def run(config: Config, told: Mapping[str, Any] = types.MappingProxyType({})) ->
         data.start(step, saves.history.offset)
         note = closing.enter_context(Log(assembly, data, host, first=step, peak=peak))
         programs.ready(step)
+        machine.give_back_freed_memory()  # what compiling and restoring took
         evaluate = Evaluator(assembly, data, programs, note, saves, host)
         host.clock.switch(goodput.OTHERS)
         host.meet("compiled")

@@ -10,6 +10,7 @@ import resource
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
+_keeps = False  # whether freed memory stays with this process
 
 
 def cores() -> int:
@@ -59,6 +60,7 @@ def keep_freed_memory() -> bool:
     Returns whether it is in force: not beside accelerators, whose hosts hold other things than arrays of steps, and not where
     the C library is another, nor over what the environment says of malloc.
     """
+    global _keeps
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     if os.environ.get("JAX_PLATFORMS") != "cpu" and _accelerators():
@@ -67,7 +69,18 @@ def keep_freed_memory() -> bool:
     if sys.platform != "linux" or mallopt is None:
         return False
     # One arena, since only the first one may grow without bound; no block that is mapped alone; nothing given back at its end.
-    return all([mallopt(*option) for option in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1))])
+    _keeps = all([mallopt(*option) for option in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1))])
+    return _keeps
+
+
+def give_back_freed_memory() -> None:
+    """Gives the system what this process has freed, where `keep_freed_memory` keeps it.
+
+    That is for a computation whose arrays have other sizes than the last one's, and would come to lie beside what that left. It
+    takes milliseconds, and new pages for what follows.
+    """
+    if _keeps:
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _accelerators() -> list[pathlib.Path]:

@@ -72,6 +72,28 @@ def test_memory_that_is_freed_is_taken_again():
     assert page_faults("assert machine.keep_freed_memory()") < 100
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_memory_that_is_kept_can_be_given_back():
+    """Also what lies below memory that is in use."""
+    held = "int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE') >> 20"
+    program = f"""
+import os, numpy
+from loaders import machine
+machine.give_back_freed_memory()  # nothing is kept yet
+assert machine.keep_freed_memory()
+x, above = numpy.ones(8 << 20), numpy.ones(1 << 10)
+whole = {held}
+del x
+print(whole - ({held}))
+machine.give_back_freed_memory()
+print(whole - ({held}), above.sum())
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    kept, returned, above = map(float, found.stdout.split())
+    assert kept < 2 and returned > 60 and above == 1024
+
+
 def test_hosts_of_accelerators_are_left_alone(monkeypatch):
     monkeypatch.setattr(machine, "_accelerators", lambda: ["/dev/nvidia0"])
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
