@@ -38,8 +38,13 @@ class Trace(NamedTuple):
 
 def read(path: pathlib.Path) -> Trace | None:
     """Reads an XSpace file; None where it names no operation. Raises FileError: it cannot be read, or is none."""
+    return _summary(operations(path))
+
+
+def operations(path: pathlib.Path) -> list[tuple[str, str, int, int]]:
+    """(name, scope, start, end) [ps] of an XSpace file's operations. Raises FileError as `read`."""
     try:
-        return _summary(list(_operations(memoryview(files.read(path, most=MOST)))))
+        return list(_operations(memoryview(files.read(path, most=MOST))))
     except (IndexError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, files.FileError):
             raise

@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -136,9 +138,20 @@ def test_a_trace_is_summed_up_by_kind_gaps_and_overlap():
 
 
 def test_of_a_cpus_operations_the_products_are_products():
-    """YNNPACK's fusions are sums: jaxtrain/compiler.py leaves nothing else to it."""
-    rows = operations(("dot_general.3", 0, 1), ("onednn_matmul", 1, 2), ("ynn_fusion.7", 2, 3), ("copy_bitcast_fusion", 3, 4))
-    assert [each.kind for each in rows] == ["product", "product", "other", "copy"]
+    rows = operations(("dot_general.3", 0, 1), ("onednn_matmul", 1, 2), ("copy_bitcast_fusion", 2, 3))
+    assert [each.kind for each in rows] == ["product", "product", "copy"]
+
+
+def test_what_ynnpack_computes_is_in_its_scope(tmp_path):
+    """Its fusions have one name, whether of a product or a sum."""
+    x = jnp.ones((256, 256))
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_DOT"}
+    for name, program, kind in (("product", lambda x: x @ x, "product"), ("sum", lambda x: (x * x).sum(), "other")):
+        compiled = jax.jit(program).lower(x).compile(compiler_options=options)
+        with jax.profiler.trace(tmp_path / name):
+            jax.block_until_ready([compiled(x) for _ in range(5)])
+        rows = [each for each in trace.read(tmp_path / name) if "ynn" in each.name]
+        assert {each.kind for each in rows} == {kind} and trace.summary(rows).matrix == (kind == "product")
 
 
 @pytest.mark.parametrize(

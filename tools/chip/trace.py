@@ -2,9 +2,9 @@
 
     python -m tools.chip.trace FOLDER       # as jax.profiler.trace(FOLDER) or start_trace wrote it
 
-Read are the XSpace files (``plugins/profile/*/*.xplane.pb``), with `jax.profiler.ProfileData` and nothing else. On a GPU an
-operation is a kernel of a stream (planes ``/device:GPU:…``, lines ``Stream …``), on a TPU an event of the line ``XLA Ops``, on
-a CPU whatever on the host's threads carries an ``hlo_op``.
+Read are the XSpace files (``plugins/profile/*/*.xplane.pb``), those of chips by `jax.profiler.ProfileData`. On a GPU an
+operation is a kernel of a stream (planes ``/device:GPU:…``, lines ``Stream …``), on a TPU an event of the line ``XLA Ops``. On
+a CPU it is whatever on the host's threads names an instruction, with its scope (`jaxtrain.report.trace`).
 """
 
 import pathlib
@@ -15,21 +15,24 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxtrain.report import trace as scoped
+
 # Operations that only hold others, whose time is theirs.
 CONTAINER = re.compile(r"^(while|conditional|call|async-start|async-done)([.\-_]\d+)*$")
 # What a name says of where the work is done; the first that matches counts. Kernels of cuBLAS, CUTLASS, cuDNN and XLA's Triton
-# on GPUs; HLO names elsewhere ("onednn" is XLA's library for CPUs that only takes products; YNNPACK's, "ynn", are sums here).
+# on GPUs; HLO names elsewhere ("onednn" is XLA's library for CPUs that only takes products).
 KINDS = (
     ("copy to the device", re.compile(r"memcpyh2d|infeed", re.I)),
     ("copy from the device", re.compile(r"memcpyd2h|outfeed", re.I)),
     ("attention", re.compile(r"fmha|sdpa|flash|splash", re.I)),
-    ("product", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|wgmma|(^|[_.\-])dot([_.\-]|$)|matmul|conv|onednn", re.I)),
+    ("product", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|wgmma|(^|[/_.\-])dot([_.\-]|$)|matmul|conv|onednn", re.I)),
     ("between devices", re.compile(r"nccl|all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective", re.I)),
     ("graph", re.compile(r"graph", re.I)),
     ("copy", re.compile(r"memcpy|memset|^copy|transpose", re.I)),
 )
 MATRIX = ("attention", "product")  # kinds that run in matrix units
 NOT_CONVOLUTION = re.compile(r"convert", re.I)  # "conv" is in it, too
+YNNPACK = re.compile(r"ynn", re.I)  # sums and products, as the scope says
 
 
 class Operation(NamedTuple):
@@ -41,7 +44,7 @@ class Operation(NamedTuple):
 
     @property
     def kind(self) -> str:
-        name = NOT_CONVOLUTION.sub("", self.name)
+        name = self.where if YNNPACK.search(self.name) else NOT_CONVOLUTION.sub("", self.name)
         return next((kind for kind, pattern in KINDS if pattern.search(name)), "other")
 
 
@@ -53,23 +56,24 @@ def read(folder: str | pathlib.Path) -> list[Operation]:
     planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
     devices = [plane for plane in planes if re.match(r"/device:(GPU|TPU):", plane.name)]
     ops = []
-    for plane in devices or planes:
+    for plane in devices:
         lines = list(plane.lines)
         streams = [line for line in lines if line.name.startswith("Stream")]
-        if devices and not streams:
-            streams = [line for line in lines if line.name == "XLA Ops"]
-        for line in streams if devices else lines:
-            ops += _operations(line, f"{plane.name} {line.name}", everything=bool(devices))
+        for line in streams or [line for line in lines if line.name == "XLA Ops"]:
+            ops += _operations(line, f"{plane.name} {line.name}")
+    if not devices:
+        each = (op for file in files for op in scoped.operations(file))
+        ops = [Operation(name, scope or name, "host", start / 1e3, end / 1e3) for name, scope, start, end in each]
     if not ops:
         raise ValueError(f"{files[-1]} names no operation of a device; it holds {[plane.name for plane in planes]}")
     return sorted(ops, key=lambda op: op.start)
 
 
-def _operations(line: Any, name: str, *, everything: bool) -> Iterable[Operation]:
+def _operations(line: Any, name: str) -> Iterable[Operation]:
     for event in line.events:
         stats = dict(event.stats)
         hlo = str(stats.get("hlo_op", ""))
-        if (everything or hlo) and event.duration_ns > 0 and not CONTAINER.match(hlo or event.name):
+        if event.duration_ns > 0 and not CONTAINER.match(hlo or event.name):
             where = str(stats.get("tf_op") or stats.get("name_scope") or hlo)
             yield Operation(event.name, where, name, event.start_ns, event.start_ns + event.duration_ns)
 
