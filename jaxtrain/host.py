@@ -81,7 +81,8 @@ class Host:
             if kind is None and self._processes > 1:
                 self.confirm()  # what was deleted behind the last record is no run that ended well
             elif isinstance(error, OSError):
-                self.owner.confirm()  # as in `writing`, wherever it was
+                with contextlib.suppress(OSError):
+                    self.owner.confirm()  # as in `writing`, wherever it was
         except WorkdirError as lost:
             self.clock.close(_in_words(lost))
             self._closing.__exit__(type(lost), lost, lost.__traceback__)

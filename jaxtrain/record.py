@@ -168,9 +168,9 @@ class Log:
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:
         """Writes named arrays [n, height, width] in 0..1 into workdir/pictures; step 0: as the run begins."""
+        host = jax.device_get(dict(pictures)) if cluster.is_main() else {}  # a wait, in which a workdir may go
         self._host.confirm()
         if cluster.is_main():
-            host = jax.device_get(dict(pictures))
             prefix = f"step{step:06}_" if step else ""
             named = {f"{prefix}{name}": images for name, images in host.items()}
             folder = os.path.join(self._config.workdir, "pictures")

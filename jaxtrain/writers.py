@@ -291,9 +291,12 @@ def make_writers(config: Config, step: int) -> list[Writer]:
 def write_pictures(
     folder: str | os.PathLike, pictures: Mapping[str, np.typing.ArrayLike], *, limit: int = 8
 ) -> list[pathlib.Path]:
-    """Writes [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom. Returns their paths."""
+    """Writes [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom. Returns their paths.
+
+    The folder is made where its parent exists: a workdir that was deleted is not to come back with pictures alone.
+    """
     folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     paths = []
     for name, images in pictures.items():
         for i, pixels in enumerate(_pixels(images)[:limit]):

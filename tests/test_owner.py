@@ -12,6 +12,7 @@ import sys
 import time
 import types
 
+import numpy as np
 import object_store
 import pytest
 from test_reliability import cluster, wait_for
@@ -373,7 +374,8 @@ def test_a_file_that_went_with_its_workdir_is_no_error_of_the_file(tmp_path, cap
     ):
         with where(h):
             workdir.rename(tmp_path / "moved")
-            picture.touch()
+            writers.write_pictures(picture.parent, {"augmented": np.zeros((4, 8, 8))})
+    assert not workdir.exists(), "a folder in its place would keep it from being moved back"
     assert "goodput" not in caplog.text  # of no time, as its file is gone
     with pytest.raises(FileNotFoundError), Host(config_lib.Config(workdir=str(workdir))) as h:
         with where(h):

@@ -12,6 +12,7 @@ same command again. Faults are drawn from the seed, one after the other, each so
     damage       all killed, and a byte of a file of the newest checkpoint is changed
     full         the workdir's file system is full until the run has ended
     host         a host is gone: the run resumes on the other alone, and after the next fault on both
+    load         none of these: a process of a busy machine did not say for 10 s that it lives, and JAX's service ended the rest
 
 The first lap has no fault. Each later one must end where it did: with the same rows in each batch, a record of every step and,
 unless a host was gone meanwhile, the same loss in each record and the same bytes in every array. Prints a row for each kind of
@@ -46,6 +47,7 @@ from jaxtrain import goodput
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROCESSES, HOSTS = 4, 2
+LATE = b"stopped sending heartbeats"  # what JAX's service says of a process
 STUCK = 600.0  # [s] without a step after which the supervisor gives up on a job
 DISK = "disk"  # below a soak's folder: workdirs; a file system of its own where this user may mount one
 SIZE = "1g"  # of that
@@ -151,6 +153,7 @@ class Job:
 
     def __init__(self, hosts: Hosts, config: Sequence[str], folder: pathlib.Path, lap: int, *, alone: bool, loader: str):
         self.began, self.workdir = time.monotonic(), folder / DISK / f"lap{lap}"
+        self.logs: list[tuple[pathlib.Path, int]] = []  # of each process, and where this start's lines begin
         n = PROCESSES // HOSTS if alone else PROCESSES
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -166,6 +169,7 @@ class Job:
             command = [*hosts.inside(i * HOSTS // n if not alone else 0), sys.executable, "-m", "jaxtrain.main"]
             command += [*BOUNDS, *config, "--config.loader=soak_loader", f"--config.workdir={self.workdir}"]
             log = (folder / f"log{lap}-{i}.txt").open("ab")
+            self.logs.append((pathlib.Path(log.name), log.tell()))
             self.processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
             log.close()
 
@@ -180,6 +184,11 @@ class Job:
 
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self.processes]
+
+    def was_late(self) -> bool:
+        """Whether all have ended, one of them because it heard too long nothing of another."""
+        ended = all(code is not None for code in self.codes())
+        return ended and any(LATE in path.read_bytes()[start:] for path, start in self.logs)
 
     def signal(self, process: int, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -200,7 +209,7 @@ class Soak:
 
     def lap(self, number: int, *, until: float, most: int = 0) -> bool:
         """A run to its end, with faults while it is before ``until``. Returns whether a host was gone meanwhile."""
-        alone, was_alone, pending = False, False, None
+        alone, was_alone, pending, late = False, False, None, 0
         while True:
             job = Job(self.hosts, self.config, self.folder, number, alone=alone, loader=self.loader)
             try:
@@ -210,13 +219,17 @@ class Soak:
                 while True:  # until a fault ends the job
                     fault = self._fault(job, until) if number and not (most and len(self.faults) >= most) else None
                     if fault is None:  # it is to end by itself
-                        if not self._ends(job):
+                        if self._ends(job):
+                            return was_alone
+                        late = late + 1 if job.steps() == before else 0
+                        if not job.was_late() or late > 2:
                             self.wrong.append(
                                 f"lap {number} stood still, or ended with {job.codes()}:\n{self._log(job)[-3000:]}"
                             )
-                        return was_alone
+                            return was_alone
+                        fault = Fault("load", job.steps())
                     self.faults.append(fault)
-                    if fault.noticed:
+                    if fault.noticed or fault.kind == "load":
                         break
                     print(f"  {fault}", flush=True)
             finally:

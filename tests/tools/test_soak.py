@@ -1,6 +1,9 @@
 """`make soak`: what a lap left is compared with the first one's; in the long form, real faults in a real run."""
 
 import json
+import subprocess
+import sys
+import time
 import types
 
 import pytest
@@ -47,6 +50,28 @@ def test_a_fault_behind_the_last_step_needs_no_hand(tmp_path):
     job = types.SimpleNamespace(workdir=tmp_path / "lap1", began=0.0, steps=lambda: 60, codes=lambda: next(codes, [0, 0]))
     assert one._goes_on(job, fault, 60)
     assert not fault.by_hand and fault.lost == 0 and fault.resumed > 0
+
+
+@pytest.mark.parametrize(("said", "wrong"), [(soak.LATE.decode(), 0), ("Segmentation fault", 1)])
+def test_a_start_that_a_busy_machine_ended_is_a_fault_and_another_end_is_wrong(tmp_path, monkeypatch, said, wrong):
+    """The first start makes no step and ends with 70; the second, if there is one, ends well."""
+    (tmp_path / soak.DISK / "lap1").mkdir(parents=True)
+    codes = iter([70, 0])
+
+    class Job(soak.Job):
+        def __init__(self, hosts, config, folder, lap, *, alone, loader):
+            self.began, self.workdir = time.monotonic(), folder / soak.DISK / f"lap{lap}"
+            code, path = next(codes), folder / f"log{lap}-0.txt"
+            command = f"import sys; print({said!r} if {code} else 'well'); sys.exit({code})"
+            with path.open("a") as log:
+                self.logs = [(path, log.tell())]
+                self.processes = [subprocess.Popen([sys.executable, "-c", command], stdout=log)]
+
+    monkeypatch.setattr(soak, "Job", Job)
+    one = soak.Soak(tmp_path, [], ["kill"], None, 0, "")
+    one.lap(1, until=time.monotonic() + 60)
+    assert [fault.kind for fault in one.faults] == ["load"] * (1 - wrong) and len(one.wrong) == wrong
+    assert not wrong or "ended with [70]" in one.wrong[0]
 
 
 def test_the_table_has_a_row_for_each_kind():
