@@ -13,7 +13,8 @@ TRAIN := $(VENV)/.installed
 TEST := $(VENV)/.installed-dev
 # Images of containers often forbid that bytecode is kept, and each process, hundreds of them in the tests, would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: train trm-demo giblet-demo higgs-demo test test-all lint lint-targets fuzz soak wheel clean
+# One environment has one Python; another needs a folder of its own: make test VENV=.venv-3.13 PYTHON=python3.13.
+.PHONY: checked train trm-demo giblet-demo higgs-demo test test-all lint lint-targets fuzz soak wheel clean
 
 train: $(TRAIN)
 	$(VENV)/bin/python -m jaxtrain.main --config=$(CONFIG) $(ARGS)
@@ -105,19 +106,32 @@ $(TEST): AHEAD = $(CARGO_TEST) --no-run
 $(TEST): BESIDE = $(VENV)/bin/python -c 'import flax, jax, optax, orbax.checkpoint, pyarrow.parquet, pytest'
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 INSTALL = $(VENV)/bin/python tools/install.py $(CACHE)/uv
-$(TRAIN) $(TEST): pyproject.toml $(SOURCES)
+# What speaks against it is one line, before anything is installed.
+VERSION := import sys; print(sys.version_info[:2])
+checked:
+	@mkdir -p "$(CACHE)" 2>/dev/null && test -w "$(CACHE)" || \
+	    { echo "the cache folder $(CACHE) cannot be written; say make JAXTRAIN_CACHE=/path/to/a/folder …"; exit 1; }
+	@test ! -x $(VENV)/bin/python || $(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "the Python in $(VENV) is older than 3.11; remove $(VENV), or say make VENV=.venv-new …"; exit 1; }
+ifneq ($(origin PYTHON),file)
+	@test ! -x $(VENV)/bin/python || test "$$($(PYTHON) -c '$(VERSION)')" = "$$($(VENV)/bin/python -c '$(VERSION)')" || \
+	    { echo "$(VENV) has another Python than PYTHON=$(PYTHON); say make VENV=.venv-other PYTHON=$(PYTHON) …"; exit 1; }
+endif
+
+$(TRAIN) $(TEST): pyproject.toml $(SOURCES) | checked
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "$(PYTHON) does not run, or is older than 3.11; say make PYTHON=/path/to/python3.12 …"; exit 1; }
 	@command -v cargo >/dev/null || { echo "cargo is missing; a Rust toolchain (rustup) builds the loader"; exit 1; }
+	@echo "installing into $(VENV), and building the loader: some minutes the first time"
 ifdef LOCKED
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --require-hashes --no-deps --requirement requirements.lock
-	MATURIN_PEP517_ARGS=--locked PATH="$(abspath $(VENV))/bin:$$PATH" \
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --require-hashes --no-deps --requirement requirements.lock
+	@MATURIN_PEP517_ARGS=--locked PATH="$(abspath $(VENV))/bin:$$PATH" \
 	    $(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 else
-	test -x $(VENV)/bin/python || { $(PYTHON) -m venv --without-pip $(VENV) && $(INSTALL) pip; }
-	$(VENV)/bin/python tools/needs.py $(EXTRA) >$(VENV)/needs.txt
-	$(INSTALL) --no-deps --force-reinstall --editable . & building=$$!; { $(AHEAD) || true; } >/dev/null 2>&1 & \
+	@test -x $(VENV)/bin/python || { $(PYTHON) -m venv --without-pip $(VENV) && $(INSTALL) pip; }
+	@$(VENV)/bin/python tools/needs.py $(EXTRA) >$(VENV)/needs.txt
+	@$(INSTALL) --no-deps --force-reinstall --editable . & building=$$!; { $(AHEAD) || true; } >/dev/null 2>&1 & \
 	    $(INSTALL) --requirement $(VENV)/needs.txt && { $(BESIDE) || true; } && wait $$building
 endif
-	touch $(TRAIN) $@
+	@touch $(TRAIN) $@

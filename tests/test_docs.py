@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -94,3 +95,10 @@ def test_examples_parse():
     assert len(examples()) == 5
     for text in examples().values():
         ast.parse(text)
+
+
+def test_each_extra_has_its_row():
+    page = (ROOT / "docs" / "install.md").read_text()
+    table = page[page.index("| extra | for |") :].partition("\n\n")[0]
+    named = {name for line in table.splitlines()[2:] for name in re.findall(r"`([a-z0-9]+)`", line.split("|")[1])}
+    assert named == set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
