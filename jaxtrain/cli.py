@@ -56,7 +56,7 @@ COMMANDS = (
     Command("solve", "answers", "solve puzzles with a recursive model: boards, confidence, steps", caches=True),
     Command("predict", "answers", "predict the fMRI of a film, as NIfTI", caches=True),
     Command("generate", "answers", "continue prompts with a language model", caches=True),
-    Command("generate-audio", "answers", "answer prompts with sound, by an audio language model"),
+    Command("generate-audio", "answers", "answer prompts with sound, by an audio language model", caches=True),
     Command("embed", "look back", "embed any dataset with a trained encoder", caches=True),
     Command("probe", "look back", "measure how good embeddings are: linear probe, k-NN, few shot", caches=True),
     Command("benchmark", "look back", "score a run as BirdSet, ESC-10 or ESC-50 does, from their files", caches=True),

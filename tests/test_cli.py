@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain import config as config_lib
+from jaxtrain.cluster import watchdog
 from jaxtrain.commands import arguments, installation, train
 from loaders import machine
 
@@ -36,6 +38,13 @@ def logging_as_before():
 def test_the_table_lists_every_file_once():
     files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "arguments", "installation"}
     assert sorted(name.replace("-", "_") for name in NAMES) == sorted(files)
+
+
+def test_a_command_that_keeps_compiled_programs_says_so_in_the_table():
+    """By which the cache folder is looked at before it imports jax."""
+    for command in cli.COMMANDS:
+        text = (FOLDER / f"{command.name.replace('-', '_')}.py").read_text()
+        assert command.caches or "use_compilation_cache" not in text, command.name
 
 
 def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
@@ -62,7 +71,10 @@ def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
         "exit codes:",
     ]
     codes = lines[lines.index("exit codes:") :]
-    assert [line.split()[0] for line in codes[1:]] == ["0", "1", "2", "75", "130"]
+    listed = [line.split()[0] for line in codes[1:]]
+    assert listed == ["0", "1", "2", str(watchdog.Watchdog.EXIT_CODE), "75", "130", "128+N"]
+    rows = re.findall(r"^\| ([\d+N]+) \| ", (ROOT / "docs" / "install.md").read_text(), re.M)
+    assert rows == listed, "the page has the same"
     assert all(len(line) <= 128 for line in lines)
 
 
