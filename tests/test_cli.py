@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import importlib.metadata
 import logging
 import os
 import pathlib
@@ -11,12 +12,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
-from jaxtrain import cli
+import jaxtrain
+from jaxtrain import cli, cluster
 from jaxtrain import config as config_lib
-from jaxtrain.cluster import watchdog
+from jaxtrain.cluster import processes, watchdog
 from jaxtrain.commands import arguments, installation, train
 from loaders import machine
 
@@ -247,6 +250,35 @@ def test_who_reads_the_output_may_stop_reading():
 
 
 @pytest.mark.parametrize(
+    ("words", "reader"),
+    [("", "head -1"), ("", "true"), ("--version", "true"), ("train --help", "true"), ("help plan", "true"), ("runs .", "true")],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_who_reads_no_output_makes_no_mistake(words, reader, unbuffered, tmp_path):
+    """A pipe that nobody reads any longer breaks when it is written to, which a buffer may put off to Python's end."""
+    command = f"{{ sleep 0.3; {sys.executable} -m jaxtrain.cli {words}; }} | {reader}; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_a_character_gets_its_escape(encoding):
+    for words in ([], ["--help"], ["--version"], ["plan", "--help"]):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+        command = [sys.executable, "-m", "jaxtrain.cli", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout, words
+
+
+def test_a_mistake_keeps_its_code_where_nobody_reads_the_output():
+    command = f"{sys.executable} -m jaxtrain.cli plan gpu:h100x8 | true; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "file is missing" in done.stderr
+
+
+@pytest.mark.parametrize(
     ("argv", "name"),
     [
         (["train", "--config=configs/nothing.py", "--help"], "train"),
@@ -339,6 +371,21 @@ def test_an_extension_that_was_not_built_is_told(tmp_path):
     assert code == 2 and said == [
         "error: the extension loaders._rust is not built; say `make train` in the checkout, or pip install its wheel"
     ]
+
+
+def test_the_version_needs_no_installation(monkeypatch, capsys):
+    """A checkout on PYTHONPATH, as the tasks of `jaxtrain launch --container` have it, has no metadata."""
+    of_a_package = importlib.metadata.version
+
+    def version(name):
+        if name == "jaxtrain":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return of_a_package(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out == f"jaxtrain {jaxtrain.__version__}\n"
+    assert cluster.versions() == {"jaxtrain": jaxtrain.__version__, **{name: version(name) for name in processes.VERSIONED}}
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == jaxtrain.__version__
 
 
 def test_a_python_that_is_too_old_is_told():
