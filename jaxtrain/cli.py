@@ -158,7 +158,7 @@ def _flush() -> int:
 
 def _run(command: Command, argv: Sequence[str]) -> int:
     try:
-        if wrong := "" if arguments.asks_for_help(argv) else _unfit(command):
+        if wrong := "" if arguments.asks_for_help(argv) else _unfit(command, argv):
             arguments.report(wrong)
             return arguments.MISTAKE
         return importlib.import_module(command.module).main(argv[1:])
@@ -183,11 +183,11 @@ def _plain_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _unfit(command: Command) -> str:
+def _unfit(command: Command, argv: Sequence[str]) -> str:
     """Why this installation cannot run a command; empty where it can."""
     from jaxtrain.commands import installation
 
-    return installation.problem(caches=command.caches)
+    return installation.problem(argv, caches=command.caches)
 
 
 def listing() -> str:

@@ -373,6 +373,40 @@ def test_an_extension_that_was_not_built_is_told(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    "argv", [["train", "--config=xcm"], ["index", "recordings", "--out=x"], ["encode-audio", "a", "--codec=b"], ["sudoku", "x"]]
+)
+def test_a_debug_build_is_told_before_jax_is_imported(argv, tmp_path):
+    """The extension of this test is the real one, but for what it says of itself."""
+    stand_in = "import sys, loaders._rust as m\nm.build_profile = lambda: 'debug'\n"
+    (tmp_path / "sitecustomize.py").write_text(stand_in)
+    code, said, imported = run_in(tmp_path, *argv)
+    assert (
+        code == 2
+        and "jax" not in imported
+        and said
+        == [
+            "error: the extension loaders._rust is a debug build, which is many times slower; say `make train` in the checkout, or "
+            "pip install its wheel, or train with it nevertheless: --config.data.allow_debug_build=True"
+        ]
+    )
+    assert run_in(tmp_path, argv[0], "--help")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "allows"),
+    [
+        ("--config=xcm --config.data.allow_debug_build=True", True),
+        ("--config.data.allow_debug_build true --config=xcm", True),
+        ("--config=xcm --config.data.allow_debug_build=False", False),
+        ("--config=xcm --config.data.allow_debug_build", False),
+    ],
+)
+def test_a_config_may_allow_a_debug_build(words, allows, monkeypatch):
+    monkeypatch.setattr("loaders._rust.build_profile", lambda: "debug")
+    assert bool(installation.problem(words.split(), caches=False)) is not allows
+
+
 def test_the_version_needs_no_installation(monkeypatch, capsys):
     """A checkout on PYTHONPATH, as the tasks of `jaxtrain launch --container` have it, has no metadata."""
     of_a_package = importlib.metadata.version
