@@ -171,6 +171,42 @@ def test_all_commands_say_the_same_of_what_is_no_run(name, tmp_path, capsys):
         assert capsys.readouterr().err == f"error: {path} {what}; {expected}\n"
 
 
+STORES = [
+    ("gs://b/x", "needs gcsfs; pip install 'jaxtrain[gcs]'"),
+    ("ss://b/x", "is in no store of checkpoints; expected one of: gs"),
+]
+
+
+@pytest.mark.parametrize(("run", "text"), STORES)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "embed {run} --out o",
+        "detect {run} recordings --out o",
+        "lora-to-peft {run} --out o",
+        "generate {run} hello",
+        "checkpoint verify {run}",
+        "export {run} --out o",
+        "export --reverse {run} --out o",
+    ],
+)
+def test_a_store_that_cannot_be_read_is_told(argv, run, text, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
+    assert cli.main(argv.format(run=run).split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {run} {text}") and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("path", "text"), STORES)
+@pytest.mark.parametrize("field", ["checkpoint.folder", "resume.path", "warm_start.source"])
+def test_a_store_in_a_config_that_cannot_be_read_is_told(field, path, text, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(config_lib.ConfigError) as error:
+        config_lib.load("trm_sudoku:4x4", [("workdir", str(tmp_path)), (field, path)])
+    assert str(error.value).startswith(f"config.{field} is {path!r}, which {text}") and len(error.value.problems) == 1
+
+
 def test_arguments_without_a_command_are_those_of_train(capsys, monkeypatch):
     """`jaxtrain --config=…` trained before there were commands."""
     seen = []
@@ -381,15 +417,9 @@ def test_a_debug_build_is_told_before_jax_is_imported(argv, tmp_path):
     stand_in = "import sys, loaders._rust as m\nm.build_profile = lambda: 'debug'\n"
     (tmp_path / "sitecustomize.py").write_text(stand_in)
     code, said, imported = run_in(tmp_path, *argv)
-    assert (
-        code == 2
-        and "jax" not in imported
-        and said
-        == [
-            "error: the extension loaders._rust is a debug build, which is many times slower; say `make train` in the checkout, or "
-            "pip install its wheel, or train with it nevertheless: --config.data.allow_debug_build=True"
-        ]
-    )
+    remedy = "say `make train` in the checkout, or pip install its wheel, or train with it nevertheless: "
+    text = f"a debug build, which is many times slower; {remedy}--config.data.allow_debug_build=True"
+    assert code == 2 and "jax" not in imported and said == [f"error: the extension loaders._rust is {text}"]
     assert run_in(tmp_path, argv[0], "--help")[0] == 0
 
 
