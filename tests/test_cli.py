@@ -26,6 +26,7 @@ from loaders import machine
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "jaxtrain" / "commands"
 NAMES = [command.name for command in cli.COMMANDS]
+CONFIGURED = ("train", "plan", "explain", "launch", "doctor")  # the commands that take --config
 
 
 @pytest.fixture(autouse=True)
@@ -83,11 +84,16 @@ def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
 
 def test_help_imports_no_jax():
     """Neither the listing, nor any command's help, nor a mistake; so that each is there at once."""
+    given = [[], ["--help"], ["--version"], ["tran"], *([name, flag] for name in NAMES for flag in ("--help", "--nonsense"))]
+    given += [[name, *words.split()] for name in CONFIGURED for words in ("--config=xmc", "--config=none/xcm.py:x", "--config")]
+    given += [
+        ["train", *words.split()] for words in ("--config=xcm --nonsense", "--config=xmc --plan", "--config=xcm --config.x")
+    ]
+    given += [["plan", "--setup", "tpux"], ["plan", "--config=xcm", "--setup=tpux"], ["train", "--plan-setup=tpux"]]
     program = (
         "import contextlib, io, sys\n"
         "from jaxtrain import cli\n"
-        "for argv in [[], ['--help'], ['--version'], ['tran'], *([c.name, '--help'] for c in cli.COMMANDS),\n"
-        "             *([c.name, '--nonsense'] for c in cli.COMMANDS if c.name != 'train')]:\n"
+        f"for argv in {given}:\n"
         "    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):\n"
         "        try:\n"
         "            cli.main(argv)\n"
@@ -141,7 +147,11 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
         (["export", "run", "--out=x", "--shard-size=big"], "'big' is not a size; expected for example 5GB"),
         (["sudoku", "out", "--kind=maze"], "--kind is maze, and a CSV holds Sudoku only; add --format=npy"),
         (["sudoku", "out", "--blanks", "9", "3"], "--blanks is (9, 3)"),
-        (["plan", "gpu:h100x8"], "file is missing; for example --config=configs/xcm.py"),
+        (["plan", "gpu:h100x8"], "file is missing; for example --config=xcm"),
+        (["train", "--config"], "the config has a mistake: --config is given without a value"),
+        (["plan", "--config=xmc"], "did you mean 'xcm'?"),
+        (["plan", "--setup", "tpux"], "argument --setup: 'tpux' is unknown; expected one of: gpu, tpu; did you mean 'tpu'?"),
+        (["train", "--plan-setup=tpux"], "--plan-setup is 'tpux'; expected one of: gpu, tpu; did you mean 'tpu'?"),
         (["plan", "--config=configs/nothing.py"], "configs/nothing.py"),
         (["explain", "--config=configs/sums.py", "--cnofig.seed=3"], "argument '--cnofig.seed=3' is unknown"),
         (["train", "--config=configs/sums.py", "--plann"], "did you mean '--plan'?"),

@@ -2,11 +2,11 @@
 
     jaxtrain launch --config=FILE[:ARGUMENT] [--nodes=N --gpus-per-node=N …] [--config.section.field=value …]
 
-    jaxtrain launch --config=configs/xcm.py:/data/XCM --nodes=2 --gpus-per-node=8
-    jaxtrain launch --config=configs/xcm.py --sweep --gpus-per-node=1   a job array: sweeps() of the config
-    jaxtrain launch … --dry-run                                         prints the script, submits nothing
-    jaxtrain launch --status=runs/xcm                                   its jobs: state, restarts, step
-    jaxtrain launch --tail=runs/xcm                                     follows process 0 of the newest job
+    jaxtrain launch --config=xcm:/data/XCM --nodes=2 --gpus-per-node=8
+    jaxtrain launch --config=xcm --sweep --gpus-per-node=1   a job array: sweeps() of the config
+    jaxtrain launch … --dry-run                              prints the script, submits nothing
+    jaxtrain launch --status=runs/xcm                        its jobs: state, restarts, step
+    jaxtrain launch --tail=runs/xcm                          follows process 0 of the newest job
 
 All mistakes of the config, and of every point of the sweep, are reported before anything is submitted. A node runs one process
 with all its GPUs, unless --tasks-per-node is larger. Before the time limit, and on preemption, SLURM signals the tasks; they

@@ -22,10 +22,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+from jaxtrain.config.arguments import COMPILERS
 from jaxtrain.plan.errors import PlanError
-from loaders import machine
+from loaders import checks, machine
 
-KINDS = ("gpu", "tpu")
 MARK = "whole.json"
 NVCC = "12.9.86"  # ptxas and libdevice; any of CUDA 12 from 12.6 on would do
 
@@ -61,8 +61,8 @@ def set_up(kind: str) -> str:
 
     Raises PlanError for an unknown kind, and where pip fails, with its command; what it had written is gone then.
     """
-    if kind not in KINDS:
-        raise PlanError(f"no compiler can be fetched for {kind!r}; expected one of: {', '.join(KINDS)}")
+    if kind not in COMPILERS:
+        raise PlanError(f"no compiler can be fetched for {kind!r}; {checks.expected(kind, COMPILERS)}")
     if place := find(kind):
         return f"{place} is there already: {versions(place)}"
     place = folder(kind)

@@ -12,6 +12,7 @@ import pytest
 from jaxtrain import plan
 from jaxtrain.commands import plan as plan_command
 from jaxtrain.commands import train as main
+from jaxtrain.config.arguments import COMPILERS
 from jaxtrain.plan import environment, worker
 
 
@@ -40,7 +41,7 @@ def pip(monkeypatch):
     return Pip
 
 
-@pytest.mark.parametrize("kind", environment.KINDS)
+@pytest.mark.parametrize("kind", COMPILERS)
 def test_an_environment_is_made_once_with_the_versions_of_this_one(kind, cache, pip):
     assert environment.find(kind) is None
     text = plan.set_up(kind)
