@@ -86,9 +86,7 @@ def test_help_imports_no_jax():
     """Neither the listing, nor any command's help, nor a mistake; so that each is there at once."""
     given = [[], ["--help"], ["--version"], ["tran"], *([name, flag] for name in NAMES for flag in ("--help", "--nonsense"))]
     given += [[name, *words.split()] for name in CONFIGURED for words in ("--config=xmc", "--config=none/xcm.py:x", "--config")]
-    given += [
-        ["train", *words.split()] for words in ("--config=xcm --nonsense", "--config=xmc --plan", "--config=xcm --config.x")
-    ]
+    given += [["train", *words.split()] for words in ("--config=xcm --none", "--config=xmc --plan", "--config=xcm --config.x")]
     given += [["plan", "--setup", "tpux"], ["plan", "--config=xcm", "--setup=tpux"], ["train", "--plan-setup=tpux"]]
     program = (
         "import contextlib, io, sys\n"
@@ -408,6 +406,24 @@ def test_packages_that_are_missing_or_too_old_are_told_before_jax_is_imported(ne
     code, said, imported = run_in(tmp_path, "export", "nowhere", "--out=x")
     assert code == 2 and len(said) == 1
     assert ("jax" not in imported and said[0].endswith(text)) if text else "nowhere does not exist" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "package", "text"),
+    [
+        ("launch --config=sums --dry-run", "submitit", "the package submitit is missing; pip install 'jaxtrain[slurm]'"),
+        ("export run --out x --onnx", "onnx", "--onnx: the package onnx is missing; pip install 'jaxtrain[onnx]'"),
+        (
+            "export x --push me/it",
+            "huggingface_hub",
+            "--push: the package huggingface_hub is missing; pip install huggingface_hub",
+        ),
+    ],
+)
+def test_a_package_of_an_extra_that_is_missing_is_told_before_jax_is_imported(argv, package, text, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
+    code, said, imported = run_in(tmp_path, *argv.split())
+    assert code == 2 and said == [f"error: {text}"] and not {"jax", "orbax"} & imported
 
 
 def test_an_extension_that_was_not_built_is_told(tmp_path):

@@ -16,6 +16,7 @@ Exit codes:
 
 import argparse
 import errno
+import importlib.util
 import os
 import sys
 import traceback
@@ -115,6 +116,11 @@ def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals and (value := next(given, None)) is not None:
             (rest if value in HELP else config).append(value)
     return config, rest
+
+
+def missing(package: str, remedy: str) -> str:
+    """That a package is missing, with ``remedy``; empty where it is installed. Nothing is imported."""
+    return "" if importlib.util.find_spec(package) else f"the package {package} is missing; {remedy}"
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:

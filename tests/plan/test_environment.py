@@ -4,6 +4,7 @@ import concurrent.futures
 import importlib.metadata
 import json
 import subprocess
+import sys
 import threading
 import time
 
@@ -67,6 +68,15 @@ def test_a_set_up_that_fails_leaves_nothing_and_names_its_command(cache, pip, ca
     pip.fails = ""
     assert main.main(["--plan-setup=gpu"]) == 0 and environment.find("gpu")
     assert plan_command.main(["--setup", "gpu"]) == 0 and "is there already" in capsys.readouterr().out
+
+
+def test_an_environment_without_pip_is_told(cache, monkeypatch, capsys):
+    """As `uv venv` makes one: nothing is wrong with the network."""
+    monkeypatch.setitem(sys.modules, "pip", None)
+    assert plan_command.main(["--setup", "gpu"]) == 2
+    python = sys.executable
+    expected = f"error: {python} has no pip, which fetches the compiler; say {python} -m ensurepip\n"
+    assert capsys.readouterr().err == expected and not (cache / "envs").exists()
 
 
 @pytest.mark.parametrize("mark", [None, "", '{"old": 1}', "[1]", '{"requirements": 1}'])
