@@ -49,23 +49,18 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         args = sys.argv[1:] if args is None else args
+        parser = next((parser for name, parser in self._actions_by_name() if name in args), self)
         if asks_for_help(args):
-            parsers = [parser for name, parser in self._actions_by_name() if name in args]
-            (parsers or [self])[0].print_help()
+            parser.print_help()
             self.exit()
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            known = [option for parser in self._with_actions() for a in parser._actions for option in a.option_strings]
+            known = [option for action in parser._actions for option in action.option_strings]
             flag, remedy = unknown[0].partition("=")[0], "omit it"
             if flag.startswith("-"):
                 remedy = checks.expected(flag, (name for name in known if name.startswith("--")))
-            self.error(f"argument {unknown[0]!r} is unknown; {remedy}")
+            parser.error(f"argument {unknown[0]!r} is unknown; {remedy}")
         return parsed
-
-    def _with_actions(self) -> Iterator[argparse.ArgumentParser]:
-        """This parser, and those of its actions."""
-        yield self
-        yield from (parser for _, parser in self._actions_by_name())
 
     def _actions_by_name(self) -> Iterator[tuple[str, argparse.ArgumentParser]]:
         """The parsers of its actions (`jaxtrain checkpoint verify`)."""
