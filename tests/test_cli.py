@@ -117,6 +117,7 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
     assert code == 0 and text.startswith(f"usage: jaxtrain {name}")
     examples = [line for line in text.splitlines() if line.startswith(f"    jaxtrain {name} ")]
     assert any("[" not in line and "…" not in line for line in examples), "one can be copied as it is"
+    assert "configs/" not in text, "which a wheel does not put where its user stands; --config=NAME is there for all"
     module = importlib.import_module(f"jaxtrain.commands.{name.replace('-', '_')}")
     assert (ast.get_docstring(ast.parse(pathlib.Path(module.__file__).read_text())) or "").splitlines()[0].endswith(".")
     # Each argument is explained.
