@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jaxtrain
 from jaxtrain.commands import arguments
 from loaders import checks
 
@@ -56,7 +57,7 @@ COMMANDS = (
     Command("solve", "answers", "solve puzzles with a recursive model: boards, confidence, steps", caches=True),
     Command("predict", "answers", "predict the fMRI of a film, as NIfTI", caches=True),
     Command("generate", "answers", "continue prompts with a language model", caches=True),
-    Command("generate-audio", "answers", "answer prompts with sound, by an audio language model"),
+    Command("generate-audio", "answers", "answer prompts with sound, by an audio language model", caches=True),
     Command("embed", "look back", "embed any dataset with a trained encoder", caches=True),
     Command("probe", "look back", "measure how good embeddings are: linear probe, k-NN, few shot", caches=True),
     Command("benchmark", "look back", "score a run as BirdSet, ESC-10 or ESC-50 does, from their files", caches=True),
@@ -113,15 +114,19 @@ def _is_compiling() -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names. Returns its exit code (`jaxtrain.commands.arguments`)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv in (["-h"], ["--help"], ["help"]):
-        print(listing())
-        return 0
-    if argv[0] == "--version":
-        from importlib import metadata
+    with _plain_output():
+        try:
+            code = _named(list(sys.argv[1:] if argv is None else argv))
+        finally:  # also where a parser ends it: whoever reads our output may have enough of what is only written now
+            unwritten = arguments.run(_flush)
+        return code or unwritten
 
-        print(f"jaxtrain {metadata.version('jaxtrain')}")
-        return 0
+
+def _named(argv: list[str]) -> int:
+    if not argv or argv in (["-h"], ["--help"], ["help"]):
+        return arguments.run(lambda: _say(listing()))
+    if argv[0] == "--version":
+        return arguments.run(lambda: _say(f"jaxtrain {jaxtrain.__version__}"))
     # What `jaxtrain` alone did before it had commands.
     if argv[0].partition("=")[0] in ("--explain", "--plan", "--plan-setup") or argv[0].startswith("--config"):
         argv.insert(0, "train")
@@ -130,11 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = [argv[1], "--help"]
     for command in COMMANDS:
         if command.name == argv[0]:
-            with _plain_output():
-                return _run(command, argv)
+            return _run(command, argv)
     if arguments.asks_for_help(argv) and not asked:
-        print(listing())
-        return 0
+        return arguments.run(lambda: _say(listing()))
     names = [*(command.name for command in COMMANDS), *FLAGS]
     what = "flag" if argv[0].startswith("-") else "command"
     remedy = checks.nearest(argv[0], names) or f"; {checks.expected(argv[0], names)}"
@@ -142,9 +145,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return arguments.MISTAKE
 
 
+def _say(text: str) -> int:
+    print(text)
+    return 0
+
+
+def _flush() -> int:
+    if sys.stdout:
+        sys.stdout.flush()
+    return 0
+
+
 def _run(command: Command, argv: Sequence[str]) -> int:
     try:
-        if wrong := "" if arguments.asks_for_help(argv) else _unfit(command):
+        if wrong := "" if arguments.asks_for_help(argv) else _unfit(command, argv):
             arguments.report(wrong)
             return arguments.MISTAKE
         return importlib.import_module(command.module).main(argv[1:])
@@ -162,18 +176,18 @@ def _plain_output() -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a character that it lacks ends no command
     plain: Any = console.Plain
-    sys.stdout, sys.stderr = (plain(stream) for stream in before)
+    sys.stdout, sys.stderr = (stream and plain(stream) for stream in before)  # None: it was closed before we began
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
 
 
-def _unfit(command: Command) -> str:
+def _unfit(command: Command, argv: Sequence[str]) -> str:
     """Why this installation cannot run a command; empty where it can."""
     from jaxtrain.commands import installation
 
-    return installation.problem(caches=command.caches)
+    return installation.problem(argv, caches=command.caches)
 
 
 def listing() -> str:

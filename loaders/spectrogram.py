@@ -42,7 +42,7 @@ try:
     from loaders import _rust
 except ImportError as error:
     raise ModuleNotFoundError(
-        "the Rust extension loaders._rust is not built; `make train` and `make test` do it, or: maturin develop --release"
+        "the Rust extension loaders._rust is not built; say `make train` in the checkout, or pip install its wheel"
     ) from error
 
 from loaders import checks, machine, order, remote
@@ -166,8 +166,8 @@ class Config(FrontEnd, checks.DataSection):
         if _rust.build_profile() != "release" and not self.allow_debug_build:
             yield (
                 "allow_debug_build",
-                f"is False, but the extension is a {_rust.build_profile()} build, which is many times slower; build it "
-                "with: maturin develop --release",
+                f"is False, but the extension is a {_rust.build_profile()} build, which is many times slower; "
+                "say `make train` in the checkout, or pip install its wheel",
             )
 
     def _train_split(self, field: str) -> str:

@@ -3,24 +3,30 @@
 import ast
 import dataclasses
 import importlib
+import importlib.metadata
 import logging
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
-from jaxtrain import cli
+import jaxtrain
+from jaxtrain import cli, cluster
 from jaxtrain import config as config_lib
+from jaxtrain.cluster import processes, watchdog
 from jaxtrain.commands import arguments, installation, train
 from loaders import machine
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "jaxtrain" / "commands"
 NAMES = [command.name for command in cli.COMMANDS]
+CONFIGURED = ("train", "plan", "explain", "launch", "doctor")  # the commands that take --config
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +42,13 @@ def logging_as_before():
 def test_the_table_lists_every_file_once():
     files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "arguments", "installation"}
     assert sorted(name.replace("-", "_") for name in NAMES) == sorted(files)
+
+
+def test_a_command_that_keeps_compiled_programs_says_so_in_the_table():
+    """By which the cache folder is looked at before it imports jax."""
+    for command in cli.COMMANDS:
+        text = (FOLDER / f"{command.name.replace('-', '_')}.py").read_text()
+        assert command.caches or "use_compilation_cache" not in text, command.name
 
 
 def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
@@ -62,17 +75,23 @@ def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
         "exit codes:",
     ]
     codes = lines[lines.index("exit codes:") :]
-    assert [line.split()[0] for line in codes[1:]] == ["0", "1", "2", "75", "130"]
+    listed = [line.split()[0] for line in codes[1:]]
+    assert listed == ["0", "1", "2", str(watchdog.Watchdog.EXIT_CODE), "75", "130", "128+N"]
+    rows = re.findall(r"^\| ([\d+N]+) \| ", (ROOT / "docs" / "install.md").read_text(), re.M)
+    assert rows == listed, "the page has the same"
     assert all(len(line) <= 128 for line in lines)
 
 
 def test_help_imports_no_jax():
     """Neither the listing, nor any command's help, nor a mistake; so that each is there at once."""
+    given = [[], ["--help"], ["--version"], ["tran"], *([name, flag] for name in NAMES for flag in ("--help", "--nonsense"))]
+    given += [[name, *words.split()] for name in CONFIGURED for words in ("--config=xmc", "--config=none/xcm.py:x", "--config")]
+    given += [["train", *words.split()] for words in ("--config=xcm --none", "--config=xmc --plan", "--config=xcm --config.x")]
+    given += [["plan", "--setup", "tpux"], ["plan", "--config=xcm", "--setup=tpux"], ["train", "--plan-setup=tpux"]]
     program = (
         "import contextlib, io, sys\n"
         "from jaxtrain import cli\n"
-        "for argv in [[], ['--help'], ['--version'], ['tran'], *([c.name, '--help'] for c in cli.COMMANDS),\n"
-        "             *([c.name, '--nonsense'] for c in cli.COMMANDS if c.name != 'train')]:\n"
+        f"for argv in {given}:\n"
         "    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):\n"
         "        try:\n"
         "            cli.main(argv)\n"
@@ -98,6 +117,7 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
     assert code == 0 and text.startswith(f"usage: jaxtrain {name}")
     examples = [line for line in text.splitlines() if line.startswith(f"    jaxtrain {name} ")]
     assert any("[" not in line and "…" not in line for line in examples), "one can be copied as it is"
+    assert "configs/" not in text, "which a wheel does not put where its user stands; --config=NAME is there for all"
     module = importlib.import_module(f"jaxtrain.commands.{name.replace('-', '_')}")
     assert (ast.get_docstring(ast.parse(pathlib.Path(module.__file__).read_text())) or "").splitlines()[0].endswith(".")
     # Each argument is explained.
@@ -117,6 +137,11 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
         (["--hlep"], "flag '--hlep' is unknown; did you mean '--help'?; see"),
         (["version"], "did you mean '--version'?"),
         (["checkpoint", "verfy", "run"], "'verfy' is unknown; expected one of: "),
+        (
+            ["checkpoint", "verify", "--stpe", "3", "x"],
+            "'--stpe' is unknown; expected one of: --help, --step; did you mean '--step'?; see jaxtrain checkpoint verify",
+        ),
+        (["checkpoint", "export", "x", "--out=y", "--ot"], "expected one of: --help, --step, --out; did you mean '--out'?"),
         (["completion", "csh"], "did you mean 'zsh'?"),
         (["embed", "run", "--out", "x", "--veiws=2"], "did you mean '--views'?"),
         (["checkpoint", "export", "run", "--out=x", "--stepp=2"], "did you mean '--step'?"),
@@ -126,7 +151,11 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
         (["export", "run", "--out=x", "--shard-size=big"], "'big' is not a size; expected for example 5GB"),
         (["sudoku", "out", "--kind=maze"], "--kind is maze, and a CSV holds Sudoku only; add --format=npy"),
         (["sudoku", "out", "--blanks", "9", "3"], "--blanks is (9, 3)"),
-        (["plan", "gpu:h100x8"], "file is missing; for example --config=configs/xcm.py"),
+        (["plan", "gpu:h100x8"], "file is missing; for example --config=xcm"),
+        (["train", "--config"], "the config has a mistake: --config is given without a value"),
+        (["plan", "--config=xmc"], "did you mean 'xcm'?"),
+        (["plan", "--setup", "tpux"], "argument --setup: 'tpux' is unknown; expected one of: gpu, tpu; did you mean 'tpu'?"),
+        (["train", "--plan-setup=tpux"], "--plan-setup is 'tpux'; expected one of: gpu, tpu; did you mean 'tpu'?"),
         (["plan", "--config=configs/nothing.py"], "configs/nothing.py"),
         (["explain", "--config=configs/sums.py", "--cnofig.seed=3"], "argument '--cnofig.seed=3' is unknown"),
         (["train", "--config=configs/sums.py", "--plann"], "did you mean '--plan'?"),
@@ -154,6 +183,42 @@ def test_all_commands_say_the_same_of_what_is_no_run(name, tmp_path, capsys):
         assert cli.main([*command, *rest.get(name, ["--out", str(tmp_path / "out")])]) == 2
         expected = "expected a run's workdir, a step directory of it, or a folder of `jaxtrain export`"
         assert capsys.readouterr().err == f"error: {path} {what}; {expected}\n"
+
+
+STORES = [
+    ("gs://b/x", "needs gcsfs; pip install 'jaxtrain[gcs]'"),
+    ("ss://b/x", "is in no store of checkpoints; expected one of: gs"),
+]
+
+
+@pytest.mark.parametrize(("run", "text"), STORES)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "embed {run} --out o",
+        "detect {run} recordings --out o",
+        "lora-to-peft {run} --out o",
+        "generate {run} hello",
+        "checkpoint verify {run}",
+        "export {run} --out o",
+        "export --reverse {run} --out o",
+    ],
+)
+def test_a_store_that_cannot_be_read_is_told(argv, run, text, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
+    assert cli.main(argv.format(run=run).split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {run} {text}") and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("path", "text"), STORES)
+@pytest.mark.parametrize("field", ["checkpoint.folder", "resume.path", "warm_start.source"])
+def test_a_store_in_a_config_that_cannot_be_read_is_told(field, path, text, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(config_lib.ConfigError) as error:
+        config_lib.load("trm_sudoku:4x4", [("workdir", str(tmp_path)), (field, path)])
+    assert str(error.value).startswith(f"config.{field} is {path!r}, which {text}") and len(error.value.problems) == 1
 
 
 def test_arguments_without_a_command_are_those_of_train(capsys, monkeypatch):
@@ -232,6 +297,35 @@ def test_who_reads_the_output_may_stop_reading():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "reader"),
+    [("", "head -1"), ("", "true"), ("--version", "true"), ("train --help", "true"), ("help plan", "true"), ("runs .", "true")],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_who_reads_no_output_makes_no_mistake(words, reader, unbuffered, tmp_path):
+    """A pipe that nobody reads any longer breaks when it is written to, which a buffer may put off to Python's end."""
+    command = f"{{ sleep 0.3; {sys.executable} -m jaxtrain.cli {words}; }} | {reader}; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_a_character_gets_its_escape(encoding):
+    for words in ([], ["--help"], ["--version"], ["plan", "--help"]):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+        command = [sys.executable, "-m", "jaxtrain.cli", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout, words
+
+
+def test_a_mistake_keeps_its_code_where_nobody_reads_the_output():
+    command = f"{sys.executable} -m jaxtrain.cli plan gpu:h100x8 | true; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "file is missing" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -320,6 +414,24 @@ def test_packages_that_are_missing_or_too_old_are_told_before_jax_is_imported(ne
     assert ("jax" not in imported and said[0].endswith(text)) if text else "nowhere does not exist" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("argv", "package", "text"),
+    [
+        ("launch --config=sums --dry-run", "submitit", "the package submitit is missing; pip install 'jaxtrain[slurm]'"),
+        ("export run --out x --onnx", "onnx", "--onnx: the package onnx is missing; pip install 'jaxtrain[onnx]'"),
+        (
+            "export x --push me/it",
+            "huggingface_hub",
+            "--push: the package huggingface_hub is missing; pip install huggingface_hub",
+        ),
+    ],
+)
+def test_a_package_of_an_extra_that_is_missing_is_told_before_jax_is_imported(argv, package, text, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
+    code, said, imported = run_in(tmp_path, *argv.split())
+    assert code == 2 and said == [f"error: {text}"] and not {"jax", "orbax"} & imported
+
+
 def test_an_extension_that_was_not_built_is_told(tmp_path):
     for part in ("jaxtrain", "loaders"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -327,6 +439,49 @@ def test_an_extension_that_was_not_built_is_told(tmp_path):
     assert code == 2 and said == [
         "error: the extension loaders._rust is not built; say `make train` in the checkout, or pip install its wheel"
     ]
+
+
+@pytest.mark.parametrize(
+    "argv", [["train", "--config=xcm"], ["index", "recordings", "--out=x"], ["encode-audio", "a", "--codec=b"], ["sudoku", "x"]]
+)
+def test_a_debug_build_is_told_before_jax_is_imported(argv, tmp_path):
+    """The extension of this test is the real one, but for what it says of itself."""
+    stand_in = "import sys, loaders._rust as m\nm.build_profile = lambda: 'debug'\n"
+    (tmp_path / "sitecustomize.py").write_text(stand_in)
+    code, said, imported = run_in(tmp_path, *argv)
+    remedy = "say `make train` in the checkout, or pip install its wheel, or train with it nevertheless: "
+    text = f"a debug build, which is many times slower; {remedy}--config.data.allow_debug_build=True"
+    assert code == 2 and "jax" not in imported and said == [f"error: the extension loaders._rust is {text}"]
+    assert run_in(tmp_path, argv[0], "--help")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "allows"),
+    [
+        ("--config=xcm --config.data.allow_debug_build=True", True),
+        ("--config.data.allow_debug_build true --config=xcm", True),
+        ("--config=xcm --config.data.allow_debug_build=False", False),
+        ("--config=xcm --config.data.allow_debug_build", False),
+    ],
+)
+def test_a_config_may_allow_a_debug_build(words, allows, monkeypatch):
+    monkeypatch.setattr("loaders._rust.build_profile", lambda: "debug")
+    assert bool(installation.problem(words.split(), caches=False)) is not allows
+
+
+def test_the_version_needs_no_installation(monkeypatch, capsys):
+    """A checkout on PYTHONPATH, as the tasks of `jaxtrain launch --container` have it, has no metadata."""
+    of_a_package = importlib.metadata.version
+
+    def version(name):
+        if name == "jaxtrain":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return of_a_package(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out == f"jaxtrain {jaxtrain.__version__}\n"
+    assert cluster.versions() == {"jaxtrain": jaxtrain.__version__, **{name: version(name) for name in processes.VERSIONED}}
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == jaxtrain.__version__
 
 
 def test_a_python_that_is_too_old_is_told():

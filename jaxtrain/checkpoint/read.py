@@ -28,6 +28,7 @@ import tensorstore as ts
 from etils import epath
 
 from jaxtrain.checkpoint import late
+from jaxtrain.config import checks
 from jaxtrain.types import EXPORT_FILE
 from loaders import files, machine
 
@@ -95,7 +96,7 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
 
     Raises StoredError, with the steps that exist.
     """
-    run = _absolute(run)
+    run = _absolute(place_of(run))
     if _item(run) is not None:
         if step is None or run.name == str(step):
             return run
@@ -227,7 +228,7 @@ def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
     Raises:
       StoredError: no such file; a header that contradicts itself or the index; a type that numpy does not have.
     """
-    return _open_folder(epath.Path(folder).expanduser())
+    return _open_folder(place_of(folder))
 
 
 def _open_folder(folder: epath.Path) -> dict[str, Stored]:
@@ -256,8 +257,8 @@ def _open_folder(folder: epath.Path) -> dict[str, Stored]:
 
 
 def is_safetensors(path: str | os.PathLike) -> bool:
-    """Whether ``path`` is a safetensors file or a folder that holds one."""
-    place = epath.Path(path).expanduser()
+    """Whether ``path`` is a safetensors file or a folder that holds one. Raises StoredError for a store that cannot be read."""
+    place = place_of(path)
     return place.name.endswith(".safetensors") or (place.is_dir() and any(place.glob("*.safetensors")))
 
 
@@ -347,6 +348,13 @@ def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
         groups.setdefault(keys[0], []).append((keys[1:], leaf))
     tree = {key: nest(group) for key, group in groups.items()}
     return list(tree.values()) if tree and all(isinstance(key, int) for key in tree) else tree
+
+
+def place_of(path: epath.PathLike) -> epath.Path:
+    """A path on a file system, or in a store. Raises StoredError for a store that cannot be read here."""
+    if why := checks.unreachable(os.fspath(path)):
+        raise StoredError(f"{path} {why}")
+    return epath.Path(path).expanduser()
 
 
 def is_address(path: str) -> bool:

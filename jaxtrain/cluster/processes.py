@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+import jaxtrain
 from jaxtrain.cluster import discover, notices, rendezvous
 from jaxtrain.cluster.discover import Cluster
 from jaxtrain.cluster.rendezvous import RendezvousError
@@ -24,8 +25,8 @@ from loaders import machine
 
 log = logging.getLogger("jaxtrain")
 
-# Packages whose versions must be equal in all processes, and which a checkpoint records.
-VERSIONED = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+# Packages whose versions must be equal in all processes, and which a checkpoint records, besides that of jaxtrain.
+VERSIONED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def find() -> Cluster:
@@ -136,7 +137,8 @@ def compare(texts: Mapping[str, str]) -> None:
 
 
 def versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in VERSIONED}
+    """Versions of the packages that decide a run's numbers: jaxtrain's own, and of `VERSIONED` as they are installed."""
+    return {"jaxtrain": jaxtrain.__version__} | {name: importlib.metadata.version(name) for name in VERSIONED}
 
 
 def commit() -> str:

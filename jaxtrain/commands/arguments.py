@@ -8,12 +8,15 @@ Exit codes:
     0     done
     1     done, and it found a problem: a plan that does not fit, a damaged checkpoint, an unreadable recording
     2     a mistake to fix, reported in a line on stderr
+    70    ended by its watchdog: no step within config.distributed.step_timeout; rerun the same command to resume
     75    saved after a signal; rerun the same command to resume      (config.preemption.exit_code)
     130   interrupted
+    128+N a second signal, number N, ended it before it had saved; rerun the same command to resume
 """
 
 import argparse
 import errno
+import importlib.util
 import os
 import sys
 import traceback
@@ -46,23 +49,18 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         args = sys.argv[1:] if args is None else args
+        parser = next((parser for name, parser in self._actions_by_name() if name in args), self)
         if asks_for_help(args):
-            parsers = [parser for name, parser in self._actions_by_name() if name in args]
-            (parsers or [self])[0].print_help()
+            parser.print_help()
             self.exit()
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            known = [option for parser in self._with_actions() for a in parser._actions for option in a.option_strings]
+            known = [option for action in parser._actions for option in action.option_strings]
             flag, remedy = unknown[0].partition("=")[0], "omit it"
             if flag.startswith("-"):
                 remedy = checks.expected(flag, (name for name in known if name.startswith("--")))
-            self.error(f"argument {unknown[0]!r} is unknown; {remedy}")
+            parser.error(f"argument {unknown[0]!r} is unknown; {remedy}")
         return parsed
-
-    def _with_actions(self) -> Iterator[argparse.ArgumentParser]:
-        """This parser, and those of its actions."""
-        yield self
-        yield from (parser for _, parser in self._actions_by_name())
 
     def _actions_by_name(self) -> Iterator[tuple[str, argparse.ArgumentParser]]:
         """The parsers of its actions (`jaxtrain checkpoint verify`)."""
@@ -113,6 +111,11 @@ def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals and (value := next(given, None)) is not None:
             (rest if value in HELP else config).append(value)
     return config, rest
+
+
+def missing(package: str, remedy: str) -> str:
+    """That a package is missing, with ``remedy``; empty where it is installed. Nothing is imported."""
+    return "" if importlib.util.find_spec(package) else f"the package {package} is missing; {remedy}"
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from jaxtrain import commands, configs
 from jaxtrain.commands import arguments
 
-SHELLS = ("bash", "zsh", "fish")
+ACTIONS = SHELLS = ("bash", "zsh", "fish")
 
 
 class Words(NamedTuple):

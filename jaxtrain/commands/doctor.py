@@ -2,9 +2,9 @@
 
     jaxtrain doctor [--config=FILE[:ARGUMENT] [--config.section.field=value …]] [--json] [--wait S]
 
-    jaxtrain doctor                                       this machine
-    jaxtrain doctor --config=configs/xcm.py               and what this run needs: its folders, its data, its sizes
-    srun jaxtrain doctor --config=configs/xcm.py          all processes of a job: one report, by process 0
+    jaxtrain doctor                            this machine
+    jaxtrain doctor --config=xcm               and what this run needs: its folders, its data, its sizes
+    srun jaxtrain doctor --config=xcm          all processes of a job: one report, by process 0
 
 Each finding is one line: ok, warn or fail, and what to do. Under srun or mpirun, on every worker of a TPU pod, or with
 JAXTRAIN_COORDINATOR, JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS, the processes meet where a run's would, and also compare what
@@ -30,10 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(rest)
 
     def look() -> int:
+        given = config.parse_args(config_arguments) if config_arguments else None
+
         from jaxtrain.doctor import report
         from jaxtrain.doctor.examine import examine
 
-        given = config.parse_args(config_arguments) if config_arguments else None
         found = examine(
             given.source if given else "",
             given.overrides if given else [],

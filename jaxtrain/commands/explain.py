@@ -2,7 +2,7 @@
 
     jaxtrain explain --config=FILE[:ARGUMENT] [--config.section.field=value …]
 
-    jaxtrain explain --config=configs/xcm.py --config.train.batch=64
+    jaxtrain explain --config=xcm --config.train.batch=64
 
 Nothing is trained or generated, and no device is used. What is missing or wrong is listed after the fields.
 """

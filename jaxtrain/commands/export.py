@@ -72,6 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{'--timm' if args.timm else '--onnx'} belongs to an export of RUN to --out DIR")
     if args.private and not args.push:
         parser.error("--private belongs to --push")
+    for flag, package, remedy in (
+        ("--onnx", "onnx", "pip install 'jaxtrain[onnx]'"),
+        ("--push", "huggingface_hub", "pip install huggingface_hub"),
+    ):
+        if getattr(args, flag[2:]) and (wrong := arguments.missing(package, remedy)):
+            arguments.report(f"{flag}: {wrong}")
+            return arguments.MISTAKE
 
     from jaxtrain.checkpoint import read as stored
     from jaxtrain.checkpoint import warm_start

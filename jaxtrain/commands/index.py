@@ -15,7 +15,7 @@ or changed.
 Every mistake of the sources is listed with its count, and nothing is written while one of them is to be refused: correct it, or
 say --on KIND=drop (or keep). DIR is then a folder that the loader, embed and `datasets.load_dataset("parquet")` read:
 
-    jaxtrain train --config=configs/folder.py:DIR
+    jaxtrain train --config=folder:DIR
 
 See docs/recordings.md.
 """

@@ -1,18 +1,23 @@
 """What an installation must have, looked at before a command imports what takes a second: packages, extension, cache folder."""
 
+import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from loaders import machine
 
+ALLOW_DEBUG = "--config.data.allow_debug_build"
 
-def problem(*, caches: bool) -> str:
+
+def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
     """What is wrong, with its remedy; empty where nothing is.
 
     Args:
+      argv: the command line, which may allow an extension that was built without optimisation.
       caches: whether the command keeps compiled programs, for which the cache folder must be one that can be written.
     """
     try:
@@ -21,9 +26,22 @@ def problem(*, caches: bool) -> str:
         requirements = []
     if wrong := packages(requirements):
         return wrong
+    remedy = "say `make train` in the checkout, or pip install its wheel"
     if importlib.util.find_spec("loaders._rust") is None:
-        return "the extension loaders._rust is not built; say `make train` in the checkout, or pip install its wheel"
+        return f"the extension loaders._rust is not built; {remedy}"
+    profile = importlib.import_module("loaders._rust").build_profile()
+    if profile != "release" and not allows_debug(argv):
+        return (
+            f"the extension loaders._rust is a {profile} build, which is many times slower; {remedy}, "
+            f"or train with it nevertheless: {ALLOW_DEBUG}=True"
+        )
     return unwritable_cache() if caches else ""
+
+
+def allows_debug(argv: Sequence[str]) -> bool:
+    """Whether a command line sets the field of a config that allows a debug build."""
+    words = [word for argument in argv for word in argument.split("=", 1)]
+    return any(word == ALLOW_DEBUG and value.lower() == "true" for word, value in itertools.pairwise(words))
 
 
 def packages(requirements: Iterable[str]) -> str:

@@ -2,11 +2,11 @@
 
     jaxtrain launch --config=FILE[:ARGUMENT] [--nodes=N --gpus-per-node=N …] [--config.section.field=value …]
 
-    jaxtrain launch --config=configs/xcm.py:/data/XCM --nodes=2 --gpus-per-node=8
-    jaxtrain launch --config=configs/xcm.py --sweep --gpus-per-node=1   a job array: sweeps() of the config
-    jaxtrain launch … --dry-run                                         prints the script, submits nothing
-    jaxtrain launch --status=runs/xcm                                   its jobs: state, restarts, step
-    jaxtrain launch --tail=runs/xcm                                     follows process 0 of the newest job
+    jaxtrain launch --config=xcm:/data/XCM --nodes=2 --gpus-per-node=8
+    jaxtrain launch --config=xcm --sweep --gpus-per-node=1   a job array: sweeps() of the config
+    jaxtrain launch … --dry-run                              prints the script, submits nothing
+    jaxtrain launch --status=runs/xcm                        its jobs: state, restarts, step
+    jaxtrain launch --tail=runs/xcm                          follows process 0 of the newest job
 
 All mistakes of the config, and of every point of the sweep, are reported before anything is submitted. A node runs one process
 with all its GPUs, unless --tasks-per-node is larger. Before the time limit, and on preemption, SLURM signals the tasks; they
@@ -120,6 +120,8 @@ def _launch(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
 
 def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
     given = config_lib.parse_args(config_arguments)
+    if wrong := arguments.missing("submitit", "pip install 'jaxtrain[slurm]'"):
+        raise LaunchError(wrong)
     source, overrides = given.source, given.overrides
     base = config_lib.load(source, overrides)
     points = config_lib.sweeps(source, overrides) if args.sweep else [(base, overrides)]
@@ -137,7 +139,7 @@ def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
     if secret:
         with open(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32) + "\n")
-    from submitit.core.utils import FailedJobError  # make_executor has found submitit
+    from submitit.core.utils import FailedJobError
 
     try:
         with executor.batch():
@@ -163,7 +165,7 @@ def make_executor(
       folder: of the script.
       secret: the file that holds the job's JAXTRAIN_SECRET, in every node's sight; None for a job of one process.
 
-    Raises LaunchError: submitit is missing, or an argument is malformed or would end its line of the script.
+    Raises LaunchError: an argument is malformed or would end its line of the script.
     """
     job_name = args.name or folder.parent.name
     for option, text in {
@@ -172,10 +174,7 @@ def make_executor(
         "config.workdir": str(folder),
     }.items():
         _check_line(option, text or "")
-    try:
-        import submitit
-    except ImportError as error:
-        raise LaunchError("the package submitit is missing; pip install 'jaxtrain[slurm]'") from error
+    import submitit
 
     class Executor(submitit.SlurmExecutor):
         """submitit's, which is also made where there is no SLURM, to print a script."""

@@ -2,12 +2,12 @@
 
     jaxtrain plan --config=FILE[:ARGUMENT] [--config.section.field=value …] [TARGET]
 
-    jaxtrain plan --config=configs/trm_sudoku.py                    the devices of this machine
-    jaxtrain plan --config=configs/trm_sudoku.py gpu:h100x8         so many GPUs of one node or more
-    jaxtrain plan --config=configs/trm_sudoku.py 'gpu:h100x8*4'     four nodes of eight
-    jaxtrain plan --config=configs/trm_sudoku.py tpu:v4:2x2x4       a TPU slice
-    jaxtrain plan --config=configs/trm_sudoku.py 'tpu:v4:2x2x4*2'   two such slices
-    jaxtrain plan --setup gpu                                       fetches the compiler for GPUs (or tpu), once
+    jaxtrain plan --config=trm_sudoku                    the devices of this machine
+    jaxtrain plan --config=trm_sudoku gpu:h100x8         so many GPUs of one node or more
+    jaxtrain plan --config=trm_sudoku 'gpu:h100x8*4'     four nodes of eight
+    jaxtrain plan --config=trm_sudoku tpu:v4:2x2x4       a TPU slice
+    jaxtrain plan --config=trm_sudoku 'tpu:v4:2x2x4*2'   two such slices
+    jaxtrain plan --setup gpu                            fetches the compiler for GPUs (or tpu), once
 
 With the target's compiler, which needs no such chip, the real step is compiled; without it, its memory is estimated.
 
@@ -20,13 +20,15 @@ from collections.abc import Sequence
 
 from jaxtrain import config
 from jaxtrain.commands import arguments
+from jaxtrain.config.arguments import COMPILERS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
     parser = arguments.Parser("jaxtrain plan", __doc__, usage=arguments.CONFIG_USAGE.format("plan") + " [TARGET]")
     parser.add_argument("target", metavar="TARGET", nargs="?", default="", help="devices; default: those of this machine")
-    parser.add_argument("--setup", metavar="KIND", help="fetch the compiler for these devices (gpu or tpu), and plan nothing")
+    setup = "fetch the compiler for these devices (gpu or tpu), and plan nothing"
+    parser.add_argument("--setup", metavar="KIND", choices=COMPILERS, help=setup)
     args = parser.parse_args(rest)
     if args.setup is not None:
         return set_up(args.setup)

@@ -1,10 +1,10 @@
 """Trains a config, or resumes its run from the newest checkpoint in its workdir.
 
-    jaxtrain train --config=configs/xcm.py[:/path/to/data] [--config.section.field=value …]
+    jaxtrain train --config=xcm[:/path/to/data] [--config.section.field=value …]
 
-    jaxtrain train --config=configs/xcm.py --config.train.batch=64 --config.optim.lr=3e-4
-    jaxtrain train --config=configs/xcm.py --explain          every field: value, unit, meaning     (jaxtrain explain)
-    jaxtrain train --config=configs/xcm.py --plan=gpu:h100x8  memory and time on any devices        (jaxtrain plan)
+    jaxtrain train --config=xcm --config.train.batch=64 --config.optim.lr=3e-4
+    jaxtrain train --config=xcm --explain          every field: value, unit, meaning     (jaxtrain explain)
+    jaxtrain train --config=xcm --plan=gpu:h100x8  memory and time on any devices        (jaxtrain plan)
 
 `python -m jaxtrain.main` is the same command. All mistakes of a config are reported at once, before any device is used.
 A run that a signal ends is saved and exits with 75: rerun the same command to resume.
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        given = config.parse_args(argv)  # which reports a config's own mistakes next to unknown arguments
+        given = config.parse_args(argv)
     except config.ConfigError as error:
         arguments.report(error)
         return arguments.MISTAKE

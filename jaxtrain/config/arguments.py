@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxtrain.config.build import read
+from jaxtrain.config.build import locate
 from jaxtrain.config.checks import ConfigError
 from loaders import checks
+
+COMPILERS = ("gpu", "tpu")  # that can be fetched for plans
 
 
 class Arguments(NamedTuple):
@@ -15,13 +17,15 @@ class Arguments(NamedTuple):
     overrides: list[tuple[str, str]]  # (section.field, text)
     explain: bool
     plan: str | None  # the target, "" for this machine; None = no plan
-    plan_setup: str = ""  # the compiler to fetch for plans, "gpu" or "tpu"; nothing else happens then
+    plan_setup: str = ""  # the compiler to fetch for plans, one of COMPILERS; nothing else happens then
 
 
 def parse_args(argv: Sequence[str]) -> Arguments:
     """``--config=FILE[:ARG] --config.section.field=value … --explain --plan[=TARGET]``, or ``--plan-setup KIND`` alone.
 
-    Raises ConfigError for a missing --config and for every argument that is none of these.
+    The config is not read yet, since the module of its workload may take a second to import.
+
+    Raises ConfigError for a missing --config, a config that does not exist and every argument that is none of these.
     """
     source, overrides, explain, plan, setup, problems = "", [], False, None, "", []
     rest = iter(argv)
@@ -37,6 +41,8 @@ def parse_args(argv: Sequence[str]) -> Arguments:
             setup = value if equals else next(rest, "")
             if not setup:
                 problems.append(("", "--plan-setup is given without a value; expected --plan-setup=gpu or --plan-setup=tpu"))
+            elif setup not in COMPILERS:
+                problems.append(("", f"--plan-setup is {setup!r}; {checks.expected(setup, COMPILERS)}"))
             continue
         if flag != "--config" and not flag.startswith("--config."):
             problems.append(
@@ -50,7 +56,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         if not equals:
             following = next(rest, None)
             if following is None:
-                problems.append((flag.removeprefix("--config").lstrip("."), "is given without a value"))
+                problems.append(("", f"{flag} is given without a value"))
                 continue
             value = following
         if flag == "--config":
@@ -58,10 +64,10 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         else:
             overrides.append((flag.removeprefix("--config."), value))
     if not source and not problems and not setup:
-        problems.append(("", "file is missing; for example --config=configs/xcm.py"))
-    if problems and source:  # report the config's own mistakes along with these
+        problems.append(("", "file is missing; for example --config=xcm"))
+    if source:
         try:
-            problems += read(source, overrides, make_data=False)[1]
+            locate(source.partition(":")[0])
         except ConfigError as error:
             problems += error.problems
     if problems:

@@ -14,6 +14,7 @@ import logging
 import os
 import pathlib
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,9 @@ from loaders import checks
 from loaders.checks import DataSection, Section
 
 log = logging.getLogger("jaxtrain")
+
+# Files whose frames an import goes through, whatever is imported.
+IMPORTERS = (__file__, importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 
 
 class _Text(str):
@@ -103,8 +107,8 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
         module_name = str(tree.get(owner, getattr(Config, owner)))
         try:
             cls = _section_class(module_name, base, functions)
-        except ModuleNotFoundError as error:
-            problems.append((owner, f"is {module_name!r}, and importing it failed: {error}"))
+        except (ImportError, SyntaxError) as error:
+            problems.append((owner, f"is {module_name!r}, and importing it failed: {_where_and_why(error)}"))
         except TypeError as error:
             problems.append((owner, str(error)))
         else:
@@ -175,7 +179,7 @@ def section(cls: type, tree: Mapping[str, Any]) -> Any:
 def _section_class(module_name: str, base: type[Section], functions: Sequence[str]) -> type[Section]:
     """The ``Config`` of a workload or a loader.
 
-    Raises ModuleNotFoundError, and TypeError where there is none of its kind, or where one of the ``functions`` is missing.
+    Raises ImportError, SyntaxError, and TypeError where there is none of its kind, or where one of ``functions`` is missing.
     """
     module = importlib.import_module(module_name)
     cls = getattr(module, "Config", None)
@@ -249,8 +253,20 @@ def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
     spec = importlib.util.spec_from_file_location(f"jaxtrain_config_{file.stem}", file)
     assert spec and spec.loader, f"{file} is a Python file"
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError([("", f"file {file} cannot be imported: {_where_and_why(error)}")]) from error
     return file, module, argument
+
+
+def _where_and_why(error: Exception) -> str:
+    """The file, line and reason of an error that ended an import."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}: {error.msg}"
+    reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in IMPORTERS]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}: {reason}" if frames else reason
 
 
 def locate(path: str) -> pathlib.Path:

@@ -114,6 +114,7 @@ def on_this_machine(config: Config) -> Problems:
     if path and "://" not in path and not (pathlib.Path(path).expanduser() / "checkpoints").is_dir():
         yield "resume.path", f"is {path!r}, which has no folder checkpoints; name the workdir of a run"
     source = config.warm_start.source
+    yield from _url_problems("warm_start.source", source)
     if source and "://" not in source and not pathlib.Path(source).expanduser().exists():
         yield "warm_start.source", f"is {source!r}, which does not exist"
     metrics = config.metrics
@@ -153,9 +154,15 @@ def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
 
 
 def _url_problems(name: str, path: str) -> Iterator[tuple[str, str]]:
-    """What is wrong with a path that may be a URL: its scheme, or a package that reads and writes it is not installed."""
+    if why := unreachable(path):
+        yield name, f"is {path!r}, which {why}"
+
+
+def unreachable(path: str) -> str:
+    """Why checkpoints cannot lie at a URL: its scheme, or a package that is missing; empty where they can, and for paths."""
     scheme, separator, _ = path.partition("://")
     if separator and scheme != "gs":
-        yield name, f"is {path!r}; {checks.expected(scheme, ('gs',))}, or a path on a file system"
-    elif separator and not importlib.util.find_spec("gcsfs"):
-        yield name, f"is {path!r}, which needs gcsfs; pip install 'jaxtrain[gcs]'"
+        return f"is in no store of checkpoints; {checks.expected(scheme, ('gs',))}, or a path on a file system"
+    if separator and not importlib.util.find_spec("gcsfs"):
+        return "needs gcsfs; pip install 'jaxtrain[gcs]'"
+    return ""

@@ -12,6 +12,7 @@ when it is whole; MARK, written last, has the versions. Of several at once one f
 import contextlib
 import fcntl
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -22,10 +23,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+from jaxtrain.config.arguments import COMPILERS
 from jaxtrain.plan.errors import PlanError
-from loaders import machine
+from loaders import checks, machine
 
-KINDS = ("gpu", "tpu")
 MARK = "whole.json"
 NVCC = "12.9.86"  # ptxas and libdevice; any of CUDA 12 from 12.6 on would do
 
@@ -59,12 +60,14 @@ def how_to_get(kind: str) -> str:
 def set_up(kind: str) -> str:
     """Makes the environment, unless it is there. Returns a line for a person.
 
-    Raises PlanError for an unknown kind, and where pip fails, with its command; what it had written is gone then.
+    Raises PlanError for an unknown kind, without pip, and where pip fails, with its command; what it had written is gone then.
     """
-    if kind not in KINDS:
-        raise PlanError(f"no compiler can be fetched for {kind!r}; expected one of: {', '.join(KINDS)}")
+    if kind not in COMPILERS:
+        raise PlanError(f"no compiler can be fetched for {kind!r}; {checks.expected(kind, COMPILERS)}")
     if place := find(kind):
         return f"{place} is there already: {versions(place)}"
+    if not importlib.util.find_spec("pip"):  # an environment that uv made has none
+        raise PlanError(f"{sys.executable} has no pip, which fetches the compiler; say {sys.executable} -m ensurepip")
     place = folder(kind)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), *requirements(kind)]
     try:

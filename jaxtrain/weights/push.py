@@ -27,7 +27,7 @@ def push(
       private: whether a model that is new is seen by its owner alone.
       api: a `huggingface_hub.HfApi`; None = that of the account which `hf auth login` stored.
 
-    Raises StoredError: no export, a damaged one, no client, or a refusal by the Hub.
+    Raises StoredError: no export, a damaged one, or a refusal by the Hub.
     """
     source = source_lib.find(folder)
     place = pathlib.Path(source.path)
@@ -36,10 +36,8 @@ def push(
     if damaged := source.damage():
         raise StoredError(f"{folder} is damaged: {'; '.join(damaged)}; export it again")
     if api is None:
-        try:
-            import huggingface_hub
-        except ImportError as error:
-            raise StoredError("--push needs huggingface_hub; install it with: pip install huggingface_hub") from error
+        import huggingface_hub
+
         api = huggingface_hub.HfApi(library_name="jaxtrain")
     # Those that were exported, and nothing else that lies there.
     names = [line.partition("  ")[2] for line in (place / SUMS).read_text().splitlines()]

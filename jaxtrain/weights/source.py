@@ -165,7 +165,7 @@ def find(run: epath.PathLike, step: int | None = None, *, export: str = "") -> S
 
     Raises StoredError: it is none of them, it has no such step, or it is an export where that is of no use.
     """
-    path = epath.Path(run).expanduser()
+    path = stored.place_of(run)
     if stored.is_safetensors(path) and path.exists():
         if export:
             raise StoredError(f"{path} is an export, and {export}; expected a run's workdir or a step directory of it")

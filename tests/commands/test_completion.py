@@ -36,6 +36,8 @@ def scripts(tmp_path_factory):
         ("jaxtrain che", "jaxtrain che", {"checkpoint"}),
         ("jaxtrain checkpoint ve", "jaxtrain checkpoint ve", {"verify"}),
         ("jaxtrain checkpoint export --o", "jaxtrain checkpoint export --o", {"--out"}),
+        ("jaxtrain completion z", "jaxtrain completion z", {"zsh"}),
+        ("jaxtrain benchmark esc", "jaxtrain benchmark esc", {"esc10", "esc50"}),
         ("jaxtrain embed --vi", "jaxtrain embed --vi", {"--views"}),
         ("jaxtrain train --con", "jaxtrain train --con", {"--config="}),
         ("jaxtrain train --config=xc", "jaxtrain train --config = xc", {"xcm", "xcl"}),

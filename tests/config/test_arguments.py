@@ -13,18 +13,32 @@ from jaxtrain.config import ConfigError
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_unknown_arguments_are_reported_with_the_mistakes_of_the_config():
+def test_mistakes_of_the_command_line_are_reported_together():
     with pytest.raises(ConfigError) as error:
-        load("--confg.train.steps=3", "train.steps=4", "--config.train.bacth=3", "--config.seed")
+        load("--confg.train.steps=3", "train.steps=4", "--plan-setup=cpu", "--config.seed", source="configs/tyo.py")
     text = str(error.value)
-    assert len(error.value.problems) == 4 and text.startswith("the config has 4 mistakes:")
+    assert len(error.value.problems) == 5 and text.startswith("the config has 5 mistakes:")
     for part in (
         "'--confg.train.steps=3' is unknown",
         "'train.steps=4' is unknown",
-        "config.train.bacth",
-        "config.seed is given",
+        "--plan-setup is 'cpu'; expected one of: gpu, tpu",
+        "--config.seed is given without a value",
+        "did you mean 'configs/toy.py'?",
     ):
         assert part in text
+
+
+def test_the_command_line_is_read_without_the_workload(here):
+    """Whose module may import what takes a second."""
+    program = (
+        "import sys\n"
+        "from jaxtrain import config\n"
+        "given = config.parse_args(['--config=configs/toy.py', '--config.model.whole=3'])\n"
+        "assert given.overrides == [('model.whole', '3')] and 'toy_workload' not in sys.modules and 'jax' not in sys.modules\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{here}"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

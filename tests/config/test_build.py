@@ -183,6 +183,34 @@ def test_a_file_that_offers_no_config_is_reported(here):
     assert "defines no function get_config" in mistakes(source="configs/empty.py")[""]
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "why"),
+    [
+        ("import no_such_module\n", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("x = 3\n\ndef get_config(:\n", 3, "invalid syntax"),
+        ("STEPS = 3\nSTPES + 1\n", 2, "NameError: name 'STPES' is not defined"),
+    ],
+)
+@pytest.mark.parametrize("name", ["wrong", "with_wrong"])
+def test_a_file_that_cannot_be_imported_is_reported(name, text, line, why, here):
+    """And likewise a module of one's own that it imports."""
+    (here / "configs" / "wrong.py").write_text(text)
+    (here / "configs" / "with_wrong.py").write_text("import wrong\n" + FILE)
+    found = mistakes(source=f"configs/{name}.py")[""]
+    assert found == f"file configs/{name}.py cannot be imported: {here}/configs/wrong.py, line {line}: {why}"
+
+
+def test_a_workload_that_cannot_be_imported_is_reported(here):
+    assert mistakes("--config.workload=toy_wrkload")["workload"] == (
+        "is 'toy_wrkload', and importing it failed: ModuleNotFoundError: No module named 'toy_wrkload'"
+    )
+    (here / "configs" / "cut_short.py").write_text("class Config(:\n")
+    text = FILE.replace("toy_workload", "cut_short")
+    (here / "configs" / "of_it.py").write_text(text)
+    found = mistakes(source="configs/of_it.py")["workload"]
+    assert found == f"is 'cut_short', and importing it failed: {here}/configs/cut_short.py, line 1: invalid syntax"
+
+
 def test_what_a_file_says_against_its_argument_is_a_mistake_of_the_config(here):
     text = 'def get_config(name="mine"):\n    raise ValueError(f"{name} and nothing else")\n'
     (here / "configs" / "default.py").write_text(text)

@@ -4,6 +4,7 @@ import concurrent.futures
 import importlib.metadata
 import json
 import subprocess
+import sys
 import threading
 import time
 
@@ -12,6 +13,7 @@ import pytest
 from jaxtrain import plan
 from jaxtrain.commands import plan as plan_command
 from jaxtrain.commands import train as main
+from jaxtrain.config.arguments import COMPILERS
 from jaxtrain.plan import environment, worker
 
 
@@ -40,7 +42,7 @@ def pip(monkeypatch):
     return Pip
 
 
-@pytest.mark.parametrize("kind", environment.KINDS)
+@pytest.mark.parametrize("kind", COMPILERS)
 def test_an_environment_is_made_once_with_the_versions_of_this_one(kind, cache, pip):
     assert environment.find(kind) is None
     text = plan.set_up(kind)
@@ -66,6 +68,15 @@ def test_a_set_up_that_fails_leaves_nothing_and_names_its_command(cache, pip, ca
     pip.fails = ""
     assert main.main(["--plan-setup=gpu"]) == 0 and environment.find("gpu")
     assert plan_command.main(["--setup", "gpu"]) == 0 and "is there already" in capsys.readouterr().out
+
+
+def test_an_environment_without_pip_is_told(cache, monkeypatch, capsys):
+    """As `uv venv` makes one: nothing is wrong with the network."""
+    monkeypatch.setitem(sys.modules, "pip", None)
+    assert plan_command.main(["--setup", "gpu"]) == 2
+    python = sys.executable
+    expected = f"error: {python} has no pip, which fetches the compiler; say {python} -m ensurepip\n"
+    assert capsys.readouterr().err == expected and not (cache / "envs").exists()
 
 
 @pytest.mark.parametrize("mark", [None, "", '{"old": 1}', "[1]", '{"requirements": 1}'])

@@ -91,13 +91,11 @@ def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], abou
       arrays: its parameters. Without those of a head the model has no scores.
       about: what else the file says of itself, in its metadata.
 
-    Raises StoredError: the package onnx is missing, parameters are missing, a front end that does not fit the model.
+    Raises StoredError: parameters are missing, a front end that does not fit the model.
     """
-    try:
-        import onnx
-        from onnx import helper
-    except ImportError as error:
-        raise StoredError('--onnx needs the package onnx; install it with: pip install "jaxtrain[onnx]"') from error
+    import onnx
+    from onnx import helper
+
     of, samples = _front_end(c, data)
     params = _params(arrays, "encoder", vit.make_specs(c))
     graph = Graph(onnx)
