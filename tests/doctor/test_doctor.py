@@ -64,23 +64,44 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F8
     assert told["seconds"] < 60
 
 
-def test_alone_with_a_config_and_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch):  # noqa: F811
+def tiny(folder, corpus, process=0, processes=1, wanted=0.0):  # noqa: F811
+    """The arguments of the data's group."""
+    overrides = [["loader", "loaders.spectrogram"], ["data.threads", "1"]]
+    given = {"source": f"{folder}/tiny.py:{corpus}", "overrides": overrides}
+    return given | {"process": process, "processes": processes, "wanted": wanted}
+
+
+def test_alone_with_a_config(folder, corpus, monkeypatch):  # noqa: F811
     """In this process: the groups that need one of their own are tested by the pair."""
     monkeypatch.setattr(data, "COUNTING", 0.2)
-    given = {"source": f"{folder}/tiny.py:{corpus}", "overrides": [["loader", "loaders.spectrogram"], ["data.threads", "1"]]}
-    (index, samples, rate), facts = data.examine(**given, process=0, processes=1, wanted=1e9)
-    assert index.verdict == samples.verdict == OK and "of 2 shards" in samples.text and facts["data"]["test"]
+    (index, train, test, rate), facts = data.examine(**tiny(folder, corpus, wanted=1e9))
+    assert index.verdict == train.verdict == test.verdict == OK and facts["data"]["test"]
+    assert "of 2 shards" in train.text and (train.name, test.name) == ("train samples", "test samples")
     assert rate.verdict == WARN and "a step asks this process for 1,000,000,000" in rate.text
+
+
+def test_a_batch_that_takes_longer_than_the_count_counts(folder, corpus, monkeypatch):  # noqa: F811
+    """And where the time was up before the first sample, none was found to be well."""
+    monkeypatch.setattr(data, "COUNTING", 0.0)
+    monkeypatch.setattr(data, "SAMPLING", -1.0)
+    (_, train, test, rate), _ = data.examine(**tiny(folder, corpus))
+    assert float(rate.text.split(" rows/s")[0].replace(",", "")) > 0, rate
+    assert train.verdict == test.verdict == WARN and "each of 0 of 2 shards" in train.text
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):  # noqa: F811
+    monkeypatch.setattr(data, "COUNTING", 0.0)
     broken = folder / "broken"
     shutil.copytree(corpus, broken)
-    shard = min((broken / "train").glob("*.arrow"))
+    shard = min((broken / split).glob("*.arrow"))
     whole = shard.read_bytes()
     at_audio = whole.index(b"OggS") if b"OggS" in whole else whole.index(b"RIFF")
     shard.write_bytes(whole[:at_audio] + bytes(2000) + whole[at_audio + 2000 :])
-    given["source"] = f"{folder}/tiny.py:{broken}"
-    found, _ = data.examine(**given, process=0, processes=1, wanted=0.0)
-    assert [check.verdict for check in found[:2]] == [OK, FAIL], found
-    assert "cannot be decoded" in found[1].text or "unreadable" in found[1].text or "row 0" in found[1].text
+    looked, _ = data.examine(**tiny(folder, broken))
+    (wrong,) = [check for check in looked if check.verdict == FAIL]
+    assert wrong.name == f"{split} samples", looked
+    assert "cannot be decoded" in wrong.text or "unreadable" in wrong.text or "row 0" in wrong.text
 
 
 def test_a_config_with_a_mistake_is_a_finding(folder, monkeypatch):  # noqa: F811
@@ -173,7 +194,14 @@ def test_a_healthy_pair_is_looked_at_within_a_minute(folder, corpus):  # noqa: F
     told, _ = (found(process, code=0) for process in both)
     assert told["ok"] and not checks(told, FAIL) and time.monotonic() - began < 60
     well = checks(told, OK)
-    assert {("disk", "shared"), ("disk", "room"), ("data", "samples"), ("data", "rate"), ("software", "the same")} <= set(well)
+    assert {
+        ("disk", "shared"),
+        ("disk", "room"),
+        ("data", "train samples"),
+        ("data", "test samples"),
+        ("data", "rate"),
+        ("software", "the same"),
+    } <= set(well)
     assert "config" in well["software", "the same"]["text"] and "data" in well["software", "the same"]["text"]
 
 
