@@ -23,7 +23,7 @@ def examine(
     *, source: str, overrides: list[list[str]], process: int, processes: int, wanted: float
 ) -> tuple[list[Check], dict[str, Any]]:
     """Args: the config; which of how many processes; ``wanted``: rows/s that the whole job will ask for, 0 = unknown."""
-    config = config_lib.load(source, [(path, text) for path, text in overrides])
+    config, _ = config_lib.read(source, [(path, text) for path, text in overrides], make_data=False)
     if missing := _not_there_yet(config):
         return [
             warn(GROUP, "index", missing, "train for a step on one host first, and see to it that the others share its cache")
@@ -41,7 +41,7 @@ def _not_there_yet(config: config_lib.Config) -> str:
     if getattr(config.data, "path", "") == "demo" and not demo_film.folder().is_dir():
         return "the built-in film is not made yet; the first run makes it"
     if not config.data.exists():
-        return "the data lie in a store, and are not copied here yet; the first run copies them"
+        return "the data are not here yet; the first run copies or makes them, and only then their shards and rows are known"
     return ""
 
 
@@ -127,7 +127,8 @@ def _rate(train: Loader, rows: int, wanted: float) -> Check:
     train.seek(0)
     next(train)  # threads and caches are warm from here on
     began, batches = time.perf_counter(), 0
-    for batches, _ in enumerate(train, 1):  # one at least, however long it takes
+    for _ in train:
+        batches += 1  # one at least, however long it takes
         if time.perf_counter() - began >= COUNTING:
             break
     rate = rows * batches / (time.perf_counter() - began)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtrain import cluster
 from jaxtrain.cluster import discover, rendezvous
-from jaxtrain.doctor import disk, host, network, software
+from jaxtrain.doctor import config, disk, host, network, software
 from jaxtrain.doctor.apart import Apart
 from jaxtrain.doctor.check import FAIL, Check, fail, from_json, ok, warn
 from jaxtrain.doctor.meeting import Host, MeetingError, Visitor
@@ -93,10 +93,19 @@ def _alone(
     gpus = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()])
     facts = software.facts()
     checks = [software.examine(facts), *host.examine(processes=membership.processes, gpus=gpus)]
-    looking = Apart("devices", {**given, "local": list(membership.local_devices), "processes": membership.processes})
     remedy = "see dmesg and nvidia-smi; a driver that hangs needs a reset of the device, or a restart of the host"
-    found, more = looking.result(within=90, remedy=remedy)
+    found, more = Apart("devices", {"local": list(membership.local_devices)}).result(within=90, remedy=remedy)
     checks, facts = checks + found, facts | more
+    if source:
+        here = facts.get("devices", {"count": 0, "kind": ""})
+        looking = Apart(
+            "config",
+            {**given, "count": here["count"] * membership.processes, "kind": here["kind"]},
+            environment=config.ENVIRONMENT,
+        )
+        remedy = f"see whether {source} itself, its workdir, or the file system of its data hangs"
+        found, more = looking.result(within=60, remedy=remedy)
+        checks, facts = checks + found, facts | more
     folders = [(str(machine.cache_folder()), "cache")]
     if "workdir" in facts:
         folders += [(facts["workdir"], "workdir"), *([(facts["folder"], "checkpoints")] if facts["folder"] else [])]
@@ -104,10 +113,11 @@ def _alone(
         remedy = f"the file system of {folder} hangs: see its server, and mount it again"
         found, _ = Apart("disk", {"folder": folder, "what": what, "writes": True}).result(within=25, remedy=remedy)
         checks += found
-        if what == "workdir" and not any(check.verdict == FAIL for check in found) and membership.process == 0:
+        well = not any(check.verdict == FAIL for check in found)
+        if what == "workdir" and well and membership.process == 0 and "checkpoints" in facts:
             checks.append(disk.room(folder, *facts["checkpoints"]))
     if "config" in facts:
-        where = {"process": membership.process, "processes": membership.processes, "wanted": facts["rows_per_second"]}
+        where = {"process": membership.process, "processes": membership.processes, "wanted": facts.get("rows_per_second", 0.0)}
         found, more = Apart("data", {**given, **where}).result(within=60, remedy="see whether the data's file system answers")
         checks, facts = checks + found, facts | more
     return checks, facts

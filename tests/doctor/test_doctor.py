@@ -13,8 +13,9 @@ import pytest
 from test_hosts import at, hosts  # noqa: F401  # a fixture
 from test_train import ROOT, corpus, folder, free_port  # noqa: F401
 
-from jaxtrain.doctor import apart, data, devices, host, report
+from jaxtrain.doctor import apart, config, data, devices, host, report
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
+from loaders import remote
 
 
 def start(folder, *arguments, inside=(), limits=None, **environment):  # noqa: F811
@@ -104,14 +105,52 @@ def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):  # 
     assert "cannot be decoded" in wrong.text or "unreadable" in wrong.text or "row 0" in wrong.text
 
 
-def test_a_config_with_a_mistake_is_a_finding(folder, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(devices, "SECONDS", 0.02)
-    monkeypatch.setattr(devices, "SIDE", {"cpu": 64})
-    (folder / "wrong.py").write_text("def get_config():\n    return dict(train=dict(stepps=3))\n")
-    looked, facts = devices.examine(source=f"{folder}/wrong.py", overrides=[], local=[], processes=1)
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        ("def get_config():\n    return dict(train=dict(stepps=3))\n", "fields", "stepps"),
+        ("def get_config(:\n", "file", "SyntaxError"),
+        ("import nothing_of_this_name\n", "file", "wrong.py, line 1"),
+        ("def get_config():\n    return undefined\n", "file", "wrong.py, line 2"),
+    ],
+)
+def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, name, says):  # noqa: F811
+    (folder / "wrong.py").write_text(text)
+    looked, facts = config.examine(source=f"{folder}/wrong.py", overrides=[], count=2, kind="cpu")
     (wrong,) = [check for check in looked if check.verdict == FAIL]
-    assert "stepps" in wrong.text and "steps" in wrong.text and "workdir" not in facts
-    assert any(check.name == "product" and check.verdict == OK for check in looked)
+    assert (wrong.group, wrong.name) == ("config", name) and says in wrong.text
+    assert not facts
+
+
+def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):  # noqa: F811
+    given = {name: tiny(folder, corpus)[name] for name in ("source", "overrides")}
+    given["overrides"].append(["mesh.data", "8"])
+    (_, wrong), facts = config.examine(**given, count=2, kind="cpu")
+    assert wrong.verdict == FAIL and wrong.name == "plan" and "2 devices" in wrong.text
+    assert facts["workdir"].endswith("runs/tiny") and "checkpoints" not in facts
+
+
+def test_what_is_wrong_with_jax_and_with_a_config_is_told_apart(folder):  # noqa: F811
+    """The wrong wheel, and a config that cannot be imported: neither is blamed on the driver, and the rest is looked at."""
+    (folder / "broken.py").write_text("import nothing_of_this_name\n")
+    told = found(start(folder, "--config=broken.py", JAX_PLATFORMS="cuda"), code=1)
+    wrong = checks(told, FAIL)
+    assert set(wrong) == {("devices", "jax"), ("config", "file")}
+    assert (
+        "with JAX_PLATFORMS=cuda" in wrong["devices", "jax"]["text"] and "jaxtrain[cuda12]" in wrong["devices", "jax"]["remedy"]
+    )
+    assert "nothing_of_this_name" in wrong["config", "file"]["text"]
+    assert ("disk", "cache") in {(x["group"], x["name"]) for x in told["checks"]}
+
+
+def test_data_in_a_store_are_not_copied(folder, monkeypatch):  # noqa: F811
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(remote, "fetch", None)  # would fail
+    given = tiny(folder, "http://127.0.0.1:9/birds")
+    (index,), facts = data.examine(**given)
+    assert index.verdict == WARN and "not here yet" in index.text and not facts
+    looked, facts = config.examine(source=given["source"], overrides=given["overrides"], count=1, kind="cpu")
+    assert [check.verdict for check in looked] == [OK] and "workdir" in facts
 
 
 def test_a_device_that_computes_wrongly_is_seen():
