@@ -4,12 +4,16 @@ It runs in a process of its own (`jaxtrain.doctor.apart`), which imports code of
 It computes nothing, and asks jax for no accelerator: what is wrong with those is found elsewhere.
 """
 
+import glob
 import json
 import os
+import re
 import traceback
 from typing import Any
 
+from jaxtrain import room
 from jaxtrain.doctor.check import Check, fail, ok
+from loaders.checks import DataSection
 
 GROUP = "config"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # of its process
@@ -28,10 +32,12 @@ def examine(*, source: str, overrides: list[list[str]], count: int, kind: str) -
     except Exception as error:  # noqa: BLE001  whatever a file of the user's raises
         return [fail(GROUP, "file", f"{source}: {_named(error)}", "correct this file, or what it imports")], {}
     checks = [ok(GROUP, "fields", f"{source}: every field is valid")]
+    workdir, folder = os.path.abspath(config.workdir), config.checkpoint.folder
     facts: dict[str, Any] = {
         "config": json.loads(config_lib.to_json(config)),
-        "workdir": os.path.abspath(config.workdir),
-        "folder": config.checkpoint.folder,
+        "workdir": workdir,
+        "folder": folder if "://" in folder or not folder else os.path.abspath(os.path.expanduser(folder)),
+        "reads": _read_from(config.data),
     }
     if count and config.data.exists():  # else what the model takes from its data is not known
         try:
@@ -42,6 +48,23 @@ def examine(*, source: str, overrides: list[list[str]], count: int, kind: str) -
             remedy = f"correct config.workload={config.workload}, or what it imports"
             checks.append(fail(GROUP, "plan", f"{config.workload}: {_named(error)}", remedy))
     return checks, facts
+
+
+def _read_from(data: DataSection) -> dict[str, str]:
+    """Folders of this machine that the data's fields name: field -> the folder, or the file."""
+    from jaxtrain.config.explain import gloss
+
+    section: type = type(data)
+    found: dict[str, str] = {}
+    for name, (unit, _) in gloss(section).items():
+        value = getattr(data, name, "")
+        if unit != "path" or not isinstance(value, str) or not value or "://" in value:
+            continue
+        pattern = glob.has_magic(value)
+        path = os.path.abspath(os.path.expanduser(os.path.dirname(re.split(r"[*?\[]", value)[0]) if pattern else value))
+        if os.path.lexists(path) and path not in found.values():  # else it is a built-in one, or a mistake of the config
+            found[name] = path
+    return found
 
 
 def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
@@ -55,7 +78,11 @@ def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
     chip = chips.find(kind)
     ideal = assembly.task.flops / (count * chip.flops) / plan.MFU if chip else 0.0
     return {
-        "checkpoints": list(plan.checkpoints(config, assembly.abstract.state)),  # how many, bytes of each
+        # Their folder, how many, the bytes of each.
+        "checkpoints": [
+            room.folder_of(os.path.abspath(config.workdir), config.checkpoint.folder),
+            *plan.checkpoints(config, assembly.abstract.state),
+        ],
         "rows_per_second": config.train.batch / ideal if ideal else 0.0,  # that the whole job will ask for
     }
 

@@ -23,6 +23,7 @@ from jaxtrain.doctor.check import Check, fail, ok, warn
 GROUP = "network"
 TOKEN = 32  # [bytes]
 PINGS = 50
+PINGING = 5.0  # [s] at most
 SENDING = 0.5  # [s]
 MOST_ROUNDS = 8
 SLOW, FAR = 20e6, 0.020  # [bytes/s], [s]: below or above it, steps wait for each other
@@ -81,8 +82,10 @@ def measure(address: str, port: int, token: bytes) -> Link:
     with socket.create_connection((address, port), timeout=5) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(token + b"p")
-        best = (float("inf"), 0.0)
+        best, until = (float("inf"), 0.0), time.monotonic() + PINGING
         for _ in range(PINGS):
+            if time.monotonic() > until:
+                break
             began, wall = time.perf_counter(), time.time()
             connection.sendall(b".")
             there = struct.unpack("!d", _exactly(connection, 8))[0]

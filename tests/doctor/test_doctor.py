@@ -127,7 +127,12 @@ def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):  # noqa:
     given["overrides"].append(["mesh.data", "8"])
     (_, wrong), facts = config.examine(**given, count=2, kind="cpu")
     assert wrong.verdict == FAIL and wrong.name == "plan" and "2 devices" in wrong.text
-    assert facts["workdir"].endswith("runs/tiny") and "checkpoints" not in facts
+    assert facts["workdir"].endswith("runs/tiny") and "checkpoints" not in facts and facts["reads"] == {"train": str(corpus)}
+    given["overrides"][-1] = ["checkpoint.folder", "~/saves"]
+    _, facts = config.examine(**given, count=2, kind="cpu")
+    assert facts["folder"] == os.path.expanduser("~/saves")
+    place, n, each = facts["checkpoints"]
+    assert place == "~/saves" and n == 4 and each > 1000
 
 
 def test_what_is_wrong_with_jax_and_with_a_config_is_told_apart(folder):  # noqa: F811

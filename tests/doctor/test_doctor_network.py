@@ -21,7 +21,7 @@ def met(port, *processes, of, wait=1.0, job="", secret="", then=lambda meeting, 
     """What each process gets of ``then``, or its error."""
 
     def one(process):
-        kind, more = (Host, {}) if process == 0 else (Visitor, {"process": process})
+        kind, more = (Host, {}) if process == 0 else (Visitor, {"process": process, "answer": 60})
         try:
             meeting = kind(
                 f"127.0.0.1:{port}",
