@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ GROUP = "devices"
 QUERIED = "index,name,driver_version,memory.used,memory.total,temperature.gpu,ecc.errors.uncorrected.volatile.total"
 THROTTLED = {0x8: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
 DRIVERS = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}  # the oldest driver that knows its CUDA
+CHOOSE = ("CUDA_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")  # a user's own choice of GPUs
 USED = 0.05  # [share] of a device's memory that others may hold
 SECONDS = 1.0  # [s] of products on each device
 SIDE = {"cpu": 256}  # rows of the matrices; on accelerators:
@@ -49,16 +50,25 @@ def examine(*, local: list[int]) -> tuple[list[Check], dict[str, Any]]:
     return checks, facts
 
 
-def _found(devices: Sequence[Any], local: Sequence[int]) -> Iterator[Check]:
+def _found(devices: Sequence[Any], local: Sequence[int], environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
     platform, text = devices[0].platform, f"{len(devices)} × {devices[0].device_kind}"
-    there = len(glob.glob("/dev/nvidia[0-9]*"))
+    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
     tpus = len(glob.glob("/dev/accel[0-9]*"))
-    if platform == "cpu" and (there or tpus) and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
-        what = f"{there} GPUs" if there else f"{tpus} TPU chips"
+    remedy = "see CUDA_VISIBLE_DEVICES and the launcher's --gpus-per-task, --gpu-bind"
+    allotted = environment.get("SLURM_GPUS_ON_NODE", "")
+    given = int(allotted) if allotted.isdecimal() else 0
+    if platform == "cpu" and (gpus or tpus) and "cpu" not in environment.get("JAX_PLATFORMS", ""):
+        what = f"{gpus} GPUs" if gpus else f"{tpus} TPU chips"
         yield fail(GROUP, "jax", f"jax computes on the CPU, and this machine has {what}", _missing_remedy())
     elif local and len(devices) != len(local):
-        remedy = "see CUDA_VISIBLE_DEVICES and the launcher's --gpus-per-task, --gpu-bind"
         yield fail(GROUP, "jax", f"{text}, and the launcher gave {len(local)} to this process", remedy)
+    elif local or platform not in ("gpu", "cuda") or any(environment.get(name) is not None for name in CHOOSE):
+        yield ok(GROUP, "jax", text)  # nothing is known of how many there should be, or the user has chosen
+    elif given and len(devices) != given:
+        yield fail(GROUP, "jax", f"{text}, and SLURM gave {given} to this node (SLURM_GPUS_ON_NODE)", remedy)
+    elif not given and len(devices) < gpus:
+        more = "see nvidia-smi, dmesg (Xid), and which of /dev/nvidia* this container may open"
+        yield fail(GROUP, "jax", f"{text}, and this machine has {gpus} (/dev/nvidia*)", more)
     else:
         yield ok(GROUP, "jax", text)
 

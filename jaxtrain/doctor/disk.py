@@ -19,6 +19,7 @@ WRITTEN = 64 << 20  # [bytes]
 BLOCK = 4 << 20
 ENOUGH = 5.0  # [s] of writing
 SLOW = 20e6  # [bytes/s]
+LITTLE = 100e6  # [bytes] that the built-in data and compiled programs take in the cache, and a run's records in its workdir
 INODES = 10_000
 SEEN = 10.0  # [s] within which a new file must show on every host
 LATE = 3.0
@@ -79,6 +80,10 @@ def _look(folder: str, what: str, *, writes: bool) -> Iterator[Check]:
     if odd:
         yield fail(
             GROUP, what, f"{text}; {'; '.join(odd)}", "put it on a POSIX file system; an object store is named by its address"
+        )
+    elif usage.free < LITTLE:
+        yield warn(
+            GROUP, what, f"{text}; expected at least {in_bytes(LITTLE)}", "free some space there, or choose another disk"
         )
     elif rates[0] < SLOW:
         yield warn(

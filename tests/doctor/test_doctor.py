@@ -13,7 +13,7 @@ import pytest
 from test_hosts import at, hosts  # noqa: F401  # a fixture
 from test_train import ROOT, corpus, folder, free_port  # noqa: F401
 
-from jaxtrain.doctor import apart, config, data, devices, host, report
+from jaxtrain.doctor import apart, config, data, devices, host, report, software
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
 from loaders import remote
 
@@ -200,6 +200,60 @@ def test_limits_of_memory_are_read_of_every_cgroup_above(tmp_path):
         (tmp_path / folder / "memory.current").write_text("1000000000")
     assert host.cgroup_memory(str(tmp_path / "membership"), str(tmp_path)) == (3000000000, 1000000000)
     assert host.cgroup_memory(str(tmp_path / "nothing"), str(tmp_path))[0] == float("inf")
+
+
+def test_a_limit_of_the_data_segment_is_named(monkeypatch):
+    limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_DATA: 1 << 30}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
+    (check,) = host._address_space()
+    assert check.verdict == WARN and "1.07 GB" in check.text and "ulimit -d" in check.remedy
+
+
+def test_a_machine_that_does_not_say_what_memory_is_available(monkeypatch):
+    """macOS."""
+    monkeypatch.setattr(host, "meminfo", dict)
+    check = host._memory()
+    assert check.verdict == WARN and "not known" in check.text and "0 B" not in check.text
+
+
+def test_shared_memory_has_a_line_whatever_the_gpus():
+    assert host._shared_memory(0).verdict == OK and host._shared_memory(8).name == "/dev/shm"
+
+
+class Gpu:
+    platform, device_kind = "gpu", "NVIDIA H100"
+
+
+@pytest.mark.parametrize(
+    ("found", "environment", "verdict", "says"),
+    [
+        (8, {}, OK, "8 ×"),
+        (7, {}, FAIL, "this machine has 8"),
+        (4, {"SLURM_GPUS_ON_NODE": "4"}, OK, "4 ×"),
+        (3, {"SLURM_GPUS_ON_NODE": "4"}, FAIL, "SLURM gave 4"),
+        (8, {"SLURM_GPUS_ON_NODE": "4"}, FAIL, "SLURM gave 4"),
+        (2, {"CUDA_VISIBLE_DEVICES": "0,1"}, OK, "2 ×"),
+    ],
+)
+def test_gpus_that_jax_does_not_find_are_missed_by_the_one_process_of_a_node(monkeypatch, found, environment, verdict, says):
+    monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["gpu"] * 8 if "nvidia" in pattern else [])
+    (check,) = devices._found([Gpu()] * found, [], environment)
+    assert check.verdict == verdict and says in check.text
+
+
+def reports(*facts):
+    return [{"process": p, "host": f"node{p}", "facts": each} for p, each in enumerate(facts)]
+
+
+def test_workdirs_that_differ_and_a_process_without_a_config_are_seen():
+    same = {"commit": "a"}
+    (wrong, well) = software.compare(reports(same | {"workdir": "/a/x"}, same | {"workdir": "/b/x"}))
+    assert wrong.verdict == FAIL and wrong.name == "same workdir" and "/b/x" in wrong.text and well.verdict == OK
+    (wrong, well) = software.compare(reports(same | {"config": {"seed": 1}}, same, same | {"config": {"seed": 1}}))
+    assert wrong.verdict == FAIL and wrong.text.startswith("process 1 (node1): none") and "--config" in wrong.remedy
+    assert "config" not in well.text
+    (late, _) = software.compare(reports(same | {"data": {"test": "f"}}, same))
+    assert late.verdict == WARN, "it makes its own at its first start"
 
 
 def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):

@@ -79,6 +79,11 @@ def test_the_room_is_that_of_the_checkpoints_disk(tmp_path):
     assert small[1] == large[1] == "room" and small[2] == FAIL and large[2] == OK
 
 
+def test_a_disk_with_little_left_is_a_warning(tmp_path):
+    (found,) = mounted(tmp_path, f"mount -t tmpfs -o size=9m none {tmp_path}")
+    assert found[2] == WARN and "expected at least 100 MB" in found[3]
+
+
 def test_a_system_without_advice_for_files(tmp_path, monkeypatch):
     """macOS has no posix_fadvise."""
     monkeypatch.setattr(disk, "WRITTEN", 4 << 20)
