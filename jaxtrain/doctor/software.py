@@ -63,7 +63,8 @@ def compare(reports: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
         lacking = [f"process {report['process']} ({report['host']})" for report in reports if topic not in report["facts"]]
         if known and lacking:
             more = f" and {len(lacking) - 8} others" if len(lacking) > 8 else ""
-            yield lacks(GROUP, f"same {topic}", f"{', '.join(lacking[:8])}{more}: none; {len(known)} others have one", remedy)
+            who = f"{', '.join(lacking[:8])}{more} {'has' if len(lacking) == 1 else 'have'} none"
+            yield lacks(GROUP, f"same {topic}", f"{who}; known of {len(known)} of {len(reports)} processes", remedy)
         if len(known) < 2:
             continue
         if problem := rendezvous.differences(known):
