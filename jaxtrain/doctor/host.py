@@ -24,7 +24,7 @@ def examine(*, processes: int, gpus: int) -> Iterator[Check]:
     yield _memory()
     yield from _address_space()
     yield _open_files(processes)
-    yield from _threads()
+    yield _threads()
     yield _shared_memory(gpus)
     yield _temporary()
 
@@ -100,11 +100,15 @@ def _container() -> str:
 
 
 def _address_space() -> Iterator[Check]:
+    limited = False
     for what, kind, letter in (("address space", resource.RLIMIT_AS, "v"), ("data segment", resource.RLIMIT_DATA, "d")):
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
             text = f"the {what} is limited to {in_bytes(limit)}; what is mapped and not used yet counts, though it is no memory"
             yield warn(GROUP, what, text, f"ulimit -{letter} unlimited, before the launcher's command")
+            limited = True
+    if not limited:
+        yield ok(GROUP, "ulimit", "limits neither the address space nor the data segment")
 
 
 def _open_files(processes: int) -> Check:
@@ -120,7 +124,7 @@ def _open_files(processes: int) -> Check:
     return ok(GROUP, "open files", text)
 
 
-def _threads(mount: str = "/sys/fs/cgroup") -> Iterator[Check]:
+def _threads(mount: str = "/sys/fs/cgroup") -> Check:
     """XLA, gRPC, the loader and Orbax start threads by the number of cores."""
     folder = pathlib.Path(mount)
     needed = 64 + 8 * machine.cores()
@@ -128,9 +132,12 @@ def _threads(mount: str = "/sys/fs/cgroup") -> Iterator[Check]:
         free = int((folder / "pids.max").read_text()) - int((folder / "pids.current").read_text())
     except (OSError, ValueError):
         free = None
-    if free is not None and free < needed:
-        text = f"the container may start {free} more threads, and a run needs about {needed}"
-        yield failed(GROUP, "threads", text, "docker run --pids-limit=-1, podPidsLimit of the kubelet")
+    if free is None:
+        return ok(GROUP, "threads", "not limited by a container")
+    text = f"the container may start {free} more threads, and a run needs about {needed}"
+    if free < needed:
+        return failed(GROUP, "threads", text, "docker run --pids-limit=-1, podPidsLimit of the kubelet")
+    return ok(GROUP, "threads", text)
 
 
 def _shared_memory(gpus: int) -> Check:

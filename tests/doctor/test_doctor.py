@@ -206,6 +206,9 @@ def test_limits_of_memory_are_read_of_every_cgroup_above(tmp_path):
 
 
 def test_a_limit_of_the_data_segment_is_named(monkeypatch):
+    assert [check.name for check in host.examine(processes=1, gpus=0) if check.name in ("ulimit", "threads", "/dev/shm")] == [
+        "ulimit", "threads", "/dev/shm"
+    ], "each has its line, also where it is well"  # fmt: skip
     limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_DATA: 1 << 30}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
     (check,) = host._address_space()
