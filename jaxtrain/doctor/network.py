@@ -84,13 +84,13 @@ def measure(address: str, port: int, token: bytes) -> Link:
         connection.sendall(token + b"p")
         best, until = (float("inf"), 0.0), time.monotonic() + PINGING
         for _ in range(PINGS):
-            if time.monotonic() > until:
-                break
             began, wall = time.perf_counter(), time.time()
             connection.sendall(b".")
             there = struct.unpack("!d", _exactly(connection, 8))[0]
             took = time.perf_counter() - began
             best = min(best, (took, there - (wall + took / 2)))
+            if time.monotonic() > until:
+                break
     with socket.create_connection((address, port), timeout=5) as connection:
         connection.settimeout(20 * SENDING)
         connection.sendall(token + b"s")

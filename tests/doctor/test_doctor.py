@@ -18,7 +18,7 @@ from test_train import ROOT, corpus, folder, free_port  # noqa: F401
 
 from jaxtrain.doctor import apart, config, data, devices, host, report, software
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
-from loaders import remote
+from loaders import demo_film, multimodal, remote
 
 
 def start(folder, *arguments, inside=(), limits=None, **environment):  # noqa: F811
@@ -136,6 +136,13 @@ def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):  # noqa:
     assert facts["folder"] == os.path.expanduser("~/saves")
     place, n, each = facts["checkpoints"]
     assert place == "~/saves" and n == 4 and each > 1000
+
+
+def test_the_built_in_film_is_not_made_to_look_at_a_config(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    assert not multimodal.Config().exists()
+    demo_film.folder().mkdir(parents=True)
+    assert multimodal.Config().exists()
 
 
 def test_what_is_wrong_with_jax_and_with_a_config_is_told_apart(folder):  # noqa: F811
@@ -279,6 +286,12 @@ def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):
     assert check.verdict == FAIL and "ended by SIGABRT: the driver says no" in check.text and check.remedy == "see dmesg"
     (check,), _ = apart.Apart("hang", {}).result(within=1, remedy="mount it again")
     assert check.verdict == FAIL and "no answer within 1 s" in check.text
+    (package / "begin.py").write_text("def examine(path):\n    open(path, 'w').close()\n    return [], {}\n")
+    looking, deadline = apart.Apart("begin", {"path": str(tmp_path / "begun")}), time.monotonic() + 60
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline, "it begins at once, before anybody asks for its result"
+        time.sleep(0.05)
+    assert looking.result(within=60, remedy="") == ([], {})
 
 
 def test_findings_of_many_processes_are_one_line_where_they_are_the_same():

@@ -106,6 +106,18 @@ def test_a_link_is_measured_and_a_clock_that_is_ahead_is_seen(monkeypatch):
     assert slow.verdict == WARN and "1 MB/s" in slow.text and (clock.name, clock.verdict) == ("clocks", OK)
 
 
+def test_a_far_host_is_asked_until_the_time_is_up(monkeypatch):
+    monkeypatch.setattr(network, "SENDING", 0.05)
+    monkeypatch.setattr(network, "PINGING", 0.0)
+    asked = []
+    listener = network.Listener("127.0.0.1", TOKEN, clock=lambda: asked.append(1) or time.time())
+    try:
+        link = network.measure("127.0.0.1", listener.port, TOKEN)
+    finally:
+        listener.close()
+    assert len(asked) == 1 and link.latency < 1
+
+
 def test_every_host_measures_every_other_once_in_turns():
     for n in (2, 3, 6, 7):
         found = network.rounds(list(range(n)), most=100)
