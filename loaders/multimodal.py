@@ -74,7 +74,7 @@ class Config(checks.DataSection):
 
     def exists(self) -> bool:
         """False when reading the facts would first have to make the data."""
-        return self.path != "blank"
+        return self.path != "blank" and (self.path != "demo" or demo_film.folder().is_dir())
 
 
 class Split(NamedTuple):

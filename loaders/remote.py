@@ -336,7 +336,8 @@ class _Copy:
                     out.seek(start)
                     out.write(data)
                     out.flush()
-                    os.fdatasync(out.fileno())  # before it is noted, so that it holds after a crash of the machine
+                    # Before it is noted, so that it holds after a crash of the machine; macOS has fsync alone.
+                    getattr(os, "fdatasync", os.fsync)(out.fileno())
                 with self._lock:
                     self._parts[file][first:last] = THERE
                     is_whole = bool((self._parts[file] == THERE).all())

@@ -24,7 +24,7 @@ FLOORS = (
     {"report"},
     {"console", "glossary", "writers", "goodput", "loopback"},
     {"jsonl"},
-    {"types", "config", "chips", "owner"},
+    {"types", "config", "chips", "owner", "room"},
     {"configs"},  # the folder of the shipped configs, which themselves import what they configure
 )
 # Neighbours on one floor, and why.

@@ -19,7 +19,6 @@ import concurrent.futures
 import contextlib
 import json
 import logging
-import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtrain import cluster, specs
+from jaxtrain import cluster, room, specs
 from jaxtrain import config as config_lib
 from jaxtrain.checkpoint import checksums, late
 from jaxtrain.checkpoint import read as stored
@@ -71,7 +70,7 @@ class Checkpointer:
             "parameters": specs.digest(task.specs),
             "versions": cluster.versions(),
         }
-        self._path = _folder(config.checkpoint.folder or os.path.join(config.workdir, "checkpoints"))
+        self._path = _folder(room.folder_of(config.workdir, config.checkpoint.folder))
         self._path.mkdir(parents=True, exist_ok=True)
         _check_shared(self._path)
         self._scores = Scores(self._path.parent / "best.json", config.checkpoint, config.train.min_delta)

@@ -1,4 +1,4 @@
-"""Looks at everything that a run needs before it is started: host, devices, disk, network, software, data.
+"""Looks at everything that a run needs before it is started: software, config, host, devices, disk, data, network.
 
     jaxtrain doctor [--config=FILE[:ARGUMENT] [--config.section.field=value …]] [--json] [--wait S]
 
@@ -8,8 +8,8 @@
 
 Each finding is one line: ok, warn or fail, and what to do. Under srun or mpirun, on every worker of a TPU pod, or with
 JAXTRAIN_COORDINATOR, JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS, the processes meet where a run's would, and also compare what
-they have, measure the network between the hosts, and look whether all see the same workdir. A process that cannot reach
-process 0 says why itself. Every wait is bounded; on two healthy hosts it takes less than a minute.
+they have, measure the network between the hosts, and look whether all see the folder of the checkpoints. A process that cannot
+reach process 0 says why itself. Every wait is bounded; on two healthy hosts it takes less than a minute.
 
 Ends with 1 when something failed, on every process; what is a warning does not count.
 """

@@ -1,5 +1,6 @@
 """Runs a group of checks in a process of its own: a driver may crash there, and a dead file server may hold it for ever."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -31,12 +32,15 @@ class Apart:
             stderr=self._errors,
             env={**os.environ, **(environment or {})},
         )
-        self._asked = json.dumps({"path": sys.path, "group": group, "arguments": dict(arguments)}).encode()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as asked:  # it has ended already, and says why
+            asked.write(json.dumps({"path": sys.path, "group": group, "arguments": dict(arguments)}).encode())
+        self._process.stdin = None
 
     def result(self, *, within: float, remedy: str) -> tuple[list[Check], dict[str, Any]]:
-        """Its findings, and facts for other checks. One that crashed, or needs more than ``within`` [s], is a finding."""
+        """Its findings, and facts for other checks. One that crashed, or took longer than ``within`` [s], is a finding."""
         try:
-            output, _ = self._process.communicate(self._asked, timeout=within)
+            output, _ = self._process.communicate(timeout=max(self._began + within - time.monotonic(), 0.0))
             found = json.loads(output)
             return [from_json(each) for each in found["checks"]], dict(found["facts"])
         except subprocess.TimeoutExpired:

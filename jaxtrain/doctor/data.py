@@ -1,10 +1,9 @@
-"""The data of a config: the index is read, a sample of every shard is decoded, and rows are counted for some seconds.
+"""The data of a config: the index is read, a sample of both splits' shards is decoded, and rows are counted for some seconds.
 
 It runs in a process of its own (`jaxtrain.doctor.apart`), since a dead file server may hold it for ever.
 """
 
 import importlib
-import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from loaders.base import DataError, Loader, Rows
 
 GROUP = "data"
 SHARDS = 64  # that are sampled, evenly spread where there are more
-SAMPLING, COUNTING = 10.0, 3.0  # [s]
+SAMPLING, COUNTING = 10.0, 3.0  # [s] for a split, and for the rate
 PLACES = 8  # of a split whose shards are not known: batches, evenly spread
 
 
@@ -24,7 +23,7 @@ def examine(
     *, source: str, overrides: list[list[str]], process: int, processes: int, wanted: float
 ) -> tuple[list[Check], dict[str, Any]]:
     """Args: the config; which of how many processes; ``wanted``: rows/s that the whole job will ask for, 0 = unknown."""
-    config = config_lib.load(source, [(path, text) for path, text in overrides])
+    config, _ = config_lib.read(source, [(path, text) for path, text in overrides], make_data=False)
     if missing := _not_there_yet(config):
         return [
             warn(GROUP, "index", missing, "train for a step on one host first, and see to it that the others share its cache")
@@ -42,7 +41,7 @@ def _not_there_yet(config: config_lib.Config) -> str:
     if getattr(config.data, "path", "") == "demo" and not demo_film.folder().is_dir():
         return "the built-in film is not made yet; the first run makes it"
     if not config.data.exists():
-        return "the data lie in a store, and are not copied here yet; the first run copies them"
+        return "the data are not here yet; the first run copies or makes them, and only then their shards and rows are known"
     return ""
 
 
@@ -56,7 +55,8 @@ def _look(config: config_lib.Config, process: int, processes: int, wanted: float
         facts = {"data": {"train": train.state(0), "test": test.fingerprint}}
         sizes = f"{train.n_batches:,} batches to train on, {test.n_batches:,} to test"
         checks = [ok(GROUP, "index", f"{sizes}, read in {time.perf_counter() - began:.1f} s")]
-        checks += list(_samples(config, train))
+        for split, loader in (("train", train), ("test", test)):
+            checks += _samples(config, split, loader)
         checks += [_rate(train, stop - first, wanted / processes)]
         return checks, facts
     finally:
@@ -64,21 +64,24 @@ def _look(config: config_lib.Config, process: int, processes: int, wanted: float
             loader.close()
 
 
-def _samples(config: config_lib.Config, train: Loader) -> Iterator[Check]:
+def _samples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[Check]:
     """Decodes a recording of each shard; or a batch here and there, where a loader does not say which shards it has."""
-    until, remedy = time.monotonic() + SAMPLING, "replace these files from their source, or index the recordings again"
-    if train.population is None:
-        places, done = spread(max(train.n_batches, 1), PLACES), 0
-        while done < len(places) and time.monotonic() < until:
-            train.seek(places[done])
-            next(train)
-            done += 1
-        yield ok(GROUP, "samples", f"{done} batches, spread over {train.n_batches:,}, were read")
+    name, until = f"{split} samples", time.monotonic() + SAMPLING
+    remedy = "replace these files from their source, or index the recordings again"
+    if not loader.n_batches:  # which the index says
         return
-    rows, first_rows = train.population.rows, train.population.first_rows
-    # Position k of this loader is the k-th recording that is trained on.
+    if loader.population is None:
+        places, done = spread(loader.n_batches, PLACES), 0
+        while done < len(places) and time.monotonic() < until:
+            loader.seek(places[done])
+            next(loader)
+            done += 1
+        yield _sampled(name, done, f"{done} batches, spread over {loader.n_batches:,}, were read")
+        return
+    rows, first_rows = loader.population.rows, loader.population.first_rows
+    # Position k of this loader is the k-th recording of the split.
     module = importlib.import_module(config.loader)
-    each = module.make_loader(config.data, split="train", rows=Rows(1, ((0, 1),)), seed=config.seed, in_order=True)
+    each = module.make_loader(config.data, split=split, rows=Rows(1, ((0, 1),)), seed=config.seed, in_order=True)
     starts = [int(x) for x in rows.searchsorted(first_rows)]
     starts = list(dict.fromkeys(k for k in starts if k < len(rows)))
     bad, done = [], 0
@@ -92,17 +95,25 @@ def _samples(config: config_lib.Config, train: Loader) -> Iterator[Check]:
             if not found["weight"][0][0]:
                 bad.append(int(rows[k]))
     except DataError as error:
-        yield fail(GROUP, "samples", str(error), remedy)
+        yield fail(GROUP, name, str(error), remedy)
         return
     finally:
         reasons = dict(each.diagnostics().get("bad_list", []))
         each.close()
-    text = f"a recording of each of {done} of {len(starts)} shards was decoded"
     if bad:
         first = f"row {bad[0]}: {reasons.get(bad[0], 'unreadable')}"
-        yield fail(GROUP, "samples", f"{len(bad)} of the first recordings of {done} shards cannot be decoded; {first}", remedy)
+        yield fail(GROUP, name, f"{len(bad)} of the first recordings of {done} shards cannot be decoded; {first}", remedy)
     else:
-        yield ok(GROUP, "samples", text)
+        yield _sampled(name, done, f"a recording of each of {done} of {len(starts)} shards was decoded")
+
+
+def _sampled(name: str, done: int, text: str) -> Check:
+    """What was read is well; nothing was read where the time was up before the first one."""
+    if done:
+        return ok(GROUP, name, text)
+    return warn(
+        GROUP, name, f"{text}, within {SAMPLING:g} s", "see whether the data's file system is slow, or copy them nearer"
+    )
 
 
 def spread(n: int, most: int) -> list[int]:
@@ -116,10 +127,12 @@ def _rate(train: Loader, rows: int, wanted: float) -> Check:
     train.seek(0)
     next(train)  # threads and caches are warm from here on
     began, batches = time.perf_counter(), 0
-    for _ in itertools.takewhile(lambda _: time.perf_counter() - began < COUNTING, train):
-        batches += 1
+    for _ in train:
+        batches += 1  # one at least, however long it takes
+        if time.perf_counter() - began >= COUNTING:
+            break
     rate = rows * batches / (time.perf_counter() - began)
-    text = f"{rate:,.0f} rows/s"
+    text = f"{rate:,.0f} rows/s" if rate >= 10 else f"{rate:.2g} rows/s"
     if not wanted:
         return ok(GROUP, "rate", f"{text}; what a step asks for is not known on these devices")
     text += f"; a step asks this process for {wanted:,.0f} at most"

@@ -1,17 +1,16 @@
-"""The devices of a process: what jax finds, the driver, who else uses them, a product with a known result; the plan's sizes.
+"""The devices of a process: what jax finds, the driver, who else uses them, a product with a known result.
 
 It runs in a process of its own (`jaxtrain.doctor.apart`), which ends before a run could want the same devices.
 """
 
 import glob
 import importlib.metadata
-import json
 import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,15 @@ GROUP = "devices"
 QUERIED = "index,name,driver_version,memory.used,memory.total,temperature.gpu,ecc.errors.uncorrected.volatile.total"
 THROTTLED = {0x8: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
 DRIVERS = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}  # the oldest driver that knows its CUDA
+CHOOSE = ("CUDA_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")  # a user's own choice of GPUs
 USED = 0.05  # [share] of a device's memory that others may hold
 SECONDS = 1.0  # [s] of products on each device
 SIDE = {"cpu": 256}  # rows of the matrices; on accelerators:
 LARGE = 2048
 
 
-def examine(*, source: str, overrides: list[list[str]], local: list[int], processes: int) -> tuple[list[Check], dict[str, Any]]:
-    """Args: the config ("" = none); the ordinals of the process's own GPUs (none = all that it sees); processes of the job."""
+def examine(*, local: list[int]) -> tuple[list[Check], dict[str, Any]]:
+    """Args: local: the ordinals of the process's own GPUs (none = all that it sees)."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     checks = list(_driver(local))
     facts: dict[str, Any] = {}
@@ -39,30 +39,36 @@ def examine(*, source: str, overrides: list[list[str]], local: list[int], proces
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, local)))
     try:
         devices = jax.local_devices()
-    except RuntimeError as error:
-        checks.append(fail(GROUP, "jax", f"jax finds no device: {error}", _missing_remedy()))
+    except Exception as error:  # noqa: BLE001  a plugin that is missing, or for another driver, raises whatever it likes
+        asked = os.environ.get("JAX_PLATFORMS")
+        text = f"jax finds no device{f' with JAX_PLATFORMS={asked}' if asked else ''}: {str(error) or type(error).__name__}"
+        checks.append(fail(GROUP, "jax", text, _missing_remedy()))
         return checks, facts
     facts["devices"] = {"count": len(devices), "kind": devices[0].device_kind}
     checks += list(_found(devices, local))
     checks += list(_products(devices))
-    if source:
-        try:
-            facts |= _plan(source, [(path, text) for path, text in overrides], count=len(devices) * processes)
-        except ValueError as error:  # ConfigError, LayoutError, OptimError, DataError …
-            checks.append(fail("software", "config", str(error), "correct it as it says: jaxtrain explain lists every field"))
     return checks, facts
 
 
-def _found(devices: Sequence[Any], local: Sequence[int]) -> Iterator[Check]:
+def _found(devices: Sequence[Any], local: Sequence[int], environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
     platform, text = devices[0].platform, f"{len(devices)} × {devices[0].device_kind}"
-    there = len(glob.glob("/dev/nvidia[0-9]*"))
+    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
     tpus = len(glob.glob("/dev/accel[0-9]*"))
-    if platform == "cpu" and (there or tpus) and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
-        what = f"{there} GPUs" if there else f"{tpus} TPU chips"
+    remedy = "see CUDA_VISIBLE_DEVICES and the launcher's --gpus-per-task, --gpu-bind"
+    allotted = environment.get("SLURM_GPUS_ON_NODE", "")
+    given = int(allotted) if allotted.isdecimal() else 0
+    if platform == "cpu" and (gpus or tpus) and "cpu" not in environment.get("JAX_PLATFORMS", ""):
+        what = f"{gpus} GPUs" if gpus else f"{tpus} TPU chips"
         yield fail(GROUP, "jax", f"jax computes on the CPU, and this machine has {what}", _missing_remedy())
     elif local and len(devices) != len(local):
-        remedy = "see CUDA_VISIBLE_DEVICES and the launcher's --gpus-per-task, --gpu-bind"
         yield fail(GROUP, "jax", f"{text}, and the launcher gave {len(local)} to this process", remedy)
+    elif local or platform not in ("gpu", "cuda") or any(environment.get(name) is not None for name in CHOOSE):
+        yield ok(GROUP, "jax", text)  # nothing is known of how many there should be, or the user has chosen
+    elif given and len(devices) != given:
+        yield fail(GROUP, "jax", f"{text}, and SLURM gave {given} to this node (SLURM_GPUS_ON_NODE)", remedy)
+    elif not given and len(devices) < gpus:
+        more = "see nvidia-smi, dmesg (Xid), and which of /dev/nvidia* this container may open"
+        yield fail(GROUP, "jax", f"{text}, and this machine has {gpus} (/dev/nvidia*)", more)
     else:
         yield ok(GROUP, "jax", text)
 
@@ -199,28 +205,3 @@ def is_product(c: np.ndarray, a: np.ndarray, b: np.ndarray, *, times: int = 24) 
     random = np.random.default_rng()
     v = random.integers(0, 2, (b.shape[1], times)).astype(np.float64)  # exact: all sums are far below 2^53
     return bool((c.astype(np.float64) @ v == a.astype(np.float64) @ (b.astype(np.float64) @ v)).all())
-
-
-def _plan(source: str, overrides: list[tuple[str, str]], *, count: int) -> dict[str, Any]:
-    """What a config says of folders, and what its run needs on ``count`` devices like this process's. Raises ValueError."""
-    import jax
-
-    from jaxtrain import chips, plan
-    from jaxtrain import config as config_lib
-    from jaxtrain import layout as layout_lib
-
-    config = config_lib.load(source, overrides)
-    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
-    mesh = layout_lib.abstract_mesh(*sizes, count=count, what=f"{count} devices")
-    assembly = plan.assemble(config, mesh, devices=layout_lib.devices_like(jax.devices()[0]))
-    number, each = plan.checkpoints(config, assembly.abstract.state)
-    chip = chips.find(jax.devices()[0].device_kind)
-    ideal = assembly.task.flops / (count * chip.flops) / plan.MFU if chip else 0.0
-    return {
-        "config": json.loads(config_lib.to_json(config)),
-        "workdir": os.path.abspath(config.workdir),
-        "folder": config.checkpoint.folder,
-        "batch": config.train.batch,
-        "checkpoints": [number, each],
-        "rows_per_second": config.train.batch / ideal if ideal else 0.0,  # that the whole job will ask for
-    }

@@ -11,13 +11,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.doctor.check import Check, fail, in_bytes, ok, warn
+from jaxtrain import room
+from jaxtrain.doctor.check import FAIL, Check, fail, in_bytes, ok, warn
 
 GROUP = "disk"
 WRITTEN = 64 << 20  # [bytes]
 BLOCK = 4 << 20
 ENOUGH = 5.0  # [s] of writing
 SLOW = 20e6  # [bytes/s]
+LITTLE = 100e6  # [bytes] that the built-in data and compiled programs take in the cache, and a run's records in its workdir
 INODES = 10_000
 SEEN = 10.0  # [s] within which a new file must show on every host
 LATE = 3.0
@@ -33,11 +35,22 @@ REMEDIES = {
 }
 
 
-def examine(*, folder: str, what: str, writes: bool) -> tuple[list[Check], dict[str, Any]]:
-    """The checks of one folder. ``what``: its name for a person; ``writes``: whether a run writes there."""
+def examine(
+    *, folder: str, what: str, writes: bool, checkpoints: tuple[str, int, int] | None = None
+) -> tuple[list[Check], dict[str, Any]]:
+    """The checks of one folder.
+
+    Args:
+      what: its name for a person.
+      writes: whether a run writes there.
+      checkpoints: the folder of those that a plan will keep there, how many, and the bytes of each.
+    """
     if "://" in folder:
         return list(_store(folder, what)), {}
-    return list(_look(folder, what, writes=writes)), {}
+    checks = list(_look(folder, what, writes=writes))
+    if checkpoints and all(check.verdict != FAIL for check in checks):
+        checks.append(room_for(*checkpoints))
+    return checks, {}
 
 
 def _look(folder: str, what: str, *, writes: bool) -> Iterator[Check]:
@@ -67,6 +80,10 @@ def _look(folder: str, what: str, *, writes: bool) -> Iterator[Check]:
     if odd:
         yield fail(
             GROUP, what, f"{text}; {'; '.join(odd)}", "put it on a POSIX file system; an object store is named by its address"
+        )
+    elif usage.free < LITTLE:
+        yield warn(
+            GROUP, what, f"{text}; expected at least {in_bytes(LITTLE)}", "free some space there, or choose another disk"
         )
     elif rates[0] < SLOW:
         yield warn(
@@ -119,7 +136,7 @@ def _write(scratch: str) -> tuple[float, float]:
             size += file.write(block)
         os.fsync(file.fileno())
         written = size / (time.perf_counter() - began)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # macOS has none
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     began, size = time.perf_counter(), 0
     with open(path, "rb", buffering=0) as file:
@@ -175,19 +192,22 @@ def _store(url: str, what: str) -> Iterator[Check]:
         yield fail(GROUP, what, f"{url} returned something else than was written", "choose another store")
 
 
-def room(folder: str, checkpoints: int, each: int) -> Check:
-    """Whether the checkpoints of a plan fit: so many, of ``each`` bytes."""
+def room_for(folder: str, checkpoints: int, each: int) -> Check:
+    """Whether the checkpoints of a plan fit: so many, of ``each`` bytes, together with those that are there."""
+    needed, there = checkpoints * each, room.held(folder, checkpoints - 1, each)
     free = shutil.disk_usage(nearest(folder)).free
-    text = (
-        f"{checkpoints} checkpoints of {in_bytes(each)} need {in_bytes(checkpoints * each)}; {folder} has {in_bytes(free)} free"
-    )
-    if checkpoints * each > free:
-        return fail(GROUP, "room", text, "free some space, lower config.checkpoint.keep, or choose another config.workdir")
+    text = f"{checkpoints} checkpoints of {in_bytes(each)} need {in_bytes(needed)}"
+    text += f"{f', of which {in_bytes(there)} are there' if there else ''}; {folder} has {in_bytes(free)} free"
+    if needed - there > free:
+        remedy = (
+            "free some space, lower config.checkpoint.keep, or set config.checkpoint.folder or config.workdir to another disk"
+        )
+        return fail(GROUP, "room", text, remedy)
     return ok(GROUP, "room", text)
 
 
 class Shared:
-    """A folder below the workdir in which process 0 shows files to the others, and looks for theirs."""
+    """A folder where the checkpoints go, in which process 0 shows files to the others, and looks for theirs."""
 
     def __init__(self, folder: str, token: str):
         self.path = os.path.join(nearest(folder), f".doctor-{token}")

@@ -9,15 +9,20 @@ from typing import Any
 
 from jaxtrain import cluster
 from jaxtrain.cluster import discover, rendezvous
-from jaxtrain.doctor import disk, host, network, software
+from jaxtrain.doctor import config, disk, host, network, software
 from jaxtrain.doctor.apart import Apart
 from jaxtrain.doctor.check import FAIL, Check, fail, from_json, ok, warn
 from jaxtrain.doctor.meeting import Host, MeetingError, Visitor
 from jaxtrain.doctor.report import Report
 from loaders import machine
 
-LOCAL = 200.0  # [s] that the slowest process may take for its own checks, all of which are bounded
-ROUND = 60.0
+# [s] that each group may take: those that read folders begin together, and all others come one after the other.
+DEVICES, CONFIG, WRITING, READING, DATA = 90.0, 60.0, 25.0, 25.0, 60.0
+WRITTEN = 3  # folders that a run writes to: the cache, the workdir, the checkpoints
+ITSELF = 20.0  # for what a process looks at by itself, and for the start of a slower one
+LOCAL = ITSELF + DEVICES + CONFIG + WRITTEN * WRITING + READING + DATA  # until the slowest has done its own checks
+ROUND = 60.0  # for what follows: each measurement between two hosts, each look at the others' files
+ANSWER = LOCAL + ROUND  # that process 0 is waited for, once all are there
 
 
 def examine(source: str, overrides: Sequence[tuple[str, str]], *, wait: float) -> Report:
@@ -48,10 +53,11 @@ def examine(source: str, overrides: Sequence[tuple[str, str]], *, wait: float) -
     hosts = {membership.process: socket.gethostname()}
     try:
         token = meeting.share(secrets.token_hex(network.TOKEN // 2)) if meeting else ""
+        met = time.monotonic()
         own, facts = _alone(source, overrides, membership)
         found += own
         if meeting:
-            return _together(meeting, membership, found, facts, token, began)
+            return _together(meeting, membership, found, facts, token, began=began, met=met)
     except MeetingError as error:
         found.append(fail("processes", "meeting", str(error), error.remedy))
     finally:
@@ -70,7 +76,13 @@ def _meet(membership: cluster.Cluster, wait: float) -> tuple[Host | Visitor | No
         if membership.process == 0:
             return Host(coordinator, processes=membership.processes, job=job, secret=secret, wait=wait), None
         return Visitor(
-            coordinator, process=membership.process, processes=membership.processes, job=job, secret=secret, wait=wait
+            coordinator,
+            process=membership.process,
+            processes=membership.processes,
+            job=job,
+            secret=secret,
+            wait=wait,
+            answer=wait + ANSWER,
         ), None
     except cluster.ClusterError as error:
         remedy = "export JAXTRAIN_SECRET=$(openssl rand -hex 32) before srun; mpirun -x JAXTRAIN_SECRET; the same on all hosts"
@@ -93,30 +105,65 @@ def _alone(
     gpus = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()])
     facts = software.facts()
     checks = [software.examine(facts), *host.examine(processes=membership.processes, gpus=gpus)]
-    looking = Apart("devices", {**given, "local": list(membership.local_devices), "processes": membership.processes})
     remedy = "see dmesg and nvidia-smi; a driver that hangs needs a reset of the device, or a restart of the host"
-    found, more = looking.result(within=90, remedy=remedy)
+    found, more = Apart("devices", {"local": list(membership.local_devices)}).result(within=DEVICES, remedy=remedy)
     checks, facts = checks + found, facts | more
-    folders = [(str(machine.cache_folder()), "cache")]
-    if "workdir" in facts:
-        folders += [(facts["workdir"], "workdir"), *([(facts["folder"], "checkpoints")] if facts["folder"] else [])]
-    for folder, what in folders:
-        remedy = f"the file system of {folder} hangs: see its server, and mount it again"
-        found, _ = Apart("disk", {"folder": folder, "what": what, "writes": True}).result(within=25, remedy=remedy)
-        checks += found
-        if what == "workdir" and not any(check.verdict == FAIL for check in found) and membership.process == 0:
-            checks.append(disk.room(folder, *facts["checkpoints"]))
+    if source:
+        here = facts.get("devices", {"count": 0, "kind": ""})
+        asked = {**given, "count": here["count"] * membership.processes, "kind": here["kind"]}
+        remedy = f"see whether {source} itself, its workdir, or the file system of its data hangs"
+        found, more = Apart("config", asked, environment=config.ENVIRONMENT).result(within=CONFIG, remedy=remedy)
+        checks, facts = checks + found, facts | more
+    found, more = _folders(facts, membership.process)
+    checks, facts = checks + found, facts | more
     if "config" in facts:
-        where = {"process": membership.process, "processes": membership.processes, "wanted": facts["rows_per_second"]}
-        found, more = Apart("data", {**given, **where}).result(within=60, remedy="see whether the data's file system answers")
+        asked = {**given, "process": membership.process, "processes": membership.processes}
+        asked["wanted"] = facts.get("rows_per_second", 0.0)
+        found, more = Apart("data", asked).result(within=DATA, remedy="see whether the data's file system answers")
         checks, facts = checks + found, facts | more
     return checks, facts
 
 
+def _folders(facts: dict[str, Any], process: int) -> tuple[list[Check], dict[str, Any]]:
+    """What is found of the folders that a run writes to, one after the other, and of those that it reads.
+
+    A fact is the folder of the checkpoints that the processes must share, "shared", where it can be used on this host.
+    """
+    written, shared = [(str(machine.cache_folder()), "cache")], ""
+    if "workdir" in facts:
+        written += [(facts["workdir"], "workdir"), *([(facts["folder"], "checkpoints")] if facts["folder"] else [])]
+        shared = written[-1][0]
+    checks: list[Check] = []
+    for folder, what in written:
+        asked = {"folder": folder, "what": what, "writes": True}
+        if folder == shared and process == 0:
+            asked["checkpoints"] = facts.get("checkpoints")
+        found, _ = Apart("disk", asked).result(within=WRITING, remedy=_hangs(folder))
+        checks += found
+        if folder == shared and ("://" in folder or any(check.verdict == FAIL for check in found)):
+            shared = ""
+    reads = facts.get("reads", {}).items()
+    reading = [(folder, Apart("disk", {"folder": folder, "what": f"data.{name}", "writes": False})) for name, folder in reads]
+    for folder, looking in reading:
+        checks += looking.result(within=READING, remedy=_hangs(folder))[0]
+    return checks, {"shared": shared}
+
+
+def _hangs(folder: str) -> str:
+    return f"the file system of {folder} hangs: see its server, and mount it again"
+
+
 def _together(
-    meeting: Host | Visitor, membership: cluster.Cluster, found: list[Check], facts: dict[str, Any], token: str, began: float
+    meeting: Host | Visitor,
+    membership: cluster.Cluster,
+    found: list[Check],
+    facts: dict[str, Any],
+    token: str,
+    *,
+    began: float,
+    met: float,
 ) -> Report:
-    """What the processes find between them. Raises MeetingError where process 0 went."""
+    """What the processes find between them, who ``began``, and ``met``, at these times. Raises MeetingError: process 0 went."""
     me, coordinator = membership.process, membership.coordinator.rpartition(":")[0].strip("[]")
     if isinstance(meeting, Host):
         here = rendezvous.addresses(coordinator, 0) or [""]
@@ -126,7 +173,7 @@ def _together(
     listener = network.Listener(at, token.encode())
     try:
         place = {"host": network.host_id(), "name": socket.gethostname(), "address": address, "port": listener.port}
-        first = meeting.gather({"facts": facts, **place}, within=LOCAL)
+        first = meeting.gather({"facts": facts, **place}, within=max(met + LOCAL - time.monotonic(), 1.0))
         plan = meeting.share(_plan(first, membership) if isinstance(meeting, Host) else None)
         places = {int(p): x for p, x in plan["places"].items()}
         several = len({x["host"] for x in places.values()}) > 1
@@ -137,7 +184,7 @@ def _together(
                 if a == me and b in places:
                     found += _measure(a, b, places, token)
             meeting.share(meeting.gather(None, within=ROUND) and None)
-        found += _shared(meeting, plan, token, me)
+        found += _shared(meeting, plan, token, me, can_look=facts["shared"] == plan["shared"])
     finally:
         listener.close()
     reports = meeting.gather([list(check) for check in found], within=ROUND)
@@ -160,9 +207,8 @@ def _plan(first: dict[int, Any], membership: cluster.Cluster) -> dict[str, Any]:
     for p, x in sorted(places.items()):
         by_host.setdefault(x["host"], p)
     stations = list(by_host.values()) if len(by_host) > 1 else sorted(places)[:2]
-    workdir = first[0]["facts"].get("workdir", "")
     rounds = network.rounds(stations) if len(stations) > 1 else []
-    return {"places": places, "rounds": rounds, "workdir": workdir}
+    return {"places": places, "rounds": rounds, "shared": first[0]["facts"]["shared"]}
 
 
 def _measure(a: int, b: int, places: dict[int, Any], token: str) -> list[Check]:
@@ -174,18 +220,22 @@ def _measure(a: int, b: int, places: dict[int, Any], token: str) -> list[Check]:
         return [network.unreached(who, there["address"], there["port"], error)]
 
 
-def _shared(meeting: Host | Visitor, plan: dict[str, Any], token: str, me: int) -> list[Check]:
-    """Whether all processes see process 0's workdir."""
-    if not plan["workdir"]:
+def _shared(meeting: Host | Visitor, plan: dict[str, Any], token: str, me: int, *, can_look: bool) -> list[Check]:
+    """Whether all processes see the folder of process 0's checkpoints.
+
+    A process for which that folder failed, or which has another one, is left out (not ``can_look``): it has said so, and
+    would hang where its server is gone.
+    """
+    if not plan["shared"]:
         return []
     try:
-        shared = disk.Shared(plan["workdir"], token[:16])
+        shared = disk.Shared(plan["shared"], token[:16]) if can_look else None
     except OSError:
         shared = None  # this process cannot see the folder at all
     if not isinstance(meeting, Host):
         if meeting.share():
             looked = shared.look(me) if shared else {"seconds": None, "locked": None}
-            meeting.gather(looked, within=ROUND)
+            meeting.gather(looked if can_look else None, within=ROUND)
             meeting.share()
         return []
     try:
@@ -197,11 +247,10 @@ def _shared(meeting: Host | Visitor, plan: dict[str, Any], token: str, me: int) 
     if not shared:
         return []
     try:
-        seen = meeting.gather(None, within=ROUND)
-        del seen[0]
+        seen = {p: looked for p, looked in meeting.gather(None, within=ROUND).items() if looked}
         hosts = {int(p): x["name"] for p, x in plan["places"].items()}
         missing = shared.missing([p for p, x in seen.items() if x["seconds"] is not None]) if seen else []
-        return list(disk.judge_shared(plan["workdir"], seen, missing, hosts)) if seen else []
+        return list(disk.judge_shared(plan["shared"], seen, missing, hosts)) if seen else []
     finally:
         shared.remove()
         meeting.share(None)

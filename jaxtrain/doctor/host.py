@@ -24,8 +24,8 @@ def examine(*, processes: int, gpus: int) -> Iterator[Check]:
     yield _memory()
     yield from _address_space()
     yield _open_files(processes)
-    yield from _threads()
-    yield from _shared_memory(gpus)
+    yield _threads()
+    yield _shared_memory(gpus)
     yield _temporary()
 
 
@@ -40,8 +40,13 @@ def _cores() -> Check:
 
 def _memory() -> Check:
     info = meminfo()
-    total, available = float(info.get("MemTotal", 0)), float(info.get("MemAvailable", 0))
+    total = float(info.get("MemTotal", 0) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     limit, used = cgroup_memory()
+    if "MemAvailable" not in info:  # macOS has no such file
+        return warn(
+            GROUP, "memory", f"{in_bytes(total)} in all; how much is available is not known here", "see top, or vm_stat"
+        )
+    available = float(info["MemAvailable"])
     text = f"{in_bytes(available)} available of {in_bytes(total)}"
     if limit < total:
         available = min(available, max(limit - used, 0))
@@ -95,10 +100,15 @@ def _container() -> str:
 
 
 def _address_space() -> Iterator[Check]:
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        text = f"the address space is limited to {in_bytes(limit)}; shards and programs are mapped, and count though no memory"
-        yield warn(GROUP, "address space", text, "ulimit -v unlimited, before the launcher's command")
+    limited = False
+    for what, kind, letter in (("address space", resource.RLIMIT_AS, "v"), ("data segment", resource.RLIMIT_DATA, "d")):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            text = f"the {what} is limited to {in_bytes(limit)}; what is mapped and not used yet counts, though it is no memory"
+            yield warn(GROUP, what, text, f"ulimit -{letter} unlimited, before the launcher's command")
+            limited = True
+    if not limited:
+        yield ok(GROUP, "ulimit", "limits neither the address space nor the data segment")
 
 
 def _open_files(processes: int) -> Check:
@@ -114,7 +124,7 @@ def _open_files(processes: int) -> Check:
     return ok(GROUP, "open files", text)
 
 
-def _threads(mount: str = "/sys/fs/cgroup") -> Iterator[Check]:
+def _threads(mount: str = "/sys/fs/cgroup") -> Check:
     """XLA, gRPC, the loader and Orbax start threads by the number of cores."""
     folder = pathlib.Path(mount)
     needed = 64 + 8 * machine.cores()
@@ -122,22 +132,27 @@ def _threads(mount: str = "/sys/fs/cgroup") -> Iterator[Check]:
         free = int((folder / "pids.max").read_text()) - int((folder / "pids.current").read_text())
     except (OSError, ValueError):
         free = None
-    if free is not None and free < needed:
-        text = f"the container may start {free} more threads, and a run needs about {needed}"
-        yield failed(GROUP, "threads", text, "docker run --pids-limit=-1, podPidsLimit of the kubelet")
+    if free is None:
+        return ok(GROUP, "threads", "not limited by a container")
+    text = f"the container may start {free} more threads, and a run needs about {needed}"
+    if free < needed:
+        return failed(GROUP, "threads", text, "docker run --pids-limit=-1, podPidsLimit of the kubelet")
+    return ok(GROUP, "threads", text)
 
 
-def _shared_memory(gpus: int) -> Iterator[Check]:
-    if gpus < 2:
-        return
+def _shared_memory(gpus: int) -> Check:
     remedy = "docker run --ipc=host (or --shm-size=16g), an emptyDir of medium Memory at /dev/shm; else NCCL_SHM_DISABLE=1"
     try:
         free = shutil.disk_usage("/dev/shm").free
+        text = f"{in_bytes(free)} free"
     except OSError as error:
-        yield failed(GROUP, "/dev/shm", f"it cannot be used: {error.strerror}; NCCL needs it between {gpus} GPUs", remedy)
-        return
-    text = f"{in_bytes(free)} free, for NCCL between {gpus} GPUs"
-    yield ok(GROUP, "/dev/shm", text) if free >= SHARED_MEMORY else warn(GROUP, "/dev/shm", text, remedy)
+        free, text = 0, f"it cannot be used: {error.strerror}"
+    if gpus < 2:
+        return ok(GROUP, "/dev/shm", f"{text}; NCCL needs it between two GPUs or more, and here are {gpus}")
+    text += f"; NCCL needs {in_bytes(SHARED_MEMORY)} between {gpus} GPUs"
+    if not free:
+        return failed(GROUP, "/dev/shm", text, remedy)
+    return ok(GROUP, "/dev/shm", text) if free >= SHARED_MEMORY else warn(GROUP, "/dev/shm", text, remedy)
 
 
 def _temporary() -> Check:

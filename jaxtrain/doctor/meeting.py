@@ -15,8 +15,6 @@ from typing import Any
 from jaxtrain.cluster import rendezvous
 from jaxtrain.cluster.handshake import Guest, HandshakeError, Line, prove
 
-ANSWER = 260.0  # [s] that process 0 is waited for, which itself waits for the slowest
-
 
 class MeetingError(RuntimeError):
     """Process 0 cannot be met, or went.
@@ -144,8 +142,8 @@ class Host:
 class Visitor:
     """The side of every other process. ``address``: of this host, as the network sees it on the way to process 0."""
 
-    def __init__(self, coordinator: str, *, process: int, processes: int, job: str, secret: str, wait: float):
-        """Raises MeetingError when process 0 is not met within ``wait`` [s]."""
+    def __init__(self, coordinator: str, *, process: int, processes: int, job: str, secret: str, wait: float, answer: float):
+        """Raises MeetingError when process 0 is not met within ``wait`` [s]. ``answer``: that it may take for anything else."""
         host, _, port = coordinator.rpartition(":")
         deadline = time.monotonic() + wait
         last: OSError = OSError("no answer")
@@ -164,6 +162,7 @@ class Visitor:
             time.sleep(0.3)
         self.address = self._connection.getsockname()[0]
         self._waiting: deque[Any] = deque()
+        self._answer = answer
         self._say({"process": process, "processes": processes, "job": job, "host": socket.gethostname()})
 
     def gather(self, value: Any, *, within: float) -> dict[int, Any]:
@@ -173,7 +172,7 @@ class Visitor:
 
     def share(self, value: Any = None) -> Any:
         """Process 0's value."""
-        deadline = time.monotonic() + ANSWER
+        deadline = time.monotonic() + self._answer
         while not self._waiting:
             self._connection.settimeout(max(deadline - time.monotonic(), 0.1))
             try:

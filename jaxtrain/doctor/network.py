@@ -23,6 +23,7 @@ from jaxtrain.doctor.check import Check, fail, ok, warn
 GROUP = "network"
 TOKEN = 32  # [bytes]
 PINGS = 50
+PINGING = 5.0  # [s] at most
 SENDING = 0.5  # [s]
 MOST_ROUNDS = 8
 SLOW, FAR = 20e6, 0.020  # [bytes/s], [s]: below or above it, steps wait for each other
@@ -81,13 +82,15 @@ def measure(address: str, port: int, token: bytes) -> Link:
     with socket.create_connection((address, port), timeout=5) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(token + b"p")
-        best = (float("inf"), 0.0)
+        best, until = (float("inf"), 0.0), time.monotonic() + PINGING
         for _ in range(PINGS):
             began, wall = time.perf_counter(), time.time()
             connection.sendall(b".")
             there = struct.unpack("!d", _exactly(connection, 8))[0]
             took = time.perf_counter() - began
             best = min(best, (took, there - (wall + took / 2)))
+            if time.monotonic() > until:
+                break
     with socket.create_connection((address, port), timeout=5) as connection:
         connection.settimeout(20 * SENDING)
         connection.sendall(token + b"s")
@@ -118,9 +121,7 @@ def judge(who: str, link: Link) -> Iterator[Check]:
     """The findings of one measurement. ``who``: from where to where."""
     text = f"{who}: {1e3 * link.latency:.3g} ms, {link.rate / 1e6:,.0f} MB/s over one TCP connection"
     if link.rate < SLOW or link.latency > FAR:
-        remedy = (
-            "see which interface is taken (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), its speed (ethtool), and who else uses it"
-        )
+        remedy = "see which interface is taken (ip route get ADDRESS), its speed (ethtool), and who else uses it"
         yield warn(GROUP, "link", f"{text}; expected at least {SLOW / 1e6:g} MB/s, at most {1e3 * FAR:g} ms", remedy)
     else:
         yield ok(GROUP, "link", text)
@@ -129,6 +130,8 @@ def judge(who: str, link: Link) -> Iterator[Check]:
         way = "ahead" if link.ahead > 0 else "behind"
         text = f"{who}: the other's clock is {abs(link.ahead):,.1f} s {way}"
         yield judged(GROUP, "clocks", text, "let both follow a time server: chronyc tracking, timedatectl set-ntp true")
+    else:
+        yield ok(GROUP, "clocks", f"{who}: {abs(link.ahead):.3f} s apart; at most {CLOCKS:g} s are well")
 
 
 def unreached(who: str, address: str, port: int, error: OSError) -> Check:
@@ -155,7 +158,9 @@ def names(*, several_hosts: bool, resolve: Callable[[str], list[str]] | None = N
     if several_hosts:
         back = _within(5.0, lambda: socket.gethostbyaddr(found[0])[0])
         if isinstance(back, Exception):
-            text += "; no name belongs to that address"
+            remedy = f"add it to DNS, or to /etc/hosts on all hosts: {found[0]} {name}"
+            yield warn(GROUP, "host name", f"{text}, and no name belongs to that address", remedy)
+            return
         elif back.split(".")[0].lower() != name.split(".")[0].lower():
             yield warn(GROUP, "host name", f"{text}, and that address is {back}", "correct DNS, or /etc/hosts on all hosts")
             return
@@ -168,25 +173,26 @@ def resolved(name: str) -> list[str]:
 
 
 def interfaces(environment: Mapping[str, str], address: str) -> Iterator[Check]:
-    """What NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME choose; ``address``: of this host, by which others reach it."""
-    there = addresses()
+    """What NCCL_SOCKET_IFNAME chooses; ``address``: of this host, by which others reach it.
+
+    Collectives on CPUs go by the address that the host's name leads to (`names`): JAX's Gloo reads no such variable.
+    """
+    there, variable = addresses(), "NCCL_SOCKET_IFNAME"
     used = next((name for name, found in there.items() if found and found == address), "")
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        if not (given := environment.get(variable, "")):
-            continue
-        if variable.startswith("GLOO") and "," not in given:
-            given = f"={given}"
-        chosen = _chosen(given, list(there))
-        remedy = f"unset it, or name one of {', '.join(name for name in there if name != 'lo') or 'lo'}"
-        if not chosen:
-            yield fail(GROUP, variable, f"{environment[variable]!r} names no interface of this host", remedy)
-        elif all(_is_down(name) for name in chosen):
-            yield fail(GROUP, variable, f"{', '.join(chosen)} is down", f"ip link set {chosen[0]} up, or {remedy}")
-        elif used and used not in chosen and used != "lo":
-            text = f"it chooses {', '.join(chosen)}, and the coordinator is reached by {used}"
-            yield warn(GROUP, variable, text, f"unset it, or set it to {used} if both hosts are in that network alone")
-        else:
-            yield ok(GROUP, variable, f"it chooses {', '.join(chosen)}")
+    given = environment.get(variable, "")
+    chosen = _chosen(given, list(there)) if given else []
+    remedy = f"unset it, or name one of {', '.join(name for name in there if name != 'lo') or 'lo'}"
+    if not given:
+        yield ok(GROUP, variable, "not set: NCCL chooses among all interfaces, InfiniBand first")
+    elif not chosen:
+        yield fail(GROUP, variable, f"{given!r} names no interface of this host", remedy)
+    elif all(_is_down(name) for name in chosen):
+        yield fail(GROUP, variable, f"{', '.join(chosen)} is down", f"ip link set {chosen[0]} up, or {remedy}")
+    elif used and used not in chosen and used != "lo":
+        text = f"it chooses {', '.join(chosen)}, and the coordinator is reached by {used}"
+        yield warn(GROUP, variable, text, f"unset it, or set it to {used} if both hosts are in that network alone")
+    else:
+        yield ok(GROUP, variable, f"it chooses {', '.join(chosen)}")
     if used and address:
         yield ok(GROUP, "interface", f"others reach this host at {address}, by {used}")
 

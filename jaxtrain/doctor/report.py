@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxtrain.doctor.check import FAIL, OK, WARN, Check
 
-GROUPS = ("processes", "software", "host", "devices", "disk", "data", "network")
+GROUPS = ("processes", "software", "config", "host", "devices", "disk", "data", "network")
 
 
 class Report(NamedTuple):

@@ -3,8 +3,8 @@
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxtrain import cluster
 from jaxtrain.cluster import rendezvous
@@ -12,30 +12,34 @@ from jaxtrain.doctor.check import Check, fail, ok, warn
 
 GROUP = "software"
 # What steers compilers and communication; a process's own place in the job is not among it.
-STEERS = ("XLA_", "NCCL_", "LIBTPU_", "JAX_", "GLOO_")
-OWN = (
-    "JAX_COORDINATOR",
-    "JAX_PROCESS",
-    "JAX_LOCAL",
-    "JAX_NUM",
-    "NCCL_SOCKET_IFNAME",
-    "GLOO_SOCKET_IFNAME",
-    "JAX_COMPILATION_CACHE",
-)
-# Topic -> (whether a difference is an error, the remedy).
-TOPICS: dict[str, tuple[bool, str]] = {
-    "packages": (True, "install the same wheels on every host: pip install with one constraints file, or one image"),
-    "commit": (True, "bring the checkouts to one commit: git pull, on every host"),
-    "python": (False, "use one version of Python and one kind of processor everywhere"),
-    "config": (True, "start all processes with the same --config and overrides, from the same file"),
-    "environment": (False, "set these variables alike in all processes: mpirun -x NAME, srun --export=ALL"),
-    "devices": (True, "give every process as many devices, of one kind"),
-    "data": (True, "bring the same data to every host, then rerun; a checkpoint would refuse one of them"),
+STEERS = ("XLA_", "NCCL_", "LIBTPU_", "JAX_")
+OWN = ("JAX_COORDINATOR", "JAX_PROCESS", "JAX_LOCAL", "JAX_NUM", "NCCL_SOCKET_IFNAME", "JAX_COMPILATION_CACHE")
+Judge = Callable[[str, str, str, str], Check]
+
+
+class Topic(NamedTuple):
+    """What must be the same in all processes."""
+
+    differs: Judge  # how bad a difference is
+    lacks: Judge  # how bad it is that some processes have none
+    remedy: str
+
+
+TOPICS = {
+    "packages": Topic(fail, fail, "install the same wheels on every host: pip install with one constraints file, or one image"),
+    "commit": Topic(fail, fail, "bring the checkouts to one commit: git pull, on every host"),
+    "python": Topic(warn, warn, "use one version of Python and one kind of processor everywhere"),
+    "config": Topic(fail, fail, "start all processes with the same --config and overrides, from the same file"),
+    "workdir": Topic(fail, fail, "start all processes in the same folder, or set config.workdir to a path that begins with /"),
+    "environment": Topic(warn, warn, "set these variables alike in all processes: mpirun -x NAME, srun --export=ALL"),
+    "devices": Topic(fail, fail, "give every process as many devices, of one kind"),
+    # A host that has not made or copied its data yet has none.
+    "data": Topic(fail, warn, "bring the same data to every host, then rerun; a checkpoint would refuse one of them"),
 }
 
 
 def facts() -> dict[str, Any]:
-    """By topic; config, devices and data are added by those who find them."""
+    """By topic; config, workdir, devices and data are added by those who find them."""
     return {
         "packages": cluster.versions(),
         "commit": cluster.commit(),
@@ -54,14 +58,19 @@ def examine(found: Mapping[str, Any]) -> Check:
 def compare(reports: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     """Args: reports: {"process", "host", "facts": {topic: …}} of all processes."""
     same = []
-    for topic, (is_error, remedy) in TOPICS.items():
+    for topic, (differs, lacks, remedy) in TOPICS.items():
         known = [dict(report, facts={topic: report["facts"][topic]}) for report in reports if topic in report["facts"]]
+        lacking = [f"process {report['process']} ({report['host']})" for report in reports if topic not in report["facts"]]
+        if known and lacking:
+            more = f" and {len(lacking) - 8} others" if len(lacking) > 8 else ""
+            who = f"{', '.join(lacking[:8])}{more} {'has' if len(lacking) == 1 else 'have'} none"
+            yield lacks(GROUP, f"same {topic}", f"{who}; known of {len(known)} of {len(reports)} processes", remedy)
         if len(known) < 2:
             continue
         if problem := rendezvous.differences(known):
             text = "; ".join(line.strip() for line in problem.splitlines()[1:])
-            yield (fail if is_error else warn)(GROUP, f"same {topic}", text, remedy)
-        else:
+            yield differs(GROUP, f"same {topic}", text, remedy)
+        elif not lacking:
             same.append(topic)
     if same:
         yield ok(GROUP, "the same", f"{', '.join(same)}, in all {len(reports)} processes")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxtrain import config as config_lib
-from jaxtrain import feed, specs
+from jaxtrain import feed, room, specs
 from jaxtrain import layout as layout_lib
 from jaxtrain import state as state_lib
 from jaxtrain.assembly import Assembly, assemble
@@ -248,12 +248,17 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
     yield _check_data(config, assembly)
     state = assembly.abstract.state
     keep, saved = checkpoints(config, state)
-    folder = pathlib.Path(config.workdir).absolute()
-    folder = next(p for p in (folder, *folder.parents) if p.exists())
-    free = shutil.disk_usage(folder).free
-    text = f"{keep} checkpoints of {in_bytes(saved)} need {in_bytes(keep * saved)}; {folder} has {in_bytes(free)} free"
-    # A plan for devices elsewhere is for a disk elsewhere.
-    yield "disk", text if target.here else f"{text} here", not target.here or keep * saved <= free
+    text = f"{keep} checkpoints of {in_bytes(saved)} need {in_bytes(keep * saved)}"
+    place = room.folder_of(config.workdir, config.checkpoint.folder)
+    if "://" in place:
+        yield "disk", f"{text} in {place}, whose room is not known", True
+    else:
+        folder = pathlib.Path(place).expanduser().absolute()
+        folder = next(p for p in (folder, *folder.parents) if p.exists())
+        there, free = room.held(place, keep - 1, saved), shutil.disk_usage(folder).free
+        text += f"{f', of which {in_bytes(there)} are there' if there else ''}; {folder} has {in_bytes(free)} free"
+        # A plan for devices elsewhere is for a disk elsewhere.
+        yield "disk", text if target.here else f"{text} here", not target.here or keep * saved - there <= free
 
     local = jax.local_device_count() if target.here else min(target.count, 4 if target.tiled else GPUS_PER_NODE)
     copy = min(local * state_lib.bytes_per_device(state), saved)  # a save is written from a copy on the host

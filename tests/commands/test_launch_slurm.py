@@ -340,3 +340,25 @@ def test_a_sweep_runs_as_an_array(folder, corpus, capsys, slurm):  # noqa: F811
         assert json.loads((workdir / "config.json").read_text())["optim"]["lr"] == lr
         assert list(records(workdir, "train")) == [1, 2]
     assert sys.executable in (folder / "runs" / "tiny" / "slurm" / f"{job.partition('_')[0]}_submission.sh").read_text()
+
+
+@pytest.mark.slow
+def test_the_doctor_under_srun_gives_one_report(folder, corpus):  # noqa: F811
+    if reason := slurm_of_one():
+        pytest.skip(reason)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "SLURM"))}
+    environment |= {"JAX_PLATFORMS": "cpu", "NO_GCE_CHECK": "true", "PYTHONPATH": f"{ROOT}:{folder}"}
+    environment |= {"JAXTRAIN_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-m", "jaxtrain.cli", "doctor", "--json", f"--config=tiny.py:{corpus}"]
+    done = subprocess.run(
+        ["srun", "--ntasks=2", "--time=4", *command, "--config.loader=loaders.spectrogram"],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    told = json.loads(done.stdout)
+    present = next(check for check in told["checks"] if check["name"] == "present")
+    assert told["ok"] and told["processes"] == 2 and "all 2 processes met" in present["text"] and "(SLURM)" in present["text"]

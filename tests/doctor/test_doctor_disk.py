@@ -48,9 +48,48 @@ def test_a_read_only_mount_and_a_full_one_fail_with_what_to_do(tmp_path):
 
 
 def test_what_a_plan_needs_is_compared_with_what_is_free(tmp_path):
-    assert disk.room(str(tmp_path), 2, 1000).verdict == OK
-    check = disk.room(str(tmp_path), 3, 1 << 60)
+    assert disk.room_for(str(tmp_path), 2, 1000).verdict == OK
+    check = disk.room_for(str(tmp_path), 3, 1 << 60)
     assert check.verdict == FAIL and "3 checkpoints of 1.15e+06 TB need 3.46e+06 TB" in check.text
+
+
+def test_checkpoints_that_are_there_are_not_asked_for_again(tmp_path):
+    """Of 16 MB two checkpoints of 6 MB have 12: a third fits no more beside them, and fits where it takes one's place."""
+    steps = " ".join(f"{tmp_path}/checkpoints/{step}" for step in (10, 20))
+    fill = f"for s in {steps}; do mkdir -p $s; dd if=/dev/zero of=$s/state bs=1M count=6 2>/dev/null; done"
+    look = (
+        "import json, sys; from jaxtrain.doctor import disk; "
+        "print(json.dumps([disk.room_for(sys.argv[1] + '/checkpoints', n, 6 << 20) for n in (2, 3)]))"
+    )
+    fits, beyond = mounted(tmp_path, f"mount -t tmpfs -o size=16m none {tmp_path} && {fill}", look)
+    assert fits[2] == FAIL and "of which 6.29 MB are there" in fits[3], "it is written before the older of two goes"
+    assert beyond[2] == FAIL and "of which 12.6 MB are there" in beyond[3]
+    fits, beyond = mounted(tmp_path, f"mount -t tmpfs -o size=20m none {tmp_path} && {fill}", look)
+    assert fits[2] == OK and beyond[2] == OK
+
+
+def test_the_room_is_that_of_the_checkpoints_disk(tmp_path):
+    """Their folder is on a small disk, and the workdir on a large one; then the other way round."""
+    look = (
+        "import json, sys; from jaxtrain.doctor import disk; disk.WRITTEN = 1 << 20; "
+        "print(json.dumps([disk.examine(folder=f'{sys.argv[1]}/{name}', what=name, writes=True, "
+        "checkpoints=(f'{sys.argv[1]}/{name}', 2, 20 << 20))[0][-1] for name in ('small', 'large')]))"
+    )
+    small, large = mounted(tmp_path, f"mkdir {tmp_path}/small && mount -t tmpfs -o size=30m none {tmp_path}/small", look)
+    assert small[1] == large[1] == "room" and small[2] == FAIL and large[2] == OK
+
+
+def test_a_disk_with_little_left_is_a_warning(tmp_path):
+    (found,) = mounted(tmp_path, f"mount -t tmpfs -o size=9m none {tmp_path}")
+    assert found[2] == WARN and "expected at least 100 MB" in found[3]
+
+
+def test_a_system_without_advice_for_files(tmp_path, monkeypatch):
+    """macOS has no posix_fadvise."""
+    monkeypatch.setattr(disk, "WRITTEN", 4 << 20)
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    (check, *_), _ = disk.examine(folder=str(tmp_path), what="workdir", writes=True)
+    assert "MB/s" in check.text, check
 
 
 def test_processes_see_one_folder_or_are_named(tmp_path, monkeypatch):

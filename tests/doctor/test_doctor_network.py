@@ -21,7 +21,7 @@ def met(port, *processes, of, wait=1.0, job="", secret="", then=lambda meeting, 
     """What each process gets of ``then``, or its error."""
 
     def one(process):
-        kind, more = (Host, {}) if process == 0 else (Visitor, {"process": process})
+        kind, more = (Host, {}) if process == 0 else (Visitor, {"process": process, "answer": 60})
         try:
             meeting = kind(
                 f"127.0.0.1:{port}",
@@ -102,8 +102,20 @@ def test_a_link_is_measured_and_a_clock_that_is_ahead_is_seen(monkeypatch):
     assert 0 < link.latency < 1 and link.rate > 1e5 and abs(link.ahead - 90) < 1
     speed, clock = network.judge("0 to 1", network.Link(1e-4, 1e9, 90.0))
     assert speed.verdict == OK and clock.verdict == FAIL and "90.0 s ahead" in clock.text and "time server" in clock.remedy
-    (slow,) = network.judge("0 to 1", network.Link(0.05, 1e6, 0.0))
-    assert slow.verdict == WARN and "1 MB/s" in slow.text
+    slow, clock = network.judge("0 to 1", network.Link(0.05, 1e6, 0.0))
+    assert slow.verdict == WARN and "1 MB/s" in slow.text and (clock.name, clock.verdict) == ("clocks", OK)
+
+
+def test_a_far_host_is_asked_until_the_time_is_up(monkeypatch):
+    monkeypatch.setattr(network, "SENDING", 0.05)
+    monkeypatch.setattr(network, "PINGING", 0.0)
+    asked = []
+    listener = network.Listener("127.0.0.1", TOKEN, clock=lambda: asked.append(1) or time.time())
+    try:
+        link = network.measure("127.0.0.1", listener.port, TOKEN)
+    finally:
+        listener.close()
+    assert len(asked) == 1 and link.latency < 1
 
 
 def test_every_host_measures_every_other_once_in_turns():
@@ -131,16 +143,22 @@ def test_interfaces_are_chosen_as_nccl_does(given, chosen):
     assert sorted(network._chosen(given, ["lo", "eth0", "eth1", "ib0"])) == chosen
 
 
-def test_an_interface_that_is_not_there_and_a_name_that_leads_home_fail():
+def test_an_interface_that_is_not_there_and_a_name_that_leads_home_fail(monkeypatch):
     (check,) = network.interfaces({"NCCL_SOCKET_IFNAME": "nothere"}, "")
     assert check.verdict == FAIL and "names no interface" in check.text
-    (check,) = network.interfaces({"GLOO_SOCKET_IFNAME": "lo"}, "")
-    assert check.verdict == OK
+    (check,) = network.interfaces({"GLOO_SOCKET_IFNAME": "nothere"}, "")
+    assert check.verdict == OK and "not set" in check.text, "JAX's Gloo reads no such variable"
     (check,) = network.names(several_hosts=True, resolve=lambda name: ["127.0.1.1"])
     assert check.verdict == FAIL and "/etc/hosts" in check.remedy
 
     def unknown(name):
         raise socket.gaierror(-2, "Name or service not known")
 
+    def nobody(address):
+        raise socket.herror(1, "Unknown host")
+
+    monkeypatch.setattr(socket, "gethostbyaddr", nobody)
+    (check,) = network.names(several_hosts=True, resolve=lambda name: ["10.77.0.1"])
+    assert check.verdict == WARN and "no name belongs to that address" in check.text
     (check,) = network.names(several_hosts=False, resolve=unknown)
     assert check.verdict == WARN and "leads nowhere" in check.text

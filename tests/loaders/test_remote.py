@@ -122,6 +122,12 @@ def test_a_run_reads_shards_from_an_address(store, tmp_path):
     assert batches[0] == batches[1]
 
 
+def test_a_system_without_fdatasync_copies(store, monkeypatch):
+    """macOS has fsync alone."""
+    monkeypatch.delattr(os, "fdatasync", raising=False)
+    assert facts(Config(train=f"{store.url}/birds/", label="label", threads=1))["n_train"] == 3
+
+
 def test_errors_slow_answers_and_truncation_are_overcome(store, tmp_path):
     store.faults = lambda name, n: {1: "error", 2: "short", 3: "slow", 5: "error"}.get(n)
     folder = pathlib.Path(remote.fetch(f"{store.url}/birds/"))

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import types
 
 import jax
 import pytest
@@ -82,6 +83,29 @@ def test_a_disk_that_is_too_small_is_a_problem_here_and_a_note_elsewhere(tmp_pat
         target = plan.parse_target(name)
         found = {what: (text, well) for what, text, well in checks(config, plan.abstractly(config, target), target)}
         assert "100000001 checkpoints of" in found["disk"][0] and found["disk"][1] == verdict
+
+
+def test_the_disk_is_that_of_the_checkpoints_and_what_is_there_is_not_asked_for_again(tmp_path, monkeypatch):
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    small = lambda folder: types.SimpleNamespace(free=2000 if str(folder).startswith(str(saves)) else 1 << 60)  # noqa: E731
+    report = importlib.import_module("jaxtrain.plan.report")
+    monkeypatch.setattr(report.shutil, "disk_usage", small)
+    monkeypatch.setattr(report, "checkpoints", lambda config, state: (3, 1000))
+    target = plan.parse_target("")
+
+    def disk(*overrides):
+        config = load("bird", tmp_path, monkeypatch, ("data.threads", "1"), *overrides)
+        found = {what: (text, well) for what, text, well in report.checks(config, plan.abstractly(config, target), target)}
+        return found["disk"]
+
+    assert disk()[1]
+    text, well = disk(("checkpoint.folder", str(saves)))
+    assert not well and f"{saves} has" in text
+    (saves / "10").mkdir()
+    (saves / "10" / "state").write_bytes(bytes(5000))
+    text, well = disk(("checkpoint.folder", str(saves)))
+    assert well and "of which" in text
 
 
 def test_a_plan_makes_no_array(tmp_path, monkeypatch):

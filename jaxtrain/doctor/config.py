@@ -1,0 +1,94 @@
+"""The config of a run: its mistakes, and what it says of folders and of sizes.
+
+It runs in a process of its own (`jaxtrain.doctor.apart`), which imports code of the user's, and looks at folders that may hang.
+It computes nothing, and asks jax for no accelerator: what is wrong with those is found elsewhere.
+"""
+
+import glob
+import json
+import os
+import re
+import traceback
+from typing import Any
+
+from jaxtrain import room
+from jaxtrain.doctor.check import Check, fail, ok
+from loaders.checks import DataSection
+
+GROUP = "config"
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # of its process
+
+
+def examine(*, source: str, overrides: list[list[str]], count: int, kind: str) -> tuple[list[Check], dict[str, Any]]:
+    """Args: the config; the devices of the whole job, and their kind as jax spells it (0 and "" = not known)."""
+    from jaxtrain import config as config_lib
+
+    try:
+        config, problems = config_lib.read(source, [(path, text) for path, text in overrides], make_data=False)
+        if problems:
+            raise config_lib.ConfigError(problems)
+    except config_lib.ConfigError as error:
+        return [fail(GROUP, "fields", str(error), "correct it as it says: jaxtrain explain lists every field")], {}
+    except Exception as error:  # noqa: BLE001  whatever a file of the user's raises
+        return [fail(GROUP, "file", f"{source}: {_named(error)}", "correct this file, or what it imports")], {}
+    checks = [ok(GROUP, "fields", f"{source}: every field is valid")]
+    workdir, folder = os.path.abspath(config.workdir), config.checkpoint.folder
+    facts: dict[str, Any] = {
+        "config": json.loads(config_lib.to_json(config)),
+        "workdir": workdir,
+        "folder": folder if "://" in folder or not folder else os.path.abspath(os.path.expanduser(folder)),
+        "reads": _read_from(config.data),
+    }
+    if count and config.data.exists():  # else what the model takes from its data is not known
+        try:
+            facts |= _sizes(config, count=count, kind=kind)
+        except ValueError as error:  # LayoutError, OptimError, DataError …
+            checks.append(fail(GROUP, "plan", str(error), "correct it as it says: jaxtrain explain lists every field"))
+        except Exception as error:  # noqa: BLE001  whatever a workload of the user's raises
+            remedy = f"correct config.workload={config.workload}, or what it imports"
+            checks.append(fail(GROUP, "plan", f"{config.workload}: {_named(error)}", remedy))
+    return checks, facts
+
+
+def _read_from(data: DataSection) -> dict[str, str]:
+    """Folders of this machine that the data's fields name: field -> the folder, or the file."""
+    from jaxtrain.config.explain import gloss
+
+    section: type = type(data)
+    found: dict[str, str] = {}
+    for name, (unit, _) in gloss(section).items():
+        value = getattr(data, name, "")
+        if unit != "path" or not isinstance(value, str) or not value or "://" in value:
+            continue
+        pattern = glob.has_magic(value)
+        path = os.path.abspath(os.path.expanduser(os.path.dirname(re.split(r"[*?\[]", value)[0]) if pattern else value))
+        if os.path.lexists(path) and path not in found.values():  # else it is a built-in one, or a mistake of the config
+            found[name] = path
+    return found
+
+
+def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
+    """What a run holds on disk and asks of its loader, on ``count`` devices. Raises ValueError."""
+    from jaxtrain import chips, plan
+    from jaxtrain import layout as layout_lib
+
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
+    mesh = layout_lib.abstract_mesh(*sizes, count=count, what=f"{count} devices")
+    assembly = plan.assemble(config, mesh, devices=layout_lib.devices_of(kind))
+    chip = chips.find(kind)
+    ideal = assembly.task.flops / (count * chip.flops) / plan.MFU if chip else 0.0
+    return {
+        # Their folder, how many, the bytes of each.
+        "checkpoints": [
+            room.folder_of(os.path.abspath(config.workdir), config.checkpoint.folder),
+            *plan.checkpoints(config, assembly.abstract.state),
+        ],
+        "rows_per_second": config.train.batch / ideal if ideal else 0.0,  # that the whole job will ask for
+    }
+
+
+def _named(error: Exception) -> str:
+    """An error of somebody's code: its name, what it says, and the line where it was raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}: {error}{at}"

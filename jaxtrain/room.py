@@ -1,0 +1,31 @@
+"""Where a run's checkpoints lie, and the room that those take which are there already.
+
+A folder whose name is a step's number is a checkpoint (`jaxtrain.checkpoint.checkpointer`).
+"""
+
+import contextlib
+import os
+
+
+def folder_of(workdir: str, folder: str) -> str:
+    """The folder, or the address of a store, of the checkpoints. ``folder``: config.checkpoint.folder."""
+    return folder or os.path.join(workdir, "checkpoints")
+
+
+def held(folder: str, most: int, each: int) -> int:
+    """The bytes of the newest ``most`` checkpoints in a folder; of a larger one ``each``, which those to come have."""
+    try:
+        with os.scandir(os.path.expanduser(folder)) as entries:
+            steps = sorted((int(e.name), e.path) for e in entries if e.name.isdecimal() and e.is_dir())
+    except OSError:
+        return 0
+    return sum(min(_size(path), each) for _, path in steps[max(len(steps) - most, 0) :])
+
+
+def _size(folder: str) -> int:
+    size = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # a run may be removing it
+                size += os.lstat(os.path.join(path, name)).st_size
+    return size

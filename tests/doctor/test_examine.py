@@ -1,0 +1,115 @@
+"""The order of the doctor's checks: which folders are looked at, and that all waits together stay within their bounds."""
+
+import pytest
+
+from jaxtrain import cluster
+from jaxtrain.doctor import examine
+from jaxtrain.doctor.check import FAIL, fail, ok
+
+FACTS = {
+    "devices": {"count": 2, "kind": "cpu"},
+    "config": {},
+    "workdir": "/runs/x",
+    "folder": "/saves/x",
+    "reads": {"train": "/data/train", "test": "/data/test"},
+    "checkpoints": ["/saves/x", 4, 1000],
+}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What is asked of processes of their own, each of which answers at once."""
+    found = []
+
+    class Fake:
+        def __init__(self, group, arguments, *, environment=None):
+            self.group, self.arguments = group, arguments
+            found.append(self)
+
+        def result(self, *, within, remedy):
+            self.within, self.remedy = within, remedy
+            what = self.arguments.get("what", self.group)
+            return [answers.get(what, ok(self.group, what, "well"))], FACTS | more if self.group == "config" else {}
+
+    answers, more = {}, {}
+    monkeypatch.setattr(examine, "Apart", Fake)
+    Fake.found, Fake.answers, Fake.more = found, answers, more
+    return Fake
+
+
+def alone(process=0, source="x.py"):
+    return examine._alone(source, [], cluster.Cluster(2, process, "127.0.0.1:1"))
+
+
+def test_room_and_sharing_are_those_of_the_checkpoints_folder(asked):
+    _, facts = alone()
+    looked = {each.arguments["what"]: each.arguments for each in asked.found if each.group == "disk"}
+    assert set(looked) == {"cache", "workdir", "checkpoints", "data.train", "data.test"}
+    assert looked["checkpoints"]["checkpoints"] == ["/saves/x", 4, 1000] and "checkpoints" not in looked["workdir"]
+    assert [name for name, each in looked.items() if not each["writes"]] == ["data.train", "data.test"]
+    assert facts["shared"] == "/saves/x"
+
+    asked.found.clear()
+    asked.more["folder"] = ""
+    _, facts = alone()
+    looked = {each.arguments["what"]: each.arguments for each in asked.found if each.group == "disk"}
+    assert looked["workdir"]["checkpoints"] and facts["shared"] == "/runs/x"
+    asked.more["folder"] = "gs://bucket/x"
+    assert alone()[1]["shared"] == "", "every host sees a store"
+
+
+def test_a_folder_that_failed_is_not_waited_for_again(asked):
+    asked.answers["checkpoints"] = fail("disk", "answer", "no answer within 25 s", "mount it again")
+    assert alone()[1]["shared"] == ""
+
+
+def test_what_is_wrong_with_a_config_is_not_blamed_on_the_driver(asked):
+    alone()
+    remedies = {each.group: each.remedy for each in asked.found}
+    assert "nvidia-smi" in remedies["devices"] and "nvidia-smi" not in remedies["config"] + remedies["data"]
+    (devices,) = [each for each in asked.found if each.group == "devices"]
+    assert "source" not in devices.arguments
+
+
+def test_all_waits_together_are_within_their_bounds(asked, monkeypatch):
+    """Every group is stuck. Those that read begin together; the clock of each runs from its beginning."""
+    alone()
+    reading = [each.within for each in asked.found if not each.arguments.get("writes", True)]
+    others = [each.within for each in asked.found if each.arguments.get("writes", True)]
+    assert len(reading) == 2 and len(others) == 6
+    assert examine.ITSELF + sum(others) + max(reading) <= examine.LOCAL
+    monkeypatch.setattr(examine, "Visitor", lambda coordinator, **given: given)
+    visitor, _ = examine._meet(cluster.Cluster(2, 1, "127.0.0.1:1"), 70)
+    assert visitor["answer"] >= 70 + examine.LOCAL + examine.ROUND, "process 0 may wait for a third one before it begins"
+
+
+def test_a_process_that_cannot_look_is_left_out_of_what_all_see(tmp_path, monkeypatch):
+    """Process 2's check of the folder failed; it touches it no more, and is not named again."""
+    monkeypatch.setattr(examine.disk, "SEEN", 0.5)
+    touched = []
+    shared = examine.disk.Shared
+    monkeypatch.setattr(examine.disk, "Shared", lambda *given: touched.append(given) or shared(*given))
+
+    class Meeting(examine.Host):
+        def __init__(self):
+            pass
+
+        def share(self, value):
+            return value
+
+        def gather(self, value, *, within):
+            other = shared(str(tmp_path), "a" * 16).look(1)
+            return {0: value, 1: other, 2: None}
+
+    class Guest:
+        def share(self, value=None):
+            return True
+
+        def gather(self, value, *, within):
+            self.said = value
+
+    plan = {"shared": str(tmp_path), "places": {str(p): {"name": f"host{p}"} for p in range(3)}}
+    (check,) = examine._shared(Meeting(), plan, "a" * 32, 0, can_look=True)
+    assert check.verdict != FAIL and "process 2" not in check.text and len(touched) == 1
+    guest = Guest()
+    assert examine._shared(guest, plan, "a" * 32, 2, can_look=False) == [] and guest.said is None and len(touched) == 1
