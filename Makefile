@@ -51,11 +51,9 @@ proofs-%: $(TEST)
 fuzz: $(TEST)
 	$(VENV)/bin/python -m tools.fuzz $(ARGS)
 
-# Hours of faults in a run that nobody helps: SOAK_HOURS=3 make soak.
-SOAK ?= --config=configs/xcm.py --config.train.steps=40 --config.train.batch=16 --config.train.eval_every=0 --config.checkpoint.every=4 \
-    --config.mesh.data=4 --config.data.threads=1
+# Hours of faults in a run that nobody helps: SOAK_HOURS=3 make soak; SOAK_MODEL=language trains text in place of birds.
 soak: $(TEST)
-	$(VENV)/bin/python -m tools.soak $(SOAK) $(ARGS)
+	$(VENV)/bin/python -m tools.soak $(ARGS)
 
 lint: $(TEST)
 	$(VENV)/bin/ruff check .
@@ -71,7 +69,8 @@ lint-targets:
 	for target in $(TARGETS); do PYO3_NO_PYTHON=1 cargo check --quiet --workspace --manifest-path rust/Cargo.toml \
 	    --features jaxtrain-loader-python/extension-module --target $$target || exit 1; done
 
-# Wheels for any Linux with glibc 2.28 or newer (any Python from 3.11 on), and the source distribution.
+# Wheels for any Linux with glibc 2.28 or newer (any Python from 3.11 on), a list of what each brings with it (CycloneDX), and the
+# source distribution.
 # make wheel ARCH="x86_64 aarch64" makes them for both processors.
 ARCH ?= $(shell uname -m)
 DIST ?= dist
@@ -84,6 +83,7 @@ wheel:
 	    --compatibility manylinux_2_28 --target $$arch-unknown-linux-gnu --interpreter python3 --out $(DIST) || exit 1; done
 	$(VENV)-wheel/bin/maturin sdist --out $(DIST)
 	for wheel in $(DIST)/*.whl; do $(VENV)-wheel/bin/auditwheel show $$wheel || exit 1; done
+	$(VENV)-wheel/bin/python -m tools.sbom $(DIST)/*.whl
 
 clean:
 	rm -rf $(VENV) loaders/_rust*.so

@@ -128,6 +128,11 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
         return np.ndarray(array.shape, array.dtype, buffer=array.base, offset=array.offset % mmap.ALLOCATIONGRANULARITY)
 
     video = load("video.npy", 4, (np.uint8,))
+    if video.shape[3] != 3:
+        raise DataError(
+            f"{folder / 'video.npy'} is {video.dtype} {video.shape}; expected 3 values for each pixel, RGB; save x[..., :3] of "
+            "RGBA, or numpy.repeat(x[..., :1], 3, -1) of grey"
+        )
     audio = load("audio.npy", 2, AUDIO[info["audio"]])
     text = load("text.npy", 2, FLOATS)
     fmri = tuple(load(f"fmri/{name}.npy", 2, FLOATS) for name in subjects)

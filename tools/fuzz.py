@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of what reads files from elsewhere: make fuzz, or
 
-    python -m tools.fuzz                            every target for 5 minutes
+    python -m tools.fuzz                            every target for 5 minutes of CPU time
     python -m tools.fuzz flac wav --minutes 30      these
     python -m tools.fuzz --keep                     and keep their corpora, minimised, in rust/fuzz/corpus
 
@@ -15,6 +15,7 @@ It needs cargo, a C++ compiler (libFuzzer is C++) and libfuzzer-sys, which cargo
 
 import argparse
 import io
+import math
 import os
 import pathlib
 import re
@@ -57,6 +58,7 @@ TARGETS = {
     "mp3": Target("decode", "MP3"),
     "vorbis": Target("decode", "OGG Vorbis"),
     "opus": Target("decode", "OGG Opus"),
+    "m4a": Target("decode", "M4A (AAC, ALAC), ALAC in CAF"),
     "other": Target("decode", "AIFF, CAF, ADPCM, G.711"),
     "sudoku": Target("sudoku", "boards"),
 }
@@ -76,6 +78,25 @@ ENCODERS: Mapping[str, Sequence[tuple[str, str]]] = {
         ("WAV", "ALAW"),
     ],
 }
+# (codec, container, layout of samples) of FFmpeg's libraries
+AV_ENCODERS = {"m4a": [("aac", "mp4", "fltp"), ("alac", "mp4", "s16p"), ("alac", "caf", "s16p")]}
+
+
+def av_encode(codec: str, container: str, wave: np.ndarray, rate: int, form: str, **options: str) -> bytes:
+    """Encodes float32 [n, channels] with FFmpeg's libraries, in samples of ``form``; ``options`` are the container's."""
+    import av
+
+    file = io.BytesIO()
+    planes = wave.T if form == "fltp" else (wave.T * 32767).astype(np.int16)
+    planes = np.ascontiguousarray(planes if form.endswith("p") else planes.T.reshape(1, -1))
+    layout = "stereo" if wave.shape[1] == 2 else "mono"
+    with av.open(file, "w", format=container, options=options) as out:
+        stream = out.add_stream(codec, rate=rate, layout=layout)
+        frame = av.AudioFrame.from_ndarray(planes, format=form, layout=layout)
+        frame.sample_rate, frame.pts = rate, 0
+        for packet in [*stream.encode(frame), *stream.encode(None)]:
+            out.mux(packet)
+    return file.getvalue()
 
 
 def seeds(name: str) -> Iterator[bytes]:
@@ -90,14 +111,16 @@ def seeds(name: str) -> Iterator[bytes]:
         yield from (board.tobytes() for board in _rust.sudoku_generate(4, side=9, blanks=(20, 55))[0])
         yield from (board.tobytes() * 6 for board in _rust.sudoku_generate(2, side=4, blanks=(4, 12))[0])
     else:
-        for kind, subtype in ENCODERS[name]:
-            for rate, channels, seconds in ((48_000 if subtype == "OPUS" else 16_000, 1, 0.1), (48_000, 2, 0.05)):
-                t = np.arange(round(rate * seconds)) / rate
-                noise = 0.1 * np.random.default_rng(rate).standard_normal((len(t), channels))
-                wave = 0.5 * np.sin(2 * np.pi * 1000 * t)[:, None] + noise
+        for rate, channels, seconds in ((48_000 if name == "opus" else 16_000, 1, 0.1), (48_000, 2, 0.05)):
+            t = np.arange(round(rate * seconds)) / rate
+            noise = 0.1 * np.random.default_rng(rate).standard_normal((len(t), channels))
+            wave = np.clip(0.5 * np.sin(2 * np.pi * 1000 * t)[:, None] + noise, -1, 1)
+            for kind, subtype in ENCODERS.get(name, ()):
                 file = io.BytesIO()
-                soundfile.write(file, np.clip(wave, -1, 1), rate, format=kind, subtype=subtype)
+                soundfile.write(file, wave, rate, format=kind, subtype=subtype)
                 yield file.getvalue()
+            for codec, container, form in AV_ENCODERS.get(name, ()):
+                yield av_encode(codec, container, wave.astype(np.float32), rate, form)
 
 
 def build(target_folder: pathlib.Path) -> pathlib.Path:
@@ -115,13 +138,20 @@ class Result(NamedTuple):
     runs: int
     coverage: int  # of the program's edges, those that were seen
     inputs: int  # of the corpus at its end
-    seconds: float  # of CPU time, which beside other programs is less than what the clock says
+    seconds: float  # of CPU time
     found: tuple[pathlib.Path, ...]  # inputs that broke a bound
     caught: tuple[str, ...]  # places in symphonia that panicked, which the loader answers with an error
 
 
-def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.Path, *, seconds: int) -> Result:
-    """Runs a target. ``corpus``: inputs, which it extends; ``found``: where it puts an input that breaks a bound."""
+def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.Path, *, seconds: float) -> Result:
+    """Runs a target until it has had ``seconds`` of CPU time, or found something.
+
+    libFuzzer counts by the clock, which beside other programs is faster: it is started again for the seconds that are left.
+
+    Args:
+      corpus: the folder of inputs, which it extends.
+      found: the folder where it puts an input that breaks a bound.
+    """
     corpus.mkdir(parents=True, exist_ok=True)
     found.mkdir(parents=True, exist_ok=True)
     for i, seed in enumerate(seeds(name)):
@@ -129,27 +159,34 @@ def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.P
     if (kept := FUZZ / "corpus" / f"{name}.zip").exists():
         with zipfile.ZipFile(kept) as archive:
             archive.extractall(corpus)
-    command = [
-        str(binary), f"-max_total_time={seconds}", f"-max_len={LARGEST}", f"-rss_limit_mb={MEMORY}", "-timeout=60",
-        f"-artifact_prefix={found}/", "-print_final_stats=1", str(corpus),
-    ]  # fmt: skip
-    before, spent = set(found.iterdir()), sum(os.times()[2:4])
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-        code = process.wait()
-        spent = sum(os.times()[2:4]) - spent
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-    new = tuple(sorted(set(found.iterdir()) - before))
-    if code and not new:
-        raise RuntimeError(f"{name} ended with code {code}, and left no input:\n{text[-3000:]}")
+    before, began, runs, text, new = _written(found), _children(), 0, "", ()
+    while (left := seconds - (_children() - began)) > 0 and not new:
+        command = [
+            str(binary), f"-max_total_time={math.ceil(left)}", f"-max_len={LARGEST}", f"-rss_limit_mb={MEMORY}", "-timeout=60",
+            f"-artifact_prefix={found}/", "-print_final_stats=1", str(corpus),
+        ]  # fmt: skip
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        text += (latest := done.stdout.decode(errors="replace"))
+        new = tuple(sorted(path for path, _ in _written(found) - before))
+        if done.returncode and not new:
+            raise RuntimeError(f"{name} ended with code {done.returncode}, and left no input:\n{latest[-3000:]}")
+        runs += int(([0] + re.findall(r"^#(\d+)\s", latest, re.M))[-1])
     if new:
         print(text[-3000:], file=sys.stderr)
-    runs = re.findall(r"^#(\d+)\s", text, re.M)
     coverage = re.findall(r"cov: (\d+)", text)
     caught = tuple(sorted(set(re.findall(r"^caught: .*?(symphonia-\S+)", text, re.M))))
     inputs = len(list(corpus.iterdir()))
-    return Result(int(runs[-1]) if runs else 0, int(coverage[-1]) if coverage else 0, inputs, spent, new, caught)
+    return Result(runs, int(coverage[-1]) if coverage else 0, inputs, _children() - began, new, caught)
+
+
+def _written(folder: pathlib.Path) -> set[tuple[pathlib.Path, int]]:
+    """The files of a folder, and when each was written: a crash that comes again is written again, under the same name."""
+    return {(path, path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+def _children() -> float:
+    """The CPU time [s] of the processes that this one started and waited for."""
+    return sum(os.times()[2:4])
 
 
 def keep(name: str, binary: pathlib.Path, corpus: pathlib.Path) -> int:
@@ -170,7 +207,7 @@ def keep(name: str, binary: pathlib.Path, corpus: pathlib.Path) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; default: all")
-    parser.add_argument("--minutes", type=float, default=5.0, help="of each target, by the clock; default: 5")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of CPU time for each target; default: 5")
     parser.add_argument("--folder", type=pathlib.Path, default=machine.cache_folder("fuzz"), help="of builds and corpora")
     parser.add_argument("--keep", action="store_true", help="keep the corpora, minimised, in rust/fuzz/corpus")
     args = parser.parse_args(argv)
@@ -181,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("| target | what | CPU minutes | runs | edges | inputs | found |\n|---|---|---:|---:|---:|---:|---|", flush=True)
     for name in args.targets or TARGETS:
         target, corpus = TARGETS[name], args.folder / "corpus" / name
-        result = fuzz(name, binaries / target.binary, corpus, args.folder / "found" / name, seconds=round(60 * args.minutes))
+        result = fuzz(name, binaries / target.binary, corpus, args.folder / "found" / name, seconds=60 * args.minutes)
         found = ", ".join(map(str, result.found)) or "nothing"
         counts = f"{result.seconds / 60:.1f} | {result.runs:,} | {result.coverage:,} | {result.inputs:,}"
         print(f"| {name} | {target.what} | {counts} | {found} |", flush=True)

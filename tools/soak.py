@@ -1,15 +1,18 @@
-"""A run under hours of mixed faults, which nobody helps: make soak, or SOAK_HOURS=3 make soak, or
+"""A run under hours of mixed faults, which nobody helps: make soak, or one of
 
-    python -m tools.soak --hours 3 --seed 0 --config=configs/xcm.py --config.train.steps=60 …
+    SOAK_HOURS=3 make soak                          the bird demo
+    SOAK_HOURS=3 SOAK_MODEL=language make soak      a small language model on text that is made for it
+    python -m tools.soak --hours 3 --seed 1 --model language --config.train.steps=400
+    python -m tools.soak --hours 3 --config=my_config.py --config.train.steps=60 …
 
 Four processes on two hosts (network namespaces, where this user may make them; else on this one) train, lap by lap, a run of
---config to its end. A supervisor does what a scheduler does: when a process has ended it waits for the others, and starts the
-same command again. Faults are drawn from the seed, one after the other, each some steps after the run went on:
+the model's config to its end. A supervisor does what a scheduler does: when a process has ended it waits for the others, and
+starts the same command again. Faults are drawn from the seed, one after the other, each some steps after the run went on:
 
     kill         SIGKILL of one of the processes                 term    SIGTERM to one: all save and end
     coordinator  SIGKILL of process 0                            stop    SIGSTOP of one: the watchdog ends the rest
-    cut          the link between the hosts is down              slow    it takes 200 ms for 10 s; the run goes on
-    damage       all killed, and a byte of a file of the newest checkpoint is changed
+    cut          the link between the hosts is down              slow    it is slow for 10 s; the run goes on
+    damage       all killed, and a byte of a file of the newest checkpoint is changed; a kill where there are not two of them
     full         the workdir's file system is full until the run has ended
     host         a host is gone: the run resumes on the other alone, and after the next fault on both
     load         none of these: a process of a busy machine did not say for 10 s that it lives, and JAX's service ended the rest
@@ -55,6 +58,20 @@ KINDS = ("kill", "coordinator", "term", "stop", "damage", "host")
 WITH_NETWORK = ("cut", "slow")
 WITH_DISK = ("full",)
 ADDRESS = "10.78.0.{}"
+# What makes the cable slow, by what a kernel can do: later packets, or few bytes (a step of either model sends 4 MB over it).
+SLOW = {
+    "200 ms": ("netem", "delay", "200ms"),
+    "20 Mbit/s": ("tbf", "rate", "20mbit", "burst", "32kb", "latency", "400ms"),
+}
+# What is trained, where no --config is given; {folder} is the soak's.
+SMALL = ("--config.train.batch=16", "--config.train.eval_every=0", "--config.mesh.data=4", "--config.data.threads=1")
+MODELS = {
+    "bird": ("--config=configs/xcm.py", "--config.train.steps=40", "--config.checkpoint.every=4", *SMALL),
+    "language": (
+        "--config=configs/shakespeare_char.py:{folder}/text.txt", "--config.train.steps=120", "--config.checkpoint.every=8",
+        "--config.model.samples.prompts=()", *SMALL,
+    ),
+}  # fmt: skip
 BOUNDS = ("--config.distributed.step_timeout=20", "--config.distributed.heartbeat_timeout=10", "--config.metrics.every=1")
 
 # Wraps the loader of the config: each process notes a digest of every row that it gives to training.
@@ -136,10 +153,16 @@ class Hosts:
     def cable(self, state: str) -> None:
         subprocess.run(["ip", "-n", self.names[0], "link", "set", "cable", state], check=True)
 
-    def slow(self, on: bool) -> bool:
-        """Whether this kernel can delay packets."""
-        more = ["netem", "delay", "200ms"] if on else []
-        command = ["tc", "-n", self.names[0], "qdisc", "add" if on else "del", "dev", "cable", "root", *more]
+    def slow(self) -> str:
+        """Makes the cable slow. Returns how, a name of `SLOW`; empty where this kernel can do none of them."""
+        return next((name for name, queue in SLOW.items() if self._queue("add", *queue)), "")
+
+    def fast(self) -> None:
+        """Takes `slow` back."""
+        self._queue("del")
+
+    def _queue(self, action: str, *queue: str) -> bool:
+        command = ["tc", "-n", self.names[0], "qdisc", action, "dev", "cable", "root", *queue]
         return subprocess.run(command, capture_output=True).returncode == 0
 
     def close(self) -> None:
@@ -263,7 +286,10 @@ class Soak:
         if not self._reaches(job, job.steps() + self.draw.randint(2, 12)) or time.monotonic() > until:
             return None
         time.sleep(self.draw.random())
-        fault, began = Fault(self.draw.choice(list(self.kinds)), job.steps()), time.monotonic()
+        kind = self.draw.choice(list(self.kinds))
+        if kind == "damage" and len(_checkpoints(job.workdir)) < 2:  # one of them has to stay whole
+            kind = "kill"
+        fault, began = Fault(kind, job.steps()), time.monotonic()
         undo = self._do(fault.kind, job)
         try:
             if fault.kind == "slow":
@@ -302,8 +328,8 @@ class Soak:
             self.hosts.cable("down")
             return lambda: self.hosts.cable("up")
         elif kind == "slow":
-            self.hosts.slow(True)
-            return lambda: self.hosts.slow(False)
+            self.hosts.slow()
+            return self.hosts.fast
         elif kind == "damage":
             job.kill()
             self._damage(job.workdir)
@@ -316,14 +342,11 @@ class Soak:
         return lambda: None
 
     def _damage(self, workdir: pathlib.Path) -> None:
-        """Of two checkpoints or more, so that one is whole."""
-        steps = sorted((int(p.name), p) for p in (workdir / "checkpoints").glob("[0-9]*") if p.name.isdigit())
-        files = [p for p in steps[-1][1].rglob("*") if p.is_file() and p.stat().st_size] if len(steps) > 1 else []
-        if files:
-            path = self.draw.choice(sorted(files))
-            data = bytearray(path.read_bytes())
-            data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
-            path.write_bytes(data)
+        """Changes a bit of the newest checkpoint."""
+        path = self.draw.choice(sorted(p for p in _checkpoints(workdir)[-1].rglob("*") if p.is_file() and p.stat().st_size))
+        data = bytearray(path.read_bytes())
+        data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
+        path.write_bytes(data)
 
     def _ends(self, job: Job) -> bool:
         """Waits until all have ended. Returns whether they have with 0."""
@@ -382,6 +405,24 @@ class Soak:
                 path.unlink()
 
 
+def _checkpoints(workdir: pathlib.Path) -> list[pathlib.Path]:
+    """The folders of a run's checkpoints, the newest last."""
+    return sorted((p for p in (workdir / "checkpoints").glob("[0-9]*") if p.name.isdigit()), key=lambda p: int(p.name))
+
+
+def play(seed: int = 0, size: int = 300_000) -> str:
+    """Text that looks like a play: ``size`` characters of speakers and lines, of 500 words, the first ones the most often."""
+    draw = random.Random(seed)
+    syllables = [a + b + c for a in "bdfghklmnprstw" for b in "aeiou" for c in ("", "n", "r", "s")]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(500)]
+    speakers, often = [word.upper() for word in words[:12]], [1 / rank for rank in range(1, 501)]
+    text: list[str] = []
+    while sum(map(len, text)) < size:
+        lines = [" ".join(draw.choices(words, often, k=draw.randint(4, 9))).capitalize() for _ in range(40)]
+        text += [f"{draw.choice(speakers)}:\n{line}{draw.choice('.,;!?')}\n\n" for line in lines]
+    return "".join(text)[:size]
+
+
 def table(faults: Sequence[Fault]) -> Iterator[str]:
     """A row for each kind of fault."""
     by_kind = collections.defaultdict(list)
@@ -411,28 +452,50 @@ def place() -> Iterator[tuple[pathlib.Path, bool]]:
                 subprocess.run(["umount", "-l", str(disk)], check=False)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        usage="python -m tools.soak [options] [--config=FILE] [--config.section.field=value …]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--hours", type=float, default=float(os.environ.get("SOAK_HOURS", 3)), help="default: SOAK_HOURS, or 3")
-    parser.add_argument("--faults", type=int, default=0, help="end after so many of them, too")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default="", help="between commas; default: all that this machine can do")
-    args, config = parser.parse_known_args(argv)
-    given = config_lib.parse_args(config)
-    loader = config_lib.load(given.source, given.overrides).loader
+    hours, model = float(os.environ.get("SOAK_HOURS", 3)), os.environ.get("SOAK_MODEL", "bird")
+    parser.add_argument("--hours", type=float, default=hours, help="until the last fault; default: SOAK_HOURS, or 3")
+    parser.add_argument("--faults", type=int, default=0, help="end after so many of them, too; default: 0, any number")
+    parser.add_argument("--seed", type=int, default=0, help="what the faults are drawn from; default: 0")
+    parser.add_argument("--kinds", default="", help="of faults, between commas; default: all that this machine can do")
+    parser.add_argument("--model", default=model, help=f"{' or '.join(MODELS)}; default: SOAK_MODEL, or bird")
+    text = "what is trained, in place of the model; --config.section.field=value changes a field of either"
+    parser.add_argument("--config", metavar="FILE", help=text)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    args, fields = parser.parse_known_args(argv)
+    if args.model not in MODELS:
+        parser.error(f"--model is {args.model!r}; expected one of: {', '.join(MODELS)}")
     hosts = Hosts()
     try:
         with place() as (folder, may_fill):
             kinds = [*KINDS, *(WITH_NETWORK if hosts.real else ()), *(WITH_DISK if may_fill else ())]
-            if hosts.real and not (hosts.slow(True) and hosts.slow(False)):
-                kinds.remove("slow")
+            slow = ""
+            if hosts.real:
+                slow = hosts.slow()
+                hosts.fast()
+            kinds = [kind for kind in kinds if kind != "slow" or slow]
             if unknown := set(filter(None, args.kinds.split(","))) - set(kinds):
                 parser.error(f"--kinds names {', '.join(sorted(unknown))}; this machine can do {', '.join(kinds)}")
             kinds = [kind for kind in kinds if not args.kinds or kind in args.kinds.split(",")]
-            print(f"{PROCESSES} processes on {HOSTS if hosts.real else 1} hosts; faults: {', '.join(kinds)}", flush=True)
             (folder / "soak_loader.py").write_text(LOADER)
+            (folder / "text.txt").write_text(play())
+            given = [f"--config={args.config}"] if args.config else [x.format(folder=folder) for x in MODELS[args.model]]
+            config = [*given, *fields]
+            arguments = config_lib.parse_args(config)
+            loader = config_lib.load(arguments.source, arguments.overrides).loader
+            named = ", ".join(f"slow ({slow} for 10 s)" if kind == "slow" else kind for kind in kinds)
+            print(f"{PROCESSES} processes on {HOSTS if hosts.real else 1} hosts; faults: {named}", flush=True)
+            print(f"each lap: {' '.join(config)}", flush=True)
             return report(Soak(folder, config, kinds, hosts, args.seed, loader), args.hours, args.faults)
     finally:
         hosts.close()

@@ -147,8 +147,20 @@ def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) 
             has = {section: isinstance(parts[section][name], _Text) for section in parts}
         if all(fields.values()) and has["model"] != has["data"]:
             given, other = ("model", "data") if has["model"] else ("data", "model")
-            parts[other] = {**parts[other], name: parts[given][name]}
+            parts[other] = {key: value for key, value in parts[other].items() if key != name}
+            if _is_of_kind(classes[given], name, parts[given][name]):  # what is not is a mistake of one side
+                parts[other][name] = parts[given][name]
     return parts
+
+
+def _is_of_kind(cls: type, name: str, value: Any) -> bool:
+    """Whether a field of the dataclass ``cls`` can hold a value."""
+    problems: list[tuple[str, str]] = []
+    try:
+        _convert(typing.get_type_hints(cls)[name], value, name, problems)
+    except (TypeError, ValueError):
+        return False
+    return not problems
 
 
 def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,9 @@ def generate(
     """
     c, codec = writer.model, writer.codec
     if not 0 < tokens < c.context:
-        raise GenerateError(f"--tokens is {tokens}; the model's context is {c.context}, prompt included")
+        raise GenerateError(
+            f"--tokens is {tokens}; the model's context is {c.context}, prompt included: ask for {c.context - 1} at most"
+        )
     ids = []
     for prompt in prompts:
         try:

@@ -171,7 +171,7 @@ def test_what_a_solution_is():
     ("argv", "text"),
     [
         (["generate", "{writer}", "x" * 60, "--tokens", "40"], "has 60 tokens, and 40 more are asked for" ),
-        (["generate", "{writer}", "x", "--tokens", "48"], "the model's context is 48"),
+        (["generate", "{writer}", "x", "--tokens", "48"], "context is 48, prompt included: ask for 47 at most"),
         (["generate", "{solver}", "x"], "expected a run of jaxtrain.workloads.language"),
         (["generate", "{writer}", "--prompts", "{tmp}/none"], "does not exist"),
         (["generate", "{writer}", "--prompts", "{tmp}/bad.jsonl"], 'bad.jsonl:1 has no "prompt"'),

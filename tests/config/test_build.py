@@ -286,3 +286,14 @@ def test_frames_and_bands_that_one_side_names_are_the_others_too(given, tmp_path
     both = [("model.n_frames", "512"), ("data.n_frames", "256")]
     config, _ = config_lib.read(str(tmp_path / "frames.py"), both, make_data=False)
     assert (config.model.n_frames, config.data.n_frames) == (512, 256), "two that differ are both kept, and refused"
+
+
+@pytest.mark.parametrize("given", ["model", "data"])
+@pytest.mark.parametrize("of_file", ["", "model", "data"])
+def test_a_value_of_the_wrong_type_is_told_where_it_was_given_alone(given, of_file, tmp_path):
+    """Whatever the file says, of whichever side."""
+    text = FRAMES if of_file != "data" else FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96")
+    text = text if of_file != "model" else text.replace("data=", "model=dict(n_mels=96), data=")
+    (tmp_path / "frames.py").write_text(text)
+    _, [(path, problem)] = config_lib.read(str(tmp_path / "frames.py"), [(f"{given}.n_mels", "x")], make_data=False)
+    assert path == f"{given}.n_mels" and "is 'x'" in problem

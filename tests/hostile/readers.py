@@ -2,7 +2,8 @@
 
 A reader has a folder of small real files, and a function that reads them all. One file after the other is changed (its bytes,
 or what its format holds, wrapped up again as it should be), read, and put back; drawn by a seed. A reader may refuse a file, in
-one line that names it. It may not raise anything else, take long, take memory, unpickle, start a program or write elsewhere.
+one line that names it. It may not raise anything else, take long, take memory, unpickle, start a program, or open a file
+elsewhere, whatever path a file names: in Python nothing that is not in its folder, and in any code not what lies beside that.
 """
 
 import contextlib
@@ -14,14 +15,16 @@ import pathlib
 import random
 import resource
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import damage
 import inputs
 import numpy as np
 import probes
+from harness import ROOT, Watch
 
 from jaxtrain.checkpoint import checksums, timm, warm_start
 from jaxtrain.checkpoint import read as stored
@@ -34,18 +37,26 @@ from jaxtrain.owner.who import WorkdirError
 from jaxtrain.report import classes, records, trace
 from jaxtrain.weights import source
 from jaxtrain.workloads import language
-from loaders import chatml, codec, files, film_files, sudoku
+from loaders import chatml, codec, files, film_files, machine, sudoku
 from loaders.base import DataError
 from loaders.recordings import sources, store
 from loaders.recordings.annotations import Mistakes
 
 SECONDS = 10.0  # [s] of CPU time that a small file may take
-MEMORY = 600 << 20  # [bytes] that all readers together may add to what they take of whole files
+MEMORY = 600 << 20  # [bytes] that all damaged files of a reader together may add to what it takes of whole files
 REFUSALS = (
     DataError, stored.StoredError, warm_start.WarmStartError, heads.HeadError, hugging_face.HuggingFaceError, solve.SolveError,
     embeddings.EmbeddingsError, chatml.SampleError, WorkdirError,
 )  # fmt: skip
+# What a reader opens besides its files: the program's, the cache's, and what Python looks up of the system.
+INSTALLED = tuple(
+    pathlib.Path(os.path.realpath(path))
+    for path in (sys.prefix, sys.base_prefix, ROOT, machine.cache_folder(), "/etc", "/proc", "/sys", "/usr", "/dev/null")
+)
 FORBIDDEN = ("pickle.find_class", "subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.exec", "socket.connect")
+
+
+HEARD, TEMPORARY = "heard-for-index", "temporary"  # next to the readers' folders: recordings, and what openpyxl unpacks
 
 
 class Reader(NamedTuple):
@@ -107,7 +118,7 @@ def indexed(folder: pathlib.Path) -> None:
     """An index, made in this process."""
     from loaders.recordings import make, rows
 
-    heard = folder.parent / "heard-for-index"
+    heard = folder.parent / HEARD
     heard.mkdir(exist_ok=True)
     inputs.annotated(heard)
     made = folder / "made"
@@ -265,11 +276,37 @@ READERS = (
 # The loop.
 
 _watched: list[str] = []
+_may_open: list[pathlib.Path] = []  # folders, while a file is read
 
 
 def _hook(event: str, arguments: tuple) -> None:
     if event in FORBIDDEN:
         _watched.append(f"{event}{arguments!r:.200}")
+    elif event == "open" and _may_open and isinstance(arguments[0], str | bytes):
+        path = pathlib.Path(os.path.realpath(os.fsdecode(arguments[0])))
+        if not any(path.is_relative_to(folder) for folder in _may_open):
+            _watched.append(f"it opened {path}")
+
+
+@contextlib.contextmanager
+def watched(folder: pathlib.Path) -> Iterator[None]:
+    """Notices what may not happen while files of ``folder`` are read, into `_watched`."""
+    outside = folder.parent / damage.OUTSIDE
+    _may_open[:] = [
+        *INSTALLED,
+        *(pathlib.Path(os.path.realpath(folder.parent / name)) for name in (folder.name, HEARD, TEMPORARY)),
+    ]
+    try:
+        with Watch(sorted(outside.iterdir())) as watch:
+            yield
+    finally:
+        _may_open.clear()
+        _watched.extend(f"it opened {name}" for name in watch.opened)
+
+
+def _peak() -> int:
+    """The most memory [bytes] that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _replace(path: pathlib.Path, content: bytes) -> None:
@@ -285,7 +322,7 @@ def attack(reader: Reader, folder: pathlib.Path, n: int) -> tuple[int, list[str]
     reader.read(folder)  # whole files are read
     whole = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     paths = [path for path in whole if path.suffix != ".wav"]  # which `make fuzz` attacks
-    refused, problems = 0, []
+    refused, problems, peak = 0, [], _peak()
     for number in range(n):
         rng = random.Random(f"{reader.name} {number}")
         path = rng.choice(paths)
@@ -293,10 +330,9 @@ def attack(reader: Reader, folder: pathlib.Path, n: int) -> tuple[int, list[str]
         if rng.random() < 0.5:
             damage.seal(folder)
         faulthandler.dump_traceback_later(300, exit=True)
-        began, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        text = ""
+        began, text = time.process_time(), ""
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), watched(folder):
                 reader.read(folder)
         except REFUSALS as error:
             refused += 1
@@ -307,10 +343,9 @@ def attack(reader: Reader, folder: pathlib.Path, n: int) -> tuple[int, list[str]
         except BaseException as error:  # noqa: BLE001  whatever it is, it is what is looked for
             text = f"it raised {type(error).__name__}: {str(error)[:300]}"
         seconds = time.process_time() - began
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10
-        text = (
-            text or (f"it took {seconds:.1f} s" if seconds > SECONDS else "") or (f"{grown:,} bytes" if grown > MEMORY else "")
-        )
+        text = text or (f"it took {seconds:.1f} s" if seconds > SECONDS else "")
+        if (grown := _peak() - peak) > MEMORY:
+            text, peak = text or f"{grown:,} bytes of memory more", peak + grown
         text = text or "; ".join(_watched)
         if text:
             problems.append(f"{reader.name}: case {number}, {path.relative_to(folder)}: {text}")
@@ -326,6 +361,10 @@ def main() -> None:
     folder, n, chosen = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     faulthandler.enable()
     sys.addaudithook(_hook)
+    (folder / damage.OUTSIDE).mkdir()
+    (folder / damage.OUTSIDE / "secret.json").write_text('{"secret": 1}')
+    (folder / TEMPORARY).mkdir()
+    tempfile.tempdir = str(folder / TEMPORARY)
     before = os.listdir(".")
     for number, reader in enumerate(READERS):
         if chosen and reader.name not in chosen:

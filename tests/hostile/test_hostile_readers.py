@@ -12,17 +12,41 @@ from readers import READERS
 N = {"short": 30, "long": 4000}  # damaged files for each reader
 
 
-@pytest.mark.parametrize("size", ["short", pytest.param("long", marks=pytest.mark.slow)])
-def test_a_damaged_file_is_read_or_refused(tmp_path, size):
+TRUSTING = """
+import json
+import pyarrow, readers
+from loaders.base import DataError
+
+def make(folder):
+    (folder / "a.json").write_text('{"path": "b.json"}')
+    (folder / "b.json").write_text("{}")
+
+def read(folder):
+    path = folder / "a.json"
+    try:
+        OPEN(str(folder / json.loads(path.read_bytes())["path"])).close()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: damaged") from error
+
+readers.READERS = (readers.Reader("a trusting one", make, read),)
+readers.main()
+"""
+
+
+def start(tmp_path, n, *program):
+    """Runs readers.py, or ``program`` in its place, in a process and a folder of its own."""
     for name in ("files", "here", "cache"):
         (tmp_path / name).mkdir()
     (tmp_path / "here" / "payload.py").write_text("raise SystemExit(55)\n")  # a module that files name
     paths = os.pathsep.join([str(HERE), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "JAXTRAIN_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "readers.py"), str(tmp_path / "files"), str(N[size])],
-        env=environment, cwd=tmp_path / "here", capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, *(program or [str(HERE / "readers.py")]), str(tmp_path / "files"), str(n)]
+    return subprocess.run(command, env=environment, cwd=tmp_path / "here", capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("size", ["short", pytest.param("long", marks=pytest.mark.slow)])
+def test_a_damaged_file_is_read_or_refused(tmp_path, size):
+    done = start(tmp_path, N[size])
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for each in found:
         print(f"{each['reader']}: {N[size]} damaged files, {each['refused']} refused, {each['cpu']} s")
@@ -31,3 +55,13 @@ def test_a_damaged_file_is_read_or_refused(tmp_path, size):
     assert done.returncode == 0, f"the process ended with {done.returncode}: {done.stderr[-3000:]}"
     assert [each["reader"] for each in found] == [reader.name for reader in READERS]
     assert all(N[size] // 20 < each["refused"] <= N[size] for each in found), "each refuses some: damage is noticed"
+
+
+@pytest.mark.parametrize(
+    ("function", "seen"), [("open", "/dev/zero"), ("pyarrow.OSFile", "{files}/outside/secret.json")], ids=["Python", "C++"]
+)
+def test_a_reader_that_opens_what_a_file_names_is_noticed(tmp_path, function, seen):
+    done = start(tmp_path, 100, "-c", TRUSTING.replace("OPEN", function))
+    assert done.returncode == 0, done.stderr
+    problems = json.loads(done.stdout)["problems"]
+    assert any(f"it opened {seen.format(files=tmp_path / 'files')}" in problem for problem in problems), problems

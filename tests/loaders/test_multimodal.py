@@ -207,6 +207,8 @@ def test_an_average_is_over_the_viewers(config):
     [
         (dict(subjects=("s9",)), "names s9; .* has s0, s1, s2"),
         ("video.npy", "3 dimensions|no such file|No such file"),
+        (4, r"video.npy is uint8 \(100, 2, 3, 4\); expected 3 values for each pixel, RGB; save x\[..., :3\] of RGBA, or"),
+        (1, r"video.npy is uint8 \(100, 2, 3, 1\); expected 3 values .* numpy.repeat\(x\[..., :1\], 3, -1\) of grey"),
         ("fmri/s1.npy", "expected 30 volumes"),
         ("text.npy", "text.npy is Fortran-ordered"),
         ("short", "the video ends .* s before the last of 30 volumes"),
@@ -216,6 +218,8 @@ def test_a_folder_that_does_not_fit_together_is_told(config, change, message):
     folder = pathlib.Path(config.path)
     if isinstance(change, dict):
         config = replace(config, **change)
+    elif isinstance(change, int):  # RGBA, and grey
+        np.save(folder / "video.npy", np.zeros((100, 2, 3, change), np.uint8))
     elif change == "short":
         np.save(folder / "video.npy", np.zeros((100, 2, 3, 3), np.uint8))
     elif change == "video.npy":
@@ -226,8 +230,9 @@ def test_a_folder_that_does_not_fit_together_is_told(config, change, message):
     else:
         np.save(folder / change, np.zeros((29, 11), np.float16))
     film_files._open_once.cache_clear()
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as told:
         multimodal.fields(config)
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(

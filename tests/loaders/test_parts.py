@@ -17,6 +17,7 @@ from loaders.base import DataError, Rows
 from loaders.front_end import FrontEnd
 from loaders.recordings import store
 from loaders.spectrogram import Config, filter_bank, make_loader
+from tools.fuzz import av_encode
 
 RATE = 32_000
 
@@ -280,22 +281,6 @@ def test_any_split_by_name(tmp_path):
         shards.find_shards(str(tmp_path), "vald")
 
 
-def av_encode(codec: str, container: str, wave: np.ndarray, rate: int, form: str) -> bytes:
-    """Encodes float32 [n, channels] with FFmpeg's libraries."""
-    av = pytest.importorskip("av")
-    file = io.BytesIO()
-    planes = wave.T if form == "fltp" else (wave.T * 32767).astype(np.int16)
-    planes = np.ascontiguousarray(planes if form.endswith("p") else planes.T.reshape(1, -1))
-    layout = "stereo" if wave.shape[1] == 2 else "mono"
-    with av.open(file, "w", format=container) as out:
-        stream = out.add_stream(codec, rate=rate, layout=layout)
-        frame = av.AudioFrame.from_ndarray(planes, format=form, layout=layout)
-        frame.sample_rate, frame.pts = rate, 0
-        for packet in [*stream.encode(frame), *stream.encode(None)]:
-            out.mux(packet)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("channels", [1, 2])
 def test_adpcm_whose_steps_run_away_is_damaged_and_not_noise(channels):
     t = np.arange(8000) / 16_000
@@ -325,6 +310,7 @@ def test_adpcm_whose_steps_run_away_is_damaged_and_not_noise(channels):
     ],
 )
 def test_other_formats_are_read_more_slowly_and_counted(tmp_path, codec, container, form, loss):
+    pytest.importorskip("av")
     rate, n = 44_100, 100_000
     t = np.arange(n) / rate
     wave = np.stack([0.3 * np.sin(2 * np.pi * f * t * (1 + 0.2 * t)) for f in (440, 1000)], 1).astype(np.float32)

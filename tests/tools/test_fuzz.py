@@ -2,6 +2,7 @@
 
 import pathlib
 import shutil
+import sys
 import tomllib
 
 import pytest
@@ -13,6 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def test_every_binary_has_targets_and_every_target_seeds_of_its_format():
+    pytest.importorskip("av")
     manifest = tomllib.loads((fuzz.FUZZ / "Cargo.toml").read_text())
     assert {each["name"] for each in manifest["bin"]} == {target.binary for target in fuzz.TARGETS.values()}
     assert all((fuzz.FUZZ / each["path"]).is_file() for each in manifest["bin"])
@@ -23,6 +25,50 @@ def test_every_binary_has_targets_and_every_target_seeds_of_its_format():
             for seed in seeds:
                 wave, rate, frames = _rust.decode(seed)
                 assert len(wave) == frames > 0 and rate in (16_000, 48_000) and abs(wave).max() > 0.2, name
+
+
+TARGET = """#!{python}
+import pathlib, sys, time
+folder = pathlib.Path({folder!r})
+[found] = [each.partition("=")[2] for each in sys.argv if each.startswith("-artifact_prefix=")]
+[seconds] = [each.partition("=")[2] for each in sys.argv if each.startswith("-max_total_time=")]
+with (folder / "asked").open("a") as file:
+    file.write(seconds + "\\n")
+while time.process_time() < {cpu}:
+    pass
+print("#10 cov: 7")
+if {crashes}:
+    pathlib.Path(found + "crash-1").write_bytes(b"the same")
+    sys.exit(77)
+"""
+
+
+@pytest.fixture
+def target(tmp_path):
+    """Makes a program in place of libFuzzer's: it takes so much CPU time, and crashes or not."""
+
+    def make(cpu, crashes=False):
+        path = tmp_path / "target"
+        path.write_text(TARGET.format(python=sys.executable, folder=str(tmp_path), cpu=cpu, crashes=crashes))
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+def test_a_crash_that_comes_again_is_found_again(tmp_path, target):
+    """Its input has the same name each time."""
+    for _ in range(2):
+        result = fuzz.fuzz("wav", target(0.0, crashes=True), tmp_path / "corpus", tmp_path / "found", seconds=1)
+        assert [path.name for path in result.found] == ["crash-1"] and result.runs == 10
+
+
+def test_a_target_goes_on_until_it_had_its_cpu_time(tmp_path, target):
+    """However little of it a busy machine gives by the clock."""
+    result = fuzz.fuzz("wav", target(0.4), tmp_path / "corpus", tmp_path / "found", seconds=1.0)
+    asked = [int(line) for line in (tmp_path / "asked").read_text().split()]
+    assert result.seconds >= 1.0 and 2 <= len(asked) <= 3 and asked == [1] * len(asked)
+    assert result.runs == 10 * len(asked) and result.coverage == 7 and not result.found
 
 
 @pytest.mark.slow

@@ -1,18 +1,31 @@
-"""The crates that are compiled into the extension, and so go out with every wheel: the licences that their authors state."""
+"""The crates that are compiled into the extension, and the packages that pip installs with it: the licences that they state."""
 
+import importlib.metadata
 import json
 import pathlib
 import re
 import shutil
 import subprocess
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
-RUST = pathlib.Path(__file__).resolve().parents[2] / "rust"
+from tools.needs import needs
+from tools.sbom import licence
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RUST = ROOT / "rust"
 # They ask for no more than their notice; MPL-2.0 also for changes to its own files.
 FREE = {
     "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "MIT", "BSD-2-Clause", "BSD-3-Clause", "0BSD", "Zlib", "CC0-1.0",
-    "Unlicense", "Unicode-3.0", "MPL-2.0",
+    "Unlicense", "Unicode-3.0", "MPL-2.0", "ISC", "MIT-0", "MIT-CMU", "PSF-2.0",
+}  # fmt: skip
+NAMES = {  # of older metadata, which have no SPDX expression
+    "Apache Software License": "Apache-2.0", "Apache License": "Apache-2.0", "Apache 2.0": "Apache-2.0",
+    "Apache License 2.0": "Apache-2.0", "BSD License": "BSD-3-Clause", "BSD 3-Clause License": "BSD-3-Clause",
+    "3-Clause BSD License": "BSD-3-Clause", "MIT License": "MIT", "Python Software Foundation License": "PSF-2.0",
+    "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
 }  # fmt: skip
 
 
@@ -32,6 +45,39 @@ def test_every_crate_has_a_licence_that_allows_it():
     command = ["cargo", "metadata", "--locked", "--format-version", "1", "--manifest-path", str(RUST / "Cargo.toml")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    crates = {crate["name"]: crate["license"] or "" for crate in json.loads(done.stdout)["packages"]}
-    assert len(crates) > 100
-    assert not {name: licence for name, licence in crates.items() if not is_free(licence)}
+    assert not not_free(json.loads(done.stdout)["packages"])
+
+
+def not_free(crates):
+    """Of those with one name, each version may have a licence of its own."""
+    assert len(crates) > 1
+    return {(crate["name"], crate["version"]): crate["license"] for crate in crates if not is_free(crate["license"] or "")}
+
+
+def test_each_version_of_a_crate_is_looked_at():
+    crates = [dict(name="a", version=str(i), license=name) for i, name in enumerate(("MIT", "GPL-3.0", "MIT", None))]
+    assert set(not_free(crates)) == {("a", "1"), ("a", "3")}
+
+
+def installed_with(requirements):
+    """The packages, by name, that pip installs for some requirements: those, what they require, and so on."""
+    found, waiting = {}, [(Requirement(text), "") for text in requirements]
+    while waiting:
+        requirement, extra = waiting.pop()
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        about = importlib.metadata.distribution(requirement.name)
+        new = {"", *requirement.extras} - found.setdefault(about.name, (about, set()))[1]
+        found[about.name][1].update(new)
+        waiting += [(Requirement(text), each) for text in about.requires or () for each in new]
+    return {name: about for name, (about, _) in found.items()}
+
+
+def test_every_package_that_comes_along_has_a_licence_that_allows_it():
+    """Those of the wheel's requirements, not of its extras, as they are installed here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = installed_with(needs(project, []))
+    assert {"jax", "jaxlib", "numpy", "scipy", "pycparser"} <= set(packages) and "pytest" not in packages
+    stated = {name: licence(about.metadata.json) for name, about in packages.items()}
+    spdx = {name: " AND ".join(NAMES.get(part, part) for part in text.split(" AND ")) for name, text in stated.items()}
+    assert not {name: stated[name] for name, text in spdx.items() if not is_free(text)}

@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+from jaxtrain import config as config_lib
 from loaders import demo
 from tools import soak
 
@@ -72,6 +73,59 @@ def test_a_start_that_a_busy_machine_ended_is_a_fault_and_another_end_is_wrong(t
     one.lap(1, until=time.monotonic() + 60)
     assert [fault.kind for fault in one.faults] == ["load"] * (1 - wrong) and len(one.wrong) == wrong
     assert not wrong or "ended with [70]" in one.wrong[0]
+
+
+@pytest.mark.parametrize(("checkpoints", "kind"), [(0, "kill"), (1, "kill"), (2, "damage")])
+def test_a_damage_that_would_leave_no_whole_checkpoint_is_a_kill(tmp_path, checkpoints, kind):
+    """And is counted as one; of two or more, a bit of the newest one changes."""
+    files = [tmp_path / "lap1" / "checkpoints" / str(8 + 4 * i) / "array" for i in range(checkpoints)]
+    for path in files:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(100))
+    steps = iter([5])
+    job = types.SimpleNamespace(workdir=tmp_path / "lap1", processes=[None] * 4, steps=lambda: next(steps, 20))
+    job.codes, job.signal, job.kill = lambda: [-9] * 4, lambda *_: None, lambda: None
+    one = soak.Soak(tmp_path, [], ["damage"], None, 0, "")
+    one._reaches = lambda job, step: True
+    assert one._fault(job, time.monotonic() + 60).kind == kind
+    changed = [sum(map(int.bit_count, path.read_bytes())) for path in files]
+    assert changed == ([0, 1] if kind == "damage" else [0] * checkpoints)
+
+
+@pytest.mark.parametrize(("can", "how"), [(("netem", "tbf"), "200 ms"), (("tbf",), "20 Mbit/s"), ((), "")])
+def test_a_link_is_slow_by_what_the_kernel_can_do(monkeypatch, can, how):
+    monkeypatch.setattr(soak.Hosts, "_make", lambda self: True)
+    hosts, tried = soak.Hosts(), []
+
+    def run(command, **_):
+        tried.append(command[command.index("root") + 1 :])
+        return types.SimpleNamespace(returncode=0 if command[-1] == "root" or tried[-1][0] in can else 2)
+
+    monkeypatch.setattr(soak.subprocess, "run", run)
+    assert hosts.slow() == how
+    hosts.fast()
+    assert tried[-1] == [], "the queue is removed"
+
+
+def test_each_model_has_a_config_with_all_that_it_needs(tmp_path):
+    """Text is made for the language model; either has checkpoints enough for damage, and is split over four processes."""
+    text = soak.play(size=20_000)
+    assert len(text) == 20_000 and text == soak.play(size=20_000) != soak.play(1, size=20_000)
+    (tmp_path / "text.txt").write_text(text)
+    workloads = set()
+    for given in soak.MODELS.values():
+        arguments = config_lib.parse_args([x.format(folder=tmp_path) for x in given])
+        config = config_lib.load(arguments.source, arguments.overrides)
+        workloads.add(config.workload)
+        assert config.mesh.data == soak.PROCESSES and config.train.steps >= 8 * config.checkpoint.every
+    assert workloads == {"jaxtrain.workloads.bird", "jaxtrain.workloads.language"}
+
+
+def test_every_option_is_explained_and_a_model_that_is_none_is_refused(capsys):
+    assert all(action.help for action in soak.make_parser()._actions)
+    with pytest.raises(SystemExit):
+        soak.main(["--model", "lungs"])
+    assert "--model is 'lungs'; expected one of: bird, language" in capsys.readouterr().err
 
 
 def test_the_table_has_a_row_for_each_kind():

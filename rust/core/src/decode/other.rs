@@ -95,10 +95,12 @@ fn edit(bytes: &[u8], rate: u32) -> Option<Edit> {
         }
         _ => return None,
     };
-    let samples =
-        |ticks: u64, scale: u32| (u128::from(ticks) * u128::from(rate)).div_ceil(u128::from(scale.max(1))) as u64;
+    let samples = |ticks: u64, scale: u32| {
+        let found = (u128::from(ticks) * u128::from(rate)).div_ceil(u128::from(scale.max(1)));
+        u64::try_from(found).unwrap_or(u64::MAX)
+    };
     // In ticks of the movie, often of a millisecond, of which a part may be missing.
-    let frames = (duration > 0 && scale > 0).then(|| samples(duration + u64::from(scale < rate), scale));
+    let frames = (duration > 0 && scale > 0).then(|| samples(duration.saturating_add(u64::from(scale < rate)), scale));
     (time < u64::from(u32::MAX)).then(|| Edit { skip: samples(time, media_scale), frames })
 }
 
@@ -272,7 +274,7 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
         let first = packet.pts.get().saturating_add_unsigned(packet.trim_start.get()).max(0) as u64;
         let position = scaled(first, base, info.rate);
         let wanted = start + done as u64;
-        if position + (n as u64) <= wanted {
+        if position.saturating_add(n as u64) <= wanted {
             continue;
         }
         if position > wanted {
@@ -305,4 +307,46 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
     }
     out[done..].fill(0.0);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn boxed(name: &[u8; 4], content: &[&[u8]]) -> Vec<u8> {
+        let content = content.concat();
+        [&(content.len() as u32 + 8).to_be_bytes(), &name[..], &content].concat()
+    }
+
+    /// A movie in ticks of a millisecond, and its track of sound in samples of `rate`, with one edit of version 1.
+    fn movie(rate: u32, duration: u64, time: u64) -> Vec<u8> {
+        let header = boxed(b"mvhd", &[&[0; 12], &1000u32.to_be_bytes()]);
+        let media = boxed(b"mdhd", &[&[0; 12], &rate.to_be_bytes()]);
+        let handler = boxed(b"hdlr", &[&[0; 8], b"soun"]);
+        let list = [&[1, 0, 0, 0, 0, 0, 0, 1][..], &duration.to_be_bytes(), &time.to_be_bytes()].concat();
+        let edits = boxed(b"edts", &[&boxed(b"elst", &[&list])]);
+        boxed(b"moov", &[&header, &boxed(b"trak", &[&edits, &boxed(b"mdia", &[&media, &handler])])])
+    }
+
+    #[test]
+    fn an_edit_leaves_out_what_the_encoder_added() {
+        let edit = edit(&movie(44_100, 1000, 1024), 44_100).unwrap();
+        assert_eq!(
+            (edit.skip, edit.frames),
+            (1024, Some(44_145)),
+            "a second, and the part of a tick that may be missing"
+        );
+    }
+
+    #[test]
+    fn an_edit_of_any_length_is_a_length() {
+        for duration in [u64::MAX, u64::MAX - 1, 1 << 63, u64::MAX / 441 * 10 + 10] {
+            let edit = edit(&movie(44_100, duration, 0), 44_100).unwrap();
+            assert!(
+                edit.frames.is_some_and(|frames| frames > 1 << 40),
+                "{duration} ticks are {:?} samples",
+                edit.frames
+            );
+        }
+    }
 }

@@ -1,0 +1,82 @@
+"""Lists what a wheel brings with it: python -m tools.sbom dist/*.whl writes a WHEEL.cdx.json next to each (make wheel does).
+
+It is the list of crates that maturin puts into the wheel (CycloneDX), and of each Python package that pip installs with it, in
+the version that the tests are run with (requirements.lock): name, version, checksum, licence. pip is asked, and installs
+nothing. Extras are not in it.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+from tools.needs import needs
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def crates(wheel: pathlib.Path) -> dict[str, Any]:
+    """The list of crates in a wheel. Raises ValueError where there is none."""
+    with zipfile.ZipFile(wheel) as archive:
+        found = [name for name in archive.namelist() if "/sboms/" in name]
+        if len(found) != 1:
+            raise ValueError(f"{wheel} holds {len(found)} lists of crates; expected 1: build it with maturin 1.9 or newer")
+        return json.loads(archive.read(found[0]))
+
+
+def packages() -> list[dict[str, Any]]:
+    """What pip would install with jaxtrain: its report of each package. Raises CalledProcessError."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    with tempfile.TemporaryDirectory() as folder:
+        report, pins = pathlib.Path(folder, "report.json"), pathlib.Path(folder, "pins.txt")
+        pins.write_text("\n".join(pin.split()[0] for pin in (ROOT / "requirements.lock").read_text().splitlines()[1:]))
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--only-binary=:all:"]
+        subprocess.run([*command, f"--report={report}", f"--constraint={pins}", *needs(project, [])], check=True)
+        return json.loads(report.read_text())["install"]
+
+
+def component(package: dict[str, Any]) -> dict[str, Any]:
+    """A package of pip's report, as a component of CycloneDX."""
+    about = package["metadata"]
+    name, version = about["name"].lower().replace("_", "-"), about["version"]
+    purl = f"pkg:pypi/{name}@{version}"
+    found = {"type": "library", "bom-ref": purl, "name": name, "version": version, "scope": "required", "purl": purl}
+    hashes = package["download_info"].get("archive_info", {}).get("hashes", {})
+    if "sha256" in hashes:
+        found["hashes"] = [{"alg": "SHA-256", "content": hashes["sha256"]}]
+    if expression := about.get("license_expression"):
+        found["licenses"] = [{"expression": expression}]
+    elif name := licence(about):
+        found["licenses"] = [{"license": {"name": name}}]
+    return found
+
+
+def licence(about: dict[str, Any]) -> str:
+    """What a package's metadata (as `importlib.metadata` has them) says of its licence: an SPDX expression, or a name."""
+    classifiers = [each for each in about.get("classifier", []) if each.startswith("License :: OSI Approved :: ")]
+    names = " AND ".join(each.rpartition(" :: ")[2] for each in classifiers)
+    return about.get("license_expression") or names or about.get("license", "").strip().partition("\n")[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheels", nargs="+", type=pathlib.Path, metavar="WHEEL", help="whose list is written next to it")
+    args = parser.parse_args(argv)
+    installed = [component(package) for package in packages()]
+    for wheel in args.wheels:
+        listed = crates(wheel)
+        listed["components"] += installed
+        path = wheel.with_suffix(".cdx.json")
+        path.write_text(json.dumps(listed, indent=1) + "\n")
+        print(f"{path}: {len(listed['components']) - len(installed)} crates, {len(installed)} Python packages")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
