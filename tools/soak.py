@@ -12,7 +12,8 @@ starts the same command again. Faults are drawn from the seed, one after the oth
     kill         SIGKILL of one of the processes                 term    SIGTERM to one: all save and end
     coordinator  SIGKILL of process 0                            stop    SIGSTOP of one: the watchdog ends the rest
     cut          the link between the hosts is down              slow    it is slow for 10 s; the run goes on
-    damage       all killed, and a byte of a file of the newest checkpoint is changed; a kill where there are not two of them
+    damage       all killed, and a byte of a file of the newest checkpoint is changed (a kill where it is the only
+                 one, or has no checksums yet: a checkpoint is complete shortly before they are)
     full         the workdir's file system is full until the run has ended
     host         a host is gone: the run resumes on the other alone, and after the next fault on both
     load         none of these: a process of a busy machine did not say for 10 s that it lives, and JAX's service ended the rest
@@ -21,7 +22,7 @@ The first lap has no fault. Each later one must end where it did: with the same 
 unless a host was gone meanwhile, the same loss in each record and the same bytes in every array. Prints a row for each kind of
 fault: how often; seconds until the job had ended (noticed) and from its restart to its next new step (going on), median and
 most; steps computed again; then where all laps' time went. It ends with 1 when something was lost or wrong, or when the
-supervisor had to end a job that stood still (by hand).
+supervisor had to end a job that stood still (by hand). Ctrl-C and SIGTERM end it with what it has found so far.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -47,6 +49,7 @@ from typing import Any
 
 from jaxtrain import config as config_lib
 from jaxtrain import goodput
+from jaxtrain.checkpoint import checksums
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROCESSES, HOSTS = 4, 2
@@ -286,11 +289,8 @@ class Soak:
         if not self._reaches(job, job.steps() + self.draw.randint(2, 12)) or time.monotonic() > until:
             return None
         time.sleep(self.draw.random())
-        kind = self.draw.choice(list(self.kinds))
-        if kind == "damage" and len(_checkpoints(job.workdir)) < 2:  # one of them has to stay whole
-            kind = "kill"
-        fault, began = Fault(kind, job.steps()), time.monotonic()
-        undo = self._do(fault.kind, job)
+        fault, began = Fault(self.draw.choice(list(self.kinds)), job.steps()), time.monotonic()
+        undo = self._do(fault, job)
         try:
             if fault.kind == "slow":
                 time.sleep(10)
@@ -312,8 +312,9 @@ class Soak:
             undo()
         return fault
 
-    def _do(self, kind: str, job: Job) -> Callable[[], Any]:
+    def _do(self, fault: Fault, job: Job) -> Callable[[], Any]:
         """Returns what takes it back."""
+        kind = fault.kind
         one = self.draw.randrange(len(job.processes))
         if kind in ("kill", "coordinator"):
             job.signal(one if kind == "kill" else 0, signal.SIGKILL)
@@ -332,7 +333,8 @@ class Soak:
             return self.hosts.fast
         elif kind == "damage":
             job.kill()
-            self._damage(job.workdir)
+            if not self._damage(job.workdir):
+                fault.kind = "kill"
         elif kind == "full":
             filler = self.folder / DISK / "filler"
             with contextlib.suppress(OSError), filler.open("wb") as file:
@@ -341,12 +343,16 @@ class Soak:
             return lambda: filler.unlink(missing_ok=True)
         return lambda: None
 
-    def _damage(self, workdir: pathlib.Path) -> None:
-        """Changes a bit of the newest checkpoint."""
-        path = self.draw.choice(sorted(p for p in _checkpoints(workdir)[-1].rglob("*") if p.is_file() and p.stat().st_size))
+    def _damage(self, workdir: pathlib.Path) -> bool:
+        """Changes a bit of the newest checkpoint. False: no other would stay whole, or it has no checksums yet."""
+        *others, newest = _checkpoints(workdir) or [workdir]
+        if not others or not (newest / checksums.NAME).exists():
+            return False
+        path = self.draw.choice(sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size))
         data = bytearray(path.read_bytes())
         data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
         path.write_bytes(data)
+        return True
 
     def _ends(self, job: Job) -> bool:
         """Waits until all have ended. Returns whether they have with 0."""
@@ -361,7 +367,11 @@ class Soak:
 
     def _log(self, job: Job) -> str:
         """What process 0 printed in this lap."""
-        return (self.folder / f"log{job.workdir.name.removeprefix('lap')}-0.txt").read_text(errors="replace")
+        return self._text(int(job.workdir.name.removeprefix("lap")))
+
+    def _text(self, number: int) -> str:
+        path = self.folder / f"log{number}-0.txt"
+        return path.read_text(errors="replace") if path.exists() else "nothing"
 
     def compare(self, number: int, *, bits: bool) -> None:
         """What a lap left, with what the first one did."""
@@ -369,9 +379,11 @@ class Soak:
         if odd := sorted(key for key in expected if found.get(key) != expected[key]):
             at, row = odd[0]
             self.wrong.append(f"lap {number}: row {row} of batch {at} is {found.get(odd[0])}, not {expected[odd[0]]}")
-        losses = [(step, loss if bits else None) for step, loss in self._losses(number)]
-        if losses != [(step, loss if bits else None) for step, loss in self._losses(0)]:
-            self.wrong.append(f"lap {number}: its records are {losses[:3]} … {losses[-3:]}, and not those of the first lap")
+        pairs = itertools.zip_longest(self._losses(0), self._losses(number), fillvalue=(0, 0.0))
+        if odd_pair := next((pair for pair in pairs if pair[0] != pair[1] and (bits or pair[0][0] != pair[1][0])), None):
+            (step, loss), (other_step, other) = odd_pair
+            what = f"record {other_step} has the loss {other}, where the first lap's record {step} has {loss}"
+            self.wrong.append(f"lap {number}: {what}; process 0 said:\n{self._text(number)}")
         if bits and (arrays := self._arrays(number) ^ self._arrays(0)):
             self.wrong.append(f"lap {number}: {len(arrays) // 2} arrays differ, for example {min(arrays)[0]}")
 
@@ -503,28 +515,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(soak: Soak, hours: float, most: int) -> int:
     """Runs laps for so many hours, or until there were ``most`` faults (0: any number). Prints what came of them."""
-    began, number = time.monotonic(), 0
-    soak.lap(0, until=0)
-    print(f"lap 0, without faults: {time.monotonic() - began:.0f} s", flush=True)
-    until = began + 3600 * hours
-    while not soak.wrong and time.monotonic() < until and not (most and len(soak.faults) >= most):
-        number += 1
-        was_alone = soak.lap(number, until=until, most=most)
-        if not soak.wrong:
-            soak.compare(number, bits=not was_alone)
-        text = "recordings and records" if was_alone else "recordings, records and bits"
-        print(f"lap {number}: {len(soak.faults)} faults so far; {text} compared, {len(soak.wrong)} wrong", flush=True)
-        if not soak.wrong:
-            soak.forget(number)
+    began, number, ended = time.monotonic(), 0, ""
+    try:
+        soak.lap(0, until=0)
+        print(f"lap 0, without faults: {time.monotonic() - began:.0f} s", flush=True)
+        until = began + 3600 * hours
+        while not soak.wrong and time.monotonic() < until and not (most and len(soak.faults) >= most):
+            number += 1
+            was_alone = soak.lap(number, until=until, most=most)
+            if not soak.wrong:
+                soak.compare(number, bits=not was_alone)
+            text = "recordings and records" if was_alone else "recordings, records and bits"
+            print(f"lap {number}: {len(soak.faults)} faults so far; {text} compared, {len(soak.wrong)} wrong", flush=True)
+            if not soak.wrong:
+                soak.forget(number)
+    except KeyboardInterrupt:
+        ended = f"interrupted in lap {number}, which is not compared"
     print("\n".join(table(soak.faults)))
     by_hand = sum(fault.by_hand for fault in soak.faults)
     took = (time.monotonic() - began) / 3600
     print(f"{len(soak.faults)} faults in {took:.2f} h, {number} laps: {len(soak.wrong)} wrong, {by_hand} by hand")
     print(f"laps with faults, added over processes: {goodput.summary(soak.seconds)}")
-    for text in soak.wrong:
-        print(f"wrong: {text}")
-    return 1 if soak.wrong or by_hand else 0
+    for text in [f"wrong: {text}" for text in soak.wrong] + [ended] * bool(ended):
+        print(text)
+    return 1 if soak.wrong or by_hand else 130 if ended else 0
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell's job in the background ignores the first
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())
