@@ -98,6 +98,7 @@ def test_promise_8_too_many_bad_steps_in_a_row_end_the_run(unruly, corpus):  # n
     assert "3 steps in a row after 1 were skipped" in output
 
 
+@pytest.mark.slow
 def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(unruly, corpus):  # noqa: F811
     """Batches 8 to 10 are bad, the last checkpoint is 6: its state goes on after 11. A kill on the way changes nothing."""
     args = (unruly, f"tiny.py:{corpus}", "--config.loader=unruly", "--config.train.eval_every=0", "--config.checkpoint.every=6")

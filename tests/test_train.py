@@ -201,7 +201,7 @@ def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_t
     starts, now = goodput.read(folder / "killed")[0], time.time()
     seconds, wall = goodput.totals(starts), starts[-1].now - began
     assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
-    assert now - starts[-1].now < 3, "an interpreter's end is no run's time"
+    assert now - starts[-1].now < wall / 4, "an interpreter's end is no run's time, and little: a busy machine stretches both"
     assert [(s.first, s.end) for s in starts] == [(0, ""), (10, "ended"), (20, "ended")] and starts[1].step == 20
     assert starts[0].step <= 16 and 0 < seconds[goodput.STEPS] + seconds.get(goodput.AGAIN, 0) < wall
     assert min(seconds[name] for name in (goodput.IMPORTS, goodput.COMPILATION, goodput.SAVES, goodput.EVALUATION)) > 0
