@@ -48,7 +48,7 @@ def test_every_slow_test_is_in_exactly_one_part():
 def test_the_makefile_runs_them_and_test_all_is_their_sum():
     makefile = (ROOT / "Makefile").read_text()
     assert "-m tools.proofs $*" in makefile
-    assert "test-all: test lint-targets" in makefile
+    assert "\ntest-all: test\n" in makefile
 
 
 @pytest.mark.parametrize("failures", [0, 1])
