@@ -25,12 +25,12 @@ def examine(*, source: str, overrides: list[list[str]], count: int, kind: str) -
 
     try:
         config, problems = config_lib.read(source, [(path, text) for path, text in overrides], make_data=False)
-        if problems:
-            raise config_lib.ConfigError(problems)
-    except config_lib.ConfigError as error:
-        return [fail(GROUP, "fields", str(error), "correct it as it says: jaxtrain explain lists every field")], {}
     except Exception as error:  # noqa: BLE001  whatever a file of the user's raises
-        return [fail(GROUP, "file", f"{source}: {_named(error)}", "correct this file, or what it imports")], {}
+        text = str(error) if isinstance(error, config_lib.ConfigError) else f"{source}: {_named(error)}"
+        return [fail(GROUP, "file", text, "correct this file, or what it imports")], {}
+    if problems:
+        text = str(config_lib.ConfigError(problems))
+        return [fail(GROUP, "fields", text, "correct it as it says: jaxtrain explain lists every field")], {}
     checks = [ok(GROUP, "fields", f"{source}: every field is valid")]
     workdir, folder = os.path.abspath(config.workdir), config.checkpoint.folder
     facts: dict[str, Any] = {

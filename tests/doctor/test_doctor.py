@@ -112,7 +112,7 @@ def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):  # 
     ("text", "name", "says"),
     [
         ("def get_config():\n    return dict(train=dict(stepps=3))\n", "fields", "stepps"),
-        ("def get_config(:\n", "file", "SyntaxError"),
+        ("def get_config(:\n", "file", "wrong.py, line 1"),
         ("import nothing_of_this_name\n", "file", "wrong.py, line 1"),
         ("def get_config():\n    return undefined\n", "file", "wrong.py, line 2"),
     ],
