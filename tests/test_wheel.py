@@ -75,8 +75,9 @@ def test_the_wheel_holds_what_is_tracked_and_a_list_of_its_crates(wheel):
     assert set(archive.namelist()) == {*tracked.split(), "loaders/_rust.abi3.so", *about, sbom}
     listed = json.loads(archive.read(sbom))
     names = {(each["name"], each["version"]) for each in [*listed["components"], listed["metadata"]["component"]]}
-    assert names == crates("normal,build", "--target=all"), "what is compiled in or runs meanwhile, on any system"
-    assert names > crates("normal") > set(), "all that is compiled in here"
+    # With --target, as make wheel has it, maturin leaves out what other systems need; how much, its versions differ in.
+    assert set() < crates("normal") <= names, "all that is compiled in"
+    assert names <= crates("normal,build", "--target=all"), "and nothing that is not of this extension"
 
 
 def crates(edges, *more):
