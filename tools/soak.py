@@ -7,7 +7,7 @@
 
 Four processes on two hosts (network namespaces, where this user may make them; else on this one) train, lap by lap, a run of
 the model's config to its end. A supervisor does what a scheduler does: when a process has ended it waits for the others, and
-starts the same command again. Faults are drawn from the seed, one after the other, each some steps after the run went on:
+starts the same command again. Faults are drawn from the seed, one after the other, each some steps after the last new step:
 
     kill         SIGKILL of one of the processes                 term    SIGTERM to one: all save and end
     coordinator  SIGKILL of process 0                            stop    SIGSTOP of one: the watchdog ends the rest
