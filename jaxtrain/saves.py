@@ -81,7 +81,7 @@ class Saves:
             return self._checkpointer.save(step, state, self._data.state(step), self.history)
 
     def poll(self) -> None:
-        """Lets the checksums of a finished save be written. Costs nothing; to be called at every step."""
+        """Notices a save that failed meanwhile, as `save` does. Costs nothing; to be called at every step."""
         try:
             with self._in_own_workdir():
                 self._checkpointer.poll()

@@ -10,6 +10,8 @@ import pytest
 from test_reliability import cluster
 from test_train import command, corpus, folder, hashes, ids, records, run  # noqa: F401
 
+from jaxtrain.checkpoint import checksums
+
 KILLS = 200
 STEPS = 60
 
@@ -40,6 +42,10 @@ if left:
 def whole_starts(monkeypatch):
     """A kill may come while Python imports, too."""
     monkeypatch.setenv("JAXTRAIN_TESTS_FORK", "0")
+
+
+def _steps(workdir):
+    return sorted((p for p in workdir.glob("checkpoints/*") if p.name.isdecimal()), key=lambda p: int(p.name))
 
 
 @pytest.mark.slow
@@ -76,6 +82,8 @@ def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, re
             assert process.returncode == -signal.SIGKILL, output
             assert "cannot be read" not in output and "damaged" not in output, output
             kills += 1
+            for newest in _steps(workdir)[-1:]:  # an older one may be half deleted
+                assert checksums.verify(newest) == []
             where[next((line for line in output.splitlines() if line.startswith("killed before")), "by the clock")] += 1
         assert hashes(workdir, STEPS) == expected
         for split in ("train", "test"):

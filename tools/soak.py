@@ -7,13 +7,12 @@
 
 Four processes on two hosts (network namespaces, where this user may make them; else on this one) train, lap by lap, a run of
 the model's config to its end. A supervisor does what a scheduler does: when a process has ended it waits for the others, and
-starts the same command again. Faults are drawn from the seed, one after the other, each some steps after the last new step:
+starts the same command again. Faults are drawn from the seed, one after the other, each some steps after the run went on:
 
     kill         SIGKILL of one of the processes                 term    SIGTERM to one: all save and end
     coordinator  SIGKILL of process 0                            stop    SIGSTOP of one: the watchdog ends the rest
     cut          the link between the hosts is down              slow    it is slow for 10 s; the run goes on
-    damage       all killed, and a byte of a file of the newest checkpoint is changed (a kill where it is the only
-                 one, or has no checksums yet: a checkpoint is complete shortly before they are)
+    damage       all killed, and a byte of a file of the newest checkpoint is changed (a kill where it is the only one)
     full         the workdir's file system is full until the run has ended
     host         a host is gone: the run resumes on the other alone, and after the next fault on both
     load         none of these: a process of a busy machine did not say for 10 s that it lives, and JAX's service ended the rest
@@ -49,7 +48,6 @@ from typing import Any
 
 from jaxtrain import config as config_lib
 from jaxtrain import goodput
-from jaxtrain.checkpoint import checksums
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROCESSES, HOSTS = 4, 2
@@ -344,9 +342,9 @@ class Soak:
         return lambda: None
 
     def _damage(self, workdir: pathlib.Path) -> bool:
-        """Changes a bit of the newest checkpoint. False: no other would stay whole, or it has no checksums yet."""
+        """Changes a bit of the newest checkpoint. False: no other would stay whole."""
         *others, newest = _checkpoints(workdir) or [workdir]
-        if not others or not (newest / checksums.NAME).exists():
+        if not others:
             return False
         path = self.draw.choice(sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size))
         data = bytearray(path.read_bytes())

@@ -8,14 +8,13 @@
       manifest.json   size and hash of every file (`checksums`), checked before anything is read
 
 Frozen base weights are not here: they are reloaded from their source. A save is asynchronous, one at a time; Orbax writes
-into a temporary directory and renames it, so that a step directory is complete or does not exist. An object store has no
-renames: there, Orbax writes a file commit_success.txt last, and a step without one does not count.
+into a temporary directory and renames it, so that a step directory is complete, with its checksums, or does not exist. An
+object store has no renames: there, Orbax writes a file commit_success.txt last, and a step without one does not count.
 
 With config.checkpoint.final="weights" the step that ends a run has under state/ only step, params, carry and the average, and
 its meta says ``"weights_only": true``: enough to evaluate, export and warm-start from, and not to resume.
 """
 
-import concurrent.futures
 import contextlib
 import json
 import logging
@@ -39,6 +38,8 @@ from jaxtrain.types import Task
 
 if TYPE_CHECKING:  # a state is rebuilt from the abstract one, so that reading a step imports no trainer
     from jaxtrain.state import Abstract, TrainState
+
+TIMEOUT = 3600  # [s] that a save may take: all processes write, then one reads it all for the checksums
 
 log = logging.getLogger("jaxtrain")
 
@@ -77,13 +78,15 @@ class Checkpointer:
         keep = [policies.LatestN(config.checkpoint.keep), self._scores]
         if config.checkpoint.keep_every:
             keep.append(policies.EveryNSteps(config.checkpoint.keep_every))
-        self._unsealed: epath.Path | None = None
+        self._saving: epath.Path | None = None  # the step of the save in flight
         self._failures = 0
         self._given_up: list[str] = []  # steps whose saves failed
-        self._sealing = concurrent.futures.ThreadPoolExecutor(1)
-        self._seals: list[tuple[epath.Path, concurrent.futures.Future]] = []
-        options = ocp.CheckpointManagerOptions(preservation_policy=policies.AnyPreservationPolicy(keep), create=True)
-        self._manager = ocp.CheckpointManager(self._path, options=options)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(keep),
+            create=True,
+            async_options=ocp.options.AsyncOptions(timeout_secs=TIMEOUT, post_finalization_callback=self._seal),
+        )
+        self._manager = _manager(self._path, options)
 
     def save(self, step: int, state: "TrainState", data: Mapping[str, Any], history: History) -> Saved:
         """Starts to save ``state``, unless ``step`` is saved already; first waits for the previous save to end.
@@ -91,13 +94,13 @@ class Checkpointer:
         Raises CheckpointError when that one failed, or this one fails at once, unless config.checkpoint.on_error is "continue".
         """
         began = time.perf_counter()
-        self._finish()
+        self._settle()
         weights_only = step == self._config.train.steps and self._config.checkpoint.final == "weights"
         if step not in self._manager.all_steps():
             content = _saved(state)
             if weights_only:
                 content = {name: content[name] for name in ("step", "params", "carry", "ema")}
-            path = self._path / str(step)
+            self._saving = path = self._path / str(step)
             try:
                 self._manager.save(
                     step,
@@ -108,7 +111,6 @@ class Checkpointer:
                     ),
                     force=True,
                 )
-                self._unsealed = path
             except Exception as error:  # noqa: BLE001  whatever a disk raises
                 self._failed(error, path)
         return Saved(time.perf_counter() - began, self._failures)
@@ -142,7 +144,7 @@ class Checkpointer:
         if not workdir:
             return self._newest(self._manager, self._path, abstract, data)
         path = _folder(workdir) / "checkpoints"
-        with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        with _manager(path, ocp.CheckpointManagerOptions(read_only=True)) as manager:
             restored = self._newest(manager, path, abstract, data)
         if not restored:
             raise CheckpointError(f"config.resume.path: {path} holds no checkpoint")
@@ -153,7 +155,7 @@ class Checkpointer:
 
         Only regular saves are considered, so that it is the same one however often the run was interrupted.
         """
-        self._finish()
+        self._settle()
         steps = [s for s in sorted(self._manager.all_steps(), reverse=True) if s <= before and is_save_due(self._config, s)]
         for step in cluster.agree_on(steps):
             if not cluster.agree(bool(self._damage(self._path / str(step)))):
@@ -169,44 +171,38 @@ class Checkpointer:
         return bool(cluster.agree(last.exists() and bool(_read_meta(last).get("weights_only"))))
 
     def poll(self) -> None:
-        """Starts to write the checksums of a save once it is complete. Costs nothing; call it every step."""
-        if self._unsealed and not self._manager.is_saving_in_progress():
+        """Notices a save that failed meanwhile, as `save` does. Costs nothing; call it every step."""
+        if self._saving and not self._manager.is_saving_in_progress():
             self._settle()
 
     def close(self) -> None:
         """Waits for a save in flight. Raises CheckpointError when it failed."""
         try:
-            self._finish()
+            self._settle()
         finally:
-            self._sealing.shutdown()
             self._manager.close()
             self._remove_parts()
 
-    def _finish(self) -> None:
-        self._settle()
-        while self._seals:
-            step, seal = self._seals.pop()
-            try:
-                seal.result()
-            except Exception as error:  # noqa: BLE001  whatever a disk raises
-                self._failed(error, step)
+    def _seal(self) -> None:
+        """Writes the checksums of the save in flight. Orbax calls it in process 0, once all have written, before the commit."""
+        step = self._saving
+        assert step
+        parts = sorted(self._path.glob(f"{step.name}.orbax-checkpoint-tmp*"), key=lambda part: part.stat().mtime)
+        checksums.write(parts[-1] if parts else step)  # an object store has no temporary folder
 
     def _settle(self) -> None:
-        """Waits for the save in flight, and starts to write the checksums of a step that is complete."""
-        step, self._unsealed = self._unsealed, None
-        if step is None:
-            return
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:  # noqa: BLE001  whatever a disk raises
-            self._failed(error, step)
-        else:
-            if jax.process_index() == 0:
-                self._seals.append((step, self._sealing.submit(checksums.write, step)))
+        """Waits for the save in flight."""
+        if step := self._saving:
+            try:
+                self._manager.wait_until_finished()
+                self._saving = None
+            except Exception as error:  # noqa: BLE001  whatever a disk raises
+                self._failed(error, step)
 
     def _failed(self, error: Exception, step: epath.Path) -> None:
         """Handles a save that failed, as config.checkpoint.on_error says. The steps before it are untouched."""
         self._drain()
+        self._saving = None
         self._given_up.append(step.name)
         self._remove_parts()
         self._failures += 1
@@ -254,7 +250,7 @@ class Checkpointer:
                 return ""
             return "; ".join(checksums.verify(path))
         except checksums.NoManifest:
-            log.info("checkpoint %s has no checksums: the run was killed between its last two renames, or wrote none", path)
+            log.warning("checkpoint %s has no checksums, which no run leaves out: it is read unverified", path)
             return ""
         except (OSError, ValueError) as error:
             return _first_line(error)
@@ -324,6 +320,17 @@ class Checkpointer:
 def _folder(path: str) -> epath.Path:
     """Makes a path absolute; a URL stays as it is."""
     return epath.Path(path) if "://" in path else epath.Path(path).expanduser().absolute()
+
+
+def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+    """Opens a folder of steps. Raises CheckpointError where Orbax cannot read what it noted of a step."""
+    try:
+        return ocp.CheckpointManager(path, options=options)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: the file _CHECKPOINT_METADATA of a step is damaged ({_first_line(error)}); delete it: it holds the time "
+            "of the save, and the step is read as well without it"
+        ) from error
 
 
 def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:

@@ -2,17 +2,17 @@
 
     <step>/manifest.json
       {"algorithm": "sha256",
-       "files": {"state/d/0f3a…": {"bytes": 1725, "hash": "<hex>"}, …},      every file below <step>, sorted, but this one
+       "files": {"state/d/0f3a…": {"bytes": 1725, "hash": "<hex>"}, …},      every file below <step>, sorted, but `APART`
        "hash": "<hex>"}                                                      of the canonical JSON of the rest
 
-Orbax completes a step directory by renaming it. The manifest is then computed from the files on disk, and appears by a rename
-of its own. A SIGKILL in between leaves a complete step without a manifest: `verify` raises `NoManifest`, and its caller decides
-to read the step unverified, and says so. So a missing manifest is never a reason to reject a step, and a manifest that
-disagrees with one byte always is. Damage before the first read of the disk cannot be seen.
+Orbax completes a step directory by renaming it. The manifest is computed from the files on disk right before, so that a step is
+never complete without one, however the run is killed. Steps of other programs have none: `verify` raises `NoManifest`, and its
+caller decides to read the step unverified, and says so. So a missing manifest is never a reason to reject a step, and one that
+disagrees with a byte always is. Damage before the first read of the disk cannot be seen.
 
 SHA-256, because processors have instructions for it (2.7 times as fast as BLAKE2b on one with them), and because `sha256sum`
-checks it without this program. Orbax does not read files that the manifest does not list, so they are ignored: network file
-systems leave some.
+checks it without this program. Files that the manifest does not list are ignored: network file systems leave some, and of the
+two that Orbax writes at the commit itself, with the time, no value that is restored depends.
 """
 
 import concurrent.futures
@@ -29,17 +29,18 @@ from etils import epath
 from loaders import files
 
 NAME = "manifest.json"
+APART = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")  # what the step's own folder has that is not listed
 ALGORITHM = "sha256"
 PIECE = 4 << 20  # [bytes] held per file at a time; hashing one lets other threads run
 THREADS = 8
 
 
 class NoManifest(FileNotFoundError):
-    """The step directory has no manifest: the run was killed right after its commit, or another program wrote it."""
+    """The step directory has no manifest: another program wrote it."""
 
 
 def write(step_dir: epath.PathLike) -> None:
-    """Writes the manifest of a finished step directory. Call it in one process, after the commit.
+    """Writes the manifest of a step directory. Call it in one process, once every other file but `APART` is written.
 
     Reads every file once. Memory: `THREADS` × `PIECE`.
     """
@@ -134,10 +135,10 @@ def _encode(listed: dict[str, Any]) -> bytes:
 
 
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
-    """Every file below ``folder`` as a relative name, but hidden ones and the manifest."""
+    """Every file below ``folder`` as a relative name, but hidden ones and `APART`."""
     for path in folder.iterdir():
         name = f"{prefix}{path.name}"
         if path.is_dir():
             yield from _files(path, f"{name}/")
-        elif not path.name.startswith(".") and name != NAME:
+        elif not path.name.startswith(".") and name not in APART:
             yield name

@@ -69,7 +69,7 @@ def verify(source: Source) -> int:
         if not problems:
             print(f"checksums: every file of {source.path} is as it was written")
     except checksums.NoManifest as error:
-        print(f"checksums: {error} (a kill came right after its commit, or another program wrote it)")
+        print(f"checksums: {error} (another program wrote it, or the file was deleted)")
         print("           so it is verified by reading alone, which detects fewer kinds of damage")
     numbers = 0
     try:

@@ -16,7 +16,7 @@ from test_state import FIELDS, TASK, TX, make_layout, make_mesh
 
 from jaxtrain import config as config_lib
 from jaxtrain import state as state_lib
-from jaxtrain.checkpoint import Checkpointer, CheckpointError, History
+from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, checksums
 
 DATA = {"position": 0, "fingerprint": "a"}
 MESHES = [(2, 2, 2), (1, 1, 1), (8, 1, 1), (1, 8, 1), (4, 1, 2), (1, 1, 2)]
@@ -105,7 +105,12 @@ def test_promises_6_and_7_damage_of_every_file_at_many_offsets(written, offsets,
             with caplog.at_level(logging.INFO, "jaxtrain"):
                 found = restore(workdir)
             trials += 1
-            if path.name == "manifest.json" and data is None:  # a kill may leave a step without: it is read, and it is said
+            if path in (
+                step / "_CHECKPOINT_METADATA",
+                step / "commit_success.txt",
+            ):  # the time of the save
+                assert found.step == 4 and bits(found.state) == expected[4], (path, what)
+            elif path.name == "manifest.json" and data is None:  # another program may leave it out: it is read, and it is said
                 assert found.step == 4 and bits(found.state) == expected[4] and "has no checksums" in caplog.text
             else:
                 assert found.step == 2 and bits(found.state) == expected[2], (path, what)
@@ -113,6 +118,37 @@ def test_promises_6_and_7_damage_of_every_file_at_many_offsets(written, offsets,
         path.write_bytes(whole)
     assert restore(workdir).step == 4, "and put back, it is whole"
     record_property("trials", trials)
+
+
+def test_a_step_is_never_complete_without_its_checksums(tmp_path, monkeypatch):
+    """They are written in the folder that Orbax renames; where they cannot be, there is no step, and the one before stays."""
+    ours, state, written = checkpointer(tmp_path, on_error="continue"), state_of((1, 1, 1), 0), []
+
+    def write(folder, real=checksums.write):
+        written.append((folder.name, [path.name for path in folder.parent.iterdir() if path.name.isdecimal()]))
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "no space")
+        real(folder)
+
+    monkeypatch.setattr(checksums, "write", write)
+    for step in (2, 4, 6):
+        ours.save(step, state, DATA, History())
+    ours.close()
+    assert [(name.partition(".")[0], there) for name, there in written] == [("2", []), ("4", ["2"]), ("6", ["2"])]
+    assert all("orbax-checkpoint-tmp" in name for name, _ in written)
+    steps = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in steps] == ["2", "6"] and [checksums.verify(path) for path in steps] == [[], []]
+
+
+def test_what_orbax_cannot_read_of_a_step_is_said(written, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(written[0], workdir)
+    noted = workdir / "checkpoints" / "4" / "_CHECKPOINT_METADATA"
+    noted.write_text("[]")
+    with pytest.raises(CheckpointError, match=f"{workdir}/checkpoints: .*_CHECKPOINT_METADATA.* delete it"):
+        restore(workdir)
+    noted.unlink()
+    assert restore(workdir).step == 4
 
 
 def test_promise_12_a_save_that_fails_in_two_threads_is_one_failure_and_the_next_one_is_whole(tmp_path, monkeypatch, caplog):

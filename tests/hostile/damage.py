@@ -93,7 +93,9 @@ def seal(folder: pathlib.Path) -> None:
                 continue
             files = [p for p in sorted(path.parent.rglob("*")) if p.is_file() and not p.is_symlink() and p != path]
             if name == "manifest.json":
-                listed = {str(p.relative_to(path.parent)): _entry(p) for p in files if not p.name.startswith(".")}
+                listed = {str(p.relative_to(path.parent)): _entry(p) for p in files if p.name[0] != "."}
+                for apart in checksums.APART:
+                    listed.pop(apart, None)
                 path.write_bytes(checksums._encode(listed))
             else:
                 lines = (f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(path.parent)}\n" for p in files)
