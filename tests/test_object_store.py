@@ -12,6 +12,8 @@ from etils import epath
 from test_reliability import cluster, wait_for
 from test_train import ROOT, corpus, folder, free_port, records, run  # noqa: F401
 
+from jaxtrain import cli
+from jaxtrain.checkpoint import read
 from jaxtrain.weights import safetensors
 from jaxtrain.weights import source as source_lib
 from loaders import files
@@ -66,6 +68,18 @@ def test_promises_1_and_6_and_7_in_an_object_store(folder, corpus, bucket):  # n
     store.put("bucket", largest["name"], bytes(data))
     output = run(*args, "--config.train.steps=8", f"--config.checkpoint.folder={RUN}", **environment)
     assert "damaged" in output and largest["name"].rsplit("/", 1)[1] in output and "resuming from step 4" in output
+
+
+@pytest.mark.parametrize("argv", ["embed {run} --out o", "checkpoint inspect {run}", "export {run} --out o"])
+def test_a_store_that_does_not_answer_is_told(argv, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(read, "PATIENCE", 0.5)
+    for name, value in object_store.environment(free_port()).items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(argv.format(run="gs://silent/run").split()) == 2
+    assert capsys.readouterr().err == (
+        "error: gs://silent/run/ cannot be read: no answer within 0.5 s; check the address, the network and your access to it\n"
+    )
 
 
 def test_what_is_read_of_a_store_is_read_as_on_a_disk(tmp_path, bucket, monkeypatch):

@@ -37,6 +37,7 @@ CARRY = "carry/"  # what paths of a carry begin with, in a step and in an export
 INDEX = "model.safetensors.index.json"
 CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
 MOST_HEADER = 100_000_000  # [bytes] of a file of safetensors: the format's own bound
+PATIENCE = 60.0  # [s] for one answer of a store
 LARGE = 256 << 20  # [bytes] of a file of a checkpoint whose size is looked into
 MOST_CHUNKS = 1_000_000  # of an array
 MOST_DIMENSIONS = 32  # of an array
@@ -351,10 +352,23 @@ def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
 
 
 def place_of(path: epath.PathLike) -> epath.Path:
-    """A path on a file system, or in a store. Raises StoredError for a store that cannot be read here."""
-    if why := checks.unreachable(os.fspath(path)):
+    """A path on a file system, or in a store. Raises StoredError for a store that cannot be read here, or does not answer."""
+    text = os.fspath(path)
+    if why := checks.unreachable(text):
         raise StoredError(f"{path} {why}")
+    if "://" in text:
+        _ask(text.rstrip("/") + "/")
     return epath.Path(path).expanduser()
+
+
+@functools.cache
+def _ask(url: str) -> None:
+    """Raises StoredError unless a store answers. `epath` would try for minutes, and print a traceback at each attempt."""
+    try:
+        ts.KvStore.open(url).result(timeout=PATIENCE).read("state").result(timeout=PATIENCE)
+    except (OSError, ValueError, TimeoutError) as error:
+        reason = str(error) or f"no answer within {PATIENCE:g} s"
+        raise StoredError(f"{url} cannot be read: {reason}; check the address, the network and your access to it") from error
 
 
 def is_address(path: str) -> bool:
