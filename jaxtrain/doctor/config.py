@@ -9,6 +9,7 @@ import json
 import os
 import re
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain import room
@@ -36,7 +37,7 @@ def examine(*, source: str, overrides: list[list[str]], count: int, kind: str) -
     facts: dict[str, Any] = {
         "config": json.loads(config_lib.to_json(config)),
         "workdir": workdir,
-        "folder": folder if "://" in folder or not folder else os.path.abspath(os.path.expanduser(folder)),
+        "folder": _place(folder),
         "reads": _read_from(config.data),
     }
     if count and config.data.exists():  # else what the model takes from its data is not known
@@ -48,6 +49,18 @@ def examine(*, source: str, overrides: list[list[str]], count: int, kind: str) -
             remedy = f"correct config.workload={config.workload}, or what it imports"
             checks.append(fail(GROUP, "plan", f"{config.workload}: {_named(error)}", remedy))
     return checks, facts
+
+
+def typed(overrides: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """The folders that the command line names, for a config that gave no answer: "workdir" and "folder", or nothing."""
+    given = dict(overrides)
+    if not given.get("workdir"):
+        return {}
+    return {"workdir": _place(given["workdir"]), "folder": _place(given.get("checkpoint.folder", ""))}
+
+
+def _place(folder: str) -> str:
+    return folder if "://" in folder or not folder else os.path.abspath(os.path.expanduser(folder))
 
 
 def _read_from(data: DataSection) -> dict[str, str]:

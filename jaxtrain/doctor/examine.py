@@ -113,7 +113,7 @@ def _alone(
         asked = {**given, "count": here["count"] * membership.processes, "kind": here["kind"]}
         remedy = f"see whether {source} itself, its workdir, or the file system of its data hangs"
         found, more = Apart("config", asked, environment=config.ENVIRONMENT).result(within=CONFIG, remedy=remedy)
-        checks, facts = checks + found, facts | more
+        checks, facts = checks + found, facts | (more if "workdir" in more else config.typed(overrides))
     found, more = _folders(facts, membership.process)
     checks, facts = checks + found, facts | more
     if "config" in facts:

@@ -29,7 +29,8 @@ def asked(monkeypatch):
         def result(self, *, within, remedy):
             self.within, self.remedy = within, remedy
             what = self.arguments.get("what", self.group)
-            return [answers.get(what, ok(self.group, what, "well"))], FACTS | more if self.group == "config" else {}
+            check = answers.get(what, ok(self.group, what, "well"))
+            return [check], FACTS | more if self.group == "config" and check.verdict != FAIL else {}
 
     answers, more = {}, {}
     monkeypatch.setattr(examine, "Apart", Fake)
@@ -37,8 +38,8 @@ def asked(monkeypatch):
     return Fake
 
 
-def alone(process=0, source="x.py"):
-    return examine._alone(source, [], cluster.Cluster(2, process, "127.0.0.1:1"))
+def alone(process=0, source="x.py", overrides=()):
+    return examine._alone(source, overrides, cluster.Cluster(2, process, "127.0.0.1:1"))
 
 
 def test_room_and_sharing_are_those_of_the_checkpoints_folder(asked):
@@ -61,6 +62,18 @@ def test_room_and_sharing_are_those_of_the_checkpoints_folder(asked):
 def test_a_folder_that_failed_is_not_waited_for_again(asked):
     asked.answers["checkpoints"] = fail("disk", "answer", "no answer within 25 s", "mount it again")
     assert alone()[1]["shared"] == ""
+
+
+def test_a_config_that_does_not_answer_hides_no_folder_that_was_typed(asked):
+    """It hangs, perhaps, since one of them does: then that one is named."""
+    asked.answers["config"] = fail("config", "answer", "no answer within 60 s", "see whether it hangs")
+    alone(overrides=[("workdir", "/runs/y"), ("checkpoint.folder", "gs://bucket/y")])
+    looked = {each.arguments["what"]: each.arguments["folder"] for each in asked.found if each.group == "disk"}
+    assert looked.items() >= {"workdir": "/runs/y", "checkpoints": "gs://bucket/y"}.items()
+
+    asked.found.clear()
+    alone(overrides=[("train.steps", "3")])
+    assert [each.arguments["what"] for each in asked.found if each.group == "disk"] == ["cache"]
 
 
 def test_what_is_wrong_with_a_config_is_not_blamed_on_the_driver(asked):
