@@ -1,5 +1,6 @@
 """Nothing lost: short proofs of the promises about signals, bad numbers, damage and stuck processes, in real processes."""
 
+import errno
 import json
 import os
 import signal
@@ -262,6 +263,45 @@ def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(f
         assert sorted(records(disk / "run", "train")) == list(range(1, 11))
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+# Of the saves of two processes, that of step 4 fails in process 0 at its end, and that of step 6 in process 1 at its beginning.
+FAILING_LOADER = """
+import errno, os
+from orbax.checkpoint._src.checkpointers import async_checkpointer as orbax
+from jaxtrain.checkpoint import checksums
+from recording_loader import Config, facts, fields, make_loader
+
+def failing(function, step, process, number):
+    def call(folder, *args, **kwargs):
+        if folder.name.startswith(step) and os.environ["JAXTRAIN_PROCESS"] == process:
+            raise OSError(number, os.strerror(number))
+        return function(folder, *args, **kwargs)
+    return call
+
+checksums.write = failing(checksums.write, "4", "0", errno.EIO)
+orbax._background_wait_for_commit_futures = failing(orbax._background_wait_for_commit_futures, "6", "1", errno.ESTALE)
+"""
+
+
+@pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
+def test_promise_12_a_save_that_fails_in_one_process_fails_in_all(folder, corpus, policy):  # noqa: F811
+    """None waits for the one that will not come, neither process 0 for another nor another for process 0."""
+    (folder / "failing.py").write_text(FAILING_LOADER)
+    args = (f"tiny.py:{corpus}", "--config.mesh.data=2", "--config.loader=failing", "--config.train.steps=8")
+    args = (*args, "--config.train.eval_every=0", "--config.checkpoint.every=2", f"--config.checkpoint.on_error={policy}")
+    both = cluster(folder, *args, "--config.workdir=run", processes=2)
+    outputs = [process.communicate(timeout=300)[0] for process in both]
+    codes = [process.returncode for process in both]
+    failed = f"{folder}/run/checkpoints/4 could not be written: [Errno 5] Input/output error; the newest complete one is 2"
+    assert failed in outputs[0], outputs
+    saved = sorted(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    if policy == "stop":
+        assert codes == [2, 2] and saved == [2], (codes, outputs)
+        return
+    assert codes == [0, 0] and saved == [2, 8], (codes, outputs)
+    assert f"checkpoints/6 could not be written: process 1: [Errno {errno.ESTALE}] Stale file handle" in outputs[0]
+    assert sorted(records(folder / "run", "train")) == list(range(1, 9))
 
 
 def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, corpus):  # noqa: F811

@@ -30,7 +30,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxtrain import cluster, room, specs
 from jaxtrain import config as config_lib
-from jaxtrain.checkpoint import checksums, late
+from jaxtrain.checkpoint import checksums, late, meeting
 from jaxtrain.checkpoint import read as stored
 from jaxtrain.checkpoint.history import CheckpointError, History, Scores
 from jaxtrain.schedule import is_save_due
@@ -81,10 +81,12 @@ class Checkpointer:
         self._saving: epath.Path | None = None  # the step of the save in flight
         self._failures = 0
         self._given_up: list[str] = []  # steps whose saves failed
+        self._meeting = meeting.Meeting() if jax.process_count() > 1 else None
+        saves = ocp.options.AsyncOptions(
+            timeout_secs=TIMEOUT, barrier_sync_fn=self._meeting, post_finalization_callback=self._seal
+        )
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(keep),
-            create=True,
-            async_options=ocp.options.AsyncOptions(timeout_secs=TIMEOUT, post_finalization_callback=self._seal),
+            preservation_policy=policies.AnyPreservationPolicy(keep), create=True, async_options=saves
         )
         self._manager = _manager(self._path, options)
 
@@ -101,6 +103,8 @@ class Checkpointer:
             if weights_only:
                 content = {name: content[name] for name in ("step", "params", "carry", "ema")}
             self._saving = path = self._path / str(step)
+            if self._meeting:
+                self._meeting.begin()
             try:
                 self._manager.save(
                     step,
