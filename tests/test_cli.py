@@ -268,6 +268,7 @@ def test_the_old_names_are_the_commands():
             2,
             "/data/x could not be written: No space left on device; free some",
         ),
+        (OSError(40, "Too many levels of symbolic links", "/data/x"), 2, "/data/x: Too many levels of symbolic links; name"),
         (KeyError("known"), 2, "known"),
     ],
 )

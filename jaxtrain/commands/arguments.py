@@ -27,6 +27,7 @@ from loaders import checks
 
 # A path that a user named is in the way, or is missing.
 PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+NUMBERS = (errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)  # of those for which Python has no class
 INTERRUPTED = 130
 HELP = {"-h", "--help"}
 MISTAKE = 2
@@ -173,7 +174,9 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
         if reason := homeless(error):
             report(reason)
             return MISTAKE
-        if not isinstance(error, PATHS) or error.filename is None:
+        if not isinstance(error, OSError) or error.filename is None:
+            raise
+        if not isinstance(error, PATHS) and error.errno not in NUMBERS:
             raise
         report(f"{error.filename}: {error.strerror}; name another path, or change its permissions")
         return MISTAKE
