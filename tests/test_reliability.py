@@ -241,13 +241,21 @@ def small_disk(folder, kilobytes):  # noqa: F811
     return folder
 
 
-@pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
-def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(folder, corpus, policy):  # noqa: F811
+@pytest.mark.parametrize(
+    ("policy", "processes"),
+    [("continue", 1), pytest.param("continue", 2, marks=pytest.mark.slow), pytest.param("stop", 1, marks=pytest.mark.slow)],
+)
+def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(folder, corpus, policy, processes):  # noqa: F811
+    def run(*args, code=0):
+        several = cluster(folder, f"tiny.py:{corpus}", *args, f"--config.mesh.data={processes}", processes=processes)
+        outputs = [process.communicate(timeout=300)[0] for process in several]
+        assert [process.returncode for process in several] == [code] * processes, outputs
+        return outputs[0]
+
     disk = small_disk(folder / "disk", 20_000)
     try:
-        args = (folder, f"tiny.py:{corpus}", f"--config.workdir={disk}/run", "--config.train.eval_every=0")
+        args = (f"--config.workdir={disk}/run", "--config.train.eval_every=0", "--config.metrics.tensorboard=true")
         args = (*args, "--config.checkpoint.every=2", f"--config.checkpoint.on_error={policy}")
-        args = (*args, "--config.metrics.tensorboard=true")
         run(*args, "--config.train.steps=2")
         before = hashes(disk / "run", 2)
         (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 80_000))

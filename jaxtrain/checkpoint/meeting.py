@@ -27,12 +27,13 @@ class Meeting:
         self._told = ocp.multihost.get_jax_distributed_client()
         self._lock = threading.Lock()
         self._saves = 0  # begun so far, by all processes alike
+        self._saver = 0  # the thread that began this save
         self._left: list[str] = []  # phases of this save to whose end this process has not come yet
 
     def begin(self) -> None:
         """To be called before each save, by all processes."""
         with self._lock:
-            self._saves += 1
+            self._saves, self._saver = self._saves + 1, threading.get_ident()
             self._left = list(PHASES.values())
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
@@ -43,7 +44,8 @@ class Meeting:
             if reasons := [reason for _, reason in self._told.key_value_dir_get(self._folder())]:
                 raise OtherFailedError("; ".join(reasons))
             return
-        error = sys.exc_info()[1]  # Orbax marks the end of a save in a `finally`
+        # Orbax marks the end of a save in a `finally` of a thread of its own. Whoever saves may be handling an error, too.
+        error = sys.exc_info()[1] if threading.get_ident() != self._saver else None
         if error and self._left:
             if not isinstance(error, OtherFailedError):
                 me = jax.process_index()
