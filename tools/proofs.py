@@ -13,6 +13,7 @@ took longer.
 import argparse
 import datetime
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ class Part(NamedTuple):
 
     what: str
     tests: tuple[str, ...]  # files, or FILE::FUNCTION
+    workers: int = 1  # processes that run them; more than one where each test works on one core, and waits for nothing
 
 
 PARTS = {
@@ -60,8 +62,10 @@ PARTS = {
             "tests/tools/test_fuzz.py",
         ),
     ),
-    "hostile": Part("hostile files to every command", ("tests/hostile/test_hostile_commands.py",)),
-    "matrix": Part("every workload on every mesh", ("tests/test_matrix.py::test_steps_on_a_mesh_are_those_of_one_device",)),
+    "hostile": Part("hostile files to every command", ("tests/hostile/test_hostile_commands.py",), workers=2),
+    "matrix": Part(
+        "every workload on every mesh", ("tests/test_matrix.py::test_steps_on_a_mesh_are_those_of_one_device",), workers=2
+    ),
     "processes": Part(
         "every workload in 1, 2 and 4 processes",
         ("tests/test_matrix.py::test_steps_of_several_processes_are_those_of_one_device",),
@@ -127,13 +131,17 @@ class Result(NamedTuple):
 def run(name: str) -> Result:
     """Runs a part, which prints as it goes."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        command = [sys.executable, "-m", "pytest", "-m", "slow", f"--junit-xml={report.name}", *PARTS[name].tests]
+        part = PARTS[name]
+        command = [sys.executable, "-m", "pytest", "-m", "slow", f"--junit-xml={report.name}", *part.tests]
+        command += ["-n", str(part.workers), "-v"] if part.workers > 1 else []
         began, late = time.monotonic(), False
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell's job in the background inherits it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen(command, cwd=ROOT)
         try:
             process.wait(timeout=60 * MINUTES)
         except subprocess.TimeoutExpired:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # pytest then reports what it has found so far
             try:
                 process.wait(timeout=60)
             except subprocess.TimeoutExpired:
