@@ -45,6 +45,8 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     model = config_lib.section(audio_language.Config, workload.model_of(run_config))
     if problems := list(checks.under("model", model.problems())):
         raise config_lib.ConfigError(problems)
+    if missing := [name for name in ("vocab", "codebooks", "codebook_size") if getattr(model, name) is None]:
+        raise StoredError(f"{source.path}: its config does not say model.{', model.'.join(missing)}: it is damaged")
     own = source.path / "tokenizer.json"  # of an export, before the path that its run knew
     chosen = tokenizer or (str(own) if source.is_export and own.exists() else "")
     changes = {"tokenizer": chosen} if chosen else {}

@@ -159,6 +159,15 @@ def changed(run: pathlib.Path, target: pathlib.Path, section: str, **values) -> 
     return target
 
 
+@pytest.mark.parametrize("field", ["vocab", "codebooks", "codebook_size"])
+def test_a_run_that_does_not_say_a_size_of_its_model_is_refused(tmp_path, capsys, field):
+    (tmp_path / "run").mkdir()
+    inputs.speech(tmp_path / "run")
+    run = changed(tmp_path / "run", tmp_path / "changed", "model", **{field: None})
+    said = refused(capsys, "generate-audio", str(run), "hello", "--out", str(tmp_path / "out"), "--seconds", "0.2")
+    assert f"its config does not say model.{field}: it is damaged" in said and len(said.splitlines()) == 1
+
+
 @pytest.fixture
 def unreachable(monkeypatch):
     """Fails a test that looks for any host."""
