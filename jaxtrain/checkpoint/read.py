@@ -363,7 +363,7 @@ def place_of(path: epath.PathLike) -> epath.Path:
 
 @functools.cache
 def _ask(url: str) -> None:
-    """Raises StoredError unless a store answers. `epath` would try for minutes, and print a traceback at each attempt."""
+    """Raises StoredError unless a store answers. `epath` would try for longer, and print a traceback at each attempt."""
     try:
         ts.KvStore.open(url).result(timeout=PATIENCE).read("state").result(timeout=PATIENCE)
     except (OSError, ValueError, TimeoutError) as error:
