@@ -247,9 +247,8 @@ def test_promise_10_one_of_four_that_is_stuck(folder, corpus):  # noqa: F811
 
 # A loader that weighs its process: at every batch, and before and after the state is restored.
 WEIGHING_LOADER = """
-import concurrent.futures, gc, json, os, re
+import concurrent.futures, ctypes, gc, json, os, re
 from jaxtrain import programs
-from loaders import machine
 from loaders.spectrogram import Config, facts, fields
 from loaders import spectrogram
 
@@ -271,7 +270,7 @@ class Weighing:
     def state(self, position):  # the last that a run asks before it restores
         if self._split == "train" and not os.path.exists("weights.jsonl"):
             wait_for_programs()
-            machine.give_back_freed_memory()
+            ctypes.CDLL(None).malloc_trim(0)  # what they freed, which the state would otherwise come to lie in
             open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
             weigh("before", "VmRSS")
         return self._loader.state(position)
@@ -318,8 +317,8 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
     run(folder, f"tiny.py:{corpus}", *overrides, f"--config.train.steps={saves + 1}", **malloc)
     found = dict(map(json.loads, weights.read_text().splitlines()[:2]))
     grown = found["after"] - found["before"]
-    # Measured: 0.9 to 1.3 times a state of 101 MB, and 1.2 to 1.3 of 394 MB, with what does not grow with it.
-    assert 0.8 * size < grown < 1.2 * size + 64, f"{grown:.0f} MB for a state of {size:.0f} MB"
+    # Measured: 1.3 to 1.6 times a state of 101 MB, with what the libraries need that does not grow with it.
+    assert 0.9 * size < grown < 1.2 * size + 64, f"{grown:.0f} MB for a state of {size:.0f} MB"
 
 
 # Two hosts: network namespaces, joined by a cable that can be pulled.
