@@ -108,3 +108,6 @@ def test_sums_for_cpus_are_one_pass_and_products_ynnpacks_where_a_process_has_se
         assert ("__ynn_fusion" in product.as_text()) == products and (product(x, x) == 512).all()
         norm = compiler.compile(jax.jit(lambda x: jnp.sum(jnp.square(x))).lower(x), options, {})
         assert "__ynn_fusion" in norm.as_text() and "reduce-window" not in norm.as_text() and norm(x) == 512 * 512
+        assert compiler.ynnpack_multiplies({}) == products
+        for own in ("LIBRARY_FUSION_TYPE_REDUCE", "LIBRARY_FUSION_TYPE_DOT"):  # a config's comes over it
+            assert compiler.ynnpack_multiplies({"xla_cpu_experimental_ynn_fusion_type": own}) == own.endswith("DOT")

@@ -41,7 +41,7 @@ def estimate(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> E
         [split_of(x.sharding.spec, x.ndim) for x in leaves],
         dict(assembly.layout.mesh.shape),
         [i < len(state) and not memory.is_on_host(x) for i, x in enumerate(leaves)],
-        target.compiler,
+        target.compiler(assembly.config.compiler),
     )
     return Estimate(argument_bytes(assembly, traced, tiled=target.tiled), fullest)
 

@@ -30,6 +30,9 @@ class Compiler(NamedTuple):
     # And so are sigmoids and divisions by a scalar, as on GPUs and TPUs from v5e on was seen (on a v4 sigmoids of checkpoints).
     recomputes_more: bool
     halves: bool  # it multiplies 16-bit numbers; else it widens them to float32 first
+    # The 16-bit result of a product over the last dimension of its first operand is kept in float32, as YNNPACK's are: rounded
+    # and widened again in one instruction with it.
+    widens_products: bool
     widens_stacks: bool  # the rows that a loop writes in bfloat16 are kept in float32
     merges: bool  # equal computations are done once
     checkpoints: bool  # what a checkpoint wants done again is done again, outside of loops too

@@ -186,6 +186,8 @@ def product(graph: Graph, eqn: Any, inputs: list[Value]) -> list[Value]:
         if graph.compiler.halves and (axes := graph.several(axes)):
             read[i] = graph.gathered(inputs[i], axes)
     outputs = graph.add("product", eqn, _operands(graph, numbers, read), [split])
+    if graph.compiler.widens_products and numbers[0][0] == (len(x.shape) - 1,) and is_half(outputs[0]):
+        outputs[0].dtype = np.dtype(np.float32)
     if graph.compiler.rings:
         graph.nodes[-1].ring = any(graph.sizes.get(a, 1) > 2 for axes in gathers for a in axes)
         graph.nodes[-1].summed = {a for a in partial if graph.sizes.get(a, 1) > 2}

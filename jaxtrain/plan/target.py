@@ -3,13 +3,14 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jaxlib.version
 import numpy as np
 
-from jaxtrain import chips
+from jaxtrain import chips, compiler
 from jaxtrain.plan.errors import PlanError
 from jaxtrain.plan.graph import Compiler
 from jaxtrain.plan.memory import host_memory, padded
@@ -50,9 +51,8 @@ class Target:
             return stats["bytes_limit"]
         return self.chip.memory if self.chip else host_memory() / jax.local_device_count()
 
-    @property
-    def compiler(self) -> Compiler:
-        """How XLA compiles for it."""
+    def compiler(self, own: Mapping[str, Any] | None = None) -> Compiler:
+        """How XLA compiles for it, with a config's options ``own``."""
         known = self.chip is not None
 
         def size(shape: Sequence[int], dtype: np.dtype, in_order: bool) -> int:
@@ -66,6 +66,7 @@ class Target:
             recomputes=known,
             recomputes_more=newer,
             halves=known,
+            widens_products=not known and compiler.ynnpack_multiplies(own or {}),
             widens_stacks=not known and jaxlib_is < (0, 11, 2),  # 0.10.2 to 0.11.1 do; 0.11.2 and 0.12.0.1 do not
             merges=not known,
             checkpoints=known or jaxlib_is >= (0, 11, 1),  # on CPUs 0.10.2 and 0.11.0 merge them with the first

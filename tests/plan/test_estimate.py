@@ -191,6 +191,6 @@ def test_what_a_tpu_keeps_rounded(step, topology, shapes, donated, wanted, tpu_c
     said, _ = compile_lib.ask(traced.lower(), [device], {}, versions=plan.environment.versions(tpu_compiler))
     leaves = jax.tree.leaves(arguments)
     whole = [((),) * len(x.shape) for x in leaves]
-    planned = plan.peak(traced.jaxpr, whole, {}, [i < donated for i in range(len(leaves))], target.compiler)
+    planned = plan.peak(traced.jaxpr, whole, {}, [i < donated for i in range(len(leaves))], target.compiler())
     assert planned.bytes == pytest.approx(wanted, rel=0.05)
     assert planned.bytes == pytest.approx(said.peak - said.arguments, rel=0.05)
