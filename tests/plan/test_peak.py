@@ -134,14 +134,14 @@ def test_heads_of_64_values_fill_128_lanes_of_a_tpu_where_a_kernel_reads_or_writ
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_products_of_halves_are_kept_as_the_library_that_computes_them_writes_them(cores, monkeypatch):
-    """YNNPACK rounds them and widens them again in one instruction: of gates kept for the backward pass 19 % were missing."""
+    """YNNPACK rounds them and widens them again in one instruction: a quarter of this step was missing."""
     monkeypatch.setattr(compiler.machine, "cores", lambda: cores)
 
     def step(x, gates, ups, downs):
         def loss(gates, ups, downs):
             y = x
             for gate, up, down in zip(gates, ups, downs, strict=True):
-                y = y + (jax.nn.silu(y @ gate) * (y @ up)) @ down
+                y = y + ((y @ gate) * (y @ up)) @ down
             return jnp.square(y.astype(np.float32)).sum()
 
         return jax.grad(loss, (0, 1, 2))(gates, ups, downs)
@@ -151,4 +151,4 @@ def test_products_of_halves_are_kept_as_the_library_that_computes_them_writes_th
     options = compiler.options({}, "cpu", count=1, device=jax.devices()[0])
     found = traced.lower().compile(compiler_options=options).memory_analysis().temp_size_in_bytes
     planned = plan.peak(traced.jaxpr, [((), ())] * 13, {}, [False] * 13, plan.parse_target("").compiler())
-    assert planned.bytes == pytest.approx(found, rel=0.1)
+    assert planned.bytes == pytest.approx(found, rel=0.05)
