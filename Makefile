@@ -1,14 +1,14 @@
 # make train · make test: each does all of its own set-up. PYTHON picks the interpreter, CONFIG what is trained.
 PYTHON ?= python3
-VENV ?= .venv
+VENV ?= .venv$(if $(LOCKED),-locked)
 CONFIG ?= configs/xcm.py
 CACHE := $(or $(JAXTRAIN_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxtrain)
 export CARGO_TARGET_DIR ?= $(CACHE)/cargo-target
 
 SOURCES := rust/Cargo.lock $(shell find rust/Cargo.toml rust/core rust/python -name '*.rs' -o -name Cargo.toml)
 CARGO_TEST = cargo test $(if $(LOCKED),--locked) --profile test-quick --quiet --manifest-path rust/Cargo.toml
-# What is installed: to train, or to test besides. The second is the first too. With LOCKED=1, in a new VENV, exactly the packages
-# of requirements.lock, by their checksums (for Linux on x86-64), and the crates of rust/Cargo.lock: make test LOCKED=1 VENV=.venv-locked
+# What is installed: to train, or to test besides. The second is the first too. With LOCKED=1, in an environment of its own, exactly
+# the packages of requirements.lock, by their checksums (for Python 3.11 on Linux and x86-64), and the crates of rust/Cargo.lock.
 TRAIN := $(VENV)/.installed
 TEST := $(VENV)/.installed-dev
 # Images of containers often forbid that bytecode is kept, and each process, hundreds of them in the tests, would compile all anew.
@@ -119,7 +119,7 @@ ifneq ($(origin PYTHON),file)
 	    { echo "$(VENV) has another Python than PYTHON=$(PYTHON); say make VENV=.venv-other PYTHON=$(PYTHON) …"; exit 1; }
 endif
 
-$(TRAIN) $(TEST): pyproject.toml $(SOURCES) | checked
+$(TRAIN) $(TEST): pyproject.toml $(SOURCES) $(if $(LOCKED),requirements.lock) | checked
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "$(PYTHON) does not run, or is older than 3.11; say make PYTHON=/path/to/python3.12 …"; exit 1; }
 	@command -v cargo >/dev/null || { echo "cargo is missing; a Rust toolchain (rustup) builds the loader"; exit 1; }

@@ -214,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if unknown := [name for name in args.targets if name not in TARGETS]:
         parser.error(f"there is no target {unknown[0]!r}; expected one of: {', '.join(TARGETS)}")
+    if not 0 < args.minutes < math.inf:
+        parser.error(f"--minutes is {args.minutes}; expected a number above 0")
     binaries = build(args.folder / "target")
     failed, caught = False, ()
     print("| target | what | CPU minutes | runs | edges | inputs | found |\n|---|---|---:|---:|---:|---:|---|", flush=True)

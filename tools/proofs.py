@@ -166,10 +166,11 @@ def result_of(text: str, minutes: float) -> Result:
 
 
 def commit() -> str:
-    """The commit of the checkout; with "-dirty" behind it where files other than the results differ from it."""
+    """The commit of the checkout; with "-dirty" behind it where files other than the results differ from it, or are new."""
     git = ["git", "-C", str(ROOT)]
     name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
-    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", f":!{PAGE.relative_to(ROOT)}"]).returncode
+    status = [*git, "status", "--porcelain", "--", ".", f":!{PAGE.relative_to(ROOT)}"]
+    differs = subprocess.run(status, capture_output=True, text=True).stdout
     return f"{name or 'unknown'}{'-dirty' if differs else ''}"
 
 
@@ -206,8 +207,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no part {unknown[0]!r}; expected one of: {', '.join(PARTS)}")
     failed = []
     for name in args.parts or PARTS:
+        begun = commit()
         result = run(name)
-        page = keep(PAGE.read_text(), name, result, commit(), datetime.date.today().isoformat())
+        where = begun if commit() == begun else f"{begun}, changed meanwhile"
+        page = keep(PAGE.read_text(), name, result, where, datetime.date.today().isoformat())
         PAGE.write_text(page)
         print(f"\n{HEAD}{rows_of(page)[name]}\n", flush=True)
         failed += [name] if result.failed else []

@@ -8,6 +8,7 @@ nothing. Extras are not in it.
 import argparse
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,15 +31,26 @@ def crates(wheel: pathlib.Path) -> dict[str, Any]:
         return json.loads(archive.read(found[0]))
 
 
-def packages() -> list[dict[str, Any]]:
-    """What pip would install with jaxtrain: its report of each package. Raises CalledProcessError."""
+def packages(processor: str) -> list[dict[str, Any]]:
+    """What pip would install with jaxtrain on Linux on a processor: its report of each package. Raises CalledProcessError."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with tempfile.TemporaryDirectory() as folder:
         report, pins = pathlib.Path(folder, "report.json"), pathlib.Path(folder, "pins.txt")
         pins.write_text("\n".join(pin.split()[0] for pin in (ROOT / "requirements.lock").read_text().splitlines()[1:]))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--only-binary=:all:"]
+        # Of each glibc up to that of the wheel: pip does not take the older ones to be meant.
+        command += [f"--platform=manylinux_2_{minor}_{processor}" for minor in range(28, 4, -1)]
+        command += [f"--platform={old}_{processor}" for old in ("manylinux2014", "manylinux2010", "manylinux1", "linux")]
         subprocess.run([*command, f"--report={report}", f"--constraint={pins}", *needs(project, [])], check=True)
         return json.loads(report.read_text())["install"]
+
+
+def processor(wheel: pathlib.Path) -> str:
+    """Whose wheel it is, as its name says. Raises ValueError for none of Linux."""
+    tag = wheel.stem.rpartition("-")[2].partition(".")[0]  # of several that mean the same, the first
+    if not (match := re.fullmatch(r"(?:many)?linux_(?:\d+_\d+_)?(\w+)", tag)):
+        raise ValueError(f"{wheel} is a wheel for {tag}; expected one for Linux, as make wheel builds them")
+    return match[1]
 
 
 def component(package: dict[str, Any]) -> dict[str, Any]:
@@ -68,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", nargs="+", type=pathlib.Path, metavar="WHEEL", help="whose list is written next to it")
     args = parser.parse_args(argv)
-    installed = [component(package) for package in packages()]
     for wheel in args.wheels:
         listed = crates(wheel)
+        installed = [component(package) for package in packages(processor(wheel))]
         listed["components"] += installed
         path = wheel.with_suffix(".cdx.json")
         path.write_text(json.dumps(listed, indent=1) + "\n")

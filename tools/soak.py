@@ -31,6 +31,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import random
@@ -469,7 +470,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    hours, model = float(os.environ.get("SOAK_HOURS", 3)), os.environ.get("SOAK_MODEL", "bird")
+    hours, model = os.environ.get("SOAK_HOURS", "3"), os.environ.get("SOAK_MODEL", "bird")
     parser.add_argument("--hours", type=float, default=hours, help="until the last fault; default: SOAK_HOURS, or 3")
     parser.add_argument("--faults", type=int, default=0, help="end after so many of them, too; default: 0, any number")
     parser.add_argument("--seed", type=int, default=0, help="what the faults are drawn from; default: 0")
@@ -483,6 +484,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args, fields = parser.parse_known_args(argv)
+    if not 0 < args.hours < math.inf:  # with NaN no lap would be run, and nothing found wrong
+        parser.error(f"--hours is {args.hours}; expected a number above 0")
+    if args.faults < 0:
+        parser.error(f"--faults is {args.faults}; expected a number of faults, or 0 for any")
     if args.model not in MODELS:
         parser.error(f"--model is {args.model!r}; expected one of: {', '.join(MODELS)}")
     hosts = Hosts()

@@ -27,6 +27,14 @@ def test_every_binary_has_targets_and_every_target_seeds_of_its_format():
                 assert len(wave) == frames > 0 and rate in (16_000, 48_000) and abs(wave).max() > 0.2, name
 
 
+@pytest.mark.parametrize("minutes", ["nan", "0.0", "-1.0"])
+def test_fuzzing_for_no_time_is_refused_and_does_not_find_nothing(minutes, monkeypatch, capsys):
+    monkeypatch.setattr(fuzz, "build", lambda folder: pytest.fail("built"))
+    with pytest.raises(SystemExit, match="2"):
+        fuzz.main(["wav", f"--minutes={minutes}"])
+    assert f"--minutes is {minutes}; expected a number above 0" in capsys.readouterr().err
+
+
 TARGET = """#!{python}
 import pathlib, sys, time
 folder = pathlib.Path({folder!r})

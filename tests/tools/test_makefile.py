@@ -79,3 +79,18 @@ def test_the_python_of_the_tests_is_the_one_that_make_takes():
     asked = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("VERSION := ")]
     said = subprocess.run([sys.executable, "-c", asked[0].removeprefix("VERSION := ")], capture_output=True, text=True)
     assert said.stdout == f"{sys.version_info[:2]}\n"
+
+
+def test_locked_packages_are_installed_into_an_environment_of_their_own():
+    """In that of the unlocked ones everything is there, and the tests would run without the lock."""
+    recipe = make("-n", "test", "LOCKED=1").stdout
+    assert ".venv-locked/bin/python -m pytest" in recipe and ".venv/" not in recipe
+    assert "environment/bin/python -m pytest" in make("-n", "test", "LOCKED=1", "VENV=environment").stdout
+
+
+def test_a_changed_lock_is_installed_again(tmp_path):
+    environment = tmp_path / "env"
+    python(environment / "bin" / "python", "(3, 11)")
+    make("train", f"VENV={environment}", "LOCKED=1", JAXTRAIN_CACHE=str(tmp_path / "cache"))
+    again = [f"VENV={environment}", "LOCKED=1", "-n", "train", "--what-if=requirements.lock"]
+    assert "--requirement requirements.lock" in make(*again, JAXTRAIN_CACHE=str(tmp_path / "cache")).stdout

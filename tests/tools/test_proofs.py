@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import subprocess
 
 import pytest
 
@@ -60,6 +61,36 @@ def test_a_part_that_takes_too_long_says_what_it_has_found(tmp_path, monkeypatch
     result = proofs.run("few")
     assert (result.passed, result.failed, result.skipped) == (1, 1, 0)
     assert "assert 'found' == 'lost'" in capfd.readouterr().out
+
+
+def test_a_row_names_the_commit_that_was_run(tmp_path, monkeypatch):
+    """Not one that was made meanwhile; and a file that is not committed is told."""
+
+    def git(*arguments):
+        own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", "-C", str(tmp_path), *own, *arguments], capture_output=True, text=True, check=True).stdout
+
+    page = tmp_path / "docs" / "reliability.md"
+    page.parent.mkdir()
+    page.write_text(proofs.PAGE.read_text())
+    git("init")
+    git("add", ".")
+    git("commit", "--message=first")
+    first = git("rev-parse", "--short=12", "HEAD").strip()
+    for name, value in (("ROOT", tmp_path), ("PAGE", page), ("run", lambda name: proofs.Result(1, 0, 0, 2.0))):
+        monkeypatch.setattr(proofs, name, value)
+    assert proofs.main(["kills"]) == proofs.main(["plan"]) == 0, "the page's own rows change nothing"
+    assert all(f"| {first} |" in proofs.rows_of(page.read_text())[name] for name in ("kills", "plan"))
+
+    def run(name):
+        git("commit", "--all", "--message=second")
+        return proofs.Result(1, 0, 0, 2.0)
+
+    monkeypatch.setattr(proofs, "run", run)
+    proofs.main(["kills"])
+    assert f"| {first}, changed meanwhile |" in proofs.rows_of(page.read_text())["kills"]
+    (tmp_path / "new.py").touch()
+    assert proofs.commit().endswith("-dirty")
 
 
 @pytest.mark.parametrize("failures", [0, 1])

@@ -7,6 +7,7 @@ import pytest
 
 from tools import sbom
 
+NAME = "jaxtrain-1-cp311-abi3-manylinux_2_28_aarch64"
 JAX = {
     "metadata": {"name": "JAX_lib", "version": "1.2", "license": "BSD\nand a long text", "classifier": ["Topic :: Software"]},
     "download_info": {"archive_info": {"hashes": {"sha256": "ab" * 32}}},
@@ -15,7 +16,7 @@ JAX = {
 
 @pytest.fixture
 def wheel(tmp_path):
-    path = tmp_path / "jaxtrain-1-cp311-abi3-any.whl"
+    path = tmp_path / f"{NAME}.whl"
     crate = {"type": "library", "name": "symphonia", "version": "0.6.1", "purl": "pkg:cargo/symphonia@0.6.1"}
     with zipfile.ZipFile(path, "w") as archive:
         listed = {"bomFormat": "CycloneDX", "specVersion": "1.5", "components": [crate]}
@@ -24,9 +25,9 @@ def wheel(tmp_path):
 
 
 def test_the_list_beside_a_wheel_has_crates_and_packages(wheel, monkeypatch, capsys):
-    monkeypatch.setattr(sbom, "packages", lambda: [JAX])
+    monkeypatch.setattr(sbom, "packages", lambda processor: [JAX] if processor == "aarch64" else [])
     assert sbom.main([str(wheel)]) == 0
-    listed = json.loads((wheel.parent / "jaxtrain-1-cp311-abi3-any.cdx.json").read_text())
+    listed = json.loads((wheel.parent / f"{NAME}.cdx.json").read_text())
     crate, package = listed["components"]
     assert (listed["bomFormat"], crate["name"]) == ("CycloneDX", "symphonia")
     assert (package["name"], package["version"], package["purl"]) == ("jax-lib", "1.2", "pkg:pypi/jax-lib@1.2")

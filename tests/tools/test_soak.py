@@ -131,6 +131,20 @@ def test_every_option_is_explained_and_a_model_that_is_none_is_refused(capsys):
     assert "--model is 'lungs'; expected one of: bird, language" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--hours=nan", "--hours=-1", "--hours=inf", "--faults=-3"])
+def test_a_soak_of_no_time_is_refused_and_not_found_well(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        soak.main([option])
+    assert f"{option.partition('=')[0]} is {option.partition('=')[2]}" in capsys.readouterr().err
+
+
+def test_hours_of_the_environment_that_are_no_number_are_a_line(monkeypatch, capsys):
+    monkeypatch.setenv("SOAK_HOURS", "abc")
+    with pytest.raises(SystemExit, match="2"):
+        soak.main([])
+    assert "argument --hours: invalid float value: 'abc'" in capsys.readouterr().err
+
+
 def test_the_table_has_a_row_for_each_kind():
     faults = [soak.Fault("kill", 5, noticed=1.0, resumed=4.0, lost=1), soak.Fault("kill", 9, noticed=3.0, resumed=6.0, lost=3)]
     rows = list(soak.table([*faults, soak.Fault("slow", 3, resumed=11.0)]))
