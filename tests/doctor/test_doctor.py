@@ -40,7 +40,12 @@ def checks(told, verdict):
 
 
 def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F811
-    """Process 1 has another optax, another XLA_FLAGS, and too few open files."""
+    """Process 1 has another optax, another line in a file of jaxtrain's, another XLA_FLAGS, and too few open files."""
+    edited = folder / "edited"
+    for package in ("jaxtrain", "loaders"):
+        shutil.copytree(ROOT / package, edited / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with open(edited / "jaxtrain" / "step.py", "a") as file:
+        file.write("\n")
     wheel = folder / "wheels" / "optax-0.0.1.dist-info"
     wheel.mkdir(parents=True)
     (wheel / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99.0.1\n")
@@ -52,7 +57,7 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F8
             "--wait=60",
             limits=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
             **at(port, 1),
-            PYTHONPATH=f"{folder / 'wheels'}:{ROOT}",
+            PYTHONPATH=f"{folder / 'wheels'}:{edited}",
             XLA_FLAGS="--xla_force_host_platform_device_count=2",
         ),
     ]
@@ -60,6 +65,9 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F8
     assert nothing is None and told["processes"] == 2 and not told["ok"]
     wrong, odd, well = (checks(told, verdict) for verdict in (FAIL, WARN, OK))
     assert "process 1" in (packages := wrong["software", "same packages"])["text"] and 'optax is "99.0.1"' in packages["text"]
+    files = wrong["software", "same files"]
+    assert files["text"].startswith("jaxtrain's files differ: process 1 (") and "Python files" in files["text"]
+    assert "extension" not in files["text"] and "the same wheel" in files["remedy"]
     assert "count is 2, elsewhere 1" in wrong["software", "same devices"]["text"]
     assert wrong["host", "open files"]["processes"] == [1] and "ulimit -n" in wrong["host", "open files"]["remedy"]
     assert "XLA_FLAGS" in odd["software", "same environment"]["text"]
@@ -271,6 +279,17 @@ def test_workdirs_that_differ_and_a_process_without_a_config_are_seen():
     assert "config" not in well.text
     (late, _) = software.compare(reports(same | {"data": {"test": "f"}}, same))
     assert late.verdict == WARN, "it makes its own at its first start"
+
+
+def test_edits_in_a_checkout_are_compared_by_the_files(monkeypatch):
+    """Both are "abc-dirty", or one is: that says nothing of what the files are, and these are the same."""
+    monkeypatch.setattr(software.cluster, "commit", lambda: "abc-dirty")
+    one = software.facts()
+    monkeypatch.setattr(software.cluster, "commit", lambda: "abc")
+    (well,) = software.compare(reports(one, software.facts()))
+    assert well.verdict == OK and "files" in well.text and "(abc-dirty)" in software.examine(one).text
+    wrong, _ = software.compare(reports(one, one | {"files": one["files"] | {"extension": "0"}}))
+    assert wrong.verdict == FAIL and wrong.text.startswith("jaxtrain's files differ: process 1 (node1): files.extension is")
 
 
 def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):
