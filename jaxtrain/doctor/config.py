@@ -8,12 +8,12 @@ import glob
 import json
 import os
 import re
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxtrain import room
-from jaxtrain.doctor.check import Check, fail, ok
+from jaxtrain.config import ConfigError
+from jaxtrain.doctor.check import Check, fail, ok, raised
 from loaders.checks import DataSection
 
 GROUP = "config"
@@ -26,12 +26,16 @@ def examine(*, source: str, overrides: list[list[str]], count: int, kind: str) -
 
     try:
         config, problems = config_lib.read(source, [(path, text) for path, text in overrides], make_data=False)
+    except config_lib.ConfigError as error:
+        remedy = "correct this file, or what it imports; where it is missing, copy it to this host"
+        return list(_mistakes("file", error.problems, remedy)), {}
+    except SystemExit as error:
+        text = f"{source} ends the program that reads it: {raised(error)}"
+        return [fail(GROUP, "file", text, "remove this call: get_config returns the config, or raises ValueError")], {}
     except Exception as error:  # noqa: BLE001  whatever a file of the user's raises
-        text = str(error) if isinstance(error, config_lib.ConfigError) else f"{source}: {_named(error)}"
-        return [fail(GROUP, "file", text, "correct this file, or what it imports")], {}
+        return [fail(GROUP, "file", f"{source}: {raised(error)}", "correct this file, or what it imports")], {}
     if problems:
-        text = str(config_lib.ConfigError(problems))
-        return [fail(GROUP, "fields", text, "correct it as it says: jaxtrain explain lists every field")], {}
+        return list(_mistakes("fields", problems, "correct it as it says: jaxtrain explain lists every field")), {}
     checks = [ok(GROUP, "fields", f"{source}: every field is valid")]
     workdir, folder = os.path.abspath(config.workdir), config.checkpoint.folder
     facts: dict[str, Any] = {
@@ -47,8 +51,14 @@ def examine(*, source: str, overrides: list[list[str]], count: int, kind: str) -
             checks.append(fail(GROUP, "plan", str(error), "correct it as it says: jaxtrain explain lists every field"))
         except Exception as error:  # noqa: BLE001  whatever a workload of the user's raises
             remedy = f"correct config.workload={config.workload}, or what it imports"
-            checks.append(fail(GROUP, "plan", f"{config.workload}: {_named(error)}", remedy))
+            checks.append(fail(GROUP, "plan", f"{config.workload}: {raised(error)}", remedy))
     return checks, facts
+
+
+def _mistakes(name: str, problems: Sequence[tuple[str, str]], remedy: str) -> Iterator[Check]:
+    """A finding for each mistake of a config, in the words of `ConfigError`."""
+    for problem in problems:
+        yield fail(GROUP, name, str(ConfigError([problem])), remedy)
 
 
 def typed(overrides: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -98,10 +108,3 @@ def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
         ],
         "rows_per_second": config.train.batch / ideal if ideal else 0.0,  # that the whole job will ask for
     }
-
-
-def _named(error: Exception) -> str:
-    """An error of somebody's code: its name, what it says, and the line where it was raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
-    return f"{type(error).__name__}: {error}{at}"

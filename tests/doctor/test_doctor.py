@@ -123,6 +123,7 @@ def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):  # 
         ("def get_config(:\n", "file", "wrong.py, line 1"),
         ("import nothing_of_this_name\n", "file", "wrong.py, line 1"),
         ("def get_config():\n    return undefined\n", "file", "wrong.py, line 2"),
+        ("import sys\nsys.exit(3)\n", "file", "ends the program that reads it: SystemExit: 3"),
     ],
 )
 def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, name, says):  # noqa: F811
@@ -131,6 +132,46 @@ def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, na
     (wrong,) = [check for check in looked if check.verdict == FAIL]
     assert (wrong.group, wrong.name) == ("config", name) and says in wrong.text
     assert not facts
+
+
+def test_each_mistake_of_a_config_is_a_finding_and_the_last_is_not_lost(folder):  # noqa: F811
+    names = [f"no_such_field_of_this_name_{i}" for i in range(30)]
+    (folder / "wrong.py").write_text(f"def get_config():\n    return dict(train=dict.fromkeys({names}, 3))\n")
+    looked, _ = config.examine(source=f"{folder}/wrong.py", overrides=[], count=2, kind="cpu")
+    assert [name for check in looked for name in names if f"config.train.{name} does not exist" in check.text] == names
+    assert all(check.verdict == FAIL and len(check.text.split("does not exist")) == 2 for check in looked)
+
+
+def test_a_long_list_is_whole_in_json_and_cut_in_a_line():
+    reasons = [f"process {p} has another value" for p in range(60)]
+    check = fail("software", "same config", "\n".join(["they differ:", *(f"  {x}" for x in reasons)]), "use one")
+    assert check.text == f"they differ: {'; '.join(reasons)}"
+    told = report.Report([(0, check)], {0: "a"}, 1, 0.0, True, False)
+    assert reasons[-1] in json.loads(report.as_json(told))["checks"][0]["text"]
+    line, _ = report.lines(told)
+    assert len(line) < 700 and line.endswith("… (--json has the rest) → use one")
+
+
+def test_a_loader_that_fails_is_not_blamed_on_the_file_system(folder, corpus, monkeypatch):  # noqa: F811
+    def make_loader(*given, **named):
+        raise KeyError("no such column")
+
+    monkeypatch.setattr("loaders.spectrogram.make_loader", make_loader)
+    (wrong,), _ = data.examine(**tiny(folder, corpus))
+    assert (wrong.verdict, wrong.name) == (FAIL, "loader") and "loaders.spectrogram failed: KeyError" in wrong.text
+    assert "no such column" in wrong.text and ", line " in wrong.text
+    assert "file system" not in wrong.remedy and "report it" in wrong.remedy
+
+
+def test_a_config_that_one_host_lacks_is_in_the_one_report(folder):  # noqa: F811
+    """Its process comes to the meeting, whichever it is. Alone, it is JSON, too."""
+    (folder / "here.py").write_text("def get_config():\n    return {}\n")
+    port = free_port()
+    both = [start(folder, f"--config={name}.py", "--wait=60", **at(port, p)) for p, name in enumerate(("nothere", "here"))]
+    told, nothing = (found(process, code=1) for process in both)
+    assert nothing is None and checks(told, OK)["processes", "present"]
+    missing = checks(told, FAIL)["config", "file"]
+    assert missing["processes"] == [0] and "nothere.py does not exist" in missing["text"] and "copy it" in missing["remedy"]
 
 
 def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):  # noqa: F811

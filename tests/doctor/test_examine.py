@@ -26,8 +26,8 @@ def asked(monkeypatch):
             self.group, self.arguments = group, arguments
             found.append(self)
 
-        def result(self, *, within, remedy):
-            self.within, self.remedy = within, remedy
+        def result(self, *, within, remedy, crashed=""):
+            self.within, self.remedy, self.crashed = within, remedy, crashed
             what = self.arguments.get("what", self.group)
             check = answers.get(what, ok(self.group, what, "well"))
             return [check], FACTS | more if self.group == "config" and check.verdict != FAIL else {}
@@ -82,6 +82,18 @@ def test_what_is_wrong_with_a_config_is_not_blamed_on_the_driver(asked):
     assert "nvidia-smi" in remedies["devices"] and "nvidia-smi" not in remedies["config"] + remedies["data"]
     (devices,) = [each for each in asked.found if each.group == "devices"]
     assert "source" not in devices.arguments
+    for each in asked.found:
+        if each.group in ("config", "data"):
+            assert "ends the process" in each.crashed and "hang" not in each.crashed and "answers" not in each.crashed
+
+
+def test_each_mistake_of_the_launchers_variables_is_a_finding(asked, monkeypatch):
+    for name in cluster.discover.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAXTRAIN_COORDINATOR", "nowhere")
+    monkeypatch.setenv("JAXTRAIN_PROCESSES", "two")
+    wrong = [check.text for _, check in examine.examine("", [], wait=1).checks if check.verdict == FAIL]
+    assert len(wrong) == 3 and wrong[0].startswith("JAXTRAIN_PROCESS is not set") and "host:port" in wrong[2], wrong
 
 
 def test_all_waits_together_are_within_their_bounds(asked, monkeypatch):
