@@ -4,6 +4,7 @@ It runs in a process of its own (`jaxtrain.doctor.apart`), which imports code of
 It computes nothing, and asks jax for no accelerator: what is wrong with those is found elsewhere.
 """
 
+import dataclasses
 import glob
 import json
 import os
@@ -75,19 +76,33 @@ def _place(folder: str) -> str:
 
 def _read_from(data: DataSection) -> dict[str, str]:
     """Folders of this machine that the data's fields name: field -> the folder, or the file."""
-    from jaxtrain.config.explain import gloss
-
-    section: type = type(data)
     found: dict[str, str] = {}
-    for name, (unit, _) in gloss(section).items():
-        value = getattr(data, name, "")
-        if unit != "path" or not isinstance(value, str) or not value or "://" in value:
+    for name, value in _paths(data):
+        if not value or "://" in value:
             continue
         pattern = glob.has_magic(value)
         path = os.path.abspath(os.path.expanduser(os.path.dirname(re.split(r"[*?\[]", value)[0]) if pattern else value))
         if os.path.lexists(path) and path not in found.values():  # else it is a built-in one, or a mistake of the config
             found[name] = path
     return found
+
+
+def _paths(section: Any, within: str = "") -> Iterator[tuple[str, str]]:
+    """(field, value) of all fields whose unit is a path, those of nested sections included: "sources[0].path"."""
+    from jaxtrain.config.explain import gloss
+
+    glosses = gloss(type(section))  # type: ignore[arg-type]  # mypy: a class of which nothing is known may not hash
+    for field in dataclasses.fields(section):
+        name, value = f"{within}{field.name}", getattr(section, field.name)
+        if isinstance(value, str):
+            if glosses[field.name][0] == "path":
+                yield name, value
+        elif dataclasses.is_dataclass(value):
+            yield from _paths(value, f"{name}.")
+        elif isinstance(value, tuple):
+            for i, each in enumerate(value):
+                if dataclasses.is_dataclass(each):
+                    yield from _paths(each, f"{name}[{i}].")
 
 
 def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:

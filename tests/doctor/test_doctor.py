@@ -187,6 +187,15 @@ def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):  # noqa:
     assert place == "~/saves" and n == 4 and each > 1000
 
 
+def test_folders_of_the_sources_of_a_language_model_are_known(folder):  # noqa: F811
+    (folder / "text.txt").write_text("ROMEO: to be or not to be\n" * 1000)
+    looked, facts = config.examine(
+        source=f"shakespeare_char:{folder}/text.txt", overrides=[["workdir", f"{folder}/runs"]], count=0, kind=""
+    )
+    assert [check.verdict for check in looked] == [OK]
+    assert facts["reads"] == {"sources[0].path": f"{folder}/text.txt"}
+
+
 def test_the_built_in_film_is_not_made_to_look_at_a_config(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
     assert not multimodal.Config().exists()

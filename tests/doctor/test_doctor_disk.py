@@ -92,6 +92,21 @@ def test_a_system_without_advice_for_files(tmp_path, monkeypatch):
     assert "MB/s" in check.text, check
 
 
+def test_a_file_of_the_data_is_read(tmp_path, monkeypatch):
+    """At most 64 MB of the largest one; a small file says nothing of the speed."""
+    monkeypatch.setattr(disk, "WRITTEN", 8 << 20)
+    (tmp_path / "index.json").write_bytes(b"0" * 100)
+    (check,), _ = disk.examine(folder=str(tmp_path), what="data.train", writes=False)
+    assert check.verdict == OK and "reads" not in check.text
+    shard = tmp_path / "shard.arrow"
+    shard.write_bytes(os.urandom(16 << 20))
+    for folder in (tmp_path, shard):
+        (check,), _ = disk.examine(folder=str(folder), what="data.train", writes=False)
+        assert check.verdict == OK and "shard.arrow reads " in check.text and "MB/s" in check.text
+    before = shard.stat()
+    assert (before.st_size, sorted(os.listdir(tmp_path))) == (16 << 20, ["index.json", "shard.arrow"])
+
+
 def test_processes_see_one_folder_or_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "SEEN", 0.5)
     shared, hosts = disk.Shared(str(tmp_path), "token"), {0: "a", 1: "b"}
