@@ -57,6 +57,9 @@ def examine(source: str, overrides: Sequence[tuple[str, str]], *, wait: float) -
         found += own
         if meeting:
             return _together(meeting, membership, found, facts, token, began=began, met=met)
+        here = membership.coordinator.rpartition(":")[0]  # "" of one process alone
+        found += network.names(several_hosts=bool(here) and not rendezvous.is_loopback(here))
+        found += network.interfaces(os.environ, "")
     except MeetingError as error:
         found.append(fail("processes", "meeting", str(error), error.remedy))
     finally:
@@ -183,6 +186,8 @@ def _together(
         several = len({x["host"] for x in places.values()}) > 1
         found += network.names(several_hosts=several)
         found += network.interfaces(os.environ, "" if rendezvous.is_loopback(at) else at)
+        if isinstance(meeting, Host):
+            found += network.measured(plan["stations"], plan["rounds"])
         for pairs in plan["rounds"]:
             for a, b in pairs:
                 if a == me and b in places:
@@ -212,7 +217,7 @@ def _plan(first: dict[int, Any], membership: cluster.Cluster) -> dict[str, Any]:
         by_host.setdefault(x["host"], p)
     stations = list(by_host.values()) if len(by_host) > 1 else sorted(places)[:2]
     rounds = network.rounds(stations) if len(stations) > 1 else []
-    return {"places": places, "rounds": rounds, "shared": first[0]["facts"]["shared"]}
+    return {"places": places, "stations": len(stations), "rounds": rounds, "shared": first[0]["facts"]["shared"]}
 
 
 def _measure(a: int, b: int, places: dict[int, Any], token: str) -> list[Check]:

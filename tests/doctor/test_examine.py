@@ -76,6 +76,23 @@ def test_a_config_that_does_not_answer_hides_no_folder_that_was_typed(asked):
     assert [each.arguments["what"] for each in asked.found if each.group == "disk"] == ["cache"]
 
 
+def test_the_network_of_one_process_is_looked_at(asked, monkeypatch):
+    for name in cluster.discover.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nothere")
+    found = {check.name: check for _, check in examine.examine("", [], wait=1).checks if check.group == "network"}
+    assert set(found) == {"host name", "NCCL_SOCKET_IFNAME"}
+    assert found["NCCL_SOCKET_IFNAME"].verdict == FAIL and "names no interface" in found["NCCL_SOCKET_IFNAME"].text
+
+
+@pytest.mark.parametrize(("hosts", "says"), [(4, []), (5, ["16 of the 20 links between 5 hosts are measured"])])
+def test_links_that_are_not_measured_are_counted(hosts, says):
+    first = {p: {"host": p, "name": "", "address": "", "port": 1, "facts": {"shared": ""}} for p in range(hosts)}
+    plan = examine._plan(first, cluster.Cluster(hosts, 0, "127.0.0.1:1"))
+    told = [check.text for check in examine.network.measured(plan["stations"], plan["rounds"])]
+    assert [text[: len(part)] for text, part in zip(told, says, strict=True)] == says
+
+
 def test_what_is_wrong_with_a_config_is_not_blamed_on_the_driver(asked):
     alone()
     remedies = {each.group: each.remedy for each in asked.found}
