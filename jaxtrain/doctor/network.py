@@ -174,7 +174,7 @@ def names(*, several_hosts: bool, resolve: Callable[[str], list[str]] | None = N
     if several_hosts:
         yield warn(GROUP, "host name", text, remedy)
     else:
-        yield ok(GROUP, "host name", f"{text}, which only a job on several hosts would need")
+        yield ok(GROUP, "host name", f"{text}; that matters only to a job on several hosts")
 
 
 def resolved(name: str) -> list[str]:

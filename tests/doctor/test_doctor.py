@@ -280,6 +280,44 @@ def test_a_limit_of_the_data_segment_is_named(monkeypatch):
     assert check.verdict == WARN and "1.07 GB" in check.text and "ulimit -d" in check.remedy
 
 
+@pytest.mark.parametrize(
+    ("used", "there", "environment", "says"),
+    [
+        (8, 64, {}, ""),
+        (2, 4, {}, ""),
+        (1, 64, {}, "leaves 1"),
+        (2, 64, {}, "leaves 2"),
+        (8, 64, {"SLURM_CPUS_PER_TASK": "16"}, "SLURM_CPUS_PER_TASK=16"),
+        (16, 64, {"SLURM_CPUS_PER_TASK": "16"}, ""),
+    ],
+)
+def test_a_process_with_few_of_many_cores_is_warned(monkeypatch, used, there, environment, says):
+    monkeypatch.setattr(host.machine, "cores", lambda: used)
+    monkeypatch.setattr(os, "cpu_count", lambda: there)
+    check = host._cores(environment)
+    assert (check.verdict, says in check.text) == (WARN if says else OK, True), check
+    assert not says or ("--cpus-per-task" in check.remedy and "--cpu-bind" in check.remedy)
+
+
+def test_limits_of_a_users_threads_and_of_files_are_named(tmp_path, monkeypatch):
+    for pid, uid, threads in ((1, 0, 500), (20, 1000, 300), (21, 1000, 50)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "status").write_text(f"Name:\tx\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\nThreads:\t{threads}\n")
+    monkeypatch.setattr(host.machine, "cores", lambda: 8)
+    limits = {resource.RLIMIT_NPROC: 400, resource.RLIMIT_FSIZE: 1 << 30}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    (check,) = host._threads_of_user(str(tmp_path))
+    assert check.verdict == WARN and "400 may run for this user, of which 350 do" in check.text and "ulimit -u" in check.remedy
+    limits[resource.RLIMIT_NPROC] = 4096
+    (check,) = host._threads_of_user(str(tmp_path))
+    assert check.verdict == OK
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert not list(host._threads_of_user(str(tmp_path))), "root may start as many as it likes"
+    (check,) = host._file_size()
+    assert check.verdict == WARN and "1.07 GB" in check.text and "ulimit -f" in check.remedy
+
+
 def test_a_machine_that_does_not_say_what_memory_is_available(monkeypatch):
     """macOS."""
     monkeypatch.setattr(host, "meminfo", dict)

@@ -47,6 +47,15 @@ def test_a_read_only_mount_and_a_full_one_fail_with_what_to_do(tmp_path):
     assert found[2] == FAIL and "No space left on device" in found[3] and "free some space" in found[4]
 
 
+def test_a_limit_of_files_is_named(tmp_path):
+    """And not the folder, which can be written."""
+    command = ["sh", "-c", 'ulimit -f 2048 && exec "$0" -c "$1" "$2"', sys.executable, LOOK, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    (found,) = json.loads(done.stdout)
+    assert found[2] == FAIL and "File too large" in found[3] and "ulimit -f unlimited" in found[4] and "MB at most" in found[4]
+
+
 def test_what_a_plan_needs_is_compared_with_what_is_free(tmp_path):
     assert disk.room_for(str(tmp_path), 2, 1000).verdict == OK
     check = disk.room_for(str(tmp_path), 3, 1 << 60)
