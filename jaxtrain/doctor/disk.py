@@ -81,7 +81,7 @@ def _look(folder: str, what: str, *, writes: bool) -> Iterator[Check]:
         remedy = REMEDIES.get(error.errno or 0, "choose a folder that can be written")
         if error.errno == errno.EFBIG:
             limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-            remedy = f"files of this process may have {in_bytes(limit)} at most: ulimit -f unlimited, before the launcher's command"
+            remedy = f"a file may have {in_bytes(limit)} at most: ulimit -f unlimited, before the launcher's command"
         yield fail(GROUP, what, f"{folder} cannot be {'written' if writes else 'read'}: {error.strerror or error}", remedy)
         return
     speed = f"writes {rates[0] / 1e6:,.0f} MB/s, reads {rates[1] / 1e6:,.0f} MB/s"

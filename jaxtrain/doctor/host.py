@@ -41,7 +41,7 @@ def _cores(environment: Mapping[str, str] = os.environ) -> Check:
         text += f", and SLURM_CPUS_PER_TASK={asked}: an affinity mask or a quota leaves fewer"
         return warn(GROUP, "cores", text, f"srun --cpus-per-task={asked}, also where sbatch has it; --cpu-bind=cores or none")
     if used <= FEW_CORES and there >= 4 * used:
-        remedy = "give the process more: srun --cpus-per-task=N, --cpu-bind=none, mpirun --bind-to none, the container's CPU limit"
+        remedy = "give the process more: srun --cpus-per-task=N --cpu-bind=none, mpirun --bind-to none, a container's limit"
         text += f": an affinity mask or a quota leaves {used}, and the loader decodes there"
         return warn(GROUP, "cores", text, remedy)
     return ok(GROUP, "cores", text)

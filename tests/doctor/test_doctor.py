@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import pathlib
 import re
 import resource
 import shutil
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -253,11 +255,25 @@ def test_what_nvidia_smi_says_is_judged(tmp_path, monkeypatch):
     assert (
         judged["throttling"].verdict == WARN and "GPU 1 is slowed down: hardware slowdown, too hot" in judged["throttling"].text
     )
+    assert judged["state"].verdict == OK
+    assert judged["state"].text == "of 2 GPUs: memory in use, memory errors, throttling read"
     assert devices.judge_driver("550.54", {"jax-cuda12-plugin": "0.10"}).verdict == OK
     old = devices.judge_driver("550.54", {"jax-cuda13-plugin": "0.10"})
     assert old.verdict == FAIL and "needs 580 or newer" in old.text
     rows, _ = devices.query("index,name")
     assert [row["index"] for row in devices.own(rows, "1,0", [0])] == ["1"]
+
+
+def test_what_nvidia_smi_does_not_say_is_not_taken_for_well(tmp_path, monkeypatch):
+    """A card without ECC, and a driver that says nothing of throttling."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\ncase $1 in *throttle*) exit 2;; *) echo '0, RTX, 580.1, 1, 24000, 40, [N/A]';; esac\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (state,) = [check for check in devices._driver([]) if check.name == "state"]
+    assert state.verdict == OK
+    assert state.text == "of 1 GPUs: memory in use read; not readable: memory errors of 1, throttling of 1"
 
 
 def test_limits_of_memory_are_read_of_every_cgroup_above(tmp_path):
@@ -345,9 +361,41 @@ class Gpu:
     ],
 )
 def test_gpus_that_jax_does_not_find_are_missed_by_the_one_process_of_a_node(monkeypatch, found, environment, verdict, says):
-    monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["gpu"] * 8 if "nvidia" in pattern else [])
+    monkeypatch.setattr(devices.machine, "accelerators", lambda: [pathlib.Path(f"/dev/nvidia{i}") for i in range(8)])
     (check,) = devices._found([Gpu()] * found, [], environment)
     assert check.verdict == verdict and says in check.text
+
+
+def device(platform, **more):
+    return types.SimpleNamespace(platform=platform, device_kind=platform, **more)
+
+
+@pytest.mark.parametrize(
+    ("paths", "chips", "environment", "verdict", "says"),
+    [
+        (["vfio/0", "vfio/1"], 2, {}, FAIL, "this machine has 2 TPU chips"),
+        (["vfio/0", "vfio/1"], 0, {}, OK, "1 × cpu"),  # a host of virtual machines
+        (["vfio/0", "vfio/1"], 2, {"JAX_PLATFORMS": "cpu"}, OK, "1 × cpu"),
+        (["kfd"], 0, {}, WARN, "an AMD GPU (/dev/kfd)"),
+        (["kfd"], 0, {"JAX_PLATFORMS": "cpu"}, OK, "1 × cpu"),
+    ],
+)
+def test_accelerators_that_jax_leaves_alone_are_seen(monkeypatch, paths, chips, environment, verdict, says):
+    monkeypatch.setattr(devices.machine, "accelerators", lambda: [pathlib.Path("/dev", path) for path in paths])
+    monkeypatch.setattr("jax._src.hardware_utils.num_available_tpu_chips_and_device_id", lambda: (chips, None))
+    (check,) = devices._found([device("cpu")], [], environment)
+    assert check.verdict == verdict and says in check.text
+
+
+@pytest.mark.parametrize(
+    ("chips", "cores", "environment", "verdict"),
+    [(4, 1, {}, OK), (4, 2, {}, OK), (2, 2, {}, WARN), (2, 1, {"TPU_VISIBLE_CHIPS": "0,1"}, OK)],
+)
+def test_chips_of_a_tpu_host_that_jax_does_not_find_are_missed(monkeypatch, chips, cores, environment, verdict):
+    """A chip of v2 and v3 is two devices, at one place."""
+    monkeypatch.setattr(devices.machine, "accelerators", lambda: [pathlib.Path(f"/dev/accel{i}") for i in range(4)])
+    (check,) = devices._found([device("tpu", coords=[i, 0, 0]) for i in range(chips) for _ in range(cores)], [], environment)
+    assert check.verdict == verdict and (verdict == OK or "on 2 chips, and this machine has 4" in check.text)
 
 
 def reports(*facts):
