@@ -63,7 +63,7 @@ def keep_freed_memory() -> bool:
     global _keeps
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
-    if os.environ.get("JAX_PLATFORMS") != "cpu" and _accelerators():
+    if os.environ.get("JAX_PLATFORMS") != "cpu" and accelerators():
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if sys.platform != "linux" or mallopt is None:
@@ -83,7 +83,7 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _accelerators() -> list[pathlib.Path]:
+def accelerators() -> list[pathlib.Path]:
     """What the system's drivers show of GPUs and TPUs."""
     dev = pathlib.Path("/dev")
     patterns = ("nvidia[0-9]*", "kfd", "accel[0-9]*", "vfio/[0-9]*")

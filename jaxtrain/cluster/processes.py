@@ -2,9 +2,11 @@
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
+import pathlib
 import re
 import socket
 import subprocess
@@ -70,6 +72,7 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
         facts={
             "config": json.loads(to_json(config)),
             "versions": versions(),
+            **{f"the digest of jaxtrain's {name}": digest for name, digest in files().items()},
             "launcher": membership.launcher,
             "gpus": len(membership.local_devices),
         },
@@ -139,6 +142,22 @@ def compare(texts: Mapping[str, str]) -> None:
 def versions() -> dict[str, str]:
     """Versions of the packages that decide a run's numbers: jaxtrain's own, and of `VERSIONED` as they are installed."""
     return {"jaxtrain": jaxtrain.__version__} | {name: importlib.metadata.version(name) for name in VERSIONED}
+
+
+def files() -> dict[str, str]:
+    """Digests of the code of jaxtrain and loaders, which two installations of one version or commit may not share.
+
+    By kind: "Python files" and "extension".
+    """
+    here = pathlib.Path(__file__).resolve().parents[2]
+    named = [path.relative_to(here) for package in ("jaxtrain", "loaders") for path in (here / package).rglob("*.py")]
+    # What begins with "." was left by an editor, and is imported by nobody.
+    named = sorted(path for path in named if not any(part.startswith(".") for part in path.parts) and (here / path).is_file())
+    python, spec = hashlib.sha256(), importlib.util.find_spec("loaders._rust")
+    for path in named:
+        python.update(f"{path.as_posix()} {hashlib.sha256((here / path).read_bytes()).hexdigest()}\n".encode())
+    extension = pathlib.Path(spec.origin).read_bytes() if spec and spec.origin else b""
+    return {"Python files": python.hexdigest()[:12], "extension": hashlib.sha256(extension).hexdigest()[:12]}
 
 
 def commit() -> str:

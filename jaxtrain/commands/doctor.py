@@ -11,7 +11,7 @@ JAXTRAIN_COORDINATOR, JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS, the processes mee
 they have, measure the network between the hosts, and look whether all see the folder of the checkpoints. A process that cannot
 reach process 0 says why itself. Every wait is bounded; on two healthy hosts it takes less than a minute.
 
-Ends with 1 when something failed, on every process; what is a warning does not count.
+Ends with 1 when something failed, on every process, a config that does not exist included; what is a warning does not count.
 """
 
 import sys
@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(rest)
 
     def look() -> int:
-        given = config.parse_args(config_arguments) if config_arguments else None
+        # A config that is missing here, and not on other hosts, is a finding: this process meets the others to report it.
+        given = config.parse_args(config_arguments, find=False) if config_arguments else None
 
         from jaxtrain.doctor import report
         from jaxtrain.doctor.examine import examine

@@ -20,10 +20,13 @@ class Arguments(NamedTuple):
     plan_setup: str = ""  # the compiler to fetch for plans, one of COMPILERS; nothing else happens then
 
 
-def parse_args(argv: Sequence[str]) -> Arguments:
+def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
     """``--config=FILE[:ARG] --config.section.field=value … --explain --plan[=TARGET]``, or ``--plan-setup KIND`` alone.
 
     The config is not read yet, since the module of its workload may take a second to import.
+
+    Args:
+      find: whether the config must exist; else it is for whoever reads it to say that it does not.
 
     Raises ConfigError for a missing --config, a config that does not exist and every argument that is none of these.
     """
@@ -65,7 +68,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
             overrides.append((flag.removeprefix("--config."), value))
     if not source and not problems and not setup:
         problems.append(("", "file is missing; for example --config=xcm"))
-    if source:
+    if source and find:
         try:
             locate(source.partition(":")[0])
         except ConfigError as error:

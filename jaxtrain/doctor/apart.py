@@ -37,8 +37,12 @@ class Apart:
             asked.write(json.dumps({"path": sys.path, "group": group, "arguments": dict(arguments)}).encode())
         self._process.stdin = None
 
-    def result(self, *, within: float, remedy: str) -> tuple[list[Check], dict[str, Any]]:
-        """Its findings, and facts for other checks. One that crashed, or took longer than ``within`` [s], is a finding."""
+    def result(self, *, within: float, remedy: str, crashed: str = "") -> tuple[list[Check], dict[str, Any]]:
+        """Its findings, and facts for other checks. One that crashed, or took longer than ``within`` [s], is a finding.
+
+        Args:
+          remedy: of one that took longer; and of one that crashed, unless ``crashed`` is another.
+        """
         try:
             output, _ = self._process.communicate(timeout=max(self._began + within - time.monotonic(), 0.0))
             found = json.loads(output)
@@ -47,7 +51,7 @@ class Apart:
             self._process.kill()  # it may hang in the kernel, so that nothing waits for its end
             return [fail(self._group, "answer", f"no answer within {within:g} s", remedy)], {}
         except (ValueError, KeyError, TypeError):
-            return [fail(self._group, "answer", self._end(), remedy)], {}
+            return [fail(self._group, "answer", self._end(), crashed or remedy)], {}
         finally:
             self._errors.close()
 

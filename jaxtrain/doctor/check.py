@@ -1,8 +1,11 @@
 """One finding of the doctor."""
 
+import re
+import traceback
 from typing import Any, NamedTuple
 
 OK, WARN, FAIL = "ok", "warn", "fail"
+LONGEST = 4000  # [characters] of a finding
 
 
 class Check(NamedTuple):
@@ -36,6 +39,13 @@ def from_json(found: Any) -> Check:
     return Check(*found)
 
 
+def raised(error: BaseException) -> str:
+    """An error of somebody's code: its name, what it says, and the line where it was raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
 def in_bytes(n: float) -> str:
     """A number of bytes for a person, in decimal units."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -45,4 +55,5 @@ def in_bytes(n: float) -> str:
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split())[:600]
+    listed = re.sub(r"\n {2,}(?=\S)", "; ", re.sub(r":\n\s+", ": ", text))  # below a sentence, as errors list their reasons
+    return " ".join(listed.split())[:LONGEST]

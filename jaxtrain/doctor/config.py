@@ -4,16 +4,17 @@ It runs in a process of its own (`jaxtrain.doctor.apart`), which imports code of
 It computes nothing, and asks jax for no accelerator: what is wrong with those is found elsewhere.
 """
 
+import dataclasses
 import glob
 import json
 import os
 import re
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxtrain import room
-from jaxtrain.doctor.check import Check, fail, ok
+from jaxtrain.config import ConfigError
+from jaxtrain.doctor.check import Check, fail, ok, raised
 from loaders.checks import DataSection
 
 GROUP = "config"
@@ -26,12 +27,16 @@ def examine(*, source: str, overrides: list[list[str]], count: int, kind: str) -
 
     try:
         config, problems = config_lib.read(source, [(path, text) for path, text in overrides], make_data=False)
+    except config_lib.ConfigError as error:
+        remedy = "correct this file, or what it imports; where it is missing, copy it to this host"
+        return list(_mistakes("file", error.problems, remedy)), {}
+    except SystemExit as error:
+        text = f"{source} ends the program that reads it: {raised(error)}"
+        return [fail(GROUP, "file", text, "remove this call: get_config returns the config, or raises ValueError")], {}
     except Exception as error:  # noqa: BLE001  whatever a file of the user's raises
-        text = str(error) if isinstance(error, config_lib.ConfigError) else f"{source}: {_named(error)}"
-        return [fail(GROUP, "file", text, "correct this file, or what it imports")], {}
+        return [fail(GROUP, "file", f"{source}: {raised(error)}", "correct this file, or what it imports")], {}
     if problems:
-        text = str(config_lib.ConfigError(problems))
-        return [fail(GROUP, "fields", text, "correct it as it says: jaxtrain explain lists every field")], {}
+        return list(_mistakes("fields", problems, "correct it as it says: jaxtrain explain lists every field")), {}
     checks = [ok(GROUP, "fields", f"{source}: every field is valid")]
     workdir, folder = os.path.abspath(config.workdir), config.checkpoint.folder
     facts: dict[str, Any] = {
@@ -47,8 +52,14 @@ def examine(*, source: str, overrides: list[list[str]], count: int, kind: str) -
             checks.append(fail(GROUP, "plan", str(error), "correct it as it says: jaxtrain explain lists every field"))
         except Exception as error:  # noqa: BLE001  whatever a workload of the user's raises
             remedy = f"correct config.workload={config.workload}, or what it imports"
-            checks.append(fail(GROUP, "plan", f"{config.workload}: {_named(error)}", remedy))
+            checks.append(fail(GROUP, "plan", f"{config.workload}: {raised(error)}", remedy))
     return checks, facts
+
+
+def _mistakes(name: str, problems: Sequence[tuple[str, str]], remedy: str) -> Iterator[Check]:
+    """A finding for each mistake of a config, in the words of `ConfigError`."""
+    for problem in problems:
+        yield fail(GROUP, name, str(ConfigError([problem])), remedy)
 
 
 def typed(overrides: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -65,19 +76,33 @@ def _place(folder: str) -> str:
 
 def _read_from(data: DataSection) -> dict[str, str]:
     """Folders of this machine that the data's fields name: field -> the folder, or the file."""
-    from jaxtrain.config.explain import gloss
-
-    section: type = type(data)
     found: dict[str, str] = {}
-    for name, (unit, _) in gloss(section).items():
-        value = getattr(data, name, "")
-        if unit != "path" or not isinstance(value, str) or not value or "://" in value:
+    for name, value in _paths(data):
+        if not value or "://" in value:
             continue
         pattern = glob.has_magic(value)
         path = os.path.abspath(os.path.expanduser(os.path.dirname(re.split(r"[*?\[]", value)[0]) if pattern else value))
         if os.path.lexists(path) and path not in found.values():  # else it is a built-in one, or a mistake of the config
             found[name] = path
     return found
+
+
+def _paths(section: Any, within: str = "") -> Iterator[tuple[str, str]]:
+    """(field, value) of all fields whose unit is a path, those of nested sections included: "sources[0].path"."""
+    from jaxtrain.config.explain import gloss
+
+    glosses = gloss(type(section))  # type: ignore[arg-type]  # mypy: a class of which nothing is known may not hash
+    for field in dataclasses.fields(section):
+        name, value = f"{within}{field.name}", getattr(section, field.name)
+        if isinstance(value, str):
+            if glosses[field.name][0] == "path":
+                yield name, value
+        elif dataclasses.is_dataclass(value):
+            yield from _paths(value, f"{name}.")
+        elif isinstance(value, tuple):
+            for i, each in enumerate(value):
+                if dataclasses.is_dataclass(each):
+                    yield from _paths(each, f"{name}[{i}].")
 
 
 def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
@@ -98,10 +123,3 @@ def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
         ],
         "rows_per_second": config.train.batch / ideal if ideal else 0.0,  # that the whole job will ask for
     }
-
-
-def _named(error: Exception) -> str:
-    """An error of somebody's code: its name, what it says, and the line where it was raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
-    return f"{type(error).__name__}: {error}{at}"

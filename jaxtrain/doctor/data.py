@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain import config as config_lib
-from jaxtrain.doctor.check import Check, fail, ok, warn
+from jaxtrain.doctor.check import Check, fail, ok, raised, warn
 from loaders import demo, demo_film
 from loaders.base import DataError, Loader, Rows
 
@@ -32,6 +32,9 @@ def examine(
         return _look(config, process, processes, wanted)
     except (DataError, OSError) as error:
         return [fail(GROUP, "index", str(error), "correct or remove what it names, then rerun")], {}
+    except Exception as error:  # noqa: BLE001  a loader that fails at data as no loader should
+        remedy = "look at the data that it names, if any; else report it: a loader names what is wrong as a DataError"
+        return [fail(GROUP, "loader", f"{config.loader} failed: {raised(error)}", remedy)], {}
 
 
 def _not_there_yet(config: config_lib.Config) -> str:

@@ -3,7 +3,6 @@
 It runs in a process of its own (`jaxtrain.doctor.apart`), which ends before a run could want the same devices.
 """
 
-import glob
 import importlib.metadata
 import os
 import re
@@ -16,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.doctor.check import Check, fail, in_bytes, ok, warn
+from loaders import machine
 
 GROUP = "devices"
 QUERIED = "index,name,driver_version,memory.used,memory.total,temperature.gpu,ecc.errors.uncorrected.volatile.total"
+ACTIVE, BITS = "clocks_throttle_reasons.active", "0x[0-9a-fA-F]+"
 THROTTLED = {0x8: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
 DRIVERS = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}  # the oldest driver that knows its CUDA
 CHOOSE = ("CUDA_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")  # a user's own choice of GPUs
+CHOOSE_TPUS = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
 USED = 0.05  # [share] of a device's memory that others may hold
 SECONDS = 1.0  # [s] of products on each device
 SIDE = {"cpu": 256}  # rows of the matrices; on accelerators:
@@ -52,14 +54,19 @@ def examine(*, local: list[int]) -> tuple[list[Check], dict[str, Any]]:
 
 def _found(devices: Sequence[Any], local: Sequence[int], environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
     platform, text = devices[0].platform, f"{len(devices)} × {devices[0].device_kind}"
-    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
-    tpus = len(glob.glob("/dev/accel[0-9]*"))
+    gpus, tpus, amd = _there()
     remedy = "see CUDA_VISIBLE_DEVICES and the launcher's --gpus-per-task, --gpu-bind"
     allotted = environment.get("SLURM_GPUS_ON_NODE", "")
     given = int(allotted) if allotted.isdecimal() else 0
     if platform == "cpu" and (gpus or tpus) and "cpu" not in environment.get("JAX_PLATFORMS", ""):
         what = f"{gpus} GPUs" if gpus else f"{tpus} TPU chips"
         yield fail(GROUP, "jax", f"jax computes on the CPU, and this machine has {what}", _missing_remedy())
+    elif platform == "cpu" and amd and "cpu" not in environment.get("JAX_PLATFORMS", ""):
+        more = "install jax's plugin for ROCm, or set JAX_PLATFORMS=cpu where the CPU is meant"
+        yield warn(GROUP, "jax", "jax computes on the CPU, and this machine has an AMD GPU (/dev/kfd)", more)
+    elif platform == "tpu" and 0 < (chips := _chips(devices)) < tpus and not any(name in environment for name in CHOOSE_TPUS):
+        more = "see whether another process holds the others: fuser /dev/accel* /dev/vfio/*; and the logs in /tmp/tpu_logs"
+        yield warn(GROUP, "jax", f"{text}, on {chips} chips, and this machine has {tpus} (/dev/accel*, /dev/vfio/*)", more)
     elif local and len(devices) != len(local):
         yield fail(GROUP, "jax", f"{text}, and the launcher gave {len(local)} to this process", remedy)
     elif local or platform not in ("gpu", "cuda") or any(environment.get(name) is not None for name in CHOOSE):
@@ -73,6 +80,30 @@ def _found(devices: Sequence[Any], local: Sequence[int], environment: Mapping[st
         yield ok(GROUP, "jax", text)
 
 
+def _there() -> tuple[int, int, bool]:
+    """How many NVIDIA GPUs and TPU chips the drivers show, and whether there is a GPU of AMD's.
+
+    A group of /dev/vfio may be any device that is handed to a virtual machine: those on the PCI bus are counted, too.
+    """
+    paths = machine.accelerators()
+    groups = sum(path.parent.name == "vfio" for path in paths)
+    if groups:
+        try:
+            from jax._src import hardware_utils  # by which jax itself decides whether it looks for TPUs
+
+            groups = min(groups, hardware_utils.num_available_tpu_chips_and_device_id()[0])
+        except (ImportError, AttributeError, OSError):  # no public name has it
+            groups = 0
+    tpus = sum(path.name.startswith("accel") for path in paths) + groups
+    return sum(path.name.startswith("nvidia") for path in paths), tpus, any(path.name == "kfd" for path in paths)
+
+
+def _chips(devices: Sequence[Any]) -> int:
+    """How many chips TPU devices are on: of some kinds a chip is two devices. 0 = not known."""
+    places = {tuple(getattr(device, "coords", None) or ()) for device in devices}
+    return 0 if () in places else len(places)
+
+
 def _missing_remedy() -> str:
     return (
         "install jax for them: pip install 'jaxtrain[cuda12]', [cuda13] or [tpu]; then see nvidia-smi, and CUDA_VISIBLE_DEVICES"
@@ -81,7 +112,8 @@ def _missing_remedy() -> str:
 
 def _driver(local: Sequence[int]) -> Iterator[Check]:
     """What nvidia-smi says of this process's GPUs, before jax takes memory of theirs."""
-    if not glob.glob("/dev/nvidia[0-9]*") and not shutil.which("nvidia-smi"):
+    gpus, _, _ = _there()
+    if not gpus and not shutil.which("nvidia-smi"):
         return
     rows, problem = query(QUERIED)
     if problem:
@@ -93,15 +125,31 @@ def _driver(local: Sequence[int]) -> Iterator[Check]:
         yield judge_driver(rows[0]["driver_version"], _plugins())
     for row in rows:
         yield from judge_gpu(row)
-    reasons, _ = query("index,clocks_throttle_reasons.active")
-    for row in own(reasons, os.environ.get("CUDA_VISIBLE_DEVICES"), local):
-        bits = row["clocks_throttle_reasons.active"]
-        named = [text for bit, text in THROTTLED.items() if re.fullmatch("0x[0-9a-fA-F]+", bits) and int(bits, 16) & bit]
+    reasons, _ = query(f"index,{ACTIVE}")
+    reasons = own(reasons, os.environ.get("CUDA_VISIBLE_DEVICES"), local)
+    if rows:
+        yield _was_read(rows, reasons)
+    for row in reasons:
+        bits = row.get(ACTIVE, "")
+        named = [text for bit, text in THROTTLED.items() if re.fullmatch(BITS, bits) and int(bits, 16) & bit]
         if named:
             text = f"GPU {row['index']} is slowed down: {', '.join(named)}"
             yield warn(
                 GROUP, "throttling", text, "see to its cooling and power (nvidia-smi -q -d PERFORMANCE), or leave it out"
             )
+
+
+def _was_read(rows: Sequence[Mapping[str, str]], reasons: Sequence[Mapping[str, str]]) -> Check:
+    """What was read of the GPUs, and what could not be: else the silence on a healthy one could be either."""
+    throttles = {row["index"]: row.get(ACTIVE, "") for row in reasons}
+    readable = {
+        "memory in use": [row["memory.used"].isdecimal() and row["memory.total"].isdecimal() for row in rows],
+        "memory errors": [row["ecc.errors.uncorrected.volatile.total"].isdecimal() for row in rows],
+        "throttling": [re.fullmatch(BITS, throttles.get(row["index"], "")) is not None for row in rows],
+    }
+    read = ", ".join(what for what, each in readable.items() if any(each)) or "nothing"
+    unread = ", ".join(f"{what} of {each.count(False)}" for what, each in readable.items() if not all(each))
+    return ok(GROUP, "state", f"of {len(rows)} GPUs: {read} read{f'; not readable: {unread}' if unread else ''}")
 
 
 def query(fields: str) -> tuple[list[dict[str, str]], str]:

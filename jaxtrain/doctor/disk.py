@@ -3,8 +3,10 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import pathlib
+import resource
 import secrets
 import shutil
 import time
@@ -17,7 +19,9 @@ from jaxtrain.doctor.check import FAIL, Check, fail, in_bytes, ok, warn
 GROUP = "disk"
 WRITTEN = 64 << 20  # [bytes]
 BLOCK = 4 << 20
-ENOUGH = 5.0  # [s] of writing
+ENOUGH = 5.0  # [s] of writing, or of reading
+LEAST = 1 << 20  # [bytes] of a file of data whose reading is timed
+LISTED = 1000  # files of a folder of data among which one is chosen
 SLOW = 20e6  # [bytes/s]
 LITTLE = 100e6  # [bytes] that the built-in data and compiled programs take in the cache, and a run's records in its workdir
 INODES = 10_000
@@ -59,8 +63,10 @@ def _look(folder: str, what: str, *, writes: bool) -> Iterator[Check]:
         kind, options = mounted(place)
         usage, inodes = shutil.disk_usage(place), os.statvfs(place)
         if not writes:
-            os.listdir(place) if os.path.isdir(place) else None
-            yield ok(GROUP, what, f"{folder} is on {_kind(kind)}")
+            file = _largest(place)
+            rate = _read(file, least=LEAST) if file else 0.0
+            speed = f"; {os.path.basename(file)} reads {rate / 1e6:,.0f} MB/s" if rate else ""
+            yield ok(GROUP, what, f"{folder} is on {_kind(kind)}{speed}")
             return
         if "ro" in options.split(","):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -73,6 +79,9 @@ def _look(folder: str, what: str, *, writes: bool) -> Iterator[Check]:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         remedy = REMEDIES.get(error.errno or 0, "choose a folder that can be written")
+        if error.errno == errno.EFBIG:
+            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            remedy = f"a file may have {in_bytes(limit)} at most: ulimit -f unlimited, before the launcher's command"
         yield fail(GROUP, what, f"{folder} cannot be {'written' if writes else 'read'}: {error.strerror or error}", remedy)
         return
     speed = f"writes {rates[0] / 1e6:,.0f} MB/s, reads {rates[1] / 1e6:,.0f} MB/s"
@@ -136,13 +145,33 @@ def _write(scratch: str) -> tuple[float, float]:
             size += file.write(block)
         os.fsync(file.fileno())
         written = size / (time.perf_counter() - began)
-        with contextlib.suppress(OSError, AttributeError):  # macOS has none
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    began, size = time.perf_counter(), 0
+    return written, _read(path)
+
+
+def _read(path: str, *, least: int = 0) -> float:
+    """[bytes/s] of at most `WRITTEN` of a file, from the disk where the system lets go of what it holds of it.
+
+    0 where it has fewer than ``least`` bytes, whose rate would be that of its opening. Raises OSError.
+    """
+    size = 0
     with open(path, "rb", buffering=0) as file:
-        while data := file.read(BLOCK):
+        if os.fstat(file.fileno()).st_size < least:
+            return 0.0
+        with contextlib.suppress(OSError, AttributeError):  # macOS has none
+            os.posix_fadvise(file.fileno(), 0, WRITTEN, os.POSIX_FADV_DONTNEED)
+        began = time.perf_counter()
+        while size < WRITTEN and time.perf_counter() - began < ENOUGH and (data := file.read(BLOCK)):
             size += len(data)
-    return written, size / max(time.perf_counter() - began, 1e-9)
+    return size / max(time.perf_counter() - began, 1e-9)
+
+
+def _largest(place: str) -> str:
+    """The file itself, or of a folder the largest of its first `LISTED` files; "" where there is none. Raises OSError."""
+    if not os.path.isdir(place):
+        return place if os.path.isfile(place) else ""
+    with os.scandir(place) as entries:
+        files = [(entry.stat().st_size, entry.path) for entry in itertools.islice(entries, LISTED) if entry.is_file()]
+    return max(files, default=(0, ""))[1]
 
 
 def _manners(scratch: str) -> Iterator[str]:

@@ -43,9 +43,8 @@ def examine(source: str, overrides: Sequence[tuple[str, str]], *, wait: float) -
         elif membership.processes == 1:
             found.append(ok("processes", "launcher", "one process"))
     except cluster.ClusterError as error:
-        found.append(
-            fail("processes", "launcher", " ".join(error.problems), "correct these variables, or the launcher's options")
-        )
+        remedy = "correct these variables, or the launcher's options"
+        found += [fail("processes", "launcher", problem, remedy) for problem in error.problems]
     meeting = None
     if membership.processes > 1:
         meeting, problem = _meet(membership, wait)
@@ -58,6 +57,9 @@ def examine(source: str, overrides: Sequence[tuple[str, str]], *, wait: float) -
         found += own
         if meeting:
             return _together(meeting, membership, found, facts, token, began=began, met=met)
+        here = membership.coordinator.rpartition(":")[0]  # "" of one process alone
+        found += network.names(several_hosts=bool(here) and not rendezvous.is_loopback(here))
+        found += network.interfaces(os.environ, "")
     except MeetingError as error:
         found.append(fail("processes", "meeting", str(error), error.remedy))
     finally:
@@ -112,14 +114,19 @@ def _alone(
         here = facts.get("devices", {"count": 0, "kind": ""})
         asked = {**given, "count": here["count"] * membership.processes, "kind": here["kind"]}
         remedy = f"see whether {source} itself, its workdir, or the file system of its data hangs"
-        found, more = Apart("config", asked, environment=config.ENVIRONMENT).result(within=CONFIG, remedy=remedy)
+        crashed = f"correct {source}, or the workload and loader that it names: something there ends the process"
+        looking = Apart("config", asked, environment=config.ENVIRONMENT)
+        found, more = looking.result(within=CONFIG, remedy=remedy, crashed=crashed)
         checks, facts = checks + found, facts | (more if "workdir" in more else config.typed(overrides))
     found, more = _folders(facts, membership.process)
     checks, facts = checks + found, facts | more
     if "config" in facts:
         asked = {**given, "process": membership.process, "processes": membership.processes}
         asked["wanted"] = facts.get("rows_per_second", 0.0)
-        found, more = Apart("data", asked).result(within=DATA, remedy="see whether the data's file system answers")
+        crashed = "the loader, or a package that it uses, ends the process: look at the data, or report it"
+        found, more = Apart("data", asked).result(
+            within=DATA, remedy="see whether the data's file system answers", crashed=crashed
+        )
         checks, facts = checks + found, facts | more
     return checks, facts
 
@@ -179,6 +186,8 @@ def _together(
         several = len({x["host"] for x in places.values()}) > 1
         found += network.names(several_hosts=several)
         found += network.interfaces(os.environ, "" if rendezvous.is_loopback(at) else at)
+        if isinstance(meeting, Host):
+            found += network.measured(plan["stations"], plan["rounds"])
         for pairs in plan["rounds"]:
             for a, b in pairs:
                 if a == me and b in places:
@@ -208,7 +217,7 @@ def _plan(first: dict[int, Any], membership: cluster.Cluster) -> dict[str, Any]:
         by_host.setdefault(x["host"], p)
     stations = list(by_host.values()) if len(by_host) > 1 else sorted(places)[:2]
     rounds = network.rounds(stations) if len(stations) > 1 else []
-    return {"places": places, "rounds": rounds, "shared": first[0]["facts"]["shared"]}
+    return {"places": places, "stations": len(stations), "rounds": rounds, "shared": first[0]["facts"]["shared"]}
 
 
 def _measure(a: int, b: int, places: dict[int, Any], token: str) -> list[Check]:

@@ -1,17 +1,19 @@
 """This machine as a process sees it: cores, memory and its limits, /dev/shm, open files, temporary files."""
 
+import contextlib
 import os
 import pathlib
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jaxtrain.doctor.check import Check, in_bytes, ok, warn
 from jaxtrain.doctor.check import fail as failed
 from loaders import machine
 
 GROUP = "host"
+FEW_CORES = 2  # srun gives a task one core, whose hyperthreads count as two
 LITTLE_MEMORY = 2e9  # [bytes] with which no run begins well
 SHARED_MEMORY = 1e9  # [bytes] of /dev/shm that NCCL's rings between the GPUs of a host may take
 TEMPORARY = 1e9  # [bytes]
@@ -23,18 +25,25 @@ def examine(*, processes: int, gpus: int) -> Iterator[Check]:
     yield _cores()
     yield _memory()
     yield from _address_space()
+    yield from _file_size()
     yield _open_files(processes)
     yield _threads()
+    yield from _threads_of_user()
     yield _shared_memory(gpus)
     yield _temporary()
 
 
-def _cores() -> Check:
+def _cores(environment: Mapping[str, str] = os.environ) -> Check:
     used, there = machine.cores(), os.cpu_count() or 1
-    text = f"{used} of {there} cores"
-    if used == 1 and there >= 4:
-        remedy = "give the process more: srun --cpus-per-task=N, mpirun --bind-to none, the container's CPU limit"
-        return warn(GROUP, "cores", f"{text}: an affinity mask or a quota leaves one, and the loader decodes on it", remedy)
+    text, asked = f"{used} of {there} cores", environment.get("SLURM_CPUS_PER_TASK", "")
+    if asked.isdecimal() and used < int(asked):
+        # Since SLURM 22.05 srun takes no --cpus-per-task from sbatch, and gives a task one core.
+        text += f", and SLURM_CPUS_PER_TASK={asked}: an affinity mask or a quota leaves fewer"
+        return warn(GROUP, "cores", text, f"srun --cpus-per-task={asked}, also where sbatch has it; --cpu-bind=cores or none")
+    if used <= FEW_CORES and there >= 4 * used:
+        remedy = "give the process more: srun --cpus-per-task=N --cpu-bind=none, mpirun --bind-to none, a container's limit"
+        text += f": an affinity mask or a quota leaves {used}, and the loader decodes there"
+        return warn(GROUP, "cores", text, remedy)
     return ok(GROUP, "cores", text)
 
 
@@ -111,6 +120,13 @@ def _address_space() -> Iterator[Check]:
         yield ok(GROUP, "ulimit", "limits neither the address space nor the data segment")
 
 
+def _file_size() -> Iterator[Check]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY:
+        text = f"a file may have {in_bytes(limit)} at most; those of checkpoints and of the cache may have more"
+        yield warn(GROUP, "file size", text, "ulimit -f unlimited, before the launcher's command")
+
+
 def _open_files(processes: int) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 1000 + 4 * processes  # shards and checkpoints; connections of process 0
@@ -127,7 +143,7 @@ def _open_files(processes: int) -> Check:
 def _threads(mount: str = "/sys/fs/cgroup") -> Check:
     """XLA, gRPC, the loader and Orbax start threads by the number of cores."""
     folder = pathlib.Path(mount)
-    needed = 64 + 8 * machine.cores()
+    needed = _needed_threads()
     try:
         free = int((folder / "pids.max").read_text()) - int((folder / "pids.current").read_text())
     except (OSError, ValueError):
@@ -138,6 +154,28 @@ def _threads(mount: str = "/sys/fs/cgroup") -> Check:
     if free < needed:
         return failed(GROUP, "threads", text, "docker run --pids-limit=-1, podPidsLimit of the kubelet")
     return ok(GROUP, "threads", text)
+
+
+def _needed_threads() -> int:
+    return 64 + 8 * machine.cores()
+
+
+def _threads_of_user(mount: str = "/proc") -> Iterator[Check]:
+    """The limit counts all of the user's threads on this machine; the system's administrator has none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if limit == resource.RLIM_INFINITY or not os.getuid():
+        return
+    used, needed = 0, _needed_threads()
+    for folder in pathlib.Path(mount).glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it has ended
+            fields = dict(line.split(":\t", 1) for line in (folder / "status").read_text().splitlines() if ":\t" in line)
+            if fields["Uid"].split()[0] == str(os.getuid()):
+                used += int(fields["Threads"])
+    text = f"{limit} may run for this user, of which {used} do; a run needs about {needed}"
+    if limit - used < needed:
+        yield warn(GROUP, "user's threads", text, "ulimit -u unlimited, before the launcher's command; or limits.conf (nproc)")
+    else:
+        yield ok(GROUP, "user's threads", text)
 
 
 def _shared_memory(gpus: int) -> Check:

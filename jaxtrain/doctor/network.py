@@ -117,6 +117,14 @@ def rounds(stations: Sequence[int], most: int = MOST_ROUNDS) -> list[list[tuple[
     return found[:most]
 
 
+def measured(stations: int, rounds: Sequence[Sequence[tuple[int, int]]]) -> Iterator[Check]:
+    """How many of the pairs of hosts were measured, where that is not all of them. ``stations``: how many hosts measure."""
+    pairs, done = stations * (stations - 1), sum(map(len, rounds))
+    if done < pairs:
+        text = f"{done:,} of the {pairs:,} links between {stations} hosts are measured (each way is one)"
+        yield ok(GROUP, "links", text)
+
+
 def judge(who: str, link: Link) -> Iterator[Check]:
     """The findings of one measurement. ``who``: from where to where."""
     text = f"{who}: {1e3 * link.latency:.3g} ms, {link.rate / 1e6:,.0f} MB/s over one TCP connection"
@@ -155,16 +163,18 @@ def names(*, several_hosts: bool, resolve: Callable[[str], list[str]] | None = N
         text += ": collectives on CPUs would tell other hosts to connect to themselves"
         yield fail(GROUP, "host name", text, remedy)
         return
+    back = _within(5.0, lambda: socket.gethostbyaddr(found[0])[0])
+    if isinstance(back, Exception):
+        text, remedy = f"{text}, and no name belongs to that address", f"add it to DNS, or to /etc/hosts: {found[0]} {name}"
+    elif back.split(".")[0].lower() != name.split(".")[0].lower():
+        text, remedy = f"{text}, and that address is {back}", "correct DNS, or /etc/hosts on all hosts"
+    else:
+        yield ok(GROUP, "host name", text)
+        return
     if several_hosts:
-        back = _within(5.0, lambda: socket.gethostbyaddr(found[0])[0])
-        if isinstance(back, Exception):
-            remedy = f"add it to DNS, or to /etc/hosts on all hosts: {found[0]} {name}"
-            yield warn(GROUP, "host name", f"{text}, and no name belongs to that address", remedy)
-            return
-        elif back.split(".")[0].lower() != name.split(".")[0].lower():
-            yield warn(GROUP, "host name", f"{text}, and that address is {back}", "correct DNS, or /etc/hosts on all hosts")
-            return
-    yield ok(GROUP, "host name", text)
+        yield warn(GROUP, "host name", text, remedy)
+    else:
+        yield ok(GROUP, "host name", f"{text}; that matters only to a job on several hosts")
 
 
 def resolved(name: str) -> list[str]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from jaxtrain.doctor.check import FAIL, OK, WARN, Check
 
+SHOWN = 600  # [characters] of a finding in a line; JSON has all of it
 GROUPS = ("processes", "software", "config", "host", "devices", "disk", "data", "network")
 
 
@@ -50,7 +51,8 @@ def lines(report: Report) -> Iterator[str]:
     for processes, check in rows:
         where = f"[{numbers(processes)}] " if report.processes > 1 else ""
         remedy = f" → {check.remedy}" if check.remedy else ""
-        yield f"{check.verdict:4}  {f'{check.group}: {check.name}':{width}}  {where}{check.text}{remedy}"
+        text = check.text if len(check.text) <= SHOWN else f"{check.text[:SHOWN]} … (--json has the rest)"
+        yield f"{check.verdict:4}  {f'{check.group}: {check.name}':{width}}  {where}{text}{remedy}"
     counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in (OK, WARN, FAIL))
     yield f"{counts}, in {report.seconds:.0f} s"
 

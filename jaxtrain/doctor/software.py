@@ -28,6 +28,12 @@ class Topic(NamedTuple):
 TOPICS = {
     "packages": Topic(fail, fail, "install the same wheels on every host: pip install with one constraints file, or one image"),
     "commit": Topic(fail, fail, "bring the checkouts to one commit: git pull, on every host"),
+    # Of one version and commit, a wheel may be another build, and a checkout may have been edited.
+    "files": Topic(
+        lambda group, name, text, remedy: fail(group, name, f"jaxtrain's files differ: {text}", remedy),
+        fail,
+        "install the same wheel on all hosts, or bring the checkouts to the same state: git status, git diff; make train",
+    ),
     "python": Topic(warn, warn, "use one version of Python and one kind of processor everywhere"),
     "config": Topic(fail, fail, "start all processes with the same --config and overrides, from the same file"),
     "workdir": Topic(fail, fail, "start all processes in the same folder, or set config.workdir to a path that begins with /"),
@@ -42,7 +48,9 @@ def facts() -> dict[str, Any]:
     """By topic; config, workdir, devices and data are added by those who find them."""
     return {
         "packages": cluster.versions(),
-        "commit": cluster.commit(),
+        "checkout": (checkout := cluster.commit()),
+        "commit": checkout.removesuffix("-dirty"),  # whether what differs from it is the same, the files say
+        "files": cluster.files(),
         "python": {"version": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()},
         "environment": {k: v[:500] for k, v in sorted(os.environ.items()) if k.startswith(STEERS) and not k.startswith(OWN)},
     }
@@ -50,7 +58,7 @@ def facts() -> dict[str, Any]:
 
 def examine(found: Mapping[str, Any]) -> Check:
     """What is installed, of `facts`. What is missing ends every command before it begins: `jaxtrain.commands.installation`."""
-    packages, commit = found["packages"], found["commit"]
+    packages, commit = found["packages"], found["checkout"]
     text = f"jaxtrain {packages['jaxtrain']}{f' ({commit})' if commit else ''}, jax {packages['jax']}"
     return ok(GROUP, "installation", f"{text}, Python {sys.version.split()[0]}")
 

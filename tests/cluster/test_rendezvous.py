@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from jaxtrain.cluster import handshake, rendezvous
+from jaxtrain.cluster import Cluster, handshake, processes, rendezvous
 from jaxtrain.cluster.handshake import prove
 from jaxtrain.cluster.rendezvous import RendezvousError, Stopped, differences, meet
+from jaxtrain.config import Config
 
 
 @pytest.fixture
@@ -313,3 +314,19 @@ def test_where_process_0_listens():
     assert rendezvous.addresses("127.0.0.1", 1) == ["127.0.0.1"] and "127.0.0.1" in rendezvous.addresses("localhost", 1)
     assert rendezvous.addresses("192.0.2.1", 1) == [], "an address that is another machine's: every interface"
     assert rendezvous.addresses("no-such-host.invalid", 1) == []
+
+
+def test_a_run_is_refused_whose_processes_have_other_files_of_one_version(port, tmp_path, monkeypatch):
+    """As two wheels of one version, of which one was built from other sources."""
+    one = processes.files()
+    found = threading.local()
+    monkeypatch.setattr(processes, "files", lambda: one | found.more)
+    assert set(one) == {"Python files", "extension"} and len(set(one.values())) == 2
+
+    def join(process):
+        found.more = {"extension": "0123456789ab"} if process else {}
+        with pytest.raises(RendezvousError, match=r"process 1 .*the digest of jaxtrain's extension is \"0123456789ab\""):
+            processes.initialize(Cluster(2, process, f"127.0.0.1:{port}"), Config(workdir=str(tmp_path)))
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(join, range(2)))

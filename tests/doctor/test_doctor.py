@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import pathlib
 import re
 import resource
 import shutil
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -40,7 +42,12 @@ def checks(told, verdict):
 
 
 def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F811
-    """Process 1 has another optax, another XLA_FLAGS, and too few open files."""
+    """Process 1 has another optax, another line in a file of jaxtrain's, another XLA_FLAGS, and too few open files."""
+    edited = folder / "edited"
+    for package in ("jaxtrain", "loaders"):
+        shutil.copytree(ROOT / package, edited / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with open(edited / "jaxtrain" / "step.py", "a") as file:
+        file.write("\n")
     wheel = folder / "wheels" / "optax-0.0.1.dist-info"
     wheel.mkdir(parents=True)
     (wheel / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99.0.1\n")
@@ -52,7 +59,7 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F8
             "--wait=60",
             limits=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
             **at(port, 1),
-            PYTHONPATH=f"{folder / 'wheels'}:{ROOT}",
+            PYTHONPATH=f"{folder / 'wheels'}:{edited}",
             XLA_FLAGS="--xla_force_host_platform_device_count=2",
         ),
     ]
@@ -60,6 +67,9 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F8
     assert nothing is None and told["processes"] == 2 and not told["ok"]
     wrong, odd, well = (checks(told, verdict) for verdict in (FAIL, WARN, OK))
     assert "process 1" in (packages := wrong["software", "same packages"])["text"] and 'optax is "99.0.1"' in packages["text"]
+    files = wrong["software", "same files"]
+    assert files["text"].startswith("jaxtrain's files differ: process 1 (") and "Python files" in files["text"]
+    assert "extension" not in files["text"] and "the same wheel" in files["remedy"]
     assert "count is 2, elsewhere 1" in wrong["software", "same devices"]["text"]
     assert wrong["host", "open files"]["processes"] == [1] and "ulimit -n" in wrong["host", "open files"]["remedy"]
     assert "XLA_FLAGS" in odd["software", "same environment"]["text"]
@@ -115,6 +125,7 @@ def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):  # 
         ("def get_config(:\n", "file", "wrong.py, line 1"),
         ("import nothing_of_this_name\n", "file", "wrong.py, line 1"),
         ("def get_config():\n    return undefined\n", "file", "wrong.py, line 2"),
+        ("import sys\nsys.exit(3)\n", "file", "ends the program that reads it: SystemExit: 3"),
     ],
 )
 def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, name, says):  # noqa: F811
@@ -123,6 +134,46 @@ def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, na
     (wrong,) = [check for check in looked if check.verdict == FAIL]
     assert (wrong.group, wrong.name) == ("config", name) and says in wrong.text
     assert not facts
+
+
+def test_each_mistake_of_a_config_is_a_finding_and_the_last_is_not_lost(folder):  # noqa: F811
+    names = [f"no_such_field_of_this_name_{i}" for i in range(30)]
+    (folder / "wrong.py").write_text(f"def get_config():\n    return dict(train=dict.fromkeys({names}, 3))\n")
+    looked, _ = config.examine(source=f"{folder}/wrong.py", overrides=[], count=2, kind="cpu")
+    assert [name for check in looked for name in names if f"config.train.{name} does not exist" in check.text] == names
+    assert all(check.verdict == FAIL and len(check.text.split("does not exist")) == 2 for check in looked)
+
+
+def test_a_long_list_is_whole_in_json_and_cut_in_a_line():
+    reasons = [f"process {p} has another value" for p in range(60)]
+    check = fail("software", "same config", "\n".join(["they differ:", *(f"  {x}" for x in reasons)]), "use one")
+    assert check.text == f"they differ: {'; '.join(reasons)}"
+    told = report.Report([(0, check)], {0: "a"}, 1, 0.0, True, False)
+    assert reasons[-1] in json.loads(report.as_json(told))["checks"][0]["text"]
+    line, _ = report.lines(told)
+    assert len(line) < 700 and line.endswith("… (--json has the rest) → use one")
+
+
+def test_a_loader_that_fails_is_not_blamed_on_the_file_system(folder, corpus, monkeypatch):  # noqa: F811
+    def make_loader(*given, **named):
+        raise KeyError("no such column")
+
+    monkeypatch.setattr("loaders.spectrogram.make_loader", make_loader)
+    (wrong,), _ = data.examine(**tiny(folder, corpus))
+    assert (wrong.verdict, wrong.name) == (FAIL, "loader") and "loaders.spectrogram failed: KeyError" in wrong.text
+    assert "no such column" in wrong.text and ", line " in wrong.text
+    assert "file system" not in wrong.remedy and "report it" in wrong.remedy
+
+
+def test_a_config_that_one_host_lacks_is_in_the_one_report(folder):  # noqa: F811
+    """Its process comes to the meeting, whichever it is. Alone, it is JSON, too."""
+    (folder / "here.py").write_text("def get_config():\n    return {}\n")
+    port = free_port()
+    both = [start(folder, f"--config={name}.py", "--wait=60", **at(port, p)) for p, name in enumerate(("nothere", "here"))]
+    told, nothing = (found(process, code=1) for process in both)
+    assert nothing is None and checks(told, OK)["processes", "present"]
+    missing = checks(told, FAIL)["config", "file"]
+    assert missing["processes"] == [0] and "nothere.py does not exist" in missing["text"] and "copy it" in missing["remedy"]
 
 
 def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):  # noqa: F811
@@ -136,6 +187,15 @@ def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):  # noqa:
     assert facts["folder"] == os.path.expanduser("~/saves")
     place, n, each = facts["checkpoints"]
     assert place == "~/saves" and n == 4 and each > 1000
+
+
+def test_folders_of_the_sources_of_a_language_model_are_known(folder):  # noqa: F811
+    (folder / "text.txt").write_text("ROMEO: to be or not to be\n" * 1000)
+    looked, facts = config.examine(
+        source=f"shakespeare_char:{folder}/text.txt", overrides=[["workdir", f"{folder}/runs"]], count=0, kind=""
+    )
+    assert [check.verdict for check in looked] == [OK]
+    assert facts["reads"] == {"sources[0].path": f"{folder}/text.txt"}
 
 
 def test_the_built_in_film_is_not_made_to_look_at_a_config(tmp_path, monkeypatch):
@@ -195,11 +255,25 @@ def test_what_nvidia_smi_says_is_judged(tmp_path, monkeypatch):
     assert (
         judged["throttling"].verdict == WARN and "GPU 1 is slowed down: hardware slowdown, too hot" in judged["throttling"].text
     )
+    assert judged["state"].verdict == OK
+    assert judged["state"].text == "of 2 GPUs: memory in use, memory errors, throttling read"
     assert devices.judge_driver("550.54", {"jax-cuda12-plugin": "0.10"}).verdict == OK
     old = devices.judge_driver("550.54", {"jax-cuda13-plugin": "0.10"})
     assert old.verdict == FAIL and "needs 580 or newer" in old.text
     rows, _ = devices.query("index,name")
     assert [row["index"] for row in devices.own(rows, "1,0", [0])] == ["1"]
+
+
+def test_what_nvidia_smi_does_not_say_is_not_taken_for_well(tmp_path, monkeypatch):
+    """A card without ECC, and a driver that says nothing of throttling."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\ncase $1 in *throttle*) exit 2;; *) echo '0, RTX, 580.1, 1, 24000, 40, [N/A]';; esac\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (state,) = [check for check in devices._driver([]) if check.name == "state"]
+    assert state.verdict == OK
+    assert state.text == "of 1 GPUs: memory in use read; not readable: memory errors of 1, throttling of 1"
 
 
 def test_limits_of_memory_are_read_of_every_cgroup_above(tmp_path):
@@ -220,6 +294,44 @@ def test_a_limit_of_the_data_segment_is_named(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
     (check,) = host._address_space()
     assert check.verdict == WARN and "1.07 GB" in check.text and "ulimit -d" in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("used", "there", "environment", "says"),
+    [
+        (8, 64, {}, ""),
+        (2, 4, {}, ""),
+        (1, 64, {}, "leaves 1"),
+        (2, 64, {}, "leaves 2"),
+        (8, 64, {"SLURM_CPUS_PER_TASK": "16"}, "SLURM_CPUS_PER_TASK=16"),
+        (16, 64, {"SLURM_CPUS_PER_TASK": "16"}, ""),
+    ],
+)
+def test_a_process_with_few_of_many_cores_is_warned(monkeypatch, used, there, environment, says):
+    monkeypatch.setattr(host.machine, "cores", lambda: used)
+    monkeypatch.setattr(os, "cpu_count", lambda: there)
+    check = host._cores(environment)
+    assert (check.verdict, says in check.text) == (WARN if says else OK, True), check
+    assert not says or ("--cpus-per-task" in check.remedy and "--cpu-bind" in check.remedy)
+
+
+def test_limits_of_a_users_threads_and_of_files_are_named(tmp_path, monkeypatch):
+    for pid, uid, threads in ((1, 0, 500), (20, 1000, 300), (21, 1000, 50)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "status").write_text(f"Name:\tx\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\nThreads:\t{threads}\n")
+    monkeypatch.setattr(host.machine, "cores", lambda: 8)
+    limits = {resource.RLIMIT_NPROC: 400, resource.RLIMIT_FSIZE: 1 << 30}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    (check,) = host._threads_of_user(str(tmp_path))
+    assert check.verdict == WARN and "400 may run for this user, of which 350 do" in check.text and "ulimit -u" in check.remedy
+    limits[resource.RLIMIT_NPROC] = 4096
+    (check,) = host._threads_of_user(str(tmp_path))
+    assert check.verdict == OK
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert not list(host._threads_of_user(str(tmp_path))), "root may start as many as it likes"
+    (check,) = host._file_size()
+    assert check.verdict == WARN and "1.07 GB" in check.text and "ulimit -f" in check.remedy
 
 
 def test_a_machine_that_does_not_say_what_memory_is_available(monkeypatch):
@@ -249,9 +361,41 @@ class Gpu:
     ],
 )
 def test_gpus_that_jax_does_not_find_are_missed_by_the_one_process_of_a_node(monkeypatch, found, environment, verdict, says):
-    monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["gpu"] * 8 if "nvidia" in pattern else [])
+    monkeypatch.setattr(devices.machine, "accelerators", lambda: [pathlib.Path(f"/dev/nvidia{i}") for i in range(8)])
     (check,) = devices._found([Gpu()] * found, [], environment)
     assert check.verdict == verdict and says in check.text
+
+
+def device(platform, **more):
+    return types.SimpleNamespace(platform=platform, device_kind=platform, **more)
+
+
+@pytest.mark.parametrize(
+    ("paths", "chips", "environment", "verdict", "says"),
+    [
+        (["vfio/0", "vfio/1"], 2, {}, FAIL, "this machine has 2 TPU chips"),
+        (["vfio/0", "vfio/1"], 0, {}, OK, "1 × cpu"),  # a host of virtual machines
+        (["vfio/0", "vfio/1"], 2, {"JAX_PLATFORMS": "cpu"}, OK, "1 × cpu"),
+        (["kfd"], 0, {}, WARN, "an AMD GPU (/dev/kfd)"),
+        (["kfd"], 0, {"JAX_PLATFORMS": "cpu"}, OK, "1 × cpu"),
+    ],
+)
+def test_accelerators_that_jax_leaves_alone_are_seen(monkeypatch, paths, chips, environment, verdict, says):
+    monkeypatch.setattr(devices.machine, "accelerators", lambda: [pathlib.Path("/dev", path) for path in paths])
+    monkeypatch.setattr("jax._src.hardware_utils.num_available_tpu_chips_and_device_id", lambda: (chips, None))
+    (check,) = devices._found([device("cpu")], [], environment)
+    assert check.verdict == verdict and says in check.text
+
+
+@pytest.mark.parametrize(
+    ("chips", "cores", "environment", "verdict"),
+    [(4, 1, {}, OK), (4, 2, {}, OK), (2, 2, {}, WARN), (2, 1, {"TPU_VISIBLE_CHIPS": "0,1"}, OK)],
+)
+def test_chips_of_a_tpu_host_that_jax_does_not_find_are_missed(monkeypatch, chips, cores, environment, verdict):
+    """A chip of v2 and v3 is two devices, at one place."""
+    monkeypatch.setattr(devices.machine, "accelerators", lambda: [pathlib.Path(f"/dev/accel{i}") for i in range(4)])
+    (check,) = devices._found([device("tpu", coords=[i, 0, 0]) for i in range(chips) for _ in range(cores)], [], environment)
+    assert check.verdict == verdict and (verdict == OK or "on 2 chips, and this machine has 4" in check.text)
 
 
 def reports(*facts):
@@ -271,6 +415,17 @@ def test_workdirs_that_differ_and_a_process_without_a_config_are_seen():
     assert "config" not in well.text
     (late, _) = software.compare(reports(same | {"data": {"test": "f"}}, same))
     assert late.verdict == WARN, "it makes its own at its first start"
+
+
+def test_edits_in_a_checkout_are_compared_by_the_files(monkeypatch):
+    """Both are "abc-dirty", or one is: that says nothing of what the files are, and these are the same."""
+    monkeypatch.setattr(software.cluster, "commit", lambda: "abc-dirty")
+    one = software.facts()
+    monkeypatch.setattr(software.cluster, "commit", lambda: "abc")
+    (well,) = software.compare(reports(one, software.facts()))
+    assert well.verdict == OK and "files" in well.text and "(abc-dirty)" in software.examine(one).text
+    wrong, _ = software.compare(reports(one, one | {"files": one["files"] | {"extension": "0"}}))
+    assert wrong.verdict == FAIL and wrong.text.startswith("jaxtrain's files differ: process 1 (node1): files.extension is")
 
 
 def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):

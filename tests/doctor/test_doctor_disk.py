@@ -47,6 +47,15 @@ def test_a_read_only_mount_and_a_full_one_fail_with_what_to_do(tmp_path):
     assert found[2] == FAIL and "No space left on device" in found[3] and "free some space" in found[4]
 
 
+def test_a_limit_of_files_is_named(tmp_path):
+    """And not the folder, which can be written."""
+    command = ["sh", "-c", 'ulimit -f 2048 && exec "$0" -c "$1" "$2"', sys.executable, LOOK, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    (found,) = json.loads(done.stdout)
+    assert found[2] == FAIL and "File too large" in found[3] and "ulimit -f unlimited" in found[4] and "MB at most" in found[4]
+
+
 def test_what_a_plan_needs_is_compared_with_what_is_free(tmp_path):
     assert disk.room_for(str(tmp_path), 2, 1000).verdict == OK
     check = disk.room_for(str(tmp_path), 3, 1 << 60)
@@ -90,6 +99,21 @@ def test_a_system_without_advice_for_files(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "posix_fadvise", raising=False)
     (check, *_), _ = disk.examine(folder=str(tmp_path), what="workdir", writes=True)
     assert "MB/s" in check.text, check
+
+
+def test_a_file_of_the_data_is_read(tmp_path, monkeypatch):
+    """At most 64 MB of the largest one; a small file says nothing of the speed."""
+    monkeypatch.setattr(disk, "WRITTEN", 8 << 20)
+    (tmp_path / "index.json").write_bytes(b"0" * 100)
+    (check,), _ = disk.examine(folder=str(tmp_path), what="data.train", writes=False)
+    assert check.verdict == OK and "reads" not in check.text
+    shard = tmp_path / "shard.arrow"
+    shard.write_bytes(os.urandom(16 << 20))
+    for folder in (tmp_path, shard):
+        (check,), _ = disk.examine(folder=str(folder), what="data.train", writes=False)
+        assert check.verdict == OK and "shard.arrow reads " in check.text and "MB/s" in check.text
+    before = shard.stat()
+    assert (before.st_size, sorted(os.listdir(tmp_path))) == (16 << 20, ["index.json", "shard.arrow"])
 
 
 def test_processes_see_one_folder_or_are_named(tmp_path, monkeypatch):

@@ -160,5 +160,7 @@ def test_an_interface_that_is_not_there_and_a_name_that_leads_home_fail(monkeypa
     monkeypatch.setattr(socket, "gethostbyaddr", nobody)
     (check,) = network.names(several_hosts=True, resolve=lambda name: ["10.77.0.1"])
     assert check.verdict == WARN and "no name belongs to that address" in check.text
+    (check,) = network.names(several_hosts=False, resolve=lambda name: ["10.77.0.1"])
+    assert check.verdict == OK and "no name belongs to that address; that matters only to a job on several hosts" in check.text
     (check,) = network.names(several_hosts=False, resolve=unknown)
     assert check.verdict == WARN and "leads nowhere" in check.text

@@ -26,8 +26,8 @@ def asked(monkeypatch):
             self.group, self.arguments = group, arguments
             found.append(self)
 
-        def result(self, *, within, remedy):
-            self.within, self.remedy = within, remedy
+        def result(self, *, within, remedy, crashed=""):
+            self.within, self.remedy, self.crashed = within, remedy, crashed
             what = self.arguments.get("what", self.group)
             check = answers.get(what, ok(self.group, what, "well"))
             return [check], FACTS | more if self.group == "config" and check.verdict != FAIL else {}
@@ -76,12 +76,41 @@ def test_a_config_that_does_not_answer_hides_no_folder_that_was_typed(asked):
     assert [each.arguments["what"] for each in asked.found if each.group == "disk"] == ["cache"]
 
 
+def test_the_network_of_one_process_is_looked_at(asked, monkeypatch):
+    for name in cluster.discover.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nothere")
+    found = {check.name: check for _, check in examine.examine("", [], wait=1).checks if check.group == "network"}
+    assert set(found) == {"host name", "NCCL_SOCKET_IFNAME"}
+    assert found["NCCL_SOCKET_IFNAME"].verdict == FAIL and "names no interface" in found["NCCL_SOCKET_IFNAME"].text
+
+
+@pytest.mark.parametrize(("hosts", "says"), [(4, []), (5, ["16 of the 20 links between 5 hosts are measured"])])
+def test_links_that_are_not_measured_are_counted(hosts, says):
+    first = {p: {"host": p, "name": "", "address": "", "port": 1, "facts": {"shared": ""}} for p in range(hosts)}
+    plan = examine._plan(first, cluster.Cluster(hosts, 0, "127.0.0.1:1"))
+    told = [check.text for check in examine.network.measured(plan["stations"], plan["rounds"])]
+    assert [text[: len(part)] for text, part in zip(told, says, strict=True)] == says
+
+
 def test_what_is_wrong_with_a_config_is_not_blamed_on_the_driver(asked):
     alone()
     remedies = {each.group: each.remedy for each in asked.found}
     assert "nvidia-smi" in remedies["devices"] and "nvidia-smi" not in remedies["config"] + remedies["data"]
     (devices,) = [each for each in asked.found if each.group == "devices"]
     assert "source" not in devices.arguments
+    for each in asked.found:
+        if each.group in ("config", "data"):
+            assert "ends the process" in each.crashed and "hang" not in each.crashed and "answers" not in each.crashed
+
+
+def test_each_mistake_of_the_launchers_variables_is_a_finding(asked, monkeypatch):
+    for name in cluster.discover.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAXTRAIN_COORDINATOR", "nowhere")
+    monkeypatch.setenv("JAXTRAIN_PROCESSES", "two")
+    wrong = [check.text for _, check in examine.examine("", [], wait=1).checks if check.verdict == FAIL]
+    assert len(wrong) == 3 and wrong[0].startswith("JAXTRAIN_PROCESS is not set") and "host:port" in wrong[2], wrong
 
 
 def test_all_waits_together_are_within_their_bounds(asked, monkeypatch):

@@ -95,7 +95,7 @@ print(whole - ({held}), above.sum())
 
 
 def test_hosts_of_accelerators_are_left_alone(monkeypatch):
-    monkeypatch.setattr(machine, "_accelerators", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr(machine, "accelerators", lambda: ["/dev/nvidia0"])
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert not machine.keep_freed_memory()
 
