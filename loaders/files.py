@@ -259,13 +259,8 @@ def arrays(path: os.PathLike, *, most: int = MOST_ARRAYS) -> "dict[str, np.ndarr
     found: dict[str, np.ndarray] = {}
     try:
         with regular(path) as file, zipfile.ZipFile(file) as archive:
-            if (total := sum(info.file_size for info in archive.infolist())) > most:
-                raise FileError(f"{path} holds {total:,} bytes of arrays; at most {most:,} are read")
+            check_archive(archive, path, most=most)
             for info in archive.infolist():
-                if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # what numpy writes
-                    raise FileError(
-                        f"{path} is packed otherwise than numpy does, by which it could grow without bound; save it again"
-                    )
                 with archive.open(info) as packed:  # what it claims to hold, and no more than that is unpacked
                     content = io.BytesIO(packed.read(info.file_size))
                 shape, column_major, dtype = _header(content, path)
@@ -277,6 +272,19 @@ def arrays(path: os.PathLike, *, most: int = MOST_ARRAYS) -> "dict[str, np.ndarr
     except Exception as error:  # noqa: BLE001  zipfile and zlib raise many kinds for bytes that are no archive
         raise FileError(f"{path} cannot be read as an archive of arrays: {error or type(error).__name__}") from error
     return found
+
+
+def check_archive(archive: zipfile.ZipFile, path: os.PathLike, *, most: int, remedy: str = "") -> None:
+    """Raises FileError where what is in an archive takes more than ``most`` bytes, or could. zipfile unpacks no more of it.
+
+    Args:
+      remedy: what the message ends with.
+    """
+    if (total := sum(info.file_size for info in archive.infolist())) > most:
+        raise FileError(f"{path} unpacks to {total:,} bytes; at most {most:,} are read{remedy}")
+    for info in archive.infolist():
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise FileError(f"{path} is neither stored nor deflated, by which it could grow without bound; save it again")
 
 
 def _header(file: BinaryIO, path: os.PathLike) -> "tuple[tuple[int, ...], bool, np.dtype]":

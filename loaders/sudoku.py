@@ -3,7 +3,7 @@
 A source is a folder or, if its path is empty, a generator. There are three formats, each with the splits "train" and "test":
 
   CSV    train.csv, test.csv: columns source, question, answer, rating; 81 or 16 characters a board, row by row, "." or 0 for
-         a blank. Of train, ``n_train`` rows are drawn by config.seed.
+         a blank. Of train, ``n_train`` rows are drawn by config.seed. An answer that is no solution is an error.
   npy    train/, test/: all__inputs.npy and all__labels.npy (uint8 [n, cells], symbols as below), all__puzzle_identifiers.npy
          (int [p]), all__puzzle_indices.npy (int [p + 1]: rows of a puzzle), all__group_indices.npy (int [g + 1]: puzzles of a
          group). Training takes one row of each group in an epoch. Its rows are already augmented, and are not augmented again.
@@ -343,6 +343,8 @@ def _read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Pu
         if isinstance(error, files.FileError):
             raise
         raise DataError(f"{path}: {files.said(error)}; expected the columns source, question, answer, rating") from error
+    if not questions:
+        raise DataError(f"{path} has no boards: no row follows its header; make some with `jaxtrain sudoku`")
     if not (np.abs(rating) < 2**53).all():
         raise DataError(f"{path}: the rating of row {int(np.argmin(np.abs(rating) < 2**53))} is no number")
     chosen = np.arange(len(questions))
@@ -363,7 +365,25 @@ def _read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Pu
     inputs, labels = sides
     if (bad := np.flatnonzero(((inputs != 1) & (inputs != labels)).any(1) | (labels == 1).any(1))).size:
         raise DataError(f"{path}: the answer of row {chosen[bad[0]]} has blanks, or does not solve its question")
+    if (bad := np.flatnonzero(~_are_solutions(labels - 2, side))).size:
+        raise DataError(
+            f"{path}: the answer of row {chosen[bad[0]]} is no solution: a row, column or box of it lacks a digit; correct or "
+            "remove that row"
+        )
     return _singles(inputs, labels, rating[chosen])
+
+
+def _are_solutions(digits: np.ndarray, side: int) -> np.ndarray:
+    """uint8 [n, cells], digits from 0 on -> bool [n]: whether every row, column and box holds each digit once."""
+    root = math.isqrt(side)
+    right = np.ones(len(digits), bool)
+    for start in range(0, len(digits), 8192):  # boards on the last axis, as many as a cache holds: numpy works on them at once
+        some = slice(start, start + 8192)
+        bits = np.left_shift(np.uint16(1), np.ascontiguousarray(digits[some].T), dtype=np.uint16)
+        grid = bits.reshape(root, root, root, root, -1)  # band, row in it, stack, column in it, board
+        for axes in ((0, 1), (2, 3), (1, 3)):
+            right[some] &= (np.bitwise_or.reduce(grid, axes) == (1 << side) - 1).all((0, 1))
+    return right
 
 
 def _read_npy(folder: pathlib.Path, source: Source) -> Puzzles:
@@ -390,6 +410,8 @@ def _read_npy(folder: pathlib.Path, source: Source) -> Puzzles:
         raise DataError(f"{folder}: puzzle_indices and group_indices must increase from 0")
     if len(inputs) != len(labels) or puzzles[-1] != len(inputs) or groups[-1] != len(ids) or len(puzzles) != len(ids) + 1:
         raise DataError(f"{folder}: rows, puzzles and groups differ in number")
+    if (empty := np.flatnonzero(np.diff(puzzles[groups]) == 0)).size:  # of which training could take no row
+        raise DataError(f"{folder}: group {empty[0]} has no row; leave it out of all__group_indices.npy")
     puzzle = np.repeat(np.asarray(ids, np.int32), np.diff(puzzles))
     return Puzzles(inputs, labels, puzzle, np.zeros(len(inputs), np.int64), np.asarray(puzzles, np.int64)[groups])
 

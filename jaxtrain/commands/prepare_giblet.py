@@ -12,7 +12,8 @@
                    (default: 75, as EnCodec). Or:
     --audio        a file whose sound becomes features: the logarithms of --bands mel bands, --code-rate a second, z-scored
     --embeddings   npz with one array [segments, values]; --annotations (xlsx, or text with commas, semicolons or tabs) gives
-                   each segment's time in its columns --start and --end: seconds, or times as 1:02:03.5. A volume has the
+                   each segment's time in its columns --start and --end: seconds, or times as 1:02:03.5 (with a point,
+                   unless semicolons or tabs separate the columns). A volume has the
                    last --slots segments that touch the window before it, the latest last, zeros where there are fewer.
                    Without --annotations there is a row for each volume
     Arrays may also come as .npy.
@@ -37,11 +38,13 @@ from typing import Any, Self
 import numpy as np
 
 from jaxtrain.commands import arguments
-from loaders import files, film_files, machine, multimodal, whole
+from loaders import files, film_files, machine, multimodal, scans, whole
 from loaders.base import DataError
 from loaders.recordings import tables
 
 SOUND_RATE = 24_000  # [Hz] that sound is resampled to
+MOST_SHEET = 64 << 20  # [bytes] of a workbook, unpacked, which openpyxl makes objects of
+MOST_ROWS, MOST_CELLS = 1 << 20, 1 << 24  # of a sheet; Excel's have that many rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,17 +240,17 @@ def _over_time(path: pathlib.Path, image: Any) -> tuple[tuple[int, ...], int]:
 def _volumes(path: pathlib.Path, n: int) -> np.ndarray:
     """float32 [x, y, z, n], or float64 where the file has that."""
     image = _nifti(path)
-    _, axis = _over_time(path, image)
+    shape, axis = _over_time(path, image)
     part = tuple(slice(None) if i < 3 else slice(n) if i == axis else 0 for i in range(len(image.shape)))
     dtype = np.float64 if image.get_data_dtype().itemsize > 4 else np.float32
+    if (size := math.prod(shape[:3]) * n * np.dtype(dtype).itemsize) > (most := machine.most_memory()):
+        raise DataError(f"{path} takes {size:,} bytes for {n} volumes, and this machine has {most:,}; take fewer: --volumes")
     return _read(path, lambda: np.asanyarray(image.dataobj[part], dtype))
 
 
 def _nifti(path: pathlib.Path) -> Any:
-    image = _read(path, lambda: _package("nibabel").load(path))
-    if not isinstance(image, _package("nibabel").Nifti1Image):  # which Nifti2Image is too
-        raise DataError(f"{path} is a {type(image).__name__}; expected NIfTI")
-    return image
+    _package("nibabel")
+    return scans.nifti(path)
 
 
 def _read(path: pathlib.Path, reading: Callable[[], Any]) -> Any:
@@ -424,15 +427,28 @@ def window_text(args: argparse.Namespace, tr: float, volumes: int) -> tuple[np.n
 
 def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
     """float64 [segments, 2]: when each begins and ends [s]; a cell is a number of seconds, or a time as 1:02:03.5 or 02:03."""
-    rows = [row for row in _read(path, lambda: _table(path)) if any(cell not in (None, "") for cell in row)]
-    head = [str(cell).strip() for cell in rows[0]] if rows else []
-    if absent := [name for name in (start, end) if name not in head]:
+    rows, separator = _read(path, lambda: _table(path))
+    _, head = rows[0] if rows else (0, [])
+    head = [str(cell).strip() for cell in head]
+    columns = {name: _column(head, name) for name in (start, end)}
+    if absent := [name for name, at in columns.items() if at is None]:
         raise DataError(f"{path} has no column {' and no '.join(absent)}; expected one of: {', '.join(head)} (--start, --end)")
     spans = []
-    for number, row in enumerate(rows[1:], start=2):
+    for number, row in rows[1:]:
+        if separator and any(str(cell).strip() for cell in row[len(head) :]):
+            raise DataError(
+                f"{path}: row {number} has {len(row)} cells, and the header {len(head)}: {row}; put quotes around a cell that "
+                f"holds the separator {separator!r}"
+            )
+        cells = [row[at] if at < len(row) else None for at in columns.values() if at is not None]
+        if separator == "," and (commas := [cell for cell in cells if "," in str(cell)]):
+            raise DataError(
+                f"{path}: row {number} has {commas[0]!r}, and commas separate the columns, so that one in a number is unclear; "
+                "write numbers with a point, or separate the columns by semicolons"
+            )
         try:
-            times = [_seconds(row[head.index(name)]) for name in (start, end)]
-        except (TypeError, ValueError, IndexError):
+            times = [_seconds(cell) for cell in cells]
+        except (TypeError, ValueError):
             raise DataError(f"{path}: row {number} has no seconds, nor hh:mm:ss, in {start} and {end}: {row}") from None
         if not times[0] <= times[1]:
             raise DataError(f"{path}: row {number} ends at {times[1]:g} s, before it begins at {times[0]:g} s")
@@ -442,14 +458,46 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
     return np.array(spans)
 
 
-def _table(path: pathlib.Path) -> list[list[Any]]:
+def _column(head: Sequence[str], name: str) -> int | None:
+    """The place of a column of that name, in any case where none is spelt the same; None where there is none."""
+    if name in head:
+        return head.index(name)
+    folded = [each.casefold() for each in head]
+    return folded.index(name.casefold()) if name.casefold() in folded else None
+
+
+def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
+    """The rows of a table that hold anything, with their numbers from 1 on; and its separator, "" of a workbook."""
     if path.suffix.lower() == ".xlsx":
-        book = _package("openpyxl").load_workbook(path, read_only=True, data_only=True)
-        rows = [list(row) for row in book.worksheets[0].iter_rows(values_only=True)]
-        book.close()
-        return rows
+        return _sheet(path), ""
     text = tables.text_of(path)
-    return [list(row) for row in csv.reader(io.StringIO(text), delimiter=tables.separator(text.partition("\n")[0]))]
+    first, _, rest = text.partition("\n")
+    said = tables.said_separator(first)
+    separator = said or tables.separator(first)
+    rows = enumerate(csv.reader(io.StringIO(rest if said else text), delimiter=separator), 2 if said else 1)
+    return [(number, row) for number, row in rows if any(row)], separator
+
+
+def _sheet(path: pathlib.Path) -> list[tuple[int, list[Any]]]:
+    """The rows of a workbook's first sheet that hold anything, with their numbers. Raises DataError where it could grow."""
+    openpyxl = _package("openpyxl")
+    rows, cells = [], 0
+    with files.regular(path) as file:
+        files.check_archive(zipfile.ZipFile(file), path, most=MOST_SHEET, remedy="; save the sheet as CSV")
+        book = openpyxl.load_workbook(file, read_only=True, data_only=True)
+        sheet = book.worksheets[0]
+        sheet.reset_dimensions()  # what it claims; rows would be filled up to that
+        for number, row in enumerate(sheet.iter_rows(values_only=True), 1):
+            cells += len(row)
+            if number > MOST_ROWS or cells > MOST_CELLS:
+                raise DataError(
+                    f"{path} has more than {MOST_ROWS:,} rows or {MOST_CELLS:,} cells, with the empty ones between those that "
+                    "hold something; save the sheet as CSV"
+                )
+            if any(cell not in (None, "") for cell in row):
+                rows.append((number, list(row)))
+        book.close()
+    return rows
 
 
 def _seconds(cell: Any) -> float:
@@ -463,7 +511,7 @@ def _seconds(cell: Any) -> float:
     if not isinstance(cell, str):
         return float(cell)
     *higher, last = cell.strip().split(":")
-    if len(higher) > 2 or not all(part.isdecimal() for part in higher):
+    if len(higher) > 2 or not all(part.isdecimal() for part in higher) or (len(higher) == 2 and int(higher[1]) >= 60):
         raise ValueError(cell)
     seconds = tables.number(last)
     if seconds is None or (higher and not 0 <= seconds < 60):

@@ -104,7 +104,9 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
         ("model", "workload", ModelSection, ("make_task",)),
         ("data", "loader", DataSection, ("fields", "facts", "make_loader")),
     ):
-        module_name = str(tree.get(owner, getattr(Config, owner)))
+        module_name = tree.get(owner, getattr(Config, owner))
+        if not isinstance(module_name, str):
+            continue  # building `Config` reports it
         try:
             cls = _section_class(module_name, base, functions)
         except (ImportError, SyntaxError) as error:
@@ -113,7 +115,7 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
             problems.append((owner, str(error)))
         else:
             classes[section] = cls
-    parts = _taken_over(classes, {name: tree.pop(name, None) or {} for name in ("model", "data")})
+    parts = _taken_over(classes, {name: tree.pop(name, {}) for name in ("model", "data")})
     sections |= {name: _build(cls, parts[name], name, problems) for name, cls in classes.items()}
     config = dataclasses.replace(_build(Config, tree, "", problems), **sections)
     for i, (path, text) in enumerate(problems):
@@ -193,6 +195,8 @@ def _section_class(module_name: str, base: type[Section], functions: Sequence[st
 
     Raises ImportError, SyntaxError, and TypeError where there is none of its kind, or where one of ``functions`` is missing.
     """
+    if not module_name or module_name.startswith("."):
+        raise TypeError(f"is {module_name!r}; expected the full name of a module")
     module = importlib.import_module(module_name)
     cls = getattr(module, "Config", None)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):

@@ -17,7 +17,7 @@ from jaxtrain.types import PyTree
 from jaxtrain.weights import source as source_lib
 from jaxtrain.weights import workload
 from jaxtrain.workloads import giblet
-from loaders import checks, files, multimodal, records, whole
+from loaders import checks, files, multimodal, records, scans, whole
 from loaders.base import DataError
 
 MASK = "mask.nii.gz"
@@ -112,13 +112,12 @@ class Brain(NamedTuple):
 def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     """The mask that `jaxtrain prepare-giblet` wrote. Raises DataError: there is none, or it has other voxels."""
     try:
-        import nibabel
+        import nibabel  # noqa: F401  which `scans` needs
     except ImportError as error:
         raise DataError("predictions in the space of scans need nibabel: pip install 'jaxtrain[giblet]'") from error
     place = files.inside(pathlib.Path(folder).expanduser(), MASK, links=links)
     try:
-        with files.regular(place):
-            image: Any = nibabel.load(place)  # its stubs know no image's own attributes
+        image = scans.nifti(place)
         if len(image.shape) != 3 or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MOST:
             raise ValueError(f"its shape is {image.shape}")
         inside = np.asanyarray(image.dataobj) > 0

@@ -30,6 +30,12 @@ def text_of(path: pathlib.Path) -> str:
         return data.decode("latin-1")
 
 
+def said_separator(line: str) -> str | None:
+    """The separator that a table's first line says, as Excel writes it: "sep=;". None for every other line."""
+    found = re.fullmatch(r"sep=([;,\t|])", line.strip('\r\n" '), re.IGNORECASE)
+    return found[1] if found else None
+
+
 def separator(header: str) -> str:
     """The separator that a header line has most of."""
     return max("\t;,", key=header.count)
@@ -42,11 +48,12 @@ class Table:
         self.path = path
         lines = text.splitlines()
         # Comments: AudioSet's files begin with some, the last of which is the header.
-        n = 0
+        said = said_separator(lines[0]) if lines else None
+        n = 1 if said else 0
         while n + 1 < len(lines) and lines[n].startswith("#") and lines[n + 1].startswith("#"):
             n += 1
         header = lines[n].lstrip("# ") if n < len(lines) else ""
-        self.separator = separator(header)
+        self.separator = said or separator(header)
         self._first = n + 1
         self._lines = lines[n + 1 :]
         self.columns = [name.strip().strip('"') for name in next(iter(self._reader([header])), [])]

@@ -252,6 +252,39 @@ def test_tables_as_others_write_them_say_the_same(sources, tmp_path):
     assert folder.is_dir()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "start,end\n60,8100\n",
+        "Start,END\n1:00,2:15:00\n",
+        "sep=;\nstart;end\n60,0;135:00\n",
+        "\ufeffSEP=,\r\nstart,end,\r\n60,2:15:00.0,\r\n",
+        '"sep=;"\nscene;start;end\n"a; b";1:00;8100\n',
+        "end,Start,start\n8100,no,60\n",
+    ],
+)
+def test_a_table_that_was_made_by_hand_says_the_same(tmp_path, text):
+    """Headers in any case; Excel's first line; minutes above 59 where there are no hours; a separator behind the last cell."""
+    (tmp_path / "a.csv").write_text(text)
+    assert tool.read_annotations(tmp_path / "a.csv", "start", "end").tolist() == [[60, 8100]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("start,end\n0,1:75:00\n", "row 2 has no seconds, nor hh:mm:ss, in start and end: .'0', '1:75:00'."),
+        ("start,end\n\n00:00:01,5,00:00:02\n", "row 3 has 3 cells, and the header 2: .*; put quotes around a cell"),
+        ("sep=,\nstart,end\n0,1,2\n", "row 3 has 3 cells"),
+        ('start,end\n0,"1,234"\n', "row 2 has '1,234', and commas separate the columns.*a point, or .* by semicolons"),
+        ('start,end\n"0:00:01,5",2\n', "row 2 has '0:00:01,5', and commas"),
+    ],
+)
+def test_a_cell_that_could_mean_two_times_is_refused(tmp_path, text, message):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(DataError, match=f"a.csv: {message}"):
+        tool.read_annotations(tmp_path / "a.csv", "start", "end")
+
+
 @pytest.mark.parametrize("shape", [(*GRID, VOLUMES, 1), (*GRID, 1, VOLUMES)])
 def test_a_scan_with_an_axis_of_one_is_the_scan(tmp_path, shape):
     plain = brain(tmp_path / "sub.nii.gz", 1)
@@ -297,7 +330,7 @@ def test_the_loader_reads_what_was_prepared(prepared):
     [
         (dict(video="none.mp4"), "no such file: .*none.mp4"),
         (dict(video="segments.csv"), "segments.csv cannot be decoded"),
-        (dict(fmri=["sub-1.nii.gz", "codes.npz"]), "codes.npz cannot be read"),
+        (dict(fmri=["sub-1.nii.gz", "codes.npz"]), "codes.npz is no NIfTI file by its name; expected .nii or .nii.gz"),
         (dict(fmri=["sub-1.nii.gz", "short.nii.gz"]), r"volumes differ \(sub-1.nii.gz 8, short.nii.gz 6\).*--volumes=6"),
         (dict(fmri=["sub-1.nii.gz", "grid.nii.gz"]), "the grids differ"),
         (dict(fmri=["sub-1.nii.gz", "slow.nii.gz"]), "TR of 2 s, and .*sub-1.* says 1.5 s"),
@@ -317,7 +350,7 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(annotations="few.csv"), "few.csv has 1 segments, and .*embeddings.npz 5 rows"),
         (dict(annotations=None), "has 5 rows for 8 volumes; give one for each, or --annotations"),
         (dict(annotations=None, embeddings="nine.npy"), "has 9 rows for 8 volumes; give one for each"),
-        (dict(fmri=["scan.mgz"]), "scan.mgz is a MGHImage; expected NIfTI"),
+        (dict(fmri=["scan.mgz"]), "scan.mgz is no NIfTI file by its name"),
         (dict(codes="brief.npz"), "/out: the audio ends .* s before the last of 8 volumes"),
         (dict(code_rate=0.4), "/out: 1.5 s between volumes at 0.4 a second hold not one sample of audio"),
         (dict(codes="none.npz"), r"int64 \(8, 0\); expected integers"),

@@ -143,6 +143,24 @@ def test_a_file_is_held_to_its_types_without_guessing(value):
     assert dict(error.value.problems).keys() == {"model.whole"}
 
 
+@pytest.mark.parametrize("value", [5, None, True, ["toy_workload"], ""])
+@pytest.mark.parametrize("name", ["workload", "loader"])
+def test_a_module_that_is_no_name_is_one_mistake(name, value):
+    with pytest.raises(ConfigError) as error:
+        config_lib.from_dict({"workload": "toy_workload", "loader": "toy_loader", "workdir": "runs", name: value})
+    ((path, text),) = error.value.problems
+    assert path == name and text.startswith(f"is {value!r}") and "; expected " in text
+
+
+@pytest.mark.parametrize("value", [None, 0, False, "", ()])
+@pytest.mark.parametrize("name", ["model", "data", "checkpoint"])
+def test_a_section_that_is_none_is_a_mistake(name, value):
+    with pytest.raises(ConfigError) as error:
+        config_lib.from_dict({"workload": "toy_workload", "loader": "toy_loader", "workdir": "runs", name: value})
+    ((path, text),) = error.value.problems
+    assert path == name and text.startswith(f"is {value!r}; it is a section with the fields ")
+
+
 def test_data_that_cannot_be_read_are_a_mistake_of_the_config(here):
     (here / "broken").touch()
     assert mistakes("--config.data.path=broken") == {"data": "shard 3 is cut short"}

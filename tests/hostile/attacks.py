@@ -287,5 +287,5 @@ HARMLESS = {
     "review": "it serves until it is ended: tests/commands/test_review.py gives it tables, links and requests that lie",
     "doctor": "it reads data as `train` does, which is attacked, and in a process of its own: tests/doctor damages a shard",
     "sudoku": "it reads no file: its boards follow from its arguments",
-    "prepare-giblet": "its film, scans and tables are read by FFmpeg, nibabel and openpyxl: trusted, says docs/security.md",
+    "prepare-giblet": "FFmpeg reads its film: trusted, says docs/security.md; readers.py attacks its scans, codes and sheets",
 }

@@ -8,16 +8,21 @@ import os
 import resource
 import tarfile
 import threading
+import tracemalloc
 import zipfile
 
+import nibabel
 import numpy as np
+import openpyxl
 import pytest
 from etils import epath
 
 from jaxtrain import cli, console
 from jaxtrain.checkpoint import read as stored
+from jaxtrain.commands import prepare_giblet
+from jaxtrain.inference import predict
 from jaxtrain.report import trace
-from loaders import files, machine, remote, tokenise
+from loaders import base, files, machine, remote, scans, tokenise
 
 
 def said_by(capsys, *argv: str) -> str:
@@ -33,7 +38,7 @@ def test_an_archive_of_arrays_is_unpacked_as_far_as_it_claims(tmp_path):
     np.save(array, np.zeros(10, np.float32))
     with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_BZIP2) as file:
         file.writestr("w.npy", array.getvalue() + bytes(1 << 20))
-    with pytest.raises(files.FileError, match="packed otherwise than numpy does"):
+    with pytest.raises(files.FileError, match="neither stored nor deflated"):
         files.arrays(tmp_path / "a.npz")
     # Deflated, and with the size of another in its headers: no more than that is unpacked.
     with zipfile.ZipFile(tmp_path / "b.npz", "w", zipfile.ZIP_DEFLATED) as file:
@@ -46,6 +51,111 @@ def test_an_archive_of_arrays_is_unpacked_as_far_as_it_claims(tmp_path):
     with pytest.raises(files.FileError, match="CRC"):
         files.arrays(tmp_path / "b.npz")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10, "[KiB]"
+
+
+def scan(path, shape, content: bytes, *, offset: int = 544, kind=nibabel.Nifti1Header):
+    """A NIfTI file whose header claims ``shape`` in float64, ``offset`` bytes from its beginning, before ``content``."""
+    header = kind()
+    header.set_data_dtype(np.float64)
+    header.set_data_shape(shape)
+    header.set_xyzt_units("mm", "sec")
+    header["vox_offset"] = offset
+    whole = header.binaryblock + content
+    path.write_bytes(gzip.compress(whole) if path.suffix == ".gz" else whole)
+    return path
+
+
+@pytest.mark.parametrize("kind", [nibabel.Nifti1Header, nibabel.Nifti2Header], ids=["version 1", "version 2"])
+@pytest.mark.parametrize("name", ["a.nii", "a.nii.gz", "A.NII.GZ"])
+def test_a_scan_that_claims_more_than_its_file_can_hold_is_named(tmp_path, capsys, name, kind):
+    path = scan(tmp_path / name.lower(), (2000, 2000, 2000, 5), bytes(1000), kind=kind).rename(tmp_path / name)
+    (tmp_path / "other").write_bytes(b"")
+    other = str(tmp_path / "other")
+    argv = ["--video", other, "--codes", other, "--embeddings", other, "--out", str(tmp_path / "out")]
+    said = said_by(capsys, "prepare-giblet", "--fmri", str(path), *argv)
+    size = path.stat().st_size
+    most = f"its {size:,} bytes cannot unpack to more than {1032 * size:,}" if "gz" in name.lower() else f"it has {size:,}"
+    claim = "its header claims 320,000,000,544 bytes, shape (2000, 2000, 2000, 5), and "
+    assert said == f"error: {path} cannot be read: {claim}{most}\n"
+    mask = scan(tmp_path / predict.MASK, (1000, 1000, 1000), b"", kind=kind)
+    with pytest.raises(files.FileError, match=f"{mask} cannot be read: its header claims 8,000,000,"):
+        predict.read_brain(str(tmp_path), 5)
+
+
+def test_a_scan_that_packs_best_is_read(tmp_path):
+    image = nibabel.Nifti1Image(np.zeros((64, 64, 32, 20), np.int16), np.eye(4))
+    nibabel.save(image, tmp_path / "a.nii.gz")
+    assert (64 * 64 * 32 * 20 * 2) / (tmp_path / "a.nii.gz").stat().st_size > 100
+    assert prepare_giblet._volumes(tmp_path / "a.nii.gz", 20).shape == (64, 64, 32, 20)
+
+
+def test_a_sparse_scan_is_not_read_into_more_memory_than_there_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "most_memory", lambda: 1 << 20)
+    path = scan(tmp_path / "a.nii", (64, 64, 64, 8), b"")
+    os.truncate(path, 544 + 8 * 64**3 * 8)
+    with pytest.raises(base.DataError, match=f"{path} takes 16,777,216 bytes for 8 volumes, and this machine has 1,048,576"):
+        prepare_giblet._volumes(path, 8)
+
+
+@pytest.mark.parametrize("length", [-8, 32 << 20], ids=["to the end", "32 MiB"])
+def test_what_a_scan_says_besides_its_values_is_not_read(tmp_path, length):
+    """An extension of its header that unpacks to gigabytes; its length need not be that."""
+    content = b"\1\0\0\0" + length.to_bytes(4, "little", signed=True) + bytes(4 + (32 << 20) + 1000)
+    path = scan(tmp_path / "a.nii.gz", (2, 2, 2, 2), content, offset=(32 << 20) + 352)
+    tracemalloc.start()
+    try:
+        image = scans.nifti(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20, "[bytes]"
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(image.dataobj[..., :1], np.zeros((2, 2, 2, 1)))
+
+
+def sheet(path, rows: str, *, packing: int = zipfile.ZIP_DEFLATED):
+    """A workbook whose only sheet has these rows, in the XML of such files."""
+    openpyxl.Workbook().save(path.with_suffix(".plain"))
+    with zipfile.ZipFile(path.with_suffix(".plain")) as plain, zipfile.ZipFile(path, "w", packing, compresslevel=1) as file:
+        for name in plain.namelist():
+            content = plain.read(name)
+            if name == "xl/worksheets/sheet1.xml":
+                head = b'<worksheet xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main">'
+                content = head + b'<dimension ref="A1:XFD1048576"/><sheetData>' + rows.encode() + b"</sheetData></worksheet>"
+            file.writestr(name, content)
+    return path
+
+
+def cells(number: int, *values: str) -> str:
+    inside = "".join(f'<c r="{"ABC"[i]}{number}" t="inlineStr"><is><t>{x}</t></is></c>' for i, x in enumerate(values))
+    return f'<row r="{number}">{inside}</row>'
+
+
+@pytest.mark.parametrize(
+    "rows, packing, reason",
+    [
+        (cells(2, "x" * (65 << 20)), zipfile.ZIP_DEFLATED, "at most 67,108,864 are read; save the sheet as CSV"),
+        (cells(2, "0", "1"), zipfile.ZIP_BZIP2, "is neither stored nor deflated"),
+        (cells(1 << 40, "0", "1"), zipfile.ZIP_DEFLATED, "has more than 10,000 rows"),
+        ("".join(f'<row r="{n}"><c r="XFD{n}"><v>1</v></c></row>' for n in range(2, 200)), zipfile.ZIP_DEFLATED, "cells, with"),
+    ],
+    ids=["one long cell", "bzip2", "a far row", "far columns"],
+)
+def test_a_sheet_that_would_grow_is_named(tmp_path, monkeypatch, rows, packing, reason):
+    monkeypatch.setattr(prepare_giblet, "MOST_ROWS", 10_000)
+    monkeypatch.setattr(prepare_giblet, "MOST_CELLS", 1_000_000)
+    path = sheet(tmp_path / "a.xlsx", cells(1, "start", "end") + rows, packing=packing)
+    tracemalloc.start()
+    try:
+        with pytest.raises(base.DataError, match=reason) as error:
+            prepare_giblet.read_annotations(path, "start", "end")
+        assert str(path) in str(error.value)
+        assert tracemalloc.get_traced_memory()[1] < 256 << 20, "[bytes]"
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_sheet_whose_size_is_a_claim_is_read(tmp_path):
+    path = sheet(tmp_path / "a.xlsx", cells(1, "start", "end") + cells(90_000, "0:01", "2"))
+    np.testing.assert_array_equal(prepare_giblet.read_annotations(path, "start", "end"), [[1, 2]])
 
 
 def safetensors(folder, header: dict, size: int):

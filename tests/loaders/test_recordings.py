@@ -146,7 +146,7 @@ def test_every_source_gives_the_same_rows_and_batches(recordings, tmp_path, caps
 
 
 def test_other_tables(recordings, tmp_path, capsys):
-    """opensoundscape's classes in columns, BirdNET's results, Kaleidoscope, AudioSet's strong labels, a list of paths."""
+    """opensoundscape's classes in columns, also by way of Excel, BirdNET's results, Kaleidoscope, AudioSet's strong labels, a list of paths."""
     names = sorted(SPECIES)
     hot = [",".join(("file", "start_time", "end_time", *names))]
     hot += [",".join((f"/elsewhere/{f}", str(s), str(e), *(str(int(n == c)) for n in names))) for f, s, e, c, *_ in EVENTS]
@@ -156,7 +156,8 @@ def test_other_tables(recordings, tmp_path, capsys):
     kaleidoscope += [f"C:\\x,,{f},0,{s},{e - s},{low},{high},wrong,{c}" for f, s, e, c, low, high in EVENTS]
     strong = ["segment_id\tstart_time_seconds\tend_time_seconds\tlabel"]
     strong += [f"{f.rpartition('.')[0]}\t{s}\t{e}\t{c}" for f, s, e, c, *_ in EVENTS]
-    texts = {"hot.csv": hot, "birdnet.csv": birdnet, "kaleidoscope.csv": kaleidoscope, "strong.tsv": strong}
+    excel = ["sep=;", *(line.replace(",", ";") for line in hot)]
+    texts = {"hot.csv": hot, "excel.csv": excel, "birdnet.csv": birdnet, "kaleidoscope.csv": kaleidoscope, "strong.tsv": strong}
     wanted = [(e[0], e[1], e[2], [names.index(e[3])]) for e in EVENTS]
     for name, lines in texts.items():
         (tmp_path / name).write_text("\n".join(lines))

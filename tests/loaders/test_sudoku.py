@@ -222,11 +222,29 @@ def test_a_csv_is_drawn_from_and_its_mistakes_are_named(tmp_path):
         ([("0", "²" + answer[1:], answer, 0)], "other than . and 0 to 4"),
         ([("0", answer, answer, "hard")], "could not convert string to float"),
         ([("0", answer, answer, 0), ("0", answer, answer, "1e30")], "the rating of row 1 is no number"),
+        ([("0", answer, answer, 0), ("1", "." * 16, "1" * 16, 0)], r"train.csv: the answer of row 1 is no solution"),
+        ([], r"train.csv has no boards: no row follows its header"),
     ):
         write_csv(tmp_path, broken)
         sudoku._split.cache_clear()
         with pytest.raises(DataError, match=message):
             sudoku._split(source, 0, "train")
+
+
+@pytest.mark.parametrize("side", [4, 9])
+def test_an_answer_is_a_solution_only_by_its_rows_and_columns_and_boxes(side):
+    """Each of the rules is broken alone, so that none can be left out."""
+    root = round(side**0.5)
+    line = np.arange(side)
+    solution = (line[:, None] % root * root + line[:, None] // root + line) % side
+    only_columns, only_rows = np.tile(line[:, None], side), np.tile(line, (side, 1))
+    no_box = (line[:, None] + line) % side  # a Latin square
+    swapped = solution.copy()
+    swapped[0, :2] = swapped[0, 1::-1]  # its row and its box are right, two columns are not
+    boards = np.array([solution, only_columns, only_rows, no_box, swapped, swapped.T, solution[::-1]], np.uint8)
+    found = sudoku._are_solutions(boards.reshape(len(boards), -1), side)
+    assert found.tolist() == [True, False, False, False, False, False, True]
+    assert [valid_sudoku(board + 2, board + 2, side) for board in boards.reshape(len(boards), -1)] == found.tolist()
 
 
 @pytest.mark.parametrize("kind, shape", [("sudoku4", (5, 0)), ("sudoku4", (5, 15)), ("maze", (5, 15)), ("maze", (5, 0))])
@@ -256,6 +274,10 @@ def test_groups_of_a_folder_give_one_row_in_an_epoch(tmp_path):
         assert sorted(i // 3 for i in b["index"]) == [0, 1], "one of rows 0 to 2, one of rows 3 and 4"
         assert [{0: 4, 1: 7, 2: 7, 3: 1, 4: 1}[i] for i in b["index"]] == b["puzzle"].tolist()
     assert {int(i) for b in found for i in b["index"]} == set(range(5))
+    np.save(tmp_path / "train" / "all__group_indices.npy", np.array([0, 2, 2, 3]))
+    sudoku._split.cache_clear()
+    with pytest.raises(DataError, match="train: group 1 has no row"):
+        batches(config, 1, batch=2)
 
 
 def test_mistakes_of_the_config_are_named():
