@@ -72,7 +72,8 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
         facts={
             "config": json.loads(to_json(config)),
             "versions": versions(),
-            **{f"the digest of jaxtrain's {name}": digest for name, digest in files().items()},
+            # Not of the extension: hosts that build it each for themselves need not have the same bytes.
+            "the digest of jaxtrain's Python files": files()["Python files"],
             "launcher": membership.launcher,
             "gpus": len(membership.local_devices),
         },

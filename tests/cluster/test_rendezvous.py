@@ -324,8 +324,8 @@ def test_a_run_is_refused_whose_processes_have_other_files_of_one_version(port, 
     assert set(one) == {"Python files", "extension"} and len(set(one.values())) == 2
 
     def join(process):
-        found.more = {"extension": "0123456789ab"} if process else {}
-        with pytest.raises(RendezvousError, match=r"process 1 .*the digest of jaxtrain's extension is \"0123456789ab\""):
+        found.more = {"Python files": "0123456789ab"} if process else {}
+        with pytest.raises(RendezvousError, match=r"process 1 .*the digest of jaxtrain's Python files is \"0123456789ab\""):
             processes.initialize(Cluster(2, process, f"127.0.0.1:{port}"), Config(workdir=str(tmp_path)))
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
