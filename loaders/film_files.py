@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaders import files, machine
+from loaders import checks, files, machine
 from loaders.base import DataError
 
 VERSION = 1
@@ -114,6 +114,13 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
     if unknown := [name for name in chosen if name not in info["subjects"]]:
         raise DataError(f"data.subjects names {', '.join(unknown)}; {folder} has {', '.join(info['subjects'])}")
     subjects = tuple(chosen or info["subjects"])
+    for name in info.get("files", {}):  # a checksum of no file would be compared with nothing
+        if not files.inside(folder, name, links=links, remedy=files.LINKS).is_file():
+            known = ["video.npy", "audio.npy", "text.npy", *(f"fmri/{subject}.npy" for subject in info["subjects"])]
+            raise DataError(
+                f'{folder}/dataset.json: "files" has a checksum of {name!r}, which does not exist; '
+                f"{checks.expected(name, known)}"
+            )
 
     def load(name: str, dimensions: int, dtypes: Sequence[Any]) -> np.ndarray:
         array: Any = files.array(files.inside(folder, name, links=links, remedy=files.LINKS))
@@ -217,7 +224,7 @@ def digests(film: Film) -> Mapping[str, str]:
             temporary.write_text(json.dumps(found))
             temporary.replace(note)
     for name, expected in film.info.get("files", {}).items():
-        if found.get(name, expected) != expected:
+        if found.get(name, expected).casefold() != expected.casefold():
             raise DataError(
                 f"{folder / name} is not the file whose checksum is in dataset.json: it was damaged or replaced; prepare the "
                 'folder again, or remove "files" from dataset.json if you changed it yourself'

@@ -92,6 +92,7 @@ def read_puzzles(path: str, side: int) -> list[Puzzle]:
         text = files.read_text(pathlib.Path(path).expanduser(), most=LONGEST)
     except files.FileError as error:
         raise SolveError(str(error)) from error
+    text = text.removeprefix("\ufeff")  # Excel's mark of UTF-8, which the loader's tables may have, too
     lines = text.splitlines()
     header = [name.strip().casefold() for name in lines[0].split(",")] if lines else []
     question = next((header.index(name) for name in QUESTION if name in header), None)

@@ -17,6 +17,7 @@ from test_reliability import small_disk
 from jaxtrain import cli, specs
 from jaxtrain.inference import generate, solve
 from jaxtrain.workloads import language, trm
+from loaders import sudoku
 
 LANGUAGE = dict(embed=32, depth=2, heads=2, kv_heads=1, mlp=32, vocab=256, context=48, dtype="float32")
 PUZZLES = dict(
@@ -158,6 +159,14 @@ def test_a_disk_that_fills_midway_keeps_what_was_done(writer, solver, tmp_path, 
         assert [p.name for p in disk.iterdir()] == ["out"]
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_a_table_that_excel_marked_as_utf_8_is_read_as_the_loader_reads_it(tmp_path):
+    question = "." + SOLUTION[1:]
+    (tmp_path / "train.csv").write_bytes(f"question,answer\r\n{question},{SOLUTION}\r\n".encode("utf-8-sig"))
+    assert solve.read_puzzles(str(tmp_path / "train.csv"), 4) == [solve.Puzzle(question, SOLUTION)]
+    read = sudoku._split(sudoku.Source(kind="sudoku4", path=str(tmp_path)), 0, "train")
+    assert (read.inputs - 1).tolist() == [[0, *map(int, SOLUTION[1:])]]
 
 
 def test_what_a_solution_is():

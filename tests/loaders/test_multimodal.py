@@ -357,6 +357,19 @@ def test_contents_that_no_step_should_see_are_told_before_the_first(config, monk
     assert multimodal.facts(config)["n_subjects"] == 3, "what only reads headers reads no content"
 
 
+def test_checksums_are_read_in_any_case_and_each_is_of_a_file(config, monkeypatch, tmp_path):
+    """As `sha256sum`, and other programs, write them into a folder made by hand."""
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    sums = json.loads((pathlib.Path(config.path) / "dataset.json").read_text())["files"]
+    load = lambda: multimodal.make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=0).fingerprint  # noqa: E731
+    before = load()
+    amend(config, files={name: digest.upper() for name, digest in sums.items()})
+    assert load() == before
+    amend(config, files={"vide.npy": "00"})
+    with pytest.raises(DataError, match="\"files\" has a checksum of 'vide.npy', which does not exist; .* mean 'video.npy'"):
+        load()
+
+
 def test_the_fingerprint_is_of_the_contents(tmp_path):
     states = []
     for i, changed in enumerate((False, False, True)):

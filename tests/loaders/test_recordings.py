@@ -146,7 +146,10 @@ def test_every_source_gives_the_same_rows_and_batches(recordings, tmp_path, caps
 
 
 def test_other_tables(recordings, tmp_path, capsys):
-    """opensoundscape's classes in columns, also by way of Excel, BirdNET's results, Kaleidoscope, AudioSet's strong labels, a list of paths."""
+    """opensoundscape's classes in columns, BirdNET's results, Kaleidoscope, AudioSet's strong labels, a list of paths.
+
+    And a table that Excel wrote, whose first line says the separator.
+    """
     names = sorted(SPECIES)
     hot = [",".join(("file", "start_time", "end_time", *names))]
     hot += [",".join((f"/elsewhere/{f}", str(s), str(e), *(str(int(n == c)) for n in names))) for f, s, e, c, *_ in EVENTS]
