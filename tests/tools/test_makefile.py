@@ -25,8 +25,12 @@ def python(path, version):
     return path
 
 
+# What `make test` was called with: make hands it on to every process below it.
+GIVEN = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "ARGS", "CONFIG", "LOCKED", "PYTHON", "VENV"}
+
+
 def make(*arguments, **environment):
-    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON")}
+    own = {name: value for name, value in os.environ.items() if name not in GIVEN}
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(command, cwd=ROOT, env=own | environment, capture_output=True, text=True, timeout=60)
 
