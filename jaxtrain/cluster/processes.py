@@ -72,8 +72,8 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
         facts={
             "config": json.loads(to_json(config)),
             "versions": versions(),
-            # Not of the extension: hosts that build it each for themselves need not have the same bytes.
-            "the digest of jaxtrain's Python files": files()["Python files"],
+            # Not the extension: hosts that build it each for themselves need not have the same bytes.
+            "the digest of jaxtrain's files": digest_of_files(),
             "launcher": membership.launcher,
             "gpus": len(membership.local_devices),
         },
@@ -145,20 +145,22 @@ def versions() -> dict[str, str]:
     return {"jaxtrain": jaxtrain.__version__} | {name: importlib.metadata.version(name) for name in VERSIONED}
 
 
-def files() -> dict[str, str]:
-    """Digests of the code of jaxtrain and loaders, which two installations of one version or commit may not share.
-
-    By kind: "Python files" and "extension".
-    """
+def digest_of_files() -> str:
+    """Of the Python files of jaxtrain and loaders, which two installations of one version or commit may not share."""
     here = pathlib.Path(__file__).resolve().parents[2]
     named = [path.relative_to(here) for package in ("jaxtrain", "loaders") for path in (here / package).rglob("*.py")]
     # What begins with "." was left by an editor, and is imported by nobody.
     named = sorted(path for path in named if not any(part.startswith(".") for part in path.parts) and (here / path).is_file())
-    python, spec = hashlib.sha256(), importlib.util.find_spec("loaders._rust")
+    digest = hashlib.sha256()
     for path in named:
-        python.update(f"{path.as_posix()} {hashlib.sha256((here / path).read_bytes()).hexdigest()}\n".encode())
-    extension = pathlib.Path(spec.origin).read_bytes() if spec and spec.origin else b""
-    return {"Python files": python.hexdigest()[:12], "extension": hashlib.sha256(extension).hexdigest()[:12]}
+        digest.update(f"{path.as_posix()} {hashlib.sha256((here / path).read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def digest_of_extension() -> str:
+    """Of the compiled extension; "" where there is none."""
+    spec = importlib.util.find_spec("loaders._rust")
+    return hashlib.sha256(pathlib.Path(spec.origin).read_bytes()).hexdigest()[:12] if spec and spec.origin else ""
 
 
 def commit() -> str:

@@ -29,11 +29,11 @@ TOPICS = {
     "packages": Topic(fail, fail, "install the same wheels on every host: pip install with one constraints file, or one image"),
     "commit": Topic(fail, fail, "bring the checkouts to one commit: git pull, on every host"),
     # Of one version and commit, a wheel may be another build, and a checkout may have been edited.
-    "files": Topic(
-        lambda group, name, text, remedy: fail(group, name, f"jaxtrain's files differ: {text}", remedy),
-        fail,
-        "install the same wheel on all hosts, or bring the checkouts to the same state: git status, git diff; make train",
+    "files of jaxtrain": Topic(
+        fail, fail, "install the same wheel on all hosts, or bring the checkouts to the same state: git status, git diff"
     ),
+    # Hosts that build it each for themselves need not have the same bytes.
+    "extension of jaxtrain": Topic(warn, warn, "install the same wheel on all hosts, unless each built it from these files"),
     "python": Topic(warn, warn, "use one version of Python and one kind of processor everywhere"),
     "config": Topic(fail, fail, "start all processes with the same --config and overrides, from the same file"),
     "workdir": Topic(fail, fail, "start all processes in the same folder, or set config.workdir to a path that begins with /"),
@@ -46,11 +46,13 @@ TOPICS = {
 
 def facts() -> dict[str, Any]:
     """By topic; config, workdir, devices and data are added by those who find them."""
+    checkout = cluster.commit()
     return {
         "packages": cluster.versions(),
-        "checkout": (checkout := cluster.commit()),
+        "checkout": checkout,
         "commit": checkout.removesuffix("-dirty"),  # whether what differs from it is the same, the files say
-        "files": cluster.files(),
+        "files of jaxtrain": cluster.digest_of_files(),
+        "extension of jaxtrain": cluster.digest_of_extension(),
         "python": {"version": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()},
         "environment": {k: v[:500] for k, v in sorted(os.environ.items()) if k.startswith(STEERS) and not k.startswith(OWN)},
     }

@@ -318,14 +318,12 @@ def test_where_process_0_listens():
 
 def test_a_run_is_refused_whose_processes_have_other_files_of_one_version(port, tmp_path, monkeypatch):
     """As two wheels of one version, of which one was built from other sources."""
-    one = processes.files()
     found = threading.local()
-    monkeypatch.setattr(processes, "files", lambda: one | found.more)
-    assert set(one) == {"Python files", "extension"} and len(set(one.values())) == 2
+    monkeypatch.setattr(processes, "digest_of_files", lambda: found.digest)
 
     def join(process):
-        found.more = {"Python files": "0123456789ab"} if process else {}
-        with pytest.raises(RendezvousError, match=r"process 1 .*the digest of jaxtrain's Python files is \"0123456789ab\""):
+        found.digest = "0123456789ab" if process else "ba9876543210"
+        with pytest.raises(RendezvousError, match=r"process 1 .*the digest of jaxtrain's files is \"0123456789ab\""):
             processes.initialize(Cluster(2, process, f"127.0.0.1:{port}"), Config(workdir=str(tmp_path)))
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

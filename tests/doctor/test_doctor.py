@@ -67,9 +67,9 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F8
     assert nothing is None and told["processes"] == 2 and not told["ok"]
     wrong, odd, well = (checks(told, verdict) for verdict in (FAIL, WARN, OK))
     assert "process 1" in (packages := wrong["software", "same packages"])["text"] and 'optax is "99.0.1"' in packages["text"]
-    files = wrong["software", "same files"]
-    assert files["text"].startswith("jaxtrain's files differ: process 1 (") and "Python files" in files["text"]
-    assert "extension" not in files["text"] and "the same wheel" in files["remedy"]
+    files = wrong["software", "same files of jaxtrain"]
+    assert files["text"].startswith("process 1 (") and "the same wheel" in files["remedy"]
+    assert ("software", "same extension of jaxtrain") not in odd, "it is the same file"
     assert "count is 2, elsewhere 1" in wrong["software", "same devices"]["text"]
     assert wrong["host", "open files"]["processes"] == [1] and "ulimit -n" in wrong["host", "open files"]["remedy"]
     assert "XLA_FLAGS" in odd["software", "same environment"]["text"]
@@ -424,8 +424,10 @@ def test_edits_in_a_checkout_are_compared_by_the_files(monkeypatch):
     monkeypatch.setattr(software.cluster, "commit", lambda: "abc")
     (well,) = software.compare(reports(one, software.facts()))
     assert well.verdict == OK and "files" in well.text and "(abc-dirty)" in software.examine(one).text
-    wrong, _ = software.compare(reports(one, one | {"files": one["files"] | {"extension": "0"}}))
-    assert wrong.verdict == FAIL and wrong.text.startswith("jaxtrain's files differ: process 1 (node1): files.extension is")
+    wrong, _ = software.compare(reports(one, one | {"files of jaxtrain": "0"}))
+    assert wrong.verdict == FAIL and wrong.text.startswith("process 1 (node1): files of jaxtrain is")
+    odd, _ = software.compare(reports(one, one | {"extension of jaxtrain": "0"}))
+    assert odd.verdict == WARN, "a run trains where each host built it"
 
 
 def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def test_a_part_that_takes_too_long_says_what_it_has_found(tmp_path, monkeypatch
 
 
 def test_a_row_names_the_commit_that_was_run(tmp_path, monkeypatch):
-    """Not one that was made meanwhile; and a file that is not committed is told."""
+    """Not one that was made meanwhile; and a file that is not committed is named."""
 
     def git(*arguments):
         own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
