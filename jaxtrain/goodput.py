@@ -52,7 +52,7 @@ class Clock:
         self._zero = time.perf_counter() - (time.time() - self.began)  # when this process began, by the clock that never jumps
         self._last, self._owner = self._zero, IMPORTS
         self._seconds = dict.fromkeys((IMPORTS,), 0.0)
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._file, self._tail, self._writes, self._warned = -1, 0, 0, False
@@ -76,8 +76,10 @@ class Clock:
         return During(self, owner)
 
     def resumed(self, step: int) -> None:
-        """Notes the step that this start goes on from: one that is killed while it compiles has it in its lines, too."""
+        """Notes the step that this start goes on from, in its lines at once: it may be killed before the thread's next turn."""
         self._first = self._step = step
+        if self._thread:
+            self._try()
 
     def steps(self, step: int) -> None:
         """What follows are steps: those after ``step``."""
@@ -175,16 +177,17 @@ class Clock:
 
     def _write(self) -> None:
         """Overwrites the older slot. Raises OSError."""
-        seconds = {owner: round(s, 3) for owner, s in self.seconds().items()}
-        record = {
-            "id": self._id, "write": self._writes, "now": round(self.began + sum(seconds.values()), 3), "end": self._end,
-            "first": self._first or 0, "step": self._step, "owner": self._owner, "seconds": seconds, "timed": self._steps,
-            "total": round(self._total, 4), "squares": float(f"{self._squares:.6g}"), "longest": round(self._longest, 4),
-            "blocked": round(self._blocked, 4),
-        }  # fmt: skip
-        line = json.dumps(record, ensure_ascii=False).encode()
-        os.pwrite(self._file, line.ljust(WIDTH - 1) + b"\n", self._tail + WIDTH * (self._writes % SLOTS))
-        self._writes += 1
+        with self._writing:
+            seconds = {owner: round(s, 3) for owner, s in self.seconds().items()}
+            record = {
+                "id": self._id, "write": self._writes, "now": round(self.began + sum(seconds.values()), 3), "end": self._end,
+                "first": self._first or 0, "step": self._step, "owner": self._owner, "seconds": seconds, "timed": self._steps,
+                "total": round(self._total, 4), "squares": float(f"{self._squares:.6g}"), "longest": round(self._longest, 4),
+                "blocked": round(self._blocked, 4),
+            }  # fmt: skip
+            line = json.dumps(record, ensure_ascii=False).encode()
+            os.pwrite(self._file, line.ljust(WIDTH - 1) + b"\n", self._tail + WIDTH * (self._writes % SLOTS))
+            self._writes += 1
 
 
 class During:

@@ -62,6 +62,26 @@ def test_kills_leave_parts_that_are_the_whole(tmp_path):
     assert starts[0].timed and 0.03 <= starts[0].total / starts[0].timed < 0.06 and starts[0].own < starts[0].longest
 
 
+RESUMED = """
+import os, signal, sys
+from jaxtrain import goodput
+clock = goodput.Clock()
+clock.open(sys.argv[1], process=0, processes=1, facts={})
+clock.resumed(int(sys.argv[2]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_right_after_a_restore_leaves_the_step_that_it_went_on_from(tmp_path):
+    """Programs from the cache make steps, and their checkpoint, within the second between two turns of the thread."""
+    for step in (4, 8):
+        command = [sys.executable, "-c", RESUMED, str(tmp_path), str(step)]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+    [starts] = goodput.read(tmp_path).values()
+    assert [(start.first, start.step) for start in starts] == [(4, 4), (8, 8)]
+
+
 def test_a_torn_slot_costs_nothing_and_a_torn_file_little(tmp_path):
     clock = goodput.Clock()
     clock.open(tmp_path, process=3, processes=8, facts={"commit": "abc"})
