@@ -76,9 +76,9 @@ class Clock:
         return During(self, owner)
 
     def resumed(self, step: int) -> None:
-        """Notes the step that this start goes on from, in its lines at once: it may be killed before the thread's next turn."""
+        """Records the step that this start resumes from, in the file at once: a kill may come before the next write."""
         self._first = self._step = step
-        if self._thread:
+        if self._thread:  # else the file could not be opened
             self._try()
 
     def steps(self, step: int) -> None:
@@ -168,7 +168,8 @@ class Clock:
     def _try(self) -> None:
         """Writes the totals; a full disk must not end a run, and is reported once."""
         try:
-            self._write()
+            with self._writing:
+                self._write()
             self._warned = False
         except OSError as error:
             if not self._warned:
@@ -177,17 +178,16 @@ class Clock:
 
     def _write(self) -> None:
         """Overwrites the older slot. Raises OSError."""
-        with self._writing:
-            seconds = {owner: round(s, 3) for owner, s in self.seconds().items()}
-            record = {
-                "id": self._id, "write": self._writes, "now": round(self.began + sum(seconds.values()), 3), "end": self._end,
-                "first": self._first or 0, "step": self._step, "owner": self._owner, "seconds": seconds, "timed": self._steps,
-                "total": round(self._total, 4), "squares": float(f"{self._squares:.6g}"), "longest": round(self._longest, 4),
-                "blocked": round(self._blocked, 4),
-            }  # fmt: skip
-            line = json.dumps(record, ensure_ascii=False).encode()
-            os.pwrite(self._file, line.ljust(WIDTH - 1) + b"\n", self._tail + WIDTH * (self._writes % SLOTS))
-            self._writes += 1
+        seconds = {owner: round(s, 3) for owner, s in self.seconds().items()}
+        record = {
+            "id": self._id, "write": self._writes, "now": round(self.began + sum(seconds.values()), 3), "end": self._end,
+            "first": self._first or 0, "step": self._step, "owner": self._owner, "seconds": seconds, "timed": self._steps,
+            "total": round(self._total, 4), "squares": float(f"{self._squares:.6g}"), "longest": round(self._longest, 4),
+            "blocked": round(self._blocked, 4),
+        }  # fmt: skip
+        line = json.dumps(record, ensure_ascii=False).encode()
+        os.pwrite(self._file, line.ljust(WIDTH - 1) + b"\n", self._tail + WIDTH * (self._writes % SLOTS))
+        self._writes += 1
 
 
 class During:

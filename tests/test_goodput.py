@@ -72,8 +72,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_kill_right_after_a_restore_leaves_the_step_that_it_went_on_from(tmp_path):
-    """Programs from the cache make steps, and their checkpoint, within the second between two turns of the thread."""
+def test_a_kill_right_after_a_restore_leaves_the_step_that_it_resumed_from(tmp_path):
+    """With programs from the cache, steps and a checkpoint are made within the second between two writes of the thread."""
     for step in (4, 8):
         command = [sys.executable, "-c", RESUMED, str(tmp_path), str(step)]
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
