@@ -13,7 +13,7 @@ from jaxtrain import specs
 from jaxtrain.config import Group, Guard, Optim
 from jaxtrain.optim import make_optimizer
 from jaxtrain.parallel.layout import LayoutError, make_layout, make_mesh
-from jaxtrain.step.train_step import state, train_step
+from jaxtrain.step import state, train_step
 from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
 from loaders.base import Field
 
