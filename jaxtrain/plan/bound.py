@@ -26,10 +26,10 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from jaxtrain import step as step_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.plan import memory
 from jaxtrain.plan.target import Target
+from jaxtrain.step import train_step as step_lib
 
 CALLS = {
     "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit",
@@ -82,7 +82,7 @@ def bound(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Boun
     return Bound(arguments, max(0, least - arguments), _fullest(jaxpr, layout.mesh.size))
 
 
-def kept(closed: Any, devices: int) -> list[Array]:
+def kept_by_loops(closed: Any, devices: int) -> list[Array]:
     """The arrays that the loops of a closed jaxpr keep at its fullest moment, largest first."""
     return _fullest(_needed(closed.jaxpr)[0], devices)
 
@@ -171,7 +171,8 @@ class _Walk:
 
     def _call(self, params: dict[str, Any], inputs: list[Value]) -> list[Value]:
         """A function that is called, as though it stood here."""
-        inner, share = params.get("jaxpr", params.get("call_jaxpr")), self._share
+        inner: Any = params.get("jaxpr", params.get("call_jaxpr"))
+        share = self._share
         for axis in params.get("newly_manual_axes", ()):  # of a shard_map: shapes are parts inside
             self._share //= params["mesh"].shape[axis]
         closed = isinstance(inner, core.ClosedJaxpr)
@@ -194,13 +195,14 @@ class _Walk:
         rows = length - length % params["unroll"]  # those of the loop itself
         is_loop = rows > params["unroll"]  # else all rounds are written out
         stacks, others = {}, body.fullest()
-        for i in range(n_carry if is_loop and self._arguments is not None else 0):
-            if made[i] != changing[i] and inputs[n_consts + i] not in self._arguments:
-                others.append(self._array(eqn, i, 1.0))
-        known: dict[Value, Value] = {}
+        if is_loop and self._arguments is not None:
+            for i, before in enumerate(inputs[n_consts:last]):
+                if made[i] != changing[i] and before not in self._arguments:
+                    others.append(self._array(eqn, i, 1.0))
+        known = dict(zip(changing[n_carry:], inputs[last:], strict=True))
         for i in range(n_carry, len(made) if is_loop else 0):
             if made[i] in known:
-                results[i] = known[made[i]]  # a compiler writes equal rows once
+                results[i] = known[made[i]]  # equal rows are written once
             elif ROUND in made[i].after:
                 known[made[i]] = results[i]
                 stacks[results[i].key] = self._array(eqn, i, rows / length)

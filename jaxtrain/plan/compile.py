@@ -13,9 +13,8 @@ from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.compile import xla_options
 from jaxtrain.parallel import layout
-from jaxtrain.plan import gpu_specs, hlo, kept
-from jaxtrain.plan.errors import PlanError
-from jaxtrain.plan.target import Target
+from jaxtrain.plan import gpu_specs, hlo, plan_cache
+from jaxtrain.plan.target import PlanError, Target
 
 # Without a card nothing is tuned, and untuned, XLA's own products (by Triton) find no tiles for some shapes.
 UNTUNED = {"xla_gpu_enable_triton_gemm": False}
@@ -155,28 +154,28 @@ def ask(
     *,
     own: Mapping[str, Any] | None = None,
     versions: str = "",
-) -> tuple[kept.Said, bool]:
+) -> tuple[plan_cache.Said, bool]:
     """What a compiler says of a program for these devices, and whether that was kept (`compiled`).
 
     Raises ConfigError when it refuses ``own``, those of the options that are the config's.
     """
-    name = kept.key(lowered.as_text(), devices, options, versions) if versions else ""
-    if name and (known := kept.find(name)):
+    name = plan_cache.key(lowered.as_text(), devices, options, versions) if versions else ""
+    if name and (known := plan_cache.find(name)):
         return known, True
     said = _ask(lowered, options, own or {}, devices[0].platform)
     if name:
-        kept.keep(name, said)
+        plan_cache.keep(name, said)
     return said, False
 
 
-def _ask(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any], platform: str) -> kept.Said:
+def _ask(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any], platform: str) -> plan_cache.Said:
     began = time.perf_counter()
     try:
         program = xla_options.compile(lowered, options, own)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return kept.Said(0, 0, 0, time.perf_counter() - began, None, refusal=str(error).splitlines()[0])
+        return plan_cache.Said(0, 0, 0, time.perf_counter() - began, None, refusal=str(error).splitlines()[0])
     seconds = time.perf_counter() - began
     memory: Any = program.memory_analysis()  # None only where a backend has none, and those that plan have one
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
@@ -190,4 +189,4 @@ def _ask(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[s
         text = program.as_text() or ""
     except jax.errors.JaxRuntimeError:  # a libtpu newer than jaxlib can write what jaxlib does not know
         text = None
-    return kept.Said(arguments, temporaries, peak, seconds, text)
+    return plan_cache.Said(arguments, temporaries, peak, seconds, text)

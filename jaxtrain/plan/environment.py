@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Iterator
 
 from jaxtrain.config.arguments import COMPILERS
-from jaxtrain.plan.errors import PlanError
+from jaxtrain.plan.target import PlanError
 from loaders.io import checks, machine
 
 MARK = "whole.json"

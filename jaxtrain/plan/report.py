@@ -16,15 +16,18 @@ from jaxtrain.checkpoint import disk_usage
 from jaxtrain.data import feed
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import environment, hlo, roofline, worker
-from jaxtrain.plan.abstract import abstractly
-from jaxtrain.plan.compile import ask_for_no_chips, compiled, compiler_options, is_at_hand, tpu_devices
-from jaxtrain.plan.errors import PlanError
-from jaxtrain.plan.estimate import SLACK, Estimate, estimate
-from jaxtrain.plan.graph import Moved
+from jaxtrain.plan.bound import Bound, bound
+from jaxtrain.plan.compile import (
+    Compiled,
+    ask_for_no_chips,
+    compiled,
+    compiler_options,
+    is_at_hand,
+    tpu_devices,
+)
 from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, least, offloaded
-from jaxtrain.plan.refuse import certain
 from jaxtrain.plan.remedies import ways
-from jaxtrain.plan.target import GPUS_PER_NODE, Target, parse_target
+from jaxtrain.plan.target import GPUS_PER_NODE, PlanError, Target, abstractly, parse_target
 from jaxtrain.step import state as state_lib
 
 MFU = 0.4  # share of the peak that hours are projected with
@@ -85,37 +88,30 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
 
 
 def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, problems: list[str]) -> Iterator[str]:
-    """The fullest stage's fullest moment."""
-    each = {stage: estimate(assembly, assembly.trace(stage), target) for stage in assembly.stages()}
+    """The lower bound of the stage with the largest one, and the compiler's figures of each stage."""
+    each = {stage: bound(assembly, assembly.trace(stage), target) for stage in assembly.stages()}
     stage, needed = max(each.items(), key=lambda item: item[1].peak)
-    gradients = sum(device_bytes(x, tiled=target.tiled) for x in jax.tree.leaves(assembly.abstract.state.variables.params))
-    yield "a step at its fullest moment, estimated" + ("" if stage is None else f" (stage {stage})")
+    yield "a step needs at least" + ("" if stage is None else f" (stage {stage})")
     yield f"  {'state and batch that it reads':32}{in_bytes(needed.arguments):>12}"
-    yield f"  {'activations, gradients':32}{in_bytes(needed.temporaries.bytes):>12}   (gradients alone {in_bytes(gradients)})"
-    for size, what in needed.temporaries.largest[:5]:
+    beside = "gradients" if needed.temporaries == needed.update else "arrays that its loops keep"
+    yield f"  {beside:32}{in_bytes(needed.temporaries):>12}"
+    for size, what in needed.kept[:5]:
         yield f"      {in_bytes(size):>12}  {what}"
     yield f"  {'together':32}{in_bytes(needed.peak):>12}   of {in_bytes(target.memory)}"
     yield ""
-    if target.count > 1:
-        yield "a step sends between devices, estimated"
-        yield from _collective_lines(needed.temporaries.moved, target)
-        yield ""
-    over, doubtful = needed.peak - target.memory, (1 + SLACK) * needed.peak > target.memory
-    excess = f"{in_bytes(over)} too much, as estimated. {ways(config, target)}" if over > 0 else ""
-    missing = "" if target.here else _missing(assembly, target)
-    if (sure := certain(assembly, needed, target)) > target.memory:
-        why = f"state and gradients alone are {in_bytes(sure - target.memory)} more than a device has"
-        problems.append(f"it does not fit: {why}, and with activations it is {excess}")
-    elif (target.here and doubtful) or not (target.here or missing):
-        for each_stage, answer in _compile(config, target, each).items():
-            yield from _compiled_lines(config, target, each_stage, assembly.stages()[each_stage], answer, each, problems)
+    over = needed.certain - target.memory
+    if over > 0:
+        problems.append(
+            f"it does not fit: state and gradients alone are {in_bytes(over)} more than a device has. {ways(config, target)}"
+        )
+    elif missing := "" if target.here else _missing(assembly, target):
+        yield from (f"not compiled for it: {missing}", "this is a lower bound: what one layer needs comes on top", "")
+        if (over := needed.peak - target.memory) > 0:
+            problems.append(f"it does not fit: at least {in_bytes(over)} too much. {ways(config, target)}")
     else:
-        if not target.here:
-            yield from (f"not compiled for it: {missing}", "")
-        if needed.surely() > target.memory:
-            problems.append(f"it does not fit: {excess}")
-        elif over > 0:
-            yield from (f"it may not fit: {excess}", "")
+        for stage, answer in _compile(config, target, each).items():
+            first = assembly.stages()[stage]
+            yield from _compiled_lines(config, target, stage, first, answer, each[stage], problems)
 
 
 def _missing(assembly: Assembly, target: Target) -> str:
@@ -137,23 +133,18 @@ def _compile(config: config_lib.Config, target: Target, stages: Iterable[Hashabl
     assembly, answers = assemble(config, mesh), {}
     for stage in stages:
         try:
-            answers[stage] = worker.Answer(compiled(assembly, assembly.trace(stage)), None)
+            answers[stage] = worker.Answer(compiled(assembly, assembly.trace(stage)))
         except PlanError as error:
-            answers[stage] = worker.Answer(None, None, str(error), too_large=True)
+            answers[stage] = worker.Answer(None, str(error), too_large=True)
     return answers
 
 
-def _collective_lines(
-    table: Moved, target: Target, overlapping: Mapping[tuple[str, tuple[str, ...]], int] | None = None
-) -> Iterator[str]:
-    """What one device sends in a step, the most first (`hlo.summary`, or the estimate of the same form).
-
-    ``overlapping``: how many of them overlap computation, where that is known.
-    """
-    for key, (times, sent) in sorted(table.items(), key=lambda item: -item[1][1]):
+def _collective_lines(step: Compiled, target: Target) -> Iterator[str]:
+    """What one device sends in a step, the most first."""
+    for key, (times, sent) in sorted((step.collectives or {}).items(), key=lambda item: -item[1][1]):
         kind, axes = key
         took = f", {1e3 * sent / target.chip.links:.2f} ms of the links" if target.chip else ""
-        overlap = "" if overlapping is None else f", {overlapping.get(key, 0)} of them asynchronous"
+        overlap = f", {step.overlapping.get(key, 0)} of them asynchronous"
         yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took}{overlap}"
 
 
@@ -163,20 +154,20 @@ def _compiled_lines(
     stage: Hashable,
     start: int,
     answer: worker.Answer,
-    estimates: Mapping[Hashable, Estimate],
+    needed: Bound,
     problems: list[str],
 ) -> Iterator[str]:
-    """What the compiler says, which counts where the estimate says something else."""
+    """The compiler's figures."""
     title = "compiled for it" if stage is None else f"compiled for it, stage {stage} from step {start}"
-    compiled_step, needed = answer.compiled, estimates[stage]
+    compiled_step = answer.compiled
     if compiled_step is None:
-        remedy = f". {ways(config, target, max(1.0, target.memory / needed.peak))}" if answer.too_large else ""
+        remedy = f". {ways(config, target)}" if answer.too_large else ""
         problems.append(f"it does not {'fit' if answer.too_large else 'compile'}: {answer.error}{remedy}")
         yield from (f"not {title}: {answer.error}", "")
         return
     peak = compiled_step.peak + compiled_step.workspace
     if (over := peak - target.memory) > 0:
-        problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, peak / needed.peak)}")
+        problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, peak - needed.peak)}")
     before = " by an earlier plan, whose answer was kept" if compiled_step.again else ""
     yield f"{title}, in {compiled_step.seconds:.0f} s{before}"
     yield f"  {'arguments':28}{in_bytes(compiled_step.arguments):>12}"
@@ -198,7 +189,7 @@ def _compiled_lines(
         )
     if compiled_step.collectives is None:
         yield "  what moves between devices cannot be read: this jaxlib does not know all that this libtpu writes"
-    yield from _collective_lines(compiled_step.collectives or {}, target, compiled_step.overlapping)
+    yield from _collective_lines(compiled_step, target)
     yield ""
 
 

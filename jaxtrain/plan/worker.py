@@ -19,9 +19,7 @@ from jaxtrain.config import Config
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import environment
 from jaxtrain.plan.compile import UNTUNED, Compiled, ask_for_no_chips, compiled, for_kernels, gpu_devices, tpu_devices
-from jaxtrain.plan.errors import PlanError
-from jaxtrain.plan.estimate import Estimate, estimate
-from jaxtrain.plan.target import parse_target
+from jaxtrain.plan.target import PlanError, parse_target
 
 # Not "-m": the module would be __main__ there, and its classes others than those here.
 START = "import sys; from jaxtrain.plan import worker; worker.main(*sys.argv[1:])"
@@ -42,7 +40,6 @@ class Answer(NamedTuple):
     """What came of a job."""
 
     compiled: Compiled | None
-    estimate: Estimate | None  # of the same trace
     error: str = ""  # why there is no program
     too_large: bool = False  # the compiler found that it does not fit
 
@@ -71,7 +68,7 @@ def ask(jobs: Sequence[Job]) -> list[Answer]:
 
 def answer(job: Job, versions: str = "") -> Answer:
     """Traces and compiles a step here. ``versions``: as for `compiled`."""
-    target, needed = parse_target(job.target), None
+    target, is_traced = parse_target(job.target), False
     try:
         devices = tpu_devices(target) if target.kind == "tpu" else gpu_devices(target)
         mesh = layout_lib.make_mesh(job.config.mesh.data, job.config.mesh.fsdp, job.config.mesh.model, devices=devices)
@@ -79,14 +76,14 @@ def answer(job: Job, versions: str = "") -> Answer:
         stage = assembly.task.stage(job.config.train.steps - 1) if job.stage == LAST else job.stage
         with for_kernels(devices[0]):
             traced = assembly.trace(stage)
-            needed = estimate(assembly, traced, target)
+            is_traced = True
             options = UNTUNED if target.kind == "gpu" else None
-            return Answer(compiled(assembly, traced, options=options, versions=versions), needed)
+            return Answer(compiled(assembly, traced, options=options, versions=versions))
     except PlanError as error:
-        return Answer(None, needed, str(error), too_large=needed is not None)
+        return Answer(None, str(error), too_large=is_traced)
     except Exception as error:  # the compiler's own, or the tracer's: it ends no other job
         lines = str(error).strip().splitlines() or [""]
-        return Answer(None, needed, f"{type(error).__name__}: {lines[0][:300]}")
+        return Answer(None, f"{type(error).__name__}: {lines[0][:300]}")
 
 
 def main(jobs: str, answers: str, versions: str) -> None:
