@@ -124,8 +124,8 @@ def row(target: str, key: Key, answer: worker.Answer) -> str:
         return f"| {name}, {size} | {target} | {mesh} | **does not compile** | | | | {answer.error} |"
     calls = ", ".join(f"{n} {call}" for call, n in sorted(step.library_calls.items()))
     sent = [
-        f"{times} {kind} over {'+'.join(over)} ({step.overlapping[kind, over]} async), {size / 1e6:,.0f} MB"
-        for (kind, over), (times, size) in sorted((step.collectives or {}).items())
+        f"{times} {kind} over {'+'.join(over)} ({early} async), {size / 1e6:,.0f} MB"
+        for (kind, over), (times, size, early) in sorted((step.collectives or {}).items())
     ]
     figures = f"{step.peak / 1e9:.2f} | {' | '.join(bound(target, answer))} | {step.seconds:.0f} s"
     return f"| {name}, {size} | {target} | {mesh} | {figures} | {calls}; {'; '.join(sent)} |"
@@ -183,9 +183,9 @@ def _overlap(target: str, answer: worker.Answer) -> str:
         return ""
     together, waits = bound(target, answer)
     kinds: dict[str, list[int]] = {}
-    for (kind, axes), (times, _) in sorted(step.collectives.items()):
+    for (kind, _), found in sorted(step.collectives.items()):
         early, every = kinds.get(kind, (0, 0))
-        kinds[kind] = [early + step.overlapping[kind, axes], every + times]
+        kinds[kind] = [early + found.early, every + found.times]
     counts = ", ".join(f"{early:,} of {every:,} {kind}" for kind, (early, every) in kinds.items())
     return f"{waits} ms of {together}; {counts}"
 

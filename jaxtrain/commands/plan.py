@@ -43,7 +43,8 @@ def show(given: config.Arguments) -> int:
     from jaxtrain.telemetry import console
 
     def report() -> int:
-        plan.refuse_unknown(given.plan or "")  # a misspelt one is reported before any data are read or made
+        if given.plan:
+            plan.parse_target(given.plan)  # an unknown one is reported before any data are read or made
         text, well = plan.report(config.load(given.source, given.overrides), given.plan or "")
         print(text)
         return 0 if well else 1

@@ -1,14 +1,8 @@
 """The memory, time and problems of a run, before it exists, on devices that need not be here.
 
-    jaxtrain plan --config=FILE                      # the devices of this machine
-    jaxtrain plan --config=FILE tpu:v4:2x2x4         # a TPU slice; 'tpu:v4:2x2x4*2': two of them
-    jaxtrain plan --config=FILE gpu:h100x8           # eight GPUs; 'gpu:h100x8*4': four such nodes
-    jaxtrain plan --setup gpu                        # once: fetches the compiler (or tpu)
-
-A plan makes no array. The bytes that a device holds between steps are exact: the sum over the
-abstract state, with the tiles that TPUs pad to. Of what a step needs beside them, a lower bound is
-read from its jaxpr. The compiler of the devices, once it is here, says the rest: the real step is
-compiled, which needs no such chip.
+A plan (`jaxtrain plan --help`) makes no array. The bytes that a device holds between steps are
+exact. A lower bound of a step's memory is read from its jaxpr. The compiler of the devices, which
+needs no such chip, has the other figures: it compiles the real step.
 
     target    the devices to plan for          compile      the compiler's figures of a step
     memory    bytes of arrays, exactly         hlo          the text of a compiled program
@@ -27,11 +21,11 @@ from jaxtrain.plan.memory import device_bytes, held, host_memory, least, offload
 from jaxtrain.plan.refuse import refuse_if_too_large
 from jaxtrain.plan.remedies import remedies
 from jaxtrain.plan.report import MFU, checkpoints, report
-from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target, refuse_unknown
+from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 
 __all__ = (
     "MFU", "Assembly", "Bound", "Compiled", "PlanError", "Target", "abstractly", "assemble",
     "bound", "checkpoints", "compiled", "compiler_options", "device_bytes", "held", "host_memory",
-    "least", "offloaded", "padded", "parse_target", "refuse_if_too_large", "refuse_unknown",
+    "least", "offloaded", "padded", "parse_target", "refuse_if_too_large",
     "remedies", "report", "set_up", "tpu_devices",
 )  # fmt: skip

@@ -75,28 +75,22 @@ def bound(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Boun
     """The lower bound of a traced step (`Assembly.trace`)."""
     abstract, layout, tiled = assembly.abstract, assembly.layout, target.tiled
     leaves = jax.tree.leaves((abstract.state, abstract.batch, step_lib.abstract_stop(layout)))
-    jaxpr, used = _needed(traced.jaxpr.jaxpr)
+    kept, used = kept_by_loops(traced.jaxpr.jaxpr, layout.mesh.size)
     read = [x for x, u in zip(leaves, used, strict=True) if u and not memory.is_on_host(x)]
     arguments = sum(memory.device_bytes(x, tiled=tiled) for x in read)
     least = memory.least(memory.held(abstract, layout, tiled=tiled))
-    return Bound(arguments, max(0, least - arguments), _fullest(jaxpr, layout.mesh.size))
+    return Bound(arguments, max(0, least - arguments), kept)
 
 
-def kept_by_loops(closed: Any, devices: int) -> list[Array]:
-    """The arrays that the loops of a closed jaxpr keep at its fullest moment, largest first."""
-    return _fullest(_needed(closed.jaxpr)[0], devices)
-
-
-def _needed(jaxpr: Any) -> tuple[Any, list[bool]]:
-    """The jaxpr without what no result needs, and for each argument whether it is read."""
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-
-
-def _fullest(jaxpr: Any, devices: int) -> list[Array]:
+def kept_by_loops(jaxpr: Any, devices: int) -> tuple[list[Array], list[bool]]:
+    """Returns the arrays that a jaxpr's loops keep in the fullest of them, the largest first; and
+    for each argument whether it is read.
+    """
+    jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     arguments = [Value(("argument", i), frozenset()) for i in range(len(jaxpr.invars))]
     walk = _Walk(devices, set(arguments))
     walk.block(jaxpr, walk.new(jaxpr.constvars), arguments)
-    return sorted(walk.fullest(), reverse=True)
+    return sorted(walk.fullest(), reverse=True), used
 
 
 class Value(NamedTuple):
@@ -114,15 +108,12 @@ class _Loop(NamedTuple):
 
 
 class _Walk:
-    """The loops of a step, or of a loop's body.
-
-    Args:
-      share: devices that may share an array.
-      arguments: of the step, whose memory a carry may take; None in a loop's body, where a carry
-        may take that of the loop around it.
-    """
+    """The loops of a step, or of a loop's body."""
 
     def __init__(self, share: int, arguments: set[Value] | None):
+        """``arguments``: of the step, whose memory a carry may take. None in a loop's body, where a
+        carry may take the memory of the outer one.
+        """
         self._share, self._arguments = share, arguments
         self._loops: list[_Loop] = []
         self._numbers = itertools.count()

@@ -53,12 +53,6 @@ class Target:
         return self.chip.memory if self.chip else host_memory() / jax.local_device_count()
 
 
-def refuse_unknown(text: str) -> None:
-    """Raises PlanError for a target that is unknown. Asks no device, unlike `parse_target` of this machine's."""
-    if text:
-        parse_target(text)
-
-
 def parse_target(text: str) -> Target:
     """Raises PlanError for a target that is unknown, with those that are."""
     if not text:

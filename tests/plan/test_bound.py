@@ -106,7 +106,7 @@ def of(step, *shapes, devices=1):
     """The arrays that the bound counts in a step, after a check that its compiler counts no less."""
     xs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     traced = jax.jit(step).trace(*xs)
-    kept = kept_by_loops(traced.jaxpr, devices)
+    kept, _ = kept_by_loops(traced.jaxpr.jaxpr, devices)
     if devices == 1:
         compiled = traced.lower().compile({"xla_backend_optimization_level": 0})
         memory = compiled.memory_analysis()

@@ -22,7 +22,7 @@ ENTRY %main (x: bf16[1000,1000], s: bf16[125,1000]) -> bf16[1000,1000] {
 def answer():
     moves = hlo.collectives(PROGRAM)
     mesh = {"data": 1, "fsdp": 8, "model": 1}
-    step = plan.Compiled(2 * 10**9, 10**9, 3 * 10**9, hlo.summary(moves, mesh), 7.0, hlo.overlapping(moves, mesh), text=PROGRAM)
+    step = plan.Compiled(2 * 10**9, 10**9, 3 * 10**9, hlo.summary(moves, mesh), 7.0, text=PROGRAM)
     return worker.Answer(step)
 
 

@@ -147,7 +147,7 @@ def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything
     assert found.peak - found.arguments - found.temporaries < 1e6, "the whole state is donated"
     assert found.temporaries < beside * held["parameters"]
     if found.collectives is not None:
-        assert sum(sent for _, sent in found.collectives.values()) < 0.1e9, "activations travel"
+        assert sum(exchanged.sent for exchanged in found.collectives.values()) < 0.1e9, "activations travel"
 
 
 @pytest.mark.usefixtures("libtpu")
