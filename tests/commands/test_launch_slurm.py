@@ -217,6 +217,24 @@ def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder,
     assert not (folder / "runs").exists()
 
 
+def test_without_slurm_the_missing_command_and_the_remedy_are_one_line(folder, corpus, capsys, monkeypatch):  # noqa: F811
+    """Nothing is written before."""
+    source, before = f"--config=tiny.py:{corpus}", sorted(folder.iterdir())
+    assert "#SBATCH" in launch(capsys, source, "--dry-run")
+    monkeypatch.setenv("PATH", str(folder / "bin"))
+    remedy = "run jaxtrain launch on a login node of the cluster"
+    told = launch(capsys, source, "--tasks-per-node=2", code=2)
+    assert told == (
+        f"error: SLURM's commands are not installed here: sbatch not found; {remedy}, or add --dry-run to print the script\n"
+    )
+    assert sorted(folder.iterdir()) == before
+    (folder / "runs" / "tiny" / "slurm").mkdir(parents=True)
+    (folder / "runs" / "tiny" / "slurm" / "jobs.jsonl").write_text('{"job": "17", "workdir": "runs/tiny"}\n')
+    for option in ("--status=runs/tiny", "--tail=runs/tiny"):
+        told = launch(capsys, option, code=2)
+        assert told == f"error: SLURM's commands are not installed here: scontrol and sacct not found; {remedy}\n"
+
+
 def slurm_of_one() -> str:
     """Why the tests below cannot run; "" when they can. A cluster that is somebody's is left alone."""
     if not shutil.which("sinfo"):

@@ -317,7 +317,8 @@ def test_a_recording_outside_is_not_opened_before_it_is_refused(tmp_path, capsys
 @pytest.mark.parametrize(
     "job", [{"job": 1}, {"job": "--help"}, {"job": "1", "workdir": "x" * 5000}, {"job": "1", "workdir": "\x1b"}]
 )
-def test_jobs_that_are_none(tmp_path, capsys, job):
+def test_jobs_that_are_none(tmp_path, capsys, monkeypatch, job):
+    monkeypatch.setenv("PATH", f"{pathlib.Path(__file__).parent / 'bin'}:{os.environ['PATH']}")  # a SLURM that knows no job
     inputs.jobs(tmp_path)
     (tmp_path / "slurm" / "jobs.jsonl").write_text(json.dumps({"workdir": str(tmp_path), **job}) + "\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": "\\u001b[2J"}\n{"step": 1e999}\n')
