@@ -216,8 +216,8 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain benchmark birdset ", Run("--batch=8 --draws=20", says=r"BirdSet HSN, 12 segments(.*\n)+.*cmAP \d")),
     (r"^jaxtrain benchmark esc10 ", Run("--batch=8 --draws=20", says=r"esc10, 400 clips(.*\n)+.*linear +accuracy \d")),
     (r"^jaxtrain export \S+ --push", Why("it needs an account of the Hub; tests/commands/test_export.py pushes to a stand-in")),
-    (r"^jaxtrain export runs/xcm --timm", Run(leaves=("xcm-timm/model.safetensors", "xcm-timm/example.py"))),
-    (r"^jaxtrain export runs/xcm --onnx", Run(leaves=("xcm-onnx/model.onnx", "xcm-onnx/example_onnx.py"))),
+    (r"^jaxtrain export runs/xcm --format timm", Run(leaves=("xcm-timm/model.safetensors", "xcm-timm/example.py"))),
+    (r"^jaxtrain export runs/xcm --format onnx", Run(leaves=("xcm-onnx/model.onnx", "xcm-onnx/example_onnx.py"))),
     (r"^jaxtrain probe ", Run(says="(?i)linear probe|linear")),
     (r"^jaxtrain checkpoint diff ", Run(code=1, says=r"encoder/")),  # they differ, as it says
     (r"^jaxtrain checkpoint inspect ", Run(says=r"encoder/blocks/")),
