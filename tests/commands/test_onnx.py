@@ -7,14 +7,12 @@ import pathlib
 import subprocess
 import sys
 
-import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import onnx
 import onnx.reference
 import pytest
-import runs
 import soundfile
 
 from jaxtrain import cli, specs
@@ -24,6 +22,7 @@ from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.export import onnx as bird_onnx
 from jaxtrain.workloads.bird.inference import detect, embed, heads
 from loaders.audio import spectrogram
+from tests.support import corpus, runs
 
 NAMES = ("blackbird", "chiffchaff", "wren")
 DATA = dict(label="label", n_frames=64, n_mels=32, sample_rate=16_000, clip_seconds=0.6, threads=1)

@@ -7,12 +7,10 @@ import shutil
 import subprocess
 import sys
 
-import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import runs
 import safetensors.numpy
 
 from jaxtrain import cli, specs, train
@@ -23,6 +21,7 @@ from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.export import timm, timm_names
 from jaxtrain.workloads.bird.inference import embed
+from tests.support import corpus, runs
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "timm"
 NAMES = ("blackbird", "chiffchaff", "wren")

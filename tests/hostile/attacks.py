@@ -8,7 +8,7 @@ and nothing may come of it that `harness` forbids. Arguments come from the user 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import inputs
+from tests.hostile import inputs
 
 LIGHT = 4  # cases of the short form, which CI runs
 
