@@ -36,7 +36,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_paths_in_a_page_exist(page):
-    """A module, test or config that a page names in code is there: `jaxtrain/train.py`, `tests/test_kills.py`."""
+    """A module, test or config that a page names in code is there: `jaxtrain/loop.py`, `tests/test_kills.py`."""
     named = set(
         re.findall(r"(?<![\w/.-])((?:jaxtrain|loaders|rust|configs|tests|tools)/[\w/]+\.(?:py|rs|sh|png))", page.read_text())
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jaxtrain import assembly, cli, train
+from jaxtrain import assembly, cli, loop
 from jaxtrain import config as config_lib
 from jaxtrain.arrays import safetensors
 from jaxtrain.checkpoint import init_or_restore, warm_start
@@ -40,10 +40,16 @@ def trained(tmp_path_factory, corpus):
     data = dict(train=str(corpus), n_frames=256, clip_seconds=2.5, threads=2, **FRONT_END)
     config = config_lib.from_dict(
         dict(
-            model=MODEL, data=data, workdir=str(workdir), train=dict(steps=1, batch=8, eval_every=0, ema=0.5), mesh=dict(data=8)
+            workload="jaxtrain.workloads.bird",
+            loader="loaders.audio.spectrogram",
+            model=MODEL,
+            data=data,
+            workdir=str(workdir),
+            train=dict(steps=1, batch=8, eval_every=0, ema=0.5),
+            mesh=dict(data=8),
         )
     )
-    train.run(config)
+    loop.run(config)
     return workdir
 
 

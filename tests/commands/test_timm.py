@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxtrain import cli, specs, train
+from jaxtrain import cli, loop, specs
 from jaxtrain import config as config_lib
 from jaxtrain.arrays import safetensors as export_lib
 from jaxtrain.checkpoint import warm_start
@@ -39,7 +39,15 @@ def exported(folder: pathlib.Path, **model) -> pathlib.Path:
     data = dict(
         train=str(folder / "shards"), label="label", n_frames=64, clip_seconds=0.65, threads=1, test_share=0.0, **FRONT_END
     )
-    config = config_lib.from_dict(dict(model={**MODEL, **model}, data=data, workdir=str(folder / "run")))
+    config = config_lib.from_dict(
+        dict(
+            workload="jaxtrain.workloads.bird",
+            loader="loaders.audio.spectrogram",
+            model={**MODEL, **model},
+            data=data,
+            workdir=str(folder / "run"),
+        )
+    )
     params = specs.materialise(bird.make_specs(config.model), jax.random.key(0))
     params["encoder"] = jax.tree.map(
         lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), params["encoder"]
@@ -118,6 +126,8 @@ def test_a_run_begins_with_it_and_is_exported_again(out, tmp_path, monkeypatch):
     )
     config = config_lib.from_dict(
         dict(
+            workload="jaxtrain.workloads.bird",
+            loader="loaders.audio.spectrogram",
             model={**model, "dtype": "float32"},
             data=data,
             workdir="more",
@@ -127,7 +137,7 @@ def test_a_run_begins_with_it_and_is_exported_again(out, tmp_path, monkeypatch):
             optim=dict(lr=1e-30),
         )  # fmt: skip
     )
-    train.run(config)
+    loop.run(config)
     assert cli.main(["export", "more", "--format", "timm", "--license", "cc-by-4.0", "--out", "again"]) == 0
     before, after = (safetensors.numpy.load_file(f / "model.safetensors") for f in (out, tmp_path / "again"))
     assert before.keys() == after.keys()
