@@ -27,6 +27,7 @@ from loaders.audio.recordings import windows
 from tests.support import corpus, runs
 from tests.test_reliability import small_disk
 
+BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 ROOT = pathlib.Path(__file__).parents[2]
 RATE, CLIP, HOP = 32_000, 0.5, 0.25
 MODEL = dict(embed=32, depth=1, heads=2, patch=(16, 32), n_frames=64, dtype="float32", pool="patches")

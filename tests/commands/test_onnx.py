@@ -24,6 +24,7 @@ from jaxtrain.workloads.bird.inference import detect, embed, heads
 from loaders.audio import spectrogram
 from tests.support import corpus, runs
 
+BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 NAMES = ("blackbird", "chiffchaff", "wren")
 DATA = dict(label="label", n_frames=64, n_mels=32, sample_rate=16_000, clip_seconds=0.6, threads=1)
 SIZES = dict(

@@ -23,6 +23,7 @@ from jaxtrain.workloads.bird.export import timm, timm_names
 from jaxtrain.workloads.bird.inference import embed
 from tests.support import corpus, runs
 
+BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 DATA = pathlib.Path(__file__).parents[1] / "data" / "timm"
 NAMES = ("blackbird", "chiffchaff", "wren")
 MODEL = dict(
@@ -166,7 +167,8 @@ def test_every_misfit_is_listed_with_what_would_allow_it(out, tmp_path, capsys):
         timm.from_folder(folder)
 
     # A run that would compute something else of the arrays, and one whose positions are of another grid.
-    wrong = dict(model=dict(MODEL, heads=4, n_frames=32, n_mels=64), data=dict(train=str(out.parent / "shards"), label="label"))
+    wrong = dict(BIRD, model=dict(MODEL, heads=4, n_frames=32, n_mels=64))
+    wrong["data"] = dict(train=str(out.parent / "shards"), label="label")
     wrong["warm_start"] = dict(source=str(DATA / "image"), skip=("^(objective|probe)/",))
     with pytest.raises(config_lib.ConfigError) as error:
         config_lib.from_dict(wrong)
