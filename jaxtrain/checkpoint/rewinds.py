@@ -95,7 +95,7 @@ class Saves:
         try:
             yield
         except CheckpointError:
-            self._host.owner.confirm()
+            self._host.lease.confirm()
             raise
 
     def score(self, step: int, record: Mapping[str, float]) -> None:

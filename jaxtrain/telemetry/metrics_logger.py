@@ -190,6 +190,6 @@ class Log:
     def _write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         with self._host.writing():
             if self._writers and not self._host.has_lost:
-                self._host.owner.confirm()
+                self._host.lease.confirm()
                 for writer in self._writers:
                     writer.write(step, split, record)
