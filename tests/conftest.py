@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 
-from xla import SOON
+from tests.support.xla import SOON
 
 # Before jax is imported: afterwards neither has an effect.
 os.environ["JAX_PLATFORMS"] = "cpu"

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from test_train import ROOT
 
 from jaxtrain.doctor import disk
 from jaxtrain.doctor.check import FAIL, OK, WARN
+from tests.test_train import ROOT
 
 # What `mount` changes is seen by this process and its children alone.
 LOOK = (
