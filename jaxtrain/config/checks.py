@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxtrain.config.schema import AXIS_RULES, Config, Optim, Train
-from loaders import checks
-from loaders.checks import Problems
+from loaders.io import checks
+from loaders.io.checks import Problems
 
 
 class ConfigError(ValueError):

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from loaders import checks
-from loaders.checks import Problems, Section
+from loaders.io import checks
+from loaders.io.checks import Problems, Section
 
 MOST_STEPS = 2**31 - 1  # a step is an int32
 OPTIMIZERS = ("adamw", "adam_atan2", "adafactor", "lion", "muon", "sign_sgd")
@@ -156,7 +156,7 @@ class Optim(Section):
         yield from checks.within(self, "[0, 1)", "b1", "b2", "momentum")
 
 
-# The mesh axes that each logical axis of an array is split over, in the notation of `jaxtrain.layout`.
+# The mesh axes that each logical axis of an array is split over, in the notation of `jaxtrain.parallel.layout`.
 AXIS_RULES: dict[str, str] = {
     "batch": "data,fsdp",
     "embed": "fsdp",
@@ -233,7 +233,7 @@ class WarmStart(Section):
 
 @dataclass(frozen=True)
 class Lora(Section):
-    """Low-rank adapters instead of all parameters (jaxtrain.lora); each parameter must match one of the three patterns."""
+    """Low-rank adapters instead of all parameters (jaxtrain.nn.lora); each parameter must match one of the three patterns."""
 
     rank: int = 0  # [1] of the adapters; 0 = train the parameters themselves
     alpha: float = 16.0  # [1] times B A over the rank
@@ -376,7 +376,7 @@ class Config(Section):
     """A whole run."""
 
     workload: str = "jaxtrain.workloads.bird"  # [module] what is trained; its Config is the section `model`
-    loader: str = "loaders.spectrogram"  # [module] where rows come from; its Config is the section `data`
+    loader: str = "loaders.audio.spectrogram"  # [module] where rows come from; its Config is the section `data`
     workdir: str = ""  # [path] everything that the run writes; empty = runs/<name of the config file>
     seed: int = 0  # [1] of initialisation, order, crops and augmentation
     model: Any = None  # [section] of the workload
@@ -393,7 +393,9 @@ class Config(Section):
     guard: Guard = field(default_factory=Guard)  # [section]
     preemption: Preemption = field(default_factory=Preemption)  # [section]
     distributed: Distributed = field(default_factory=Distributed)  # [section]
-    compiler: dict[str, Any] = field(default_factory=dict)  # [option: value] of XLA, over those of jaxtrain/compiler.py
+    compiler: dict[str, Any] = field(
+        default_factory=dict
+    )  # [option: value] of XLA, over those of jaxtrain/compile/xla_options.py
 
     def problems(self) -> Problems:
         if self.seed < 0 or self.seed >= 2**32:

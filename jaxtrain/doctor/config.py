@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxtrain import room
+from jaxtrain.checkpoint import disk_usage
 from jaxtrain.config import ConfigError
 from jaxtrain.doctor.check import Check, fail, ok, raised
 
@@ -103,14 +103,15 @@ def _paths(section: Any, within: str = "") -> Iterator[tuple[str, str]]:
 
 def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
     """The checkpoints of a run on ``count`` devices, and its need of rows. Raises ValueError."""
-    from jaxtrain import chips, layout, plan
+    from jaxtrain import plan
+    from jaxtrain.parallel import chips, layout
 
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
     mesh = layout.abstract_mesh(*sizes, count=count, what=f"{count} devices")
     assembly = plan.assemble(config, mesh, devices=layout.devices_of(kind))
     chip = chips.find(kind)
     ideal = assembly.task.flops / (count * chip.flops) / plan.MFU if chip else 0.0
-    folder = room.folder_of(os.path.abspath(config.workdir), config.checkpoint.folder)
+    folder = disk_usage.folder_of(os.path.abspath(config.workdir), config.checkpoint.folder)
     return {
         # Their folder, how many, the bytes of each.
         "checkpoints": [folder, *plan.checkpoints(config, assembly.abstract.state)],

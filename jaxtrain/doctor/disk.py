@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxtrain import room
 from jaxtrain.doctor.check import FAIL, Check, fail, in_bytes, ok, warn
 
 GROUP = "disk"
@@ -136,7 +135,9 @@ def _store(url: str, what: str) -> Check:
 
 def room_for(folder: str, checkpoints: int, each: int) -> Check:
     """Check that the checkpoints of a plan, of ``each`` bytes, fit together with those there."""
-    needed, there = checkpoints * each, room.held(folder, checkpoints - 1, each)
+    from jaxtrain.checkpoint import disk_usage  # here: it takes seconds to import
+
+    needed, there = checkpoints * each, disk_usage.held(folder, checkpoints - 1, each)
     free = shutil.disk_usage(nearest(folder)).free
     text = f"{checkpoints} checkpoints of {in_bytes(each)} need {in_bytes(needed)}"
     text += f", of which {in_bytes(there)} are there" if there else ""

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain import cluster
-from jaxtrain.cluster import rendezvous
 from jaxtrain.doctor import apart, disk, host, meetings, network, software
 from jaxtrain.doctor.check import FAIL, Check, fail, ok, warn
 from jaxtrain.doctor.report import Report
-from loaders import machine
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel.cluster import rendezvous
+from loaders.io import machine
 
 # [s] for each group. Folders that are read are looked at together, all else one after the other.
 DEVICES, CONFIG, WRITING, READING, DATA = 90.0, 60.0, 25.0, 25.0, 60.0

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 
 from jaxtrain.doctor.check import Check, fail, in_bytes, ok, warn
-from loaders import machine
+from loaders.io import machine
 
 GROUP = "host"
 FEW_CORES = 2  # srun gives a task one core, whose hyperthreads count as two

@@ -1,6 +1,6 @@
 """The meetings of a doctor's processes, on the coordinator's port and with the job's secret.
 
-There are three, each a rendezvous (`jaxtrain.cluster.rendezvous`) whose processes may differ:
+There are three, each a rendezvous (`jaxtrain.parallel.cluster.rendezvous`) whose processes may differ:
 
     who is present       which clocks differ, and whether there are several machines
     what each found      process 0 compares it, and says what the processes look at together
@@ -14,10 +14,10 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxtrain.cluster import Cluster, RendezvousError, discover, rendezvous
-from jaxtrain.cluster.handshake import HandshakeError
 from jaxtrain.doctor import network, software
 from jaxtrain.doctor.check import FAIL, Check, fail, from_json, ok
+from jaxtrain.parallel.cluster import Cluster, RendezvousError, discover, rendezvous
+from jaxtrain.parallel.cluster.handshake import HandshakeError
 
 Messages = Sequence[dict[str, Any]]
 

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxtrain.cluster import rendezvous
 from jaxtrain.doctor.check import Check, fail, ok, warn
+from jaxtrain.parallel.cluster import rendezvous
 
 GROUP = "network"
 NEIGHBOURS = 16  # hosts that each host connects to

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxtrain import cluster
-from jaxtrain.cluster import rendezvous
 from jaxtrain.doctor.check import Check, fail, ok, warn
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel.cluster import rendezvous
 
 GROUP = "software"
 # Variables that steer compilers and communication, without a process's own place in the job.
