@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.doctor.check import Check, fail, from_json
+from jaxtrain.doctor.check import Found, fail, from_json
 
 # -P: what lies in the current folder is imported only if this process would import it, too.
 PROGRAM = """import json, sys
@@ -22,16 +22,12 @@ apart.answer(asked)
 NO_DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
 
-def examine(
-    group: str, arguments: Mapping[str, Any], *, within: float, remedy: str, crashed: str = ""
-) -> tuple[list[Check], dict[str, Any]]:
+def examine(group: str, arguments: Any, *, within: float, remedy: str, crashed: str = "") -> Found:
     """Run ``examine(**arguments)`` of jaxtrain.doctor.GROUP. A crash or a hang is a finding.
 
     Args:
       within: seconds.
       remedy: for a hang, and for a crash unless ``crashed`` is another.
-
-    Returns its findings, and facts for other checks.
     """
     asked = {"path": sys.path, "group": group, "arguments": dict(arguments)}
     with tempfile.TemporaryFile() as errors:

@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from jaxtrain import config as config_lib
-from jaxtrain.doctor.check import Check, fail, ok, raised, warn
+from jaxtrain.doctor.check import Check, Found, fail, ok, raised, warn
 from loaders.base import DataError, Loader, Rows
 
 GROUP = "data"
@@ -18,16 +20,9 @@ SAMPLING, COUNTING = 10.0, 3.0  # [s] for a split, and for the rate
 PLACES = 8  # batches of a split whose shards are not known, evenly spread
 
 
-def examine(
-    *, source: str, overrides: list[list[str]], process: int, processes: int, wanted: float
-) -> tuple[list[Check], dict[str, Any]]:
-    """Check the data of a config, for one of several processes.
-
-    Args:
-      wanted: rows/s that a step of the whole job can take, 0 = unknown.
-    """
-    given = [(path, text) for path, text in overrides]
-    config, _ = config_lib.read(source, given, make_data=False)
+def examine(*, source: str, overrides: Any, process: int, processes: int, wanted: float) -> Found:
+    """Check a config's data. ``wanted``: rows/s that steps of the whole job take, 0 = unknown."""
+    config, _ = config_lib.read(source, overrides, make_data=False)
     if missing := config.data.missing():
         remedy = "train for a step on one host first, and let the others share its cache"
         return [warn(GROUP, "index", missing, remedy)], {}
@@ -42,7 +37,7 @@ def examine(
         return [fail(GROUP, "loader", text, remedy)], {}
 
 
-def _look(config: config_lib.Config, process: int, processes: int, wanted: float) -> tuple[list[Check], dict[str, Any]]:
+def _look(config: config_lib.Config, process: int, processes: int, wanted: float) -> Found:
     batch, began = config.train.batch, time.perf_counter()
     first, stop = process * batch // processes, (process + 1) * batch // processes
     rows = Rows(batch, ((first, max(stop, first + 1)),))
@@ -66,19 +61,19 @@ def _loader(config: config_lib.Config, split: str, rows: Rows, **more: Any) -> L
 
 
 def _samples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[Check]:
-    """Read an example of each shard, or some batches if a loader does not say what its shards are."""
+    """Read an example of each shard, or some batches if a loader has no shards."""
     name, until = f"{split} samples", time.monotonic() + SAMPLING
     if not loader.n_batches:  # the index says so
         return
     done, bad, each = 0, list[int](), loader
     if loader.population is None:
-        places = spread(loader.n_batches, PLACES)
+        places = _spread(loader.n_batches, PLACES)
         what = f"batches, spread over {loader.n_batches:,}"
     else:
         rows = loader.population.rows
         starts = dict.fromkeys(int(x) for x in rows.searchsorted(loader.population.first_rows))
         shards = [k for k in starts if k < len(rows)]
-        places = [shards[i] for i in spread(len(shards), SHARDS)]
+        places = [shards[i] for i in _spread(len(shards), SHARDS)]
         what = f"of {len(shards)} shards, an example each"
         # Position k of this loader is the k-th example of the split.
         each = _loader(config, split, Rows(1, ((0, 1),)), in_order=True)
@@ -101,7 +96,7 @@ def _samples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[
     if bad:
         text = f"{len(bad)} of the first examples of {done} shards cannot be read"
         text += f"; row {bad[0]}: {reasons.get(bad[0], 'unreadable')}"
-        yield fail(GROUP, name, text, "replace these files from their source, or make the index anew")
+        yield fail(GROUP, name, text, "replace these files, or index them again")
     elif done:
         yield ok(GROUP, name, f"{done} {what}, were read")
     else:
@@ -110,11 +105,9 @@ def _samples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[
         yield warn(GROUP, name, text, remedy)
 
 
-def spread(n: int, most: int) -> list[int]:
+def _spread(n: int, most: int) -> list[int]:
     """At most ``most`` of the numbers below n, evenly spread, with the first and the last."""
-    if n <= most:
-        return list(range(n))
-    return sorted({round(i * (n - 1) / (most - 1)) for i in range(most)})
+    return [int(x) for x in np.linspace(0, n - 1, min(n, most))]
 
 
 def _rate(train: Loader, rows: int, wanted: float) -> Check:

@@ -1,11 +1,10 @@
 """The devices of a process: those that jax finds, their driver, a product with a known result.
 
-It runs in a process of its own (`jaxtrain.doctor.apart`), which ends before a run needs the devices.
+It runs in a process of its own (`jaxtrain.doctor.apart`), which ends before a run begins.
 """
 
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import time
@@ -14,23 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.doctor.check import Check, fail, in_bytes, ok, warn
+from jaxtrain.doctor.check import Check, Found, fail, in_bytes, ok, warn
 from loaders.io import machine
 
 GROUP = "devices"
-ERRORS, ACTIVE = "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active"
-QUERIED = f"index,driver_version,memory.used,memory.total,{ERRORS}"
-THROTTLED = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake"}
+QUERIED = "index,driver_version,memory.used,memory.total,ecc.errors.uncorrected.volatile.total"
 GOOGLE = "0x1ae0"  # the vendor's number on the PCI bus
 CHOOSE = ("CUDA_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")  # a user's own choice of GPUs
 USED = 0.05  # [share] of a device's memory that others may hold
 SECONDS = 1.0  # [s] of products on each device
-SIDE = {"cpu": 256}  # rows of the matrices; on accelerators:
-LARGE = 2048
-MISSING = "install jax for them: pip install 'jaxtrain[cuda12]', [cuda13] or [tpu]; then see nvidia-smi"
+MISSING = "install jax for them: pip install 'jaxtrain[cuda12]', [cuda13] or [tpu]; see nvidia-smi"
 
 
-def examine(*, local: list[int]) -> tuple[list[Check], dict[str, Any]]:
+def examine(*, local: list[int]) -> Found:
     """Check the devices. ``local``: the ordinals of the process's own GPUs (none = all it sees)."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     checks = list(_driver(local))
@@ -42,14 +37,17 @@ def examine(*, local: list[int]) -> tuple[list[Check], dict[str, Any]]:
         devices = jax.local_devices()
     except Exception as error:  # noqa: BLE001  a plugin may raise anything
         asked = os.environ.get("JAX_PLATFORMS")
-        text = f"jax finds no device{f' with JAX_PLATFORMS={asked}' if asked else ''}"
-        text += f": {str(error) or type(error).__name__}"
-        return [*checks, fail(GROUP, "jax", text, f"{MISSING}, and CUDA_VISIBLE_DEVICES")], {}
+        text = f"jax finds no device{f' with JAX_PLATFORMS={asked}' if asked else ''}: {error!s}"
+        return [*checks, fail(GROUP, "jax", text, f"{MISSING}, CUDA_VISIBLE_DEVICES")], {}
     checks += [_found(devices, local), *_products(devices)]
     return checks, {"devices": {"count": len(devices), "kind": devices[0].device_kind}}
 
 
-def _found(devices: Sequence[Any], local: Sequence[int], environment: Mapping[str, str] = os.environ) -> Check:
+def _found(
+    devices: Sequence[Any],
+    local: Sequence[int],
+    environment: Mapping[str, str] = os.environ,
+) -> Check:
     """Compare the devices of jax with those that the machine has, and that the launcher gave."""
     platform, text = devices[0].platform, f"{len(devices)} × {devices[0].device_kind}"
     gpus, tpus = accelerators()
@@ -94,44 +92,35 @@ def _driver(local: Sequence[int]) -> Iterator[Check]:
     """Judge what nvidia-smi says of this process's GPUs, before jax takes memory of theirs."""
     if not accelerators()[0] and not shutil.which("nvidia-smi"):
         return
-    rows, problem = query(QUERIED)
+    rows, problem = query()
     if problem:
         remedy = "install the driver, or start the container with it: docker run --gpus=all"
         yield fail(GROUP, "driver", f"nvidia-smi: {problem}", remedy)
-        return
-    rows = [row for i, row in enumerate(rows) if not local or i in local]
-    throttles = {row["index"]: row.get(ACTIVE, "") for row in query(f"index,{ACTIVE}")[0]}
     unread = set()
-    for row in rows:
-        used, total, errors = row["memory.used"], row["memory.total"], row[ERRORS]
-        gpu, bits = f"GPU {row['index']}", throttles.get(row["index"], "")
+    for i, (index, _, used, total, errors) in enumerate(rows):
+        if local and i not in local:
+            continue
         if not (used + total).isdecimal():
             unread.add("memory in use")
         elif int(used) > USED * int(total):
-            text = f"{in_bytes(2**20 * int(used))} of {in_bytes(2**20 * int(total))} of {gpu} are in use"
-            remedy = "end the process: nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
-            yield warn(GROUP, "memory", text, remedy)
+            text = f"{in_bytes(2**20 * int(used))} of {in_bytes(2**20 * int(total))} are in use"
+            remedy = "end the process: nvidia-smi --query-compute-apps=pid,name,used_memory"
+            yield warn(GROUP, "memory", f"GPU {index}: {text}", f"{remedy} --format=csv")
         if not errors.isdecimal():
             unread.add("memory errors")
         elif int(errors):
-            text = f"{gpu} has had {errors} memory errors that could not be corrected"
+            text = f"GPU {index} has had {errors} memory errors that could not be corrected"
             remedy = "reset it (nvidia-smi --gpu-reset) or have it replaced; leave this host out"
             yield fail(GROUP, "ECC", text, remedy)
-        if not re.fullmatch("0x[0-9a-fA-F]+", bits):
-            unread.add("throttling")
-        elif reasons := {text for bit, text in THROTTLED.items() if int(bits, 16) & bit}:
-            text = f"{gpu} is slowed down: {', '.join(sorted(reasons))}"
-            remedy = "see its cooling and power (nvidia-smi -q -d PERFORMANCE), or leave it out"
-            yield warn(GROUP, "throttling", text, remedy)
     if rows:
-        text = f"{rows[0]['driver_version']}, {len(rows)} GPUs: memory in use, errors, throttling"
         more = f"; not readable: {', '.join(sorted(unread))}" if unread else ""
-        yield ok(GROUP, "driver", f"{text}{more}")
+        text = f"{rows[0][1]}, of {len(rows)} GPUs memory in use and memory errors{more}"
+        yield ok(GROUP, "driver", text)
 
 
-def query(fields: str) -> tuple[list[dict[str, str]], str]:
-    """Ask nvidia-smi for a row of each visible GPU. Returns the rows, and the problem or ""."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+def query() -> tuple[list[list[str]], str]:
+    """Ask nvidia-smi for `QUERIED` of each visible GPU. Returns the rows, and the problem or ""."""
+    command = ["nvidia-smi", f"--query-gpu={QUERIED}", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")
     try:
@@ -140,50 +129,33 @@ def query(fields: str) -> tuple[list[dict[str, str]], str]:
         return [], getattr(error, "strerror", None) or "no answer within 20 s"
     if done.returncode:
         return [], (done.stdout + done.stderr).strip().partition("\n")[0]
-    names, lines = fields.split(","), [line.split(",") for line in done.stdout.splitlines()]
-    return [dict(zip(names, map(str.strip, line), strict=False)) for line in lines], ""
+    return [[x.strip() for x in line.split(",")] for line in done.stdout.splitlines()], ""
 
 
 def _products(devices: Sequence[Any]) -> Iterator[Check]:
-    """Compute products with a known result on every device: a broken device is found."""
+    """Compute a product of integers on every device. It is exact, with TF32 or bfloat16 too."""
     import jax
 
-    side = SIDE.get(devices[0].platform, LARGE)
-    product, (a, b) = jax.jit(lambda a, b: a @ b), matrices(side)
-    wrong, rounds = [], 0
+    side = 256 if devices[0].platform == "cpu" else 2048
+    a, b = np.random.default_rng(0).integers(-4, 5, (2, side, side)).astype(np.float32)
+    product, expected, rounds, well = jax.jit(lambda a, b: a @ b), a @ b, 0, True
     for device in devices:
         try:
             on_device = [jax.device_put(x, device) for x in (a, b)]
-            began, n = time.perf_counter(), 0
-            while n < 2 or time.perf_counter() - began < min(SECONDS, 8 / len(devices)):
-                n += 1
-                if not is_product(np.asarray(product(*on_device)), a, b):
-                    wrong.append(str(device))
-                    break
+            until, n, right = time.perf_counter() + min(SECONDS, 8 / len(devices)), 0, True
+            while right and (n < 2 or time.perf_counter() < until):
+                right, n = np.array_equal(product(*on_device), expected), n + 1
             rounds += n
         except RuntimeError as error:
             remedy = "see dmesg (Xid), reset the device, or leave it out"
             yield fail(GROUP, "product", f"{device} failed: {error}", remedy)
-    if wrong:
-        text = f"{', '.join(wrong)} computed a product of small integers wrongly"
-        remedy = "leave this device out, and have it replaced: its results cannot be trusted"
-        yield fail(GROUP, "product", text, remedy)
-    elif rounds:
+            well = False
+            continue
+        if not right:
+            text = f"{device} computed a product of small integers wrongly"
+            remedy = "leave it out, and have it replaced: its results cannot be trusted"
+            yield fail(GROUP, "product", text, remedy)
+        well &= right
+    if well:
         text = f"{rounds} products of {side} × {side} on {len(devices)} devices are exact"
         yield ok(GROUP, "product", text)
-
-
-def matrices(side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Matrices of integers up to 4. All sums are exact in float32, for TF32 or bfloat16 factors too."""
-    random = np.random.default_rng(side)
-    a, b = random.integers(-4, 5, (2, side, side))
-    return a.astype(np.float32), b.astype(np.float32)
-
-
-def is_product(c: np.ndarray, a: np.ndarray, b: np.ndarray, *, times: int = 24) -> bool:
-    """Test c == a @ b, by Freivalds' algorithm: a wrong one passes with a probability of 2^-times."""
-    if not np.isfinite(c).all() or (c != np.rint(c)).any():
-        return False
-    v = np.random.default_rng().integers(0, 2, (b.shape[1], times)).astype(np.float64)
-    left, right = c.astype(np.float64) @ v, a.astype(np.float64) @ (b.astype(np.float64) @ v)
-    return bool((left == right).all())  # exact: all sums are far below 2^53

@@ -1,7 +1,6 @@
 """The order of the doctor's checks: on this machine, and between the processes of a job."""
 
 import concurrent.futures
-import contextlib
 import socket
 import tempfile
 import time
@@ -9,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.doctor import apart, disk, host, meetings, network, software
-from jaxtrain.doctor.check import FAIL, Check, fail, ok, warn
+from jaxtrain.doctor.check import FAIL, Check, Found, fail, ok, warn
 from jaxtrain.doctor.report import Report
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.cluster import rendezvous
@@ -21,9 +20,12 @@ WRITTEN = 4  # folders that a run writes to: TMPDIR, the cache, the workdir, the
 ITSELF = 30.0  # for the checks in this process, and for the start of a slower process
 LOCAL = ITSELF + DEVICES + CONFIG + WRITTEN * WRITING + READING + DATA  # of the slowest process
 TOGETHER = 60.0  # for the look at each other's ports and files
+HANGS = "its file system hangs: see its server, and mount it again"
+Overrides = Sequence[tuple[str, str]]
+Facts = dict[str, Any]
 
 
-def examine(source: str, overrides: Sequence[tuple[str, str]], *, wait: float) -> Report:
+def examine(source: str, overrides: Overrides, *, wait: float) -> Report:
     """Run all checks, and return the report of this process.
 
     Args:
@@ -32,37 +34,32 @@ def examine(source: str, overrides: Sequence[tuple[str, str]], *, wait: float) -
     """
     began = time.monotonic()
     membership, found = _membership()
-    me, processes = membership.process, membership.processes
-    job: meetings.Meetings | None = None
-    met: dict[str, Any] = {"several": False}
-    if processes > 1:
-        met["several"] = not rendezvous.is_loopback(membership.coordinator.rpartition(":")[0])
-        try:
-            job = meetings.Meetings(membership)
-            facts = {"machine": network.machine_id()}
-            met = job.hold("who is present", facts, job.met, within=wait)
-        except cluster.ClusterError as error:
-            remedy = "export JAXTRAIN_SECRET=$(openssl rand -hex 32); mpirun -x JAXTRAIN_SECRET"
-            found.append(fail("processes", "secret", error.problems[0], remedy))
-        except cluster.RendezvousError as error:
-            found.append(meetings.unmet(error, membership))
-            job = None
-    deadline = time.monotonic() + LOCAL
+    several = not rendezvous.is_loopback(membership.coordinator.rpartition(":")[0] or "localhost")
+    job = well = None
+    try:
+        if membership.processes > 1:
+            job = meetings.Meetings(membership, wait=wait)
+            several = job.several
+    except cluster.ClusterError as error:
+        remedy = "export JAXTRAIN_SECRET=$(openssl rand -hex 32); mpirun -x JAXTRAIN_SECRET"
+        found.append(fail("processes", "secret", error.problems[0], remedy))
+    except cluster.RendezvousError as error:
+        found.append(meetings.unmet(error, membership))
+    until = time.monotonic() + LOCAL
     checks, facts = _alone(source, overrides, membership)
-    found += [*checks, network.host_name(several_hosts=met["several"]), network.interface()]
-    hosts = {me: socket.gethostname()}
-    if job:
-        try:
-            well = _together(job, me, found, facts, met, deadline)
-            if me == 0:
-                seconds = time.monotonic() - began
-                return Report(job.checks, job.hosts, processes, seconds, True, well)
-            return Report([(me, check) for check in found], hosts, processes, 0.0, False, well)
-        except cluster.RendezvousError as error:
-            found.append(meetings.unmet(error, membership))
+    found += [*checks, network.host_name(several_hosts=several), network.interface()]
+    try:
+        well = _together(job, found, facts, until) if job else None
+    except cluster.RendezvousError as error:
+        found.append(meetings.unmet(error, membership))
+    seconds = time.monotonic() - began
+    if job and well is not None:
+        speaks = membership.process == 0
+        return Report(job.checks, job.hosts, membership.processes, seconds, speaks, well)
+    own = [(membership.process, check) for check in found]
+    hosts = {membership.process: socket.gethostname()}
     well = all(check.verdict != FAIL for check in found)
-    own = [(me, check) for check in found]
-    return Report(own, hosts, processes, time.monotonic() - began, True, well)
+    return Report(own, hosts, membership.processes, seconds, True, well)
 
 
 def _membership() -> tuple[cluster.Cluster, list[Check]]:
@@ -71,17 +68,14 @@ def _membership() -> tuple[cluster.Cluster, list[Check]]:
         found = cluster.find()
     except cluster.ClusterError as error:
         remedy = "correct these variables, or the launcher's options"
-        problems = [fail("processes", "launcher", problem, remedy) for problem in error.problems]
-        return cluster.Cluster(), problems
+        return cluster.Cluster(), [fail("processes", "launcher", x, remedy) for x in error.problems]
     if found.note:
         remedy = "start the processes with srun, mpirun or the variables"
         return found, [warn("processes", "launcher", found.note, remedy)]
     return found, [ok("processes", "launcher", "one process")] if found.processes == 1 else []
 
 
-def _alone(
-    source: str, overrides: Sequence[tuple[str, str]], membership: cluster.Cluster
-) -> tuple[list[Check], dict[str, Any]]:
+def _alone(source: str, overrides: Overrides, membership: cluster.Cluster) -> Found:
     """The findings on this machine, and the facts that are compared between processes."""
     facts = software.facts()
     checks = [software.examine(facts), *host.examine(processes=membership.processes)]
@@ -111,7 +105,7 @@ def _alone(
     return checks, facts
 
 
-def _folders(facts: dict[str, Any], process: int) -> tuple[list[Check], str]:
+def _folders(facts: Facts, process: int) -> tuple[list[Check], str]:
     """Look at the folders that a run writes to, one after the other, and at those that it reads.
 
     Also returns the folder that all processes must share, or "" if this one cannot use it.
@@ -126,14 +120,14 @@ def _folders(facts: dict[str, Any], process: int) -> tuple[list[Check], str]:
         asked = {"folder": folder, "what": what, "writes": True}
         if folder == shared and process == 0:
             asked["checkpoints"] = facts.get("checkpoints")
-        found, _ = apart.examine("disk", asked, within=WRITING, remedy=_hangs(folder))
+        found, _ = apart.examine("disk", asked, within=WRITING, remedy=HANGS)
         checks += found
         if folder == shared and ("://" in folder or any(x.verdict == FAIL for x in found)):
             shared = ""
 
     def read(name: str, folder: str) -> list[Check]:
         asked = {"folder": folder, "what": f"data.{name}", "writes": False}
-        return apart.examine("disk", asked, within=READING, remedy=_hangs(folder))[0]
+        return apart.examine("disk", asked, within=READING, remedy=HANGS)[0]
 
     reads = facts.get("reads", {})
     with concurrent.futures.ThreadPoolExecutor(max(len(reads), 1)) as pool:
@@ -142,36 +136,24 @@ def _folders(facts: dict[str, Any], process: int) -> tuple[list[Check], str]:
     return checks, shared
 
 
-def _hangs(folder: str) -> str:
-    return f"the file system of {folder} hangs: see its server, and mount it again"
-
-
-def _together(
-    job: meetings.Meetings,
-    me: int,
-    found: list[Check],
-    facts: dict[str, Any],
-    met: dict[str, Any],
-    deadline: float,
-) -> bool:
+def _together(job: meetings.Meetings, found: list[Check], facts: Facts, until: float) -> bool:
     """Hold the other meetings, and return whether nothing failed in any process.
 
     Args:
-      deadline: until when process 0 waits for the findings of the others. They wait longer for it.
+      until: when process 0 waits no longer for the findings of others. They wait longer for it.
 
     Raises RendezvousError if process 0 is gone.
     """
-    with contextlib.ExitStack() as closing:
-        listener = next(rendezvous.sockets([] if met["several"] else ["127.0.0.1"], 0))
-        closing.enter_context(listener)
-        folder = closing.enter_context(disk.shown(facts["shared"], met["token"], me))
-        own = {"machine": network.machine_id(), "port": listener.getsockname()[1], "folder": folder}
-        own |= {"facts": facts, "checks": [list(check) for check in found]}
-        within = max(deadline - time.monotonic(), 1.0) + (TOGETHER if me else 0.0)
-        plan = job.hold("what each found", own, job.found, within=within)
+    me = job.process
+    listener = next(rendezvous.sockets([] if job.several else ["127.0.0.1"], 0))
+    with listener, disk.shown(facts["shared"], job.token, me) as folder:
+        place = {"machine": network.machine_id(), "port": listener.getsockname()[1]}
+        own = {**place, "folder": folder, "facts": facts, "checks": [list(x) for x in found]}
+        within = max(until - time.monotonic(), 1.0) + (TOGETHER if me else 0.0)
+        plan = job.hold("what each found", own, job.found, within)
         more = list(network.ports(me, plan["places"]))
         if me in plan["shared"] and len(plan["shared"]) > 1:
             others = [0] if me else plan["shared"][1:]
-            more.append(disk.see(folder, met["token"], others))
+            more.append(disk.see(folder, job.token, others))
         told = {"checks": [list(check) for check in more]}
-        return bool(job.hold("what they see", told, job.saw, within=TOGETHER))
+        return bool(job.hold("what they see", told, job.saw, TOGETHER))

@@ -5,7 +5,7 @@ import os
 import pathlib
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from jaxtrain.doctor.check import Check, fail, in_bytes, ok, warn
 from loaders.io import machine
@@ -47,8 +47,8 @@ def _cores(environment: Mapping[str, str] = os.environ) -> Check:
         return warn(GROUP, "cores", text, remedy)
     if used <= FEW_CORES and there >= 4 * used:
         text += f": an affinity mask or a quota leaves {used}, and the loader decodes there"
-        remedy = "give the process more: srun --cpus-per-task=N --cpu-bind=none, mpirun --bind-to none"
-        return warn(GROUP, "cores", text, f"{remedy}, or a container's limit")
+        remedy = "srun --cpus-per-task=N --cpu-bind=none, mpirun --bind-to none, docker --cpus"
+        return warn(GROUP, "cores", text, remedy)
     return ok(GROUP, "cores", text)
 
 
@@ -60,7 +60,7 @@ def _memory() -> Check:
         return warn(GROUP, "memory", text, "see top, or vm_stat")
     total, available = info["MemTotal"], info["MemAvailable"]
     text = f"{in_bytes(available)} available of {in_bytes(total)}"
-    limit, used = cgroup_memory()
+    limit, used = of_cgroup("memory", machine.cgroups())
     if limit < total:
         available = min(available, max(int(limit) - used, 0))
         text += f"; a limit of {in_bytes(limit)} (cgroup), of which {in_bytes(used)} are used"
@@ -76,24 +76,17 @@ def meminfo(path: str = "/proc/meminfo") -> dict[str, int]:
         lines = pathlib.Path(path).read_text().splitlines()
     except OSError:
         return {}
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+    found = (line.split() for line in lines if line.endswith("kB"))
+    return {name.rstrip(":"): int(number) * 1024 for name, number, _ in found}
 
 
-def cgroup_memory(membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> tuple[float, int]:
-    """The (limit, used) [bytes] of this process's tightest cgroup (version 2); inf if it has none."""
-    try:
-        lines = pathlib.Path(membership).read_text().splitlines()
-    except OSError:
-        lines = []
-    tightest = (float("inf"), 0)
-    for name in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
-        folder = pathlib.Path(mount, name)
-        while folder.is_relative_to(mount):  # a limit of any ancestor binds
-            with contextlib.suppress(OSError, ValueError):  # the root has none; "max" is no number
-                most, now = ((folder / f"memory.{x}").read_text() for x in ("max", "current"))
-                found = int(most), int(now)
-                tightest = min(tightest, found, key=lambda x: x[0] - x[1])
-            folder = folder.parent
+def of_cgroup(kind: str, folders: Iterable[pathlib.Path]) -> tuple[float, int]:
+    """The (limit, used) of "memory" or "pids" of the tightest cgroup; an infinite limit if none."""
+    tightest: tuple[float, int] = float("inf"), 0
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError):  # the root has none; "max" is no number
+            most, now = (int((folder / f"{kind}.{x}").read_text()) for x in ("max", "current"))
+            tightest = min(tightest, (most, now), key=lambda found: found[0] - found[1])
     return tightest
 
 
@@ -119,19 +112,13 @@ def _open_files(processes: int) -> Check:
     return judged(GROUP, "open files", f"{text}; {needed} are better", remedy)
 
 
-def _threads(mount: str = "/sys/fs/cgroup") -> Check:
+def _threads() -> Check:
     """Check what a container leaves for the threads of XLA, gRPC and the loader."""
-    needed = 64 + 8 * machine.cores()
-    try:
-        most, now = (pathlib.Path(mount, f"pids.{x}").read_text() for x in ("max", "current"))
-        free = int(most) - int(now)
-    except (OSError, ValueError):
-        return ok(GROUP, "threads", "not limited by a container")
-    text = f"the container may start {free} more threads, and a run needs about {needed}"
-    if free >= needed:
+    needed, (limit, used) = 64 + 8 * machine.cores(), of_cgroup("pids", machine.cgroups())
+    text = f"a container leaves {limit - used:g} more, and a run needs about {needed}"
+    if limit - used >= needed:
         return ok(GROUP, "threads", text)
-    remedy = "docker run --pids-limit=-1, podPidsLimit of the kubelet"
-    return fail(GROUP, "threads", text, remedy)
+    return fail(GROUP, "threads", text, "docker run --pids-limit=-1, podPidsLimit of the kubelet")
 
 
 def _shared_memory(gpus: int) -> Check:

@@ -1,13 +1,12 @@
 """The meetings of a doctor's processes, on the coordinator's port and with the job's secret.
 
-There are three, each a rendezvous (`jaxtrain.parallel.cluster.rendezvous`) whose processes may differ:
+There are three, each a `jaxtrain.parallel.cluster.rendezvous` of processes that may differ:
 
     who is present       which clocks differ, and whether there are several machines
     what each found      process 0 compares it, and says what the processes look at together
     what they see        of each other's ports and files: all learn whether anything failed
 """
 
-import errno
 import os
 import secrets
 import socket
@@ -20,26 +19,31 @@ from jaxtrain.parallel.cluster import Cluster, RendezvousError, discover, rendez
 from jaxtrain.parallel.cluster.handshake import HandshakeError
 
 Messages = Sequence[dict[str, Any]]
+Conclude = Callable[[Messages], Any]
 
 
 class Meetings:
     """The meetings as one process holds them. Those that conclude are called by process 0 alone.
 
     Attributes:
-      checks: all findings by process, at process 0.
-      hosts: the name of each process's host, at process 0.
+      process: of this job.
+      several: whether the processes are on several machines.
+      token: the same in all processes.
+      checks, hosts: all findings, and the names of the hosts, by process, at process 0.
     """
 
-    def __init__(self, membership: Cluster):
-        """Raises ClusterError if the job needs a secret and has none."""
-        self._membership = membership
+    def __init__(self, membership: Cluster, *, wait: float):
+        """Hold the first meeting. Raises RendezvousError, or ClusterError if there is no secret."""
+        self.process, self._membership = membership.process, membership
         self._secret = discover.secret_of(os.environ, membership.coordinator)
         self._present: Sequence[int] = range(membership.processes)
         self._late: list[str] = []
         self.checks: list[tuple[int, Check]] = []
         self.hosts: dict[int, str] = {}
+        facts = {"machine": network.machine_id()}
+        self.token, self.several = self.hold("who is present", facts, self.met, wait)
 
-    def hold(self, subject: str, facts: Any, conclude: Callable[[Messages], Any], *, within: float) -> Any:
+    def hold(self, subject: str, facts: Any, conclude: Conclude, within: float) -> Any:
         """Return what process 0 concludes from the facts of all present. Raises RendezvousError."""
 
         def concluded(messages: Messages, late: str) -> Any:
@@ -63,12 +67,12 @@ class Meetings:
             conclude=concluded,
         )
 
-    def met(self, messages: Messages) -> dict[str, Any]:
+    def met(self, messages: Messages) -> tuple[str, bool]:
         """Conclude who is present, of {"machine": `network.machine_id`}."""
         self.hosts = {message["process"]: message["host"] for message in messages}
         self.checks += network.clocks({m["process"]: m.get("ahead", 0.0) for m in messages})
         machines = {message["facts"]["machine"] for message in messages}
-        return {"token": secrets.token_hex(8), "several": len(machines) > 1}
+        return secrets.token_hex(8), len(machines) > 1
 
     def found(self, messages: Messages) -> dict[str, Any]:
         """Conclude what to look at, of {"machine", "port", "folder", "facts", "checks"}."""
@@ -104,13 +108,10 @@ def unmet(error: RendezvousError, membership: Cluster) -> Check:
     elif isinstance(cause, socket.gaierror):
         remedy = f"the name {host} is unknown here: correct DNS or /etc/hosts, or use an address"
     elif isinstance(cause, HandshakeError):
-        remedy = "set JAXTRAIN_SECRET alike in all processes, or choose a port that nothing else has"
+        remedy = "set JAXTRAIN_SECRET alike in all processes, or choose another port"
     elif not isinstance(cause, OSError):
         remedy = "give every job a port of its own, and every process its number"
-    elif cause.errno == errno.ECONNREFUSED:
-        remedy = f"nothing listens there: start process 0 on {host}, or correct JAXTRAIN_COORDINATOR"
-    elif cause.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL):
-        remedy = f"no route leads to {host}: name an address of a network that both hosts are in"
     else:
-        remedy = f"open port {port} in the firewall between the hosts, and see that {host} is up"
+        remedy = f"start process 0 on {host}, or correct JAXTRAIN_COORDINATOR, the route to {host} "
+        remedy += f"(ip route get {host}), or the firewall for port {port}"
     return fail("processes", "meeting", str(error), remedy)

@@ -4,7 +4,7 @@ import concurrent.futures
 import os
 import pathlib
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.doctor.check import Check, fail, ok, warn
@@ -16,25 +16,19 @@ CONNECTING = 5.0  # [s]
 CLOCKS, CLOCKS_BROKEN = 2.0, 60.0  # [s] that two clocks may be apart
 
 
-def host_name(*, several_hosts: bool, resolve: Callable[[str], list[str]] | None = None) -> Check:
+def host_name(*, several_hosts: bool) -> Check:
     """Check that this host's name leads to an address that others can use, as Gloo publishes it."""
     name, judged = socket.gethostname(), fail if several_hosts else warn
     remedy = f"add the address by which others reach this host to /etc/hosts: ADDRESS {name}"
     try:
-        found = (resolve or resolved)(name)
+        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
     except OSError as error:
         return judged(GROUP, "host name", f"{name} leads nowhere: {error}", remedy)
-    text = f"{name} is {', '.join(found)}"
+    text = f"{name} is {', '.join(sorted(found))}"
     if several_hosts and all(rendezvous.is_loopback(address) for address in found):
         text += ": collectives on CPUs would tell other hosts to connect to themselves"
         return fail(GROUP, "host name", text, remedy)
     return ok(GROUP, "host name", text)
-
-
-def resolved(name: str) -> list[str]:
-    """The addresses of a name. Raises OSError."""
-    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(info[4][0]) for info in found))
 
 
 def interface(environment: Mapping[str, str] = os.environ) -> Check:
@@ -54,32 +48,28 @@ def interface(environment: Mapping[str, str] = os.environ) -> Check:
 def clocks(ahead: Mapping[int, float]) -> Iterator[tuple[int, Check]]:
     """Judge by how many seconds the clock of each process is ahead of process 0's."""
     remedy = "let all hosts follow a time server: chronyc tracking, timedatectl set-ntp true"
-    apart = {process: seconds for process, seconds in ahead.items() if abs(seconds) > CLOCKS}
-    for process, seconds in apart.items():
-        judged = fail if abs(seconds) > CLOCKS_BROKEN else warn
+    for process, seconds in ahead.items():
         way = "ahead of" if seconds > 0 else "behind"
         text = f"the clock is {abs(seconds):,.1f} s {way} process 0's"
-        yield process, judged(GROUP, "clocks", text, remedy)
-    if not apart:
-        most = max(map(abs, ahead.values()))
-        text = f"at most {most:.2f} s apart; up to {CLOCKS:g} s are well"
-        yield 0, ok(GROUP, "clocks", text)
+        if abs(seconds) <= CLOCKS:
+            yield process, ok(GROUP, "clocks", f"at most {CLOCKS:g} s apart")
+        else:
+            judged = fail if abs(seconds) > CLOCKS_BROKEN else warn
+            yield process, judged(GROUP, "clocks", text, remedy)
 
 
 def ports(process: int, places: Sequence[Sequence[Any]]) -> Iterator[Check]:
-    """Connect to the next `NEIGHBOURS` hosts. ``places``: (process, host, address, port) of each."""
-    own = next((i for i, place in enumerate(places) if place[0] == process), None)
-    if own is None or len(places) < 2:
-        return
-    others = [*places[own + 1 :], *places[:own]][:NEIGHBOURS]
+    """Connect to the next `NEIGHBOURS` of ``places``, each (process, host, address, port)."""
+    own = next((i for i, place in enumerate(places) if place[0] == process), len(places))
+    others = [*places[own + 1 :], *places[:own]][:NEIGHBOURS] if own < len(places) else []
+    remedy = "NCCL and Gloo use ports that the system picks: open all between the hosts of a job"
     with concurrent.futures.ThreadPoolExecutor(NEIGHBOURS) as pool:
         errors = list(pool.map(lambda place: _connect(*place[2:]), others))
     for (other, host, address, port), error in zip(others, errors, strict=True):
         if error:
             text = f"process {other} ({host}) cannot be reached at {address}:{port}: {error}"
-            remedy = "NCCL and Gloo use ports that the system picks: open all between a job's hosts"
             yield fail(GROUP, "ports", text, remedy)
-    if not any(errors):
+    if others and not any(errors):
         text = f"{len(others)} of {len(places) - 1} other hosts reached, at ports that they picked"
         yield ok(GROUP, "ports", text)
 

@@ -71,7 +71,7 @@ def compare(reports: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     """Compare the facts of all processes. ``reports``: {"process", "host", "facts"} of each."""
     same = []
     for topic, (differs, lacks, remedy) in TOPICS.items():
-        known = [x | {"facts": {topic: x["facts"][topic]}} for x in reports if topic in x["facts"]]
+        known = [{**x, "facts": {topic: x["facts"][topic]}} for x in reports if topic in x["facts"]]
         lacking = [x for x in reports if topic not in x["facts"]]
         if known and lacking:
             named = ", ".join(f"process {x['process']} ({x['host']})" for x in lacking[:8])
