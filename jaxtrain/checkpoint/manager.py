@@ -92,7 +92,7 @@ class CheckpointManager:
         try:
             yield
         except CheckpointError:
-            self._process.owner.confirm()
+            self._process.lease.confirm()
             raise
 
     def score(self, step: int, record: Mapping[str, float]) -> None:

@@ -193,6 +193,6 @@ class MetricsLogger:
     def _write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         with self._process.writing():
             if self._writers and not self._process.has_lost:
-                self._process.owner.confirm()
+                self._process.lease.confirm()
                 for writer in self._writers:
                     writer.write(step, split, record)
