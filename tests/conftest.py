@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 
-from xla import SOON
+from tests.support.xla import SOON
 
 # Before jax is imported: afterwards neither has an effect.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -44,7 +44,7 @@ LONGEST = (
     "test_trm.py",
     "test_report.py",
     "test_object_store.py",
-    "test_owner.py",
+    "test_lease.py",
     "test_giblet_size.py",
     "test_step.py",
     "test_audio_language.py",

@@ -9,7 +9,8 @@ import subprocess
 import time
 
 import pytest
-from test_train import command, corpus, folder, free_port, hashes, ids, records, run  # noqa: F401
+
+from tests.test_train import command, corpus, folder, free_port, hashes, ids, records, run  # noqa: F401
 
 # A loader that can poison a batch, and that can stop to deliver.
 UNRULY_LOADER = """

@@ -17,7 +17,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from jaxtrain import config
+from jaxtrain import config, workload
 from jaxtrain.commands import arguments, explain, plan
 from loaders.io import machine
 
@@ -57,9 +57,8 @@ def last_lines(given: config.Arguments, run: config.Config) -> str:
     commands.append((f"jaxtrain export {workdir} --out {out}", "for safetensors and a model card"))
     if run.lora.rank:
         commands.append((f"jaxtrain lora-to-peft {workdir} --out {out}-adapters", "for the adapters alone"))
-    if run.workload == "jaxtrain.workloads.bird":
-        embeddings = shlex.quote(f"{run.workdir.rstrip('/')}-embeddings")
-        commands.append((f"jaxtrain embed {workdir} --out {embeddings}", "for the features of recordings"))
+    for command, why in workload.of(run.workload).next_steps:
+        commands.append((" ".join(shlex.quote(word.format(run=run.workdir.rstrip("/"))) for word in command.split()), why))
     commands.append((f"jaxtrain checkpoint inspect {workdir}", "to see what a checkpoint holds"))
     files = [f"  {what}: {path}" for path, what in found]
     return "\n".join(["the run has ended; it left", *files, "next", *(f"  {why}: {text}" for text, why in commands)])
@@ -105,15 +104,15 @@ def _train(given: config.Arguments) -> int:
 
 def _run(given: config.Arguments, run: config.Config) -> int:
     # Not before the config is known to be right: optimizers and checkpoints take as long to import as all else.
-    from jaxtrain import train
+    from jaxtrain import loop
 
     try:
-        train.run(run, {"source": given.source, "overrides": dict(given.overrides)})
+        loop.run(run, {"source": given.source, "overrides": dict(given.overrides)})
         logging.getLogger("jaxtrain").info("%s", last_lines(given, run))
-    except train.USER_ERRORS as error:
+    except loop.USER_ERRORS as error:
         arguments.report(error)
         return arguments.MISTAKE
-    except train.Preempted as end:
+    except loop.Preempted as end:
         print(f"{end}; rerun the same command to resume", file=sys.stderr)
         return run.preemption.exit_code
     return 0

@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
-from test_reliability import cluster, step_of
-from test_train import CONFIG, RECORDING_LOADER, ROOT, corpus, hashes, records, xla_flags  # noqa: F401
 
 from jaxtrain import config as config_lib
+from tests.test_reliability import cluster, step_of
+from tests.test_train import CONFIG, RECORDING_LOADER, ROOT, corpus, hashes, records, xla_flags  # noqa: F401
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed (extra: slurm)")
 from jaxtrain.commands import launch as launch_command  # noqa: E402

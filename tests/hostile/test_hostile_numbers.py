@@ -5,7 +5,6 @@ import json
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from inputs import tone
 
 from jaxtrain import config as config_lib
 from jaxtrain.arrays import run_workload, stored
@@ -13,6 +12,7 @@ from jaxtrain.arrays.stored import StoredError
 from loaders import _rust, base
 from loaders.audio import spectrogram
 from loaders.chat import codec
+from tests.hostile.inputs import tone
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,8 @@ def test_a_bomb_in_a_codec_is_refused(tmp_path):
 )
 def test_numbers_of_a_config(changes, where, tmp_path):
     with pytest.raises(config_lib.ConfigError, match=where):
-        config_lib.from_dict({"workdir": str(tmp_path), **changes})
+        names = {"workload": "jaxtrain.workloads.bird", "loader": "loaders.audio.spectrogram"}
+        config_lib.from_dict({**names, "workdir": str(tmp_path), **changes})
 
 
 @pytest.mark.parametrize("field, value", [("n_frames", 10**30), ("threads", -(2**63) - 1), ("clip_seconds", 10**400)])

@@ -9,7 +9,6 @@ import signal
 import socket
 import tarfile
 
-import inputs
 import jax
 import numpy as np
 import pyarrow as pa
@@ -26,6 +25,7 @@ from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.inference import embed
 from loaders.audio import shards
 from loaders.io import files
+from tests.hostile import inputs
 
 RAVEN = "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tSpecies\n1\ts\t{}\t0\t0.1\ta\n"
 NO_UTF8 = pa.Array.from_buffers(pa.string(), 1, pa.array([b"0.wav\xff"], pa.binary()).buffers())

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DTYPE, LARGE, load, on
 
 from jaxtrain import plan
 from jaxtrain.plan.bound import kept_by_loops
+from tests.plan.cases import DTYPE, LARGE, load, on
 
 FLOAT32, FULL = ("model.dtype", "float32"), ("model.remat", "full")
 slow = pytest.mark.slow

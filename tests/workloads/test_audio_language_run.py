@@ -1,27 +1,23 @@
 """The audio language model as a user runs it: frozen weights from safetensors, several shapes, stopped, resumed, exported."""
 
 import json
-import pathlib
-import sys
 
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-import test_train
-from test_reliability import cluster
 
 from jaxtrain import config as config_lib
-from jaxtrain import specs, train
+from jaxtrain import loop, specs
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.nn.hugging_face import HuggingFaceError
 from jaxtrain.workloads.audio_language import generate_audio as inference
 from jaxtrain.workloads.audio_language import model as audio_language
 from jaxtrain.workloads.audio_language.commands import generate_audio
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "loaders"))
-import chat  # noqa: E402
+from tests import test_train
+from tests.support import chat
+from tests.test_reliability import cluster
 
 CONFIG = """
 import os
@@ -114,7 +110,7 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
 
     # Trained on from there, by nothing, it is exported as the same bits again.
     changes = {"workdir": "more", "train.steps": "1", "train.eval_every": "0", "checkpoint.every": "1", "optim.lr": "1e-30"}
-    train.run(config_lib.load(f"{folder / 'higgs.py'}:merged", list(changes.items())))
+    loop.run(config_lib.load(f"{folder / 'higgs.py'}:merged", list(changes.items())))
     assert export.main(["more", "--out", "again"]) == 0
     again = safetensors.numpy.load_file(folder / "again" / "model.safetensors")
     assert again.keys() == merged.keys()
