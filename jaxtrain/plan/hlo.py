@@ -148,8 +148,8 @@ class Program:
 
     def executed(self) -> Iterator[tuple[str, Instruction]]:
         """(computation, instruction) of all that a step executes."""
-        for name in self.times:
-            yield from ((name, i) for i in self.bodies.get(name, ()))
+        for name, body in self.bodies.items():
+            yield from ((name, i) for i in body if name in self.times)
 
     def library_calls(self) -> dict[str, int]:
         """Target of a custom call -> its executions in a step, without those that only mark something for the compiler."""

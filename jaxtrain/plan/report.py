@@ -17,11 +17,7 @@ from jaxtrain.data import feed
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import environment, hlo, roofline, worker
 from jaxtrain.plan.bound import Bound, bound
-from jaxtrain.plan.compile import (
-    ask_for_no_chips,
-    compiler_options,
-    is_at_hand,
-)
+from jaxtrain.plan.compile import ask_for_no_chips, compiler_options, is_at_hand
 from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, least, offloaded
 from jaxtrain.plan.remedies import ways
 from jaxtrain.plan.target import GPUS_PER_NODE, Target, abstractly, parse_target
@@ -36,16 +32,14 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     if not target.here:
         ask_for_no_chips()
     assembly = abstractly(config, target)
-    lines: list[str] = []
     problems: list[str] = []
     mesh = " × ".join(f"{name} {size}" for name, size in assembly.layout.mesh.shape.items())
     count = specs.count(assembly.task.specs.params)
-    lines += [f"{count:,} parameters on {target.name}, mesh {mesh}, {config.train.batch} rows a step"]
+    lines = [f"{count:,} parameters on {target.name}, mesh {mesh}, {config.train.batch} rows a step"]
     if options := compiler_options(config, target):
         shown = [f"{name}={value!r}" if value == "" else f"{name}={value}" for name, value in options.items()]
         lines += [f"compiled with {', '.join(shown)}"]
-    lines += [""]
-    lines += ["held by each device between steps"]
+    lines += ["", "held by each device between steps"]
     parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
     lines += [f"  {name:28}{in_bytes(size):>12}" for name, size in parts.items() if size]
     lines += [f"  {'together':28}{in_bytes(sum(parts.values())):>12}   of {in_bytes(target.memory)}"]
