@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import cluster, lora, specs
@@ -13,14 +12,13 @@ from jaxtrain import state as state_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import Restored, warm_start
 from jaxtrain.checkpoint import read as stored
-from jaxtrain.config import Config, Optim, section
-from jaxtrain.optim import make_schedule
+from jaxtrain.config import OF_SCHEDULE, Config, Optim, section
+from jaxtrain.optim import learning_rates
 from jaxtrain.saves import Saves
 from jaxtrain.state import TrainState
 from jaxtrain.types import PyTree
 
 log = logging.getLogger("jaxtrain")
-OF_SCHEDULE = ("lr", "schedule", "warmup", "decay", "decay_shape", "lr_init", "lr_floor")
 
 
 def begin(assembly: Assembly, saves: Saves) -> tuple[TrainState, int]:
@@ -61,8 +59,11 @@ def _report_schedule(config: Config, restored: Restored) -> None:
     changed = ", ".join(f"{name} from {a} to {b}" for name, a, b in pairs if a != b)
     if not changed or restored.step >= n:
         return
-    old, new = (o.lr * make_schedule(o, s)(jnp.linspace(restored.step, n, 101)) for o, s in ((before, steps), (now, n)))
-    if np.allclose(old, new, rtol=1e-4, atol=1e-5 * max(now.lr, before.lr)):
+    try:
+        old, new = (learning_rates(o, s, np.linspace(restored.step, n, 101)) for o, s in ((before, steps), (now, n)))
+    except ValueError:
+        return  # the checkpoint's run had a schedule of its own, which is not here
+    if old is None or new is None or np.allclose(old, new, rtol=1e-4, atol=1e-5 * max(now.lr, before.lr)):
         return
     log.warning(
         "the schedule of the learning rate changes (%s): at step %d it is %.3g, and was to be %.3g",
