@@ -97,7 +97,7 @@ BESIDE := true
 AHEAD := true
 ifneq ($(filter configs/xcm.py xcm,$(CONFIG)),)
 ifeq ($(JAXTRAIN_XCM),)
-$(TRAIN): BESIDE = $(VENV)/bin/python -m loaders.demo >/dev/null
+$(TRAIN): BESIDE = $(VENV)/bin/python -m loaders.audio.demo >/dev/null
 endif
 endif
 $(TRAIN): EXTRA :=

@@ -19,7 +19,7 @@ def get_config(path: str = "") -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.bird",
-            loader="loaders.spectrogram",
+            loader="loaders.audio.spectrogram",
             model=dict(
                 embed=192,
                 depth=4,

@@ -72,7 +72,7 @@ def get_config(argument: str = "") -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.bird",
-            loader="loaders.spectrogram",
+            loader="loaders.audio.spectrogram",
             workdir=f"runs/esc10_folds/{objective}_{fold}",
             model=dict(
                 n_frames=frames,

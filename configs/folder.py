@@ -39,7 +39,7 @@ def recipe(path: str, *, several: bool, seconds: float) -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.bird",
-            loader="loaders.spectrogram",
+            loader="loaders.audio.spectrogram",
             workdir=f"runs/folder-{pathlib.Path(path).expanduser().resolve().name}" if path else "runs/folder",
             model=dict(
                 embed=128,

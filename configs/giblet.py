@@ -34,7 +34,7 @@ def get_config(argument: str = "") -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.giblet",
-            loader="loaders.multimodal",
+            loader="loaders.film.multimodal",
             model=dict(normalised=True, weight_audio=AUDIO),
             data=dict(path=path, hrf=("text",)),
             train=dict(steps=20_000, batch=64, eval_every=200, patience=10, min_delta=1e-4),
@@ -53,7 +53,7 @@ def demo() -> dict:
     """
     return dict(
         workload="jaxtrain.workloads.giblet",
-        loader="loaders.multimodal",
+        loader="loaders.film.multimodal",
         workdir="runs/giblet-demo",
         model=dict(
             video_widths=(704, 512, 256),

@@ -8,7 +8,7 @@ The argument is a folder with config.json and safetensors, from elsewhere or of 
 device reads its part of, rounded to bfloat16. "blank" has the published sizes, nothing to begin with and conversations of
 silence, to plan and to measure with.
 At 40 % of the peak that is 34,000 tokens/s on one H100 and 272,000 on eight, says the plan (padding included).
-loaders/chat_audio.py has the manifest's format and the three ways to codes. What was trained is exported by
+loaders/chat/chat_audio.py has the manifest's format and the three ways to codes. What was trained is exported by
 
     jaxtrain lora-to-peft runs/higgs --out adapters                               # for peft
     jaxtrain export runs/higgs --dtype bf16 --out merged            # the weights, under their own names
@@ -19,12 +19,12 @@ of the data delay=false; none of the three is how the published weights were mad
 
 from ml_collections import ConfigDict
 
-from jaxtrain.workloads import audio_language
+from jaxtrain.workloads.audio_language import model as audio_language
 
 
 def get_config(argument: str = "blank") -> ConfigDict:
     if argument == "blank":
-        from loaders import demo_chat
+        from loaders.chat import demo_chat
 
         model, warm_start, data = audio_language.PRESETS["v2"], {}, demo_chat.blank()
     else:
@@ -32,7 +32,7 @@ def get_config(argument: str = "blank") -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.audio_language",
-            loader="loaders.chat_audio",
+            loader="loaders.chat.chat_audio",
             model=dict(model, remat="full"),
             data=data,
             train=dict(steps=2_000, batch=32, accumulate=8, eval_every=500),

@@ -9,7 +9,7 @@ the data lie.
 
 from ml_collections import ConfigDict
 
-from jaxtrain.workloads import audio_language
+from jaxtrain.workloads.audio_language import model as audio_language
 
 
 def get_config(argument: str = "base") -> ConfigDict:
@@ -17,7 +17,7 @@ def get_config(argument: str = "base") -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.audio_language",
-            loader="loaders.chat_audio",
+            loader="loaders.chat.chat_audio",
             workdir=f"runs/higgs-demo/{argument}",
             model=dict(embed=128, depth=4, heads=4, kv_heads=2, mlp=384, dtype="float32", rope=dict(theta=1e4)),
             data=dict(buckets=1),

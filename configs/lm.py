@@ -6,7 +6,7 @@
 
 The argument is a size of `jaxtrain.workloads.language.PRESETS`, which is initialised, or a folder with config.json and
 safetensors, from Hugging Face or from `jaxtrain export`, whose weights the run begins with.
-Sources are folders of token files, or texts (loaders/tokens.py). What it reached is exported for transformers by
+Sources are folders of token files, or texts (loaders/text/tokens.py). What it reached is exported for transformers by
 
     jaxtrain export runs/qwen --dtype bf16 --out Qwen2.5-0.5B-more
 
@@ -18,7 +18,7 @@ widths and vocabulary. Rows too long for one device are split over the mesh axis
 
 from ml_collections import ConfigDict
 
-from jaxtrain.workloads import language
+from jaxtrain.workloads.language import model as language
 
 
 def get_config(argument: str = "qwen3-0.6b") -> ConfigDict:
@@ -31,7 +31,7 @@ def get_config(argument: str = "qwen3-0.6b") -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.language",
-            loader="loaders.tokens",
+            loader="loaders.text.tokens",
             model=dict(model, context=context, remat="full", z_loss=1e-5),
             data=dict(context=context),
             train=dict(steps=10_000, batch=64, eval_every=1_000, eval_batches=50),

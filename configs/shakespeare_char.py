@@ -18,7 +18,7 @@ def get_config(path: str = "input.txt") -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.language",
-            loader="loaders.tokens",
+            loader="loaders.text.tokens",
             model=dict(
                 embed=128,
                 depth=4,

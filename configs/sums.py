@@ -13,8 +13,8 @@ import random
 
 from ml_collections import ConfigDict
 
-from jaxtrain.environments import Environment, Rubric
-from loaders import machine
+from jaxtrain.workloads.language.environments import Environment, Rubric
+from loaders.io import machine
 
 TEXT = machine.cache_folder("sums-v1.txt")
 
@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.language",
-            loader="loaders.tokens",
+            loader="loaders.text.tokens",
             model=dict(
                 embed=128,
                 depth=3,

@@ -3,7 +3,8 @@
     python -m jaxtrain.main --config=configs/trm_sudoku.py:/path/to/sudoku      (or JAXTRAIN_SUDOKU=/path/to/sudoku)
 
 The path is a folder with train.csv and test.csv (columns source, question, answer, rating), or with the npy folders of the
-original (loaders/sudoku.py has the formats). Without one, hard puzzles with one solution are generated, and nothing has to
+original (loaders/sudoku/sudoku.py has the formats). Without one, hard puzzles with one solution
+are generated, and nothing has to
 be downloaded. The published result of this recipe is 87.4 % exact on the test boards (with attention, see `get_config`: less).
 
 For two CPU cores there are configs/trm_sudoku.py:4x4 and :9x9, which `make trm-demo` runs.
@@ -28,7 +29,7 @@ def get_config(argument: str = "") -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.trm",
-            loader="loaders.sudoku",
+            loader="loaders.sudoku.sudoku",
             model=dict(mixer="mlp", positions="none"),  # or "attention" and "rope"
             data=dict(sources=(dict(path=path, n_train=1000, n_test=10_000, views=1000),)),
             train=dict(steps=65_104, batch=768, ema=0.999, eval_every=6_510, eval_batches=4),
@@ -59,7 +60,7 @@ def four() -> dict:
     """4 × 4 boards with 4 to 10 blanks; no views, which would turn training boards into test boards."""
     return dict(
         workload="jaxtrain.workloads.trm",
-        loader="loaders.sudoku",
+        loader="loaders.sudoku.sudoku",
         workdir="runs/trm-4x4",
         model=small(embed=64, cycles_low=2),
         data=dict(sources=(dict(kind="sudoku4", n_train=4_000, n_test=512, blanks=(4, 10), views=0),)),
@@ -73,7 +74,7 @@ def nine() -> dict:
     """9 × 9 boards with 4 to 12 blanks; boards with more of them are in the training mixture, for more to learn from each."""
     return dict(
         workload="jaxtrain.workloads.trm",
-        loader="loaders.sudoku",
+        loader="loaders.sudoku.sudoku",
         workdir="runs/trm-9x9",
         model=small(embed=64, cycles_low=2),
         data=dict(sources=(dict(n_train=2_000, n_test=512, blanks=(4, 12)), dict(n_train=2_000, n_test=0, blanks=(20, 40)))),

@@ -31,7 +31,7 @@ def get_config(argument: str = "") -> ConfigDict:
     else:
         config = recipe(path)
     if weights:
-        from jaxtrain.workloads.bird import timm
+        from jaxtrain.workloads.bird.export import timm
 
         model, start = timm.from_folder(weights)
         config.model.update(model)
@@ -45,7 +45,7 @@ def recipe(path: str) -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.bird",
-            loader="loaders.spectrogram",
+            loader="loaders.audio.spectrogram",
             model=dict(preset="s", patch=(16, 16), dtype="bfloat16"),
             data=dict(
                 train=path, label="ebird_code", test_share=0.05, short="origin"
@@ -62,7 +62,7 @@ def demo() -> ConfigDict:
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.bird",
-            loader="loaders.spectrogram",
+            loader="loaders.audio.spectrogram",
             workdir="runs/xcm-demo",
             model=dict(
                 embed=128,

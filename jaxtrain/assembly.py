@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import optax
 
-from jaxtrain import compiler, lora, optim, specs
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
-from jaxtrain import state as state_lib
-from jaxtrain import step as step_lib
+from jaxtrain import optim, specs, workload
+from jaxtrain.compile import xla_options
+from jaxtrain.nn import lora
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.step import state as state_lib
+from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import Task
 from loaders.base import Field
 
@@ -64,7 +66,7 @@ class Assembly:
         mesh = self.layout.mesh
         device = mesh.devices.flat[0]
         nearest = mesh.local_devices[0] if mesh.local_devices else device
-        return compiler.options(self.config.compiler, device.device_kind, count=mesh.size, device=nearest)
+        return xla_options.options(self.config.compiler, device.device_kind, count=mesh.size, device=nearest)
 
 
 def assemble(
@@ -90,7 +92,7 @@ def assemble(
     if mesh is None:
         mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
     layout = layout_lib.make_layout(mesh, config.mesh.axis_rules, devices=devices)
-    make_task = make_task or importlib.import_module(config.workload).make_task
+    make_task = make_task or workload.of(config.workload).get("make_task")
     task = lora.adapt(make_task(config, layout.shard, config.train.batch), config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
     if fields is None:

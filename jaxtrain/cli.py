@@ -1,4 +1,4 @@
-"""`jaxtrain COMMAND …`: the table of commands, and how one of them is found.
+"""`jaxtrain COMMAND …`: how a command is found and run. `jaxtrain.commands` has the table.
 
 Nothing of a command is imported before it is named, so that `jaxtrain --help` takes as long as Python's start.
 """
@@ -12,60 +12,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jaxtrain
+from jaxtrain import commands
 from jaxtrain.commands import arguments
-from loaders import checks
-
-
-class Command(NamedTuple):
-    """A line of the table. ``main`` of jaxtrain.commands.<name, with underscores> runs it."""
-
-    name: str
-    group: str
-    summary: str
-    caches: bool = False  # whether it keeps compiled programs, or what it makes, in the cache folder
-
-    @property
-    def module(self) -> str:
-        return f"jaxtrain.commands.{self.name.replace('-', '_')}"
-
-
-COMMANDS = (
-    Command("train", "train", "train a config, or resume its run", caches=True),
-    Command("runs", "look on", "list all runs under a folder: state, step, scores, goodput, disk"),
-    Command("report", "look on", "one HTML file of a run or of several: curves, time, pictures, samples, configs"),
-    Command("watch", "look on", "the same page in a browser, kept current while runs train"),
-    Command("profile", "look on", "trace the next steps of a run that trains: where their time goes"),
-    Command("metrics", "look on", "the records of runs as one Parquet table"),
-    Command("plan", "look ahead", "memory, time and problems of a run on any devices, before it starts", caches=True),
-    Command("explain", "look ahead", "every field of a config: value, unit, meaning"),
-    Command("index", "data", "index recordings: folders, tables of annotations, hours-long files"),
-    Command("tokens", "data", "make token files of text, JSONL, Parquet or Arrow"),
-    Command("sudoku", "data", "generate puzzles with one solution"),
-    Command("prepare-giblet", "data", "make a dataset of a film and the brains of its viewers"),
-    Command("train-codec", "data", "learn an audio codec from recordings"),
-    Command("encode-audio", "data", "encode a manifest's recordings ahead of training"),
-    Command("export", "weights", "convert a checkpoint to safetensors for Hugging Face, and back"),
-    Command("lora-to-peft", "weights", "write the adapters of a run in peft's format"),
-    Command("checkpoint", "weights", "inspect, verify, compare and strip checkpoints"),
-    Command("detect", "answers", "what is heard when: tables and scores of recordings of any length", caches=True),
-    Command("fit", "answers", "a head for new classes, from few examples on embeddings", caches=True),
-    Command("search", "answers", "windows of embeddings that sound like a clip, or that a head gives most", caches=True),
-    Command("review", "answers", "judge what detect or search found, on a page of this machine"),
-    Command("solve", "answers", "solve puzzles with a recursive model: boards, confidence, steps", caches=True),
-    Command("predict", "answers", "predict the fMRI of a film, as NIfTI", caches=True),
-    Command("generate", "answers", "continue prompts with a language model", caches=True),
-    Command("generate-audio", "answers", "answer prompts with sound, by an audio language model", caches=True),
-    Command("embed", "look back", "embed any dataset with a trained encoder", caches=True),
-    Command("probe", "look back", "measure how good embeddings are: linear probe, k-NN, few shot", caches=True),
-    Command("benchmark", "look back", "score a run as BirdSet, ESC-10 or ESC-50 does, from their files", caches=True),
-    Command("doctor", "clusters", "look at host, devices, disk, network, software and data before a run"),
-    Command("launch", "clusters", "submit a run or a sweep to SLURM, and watch it"),
-    Command("completion", "shell", "print a script that completes commands, flags and configs in bash, zsh or fish"),
-)
-
+from jaxtrain.workload import Command
+from loaders.io import checks
 
 FLAGS = ("--help", "--version")
 OWN_CODE = {"--workload", "--codec"}  # arguments that name a module
@@ -108,7 +61,7 @@ def process(run: Callable[[], int]) -> int:
 
 
 def _is_compiling() -> bool:
-    programs = sys.modules.get("jaxtrain.programs")
+    programs = sys.modules.get("jaxtrain.compile.step_compiler")
     return programs is not None and any(thread.name.startswith(programs.THREAD) for thread in threading.enumerate())
 
 
@@ -133,12 +86,16 @@ def _named(argv: list[str]) -> int:
     asked = argv[0] == "help"
     if argv[0] in ("-h", "--help", "help"):
         argv = [argv[1], "--help"]
-    for command in COMMANDS:
-        if command.name == argv[0]:
-            return _run(command, argv)
+    try:
+        table = commands.table()
+    except commands.CommandError as error:
+        arguments.report(error)
+        return arguments.MISTAKE
+    if command := table.get(argv[0]):
+        return _run(command, argv)
     if arguments.asks_for_help(argv) and not asked:
         return arguments.run(lambda: _say(listing()))
-    names = [*(command.name for command in COMMANDS), *FLAGS]
+    names = [*table, *FLAGS]
     what = "flag" if argv[0].startswith("-") else "command"
     remedy = checks.nearest(argv[0], names) or f"; {checks.expected(argv[0], names)}"
     arguments.report(f"{what} {argv[0]!r} is unknown{remedy}; see jaxtrain --help")
@@ -169,8 +126,8 @@ def _run(command: Command, argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _plain_output() -> Iterator[None]:
-    """What a command prints of files from elsewhere does not steer the terminal (`jaxtrain.console.Plain`)."""
-    from jaxtrain import console
+    """What a command prints of files from elsewhere does not steer the terminal (`jaxtrain.telemetry.console.Plain`)."""
+    from jaxtrain.telemetry import console
 
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -193,10 +150,11 @@ def _unfit(command: Command, argv: Sequence[str]) -> str:
 def listing() -> str:
     """The commands by their groups, with a line each, and the exit codes."""
     lines = ["usage: jaxtrain COMMAND [ARGUMENT …]        jaxtrain COMMAND --help"]
-    width = max(len(command.name) for command in COMMANDS)
-    for group in dict.fromkeys(command.group for command in COMMANDS):
+    table = commands.table()
+    width = max(map(len, table))
+    for group in dict.fromkeys(command.group for command in table.values()):
         lines += ["", f"{group}:"]
-        lines += [f"  {c.name:{width}}  {c.summary}" for c in COMMANDS if c.group == group]
+        lines += [f"  {name:{width}}  {c.summary}" for name, c in table.items() if c.group == group]
     _, _, codes = (arguments.__doc__ or "").partition("Exit codes:\n\n")
     return "\n".join([*lines, "", "exit codes:", *(line.removeprefix("  ") for line in codes.rstrip().splitlines())])
 

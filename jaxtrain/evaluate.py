@@ -2,17 +2,18 @@
 
 import jax
 
-from jaxtrain import cluster, goodput, metrics, writers
 from jaxtrain.assembly import Assembly
+from jaxtrain.checkpoint.rewinds import Saves
+from jaxtrain.compile.step_compiler import Programs
 from jaxtrain.config import Config
-from jaxtrain.data import Data
-from jaxtrain.host import Host
-from jaxtrain.programs import Programs
-from jaxtrain.record import Log
-from jaxtrain.saves import Saves
-from jaxtrain.state import TrainState
+from jaxtrain.data.stream import Data
+from jaxtrain.parallel import cluster
+from jaxtrain.process_context import Host
+from jaxtrain.step.state import TrainState
+from jaxtrain.telemetry import goodput, metrics, writers
+from jaxtrain.telemetry.metrics_logger import Log
 from jaxtrain.types import COUNTS
-from loaders import machine
+from loaders.io import machine
 
 
 class Evaluator:

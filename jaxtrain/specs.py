@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.layout import Layout
+from jaxtrain.parallel.layout import Layout
 from jaxtrain.types import Array, Initializer, Key, PyTree, Spec
 
 

@@ -9,21 +9,24 @@ from typing import Any
 import jax
 
 from jaxtrain import assembly as assembly_lib
-from jaxtrain import checkpoint, cluster, goodput, lora, metrics, optim, plan
-from jaxtrain import layout as layout_lib
-from jaxtrain.begin import begin
+from jaxtrain import checkpoint, optim, plan
 from jaxtrain.checkpoint import warm_start
+from jaxtrain.checkpoint.init_or_restore import begin
+from jaxtrain.checkpoint.rewinds import Saves
+from jaxtrain.compile.step_compiler import Programs
 from jaxtrain.config import Config, ConfigError
-from jaxtrain.data import Data
+from jaxtrain.data.stream import Data
 from jaxtrain.evaluate import Evaluator, is_missed
-from jaxtrain.host import Host, Preempted
-from jaxtrain.owner import WorkdirError
-from jaxtrain.programs import Programs
-from jaxtrain.record import Log
-from jaxtrain.saves import Saves
+from jaxtrain.nn import lora
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.parallel.lease import WorkdirError
+from jaxtrain.process_context import Host, Preempted
 from jaxtrain.schedule import Schedule
-from loaders import machine
+from jaxtrain.telemetry import goodput, metrics
+from jaxtrain.telemetry.metrics_logger import Log
 from loaders.base import DataError
+from loaders.io import machine
 
 __all__ = ["USER_ERRORS", "Preempted", "run"]
 

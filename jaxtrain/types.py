@@ -23,9 +23,10 @@ OF_DATA: Any = None  # the default of such a field
 
 
 class Shard(Protocol):
-    """What a workload sees of the layout: `jaxtrain.layout.Sharder`, and `jaxtrain.nn.vit.Whole` on one device.
+    """The part of the layout that a workload sees: `jaxtrain.parallel.layout.Sharder`.
 
-    ``axes`` are logical axis names, one for each dimension; what is said of each method in `jaxtrain.layout.Sharder` holds.
+    ``axes`` are logical axis names, one for each dimension; what is said of each method in
+    `jaxtrain.parallel.layout.Sharder` holds.
     """
 
     def __call__(self, x: Array, /, *axes: str | None) -> Array:
@@ -81,7 +82,7 @@ class Shard(Protocol):
 
 
 class Unmerged:
-    """Base of a parameter that is no array yet but multiplies like one (`jaxtrain.lora.Adapted`)."""
+    """Base of a parameter that is no array yet but multiplies like one (`jaxtrain.nn.lora.Adapted`)."""
 
     def project(self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]) -> Array:
         """einsum(equation, x, the matrix) in x's dtype. ``product`` does that with an array (`jaxtrain.nn.layers.product`)."""

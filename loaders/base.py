@@ -1,6 +1,6 @@
 """What every data loader offers the trainer, and the skeleton that all of them share.
 
-A loader module (``config.loader`` names it, e.g. ``loaders.spectrogram``) offers
+A loader module (``config.loader`` names it, e.g. ``loaders.audio.spectrogram``) offers
 
     Config                                   frozen dataclass; becomes the ``data`` section of the config. Its ``problems()``
                                              yields (field, what is wrong and the remedy) without reading data
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaders.files import DataError as DataError  # which every loader raises
+from loaders.io.files import DataError as DataError  # which every loader raises
 
 Facts = Mapping[str, Any]
 HostBatch = Mapping[str, Sequence[np.ndarray]]  # field -> one contiguous array for each of Rows.ranges

@@ -9,7 +9,7 @@ CUTS = 256  # lengths at which a bucket may end
 
 
 class Shape(NamedTuple):
-    """The sizes of a row. Its name and fields are part of `loaders.chat_audio`'s fingerprint."""
+    """The sizes of a row. Its name and fields are part of `loaders.chat.chat_audio`'s fingerprint."""
 
     text: int  # S
     audio: int  # A

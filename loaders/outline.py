@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from loaders import demo, demo_birds, demo_film
+from loaders.audio import demo, demo_birds
+from loaders.film import demo_film
 
 
 def birds() -> Path:
-    """Shards with the rows of `loaders.demo`, whose recordings are empty."""
+    """Shards with the rows of `loaders.audio.demo`, whose recordings are empty."""
     return Path(_birds().name)
 
 
 def film() -> Path:
-    """A folder with the shapes of `loaders.demo_film`, all zeros."""
+    """A folder with the shapes of `loaders.film.demo_film`, all zeros."""
     return Path(_film().name)
 
 

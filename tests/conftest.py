@@ -22,7 +22,7 @@ os.environ["NO_GCE_CHECK"] = "true"  # the tests' runs, on whatever machine, ask
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from jaxtrain import cluster  # noqa: E402
+from jaxtrain.parallel import cluster  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

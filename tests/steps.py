@@ -6,13 +6,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain import cluster
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
-from jaxtrain import state as state_lib
-from jaxtrain import step as step_lib
 from jaxtrain.assembly import assemble
-from jaxtrain.layout import make_mesh
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel.layout import make_mesh
+from jaxtrain.step import state as state_lib
+from jaxtrain.step import train_step as step_lib
 from loaders.base import Field
 
 # Machine code that is soon there rather than fast; what XLA does to the program before is the same.

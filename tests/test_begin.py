@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from jaxtrain import begin
-from jaxtrain.checkpoint import History, Restored
+from jaxtrain.checkpoint import History, Restored, init_or_restore
 from jaxtrain.config import Config, Optim, Train
 
 
@@ -16,7 +15,7 @@ def resumed(tmp_path, caplog, before, now, *, step):
     (tmp_path / "meta" / "metadata").write_text(json.dumps({"config": dataclasses.asdict(before)}))
     caplog.clear()
     with caplog.at_level("WARNING", "jaxtrain"):
-        begin._report_schedule(now, Restored(None, step, History(), tmp_path))
+        init_or_restore._report_schedule(now, Restored(None, step, History(), tmp_path))
     return caplog.text
 
 
@@ -49,5 +48,5 @@ def test_the_config_of_another_version_is_left_alone(tmp_path, caplog):
     (tmp_path / "meta").mkdir()
     for text in ("{}", '{"config": {"optim": {"learning_rate": 3}, "train": {"steps": 5}}}', "cut sho"):
         (tmp_path / "meta" / "metadata").write_text(text)
-        begin._report_schedule(config(100), Restored(None, 5, History(), tmp_path))
+        init_or_restore._report_schedule(config(100), Restored(None, 5, History(), tmp_path))
     assert not caplog.text

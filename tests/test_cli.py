@@ -17,15 +17,16 @@ import tomllib
 import pytest
 
 import jaxtrain
-from jaxtrain import cli, cluster
+from jaxtrain import cli, commands
 from jaxtrain import config as config_lib
-from jaxtrain.cluster import processes, watchdog
 from jaxtrain.commands import arguments, installation, train
-from loaders import machine
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel.cluster import processes, watchdog
+from loaders.io import machine
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "jaxtrain" / "commands"
-NAMES = [command.name for command in cli.COMMANDS]
+NAMES = list(commands.table())
 CONFIGURED = ("train", "plan", "explain", "launch", "doctor")  # the commands that take --config
 
 
@@ -40,15 +41,16 @@ def logging_as_before():
 
 
 def test_the_table_lists_every_file_once():
-    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "arguments", "installation"}
+    folders = [FOLDER, *(ROOT / "jaxtrain" / "workloads").glob("*/commands")]
+    files = {path.stem for folder in folders for path in folder.glob("*.py")} - {"__init__", "arguments", "installation"}
     assert sorted(name.replace("-", "_") for name in NAMES) == sorted(files)
 
 
 def test_a_command_that_keeps_compiled_programs_says_so_in_the_table():
     """By which the cache folder is looked at before it imports jax."""
-    for command in cli.COMMANDS:
-        text = (FOLDER / f"{command.name.replace('-', '_')}.py").read_text()
-        assert command.caches or "use_compilation_cache" not in text, command.name
+    for name, command in commands.table().items():
+        text = (ROOT / f"{command.module.replace('.', '/')}.py").read_text()
+        assert command.caches or "use_compilation_cache" not in text, name
 
 
 def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
@@ -56,20 +58,20 @@ def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
     alone = capsys.readouterr().out
     assert cli.main(["--help"]) == 0 and capsys.readouterr().out == alone
     lines = alone.splitlines()
-    for command in cli.COMMANDS:
-        at = lines.index(next(line for line in lines if line.startswith(f"  {command.name} ")))
+    for name, command in commands.table().items():
+        at = lines.index(next(line for line in lines if line.startswith(f"  {name} ")))
         assert command.summary in lines[at]
         group = next(line for line in reversed(lines[:at]) if line.endswith(":") and not line.startswith(" "))
         assert group == f"{command.group}:"
     groups = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert groups == [
         "train:",
-        "look on:",
-        "look ahead:",
+        "monitor:",
+        "plan:",
         "data:",
         "weights:",
-        "answers:",
-        "look back:",
+        "inference:",
+        "evaluate:",
         "clusters:",
         "shell:",
         "exit codes:",
@@ -119,7 +121,7 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
     examples = [line for line in text.splitlines() if line.startswith(f"    jaxtrain {name} ")]
     assert any("[" not in line and "…" not in line for line in examples), "one can be copied as it is"
     assert "configs/" not in text, "which a wheel does not put where its user stands; --config=NAME is there for all"
-    module = importlib.import_module(f"jaxtrain.commands.{name.replace('-', '_')}")
+    module = importlib.import_module(commands.table()[name].module)
     assert (ast.get_docstring(ast.parse(pathlib.Path(module.__file__).read_text())) or "").splitlines()[0].endswith(".")
     # Each argument is explained.
     for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())):
@@ -285,7 +287,7 @@ def test_an_interruption_before_the_work_begins_has_no_traceback(capsys, monkeyp
     def interrupted(argv):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxtrain.commands.embed.main", interrupted)
+    monkeypatch.setattr("jaxtrain.workloads.bird.commands.embed.main", interrupted)
     assert cli.main(["embed", "run"]) == 130 and capsys.readouterr().err == "error: interrupted\n"
 
 
@@ -546,7 +548,7 @@ def test_no_process_waits_for_a_compilation_that_nobody_needs(body, code, said):
     """The interpreter would: a mistake that is found while a checkpoint is read would keep a job for minutes."""
     program = (
         "import sys, time, concurrent.futures\n"
-        "from jaxtrain import cli, programs\n"
+        "from jaxtrain import cli\nfrom jaxtrain.compile import step_compiler as programs\n"
         "concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=programs.THREAD).submit(time.sleep, 100)\n"
         f"def run():\n    print('the mistake')\n    {body}\n"
         "sys.exit(cli.process(run))\n"

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from test_train import corpus, folder, run  # noqa: F401
 
-from jaxtrain import compiler, config, plan, train
+from jaxtrain import config, plan, train
+from jaxtrain.compile import xla_options
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCHEDULER, MERGER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_dot_merger_threshold_mb"
@@ -17,27 +18,29 @@ SCHEDULER, MERGER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_dot_merg
 @pytest.mark.parametrize("target", ["tpu:v4:2x2x1", "tpu:v5e:2x2", "tpu:v5p:2x2x1", "tpu:v6e:2x2"])
 def test_libtpu_knows_every_option_of_the_table(target):
     device = plan.tpu_devices(plan.parse_target(target))[0]
-    wanted = {o.name: o.value for o in compiler.TABLE if device.device_kind.startswith(o.kinds)}
-    assert wanted and compiler.options({}, device.device_kind, count=4, device=device) == wanted
-    assert compiler.options({}, device.device_kind, count=1, device=device) == {}, "one chip moves nothing"
+    wanted = {o.name: o.value for o in xla_options.TABLE if device.device_kind.startswith(o.kinds)}
+    assert wanted and xla_options.options({}, device.device_kind, count=4, device=device) == wanted
+    assert xla_options.options({}, device.device_kind, count=1, device=device) == {}, "one chip moves nothing"
     with pytest.raises(config.ConfigError) as error:
-        compiler.options({"xla_tpu_fast": "True", "xla_gpu_x": 1}, device.device_kind, count=4, device=device)
+        xla_options.options({"xla_tpu_fast": "True", "xla_gpu_x": 1}, device.device_kind, count=4, device=device)
     assert [path for path, _ in error.value.problems] == ["compiler.xla_tpu_fast"]
 
 
 def test_jaxlib_knows_every_option_for_gpus_and_a_config_comes_over_the_table():
     cpu, kind = jax.devices()[0], "NVIDIA H100 80GB HBM3"
-    assert compiler.options({}, kind, count=8, device=cpu) == {SCHEDULER: True, MERGER: 0}
-    assert compiler.options({}, kind, count=1, device=cpu) == {MERGER: 0}, "one GPU moves nothing"
-    assert compiler.options({SCHEDULER: "false"}, kind, count=8, device=cpu) == {SCHEDULER: False, MERGER: 0}
+    assert xla_options.options({}, kind, count=8, device=cpu) == {SCHEDULER: True, MERGER: 0}
+    assert xla_options.options({}, kind, count=1, device=cpu) == {MERGER: 0}, "one GPU moves nothing"
+    assert xla_options.options({SCHEDULER: "false"}, kind, count=8, device=cpu) == {SCHEDULER: False, MERGER: 0}
     with pytest.raises(config.ConfigError, match=rf"(?s)compiler.{SCHEDULER} is 'fast', .*compiler.xla_gpu_fast is 1, .*omit"):
-        compiler.options({"xla_gpu_fast": 1, SCHEDULER: "fast"}, kind, count=8, device=cpu)
+        xla_options.options({"xla_gpu_fast": 1, SCHEDULER: "fast"}, kind, count=8, device=cpu)
 
 
 def test_an_option_of_the_table_that_a_version_does_not_know_is_left_out_and_told(monkeypatch, caplog):
-    monkeypatch.setattr(compiler, "TABLE", (*compiler.TABLE, compiler.Option("xla_gpu_of_tomorrow", True, ("NVIDIA",))))
+    monkeypatch.setattr(
+        xla_options, "TABLE", (*xla_options.TABLE, xla_options.Option("xla_gpu_of_tomorrow", True, ("NVIDIA",)))
+    )
     with caplog.at_level("INFO", "jaxtrain"):
-        assert compiler.options({}, "NVIDIA H100", count=8, device=jax.devices()[0]) == {SCHEDULER: True, MERGER: 0}
+        assert xla_options.options({}, "NVIDIA H100", count=8, device=jax.devices()[0]) == {SCHEDULER: True, MERGER: 0}
     assert "compiled without xla_gpu_of_tomorrow" in caplog.text
 
 
@@ -62,7 +65,7 @@ class Lowered:
 def test_options_of_the_table_never_keep_a_step_from_being_compiled(caplog):
     """Nobody asked for them: it is compiled without."""
     with caplog.at_level("WARNING", "jaxtrain"):
-        assert compiler.compile(Lowered(), {GATHERS: True, SCHEDULER: True}, {}).as_text()
+        assert xla_options.compile(Lowered(), {GATHERS: True, SCHEDULER: True}, {}).as_text()
     assert f"compiled without {GATHERS}" in caplog.text and SCHEDULER in caplog.text and "not supported" in caplog.text
 
 
@@ -70,7 +73,7 @@ def test_what_only_a_real_program_shows_to_be_wrong_names_the_options():
     """And those of the table are not blamed for it."""
     own = {GATHERS: True}
     with pytest.raises(config.ConfigError, match="config.compiler is .*fuse_all_gather.*: .*not supported") as error:
-        compiler.compile(Lowered(), {**own, SCHEDULER: True}, own)
+        xla_options.compile(Lowered(), {**own, SCHEDULER: True}, own)
     assert SCHEDULER not in str(error.value)
 
 
@@ -101,13 +104,13 @@ def test_a_run_compiles_its_step_with_them(folder, corpus):  # noqa: F811
 def test_sums_for_cpus_are_one_pass_and_products_ynnpacks_where_a_process_has_several_cores(monkeypatch):
     cpu, x = jax.devices()[0], jnp.ones((512, 512))
     for cores, products in ((1, False), (2, True), (16, True)):
-        monkeypatch.setattr(compiler.machine, "cores", lambda cores=cores: cores)
-        options = compiler.options({}, "cpu", count=1, device=cpu)
+        monkeypatch.setattr(xla_options.machine, "cores", lambda cores=cores: cores)
+        options = xla_options.options({}, "cpu", count=1, device=cpu)
         assert list(options) == ["xla_cpu_experimental_ynn_fusion_type"]
-        product = compiler.compile(jax.jit(jnp.dot).lower(x, x), options, {})
+        product = xla_options.compile(jax.jit(jnp.dot).lower(x, x), options, {})
         assert ("__ynn_fusion" in product.as_text()) == products and (product(x, x) == 512).all()
-        norm = compiler.compile(jax.jit(lambda x: jnp.sum(jnp.square(x))).lower(x), options, {})
+        norm = xla_options.compile(jax.jit(lambda x: jnp.sum(jnp.square(x))).lower(x), options, {})
         assert "__ynn_fusion" in norm.as_text() and "reduce-window" not in norm.as_text() and norm(x) == 512 * 512
-        assert compiler.ynnpack_multiplies({}) == products
+        assert xla_options.ynnpack_multiplies({}) == products
         for own in ("LIBRARY_FUSION_TYPE_REDUCE", "LIBRARY_FUSION_TYPE_DOT"):  # a config's comes over it
-            assert compiler.ynnpack_multiplies({"xla_cpu_experimental_ynn_fusion_type": own}) == own.endswith("DOT")
+            assert xla_options.ynnpack_multiplies({"xla_cpu_experimental_ynn_fusion_type": own}) == own.endswith("DOT")

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from jaxtrain import console
+from jaxtrain.telemetry import console
 
 CLEAR = "\r\x1b[2K"
 

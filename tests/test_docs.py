@@ -77,7 +77,7 @@ def test_the_objective_of_contributing_is_one(tmp_path):
     for part in ("jaxtrain", "loaders"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / name).write_text(examples()[name])
-    code = "from jaxtrain.workloads import bird; print(bird.Config(n_classes=2, energy=dict(weight=1.0)).energy)"
+    code = "from jaxtrain.workloads.bird import model as bird; print(bird.Config(n_classes=2, energy=dict(weight=1.0)).energy)"
     assert "weight" in python(tmp_path, "-c", code)
 
 

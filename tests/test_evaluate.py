@@ -6,9 +6,10 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain import console, evaluate, goodput
+from jaxtrain import evaluate
 from jaxtrain.config import Config, Train
-from jaxtrain.record import Log
+from jaxtrain.telemetry import console, goodput
+from jaxtrain.telemetry.metrics_logger import Log
 from jaxtrain.types import Mean, Variables
 
 

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain import executables
+from jaxtrain.compile import program_cache
 
 X = jax.ShapeDtypeStruct((4,), jnp.float32)
 
 
 def path_of(f, *arguments, options=()):
-    return executables._path(jax.jit(f).lower(*arguments), dict(options))
+    return program_cache._path(jax.jit(f).lower(*arguments), dict(options))
 
 
 def test_a_program_is_another_where_only_its_arguments_are():
@@ -39,6 +39,6 @@ def test_a_program_is_another_under_other_settings_of_jax(setting):
 
 def test_nothing_is_kept_where_the_cache_is_turned_off(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert executables._are_kept()
+    assert program_cache._are_kept()
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
-    assert not executables._are_kept()
+    assert not program_cache._are_kept()

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import feed
-from jaxtrain.layout import make_layout, make_mesh
+from jaxtrain.data import feed
+from jaxtrain.parallel.layout import make_layout, make_mesh
 from loaders.base import Rows
 
 BATCH = 16

@@ -11,9 +11,14 @@ import pytest
 from commands import runs
 from test_reliability import small_disk
 
-from jaxtrain.commands import arguments, encode_audio, export, index, sudoku, tokens, train_codec
-from jaxtrain.inference import embed, probe
-from loaders import codec, whole
+from jaxtrain.commands import arguments, export
+from jaxtrain.workloads.audio_language.commands import encode_audio, train_codec
+from jaxtrain.workloads.bird.commands import index
+from jaxtrain.workloads.bird.inference import embed, probe
+from jaxtrain.workloads.language.commands import tokens
+from jaxtrain.workloads.trm.commands import sudoku
+from loaders.chat import codec
+from loaders.io import atomic_write
 
 
 @pytest.fixture
@@ -167,17 +172,17 @@ def test_a_probes_report(disk, capsys):
 )
 def test_whole_files_and_folders(tmp_path, error):
     (tmp_path / "x.npy").write_bytes(b"before")
-    with pytest.raises(OSError) as raised, whole.file(tmp_path / "x.npy") as file:
+    with pytest.raises(OSError) as raised, atomic_write.file(tmp_path / "x.npy") as file:
         file.write(b"half")
         raise error
     assert raised.value.filename == str(tmp_path / "x.npy") and (tmp_path / "x.npy").read_bytes() == b"before"
-    with pytest.raises(OSError) as raised, whole.folder(tmp_path / "out") as folder:
+    with pytest.raises(OSError) as raised, atomic_write.folder(tmp_path / "out") as folder:
         (folder / "a").write_text("half")
         raise error
     assert raised.value.filename == str(tmp_path / "out")
-    with pytest.raises(ZeroDivisionError), whole.folder(tmp_path / "out"):
+    with pytest.raises(ZeroDivisionError), atomic_write.folder(tmp_path / "out"):
         raise ZeroDivisionError
     assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
-    with whole.folder(tmp_path / "out") as folder:
-        whole.write(pathlib.Path(folder) / "a", "all")
+    with atomic_write.folder(tmp_path / "out") as folder:
+        atomic_write.write(pathlib.Path(folder) / "a", "all")
     assert files(tmp_path) == ["out/a", "x.npy"]

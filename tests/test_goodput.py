@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from jaxtrain import goodput
-from jaxtrain.owner import WorkdirError
+from jaxtrain.parallel.lease import WorkdirError
+from jaxtrain.telemetry import goodput
 
 ROOT = pathlib.Path(__file__).parent.parent
 # A process that is busy until it is killed, and says when its file is there.
 BUSY = """
 import sys, time
-from jaxtrain import goodput
+from jaxtrain.telemetry import goodput
 clock = goodput.Clock()
 clock.switch(goodput.RESTORE)
 clock.open(sys.argv[1], process=0, processes=1, facts={})
@@ -64,7 +64,7 @@ def test_kills_leave_parts_that_are_the_whole(tmp_path):
 
 RESUMED = """
 import os, signal, sys
-from jaxtrain import goodput
+from jaxtrain.telemetry import goodput
 clock = goodput.Clock()
 clock.open(sys.argv[1], process=0, processes=1, facts={})
 clock.resumed(int(sys.argv[2]))

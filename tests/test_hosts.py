@@ -19,9 +19,10 @@ import pytest
 from test_reliability import cluster, step_of, wait_for
 from test_train import ROOT, command, corpus, folder, free_port, records, run  # noqa: F401
 
-from jaxtrain.checkpoint import read as stored
-from jaxtrain.cluster import notices
-from loaders import _rust, spectrogram
+from jaxtrain.arrays import stored
+from jaxtrain.parallel.cluster import notices
+from loaders import _rust
+from loaders.audio import spectrogram
 from loaders.base import Rows
 
 QUIET = ("--config.train.eval_every=0", "--config.checkpoint.every=1000")
@@ -209,7 +210,7 @@ def test_a_loader_that_one_waits_for_stops_no_other_thread(corpus):  # noqa: F81
 
 def test_promise_10_a_start_that_never_ends_is_ended(tmp_path):
     script = (
-        "import sys, time; from jaxtrain.cluster import Watchdog\n"
+        "import sys, time; from jaxtrain.parallel.cluster import Watchdog\n"
         "dog = Watchdog(sys.argv[1], process=0, processes=2, timeout=100, start_timeout=1)\n"
         "dog.starting('its compilation'); time.sleep(60)"
     )
@@ -220,7 +221,7 @@ def test_promise_10_a_start_that_never_ends_is_ended(tmp_path):
 
 def test_what_is_compiled_behind_the_first_batch_has_the_time_of_a_start(tmp_path):
     script = (
-        "import sys, time; from jaxtrain.cluster import Watchdog\n"
+        "import sys, time; from jaxtrain.parallel.cluster import Watchdog\n"
         "dog = Watchdog(sys.argv[1], process=0, processes=1, timeout=0.5, start_timeout=100)\n"
         "dog.beat('step 1'); dog.starting('its pictures'); time.sleep(1.5); print('compiled', flush=True)\n"
         "dog.beat('step 1'); time.sleep(60)"
@@ -248,9 +249,9 @@ def test_promise_10_one_of_four_that_is_stuck(folder, corpus):  # noqa: F811
 # A loader that weighs its process: at every batch, and before and after the state is restored.
 WEIGHING_LOADER = """
 import concurrent.futures, ctypes, gc, json, os, re
-from jaxtrain import programs
-from loaders.spectrogram import Config, facts, fields
-from loaders import spectrogram
+from jaxtrain.compile import step_compiler as programs
+from loaders.audio.spectrogram import Config, facts, fields
+from loaders.audio import spectrogram
 
 def weigh(what, name):
     kilobytes = int(re.search(rf"{name}:\\s+(\\d+)", open("/proc/self/status").read())[1])

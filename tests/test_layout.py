@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout import LayoutError, make_layout, make_mesh
+from jaxtrain.parallel.layout import LayoutError, make_layout, make_mesh
 
 
 def layout(data=2, fsdp=2, model=2, **rules):

@@ -13,18 +13,20 @@ import safetensors.numpy
 import test_language as language_test
 
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
-from jaxtrain import lora
 from jaxtrain import specs as specs_lib
-from jaxtrain import state as state_lib
-from jaxtrain import step as step_lib
+from jaxtrain.arrays import peft
 from jaxtrain.assembly import assemble
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.config import Lora
-from jaxtrain.nn import vit
+from jaxtrain.nn import lora
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.step import state as state_lib
+from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import Variables
-from jaxtrain.weights import peft
-from jaxtrain.workloads import bird, language, trm
+from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.trm import model as trm
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "commands"))
 import runs  # noqa: E402

@@ -17,10 +17,10 @@ import test_train
 import test_trm
 from steps import Run, assert_alike
 
-from jaxtrain import cluster
 from jaxtrain import config as config_lib
-from jaxtrain.nn import masked
-from jaxtrain.workloads import bird
+from jaxtrain.parallel import cluster
+from jaxtrain.workloads.bird import masked
+from jaxtrain.workloads.bird import model as bird
 
 STEPS = 5
 WORKLOADS = pathlib.Path(__file__).parent / "workloads"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import metrics
+from jaxtrain.telemetry import metrics
 from jaxtrain.types import Mean
 
 

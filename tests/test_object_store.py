@@ -13,10 +13,9 @@ from test_reliability import cluster, wait_for
 from test_train import ROOT, corpus, folder, free_port, records, run  # noqa: F401
 
 from jaxtrain import cli
-from jaxtrain.checkpoint import read
-from jaxtrain.weights import safetensors
-from jaxtrain.weights import source as source_lib
-from loaders import files
+from jaxtrain.arrays import safetensors, stored
+from jaxtrain.arrays import source as source_lib
+from loaders.io import files
 
 RUN = "gs://bucket/tiny/checkpoints"
 
@@ -73,7 +72,7 @@ def test_promises_1_and_6_and_7_in_an_object_store(folder, corpus, bucket):  # n
 @pytest.mark.parametrize("argv", ["embed {run} --out o", "checkpoint inspect {run}", "export {run} --out o"])
 def test_a_store_that_does_not_answer_is_told(argv, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(read, "PATIENCE", 0.5)
+    monkeypatch.setattr(stored, "PATIENCE", 0.5)
     for name, value in object_store.environment(free_port()).items():
         monkeypatch.setenv(name, value)
     assert cli.main(argv.format(run="gs://silent/run").split()) == 2

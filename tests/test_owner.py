@@ -18,17 +18,17 @@ import pytest
 from test_reliability import cluster, wait_for
 from test_train import ROOT, command, corpus, folder, free_port  # noqa: F401
 
-from jaxtrain import cluster as cluster_lib
 from jaxtrain import config as config_lib
-from jaxtrain import writers
-from jaxtrain.host import Host
-from jaxtrain.owner import Owner, WorkdirError, disk, store, who
+from jaxtrain.parallel import cluster as cluster_lib
+from jaxtrain.parallel.lease import Owner, WorkdirError, disk, store, who
+from jaxtrain.process_context import Host
+from jaxtrain.telemetry import writers
 
 # A process that becomes the owner, says so, and does what its standard input says.
 PROGRAM = """
 import os, random, sys, time
-from jaxtrain import owner
-from jaxtrain.owner import disk, store, who
+from jaxtrain.parallel import lease as owner
+from jaxtrain.parallel.lease import disk, store, who
 delay = float(os.environ.get("DELAY", 0))
 for kind in (disk.Disk, store.Store):  # every look is followed by a pause, in which others act
     def slow(self, *args, look=kind._read):

@@ -10,8 +10,8 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxtrain import assembly as assembly_lib
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
 from jaxtrain import plan
+from jaxtrain.parallel import layout as layout_lib
 
 ROOT = pathlib.Path(__file__).parent.parent
 WIDE = (("model.embed", "128"), ("model.depth", "2"), ("model.heads", "2"), ("model.dtype", "bfloat16"))

@@ -14,8 +14,8 @@ from test_train import command, corpus, folder, free_port, hashes, ids, records,
 UNRULY_LOADER = """
 import os, signal, time
 import numpy as np
-from loaders.spectrogram import Config, facts, fields
-from loaders import spectrogram
+from loaders.audio.spectrogram import Config, facts, fields
+from loaders.audio import spectrogram
 
 class Unruly:
     def __init__(self, loader, split):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import specs
-from jaxtrain.layout import LayoutError, make_layout, make_mesh
+from jaxtrain.parallel.layout import LayoutError, make_layout, make_mesh
 from jaxtrain.types import Spec
 
 TABLE = {

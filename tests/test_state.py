@@ -9,10 +9,11 @@ import optax
 import pytest
 import xla
 
-from jaxtrain import specs, state, step
+from jaxtrain import specs
 from jaxtrain.config import Group, Guard, Optim
-from jaxtrain.layout import LayoutError, make_layout, make_mesh
 from jaxtrain.optim import make_optimizer
+from jaxtrain.parallel.layout import LayoutError, make_layout, make_mesh
+from jaxtrain.step import state, train_step
 from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
 from loaders.base import Field
 
@@ -131,10 +132,10 @@ def test_an_offloaded_state_lives_in_host_memory_and_comes_over_for_the_update(s
     found = []
     for offload in (False, True):
         plan = state.make_abstract(task, tx, layout, FIELDS, batch=16, ema=False, offload=offload)
-        run = step.make_train_step(task, tx, layout, plan, accumulate=1, ema=0.0, guard=Guard(), seed=0)
+        run = train_step.make_train_step(task, tx, layout, plan, accumulate=1, ema=0.0, guard=Guard(), seed=0)
         now = state.init_state(task, tx, plan, jax.random.key(0))
         for _ in range(2):
-            now, _ = run(now, {"x": jax.device_put(rows, plan.batch["x"].sharding)}, step.put_stop(layout, False))
+            now, _ = run(now, {"x": jax.device_put(rows, plan.batch["x"].sharding)}, train_step.put_stop(layout, False))
             kinds = {x.sharding.memory_kind for x in jax.tree.leaves(now.opt_state) if x.ndim}
             assert kinds == {"pinned_host" if offload else "device"}
         found.append(now.variables.params["w"])

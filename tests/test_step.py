@@ -12,15 +12,15 @@ import optax
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import state as state_lib
-from jaxtrain import step as step_lib
 from jaxtrain.assembly import assemble
-from jaxtrain.layout import Devices, LayoutError, make_mesh
-from jaxtrain.nn import augment
+from jaxtrain.parallel.layout import Devices, LayoutError, make_mesh
 from jaxtrain.plan import hlo
 from jaxtrain.specs import fan_in, ones, zeros
+from jaxtrain.step import state as state_lib
+from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
-from jaxtrain.workloads import bird
+from jaxtrain.workloads.bird import augment
+from jaxtrain.workloads.bird import model as bird
 from loaders.base import Field
 
 BATCH = 32

@@ -21,16 +21,18 @@ import orbax.checkpoint as ocp
 import pytest
 from xla import SOON
 
-from jaxtrain import cli, feed, glossary, goodput
+from jaxtrain import cli
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
-from jaxtrain import state as state_lib
-from jaxtrain import step as step_lib
+from jaxtrain.arrays import stored
 from jaxtrain.assembly import assemble
-from jaxtrain.checkpoint import read as stored
-from jaxtrain.report import trace
-from jaxtrain.workloads import bird
-from loaders import demo, spectrogram
+from jaxtrain.data import feed
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.step import state as state_lib
+from jaxtrain.step import train_step as step_lib
+from jaxtrain.telemetry import glossary, goodput
+from jaxtrain.telemetry.report import trace
+from jaxtrain.workloads.bird import model as bird
+from loaders.audio import demo, spectrogram
 from loaders.base import Rows
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -39,8 +41,8 @@ TRACED = "--config.metrics.profile=(2, 2)"
 # A loader that writes down which recordings it hands out, and that can end its process there and then.
 RECORDING_LOADER = """
 import json, os, signal, time
-from loaders.spectrogram import Config, facts, fields
-from loaders import spectrogram
+from loaders.audio.spectrogram import Config, facts, fields
+from loaders.audio import spectrogram
 
 class Recording:
     def __init__(self, loader, split, rows):

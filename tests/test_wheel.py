@@ -59,7 +59,9 @@ def test_the_wheel_is_for_any_python_and_old_systems_and_holds_the_configs(wheel
     assert re.fullmatch(r"jaxtrain-[\d.]+-cp311-abi3-manylinux_2_28_(x86_64|aarch64)\.whl", wheel.name)
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"configs/{path.name}" for path in (ROOT / "configs").glob("*.py")} <= set(names)
-    assert {"jaxtrain/report/assets/report.js", "jaxtrain/report/assets/report.css"} <= set(names), "what pages are made of"
+    assert {"jaxtrain/telemetry/report/assets/report.js", "jaxtrain/telemetry/report/assets/report.css"} <= set(names), (
+        "what pages are made of"
+    )
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"jaxtrain", "loaders", "configs"}
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxtrain import writers
 from jaxtrain.config import Config, ConfigError, Metrics
+from jaxtrain.telemetry import writers
 
 
 def lines(folder):

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxtrain.inference import detect, embed
-from loaders.recordings import windows as windows_lib
+from jaxtrain.workloads.bird.inference import detect, embed
+from loaders.audio.recordings import windows as windows_lib
 from tools import bench_windows
 
 

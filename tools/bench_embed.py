@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxtrain.inference import embed
-from loaders import shards
+from jaxtrain.workloads.bird.inference import embed
+from loaders.audio import shards
 
 
 def measured(model: embed.Model, data: embed.spectrogram.Config, *, batch: int) -> dict[str, float]:

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
-from loaders.recordings import make, rows, sources, store
-from loaders.recordings.annotations import Mistakes
+from loaders.audio.recordings import make, rows, sources, store
+from loaders.audio.recordings.annotations import Mistakes
 
 OPEN = """
 import resource, sys, time

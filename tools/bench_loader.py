@@ -20,7 +20,7 @@ recordings each, for some rounds, so that a machine whose speed drifts is as slo
 rounds, each ratio the median of the ratios within a round. Shards are in the page cache. A pass of ours begins with empty
 queues. Compare ratios, and only within one run; on a machine that has other work, with --clock=cpu.
 
-The corpus is loaders.demo's birds in longer recordings, one shard for each codec, made once and kept next to the demo's.
+The corpus is loaders.audio.demo's birds in longer recordings, one shard for each codec, made once and kept next to the demo's.
 """
 
 import argparse
@@ -47,8 +47,10 @@ import numpy as np
 import pyarrow as pa
 import soundfile
 
-from loaders import base, demo, demo_birds, machine, order
-from loaders import spectrogram as ours
+from loaders import base, order
+from loaders.audio import demo, demo_birds
+from loaders.audio import spectrogram as ours
+from loaders.io import machine
 
 SEED = 7
 FRONT_END = ours.FrontEnd()
@@ -130,7 +132,7 @@ def recordings(shard: pathlib.Path) -> list[memoryview]:
 
 
 def samples(shard: pathlib.Path, epoch: int) -> list[Sample]:
-    """The crops of an epoch, in order: what `loaders.spectrogram` makes with seed SEED."""
+    """The crops of an epoch, in order: what `loaders.audio.spectrogram` makes with seed SEED."""
     data = recordings(shard)
     drawn = []
     for row in order.permutation(SEED, epoch, len(data), np.arange(len(data))):

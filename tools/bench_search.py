@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.inference import embeddings, search
+from jaxtrain.workloads.bird.inference import embeddings, search
 
 CHUNK = 100_000  # rows that are made together
 

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from loaders import machine
+from loaders.io import machine
 
 MODELS = ("trm", "language", "bird", "giblet", "higgs")
 # Rows of the table: name -> what is measured, and the arguments.
@@ -174,7 +174,7 @@ def kernels(sides: Mapping[str, Callable[[], float]], most: int = 10, steps: int
     import jax
     import torch
 
-    from jaxtrain.report import trace
+    from jaxtrain.telemetry.report import trace
 
     ours, *others = sides.values()
     ours()

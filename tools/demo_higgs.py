@@ -35,15 +35,17 @@ import jax
 import numpy as np
 
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
-from jaxtrain import metrics
-from jaxtrain.commands import train_codec
-from jaxtrain.inference import generate_audio
+from jaxtrain.arrays import peft, safetensors
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.telemetry import metrics
 from jaxtrain.types import Variables
-from jaxtrain.weights import peft, safetensors
-from jaxtrain.workloads import audio_language
-from loaders import _rust, chat_audio, codec, demo_chat, shards
+from jaxtrain.workloads.audio_language import generate_audio
+from jaxtrain.workloads.audio_language import model as audio_language
+from jaxtrain.workloads.audio_language.commands import train_codec
+from loaders import _rust
+from loaders.audio import shards
 from loaders.base import Rows
+from loaders.chat import chat_audio, codec, demo_chat
 from tools.demo_giblet import records
 
 SECONDS = 3.2  # of a sample, one of several parts of a recording
@@ -123,7 +125,7 @@ def unpack(data: str, split: str, out: pathlib.Path) -> list[Recording]:
     """Writes a split's recordings as files, as they are."""
     folder = data
     if data == "demo":
-        from loaders import demo
+        from loaders.audio import demo
 
         folder = str(demo.ensure())
     label = "ebird_code" if data == "demo" else "label"

@@ -1,4 +1,6 @@
-"""Draws what jaxtrain.nn.augment does to a recording: python -m tools.draw_augmentations [--out tools/augmentations.png]
+"""Draws what jaxtrain.workloads.bird.augment does to a recording.
+
+python -m tools.draw_augmentations [--out tools/augmentations.png]
 
 Each row is one augmentation alone, as it is drawn for the same recording in three epochs; below them all together. Partners of
 mixup and backgrounds are other recordings. Without --data it draws the built-in demo birds.
@@ -11,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw
 
-from jaxtrain.nn import augment
-from loaders import spectrogram
+from jaxtrain.workloads.bird import augment
+from loaders.audio import spectrogram
 from loaders.base import Rows
 
 EXAMPLES = {

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtrain import cluster
-from jaxtrain.inference import embed, probe
+from jaxtrain.parallel import cluster
+from jaxtrain.workloads.bird.inference import embed, probe
 
 FOLDS = (1, 2, 3, 4, 5)
 OBJECTIVES = ("mae", "lejepa", "diet", "teacher", "supervised")

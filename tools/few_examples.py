@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.inference import embeddings, examples, fit, heads, probe
+from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, probe
 
 METHODS = ("linear", "prototypes", "patches")
 SAMPLES = 200  # bootstrap samples of the test rows, of each draw

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import soundfile
 
-from loaders import machine
+from loaders.io import machine
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FUZZ = ROOT / "rust" / "fuzz"

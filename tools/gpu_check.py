@@ -19,7 +19,7 @@ was over before all had run. On a CPU it runs its small form, which shows that i
 
 Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is recomputed, and no gather of
 embeddings; "full" counts the places that a causal mask leaves out, "causal" does not. MFU is of the chip's datasheet (dense
-bfloat16, jaxtrain/chips.py), and of the best product that "ceilings" measured.
+bfloat16, jaxtrain/parallel/chips.py), and of the best product that "ceilings" measured.
 """
 
 import argparse
@@ -49,7 +49,7 @@ SMALL_CASES = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")  # the others
 CONVENTIONS = {
     "flops": "products of matrices of the model, forward and backward; nothing recomputed, no gather of embeddings",
     "full_flops": "the same with the places of attention that a causal mask leaves out",
-    "mfu": "of the datasheet's dense bfloat16 peak (jaxtrain/chips.py), and of the best measured product",
+    "mfu": "of the datasheet's dense bfloat16 peak (jaxtrain/parallel/chips.py), and of the best measured product",
 }
 
 
@@ -267,8 +267,8 @@ def child(args: argparse.Namespace) -> int:
 def machine(device: Any) -> dict[str, Any]:
     import jax
 
-    from jaxtrain import chips
-    from loaders import machine
+    from jaxtrain.parallel import chips
+    from loaders.io import machine
 
     chip = chips.find(device.device_kind)
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loaders import order, packing, token_files, tokens
+from loaders import order
+from loaders.text import packing, token_files, tokens
 
 
 def lengths_of(path: str) -> np.ndarray:

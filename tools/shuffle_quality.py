@@ -1,4 +1,4 @@
-"""How well the orders of loaders.spectrogram mix: python -m tools.shuffle_quality [--rows=N] [--shards=N] [--batch=N]
+"""How well the orders of loaders.audio.spectrogram mix: python -m tools.shuffle_quality [--rows=N] [--shards=N] [--batch=N]
 
 Prints for the global order, for the block order of several sizes, and for shards read one after the other through a
 shuffle buffer of 10,000 rows (what many loaders do), over one epoch:

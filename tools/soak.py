@@ -48,7 +48,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain import config as config_lib
-from jaxtrain import goodput
+from jaxtrain.telemetry import goodput
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROCESSES, HOSTS = 4, 2
@@ -401,7 +401,7 @@ class Soak:
         return [(line["step"], line["loss"]) for line in lines if line["split"] == "train"]
 
     def _arrays(self, number: int) -> set[tuple[str, str]]:
-        from jaxtrain.checkpoint import read as stored
+        from jaxtrain.arrays import stored
 
         state = stored.open_step(stored.find_step(self.folder / DISK / f"lap{number}"))
         return {(name, hashlib.sha256(array.read(()).tobytes()).hexdigest()) for name, array in state.items()}

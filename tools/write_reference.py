@@ -12,10 +12,10 @@ import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 
-import jaxtrain.workloads
 import loaders
-from jaxtrain import glossary
+from jaxtrain import workload
 from jaxtrain.config import Config, gloss
+from jaxtrain.telemetry import glossary
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference.md"
@@ -34,15 +34,17 @@ name or a number. `jaxtrain explain` prints those of one config, and the card of
 def page() -> str:
     """The page's text."""
     parts = [HEAD, "## Every run", *table(Config, "", leave_out=("model", "data"))]
-    for package, section, kind in ((jaxtrain.workloads, "model", "workload"), (loaders, "data", "loader")):
-        for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "_rust"):
-            name = f"{package.__name__}.{module}"
-            if (cls := getattr(importlib.import_module(name), "Config", None)) and cls is not Config:
-                parts += [f"## `{section}` of {kind} `{name}`", *table(cls, f"{section}.")]
+    for name in workload.shipped():
+        parts += [f"## `model` of workload `{name}`", *table(workload.of(name).get("config"), "model.")]
+    modules = pkgutil.walk_packages(loaders.__path__, "loaders.")
+    for name in sorted(m.name for m in modules if m.name != "loaders._rust"):
+        module = importlib.import_module(name)
+        if callable(getattr(module, "make_loader", None)):
+            parts += [f"## `data` of loader `{name}`", *table(module.Config, "data.")]
     parts += ["## Metrics", METRICS, 'Of each step, split "train":', glossary_table(glossary.STEP)]
-    for workload, entries in glossary.WORKLOADS.items():
-        parts += [f'Of `{workload}`, splits "train" and "test":', glossary_table(entries)]
-    parts += ['Of the order of the recordings, split "data":', glossary_table(glossary.DATA)]
+    for name in workload.shipped():
+        parts += [f'Of `{name}`, splits "train" and "test":', glossary_table(glossary.of_workload(name))]
+    parts += ['Of the order of the examples, split "data":', glossary_table(glossary.DATA)]
     parts += ['Of saves, split "save":', glossary_table(glossary.SAVE)]
     return "\n\n".join(parts) + "\n"
 

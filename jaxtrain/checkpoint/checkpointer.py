@@ -28,16 +28,17 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtrain import cluster, room, specs
 from jaxtrain import config as config_lib
-from jaxtrain.checkpoint import checksums, late, meeting
-from jaxtrain.checkpoint import read as stored
+from jaxtrain import specs
+from jaxtrain.arrays import quiet_orbax, stored
+from jaxtrain.checkpoint import checksums, disk_usage, joint_failure
 from jaxtrain.checkpoint.history import CheckpointError, History, Scores
+from jaxtrain.parallel import cluster
 from jaxtrain.schedule import is_save_due
 from jaxtrain.types import Task
 
 if TYPE_CHECKING:  # a state is rebuilt from the abstract one, so that reading a step imports no trainer
-    from jaxtrain.state import Abstract, TrainState
+    from jaxtrain.step.state import Abstract, TrainState
 
 TIMEOUT = 3600  # [s] that a save may take: all processes write, then one reads it all for the checksums
 
@@ -64,14 +65,14 @@ class Checkpointer:
     """Saves and restores the runs of one workdir. Every method is called by all processes, in the same order."""
 
     def __init__(self, config: config_lib.Config, task: Task):
-        late.keep_quiet()
+        quiet_orbax.keep_quiet()
         self._config = config
         self._meta = {
             "config": json.loads(config_lib.to_json(config)),
             "parameters": specs.digest(task.specs),
             "versions": cluster.versions(),
         }
-        self._path = _folder(room.folder_of(config.workdir, config.checkpoint.folder))
+        self._path = _folder(disk_usage.folder_of(config.workdir, config.checkpoint.folder))
         self._path.mkdir(parents=True, exist_ok=True)
         _check_shared(self._path)
         self._scores = Scores(self._path.parent / "best.json", config.checkpoint, config.train.min_delta)
@@ -81,7 +82,7 @@ class Checkpointer:
         self._saving: epath.Path | None = None  # the step of the save in flight
         self._failures = 0
         self._given_up: list[str] = []  # steps whose saves failed
-        self._meeting = meeting.Meeting() if jax.process_count() > 1 else None
+        self._meeting = joint_failure.Meeting() if jax.process_count() > 1 else None
         saves = ocp.options.AsyncOptions(
             timeout_secs=TIMEOUT, barrier_sync_fn=self._meeting, post_finalization_callback=self._seal
         )

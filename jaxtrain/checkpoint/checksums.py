@@ -26,7 +26,7 @@ from typing import Any
 
 from etils import epath
 
-from loaders import files
+from loaders.io import files
 
 NAME = "manifest.json"
 APART = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")  # what the step's own folder has that is not listed
@@ -101,7 +101,7 @@ def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | N
 
 
 def digest_of(path: epath.Path) -> str:
-    """The hash of a regular file, in hex. Raises `loaders.files.FileError`."""
+    """The hash of a regular file, in hex. Raises `loaders.io.files.FileError`."""
     return _measure(path)["hash"]
 
 

@@ -12,7 +12,7 @@ import jax
 from etils import epath
 
 from jaxtrain.config import Checkpoint
-from loaders import files
+from loaders.io import files
 
 
 class CheckpointError(RuntimeError):

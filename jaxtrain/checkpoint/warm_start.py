@@ -30,11 +30,12 @@ import numpy as np
 from etils import epath
 
 from jaxtrain import specs
-from jaxtrain.checkpoint import checksums, timm
-from jaxtrain.checkpoint import read as stored
-from jaxtrain.checkpoint.read import Stored
+from jaxtrain.arrays import stored
+from jaxtrain.arrays.stored import Stored
+from jaxtrain.checkpoint import checksums
 from jaxtrain.config import RESHAPE, WarmStart
 from jaxtrain.types import Array, PyTree
+from jaxtrain.workloads.bird.export import timm_names
 
 log = logging.getLogger("jaxtrain")
 
@@ -90,8 +91,8 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
     try:
         if stored.is_safetensors(config.source):
             arrays = stored.open_safetensors(config.source)
-            if timm.is_one(arrays):
-                return timm.as_ours(arrays, config.source)
+            if timm_names.is_one(arrays):
+                return timm_names.as_ours(arrays, config.source)
             # Only our own exports may have a carry next to the parameters.
             ours = (epath.Path(config.source).expanduser() / stored.EXPORT).exists()
             return {path: array for path, array in arrays.items() if not (ours and path.startswith(stored.CARRY))}
@@ -204,7 +205,7 @@ def load(matches: Matches, params: PyTree) -> dict[str, Array]:
     """Reads the arrays: each device its own part, and no part twice on a process.
 
     Args:
-      params: abstract arrays with shardings (`jaxtrain.state.Abstract`), at least those that are loaded.
+      params: abstract arrays with shardings (`jaxtrain.step.state.Abstract`), at least those that are loaded.
     """
     targets = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
     by_path: dict[str, Array] = {}

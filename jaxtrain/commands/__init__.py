@@ -1,1 +1,52 @@
-"""What users run: one file a command, listed in the table of `jaxtrain.cli`."""
+"""The commands: those of the trainer, one file each, and those that the workloads bring (`jaxtrain.workload`)."""
+
+from jaxtrain import workload
+from jaxtrain.workload import Command
+
+GROUPS = ("train", "monitor", "plan", "data", "weights", "inference", "evaluate", "clusters", "shell")
+
+
+def _own(name: str, group: str, summary: str, *, caches: bool = False) -> tuple[str, Command]:
+    return name, Command(f"jaxtrain.commands.{name.replace('-', '_')}", group, summary, caches)
+
+
+TRAINER = dict(
+    (
+        _own("train", "train", "train a config, or resume its run", caches=True),
+        _own("runs", "monitor", "list all runs under a folder: state, step, scores, goodput, disk"),
+        _own("report", "monitor", "one HTML file of a run or of several: curves, time, pictures, samples, configs"),
+        _own("watch", "monitor", "the same page in a browser, kept current while runs train"),
+        _own("profile", "monitor", "trace the next steps of a run that trains: where their time goes"),
+        _own("metrics", "monitor", "the records of runs as one Parquet table"),
+        _own("plan", "plan", "memory, time and problems of a run on any devices, before it starts", caches=True),
+        _own("explain", "plan", "every field of a config: value, unit, meaning"),
+        _own("export", "weights", "convert a checkpoint to safetensors for Hugging Face, and back"),
+        _own("lora-to-peft", "weights", "write the adapters of a run in peft's format"),
+        _own("checkpoint", "weights", "inspect, verify, compare and strip checkpoints"),
+        _own("doctor", "clusters", "check host, devices, disk, network, software and data before a run"),
+        _own("launch", "clusters", "submit a run or a sweep to SLURM, and watch it"),
+        _own("completion", "shell", "print a script that completes commands, flags and configs in bash, zsh or fish"),
+    )
+)
+
+
+class CommandError(ValueError):
+    """Two commands of one name. The message names both."""
+
+
+def table(*others: str) -> dict[str, Command]:
+    """Every command by its name, in the order of the listing: the trainer's, and those of the shipped workloads.
+
+    Args:
+      others: dotted names of workloads that the user named, whose commands are added.
+
+    Raises CommandError: a workload has a command of a name that is taken; ImportError: a workload cannot be imported.
+    """
+    found, owner = dict(TRAINER), dict.fromkeys(TRAINER, "the trainer")
+    for name in (*workload.shipped(), *others):
+        for word, command in workload.of(name).commands.items():
+            if word in found:
+                raise CommandError(f"the command {word!r} of {name} is one of {owner[word]} already; rename it in its WORKLOAD")
+            found[word], owner[word] = command, name
+    groups = [*GROUPS, *(command.group for command in found.values())]
+    return dict(sorted(found.items(), key=lambda item: groups.index(item[1].group)))

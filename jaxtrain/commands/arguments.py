@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from loaders import checks
+from loaders.io import checks
 
 # A path that a user named is in the way, or is missing.
 PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_run(parser: argparse.ArgumentParser, *, ema: bool = False, nargs: int | str | None = None) -> None:
-    """Adds RUN and --step (and --ema), which `jaxtrain.weights.source.find` takes."""
+    """Adds RUN and --step (and --ema), which `jaxtrain.arrays.source.find` takes."""
     parser.add_argument(
         "run", metavar="RUN", nargs=nargs, help="a run's workdir, a step directory of it, or a folder of `jaxtrain export`"
     )
@@ -90,7 +90,7 @@ def add_run(parser: argparse.ArgumentParser, *, ema: bool = False, nargs: int | 
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Adds --workload, which `jaxtrain.weights.workload` takes."""
+    """Adds --workload, which `jaxtrain.arrays.run_workload` takes."""
     parser.add_argument(
         "--workload",
         default="",
@@ -161,10 +161,10 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
         report(f"there is not enough memory{f': {error}' if str(error) else ''}; give this process more, or it less to do")
         return MISTAKE
     except Exception as error:
-        from loaders import whole
+        from loaders.io import atomic_write
 
         is_mistake = isinstance(error, mistakes)
-        if whole.is_full(error) and (isinstance(error, OSError) or not is_mistake):
+        if atomic_write.is_full(error) and (isinstance(error, OSError) or not is_mistake):
             path = getattr(error, "filename", None) or "a file"
             report(f"{path} could not be written: {os.strerror(errno.ENOSPC)}; free some space, then rerun the command")
             return MISTAKE

@@ -39,17 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             action.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
 
-    from jaxtrain.checkpoint import read as stored
+    from jaxtrain.arrays import stored
 
     return arguments.run(functools.partial(_look, args), mistakes=(stored.StoredError,))
 
 
 def _look(args: argparse.Namespace) -> int:
-    from jaxtrain.weights import source, steps
+    from jaxtrain.arrays import saved_steps, source
 
     sources = [source.find(run, args.step) for run in args.run]
     if args.action == "inspect":
-        return steps.inspect(sources[0], as_json=args.json)
+        return saved_steps.inspect(sources[0], as_json=args.json)
     if args.action == "export":
-        return steps.export(sources[0], args.out)
-    return steps.verify(sources[0]) if args.action == "verify" else steps.diff(*sources)
+        return saved_steps.export(sources[0], args.out)
+    return saved_steps.verify(sources[0]) if args.action == "verify" else saved_steps.diff(*sources)

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import importlib
 import io
-import pkgutil
 import re
 import shlex
 import types
@@ -53,9 +52,7 @@ def _print(shell: str) -> int:
 
 def words() -> Words:
     """All of them, as this version has them: flags are read from each command's --help."""
-    files = [found.name for found in pkgutil.iter_modules(commands.__path__)]
-    modules = {name.replace("_", "-"): importlib.import_module(f"jaxtrain.commands.{name}") for name in files}
-    modules = {name: module for name, module in modules.items() if hasattr(module, "main")}
+    modules = {name: importlib.import_module(command.module) for name, command in commands.table().items()}
     actions = {name: list(getattr(module, "ACTIONS", ())) for name, module in modules.items()}
     helps = {name: help_of(module, actions[name]) for name, module in modules.items()}
     return Words(

@@ -11,8 +11,9 @@ import functools
 import sys
 from collections.abc import Sequence
 
-from jaxtrain import config, glossary
+from jaxtrain import config
 from jaxtrain.commands import arguments
+from jaxtrain.telemetry import glossary
 from loaders.base import DataError
 
 MISTAKES = (config.ConfigError, DataError)

@@ -37,7 +37,7 @@ import time
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
-from loaders import machine
+from loaders.io import machine
 
 DTYPES = ("f32", "f16", "bf16")
 
@@ -80,18 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.report(f"{flag}: {wrong}")
             return arguments.MISTAKE
 
-    from jaxtrain.checkpoint import read as stored
+    from jaxtrain.arrays import stored
     from jaxtrain.checkpoint import warm_start
 
     return arguments.run(functools.partial(_export, args), mistakes=(stored.StoredError, warm_start.WarmStartError))
 
 
 def _export(args: argparse.Namespace) -> int:
-    from jaxtrain.weights import push, safetensors
+    from jaxtrain.arrays import hub, safetensors
 
     began = time.perf_counter()
     if not args.out:
-        print(push.push(args.run, args.push, private=args.private, tell=print))
+        print(hub.push(args.run, args.push, private=args.private, tell=print))
         return 0
     if args.reverse:
         line = safetensors.reverse(args.reverse, args.out)
@@ -113,7 +113,7 @@ def _export(args: argparse.Namespace) -> int:
     peak = machine.peak_memory()
     print(f"{line}; {time.perf_counter() - began:.1f} s, at most {peak / 1e6:.0f} MB of host memory")
     if args.push:
-        print(push.push(args.out, args.push, private=args.private, tell=print))
+        print(hub.push(args.out, args.push, private=args.private, tell=print))
     return 0
 
 

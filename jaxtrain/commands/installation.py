@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
-from loaders import machine
+from loaders.io import machine
 
 ALLOW_DEBUG = "--config.data.allow_debug_build"
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain import config as config_lib
 from jaxtrain.commands import arguments
-from loaders import files
+from loaders.io import files
 
 if TYPE_CHECKING:
     import submitit

@@ -27,13 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
 
-    from jaxtrain.checkpoint import read as stored
+    from jaxtrain.arrays import stored
 
     return arguments.run(functools.partial(_export, args), mistakes=(stored.StoredError,))
 
 
 def _export(args: argparse.Namespace) -> int:
-    from jaxtrain.weights import peft
+    from jaxtrain.arrays import peft
 
     print(peft.export(args.run, args.out, step=args.step, named=args.workload))
     return 0

@@ -22,8 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FILE", required=True, help="the Parquet file to write")
     args = parser.parse_args(argv)
 
-    from jaxtrain.report.run import RunError
-    from loaders.files import FileError
+    from jaxtrain.telemetry.report.run import RunError
+    from loaders.io.files import FileError
 
     return arguments.run(functools.partial(_write, args.runs, args.out), mistakes=(RunError, FileError))
 
@@ -33,8 +33,8 @@ def _write(paths: Sequence[str], out: str) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from jaxtrain.report import records
-    from jaxtrain.report import run as run_lib
+    from jaxtrain.telemetry.report import records
+    from jaxtrain.telemetry.report import run as run_lib
 
     tables, odd = [], 0
     for path in paths:

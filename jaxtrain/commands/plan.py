@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(given: config.Arguments) -> int:
     """Prints the plan of ``given.plan``. Returns the exit code."""
-    from jaxtrain import cluster, console, plan, train
+    from jaxtrain import plan, train
+    from jaxtrain.parallel import cluster
+    from jaxtrain.telemetry import console
 
     def report() -> int:
         plan.refuse_unknown(given.plan or "")  # a misspelt one is reported before any data are read or made

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 
-REQUEST, FOLDER, MOST_STEPS = "profile.json", "traces", 1000  # as jaxtrain.traces has them, which imports jax
+REQUEST, FOLDER, MOST_STEPS = "profile.json", "traces", 1000  # as jaxtrain.telemetry.traces has them, which imports jax
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,14 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.steps > MOST_STEPS:
         parser.error(f"argument --steps: {args.steps}; expected at most {MOST_STEPS}")
 
-    from jaxtrain.report.run import RunError
-    from loaders.files import FileError
+    from jaxtrain.telemetry.report.run import RunError
+    from loaders.io.files import FileError
 
     return arguments.run(functools.partial(_ask, args.run, args.steps, args.all, args.timeout), mistakes=(RunError, FileError))
 
 
 def _ask(path: str, steps: int, everyone: bool, timeout: int) -> int:
-    from jaxtrain.report import run as run_lib
+    from jaxtrain.telemetry.report import run as run_lib
 
     run = run_lib.open_run(path)
     if not run.is_alive:
@@ -69,7 +69,7 @@ def _ask(path: str, steps: int, everyone: bool, timeout: int) -> int:
 
 
 def _doing(path: str) -> str:
-    from jaxtrain.report import run as run_lib
+    from jaxtrain.telemetry.report import run as run_lib
 
     starts = run_lib.open_run(path).starts
     return starts[-1].owner if starts else "unknown"
@@ -82,7 +82,7 @@ def traces(workdir: pathlib.Path) -> list[pathlib.Path]:
 
 def lines(folder: pathlib.Path) -> list[str]:
     """Where the time of a trace goes, for people."""
-    from jaxtrain.report import trace as trace_lib
+    from jaxtrain.telemetry.report import trace as trace_lib
 
     found = trace_lib.of_folder(folder)
     if not found:

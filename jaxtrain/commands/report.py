@@ -24,15 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--metric", default="", metavar="NAME", help="by which runs are ranked, for example accuracy or -loss")
     args = parser.parse_args(argv)
 
-    from jaxtrain.report.run import RunError
-    from loaders.files import FileError
+    from jaxtrain.telemetry.report.run import RunError
+    from loaders.io.files import FileError
 
     return arguments.run(functools.partial(_write, args.runs, args.out, args.metric), mistakes=(RunError, FileError))
 
 
 def _write(paths: Sequence[str], out: str, metric: str) -> int:
-    from jaxtrain.report import page
-    from jaxtrain.report import run as run_lib
+    from jaxtrain.telemetry.report import page
+    from jaxtrain.telemetry.report import run as run_lib
 
     runs = [run_lib.open_run(path, name) for path, name in zip(paths, names(paths), strict=True)]
     plotly = page.library()  # before a million records are read

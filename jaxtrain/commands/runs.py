@@ -33,13 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="for programs: a line for each run")
     args = parser.parse_args(argv)
 
-    from jaxtrain.report.run import RunError
+    from jaxtrain.telemetry.report.run import RunError
 
     return arguments.run(functools.partial(_show, args.folder, args.metric, args.json), mistakes=(RunError,))
 
 
 def _show(folder: str, metric: str, as_json: bool) -> int:
-    from jaxtrain.report import run as run_lib
+    from jaxtrain.telemetry.report import run as run_lib
 
     top = pathlib.Path(folder)
     runs, launched = run_lib.find(top)
@@ -74,7 +74,7 @@ def _print(folder: str, rows: list[dict[str, Any]], as_json: bool) -> int:
 
 
 def _row(run: Any, metric: str) -> dict[str, Any]:
-    from jaxtrain import goodput
+    from jaxtrain.telemetry import goodput
 
     score, share = run.score(metric), goodput.goodput(run.seconds)
     return {

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from jaxtrain import config
 from jaxtrain.commands import arguments, explain, plan
-from loaders import machine
+from loaders.io import machine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def last_lines(given: config.Arguments, run: config.Config) -> str:
     """Where a run that has ended left what, and what may be typed next."""
-    from jaxtrain import writers
+    from jaxtrain.telemetry import writers
 
     found, workdir = writers.left_behind(run), shlex.quote(run.workdir)
     out = shlex.quote(f"{run.workdir.rstrip('/')}-weights")
@@ -71,7 +71,8 @@ def _quoted(word: str) -> str:
 
 
 def _train(given: config.Arguments) -> int:
-    from jaxtrain import cluster, console
+    from jaxtrain.parallel import cluster
+    from jaxtrain.telemetry import console
 
     console.start_console()
     cluster.use_compilation_cache()  # before a config's file, which may touch a device

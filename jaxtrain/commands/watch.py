@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from jaxtrain import loopback
 from jaxtrain.commands import arguments
+from jaxtrain.telemetry import loopback
 
 REST = 9  # times as long as a page took, until it is made again: that of a million records takes seconds
 
@@ -31,15 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= args.port < 1 << 16:
         parser.error(f"argument --port: {args.port}; expected a number below 65536, or 0 for one that is free")
 
-    from jaxtrain.report.run import RunError
-    from loaders.files import FileError
+    from jaxtrain.telemetry.report.run import RunError
+    from loaders.io.files import FileError
 
     action = functools.partial(_serve, args.runs, args.port, args.every, args.metric)
     return arguments.run(action, mistakes=(RunError, FileError))
 
 
 def _serve(paths: Sequence[str], port: int, every: int, metric: str) -> int:
-    from jaxtrain.report.run import RunError
+    from jaxtrain.telemetry.report.run import RunError
 
     pages = Pages(paths, metric, every)
     pages.current()  # what cannot be shown is reported now
@@ -60,7 +60,7 @@ class Pages:
     """The page, made again when a file of the runs has changed, at most every ``every`` seconds and for a tenth of the time."""
 
     def __init__(self, paths: Sequence[str], metric: str, every: float):
-        from jaxtrain.report import page
+        from jaxtrain.telemetry.report import page
 
         self._paths, self._metric, self._every = paths, metric, every
         self._plotly, self._lock = page.library(), threading.Lock()
@@ -70,8 +70,8 @@ class Pages:
     def current(self) -> tuple[bytes, int]:
         """The page, and its version: a number that rises whenever it changes. Raises RunError, FileError."""
         from jaxtrain.commands.report import names
-        from jaxtrain.report import page
-        from jaxtrain.report import run as run_lib
+        from jaxtrain.telemetry.report import page
+        from jaxtrain.telemetry.report import run as run_lib
 
         with self._lock:
             if (began := time.monotonic()) < self._until:
@@ -120,8 +120,8 @@ class Handler(loopback.Handler):
         if not self.is_allowed(token) or self.path.count("/") != 2 or rest not in ("", "version"):
             self.send(404, b"not found\n", "text/plain")
             return
-        from jaxtrain.report.run import RunError
-        from loaders.files import FileError
+        from jaxtrain.telemetry.report.run import RunError
+        from loaders.io.files import FileError
 
         try:
             text, version = self.server.pages.current()

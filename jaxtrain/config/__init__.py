@@ -37,7 +37,7 @@ from jaxtrain.config.schema import (
     WarmStart,
 )
 from jaxtrain.config.sweep import sweeps
-from loaders.checks import DataSection, Section
+from loaders.io.checks import DataSection, Section
 
 __all__ = [
     "AXIS_RULES",

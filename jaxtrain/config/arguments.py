@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxtrain.config.build import locate
 from jaxtrain.config.checks import ConfigError
-from loaders import checks
+from loaders.io import checks
 
 COMPILERS = ("gpu", "tpu")  # that can be fetched for plans
 

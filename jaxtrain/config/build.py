@@ -20,7 +20,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxtrain import configs
+from jaxtrain import configs, workload
 from jaxtrain.config.checks import (
     ArgumentError,
     ConfigError,
@@ -30,13 +30,19 @@ from jaxtrain.config.checks import (
     without_defaults,
 )
 from jaxtrain.config.schema import SHARES, Config, ModelSection, Train
-from loaders import checks
-from loaders.checks import DataSection, Section
+from loaders.io import checks
+from loaders.io.checks import DataSection, Section
 
 log = logging.getLogger("jaxtrain")
 
 # Files whose frames an import goes through, whatever is imported.
-IMPORTERS = (__file__, importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+IMPORTERS = (
+    __file__,
+    workload.__file__,
+    importlib.__file__,
+    "<frozen importlib._bootstrap>",
+    "<frozen importlib._bootstrap_external>",
+)
 
 
 class _Text(str):
@@ -100,15 +106,12 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
     tree = _shares_in_steps(tree)
     sections: dict[str, Any] = {}
     classes: dict[str, type[Section]] = {}
-    for section, owner, base, functions in (
-        ("model", "workload", ModelSection, ("make_task",)),
-        ("data", "loader", DataSection, ("fields", "facts", "make_loader")),
-    ):
+    for section, owner, class_of in (("model", "workload", _model_class), ("data", "loader", _data_class)):
         module_name = tree.get(owner, getattr(Config, owner))
         if not isinstance(module_name, str):
             continue  # building `Config` reports it
         try:
-            cls = _section_class(module_name, base, functions)
+            cls = class_of(module_name)
         except (ImportError, SyntaxError) as error:
             problems.append((owner, f"is {module_name!r}, and importing it failed: {_where_and_why(error)}"))
         except TypeError as error:
@@ -190,21 +193,37 @@ def section(cls: type, tree: Mapping[str, Any]) -> Any:
     return built
 
 
-def _section_class(module_name: str, base: type[Section], functions: Sequence[str]) -> type[Section]:
-    """The ``Config`` of a workload or a loader.
+def _model_class(module_name: str) -> type[Section]:
+    """The dataclass of the section ``model``, from its workload.
 
-    Raises ImportError, SyntaxError, and TypeError where there is none of its kind, or where one of ``functions`` is missing.
+    Raises ImportError, SyntaxError, and TypeError as `_checked_class`.
     """
+    _refuse_relative(module_name)
+    found = workload.of(module_name)
+    return _checked_class(module_name, found.get("config"), ModelSection, {"make_task": found.get("make_task")})
+
+
+def _data_class(module_name: str) -> type[Section]:
+    """The dataclass of the section ``data``, from its loader. Raises as `_model_class`."""
+    _refuse_relative(module_name)
+    module = importlib.import_module(module_name)
+    functions = {name: getattr(module, name, None) for name in ("fields", "facts", "make_loader")}
+    return _checked_class(module_name, getattr(module, "Config", None), DataSection, functions)
+
+
+def _refuse_relative(module_name: str) -> None:
     if not module_name or module_name.startswith("."):
         raise TypeError(f"is {module_name!r}; expected the full name of a module")
-    module = importlib.import_module(module_name)
-    cls = getattr(module, "Config", None)
+
+
+def _checked_class(module_name: str, cls: Any, base: type[Section], functions: Mapping[str, Any]) -> type[Section]:
+    """``cls``, if it is a section of its kind. Raises TypeError if it is not, or if one of ``functions`` cannot be called."""
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise TypeError(f"is {module_name!r}, a module without a dataclass named Config")
     if not issubclass(cls, base):
         parent = f"{base.__module__}.{base.__name__}"
         raise TypeError(f"is {module_name!r}, whose Config is not a {base.__name__}; derive it from {parent}")
-    if missing := [name for name in functions if not callable(getattr(module, name, None))]:
+    if missing := [name for name, function in functions.items() if not callable(function)]:
         raise TypeError(f"is {module_name!r}, a module without the function {missing[0]!r}; see CONTRIBUTING.md")
     return cls
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxtrain.config import factories
 from jaxtrain.config.schema import AXIS_RULES, OF_SCHEDULE, ONLY_BUILT_IN, Config, Optim, Train
-from loaders import checks
-from loaders.checks import Problems
+from loaders.io import checks
+from loaders.io.checks import Problems
 
 
 class ConfigError(ValueError):

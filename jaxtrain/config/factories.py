@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from loaders import checks
-from loaders.checks import Problems
+from loaders.io import checks
+from loaders.io.checks import Problems
 
 
 class FactoryError(ValueError):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from jaxtrain.config import factories
-from loaders import checks
-from loaders.checks import Problems, Section
+from loaders.io import checks
+from loaders.io.checks import Problems, Section
 
 MOST_STEPS = 2**31 - 1  # a step is an int32
 CORRECTIONS = ("outside", "inside")
@@ -147,9 +147,7 @@ class Optim(Section):
     name: str = "adamw"  # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd, or module:factory as optax:adamw
     arguments: dict[str, Any] = field(default_factory=dict)  # [parameter: value] of the optimizer's module:factory
     lr: float = 1e-4  # [1/step] peak learning rate
-    schedule: str = (
-        "cosine"  # [name] constant, cosine, wsd (warm-up, stable, decay), three_phase (wsd in shares), module:factory
-    )
+    schedule: str = "cosine"  # [name] constant, cosine, wsd (warm-up, stable, decay), three_phase (in shares) or module:factory
     schedule_arguments: dict[str, Any] = field(default_factory=dict)  # [parameter: value] of the schedule's module:factory
     warmup: int = 0  # [steps] linear rise from lr_init to lr; 0.05 = the first 5 % of the run
     decay: int = 0  # [steps] length of wsd's decay, the last of the run; 0 = none, in three_phase 20 %; 0.2 = its last 20 %
@@ -205,7 +203,7 @@ class Optim(Section):
         return {self.name, *rest, *(group.name for group in self.groups if group.name)}
 
 
-# The mesh axes that each logical axis of an array is split over, in the notation of `jaxtrain.layout`.
+# The mesh axes that each logical axis of an array is split over, in the notation of `jaxtrain.parallel.layout`.
 AXIS_RULES: dict[str, str] = {
     "batch": "data,fsdp",
     "embed": "fsdp",
@@ -282,7 +280,7 @@ class WarmStart(Section):
 
 @dataclass(frozen=True)
 class Lora(Section):
-    """Low-rank adapters instead of all parameters (jaxtrain.lora); each parameter must match one of the three patterns."""
+    """Low-rank adapters instead of all parameters (jaxtrain.nn.lora); each parameter must match one of the three patterns."""
 
     rank: int = 0  # [1] of the adapters; 0 = train the parameters themselves
     alpha: float = 16.0  # [1] times B A over the rank
@@ -425,7 +423,7 @@ class Config(Section):
     """A whole run."""
 
     workload: str = "jaxtrain.workloads.bird"  # [module] what is trained; its Config is the section `model`
-    loader: str = "loaders.spectrogram"  # [module] where rows come from; its Config is the section `data`
+    loader: str = "loaders.audio.spectrogram"  # [module] where rows come from; its Config is the section `data`
     workdir: str = ""  # [path] everything that the run writes; empty = runs/<name of the config file>
     seed: int = 0  # [1] of initialisation, order, crops and augmentation
     model: Any = None  # [section] of the workload
@@ -442,7 +440,9 @@ class Config(Section):
     guard: Guard = field(default_factory=Guard)  # [section]
     preemption: Preemption = field(default_factory=Preemption)  # [section]
     distributed: Distributed = field(default_factory=Distributed)  # [section]
-    compiler: dict[str, Any] = field(default_factory=dict)  # [option: value] of XLA, over those of jaxtrain/compiler.py
+    compiler: dict[str, Any] = field(
+        default_factory=dict
+    )  # [option: value] of XLA, over those of jaxtrain/compile/xla_options.py
 
     def problems(self) -> Problems:
         if self.seed < 0 or self.seed >= 2**32:

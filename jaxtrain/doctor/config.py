@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxtrain import room
+from jaxtrain.checkpoint import disk_usage
 from jaxtrain.config import ConfigError
 from jaxtrain.doctor.check import Check, fail, ok, raised
-from loaders.checks import DataSection
+from loaders.io.checks import DataSection
 
 GROUP = "config"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # of its process
@@ -107,8 +107,9 @@ def _paths(section: Any, within: str = "") -> Iterator[tuple[str, str]]:
 
 def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
     """What a run holds on disk and asks of its loader, on ``count`` devices. Raises ValueError."""
-    from jaxtrain import chips, plan
-    from jaxtrain import layout as layout_lib
+    from jaxtrain import plan
+    from jaxtrain.parallel import chips
+    from jaxtrain.parallel import layout as layout_lib
 
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.model
     mesh = layout_lib.abstract_mesh(*sizes, count=count, what=f"{count} devices")
@@ -118,7 +119,7 @@ def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
     return {
         # Their folder, how many, the bytes of each.
         "checkpoints": [
-            room.folder_of(os.path.abspath(config.workdir), config.checkpoint.folder),
+            disk_usage.folder_of(os.path.abspath(config.workdir), config.checkpoint.folder),
             *plan.checkpoints(config, assembly.abstract.state),
         ],
         "rows_per_second": config.train.batch / ideal if ideal else 0.0,  # that the whole job will ask for

@@ -10,8 +10,9 @@ from typing import Any
 
 from jaxtrain import config as config_lib
 from jaxtrain.doctor.check import Check, fail, ok, raised, warn
-from loaders import demo, demo_film
+from loaders.audio import demo
 from loaders.base import DataError, Loader, Rows
+from loaders.film import demo_film
 
 GROUP = "data"
 SHARDS = 64  # that are sampled, evenly spread where there are more

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.doctor.check import Check, fail, in_bytes, ok, warn
-from loaders import machine
+from loaders.io import machine
 
 GROUP = "devices"
 QUERIED = "index,name,driver_version,memory.used,memory.total,temperature.gpu,ecc.errors.uncorrected.volatile.total"

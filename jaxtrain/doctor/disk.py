@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain import room
+from jaxtrain.checkpoint import disk_usage
 from jaxtrain.doctor.check import FAIL, Check, fail, in_bytes, ok, warn
 
 GROUP = "disk"
@@ -223,7 +223,7 @@ def _store(url: str, what: str) -> Iterator[Check]:
 
 def room_for(folder: str, checkpoints: int, each: int) -> Check:
     """Whether the checkpoints of a plan fit: so many, of ``each`` bytes, together with those that are there."""
-    needed, there = checkpoints * each, room.held(folder, checkpoints - 1, each)
+    needed, there = checkpoints * each, disk_usage.held(folder, checkpoints - 1, each)
     free = shutil.disk_usage(nearest(folder)).free
     text = f"{checkpoints} checkpoints of {in_bytes(each)} need {in_bytes(needed)}"
     text += f"{f', of which {in_bytes(there)} are there' if there else ''}; {folder} has {in_bytes(free)} free"

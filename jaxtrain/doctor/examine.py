@@ -7,14 +7,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain import cluster
-from jaxtrain.cluster import discover, rendezvous
 from jaxtrain.doctor import config, disk, host, network, software
 from jaxtrain.doctor.apart import Apart
 from jaxtrain.doctor.check import FAIL, Check, fail, from_json, ok, warn
 from jaxtrain.doctor.meeting import Host, MeetingError, Visitor
 from jaxtrain.doctor.report import Report
-from loaders import machine
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel.cluster import discover, rendezvous
+from loaders.io import machine
 
 # [s] that each group may take: those that read folders begin together, and all others come one after the other.
 DEVICES, CONFIG, WRITING, READING, DATA = 90.0, 60.0, 25.0, 25.0, 60.0

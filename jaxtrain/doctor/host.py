@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxtrain.doctor.check import Check, in_bytes, ok, warn
 from jaxtrain.doctor.check import fail as failed
-from loaders import machine
+from loaders.io import machine
 
 GROUP = "host"
 FEW_CORES = 2  # srun gives a task one core, whose hyperthreads count as two

@@ -1,6 +1,7 @@
 """Rounds in which the processes of a job tell process 0 what they found, on the coordinator's port and with the job's secret.
 
-Unlike a run's roll call (`jaxtrain.cluster.rendezvous`) it takes processes that differ, and goes on without those that are
+Unlike a run's roll call (`jaxtrain.parallel.cluster.rendezvous`) it takes processes that differ,
+and goes on without those that are
 missing: what is wrong with them is what the doctor is asked for.
 """
 
@@ -12,8 +13,8 @@ import time
 from collections import deque
 from typing import Any
 
-from jaxtrain.cluster import rendezvous
-from jaxtrain.cluster.handshake import Guest, HandshakeError, Line, prove
+from jaxtrain.parallel.cluster import rendezvous
+from jaxtrain.parallel.cluster.handshake import Guest, HandshakeError, Line, prove
 
 
 class MeetingError(RuntimeError):

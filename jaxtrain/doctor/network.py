@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain.cluster import rendezvous
 from jaxtrain.doctor.check import Check, fail, ok, warn
+from jaxtrain.parallel.cluster import rendezvous
 
 GROUP = "network"
 TOKEN = 32  # [bytes]

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain import cluster
-from jaxtrain.cluster import rendezvous
 from jaxtrain.doctor.check import Check, fail, ok, warn
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel.cluster import rendezvous
 
 GROUP = "software"
 # What steers compilers and communication; a process's own place in the job is not among it.

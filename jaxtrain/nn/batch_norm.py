@@ -8,7 +8,7 @@ train.accumulate = n it is of a microbatch, the rows r of the whole batch with t
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.layout import DATA
+from jaxtrain.parallel.layout import DATA
 from jaxtrain.types import Array, PyTree
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtrain.nn.transformer import Decoder
 from jaxtrain.types import EXPORT_FILE
-from loaders import checks, files
+from loaders.io import checks, files
 
 LAYER = {
     "scale_attention": "input_layernorm.weight",

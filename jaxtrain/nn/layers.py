@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxtrain.config import Section
 from jaxtrain.types import Array, Axes, Shard, Unmerged
-from loaders import checks
+from loaders.io import checks
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None)
 
 
 def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array:
-    """`product` with a matrix that may be adapted (`jaxtrain.lora`), which is then not merged."""
+    """`product` with a matrix that may be adapted (`jaxtrain.nn.lora`), which is then not merged."""
     if isinstance(w, Unmerged):
         return w.project(equation, x, lambda equation, x, w: product(equation, x, w, shard))
     return product(equation, x, w, shard)

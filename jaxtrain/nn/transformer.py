@@ -23,7 +23,7 @@ from jaxtrain.nn import remat
 from jaxtrain.nn.layers import Rope, gelu, layer_norm, lookup, project, rms_norm, rope_angles, rotate, spread
 from jaxtrain.specs import ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, OfData, PyTree, Shard, Spec
-from loaders import checks
+from loaders.io import checks
 
 NORMS = ("rms", "layer")
 ACTIVATIONS = ("swiglu", "gelu")

@@ -3,8 +3,8 @@
 import jax
 
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
 from jaxtrain.assembly import Assembly, assemble
+from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan.target import Target
 
 

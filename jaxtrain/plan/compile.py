@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxtrain import compiler, layout
 from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly
+from jaxtrain.compile import xla_options
+from jaxtrain.parallel import layout
 from jaxtrain.plan import gpu_specs, hlo, kept
 from jaxtrain.plan.errors import PlanError
 from jaxtrain.plan.target import Target
@@ -113,7 +114,7 @@ def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any
         elif target.kind == "gpu":
             with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave CPUs out
                 device = jax.devices("cpu")[0]  # jaxlib's own compiler knows the options for GPUs by name
-    return compiler.options(config.compiler, kind, count=target.count, device=device)
+    return xla_options.options(config.compiler, kind, count=target.count, device=device)
 
 
 def compiled(
@@ -128,7 +129,7 @@ def compiled(
     """
     own, mesh = assembly.config.compiler, assembly.layout.mesh
     devices = list(mesh.devices.flat)
-    options = {**compiler.options(own, devices[0].device_kind, count=mesh.size, device=devices[0]), **(options or {})}
+    options = {**xla_options.options(own, devices[0].device_kind, count=mesh.size, device=devices[0]), **(options or {})}
     said, again = ask(traced.lower(), devices, options, own=own, versions=versions)
     if said.refusal:
         raise PlanError(f"the compiler says: {said.refusal}")
@@ -171,7 +172,7 @@ def ask(
 def _ask(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any], platform: str) -> kept.Said:
     began = time.perf_counter()
     try:
-        program = compiler.compile(lowered, options, own)
+        program = xla_options.compile(lowered, options, own)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

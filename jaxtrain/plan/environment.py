@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from jaxtrain.config.arguments import COMPILERS
 from jaxtrain.plan.errors import PlanError
-from loaders import checks, machine
+from loaders.io import checks, machine
 
 MARK = "whole.json"
 NVCC = "12.9.86"  # ptxas and libdevice; any of CUDA 12 from 12.6 on would do

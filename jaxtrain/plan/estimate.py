@@ -5,13 +5,13 @@ from typing import NamedTuple
 import jax
 from jax.interpreters import partial_eval
 
-from jaxtrain import step as step_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.plan import memory
 from jaxtrain.plan.graph import split_of
 from jaxtrain.plan.lifetimes import Peak
 from jaxtrain.plan.peak import peak
 from jaxtrain.plan.target import Target
+from jaxtrain.step import train_step as step_lib
 
 SLACK = 0.15  # by which the estimate of a step's peak may be off
 DOUBT = 0.5  # by which the estimate of its temporaries may be too large, at the most: what does not fit even so is a problem

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from loaders import files, machine
+from loaders.io import files, machine
 
 LIMIT = 1 << 29  # [bytes] of all files together; those that were not asked for longest are removed
 MOST = 2 << 30  # [bytes] of a file that are unpacked

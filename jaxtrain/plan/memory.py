@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import numpy as np
 
-from jaxtrain import layout as layout_lib
-from jaxtrain import state as state_lib
-from jaxtrain import step as step_lib
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.step import state as state_lib
+from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import PyTree
 
 MEMINFO = pathlib.Path("/proc/meminfo")

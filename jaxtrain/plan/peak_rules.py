@@ -17,7 +17,7 @@ import numpy as np
 from jaxtrain.plan import graph as graph_lib
 from jaxtrain.plan import lifetimes
 from jaxtrain.plan.graph import Graph, Split, Value, axes_of, constants, is_half, joined, reshaped, split_of, title
-from jaxtrain.state import HOST
+from jaxtrain.step.state import HOST
 
 Rule = Callable[[Graph, Any, list[Value]], list[Value]]  # (graph, equation, operands) -> results
 

@@ -2,8 +2,8 @@
 
 import logging
 
-from jaxtrain import cluster
 from jaxtrain.assembly import Assembly
+from jaxtrain.parallel import cluster
 from jaxtrain.plan.compile import compiled
 from jaxtrain.plan.errors import PlanError
 from jaxtrain.plan.estimate import SLACK, Estimate, estimate

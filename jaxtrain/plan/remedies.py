@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
+from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan.abstract import abstractly
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.memory import held, in_bytes

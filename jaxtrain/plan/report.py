@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from jaxtrain import config as config_lib
-from jaxtrain import feed, room, specs
-from jaxtrain import layout as layout_lib
-from jaxtrain import state as state_lib
+from jaxtrain import specs
 from jaxtrain.assembly import Assembly, assemble
+from jaxtrain.checkpoint import disk_usage
+from jaxtrain.data import feed
+from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import environment, hlo, roofline, worker
 from jaxtrain.plan.abstract import abstractly
 from jaxtrain.plan.compile import ask_for_no_chips, compiled, compiler_options, is_at_hand, tpu_devices
@@ -24,6 +25,7 @@ from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, leas
 from jaxtrain.plan.refuse import certain
 from jaxtrain.plan.remedies import ways
 from jaxtrain.plan.target import GPUS_PER_NODE, Target, parse_target
+from jaxtrain.step import state as state_lib
 
 MFU = 0.4  # share of the peak that hours are projected with
 
@@ -249,13 +251,13 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
     state = assembly.abstract.state
     keep, saved = checkpoints(config, state)
     text = f"{keep} checkpoints of {in_bytes(saved)} need {in_bytes(keep * saved)}"
-    place = room.folder_of(config.workdir, config.checkpoint.folder)
+    place = disk_usage.folder_of(config.workdir, config.checkpoint.folder)
     if "://" in place:
         yield "disk", f"{text} in {place}, whose room is not known", True
     else:
         folder = pathlib.Path(place).expanduser().absolute()
         folder = next(p for p in (folder, *folder.parents) if p.exists())
-        there, free = room.held(place, keep - 1, saved), shutil.disk_usage(folder).free
+        there, free = disk_usage.held(place, keep - 1, saved), shutil.disk_usage(folder).free
         text += f"{f', of which {in_bytes(there)} are there' if there else ''}; {folder} has {in_bytes(free)} free"
         # A plan for devices elsewhere is for a disk elsewhere.
         yield "disk", text if target.here else f"{text} here", not target.here or keep * saved - there <= free

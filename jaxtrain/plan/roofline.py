@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtrain.chips import Chip
+from jaxtrain.parallel.chips import Chip
 from jaxtrain.plan import hlo
 
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "domain"}

@@ -10,7 +10,8 @@ import jax
 import jaxlib.version
 import numpy as np
 
-from jaxtrain import chips, compiler
+from jaxtrain.compile import xla_options
+from jaxtrain.parallel import chips
 from jaxtrain.plan.errors import PlanError
 from jaxtrain.plan.graph import Compiler
 from jaxtrain.plan.memory import host_memory, padded
@@ -66,7 +67,7 @@ class Target:
             recomputes=known,
             recomputes_more=newer,
             halves=known,
-            widens_products=not known and compiler.ynnpack_multiplies(own or {}),
+            widens_products=not known and xla_options.ynnpack_multiplies(own or {}),
             widens_stacks=not known and jaxlib_is < (0, 11, 2),  # 0.10.2 to 0.11.1 do; 0.11.2 and 0.12.0.1 do not
             merges=not known,
             checkpoints=known or jaxlib_is >= (0, 11, 1),  # on CPUs 0.10.2 and 0.11.0 merge them with the first

@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from jaxtrain import layout as layout_lib
 from jaxtrain.assembly import assemble
 from jaxtrain.config import Config
+from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import environment
 from jaxtrain.plan.compile import UNTUNED, Compiled, ask_for_no_chips, compiled, for_kernels, gpu_devices, tpu_devices
 from jaxtrain.plan.errors import PlanError

@@ -11,12 +11,13 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
-from jaxtrain import config, layout, specs
+from jaxtrain import config, specs
+from jaxtrain.arrays import stored
+from jaxtrain.arrays.stored import Stored
 from jaxtrain.checkpoint import checksums, warm_start
-from jaxtrain.checkpoint import read as stored
-from jaxtrain.checkpoint.read import Stored
 from jaxtrain.config import WarmStart
 from jaxtrain.config.checks import on_this_machine
+from jaxtrain.parallel import layout
 from jaxtrain.specs import ones, truncated_normal
 from jaxtrain.types import Spec
 

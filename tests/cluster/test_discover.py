@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxtrain.cluster import discover
-from jaxtrain.cluster.discover import PORTS, Cluster, ClusterError, first_host, from_environment
-from jaxtrain.owner import who
+from jaxtrain.parallel.cluster import discover
+from jaxtrain.parallel.cluster.discover import PORTS, Cluster, ClusterError, first_host, from_environment
+from jaxtrain.parallel.lease import who
 
 C, N, I = "JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS"
 

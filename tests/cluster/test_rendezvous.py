@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from jaxtrain.cluster import Cluster, handshake, processes, rendezvous
-from jaxtrain.cluster.handshake import prove
-from jaxtrain.cluster.rendezvous import RendezvousError, Stopped, differences, meet
 from jaxtrain.config import Config
+from jaxtrain.parallel.cluster import Cluster, handshake, processes, rendezvous
+from jaxtrain.parallel.cluster.handshake import prove
+from jaxtrain.parallel.cluster.rendezvous import RendezvousError, Stopped, differences, meet
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_more_strangers_than_descriptors_do_not_end_the_roll_call(port):
     program = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-from jaxtrain.cluster.rendezvous import meet
+from jaxtrain.parallel.cluster.rendezvous import meet
 meet("127.0.0.1:{port}", process=0, processes=2, job="run", facts={{}}, timeout=30, secret="{SECRET}")
 print("met")
 """

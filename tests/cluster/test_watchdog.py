@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.cluster.watchdog import blame
+from jaxtrain.parallel.cluster.watchdog import blame
 
 
 def report(count, time=100.0, doing="step 7"):

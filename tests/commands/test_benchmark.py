@@ -13,8 +13,8 @@ import pytest
 import test_detect
 
 from jaxtrain import cli
-from jaxtrain.commands import benchmark as command
-from jaxtrain.inference import benchmark
+from jaxtrain.workloads.bird.commands import benchmark as command
+from jaxtrain.workloads.bird.inference import benchmark
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "benchmark"
 RATE = 32_000

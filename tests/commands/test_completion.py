@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from jaxtrain import cli
+from jaxtrain import commands
 from jaxtrain.commands import completion
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -56,8 +56,8 @@ def test_bash_offers(line, words, offered, scripts, tmp_path):
 
 def test_every_flag_of_every_command_is_known():
     words = completion.words()
-    assert sorted(words.commands) == sorted(command.name for command in cli.COMMANDS)
-    for command in cli.COMMANDS:
+    assert sorted(words.commands) == sorted(commands.table())
+    for name, command in commands.table().items():
         module = importlib.import_module(command.module)
         calls = [node for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())) if isinstance(node, ast.Call)]
         added = [
@@ -66,7 +66,7 @@ def test_every_flag_of_every_command_is_known():
             if getattr(node.func, "attr", getattr(node.func, "id", "")) in ("add_argument", "add")
         ]
         flags = {arg.value for arg in added if isinstance(arg, ast.Constant) and str(arg.value).startswith("--")}
-        assert flags <= set(words.flags[command.name]), command.name
+        assert flags <= set(words.flags[name]), name
     assert set(words.configured) == {"train", "plan", "explain", "launch", "doctor"}
     assert {"train.steps", "optim.lr", "workdir"} <= set(words.fields) and not [
         f for f in words.fields if f.startswith("model")

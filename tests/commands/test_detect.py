@@ -22,11 +22,11 @@ from test_reliability import small_disk
 
 from jaxtrain import cli, specs
 from jaxtrain import config as config_lib
-from jaxtrain.inference import detect, detections, embed, heads
-from jaxtrain.nn import vit
-from jaxtrain.workloads import bird
-from loaders import spectrogram
-from loaders.recordings import windows
+from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.bird.inference import detect, detections, embed, heads
+from loaders.audio import spectrogram
+from loaders.audio.recordings import windows
 
 ROOT = pathlib.Path(__file__).parents[2]
 RATE, CLIP, HOP = 32_000, 0.5, 0.25
@@ -166,7 +166,8 @@ def test_tables_come_back_as_the_same_rows(run, recordings, found, tmp_path):
 def test_a_killed_command_goes_on_to_the_same_bytes(run, recordings, found, tmp_path, monkeypatch):
     """SIGKILL in the middle; a part that was cut off is made again; three processes without each other's knowledge."""
     run_detect(run, recordings, "--out", tmp_path / "whole", "--overlap", 0.4, "--threshold", 0.3)
-    small = "from jaxtrain.inference import detect; detect.PART = 8; import sys; from jaxtrain import cli; sys.exit(cli.main())"
+    small = "from jaxtrain.workloads.bird.inference import detect; detect.PART = 8"
+    small += "; import sys; from jaxtrain import cli; sys.exit(cli.main())"
     command = [sys.executable, "-c", small, "detect", run, recordings, "--overlap", "0.4", "--threshold", "0.3"]
     command = [*map(str, command), "--batch", "8", "--threads", "1", "--out", str(tmp_path / "killed")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jaxtrain import assembly, begin, cli, train
+from jaxtrain import assembly, cli, train
 from jaxtrain import config as config_lib
-from jaxtrain.checkpoint import warm_start
-from jaxtrain.commands import embed as command
-from jaxtrain.commands import probe
-from jaxtrain.inference import embed
-from jaxtrain.nn import vit
-from jaxtrain.weights import safetensors
-from loaders import demo, spectrogram
+from jaxtrain.arrays import safetensors
+from jaxtrain.checkpoint import init_or_restore, warm_start
+from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.bird.commands import embed as command
+from jaxtrain.workloads.bird.commands import probe
+from jaxtrain.workloads.bird.inference import embed
+from loaders.audio import demo, spectrogram
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = dict(embed=32, depth=2, heads=2, n_cls=2, patch=(32, 32), n_frames=256, dtype="float32", drop_path=0.2, pool="patches")
@@ -165,10 +165,10 @@ def test_a_start_from_an_encoder_of_another_front_end_is_refused(trained, corpus
     made = dict(model=MODEL, data=data, mesh=dict(data=8), train=dict(steps=1, batch=8, eval_every=0))
     config = config_lib.from_dict({**made, "warm_start": warm, "workdir": str(tmp_path / "new")})
     with pytest.raises(warm_start.WarmStartError, match="trained on other spectrograms than this run's: mean -6 and -5; set"):
-        begin._warm_start(assembly.assemble(config))
+        init_or_restore._warm_start(assembly.assemble(config))
     for change in ({"data": {**data, "mean": -6.0}}, {"warm_start": {**warm, "other_front_end": True}}):
         config = config_lib.from_dict({**made, "warm_start": warm, "workdir": str(tmp_path / "new"), **change})
-        assert begin._warm_start(assembly.assemble(config))[1].keys() >= {"encoder/pos"}
+        assert init_or_restore._warm_start(assembly.assemble(config))[1].keys() >= {"encoder/pos"}
 
 
 BLOCKED = ("flax", "optax", "orbax", "tensorstore", "pyarrow", "etils", "ml_collections", "soundfile", "PIL")

@@ -22,9 +22,9 @@ import safetensors
 import safetensors.numpy
 
 from jaxtrain import specs
-from jaxtrain.checkpoint import read as stored
+from jaxtrain.arrays import stored
 from jaxtrain.commands import export as tool
-from jaxtrain.workloads import bird
+from jaxtrain.workloads.bird import model as bird
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 NAMES = """

@@ -18,8 +18,8 @@ import test_review
 from test_reliability import small_disk
 
 from jaxtrain import cli
-from jaxtrain.inference import embeddings, examples, fit, heads, probe, review
-from loaders.front_end import DEFAULT
+from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, probe, review
+from loaders.audio.front_end import DEFAULT
 
 RATE, CLIP = 32_000, 0.5
 TONES = {"low": (200.0, 3_000.0), "high": (6_000.0, 14_000.0)}  # [Hz] of bands

@@ -15,9 +15,11 @@ import tokenizers
 from test_reliability import small_disk
 
 from jaxtrain import cli, specs
-from jaxtrain.inference import generate, solve
-from jaxtrain.workloads import language, trm
-from loaders import sudoku
+from jaxtrain.workloads.language import generate
+from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.trm import model as trm
+from jaxtrain.workloads.trm import solve
+from loaders.sudoku import sudoku
 
 LANGUAGE = dict(embed=32, depth=2, heads=2, kv_heads=1, mlp=32, vocab=256, context=48, dtype="float32")
 PUZZLES = dict(

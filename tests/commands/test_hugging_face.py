@@ -17,7 +17,7 @@ from jaxtrain import config as config_lib
 from jaxtrain import specs
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.commands import export as tool
-from jaxtrain.workloads import language
+from jaxtrain.workloads.language import model as language
 
 DATA = language_test.DATA
 

@@ -351,7 +351,7 @@ def test_the_doctor_under_srun_gives_one_report(folder, corpus):  # noqa: F811
     environment |= {"JAXTRAIN_CACHE": str(folder / "cache")}
     command = [sys.executable, "-m", "jaxtrain.cli", "doctor", "--json", f"--config=tiny.py:{corpus}"]
     done = subprocess.run(
-        ["srun", "--ntasks=2", "--time=4", *command, "--config.loader=loaders.spectrogram"],
+        ["srun", "--ntasks=2", "--time=4", *command, "--config.loader=loaders.audio.spectrogram"],
         env=environment,
         cwd=folder,
         capture_output=True,

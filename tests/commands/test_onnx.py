@@ -19,11 +19,11 @@ import soundfile
 
 from jaxtrain import cli, specs
 from jaxtrain import config as config_lib
-from jaxtrain.inference import detect, embed, heads
-from jaxtrain.nn import vit
-from jaxtrain.workloads import bird
-from jaxtrain.workloads.bird import onnx as bird_onnx
-from loaders import spectrogram
+from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.bird.export import onnx as bird_onnx
+from jaxtrain.workloads.bird.inference import detect, embed, heads
+from loaders.audio import spectrogram
 
 NAMES = ("blackbird", "chiffchaff", "wren")
 DATA = dict(label="label", n_frames=64, n_mels=32, sample_rate=16_000, clip_seconds=0.6, threads=1)

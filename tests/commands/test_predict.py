@@ -12,9 +12,10 @@ import pytest
 import runs
 
 from jaxtrain import cli, specs
-from jaxtrain.inference import predict, stored_params
-from jaxtrain.workloads import giblet
-from loaders import film_files, multimodal
+from jaxtrain.arrays import stored_params
+from jaxtrain.workloads.giblet import model as giblet
+from jaxtrain.workloads.giblet import predict
+from loaders.film import film_files, multimodal
 
 WIDTHS = dict(
     video_widths=(16, 16, 16), audio_widths=(8, 8), text_widths=(8, 8), trunk_widths=(16, 16), bottleneck=8, head_width=16,

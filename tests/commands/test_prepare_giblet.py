@@ -15,9 +15,9 @@ import openpyxl
 import pytest
 from test_reliability import small_disk
 
-from jaxtrain.commands import prepare_giblet as tool
-from loaders import multimodal
+from jaxtrain.workloads.giblet.commands import prepare_giblet as tool
 from loaders.base import DataError, Rows
+from loaders.film import multimodal
 
 TR, VOLUMES, FPS = 1.5, 8, 10
 GRID = (4, 5, 3)

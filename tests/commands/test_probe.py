@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxtrain.commands import probe as command
-from jaxtrain.inference import probe
+from jaxtrain.workloads.bird.commands import probe as command
+from jaxtrain.workloads.bird.inference import probe
 
 
 def toy(n=60, classes=3, seed=0, spread=1.0):

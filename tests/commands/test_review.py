@@ -21,7 +21,7 @@ import soundfile
 from PIL import Image
 
 from jaxtrain import cli
-from jaxtrain.inference import alike, embeddings, review, review_server
+from jaxtrain.workloads.bird.inference import embeddings, neighbours, review, review_server
 
 RATE = 32_000
 KEYS = ("file", "start", "end", "label", "answer", "asked", "score")
@@ -174,7 +174,7 @@ def test_what_sounds_alike_is_shown_with_what_was_said_of_it(table, tmp_path, ca
     (emb / "embeddings.json").write_text(json.dumps({**about, "root": str(tmp_path / "recordings")}))
     items = review.read(str(table), root=str(tmp_path / "recordings"))
     windows = [(item.path, item.start, item.end) for item in items]
-    near = alike.Alike([embeddings.read(emb)], windows)
+    near = neighbours.Alike([embeddings.read(emb)], windows)
     assert near.missing == 0
     session = review.Session(items, tmp_path / "out.csv", near)
     session.answer(4, "yes", "owl")

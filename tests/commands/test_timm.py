@@ -17,11 +17,12 @@ import safetensors.numpy
 
 from jaxtrain import cli, specs, train
 from jaxtrain import config as config_lib
-from jaxtrain.checkpoint import timm, warm_start
-from jaxtrain.inference import embed
-from jaxtrain.nn import vit
-from jaxtrain.weights import safetensors as export_lib
-from jaxtrain.workloads import bird
+from jaxtrain.arrays import safetensors as export_lib
+from jaxtrain.checkpoint import warm_start
+from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.bird.export import timm_names
+from jaxtrain.workloads.bird.inference import embed
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "timm"
 NAMES = ("blackbird", "chiffchaff", "wren")
@@ -169,7 +170,7 @@ def test_every_misfit_is_listed_with_what_would_allow_it(out, tmp_path, capsys):
         (dict(positions="rope", mlp="swiglu"), "learned ones; model.mlp is"),
     ):
         with pytest.raises(ValueError, match=f"{text}.*encoder/w_patch is missing.*omit --timm"):
-            timm.as_timm({}, {**MODEL, **options})
+            timm_names.as_timm({}, {**MODEL, **options})
     assert cli.main(["embed", str(DATA / "image"), "--data", str(out.parent / "shards"), "--out", str(tmp_path / "e")]) == 2
     assert "front_end.json there, for example" in capsys.readouterr().err
 

@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxtrain.commands import tokens as tokens_command
-from loaders import tokenise
+from jaxtrain.workloads.language.commands import tokens as tokens_command
+from loaders.text import tokenise
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TEXTS = ["To be, or not to be.", "Fünf Wörter – über Öl.", "", "x" * 3000, "last one\nof two lines"]
 
 
 def documents(folder):
-    """Read by hand, by the format that loaders.tokens describes."""
+    """Read by hand, by the format that loaders.text.tokens describes."""
     about, found = json.loads((folder / "tokens.json").read_text()), []
     for shard in about["shards"]:
         ids = np.fromfile(folder / f"{shard['name']}.tokens", about["dtype"])

@@ -10,7 +10,9 @@ from jaxtrain.plan import environment
 # In a process of its own, which has the compiler.
 PROGRAM = """
 import json, pathlib, sys
-from jaxtrain import layout, plan, step
+from jaxtrain import plan
+from jaxtrain.parallel import layout
+from jaxtrain.step import train_step as step
 from jaxtrain.assembly import assemble
 from jaxtrain.plan import hlo
 from tools import compile_table

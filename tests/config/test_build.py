@@ -168,7 +168,7 @@ def test_data_that_cannot_be_read_are_a_mistake_of_the_config(here):
 
 def test_a_missing_dataset_is_reported_by_the_real_loader(here):
     (here / "esc10").mkdir()
-    found = mistakes("--config.loader=loaders.spectrogram", "--config.data.train=ecs10")
+    found = mistakes("--config.loader=loaders.audio.spectrogram", "--config.data.train=ecs10")
     assert "did you mean" in found["data.train"] and "esc10" in found["data.train"]
 
 
@@ -286,7 +286,8 @@ def test_xcl_is_xcm_without_five_recordings(tmp_path):
 
 
 FRAMES = """def get_config():
-    return dict(workload="jaxtrain.workloads.bird", loader="loaders.spectrogram", data=dict(train="demo", clip_seconds=2.5))
+    workload, loader = "jaxtrain.workloads.bird", "loaders.audio.spectrogram"
+    return dict(workload=workload, loader=loader, data=dict(train="demo", clip_seconds=2.5))
 """
 
 

@@ -7,10 +7,11 @@ from toys import load
 
 from jaxtrain import config as config_lib
 from jaxtrain.config import Config, Group
-from jaxtrain.nn import augment, masked
 from jaxtrain.nn.layers import Rope
-from jaxtrain.workloads import bird, language
-from loaders import spectrogram
+from jaxtrain.workloads.bird import augment, masked
+from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.language import model as language
+from loaders.audio import spectrogram
 
 
 def sections():

@@ -20,7 +20,8 @@ from test_train import ROOT, corpus, folder, free_port  # noqa: F401
 
 from jaxtrain.doctor import apart, config, data, devices, host, report, software
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
-from loaders import demo_film, multimodal, remote
+from loaders.audio import remote
+from loaders.film import demo_film, multimodal
 
 
 def start(folder, *arguments, inside=(), limits=None, **environment):  # noqa: F811
@@ -80,7 +81,7 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F8
 
 def tiny(folder, corpus, process=0, processes=1, wanted=0.0):  # noqa: F811
     """The arguments of the data's group."""
-    overrides = [["loader", "loaders.spectrogram"], ["data.threads", "1"]]
+    overrides = [["loader", "loaders.audio.spectrogram"], ["data.threads", "1"]]
     given = {"source": f"{folder}/tiny.py:{corpus}", "overrides": overrides}
     return given | {"process": process, "processes": processes, "wanted": wanted}
 
@@ -158,9 +159,9 @@ def test_a_loader_that_fails_is_not_blamed_on_the_file_system(folder, corpus, mo
     def make_loader(*given, **named):
         raise KeyError("no such column")
 
-    monkeypatch.setattr("loaders.spectrogram.make_loader", make_loader)
+    monkeypatch.setattr("loaders.audio.spectrogram.make_loader", make_loader)
     (wrong,), _ = data.examine(**tiny(folder, corpus))
-    assert (wrong.verdict, wrong.name) == (FAIL, "loader") and "loaders.spectrogram failed: KeyError" in wrong.text
+    assert (wrong.verdict, wrong.name) == (FAIL, "loader") and "loaders.audio.spectrogram failed: KeyError" in wrong.text
     assert "no such column" in wrong.text and ", line " in wrong.text
     assert "file system" not in wrong.remedy and "report it" in wrong.remedy
 
@@ -467,7 +468,7 @@ def test_findings_of_many_processes_are_one_line_where_they_are_the_same():
 @pytest.mark.slow
 def test_a_healthy_pair_is_looked_at_within_a_minute(folder, corpus):  # noqa: F811
     port, began = free_port(), time.monotonic()
-    config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.spectrogram")
+    config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram")
     both = [start(folder, *config, **at(port, p)) for p in range(2)]
     told, _ = (found(process, code=0) for process in both)
     assert told["ok"] and not checks(told, FAIL) and time.monotonic() - began < 60
@@ -568,7 +569,7 @@ def test_a_process_without_the_config_and_one_that_stands_elsewhere(folder, corp
     """The workdir of a config is relative: in another folder it is another one, which a run refuses."""
     port, elsewhere = free_port(), folder / "elsewhere"
     elsewhere.mkdir()
-    config = (f"--config={folder}/tiny.py:{corpus}", "--config.loader=loaders.spectrogram", "--config.train.batch=6")
+    config = (f"--config={folder}/tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram", "--config.train.batch=6")
     three = [
         start(folder, *config, **at(port, 0, 3)),
         start(folder, *config, inside=["env", "-C", str(elsewhere)], **at(port, 1, 3)),
@@ -586,7 +587,7 @@ def test_a_workdir_that_the_other_host_does_not_see(folder, corpus):  # noqa: F8
     """Process 1 has another file system where the runs go, as on nodes without a shared one."""
     port = free_port()
     (folder / "runs").mkdir()
-    config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.spectrogram")
+    config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram")
     elsewhere = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none {folder}/runs && exec "$0" "$@"']
     both = [start(folder, *config, **at(port, 0)), start(folder, *config, inside=elsewhere, **at(port, 1))]
     told, _ = (found(process, code=1) for process in both)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxtrain import cluster
 from jaxtrain.doctor import examine
 from jaxtrain.doctor.check import FAIL, fail, ok
+from jaxtrain.parallel import cluster
 
 FACTS = {
     "devices": {"count": 2, "kind": "cpu"},

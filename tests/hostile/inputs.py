@@ -113,7 +113,7 @@ def class_lists_parquet(folder: pathlib.Path) -> None:
 
 def sounds(folder: pathlib.Path) -> None:
     """A manifest of conversations, its recordings, a codec and a tokenizer."""
-    from loaders import codec, demo_chat
+    from loaders.chat import codec, demo_chat
 
     rng = np.random.default_rng(0)
     for i in range(2):
@@ -141,7 +141,7 @@ def texts(folder: pathlib.Path) -> None:
 
 def tokens(folder: pathlib.Path) -> None:
     """A folder of token files."""
-    from loaders import token_files
+    from loaders.text import token_files
 
     documents = [np.arange(5 + i) for i in range(6)]
     shards = [token_files.write_shard(folder, f"{i:05}", documents, [9] * 6, np.uint16) for i in range(2)]
@@ -150,7 +150,7 @@ def tokens(folder: pathlib.Path) -> None:
 
 def film(folder: pathlib.Path) -> None:
     """What `jaxtrain prepare-giblet` writes."""
-    from loaders import film_files
+    from loaders.film import film_files
 
     (folder / "fmri").mkdir()
     rng = np.random.default_rng(0)
@@ -200,7 +200,7 @@ def whole_rows(folder: pathlib.Path) -> None:
 
 def head(folder: pathlib.Path) -> None:
     """What `jaxtrain fit` writes."""
-    from jaxtrain.inference import heads
+    from jaxtrain.workloads.bird.inference import heads
 
     arrays = {"w": np.ones((4, 1), "f4"), "b": np.zeros(1, "f4")}
     heads.save(folder / "head.npz", heads.Head("linear", "mean", "sigmoid", arrays, ("a",), "", np.ones(1, "f4")))
@@ -208,7 +208,7 @@ def head(folder: pathlib.Path) -> None:
 
 def head_of_run(folder: pathlib.Path) -> None:
     """What `jaxtrain fit` writes, for features of the run of the bird encoder."""
-    from jaxtrain.inference import heads
+    from jaxtrain.workloads.bird.inference import heads
 
     n = BIRDS["embed"]
     arrays = {"mean": np.zeros(n, "f4"), "prototypes": np.ones((1, 2, n), "f4"), "scale": np.ones(1, "f4")}
@@ -232,7 +232,7 @@ def jobs(folder: pathlib.Path) -> None:
 
 def birds(folder: pathlib.Path) -> None:
     """A run of the bird encoder: one step of weights, its metrics."""
-    from jaxtrain.workloads import bird
+    from jaxtrain.workloads.bird import model as bird
 
     data = dict(train="recordings", label="label", clip_seconds=0.3, n_frames=32, threads=1)
     _run(folder, bird, BIRDS, data, lambda c: {"encoder": _vit().make_specs(c)})
@@ -240,7 +240,7 @@ def birds(folder: pathlib.Path) -> None:
 
 def birds_with_head(folder: pathlib.Path) -> None:
     """A run of the bird encoder with a head for two classes, and their names."""
-    from jaxtrain.workloads import bird
+    from jaxtrain.workloads.bird import model as bird
 
     data = dict(train="recordings", label="label", clip_seconds=0.3, n_frames=32, threads=1)
     _run(folder, bird, {**BIRDS, "n_classes": 2, "class_names": ("a", "b")}, data, bird.make_specs)
@@ -271,14 +271,14 @@ def trained(folder: pathlib.Path) -> None:
 
 def language(folder: pathlib.Path) -> None:
     """A run of a language model."""
-    from jaxtrain.workloads import language as workload
+    from jaxtrain.workloads.language import model as workload
 
     _run(folder, workload, LANGUAGE, {}, workload.make_specs)
 
 
 def solver(folder: pathlib.Path) -> None:
     """A run of the recursive model on boards of 4 × 4."""
-    from jaxtrain.workloads import trm
+    from jaxtrain.workloads.trm import model as trm
 
     model = dict(n_cells=16, vocab=6, n_puzzles=1, n_difficulties=1, embed=16, heads=2, depth=1, inner_multiple=16)
     model |= dict(puzzle_tokens=1, puzzle_embed=16, cycles_high=1, cycles_low=1, halt_steps=2, dtype="float32")
@@ -299,8 +299,8 @@ def brains(folder: pathlib.Path) -> None:
     import jax
 
     from jaxtrain import specs
-    from jaxtrain.workloads import giblet
-    from loaders import multimodal
+    from jaxtrain.workloads.giblet import model as giblet
+    from loaders.film import multimodal
 
     source = folder.parent / "film-of-brains"
     source.mkdir(exist_ok=True)
@@ -322,7 +322,7 @@ def puzzles(folder: pathlib.Path) -> None:
 
 def adapters(folder: pathlib.Path) -> None:
     """The adapters of a language model."""
-    from jaxtrain.workloads import language as workload
+    from jaxtrain.workloads.language import model as workload
 
     given = {"blocks": {"w_q": {"w_a": np.ones((1, 2, 16), "f4"), "w_b": np.ones((1, 2, 8, 2), "f4")}}}
     _run(folder, workload, LANGUAGE, {}, lambda c: {}, adapters=given)
@@ -330,7 +330,7 @@ def adapters(folder: pathlib.Path) -> None:
 
 def speech(folder: pathlib.Path) -> None:
     """A run of a model of text and sound."""
-    from jaxtrain.workloads import audio_language
+    from jaxtrain.workloads.audio_language import model as audio_language
 
     model = {**LANGUAGE, "codebooks": 2, "codebook_size": 16}
     names = ("manifest", "tokenizer", "codec")
@@ -340,7 +340,7 @@ def speech(folder: pathlib.Path) -> None:
 
 def export(folder: pathlib.Path) -> None:
     """An export of the run of the bird encoder, in two files of a layer each."""
-    from jaxtrain.weights import safetensors
+    from jaxtrain.arrays import safetensors
 
     run = folder.parent / "run-for-export"
     run.mkdir()
@@ -388,7 +388,7 @@ def embedded(folder: pathlib.Path) -> None:
 
 
 def _vit():
-    from jaxtrain.nn import vit
+    from jaxtrain.workloads.bird import vit
 
     return vit
 
@@ -402,8 +402,8 @@ def _run(
     import jax
 
     from jaxtrain import specs
-    from jaxtrain.checkpoint.read import Stored
-    from jaxtrain.weights import steps
+    from jaxtrain.arrays import saved_steps
+    from jaxtrain.arrays.stored import Stored
 
     c = workload.Config(**model)
     table = table_of(c)
@@ -419,7 +419,7 @@ def _run(
         "warm_start": {"source": ""}, "lora": {"rank": 2 if adapters else 0, "alpha": 4.0},
     }  # fmt: skip
     meta = {"config": config, "parameters": "abc", "versions": {"jax": "0.10"}}
-    steps.save_weights(str(folder), 10, arrays, data={"position": 10, "seed": 0}, meta=meta)
+    saved_steps.save_weights(str(folder), 10, arrays, data={"position": 10, "seed": 0}, meta=meta)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "split": "train", "loss": 1.0}) + "\n")
 
 
@@ -438,7 +438,7 @@ def workdir(folder: pathlib.Path) -> None:
     """What a run leaves for people: records, where its time went, pictures, samples, classes, logs."""
     from PIL import Image
 
-    from jaxtrain import goodput
+    from jaxtrain.telemetry import goodput
 
     (folder / "config.json").write_text(json.dumps({"workload": "x", "train": {"steps": 9}, "optim": {"lr": 1.5}}))
     lines = [{"step": s, "split": split, "loss": 1 / s, "skipped": 0.0} for s in (1, 2, 3) for split in ("train", "test")]

@@ -5,9 +5,13 @@ import sys
 
 import numpy as np
 
-from loaders import checks, codec, spectrogram, sudoku, tokens
-from loaders import shards as shards_lib
+from loaders.audio import shards as shards_lib
+from loaders.audio import spectrogram
 from loaders.base import DataError, Rows
+from loaders.chat import codec
+from loaders.io import checks
+from loaders.sudoku import sudoku
+from loaders.text import tokens
 
 
 def _refused(action) -> int:

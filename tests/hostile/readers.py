@@ -26,21 +26,26 @@ import numpy as np
 import probes
 from harness import ROOT, Watch
 
-from jaxtrain.checkpoint import checksums, timm, warm_start
-from jaxtrain.checkpoint import read as stored
-from jaxtrain.commands import prepare_giblet
+from jaxtrain.arrays import source, stored
+from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.config.schema import WarmStart
-from jaxtrain.console import plain
-from jaxtrain.inference import embeddings, heads, predict, solve
 from jaxtrain.nn import hugging_face
-from jaxtrain.owner.who import WorkdirError
-from jaxtrain.report import classes, records, trace
-from jaxtrain.weights import source
-from jaxtrain.workloads import language
-from loaders import chatml, codec, files, film_files, machine, sudoku
+from jaxtrain.parallel.lease.who import WorkdirError
+from jaxtrain.telemetry.console import plain
+from jaxtrain.telemetry.report import classes, records, trace
+from jaxtrain.workloads.bird.export import timm_names
+from jaxtrain.workloads.bird.inference import embeddings, heads
+from jaxtrain.workloads.giblet import predict
+from jaxtrain.workloads.giblet.commands import prepare_giblet
+from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.trm import solve
+from loaders.audio.recordings import sources, store
+from loaders.audio.recordings.annotations import Mistakes
 from loaders.base import DataError
-from loaders.recordings import sources, store
-from loaders.recordings.annotations import Mistakes
+from loaders.chat import chatml, codec
+from loaders.film import film_files
+from loaders.io import files, machine
+from loaders.sudoku import sudoku
 
 SECONDS = 10.0  # [s] of CPU time that a small file may take
 MEMORY = 600 << 20  # [bytes] that all damaged files of a reader together may add to what it takes of whole files
@@ -116,7 +121,7 @@ def scans(folder: pathlib.Path) -> None:
 
 def indexed(folder: pathlib.Path) -> None:
     """An index, made in this process."""
-    from loaders.recordings import make, rows
+    from loaders.audio.recordings import make, rows
 
     heard = folder.parent / HEARD
     heard.mkdir(exist_ok=True)
@@ -209,7 +214,7 @@ def read_export(folder: pathlib.Path) -> None:
         lambda: source.find(folder).config(),
         lambda: hugging_face.own_export(folder, "jaxtrain.workloads.bird", ()),
         lambda: warm_start.open_source(WarmStart(source=str(folder))),
-        lambda: timm.about(folder, 16),
+        lambda: timm_names.about(folder, 16),
     ):
         try:
             read()

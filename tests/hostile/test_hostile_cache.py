@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.plan import kept
-from loaders import film_files, machine, remote, shards, sudoku
+from loaders.audio import remote, shards
+from loaders.film import film_files
+from loaders.io import machine
+from loaders.sudoku import sudoku
 
 KINDS = ("a pipe", "a folder", "a device", "garbage", "a pickle", "of other kinds", "a bomb")
 
@@ -85,7 +88,7 @@ def test_what_is_kept_is_read_or_made_anew(cache, tmp_path, kind):
 
 
 def test_nothing_of_numpys_files_is_unpickled(tmp_path):
-    from loaders import files
+    from loaders.io import files
 
     np.savez(tmp_path / "a.npz", x=np.array([Payload(str(tmp_path / "ran"))], object), allow_pickle=True)
     with pytest.raises(files.FileError):

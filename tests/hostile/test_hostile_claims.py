@@ -17,12 +17,17 @@ import openpyxl
 import pytest
 from etils import epath
 
-from jaxtrain import cli, console
-from jaxtrain.checkpoint import read as stored
-from jaxtrain.commands import prepare_giblet
-from jaxtrain.inference import predict
-from jaxtrain.report import trace
-from loaders import base, files, machine, remote, scans, tokenise
+from jaxtrain import cli
+from jaxtrain.arrays import stored
+from jaxtrain.telemetry import console
+from jaxtrain.telemetry.report import trace
+from jaxtrain.workloads.giblet import predict
+from jaxtrain.workloads.giblet.commands import prepare_giblet
+from loaders import base
+from loaders.audio import remote
+from loaders.film import scans
+from loaders.io import files, machine
+from loaders.text import tokenise
 
 
 def said_by(capsys, *argv: str) -> str:

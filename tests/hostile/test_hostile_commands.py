@@ -9,7 +9,7 @@ import pytest
 from attacks import ATTACKS, HARMLESS, PROBES
 from harness import ROOT
 
-from jaxtrain.cli import COMMANDS
+from jaxtrain import commands
 
 NAMED = {attack.name: attack for attack in (*ATTACKS, *PROBES)}
 PAYLOAD = "import pathlib\npathlib.Path(__file__).with_name('it-ran').write_text('')\nraise SystemExit(55)\n"
@@ -17,12 +17,12 @@ PAYLOAD = "import pathlib\npathlib.Path(__file__).with_name('it-ran').write_text
 
 def test_every_command_is_attacked():
     attacked = {attack.argv[0] for attack in ATTACKS}
-    missing = {command.name for command in COMMANDS} - attacked - set(HARMLESS)
+    missing = set(commands.table()) - attacked - set(HARMLESS)
     assert not missing, (
         f"`jaxtrain {sorted(missing)[0]}` is in no list of tests/hostile/attacks.py. If it reads files, add an Attack to"
         " ATTACKS there (its arguments, and a function of inputs.py that makes a small input); else a line to HARMLESS."
     )
-    assert not (attacked | set(HARMLESS)) - {command.name for command in COMMANDS}, "a command of the lists is gone"
+    assert not (attacked | set(HARMLESS)) - set(commands.table()), "a command of the lists is gone"
 
 
 def attack_with(attack, cases, zygote, whole, tmp_path):

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain.checkpoint import read as stored
+from jaxtrain.arrays import safetensors, stored
 from jaxtrain.checkpoint import warm_start
-from jaxtrain.weights import safetensors
 
 F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 HEADERS = {

@@ -8,10 +8,11 @@ import pytest
 from inputs import tone
 
 from jaxtrain import config as config_lib
-from jaxtrain.checkpoint import read as stored
-from jaxtrain.checkpoint.read import StoredError
-from jaxtrain.weights import workload
-from loaders import _rust, base, codec, spectrogram
+from jaxtrain.arrays import run_workload, stored
+from jaxtrain.arrays.stored import StoredError
+from loaders import _rust, base
+from loaders.audio import spectrogram
+from loaders.chat import codec
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_a_loader_that_gives_other_rows_than_it_declares_is_refused(wrong):
 
 def test_a_size_of_a_model_has_31_bits():
     with pytest.raises(StoredError, match="config.model.window is 3000000000; expected a number of at most 31 bits"):
-        workload.model_of({"model": {"depth": 1, "window": 3_000_000_000}})
+        run_workload.model_of({"model": {"depth": 1, "window": 3_000_000_000}})
 
 
 @pytest.mark.parametrize(

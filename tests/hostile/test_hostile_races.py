@@ -8,8 +8,8 @@ import threading
 import pytest
 from etils import epath
 
-from jaxtrain.checkpoint import read as stored
-from loaders import files
+from jaxtrain.arrays import stored
+from loaders.io import files
 
 SECRET = b"secret"
 

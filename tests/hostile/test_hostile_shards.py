@@ -23,8 +23,9 @@ print(json.dumps(test_hostile_shards.read_all(pathlib.Path(sys.argv[1]), int(sys
 
 def read_all(folder: pathlib.Path, n: int) -> dict[str, int]:
     """Reads ``n`` mutations, one after the other; a crash ends this process. Counts those that were read and refused."""
-    from loaders import columnar, shards
+    from loaders.audio import shards
     from loaders.base import DataError
+    from loaders.io import columnar
 
     seeds = [path.read_bytes() for path in sorted(folder.glob("seed*"))]
     counts = {"read": 0, "refused": 0}

@@ -17,15 +17,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.checkpoint import read as stored
+from jaxtrain.arrays import safetensors, stored
 from jaxtrain.commands import launch
-from jaxtrain.inference import embed
-from jaxtrain.nn import vit
 from jaxtrain.specs import zeros
 from jaxtrain.types import Spec
-from jaxtrain.weights import safetensors
-from jaxtrain.workloads import bird
-from loaders import files, shards
+from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.bird.inference import embed
+from loaders.audio import shards
+from loaders.io import files
 
 RAVEN = "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tSpecies\n1\ts\t{}\t0\t0.1\ta\n"
 NO_UTF8 = pa.Array.from_buffers(pa.string(), 1, pa.array([b"0.wav\xff"], pa.binary()).buffers())

@@ -19,11 +19,23 @@ import sys
 import time
 
 IMPORTS = (
-    "jax", "orbax.checkpoint", "pyarrow.parquet", "loaders.spectrogram", "loaders.tokens", "loaders.chat_audio",
-    "loaders.multimodal", "loaders.sudoku", "jaxtrain.weights.safetensors", "jaxtrain.weights.peft", "jaxtrain.inference.embed",
-    "jaxtrain.inference.probe", "jaxtrain.inference.generate_audio", "jaxtrain.commands.train_codec", "jaxtrain.assembly",
+    "jax",
+    "orbax.checkpoint",
+    "pyarrow.parquet",
+    "loaders.audio.spectrogram",
+    "loaders.text.tokens",
+    "loaders.chat.chat_audio",
+    "loaders.film.multimodal",
+    "loaders.sudoku.sudoku",
+    "jaxtrain.arrays.safetensors",
+    "jaxtrain.arrays.peft",
+    "jaxtrain.workloads.bird.inference.embed",
+    "jaxtrain.workloads.bird.inference.probe",
+    "jaxtrain.workloads.audio_language.generate_audio",
+    "jaxtrain.workloads.audio_language.commands.train_codec",
+    "jaxtrain.assembly",
     "probes",
-)  # fmt: skip
+)
 LEAK = "LEAKED DESCRIPTOR"
 
 

@@ -8,7 +8,8 @@ import pathlib
 import numpy as np
 import soundfile
 
-from loaders import _rust, chat_audio, chat_samples, codec, demo_chat
+from loaders import _rust
+from loaders.chat import chat_audio, chat_samples, codec, demo_chat
 
 SIZE = 16  # codes of each of the two codebooks
 DECODE = _rust.decode

@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 
-from jaxtrain.commands import encode_audio
-from loaders import buckets, chat_audio, chat_samples, chatml, codec
+from jaxtrain.workloads.audio_language.commands import encode_audio
+from loaders import buckets
 from loaders.base import DataError, Rows
+from loaders.chat import chat_audio, chat_samples, chatml, codec
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import chat  # noqa: E402

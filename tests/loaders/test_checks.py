@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from loaders import checks
+from loaders.io import checks
 
 NAN, INFINITY = float("nan"), float("inf")
 

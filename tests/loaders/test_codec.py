@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxtrain.commands import encode_audio, train_codec
-from loaders import _rust, codec
+from jaxtrain.workloads.audio_language.commands import encode_audio, train_codec
+from loaders import _rust
 from loaders.base import DataError
+from loaders.chat import codec
 
 
 def chirps(seed, seconds=1.0, rate=32_000):

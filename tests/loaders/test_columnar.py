@@ -7,12 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from loaders import columnar, files
+from loaders.io import columnar, files
 
 ENDS_AT_ONCE = """
 import pathlib, sys
 import pyarrow.parquet as pq
-from loaders import columnar
+from loaders.io import columnar
 with columnar.native(pathlib.Path(sys.argv[1])) as file:
     print(pq.read_table(file).num_rows)
 """

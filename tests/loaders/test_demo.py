@@ -15,13 +15,15 @@ import pyarrow as pa
 import pytest
 import soundfile
 
-from loaders import base, demo, demo_birds, machine, outline, spectrogram
+from loaders import base, outline
+from loaders.audio import demo, demo_birds, spectrogram
+from loaders.io import machine
 
 ROOT = pathlib.Path(__file__).parents[2]
 N_TRAIN, N_TEST = 24, 12
 MAKER = f"""
 import logging, pathlib, sys
-from loaders import demo
+from loaders.audio import demo
 logging.basicConfig(level=logging.INFO)
 print(demo.ensure(pathlib.Path(sys.argv[1]), n_train={N_TRAIN}, n_test={N_TEST}))
 """
@@ -129,7 +131,8 @@ def test_the_outline_says_of_the_corpus_what_the_corpus_says(corpus, monkeypatch
 def test_nothing_is_made_for_a_run_that_is_refused(config, monkeypatch, tmp_path):
     """Neither birds nor film, where the mesh does not fit the devices."""
     from jaxtrain import config as config_lib
-    from jaxtrain import layout, train
+    from jaxtrain import train
+    from jaxtrain.parallel import layout
 
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     for name in ("JAXTRAIN_XCM", "JAXTRAIN_GIBLET"):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from loaders import _rust
-from loaders.front_end import FrontEnd
-from loaders.spectrogram import filter_bank
+from loaders.audio.front_end import FrontEnd
+from loaders.audio.spectrogram import filter_bank
 
 HERE = pathlib.Path(__file__).parents[1] / "data" / "fbank"
 SHARED = pathlib.Path(__file__).parents[2] / ".." / "shared" / "golden" / "fbank"

@@ -7,7 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from loaders import _rust, spectrogram
+from loaders import _rust
+from loaders.audio import spectrogram
 from loaders.base import DataError, Rows
 
 QUICK = {"label": "label", "clip_seconds": 0.2, "n_frames": 18, "threads": 2}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from loaders import machine
+from loaders.io import machine
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def page_faults(program: str) -> int:
     rounds = "x = numpy.ones(8 << 20); del x\n"
     counted = "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)"
     begin = "begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
-    program = f"import numpy, resource\nfrom loaders import machine\n{program}\n{rounds}{begin}\n{rounds * 10}{counted}"
+    program = f"import numpy, resource\nfrom loaders.io import machine\n{program}\n{rounds}{begin}\n{rounds * 10}{counted}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     return int(found.stdout)
@@ -78,7 +78,7 @@ def test_memory_that_is_kept_can_be_given_back():
     held = "int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE') >> 20"
     program = f"""
 import os, numpy
-from loaders import machine
+from loaders.io import machine
 machine.give_back_freed_memory()  # nothing is kept yet
 assert machine.keep_freed_memory()
 x, above = numpy.ones(8 << 20), numpy.ones(1 << 10)

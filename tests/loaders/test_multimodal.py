@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from loaders import demo_film, film_files, hrf, multimodal
 from loaders.base import DataError, Rows
-from loaders.multimodal import Config
+from loaders.film import demo_film, film_files, hrf, multimodal
+from loaders.film.multimodal import Config
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TR, FPS, RATE = 1.5, 5.0, 7.0  # 7.5 frames and 10.5 times in a volume: windows of 8 and of 10
@@ -381,7 +381,7 @@ def test_the_fingerprint_is_of_the_contents(tmp_path):
 
 FULL = """
 import json, sys
-from loaders import demo_film, film_files, hrf, multimodal
+from loaders.film import demo_film, film_files, hrf, multimodal
 from loaders.base import Rows
 
 viewers, volumes, voxels, batches = map(int, sys.argv[1:])

@@ -13,10 +13,10 @@ import pytest
 import soundfile
 
 from loaders import _rust
+from loaders.audio.front_end import FrontEnd
+from loaders.audio.recordings import store
+from loaders.audio.spectrogram import Config, filter_bank, make_loader
 from loaders.base import DataError, Rows
-from loaders.front_end import FrontEnd
-from loaders.recordings import store
-from loaders.spectrogram import Config, filter_bank, make_loader
 from tools.fuzz import av_encode
 
 RATE = 32_000
@@ -276,7 +276,7 @@ def test_any_split_by_name(tmp_path):
     with pytest.raises(
         DataError, match="without the split 'vald'; expected one of: test_5s, train, valid; did you mean 'valid'"
     ):
-        from loaders import shards
+        from loaders.audio import shards
 
         shards.find_shards(str(tmp_path), "vald")
 

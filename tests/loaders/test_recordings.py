@@ -17,10 +17,10 @@ import soundfile
 
 from jaxtrain import cli
 from jaxtrain import config as config_lib
-from loaders import shards
+from loaders.audio import shards
+from loaders.audio.recordings import headers
+from loaders.audio.spectrogram import Config, facts, make_loader
 from loaders.base import Rows
-from loaders.recordings import headers
-from loaders.spectrogram import Config, facts, make_loader
 
 ROOT = pathlib.Path(__file__).parents[2]
 RATE = 16_000

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loaders import records
+from loaders.io import records
 
 RECORDS = [b"a line\n", b"x" * 9000, b"another\n", b"the last"]
 

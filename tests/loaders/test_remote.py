@@ -14,9 +14,9 @@ import corpus
 import object_store
 import pytest
 
-from loaders import remote, remote_room, shards
+from loaders.audio import remote, remote_cache, shards
+from loaders.audio.spectrogram import Config, facts, make_loader
 from loaders.base import DataError, Rows
-from loaders.spectrogram import Config, facts, make_loader
 
 pytest.importorskip("aiohttp")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -231,7 +231,7 @@ def test_what_a_server_claims_removes_nothing_until_it_comes(store, tmp_path, mo
 def test_a_limit_of_the_cache_is_a_number(tmp_path, monkeypatch, limit):
     monkeypatch.setenv("JAXTRAIN_SHARDS_GB", limit)
     with pytest.raises(DataError, match=f"JAXTRAIN_SHARDS_GB is '{limit}'; expected a number"):
-        remote_room.Room(tmp_path, 1, "https://x")
+        remote_cache.Room(tmp_path, 1, "https://x")
 
 
 def test_a_copy_serves_without_a_network(store, caplog):
@@ -264,7 +264,7 @@ def test_a_bucket_of_google_through_gcsfs(tmp_path):
     path = objects._path("birds", "bad/a.arrow")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     env = {**os.environ, **object_store.environment(server.server_address[1]), "JAXTRAIN_CACHE": str(tmp_path / "cache")}
-    code = "from loaders import remote\nfor name in ('xcm', 'bad'): print(remote.fetch(f'gs://birds/{name}'))"
+    code = "from loaders.audio import remote\nfor name in ('xcm', 'bad'): print(remote.fetch(f'gs://birds/{name}'))"
     try:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     finally:
@@ -292,5 +292,5 @@ def test_a_wrong_checksum_is_refused(tmp_path):
     file = remote.File("bucket/a.arrow", "a.arrow", 100, "t", ("md5", "0" * 32))
     assert remote._prepare(file, tmp_path)
     with pytest.raises(DataError, match="the store says 0000"):
-        remote._Copy(System(), [file], tmp_path, remote_room.Room(tmp_path, 100, "gs://bucket")).wait()
+        remote._Copy(System(), [file], tmp_path, remote_cache.Room(tmp_path, 100, "gs://bucket")).wait()
     assert not [path for path in tmp_path.iterdir() if "a.arrow" in path.name]

@@ -20,7 +20,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 FAULTS = {1: "error", 2: "short", 3: "slow"}  # of a file's answers with a part of it, by their number
 CODE = """
-from loaders import remote
+from loaders.audio import remote
 remote.WAIT, remote.PART, remote.TOGETHER = 0.01, 20_000, 1
 print(remote.fetch({address!r}))
 """

@@ -8,7 +8,8 @@ import corpus
 import numpy as np
 import pytest
 
-from loaders import _rust, order, shards, spectrogram
+from loaders import _rust, order
+from loaders.audio import shards, spectrogram
 from loaders.base import DataError, Rows
 
 QUICK = {"label": "label", "clip_seconds": 0.2, "n_frames": 18, "threads": 2}

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxtrain.commands import sudoku as sudoku_command
-from loaders import _rust, sudoku
+from jaxtrain.workloads.trm.commands import sudoku as sudoku_command
+from loaders import _rust
 from loaders.base import DataError, Rows
+from loaders.sudoku import sudoku
 
 SMALL = sudoku.Source(n_train=40, n_test=12, blanks=(20, 40))
 SOURCES = {

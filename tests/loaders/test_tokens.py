@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loaders import packing, token_files, tokens
 from loaders.base import DataError, Rows
+from loaders.text import packing, token_files, tokens
 from tools import packing_report
 
 CONTEXT = 32

@@ -18,10 +18,11 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 import jax
 import jax.numpy as jnp
 
-from jaxtrain import layout as layout_lib
-from jaxtrain import plan, specs, step
+from jaxtrain import plan, specs
 from jaxtrain.nn import remat, transformer
+from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import compile
+from jaxtrain.step import train_step
 from jaxtrain.types import LossOut, Mean, Task, Variables
 
 CASE = dict(
@@ -79,7 +80,7 @@ def program(case: dict) -> jax.stages.Lowered:
     if not case["train"]:
         return jax.jit(lambda params, batch: total(Variables(params), batch)).lower(params, batch)
     return jax.jit(
-        lambda params, batch: step.gradients(
+        lambda params, batch: train_step.gradients(
             task, layout, Variables(params), batch, jax.random.key(0), accumulate=case["accumulate"]
         )
     ).lower(params, batch)

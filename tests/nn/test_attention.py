@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxtrain import plan
-from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import transformer
 from jaxtrain.nn.flash import flash
+from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.plan.compile import for_kernels
 
 CASES = [

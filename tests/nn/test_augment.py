@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.nn import augment as lib
+from jaxtrain.workloads.bird import augment as lib
 
 ROWS = 6
 ALL = lib.Config(

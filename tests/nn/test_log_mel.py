@@ -12,12 +12,13 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs, train
-from jaxtrain.layout import make_layout, make_mesh
-from jaxtrain.nn import log_mel
-from jaxtrain.workloads import bird
-from loaders import _rust, spectrogram
+from jaxtrain.parallel.layout import make_layout, make_mesh
+from jaxtrain.workloads.bird import log_mel
+from jaxtrain.workloads.bird import model as bird
+from loaders import _rust
+from loaders.audio import spectrogram
+from loaders.audio.front_end import FrontEnd
 from loaders.base import Rows
-from loaders.front_end import FrontEnd
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "loaders"))
 import corpus  # noqa: E402

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import layers, remat
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.heads_first import heads_first
 from jaxtrain.nn.layers import product, scaled, spread
+from jaxtrain.parallel.layout import make_layout, make_mesh
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from jaxtrain.layout import make_layout, make_mesh
-from jaxtrain.nn import remat, transformer, vit
+from jaxtrain.nn import remat, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.layers import lookup
+from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.specs import map_specs
+from jaxtrain.workloads.bird import vit
 
 L, B, T, D, M = 3, 2, 10, 64, 256
 VIT = vit.Stack(embed=D, depth=L, heads=4, hidden=M)

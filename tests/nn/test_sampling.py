@@ -9,10 +9,11 @@ import pytest
 import test_language as language_test
 
 from jaxtrain import config as config_lib
-from jaxtrain import environments, specs
+from jaxtrain import specs
 from jaxtrain.nn import sampling
 from jaxtrain.types import Variables
-from jaxtrain.workloads import language
+from jaxtrain.workloads.language import environments
+from jaxtrain.workloads.language import model as language
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3", "gpt2", "window"])

@@ -10,8 +10,8 @@ import pytest
 
 from jaxtrain import specs
 from jaxtrain.config import Optim
-from jaxtrain.nn import vit
 from jaxtrain.optim import make_optimizer
+from jaxtrain.workloads.bird import vit
 
 TINY = vit.Config(n_frames=64, n_mels=32, embed=32, depth=2, heads=4, dtype="float32")
 FULL = replace(

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from jaxtrain.config import Group, Optim
-from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.optim import OptimError, make_optimizer
+from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.specs import zeros
 from jaxtrain.types import Spec
 

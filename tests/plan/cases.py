@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
+from jaxtrain.parallel import layout as layout_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 BOARDS = "({'kind': 'sudoku4', 'n_train': 20, 'n_test': 5, 'blanks': (3, 6)},)"

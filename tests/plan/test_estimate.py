@@ -57,7 +57,7 @@ def test_bytes_of_halves_and_of_recomputed_layers_on_a_host_device(workload, mes
     """Five layers, of which two are written out, were 39 % too little on jax 0.10.2 and 17 % too much on 0.12.
 
     What the left-over layer computes again comes before the loop backward there, and after it here, where barriers hold. It is
-    14 % too little now, and 16 % where products are YNNPACK's (`jaxtrain.compiler`), which take one array more.
+    14 % too little now, and 16 % where products are YNNPACK's (`jaxtrain.compile.xla_options`), which take one array more.
     """
     config = load(workload, tmp_path, monkeypatch, ("model.dtype", "float32"), *changes)
     bytes_agree(

@@ -8,7 +8,8 @@ import pytest
 from cases import on
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain import compiler, plan
+from jaxtrain import plan
+from jaxtrain.compile import xla_options
 from jaxtrain.plan import compile as compile_lib
 from jaxtrain.plan import kept
 
@@ -25,14 +26,14 @@ def small(n):
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
     """What is compiled, in order; the cache is empty."""
-    programs, compile = [], compiler.compile
+    programs, compile = [], xla_options.compile
 
     def noted(lowered, *args):
         programs.append(lowered)
         return compile(lowered, *args)
 
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "compile", noted)
+    monkeypatch.setattr(xla_options, "compile", noted)
     return programs
 
 
@@ -67,7 +68,7 @@ def test_what_does_not_fit_is_known_too_and_a_cache_that_cannot_be_written_costs
         times.append(1)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3.00G more than there is\nallocations")
 
-    monkeypatch.setattr(compiler, "compile", refuse)
+    monkeypatch.setattr(xla_options, "compile", refuse)
     for _ in range(2):
         with pytest.raises(plan.PlanError, match=r"^the compiler says: RESOURCE_EXHAUSTED: 3.00G more than there is$"):
             compile_lib.compiled(*program, versions="1")

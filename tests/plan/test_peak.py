@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from jaxtrain import compiler, plan
+from jaxtrain import plan
+from jaxtrain.compile import xla_options
 
 
 def in_place(p, m, g):
@@ -36,7 +37,7 @@ def test_donated_arrays_that_are_read_beside_their_results_are_copied_on_a_cpu(s
 
 
 def test_a_moment_that_waits_for_the_parameters_it_made_is_written_in_place_on_a_cpu():
-    """As `jaxtrain.update` has it; both are made of one gradient, and yet not at once."""
+    """As `jaxtrain.step.update` has it; both are made of one gradient, and yet not at once."""
 
     def step(p, m, g):
         g = g @ jnp.concatenate([g[:256], g[256:512]], 1)
@@ -135,7 +136,7 @@ def test_heads_of_64_values_fill_128_lanes_of_a_tpu_where_a_kernel_reads_or_writ
 @pytest.mark.parametrize("cores", [1, 2])
 def test_products_of_halves_are_kept_as_the_library_that_computes_them_writes_them(cores, monkeypatch):
     """YNNPACK rounds them and widens them again in one instruction: a quarter of this step was missing."""
-    monkeypatch.setattr(compiler.machine, "cores", lambda: cores)
+    monkeypatch.setattr(xla_options.machine, "cores", lambda: cores)
 
     def step(x, gates, ups, downs):
         def loss(gates, ups, downs):
@@ -148,7 +149,7 @@ def test_products_of_halves_are_kept_as_the_library_that_computes_them_writes_th
 
     wide, narrow = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 256), (256, 64))]
     traced = jax.jit(step).trace(jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16), [wide] * 4, [wide] * 4, [narrow] * 4)
-    options = compiler.options({}, "cpu", count=1, device=jax.devices()[0])
+    options = xla_options.options({}, "cpu", count=1, device=jax.devices()[0])
     found = traced.lower().compile(compiler_options=options).memory_analysis().temp_size_in_bytes
     planned = plan.peak(traced.jaxpr, [((), ())] * 13, {}, [False] * 13, plan.parse_target("").compiler())
     assert planned.bytes == pytest.approx(found, rel=0.05)

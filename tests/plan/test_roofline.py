@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.chips import Chip
+from jaxtrain.parallel.chips import Chip
 from jaxtrain.plan import hlo, roofline
 
 CHIP = Chip("toy", "NVIDIA toy", 1e12, 1e9, 1e9, 1e8)  # 1 TFLOP/s, 1 GB/s of memory, 0.1 GB/s of links

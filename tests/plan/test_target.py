@@ -6,7 +6,8 @@ import pathlib
 
 import pytest
 
-from jaxtrain import chips, cli, plan
+from jaxtrain import cli, plan
+from jaxtrain.parallel import chips
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -38,7 +39,7 @@ def test_targets_know_their_devices():
 
 def test_a_misspelt_target_is_reported_before_any_data_are_made(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("loaders.sudoku.generate", lambda *a: pytest.fail("puzzles are generated"))
+    monkeypatch.setattr("loaders.sudoku.sudoku.generate", lambda *a: pytest.fail("puzzles are generated"))
     assert cli.main(["plan", f"--config={ROOT}/configs/trm_sudoku.py", f"--config.workdir={tmp_path}", "gpu:h1000x8"]) == 2
     assert "--plan=gpu:h1000x8 is unknown" in capsys.readouterr().err
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxtrain.report import classes
+from jaxtrain.telemetry.report import classes
 
 
 def counted(own, answer, n):

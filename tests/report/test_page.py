@@ -14,8 +14,8 @@ from test_classes import counted
 from test_run import make
 
 from jaxtrain import cli
-from jaxtrain.report import classes, compare
-from jaxtrain.report import records as records_lib
+from jaxtrain.telemetry.report import classes, compare
+from jaxtrain.telemetry.report import records as records_lib
 
 pytest.importorskip("plotly")
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)

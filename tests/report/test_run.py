@@ -9,9 +9,10 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
-from jaxtrain import cli, goodput
-from jaxtrain.owner import Owner
-from jaxtrain.report import run as run_lib
+from jaxtrain import cli
+from jaxtrain.parallel.lease import Owner
+from jaxtrain.telemetry import goodput
+from jaxtrain.telemetry.report import run as run_lib
 
 
 def make(path, *, steps=100, reached=100, scores=(), end="ended", **config):
@@ -80,7 +81,8 @@ def test_a_run_that_trains_is_seen_and_one_that_was_killed(tmp_path, capsys):
         [row] = map(json.loads, shown(tmp_path, capsys, "--json").splitlines())
         assert row["state"] == "training" and row["eta_seconds"] == 65.0
         assert " 0:01:05 " in shown(tmp_path, capsys)
-    code = f"import os, signal; from jaxtrain.owner import Owner; Owner([{str(path)!r}]).__enter__(); os.kill(os.getpid(), 9)"
+    code = f"import os, signal; from jaxtrain.parallel.lease import Owner; Owner([{str(path)!r}]).__enter__()"
+    code += "; os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert killed.returncode == -signal.SIGKILL and (path / "owner.json").exists()
     assert json.loads(shown(tmp_path, capsys, "--json"))["state"] == "stopped"

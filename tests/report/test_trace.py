@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.report import trace
-from loaders.files import FileError
+from jaxtrain.telemetry.report import trace
+from loaders.io.files import FileError
 
 
 @pytest.fixture(scope="module")

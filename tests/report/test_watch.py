@@ -15,8 +15,9 @@ import threading
 import pytest
 from test_run import make
 
-from jaxtrain import cli, loopback
+from jaxtrain import cli
 from jaxtrain.commands import watch
+from jaxtrain.telemetry import loopback
 
 pytest.importorskip("plotly")
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from loaders import demo_birds
+from loaders.audio import demo_birds
 from tools import bench_loader
 
 needs_seek = pytest.mark.skipif(bool(bench_loader.missing("seek")), reason="scipy and soxr are not installed")

@@ -11,8 +11,8 @@ import sys
 import pytest
 import yaml
 
-from jaxtrain import cli, config
-from jaxtrain.cluster import discover
+from jaxtrain import commands, config
+from jaxtrain.parallel.cluster import discover
 
 FOLDER = pathlib.Path(__file__).parents[2] / "tools" / "container"
 DOCKERFILE, JOB = FOLDER / "Dockerfile", FOLDER / "job.yaml"
@@ -71,7 +71,7 @@ def test_the_commands_that_the_page_shows_fit_the_image_and_the_job():
     assert re.search(r"^WORKDIR /project$", last, re.M) and mounts == ["/project/runs", "/cache"]
     assert re.search(r"JAXTRAIN_CACHE=/cache\b", last)
     command, *words = run[run.index(tag) + 1 :]
-    assert command in [each.name for each in cli.COMMANDS] and config.parse_args(words).source == "xcm"
+    assert command in commands.table() and config.parse_args(words).source == "xcm"
     *_, job = yaml.safe_load_all(JOB.read_text())
     [container] = job["spec"]["template"]["spec"]["containers"]
     [reference] = [x["valueFrom"]["secretKeyRef"] for x in container["env"] if "secretKeyRef" in x.get("valueFrom", {})]

@@ -7,8 +7,8 @@ import runpy
 import numpy as np
 import pytest
 
-from jaxtrain.nn import augment
-from jaxtrain.workloads import bird
+from jaxtrain.workloads.bird import augment
+from jaxtrain.workloads.bird import model as bird
 from tools import draw_augmentations, esc10_folds
 
 CONFIG = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "configs" / "esc10_folds.py"))

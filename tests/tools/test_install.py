@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from loaders import machine
+from loaders.io import machine
 from tools import install
 
 TOOL = pathlib.Path(install.__file__)

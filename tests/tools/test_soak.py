@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain.checkpoint import checksums
-from loaders import demo
+from loaders.audio import demo
 from tools import soak
 
 SMALL = (

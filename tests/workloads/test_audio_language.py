@@ -14,14 +14,15 @@ import safetensors.numpy
 from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
-from jaxtrain import lora, plan
+from jaxtrain import plan
 from jaxtrain import specs as specs_lib
 from jaxtrain.checkpoint import warm_start
-from jaxtrain.layout import make_layout, make_mesh
+from jaxtrain.nn import lora
+from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.plan import hlo
 from jaxtrain.types import Variables
-from jaxtrain.workloads import audio_language
-from loaders import chatml
+from jaxtrain.workloads.audio_language import model as audio_language
+from loaders.chat import chatml
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "higgs"
 GOLDEN = json.loads((DATA / "config.json").read_text())

@@ -14,10 +14,11 @@ from test_reliability import cluster
 from jaxtrain import config as config_lib
 from jaxtrain import specs, train
 from jaxtrain.checkpoint import warm_start
-from jaxtrain.commands import export, generate_audio, lora_to_peft
-from jaxtrain.inference import generate_audio as inference
+from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.nn.hugging_face import HuggingFaceError
-from jaxtrain.workloads import audio_language
+from jaxtrain.workloads.audio_language import generate_audio as inference
+from jaxtrain.workloads.audio_language import model as audio_language
+from jaxtrain.workloads.audio_language.commands import generate_audio
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "loaders"))
 import chat  # noqa: E402
@@ -25,14 +26,14 @@ import chat  # noqa: E402
 CONFIG = """
 import os
 from ml_collections import ConfigDict
-from jaxtrain.workloads import audio_language
+from jaxtrain.workloads.audio_language import model as audio_language
 
 def get_config(base=""):
     sizes = dict(embed=32, depth=2, heads=4, kv_heads=2, head_dim=8, mlp=32, vocab=272, codebooks=2, codebook_size=16)
     model, warm_start = audio_language.from_hugging_face(base) if base else (sizes, {})
     lora = dict(audio_language.ADAPTERS, rank=2, alpha=4.0) if base else {}
     return ConfigDict(dict(
-        workload="jaxtrain.workloads.audio_language", loader=os.environ.get("LOADER", "loaders.chat_audio"),
+        workload="jaxtrain.workloads.audio_language", loader=os.environ.get("LOADER", "loaders.chat.chat_audio"),
         model=dict(model, dtype="float32"),
         data=dict(manifest="manifest.json", tokenizer="tokenizer.json", codec="codec.npz", buckets=2, test_share=0.25),
         train=dict(steps=8, batch=8, eval_every=4),
@@ -142,8 +143,8 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
 # A loader that writes down what it hands out, and is slow in one process.
 SLOW_LOADER = """
 import json, os, time
-from loaders import chat_audio
-from loaders.chat_audio import Config, facts, fields
+from loaders.chat import chat_audio
+from loaders.chat.chat_audio import Config, facts, fields
 
 class Slow:
     def __init__(self, loader, split, rows):

@@ -12,11 +12,11 @@ from steps import Case, Run
 from jaxtrain import config as config_lib
 from jaxtrain import specs
 from jaxtrain.assembly import assemble
-from jaxtrain.layout import make_layout, make_mesh
-from jaxtrain.nn import augment, masked, vit
 from jaxtrain.optim import make_optimizer
+from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.types import Variables
-from jaxtrain.workloads import bird
+from jaxtrain.workloads.bird import augment, masked, vit
+from jaxtrain.workloads.bird import model as bird
 from loaders.base import Field
 
 # Machine code that is soon there rather than fast.

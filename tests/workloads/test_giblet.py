@@ -14,7 +14,7 @@ from steps import Case, Run, assert_alike
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
 from jaxtrain.types import Variables
-from jaxtrain.workloads import giblet
+from jaxtrain.workloads.giblet import model as giblet
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "giblet"
 GOLDEN = json.loads((DATA / "config.json").read_text())

@@ -7,9 +7,9 @@ import pytest
 import safetensors.numpy
 import test_train
 
-from jaxtrain.checkpoint import read as stored
+from jaxtrain.arrays import stored
 from jaxtrain.commands import export
-from loaders import film_files
+from loaders.film import film_files
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 def get_config():
     return ConfigDict(dict(
         workload="jaxtrain.workloads.giblet",
-        loader="loaders.multimodal",
+        loader="loaders.film.multimodal",
         model=dict(video_widths=(16, 16, 16), audio_widths=(8, 8), text_widths=(8, 8), trunk_widths=(16, 16), bottleneck=8,
                    head_width=16, decoder_widths=(16, 16, 16, 16), decode_video_widths=(16, 16), decode_audio_widths=(16, 16),
                    decode_text_widths=(16, 16), dtype="float32", normalised=True),

@@ -6,9 +6,10 @@ import jax
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
-from jaxtrain import main, specs, state
+from jaxtrain import main, specs
 from jaxtrain import plan as plan_lib
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.step import state
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIRST = 1_641_600 * 4096  # values of the first matrix

@@ -12,14 +12,14 @@ from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
-from jaxtrain import state as state_lib
-from jaxtrain import step as step_lib
 from jaxtrain.checkpoint import warm_start
-from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.nn import transformer
 from jaxtrain.optim import make_optimizer
+from jaxtrain.parallel.layout import make_layout, make_mesh
+from jaxtrain.step import state as state_lib
+from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import Variables
-from jaxtrain.workloads import language
+from jaxtrain.workloads.language import model as language
 from loaders.base import Field
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "lm"

@@ -11,18 +11,18 @@ import test_train
 from jaxtrain import config as config_lib
 from jaxtrain import train
 from jaxtrain.commands import export, lora_to_peft
-from jaxtrain.workloads import language
+from jaxtrain.workloads.language import model as language
 
 ROOT = pathlib.Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "lm"
 CONFIG = f"""
 from ml_collections import ConfigDict
-from jaxtrain.workloads import language
+from jaxtrain.workloads.language import model as language
 
 def get_config():
     model, warm_start = language.from_hugging_face({str(DATA / "qwen2")!r})
     return ConfigDict(dict(
-        workload="jaxtrain.workloads.language", loader="loaders.tokens",
+        workload="jaxtrain.workloads.language", loader="loaders.text.tokens",
         model=dict(model, dtype="float32", tokenizer="bytes", samples=dict(prompts=("one ",), tokens=4)),
         data=dict(sources=(dict(path="text.txt"),), context=32, text="bytes", packing="random"),
         train=dict(steps=6, batch=8, eval_every=3),

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from jaxtrain import specs
-from jaxtrain.layout import make_layout, make_mesh
-from jaxtrain.nn import masked, sigreg, vit
 from jaxtrain.nn.cross_entropy import cross_entropy
-from jaxtrain.workloads import bird
-from jaxtrain.workloads.bird import objectives
+from jaxtrain.parallel.layout import make_layout, make_mesh
+from jaxtrain.workloads.bird import masked, objectives, sigreg, vit
+from jaxtrain.workloads.bird import model as bird
 
 # Machine code that is soon there rather than fast.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -207,8 +206,8 @@ OBJECTIVE = Objective(Energy, ALL, specs, loss, lambda c, s: 6 * c.embed)
 USE = """
 import jax, jax.numpy as jnp
 from jaxtrain import config as config_lib, specs
-from jaxtrain.nn import vit
-from jaxtrain.workloads import bird
+from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.bird import model as bird
 small = dict(embed=16, depth=1, heads=2, n_frames=32, n_mels=32, dtype="float32", supervised=dict(weight=0.0))
 c = config_lib.section(bird.Config, dict(small, energy=dict(weight=2.0)))
 assert not list(c.problems()) and config_lib.gloss(bird.Config)["energy"] == ("section", "")

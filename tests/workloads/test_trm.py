@@ -14,10 +14,10 @@ from steps import Case, Run, assert_alike
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
 from jaxtrain.assembly import assemble
-from jaxtrain.layout import make_layout, make_mesh
 from jaxtrain.optim import make_optimizer
+from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.types import Variables
-from jaxtrain.workloads import trm
+from jaxtrain.workloads.trm import model as trm
 from loaders.base import Field
 
 DATA = pathlib.Path(__file__).parents[1] / "data"

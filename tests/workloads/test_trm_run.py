@@ -8,8 +8,8 @@ import test_train
 
 LOADER = """
 import os, signal, time
-from loaders.sudoku import Config, facts, fields
-from loaders import sudoku
+from loaders.sudoku.sudoku import Config, facts, fields
+from loaders.sudoku import sudoku
 
 class Killing(sudoku.Boards):
     def __next__(self):

@@ -16,14 +16,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxtrain import compiler, feed, specs
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
 from jaxtrain import plan as plan_lib
-from jaxtrain import state as state_lib
-from jaxtrain import step as step_lib
+from jaxtrain import specs
+from jaxtrain.compile import xla_options
+from jaxtrain.data import feed
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.step import state as state_lib
+from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import Batch
-from loaders import demo, token_files
+from loaders.audio import demo
+from loaders.text import token_files
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROOM = 0.9  # [share] of a device's memory that the plan may fill: its estimate is no bound
@@ -222,11 +225,11 @@ def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
 
 
 def compiled(chosen: Chosen) -> jax.stages.Compiled:
-    """With the options of a run (`jaxtrain.compiler`)."""
+    """With the options of a run (`jaxtrain.compile.xla_options`)."""
     a = chosen.assembly
     device = a.layout.mesh.devices.flat[0]
-    options = compiler.options(a.config.compiler, device.device_kind, count=1, device=device)
-    return compiler.compile(a.trace(chosen.stage).lower(), options, a.config.compiler)
+    options = xla_options.options(a.config.compiler, device.device_kind, count=1, device=device)
+    return xla_options.compile(a.trace(chosen.stage).lower(), options, a.config.compiler)
 
 
 class Steps:

@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import metrics, specs
-from jaxtrain import state as state_lib
-from jaxtrain import step as step_lib
+from jaxtrain import specs
 from jaxtrain.nn import attention as attention_lib
+from jaxtrain.step import state as state_lib
+from jaxtrain.step import train_step as step_lib
+from jaxtrain.telemetry import metrics
 from jaxtrain.types import PyTree
-from loaders import machine
+from loaders.io import machine
 from tools.chip import cases
 
 LOSS = {"float32": 1e-5, "bfloat16": 2e-2}  # relative

@@ -5,7 +5,7 @@ float32 and of bfloat16, and 16-bit waveforms, of which the step makes the spect
 
     loader      rows/s of the loader alone, on every core that this process may use
     demand      rows/s of the step alone, on a batch that stays on the device
-    together    rows/s of `jaxtrain.feed` and the step, and the share of the time that the step waits for data
+    together    rows/s of `jaxtrain.data.feed` and the step, and the share of the time that the step waits for data
     overlap     of the copies to the device, the share that overlaps computation, by a trace of a few of those steps; a CPU has
                 no copies: the rows are used where the loader wrote them
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 
-from jaxtrain import feed
-from loaders import machine
+from jaxtrain.data import feed
 from loaders.base import Loader, Rows
+from loaders.io import machine
 from tools.chip import cases, trace
 
 FORMS = {

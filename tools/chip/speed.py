@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import metrics
+from jaxtrain.telemetry import metrics
 from tools.chip import cases, trace
 
 

@@ -4,7 +4,7 @@
 
 Read are the XSpace files (``plugins/profile/*/*.xplane.pb``), those of chips by `jax.profiler.ProfileData`. On a GPU an
 operation is a kernel of a stream (planes ``/device:GPU:…``, lines ``Stream …``), on a TPU an event of the line ``XLA Ops``. On
-a CPU it is whatever on the host's threads names an instruction, with its scope (`jaxtrain.report.trace`).
+a CPU it is whatever on the host's threads names an instruction, with its scope (`jaxtrain.telemetry.report.trace`).
 """
 
 import pathlib
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxtrain.report import trace as scoped
+from jaxtrain.telemetry.report import trace as scoped
 
 # Operations that only hold others, whose time is theirs.
 CONTAINER = re.compile(r"^(while|conditional|call|async-start|async-done)([.\-_]\d+)*$")

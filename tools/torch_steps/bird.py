@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from jaxtrain import config as config_lib
-from jaxtrain.nn import vit
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.bird import config as bird
-from jaxtrain.workloads.bird import task
+from jaxtrain.workloads.bird import task, vit
 from jaxtrain.workloads.bird.objectives import supervised
 from tools.torch_steps import steps
 

@@ -15,9 +15,9 @@ import torch
 
 from jaxtrain import config as config_lib
 from jaxtrain.types import PyTree
-from jaxtrain.workloads import giblet
-from loaders import multimodal
+from jaxtrain.workloads.giblet import model as giblet
 from loaders.base import Field
+from loaders.film import multimodal
 from tools.torch_steps import steps
 
 F = torch.nn.functional

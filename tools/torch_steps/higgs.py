@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from jaxtrain import config as config_lib
-from jaxtrain.workloads import audio_language
-from loaders import chatml
+from jaxtrain.workloads.audio_language import model as audio_language
+from loaders.chat import chatml
 from tools.torch_steps import steps
 
 F, nn = torch.nn.functional, torch.nn
@@ -21,7 +21,7 @@ linear = functools.partial(nn.Linear, bias=False)
 
 
 def make_batch(c: audio_language.Config, batch: int, text: int, times: int) -> dict[str, np.ndarray]:
-    """Rows of a question in text and an answer in sound, as loaders.chat_audio lays them out."""
+    """Rows of a question in text and an answer in sound, as loaders.chat.chat_audio lays them out."""
     rng, rows = np.random.default_rng(0), []
     for _ in range(batch):
         tokens = np.concatenate([rng.integers(4, c.vocab, text - 1), [1, 2]]).astype("i4")  # the last: in place of the sound

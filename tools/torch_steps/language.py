@@ -10,7 +10,7 @@ import torch
 
 from jaxtrain import config as config_lib
 from jaxtrain.types import PyTree
-from jaxtrain.workloads import language
+from jaxtrain.workloads.language import model as language
 from tools.torch_steps import steps
 
 F = torch.nn.functional

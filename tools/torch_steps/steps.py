@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import torch
 
-from jaxtrain import compiler
 from jaxtrain import config as config_lib
-from jaxtrain import layout as layout_lib
-from jaxtrain import state as state_lib
-from jaxtrain import step as step_lib
 from jaxtrain.assembly import assemble
+from jaxtrain.compile import xla_options
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.step import state as state_lib
+from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import PyTree, Task
 from loaders.base import Field
 
@@ -40,7 +40,7 @@ class Ours:
         mesh = layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
         run = assemble(config, mesh, make_task=make_task, fields=fields)
         self.flops = run.task.flops
-        self._step = compiler.compile(run.trace(stage).lower(), run.compiler_options(), config.compiler)
+        self._step = xla_options.compile(run.trace(stage).lower(), run.compiler_options(), config.compiler)
         self._stop = step_lib.put_stop(run.layout, False)
         self._batch, self._place = batch, run.abstract.batch
         self._state = state_lib.init_state(run.task, run.tx, run.abstract, jax.random.key(0))

@@ -14,7 +14,7 @@ import torch
 
 from jaxtrain import config as config_lib
 from jaxtrain.types import PyTree
-from jaxtrain.workloads import trm
+from jaxtrain.workloads.trm import model as trm
 from tools.torch_steps import steps
 
 F = torch.nn.functional

@@ -1,34 +1,46 @@
-"""Bird audio: a vision transformer over log-mel spectrograms, trained with labels or without, and an online probe.
+"""Bird sound: a vision transformer over spectrograms, with labels or without."""
 
-The loss is a weighted sum of objectives, each on where its weight is above 0; each is one file of `objectives`:
+from jaxtrain.workload import Command, Workload
 
-    supervised  cross-entropy with the class, or the asymmetric loss of several (Ridnik et al. 2021)
-    lejepa      views of a recording agree, and embeddings are spread like a Gaussian (Balestriero & LeCun 2025)
-    diet        which of all recordings it is (Ibrahim et al. 2024)
-    mae         the values of masked patches, from the visible ones (He et al. 2022)
-    teacher     the features of masked patches by an average of the encoder, from the visible ones (Assran et al. 2023)
+_HERE = "jaxtrain.workloads.bird"
 
-mae and teacher share masks and the pass over visible patches; the others share one over all patches. The probe (layer norm,
-linear) reads the same features without passing gradients back: it has its own learning rate, and is comparable between
-objectives. A row of the batch may hold several views of its recording (data.views); every view is encoded.
-
-Modules, each of which imports only those before it: export, timm, settings, classes, probe and heads, objective, views,
-objectives, config, task.
-"""
-
-from jaxtrain.workloads.bird.classes import asymmetric_loss, cross_entropy
-from jaxtrain.workloads.bird.config import Config, forward_flops, make_specs, train_flops
-from jaxtrain.workloads.bird.export import EXPORT
-from jaxtrain.workloads.bird.objectives import OBJECTIVES
-from jaxtrain.workloads.bird.objectives.diet import Diet
-from jaxtrain.workloads.bird.objectives.lejepa import Lejepa
-from jaxtrain.workloads.bird.objectives.mae import Mae
-from jaxtrain.workloads.bird.objectives.supervised import Supervised
-from jaxtrain.workloads.bird.objectives.teacher import Teacher
-from jaxtrain.workloads.bird.settings import POOLS, Mask
-from jaxtrain.workloads.bird.task import make_task
-
-__all__ = [
-    "EXPORT", "OBJECTIVES", "POOLS", "Config", "Diet", "Lejepa", "Mae", "Mask", "Supervised", "Teacher", "asymmetric_loss",
-    "cross_entropy", "forward_flops", "make_specs", "make_task", "train_flops",
-]  # fmt: skip
+WORKLOAD = Workload(
+    config=f"{_HERE}.model:Config",
+    make_task=f"{_HERE}.model:make_task",
+    make_specs=f"{_HERE}.model:make_specs",
+    commands={
+        "index": Command(
+            f"{_HERE}.commands.index", "data", "index recordings: folders, tables of annotations, hours-long files"
+        ),
+        "detect": Command(
+            f"{_HERE}.commands.detect",
+            "inference",
+            "what is heard when: tables and scores of recordings of any length",
+            caches=True,
+        ),
+        "fit": Command(
+            f"{_HERE}.commands.fit", "inference", "a head for new classes, from few examples on embeddings", caches=True
+        ),
+        "search": Command(
+            f"{_HERE}.commands.search",
+            "inference",
+            "windows of embeddings that sound like a clip, or that a head gives most",
+            caches=True,
+        ),
+        "review": Command(
+            f"{_HERE}.commands.review", "inference", "judge what detect or search found, on a page of this machine"
+        ),
+        "embed": Command(f"{_HERE}.commands.embed", "evaluate", "embed any dataset with a trained encoder", caches=True),
+        "probe": Command(
+            f"{_HERE}.commands.probe", "evaluate", "measure how good embeddings are: linear probe, k-NN, few shot", caches=True
+        ),
+        "benchmark": Command(
+            f"{_HERE}.commands.benchmark",
+            "evaluate",
+            "score a run as BirdSet, ESC-10 or ESC-50 does, from their files",
+            caches=True,
+        ),
+    },
+    glossary=f"{_HERE}.glossary:GLOSSARY",
+    export=f"{_HERE}.model:EXPORT",
+)

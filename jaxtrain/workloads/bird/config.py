@@ -4,13 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.nn import vit
 from jaxtrain.types import PyTree
-from jaxtrain.workloads.bird import probe
+from jaxtrain.workloads.bird import probe, vit
 from jaxtrain.workloads.bird.objective import ALL, VISIBLE, Objective
 from jaxtrain.workloads.bird.objectives import OBJECTIVES
 from jaxtrain.workloads.bird.settings import Settings
-from loaders import checks
+from loaders.io import checks
 
 
 def with_objectives(cls: type) -> type:

@@ -5,10 +5,10 @@ Shapes: R spectrograms, H hidden values.
 
 import jax.numpy as jnp
 
-from jaxtrain.nn import vit
 from jaxtrain.nn.batch_norm import batch_norm
 from jaxtrain.nn.layers import layer_norm
 from jaxtrain.types import Array
+from jaxtrain.workloads.bird import vit
 
 NORMS = ("batch", "layer")
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxtrain import config as config_lib
-from jaxtrain.nn import masked, vit
 from jaxtrain.types import Array, Batch, Key, Mean, PyTree, Shard
+from jaxtrain.workloads.bird import masked, vit
 from jaxtrain.workloads.bird.classes import Labels
 from jaxtrain.workloads.bird.settings import Settings
 

@@ -6,11 +6,10 @@ Shapes: R spectrograms, C classes, D embed.
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn import vit
 from jaxtrain.nn.layers import layer_norm
 from jaxtrain.specs import ones, zeros
 from jaxtrain.types import Array, PyTree, Spec
-from jaxtrain.workloads.bird import classes
+from jaxtrain.workloads.bird import classes, vit
 from jaxtrain.workloads.bird.classes import Labels
 from jaxtrain.workloads.bird.settings import Settings
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtrain.config import ModelSection, Section
-from jaxtrain.nn import augment as augment_lib
-from jaxtrain.nn import vit
 from jaxtrain.types import OF_DATA, OfData
-from jaxtrain.workloads.bird import timm
-from loaders import checks
-from loaders import front_end as front_end_lib
-from loaders.front_end import DEFAULT, FrontEnd
+from jaxtrain.workloads.bird import augment as augment_lib
+from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.bird.export import timm
+from loaders.audio import front_end as front_end_lib
+from loaders.audio.front_end import DEFAULT, FrontEnd
+from loaders.io import checks
 
 POOLS = ("cls", "patches")
 FORMS = ("spectrogram", "waveform")

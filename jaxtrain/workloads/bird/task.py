@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config import Config as RunConfig
-from jaxtrain.nn import augment as augment_lib
-from jaxtrain.nn import vit
 from jaxtrain.types import Array, Axes, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
-from jaxtrain.workloads.bird import classes, probe, views
+from jaxtrain.workloads.bird import augment as augment_lib
+from jaxtrain.workloads.bird import classes, probe, views, vit
 from jaxtrain.workloads.bird.classes import Labels
 from jaxtrain.workloads.bird.config import Config, make_carry, make_specs, train_flops
 from jaxtrain.workloads.bird.objective import ALL, VISIBLE, Features, Inputs

@@ -6,9 +6,9 @@ Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, L laye
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn import augment, log_mel, masked, vit
 from jaxtrain.specs import fold_in_path
 from jaxtrain.types import Array, Batch, Key, PyTree, Shard
+from jaxtrain.workloads.bird import augment, log_mel, masked, vit
 from jaxtrain.workloads.bird.classes import Labels
 from jaxtrain.workloads.bird.settings import Settings
 

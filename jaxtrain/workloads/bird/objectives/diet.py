@@ -10,15 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn import augment
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.specs import fan_in, ones, zeros
 from jaxtrain.types import Array, Mean, PyTree, Spec
-from jaxtrain.workloads.bird import views
+from jaxtrain.workloads.bird import augment, views
 from jaxtrain.workloads.bird.heads import NORMS, normed
 from jaxtrain.workloads.bird.objective import ALL, Inputs, Objective, Section
 from jaxtrain.workloads.bird.settings import Settings
-from loaders import checks
+from loaders.io import checks
 
 TABLE_MULTIPLE = 128  # rows of the table of recordings come in these, so that devices can share them
 

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn import sigreg
 from jaxtrain.specs import fan_in, fold_in_path, ones, zeros
 from jaxtrain.types import Array, Mean, PyTree, Spec
+from jaxtrain.workloads.bird import sigreg
 from jaxtrain.workloads.bird.heads import NORMS, normed
 from jaxtrain.workloads.bird.objective import ALL, Inputs, Objective, Section
 from jaxtrain.workloads.bird.settings import Settings
-from loaders import checks
+from loaders.io import checks
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
-from jaxtrain.nn import masked, vit
 from jaxtrain.types import Array, Mean, PyTree
-from jaxtrain.workloads.bird import views
+from jaxtrain.workloads.bird import masked, views, vit
 from jaxtrain.workloads.bird.objective import VISIBLE, Inputs, Objective, Section
 from jaxtrain.workloads.bird.settings import Settings
-from loaders import checks
+from loaders.io import checks
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jaxtrain.workloads.bird import classes
 from jaxtrain.workloads.bird.classes import Labels
 from jaxtrain.workloads.bird.objective import ALL, Inputs, Objective, Section
 from jaxtrain.workloads.bird.settings import Settings
-from loaders import checks
+from loaders.io import checks
 
 LOSSES = ("softmax", "asymmetric")
 

@@ -1,6 +1,6 @@
 //! Shards that are still being copied: which parts of a file are there.
 //!
-//! `loaders/remote.py` copies a shard of a store into a file that has its full size from the start. Beside it, until all of it is
+//! `loaders/audio/remote.py` copies a shard of a store into a file that has its full size from the start. Beside it, until all of it is
 //! there, lies `.NAME.parts`: eight bytes with the size of a part, and a byte for each part. Who needs a part that is not there
 //! marks it as wanted, so that it comes next, and waits.
 

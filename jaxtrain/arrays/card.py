@@ -1,0 +1,160 @@
+"""The card of an export, README.md: the Hub's metadata, what the model reached, and how it is used."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxtrain import config as config_lib
+from jaxtrain.arrays import run_workload, stored
+from jaxtrain.arrays.source import Source
+from jaxtrain.arrays.stored import StoredError
+from jaxtrain.telemetry import glossary
+from jaxtrain.types import Hub
+from loaders.io import files as files_lib
+
+SPLITS = ("test", "train")  # in this order: how good the model is comes first
+MOST_METRICS = 1 << 30  # [bytes] of metrics.jsonl
+MOST_ROWS = 8  # of a split, where the workload names no metrics
+KNOWN = {"accuracy", "perplexity"}  # the Hub's own names of metrics
+
+
+class Model(NamedTuple):
+    """What is exported."""
+
+    name: str  # of the run
+    step: int | None
+    group: str  # params or ema
+    entries: Sequence[Any]  # `safetensors.Entry`
+    config: Mapping[str, Any]  # of the run
+    meta: Mapping[str, Any]
+    hub: Hub
+
+
+def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
+    """split -> the last record of metrics.jsonl up to ``step``."""
+    run = source.path.parent.parent
+    records: dict[str, dict[str, Any]] = {}
+    if step is None or not (run / "metrics.jsonl").exists():
+        return records
+    try:
+        lines = files_lib.read_text(stored.inside(run, "metrics.jsonl"), most=MOST_METRICS).splitlines()
+    except (files_lib.FileError, StoredError) as error:
+        print(f"{error}: the card has no metrics")
+        return records
+    for line in lines:
+        try:
+            record = files_lib.parse(line, "")
+        except files_lib.FileError:  # cut short by a kill, or damaged
+            continue
+        at, split = record.get("step"), record.get("split")
+        if isinstance(at, int) and at <= step and isinstance(split, str):
+            records[split] = record
+    return records
+
+
+def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
+    """The card. ``metrics``: as `last_metrics` returns them. Raises StoredError: the run's config.card is no section."""
+    step, config = model.step, model.config
+    kinds = sorted({e.dtype.name for e in model.entries})
+    numbers = sum(math.prod(e.shape) for e in model.entries)
+    what = "the average of the parameters" if model.group == "ema" else "the parameters"
+    chosen = {split: _chosen(model.hub, metrics[split]) for split in SPLITS if split in metrics}
+    name = str(config.get("workload", ""))
+    rows = [
+        f"| {split} | {each} | {value} | {glossary.meaning(each, workload=name, split=split)} |"
+        for split, values in chosen.items()
+        for each, value in values.items()
+    ]
+    at = ", ".join(f"{split} at step {metrics[split].get('step')}" for split in chosen)
+    versions = ", ".join(f"{k} {v}" for k, v in sorted(model.meta.get("versions", {}).items()))
+    return "\n".join(
+        [
+            *_metadata(model, chosen.get("test", {})),
+            "",
+            f"# {model.name}",
+            "",
+            f"{numbers:,} numbers in {len(model.entries)} arrays ({', '.join(kinds)}): {what} of a run of {name or 'a model'} "
+            f"at step {step}.",
+            f"Trained with {versions or 'versions that were not recorded'}.",
+            "",
+            *_example(model.hub.example),
+            "## Last metrics",
+            "",
+            *(
+                [f"The newest of each split: {at}.", "", "| split | metric | value | meaning |", "|---|---|---|---|", *rows]
+                if rows
+                else ["None were found next to the checkpoint."]
+            ),
+            "",
+            "## Config",
+            "",
+            "<details><summary>of the run</summary>",
+            "",
+            "```json",
+            json.dumps(config, indent=2, sort_keys=True),
+            "```",
+            "",
+            "</details>",
+            "",
+            "## Files",
+            "",
+            "`sha256sum --check SHA256SUMS` checks them. To warm-start a run from them, set `config.warm_start.source` to",
+            "this folder; `jaxtrain export --reverse` makes a checkpoint of it.",
+            "",
+        ]
+    )
+
+
+def _chosen(hub: Hub, record: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a record that the card shows: the loss, and those that the workload names, or the first few."""
+    values = {k: v for k, v in record.items() if k not in ("split", "step") and type(v) in (int, float)}
+    names = [name for name in hub.metrics if name in values] or sorted(values)[:MOST_ROWS]
+    return {name: values[name] for name in dict.fromkeys((*names, *(["loss"] if "loss" in values else [])))}
+
+
+def _metadata(model: Model, test: Mapping[str, float]) -> list[str]:
+    """The YAML between two lines of ---, whose strings are JSON's, which YAML reads, too."""
+    quoted, card = json.dumps, run_workload.section_of(model.config, "card", config_lib.Card)
+    lines = [f"library_name: {model.hub.library}"]
+    if card.license:
+        lines.append(f"license: {card.license}")
+    if model.hub.task:
+        lines.append(f"pipeline_tag: {model.hub.task}")
+    lines.append(f"tags: [{', '.join(dict.fromkeys(('jax', 'jaxtrain', *([model.hub.task] if model.hub.task else []))))}]")
+    if card.datasets:
+        lines += ["datasets:", *(f"- {quoted(name)}" for name in card.datasets)]
+    values = {name: value for name, value in test.items() if math.isfinite(value)}
+    if values:
+        data = card.datasets[0] if card.datasets else "held-out data"
+        lines += [
+            "model-index:",
+            f"- name: {quoted(model.name)}",
+            "  results:",
+            f"  - task: {{type: {quoted(model.hub.task or 'other')}}}",
+            f"    dataset: {{type: {quoted(data)}, name: {quoted(data)}, split: test}}",
+            "    metrics:",
+            *(f"    - {{type: {quoted(n)}, name: {quoted(_named(n))}, value: {quoted(v)}}}" for n, v in values.items()),
+        ]
+    return ["---", *lines, "---"]
+
+
+def _named(metric: str) -> str:
+    return metric if metric in KNOWN else metric.replace("_", " ")
+
+
+def _example(example: str) -> list[str]:
+    if not example:
+        return []
+    shell = example.startswith("$ ")
+    code = example.removeprefix("$ ") if shell else example
+    return [
+        "## Use",
+        "",
+        f"In this folder{'' if shell else ', with the library above'}:",
+        "",
+        f"```{'bash' if shell else 'python'}",
+        code,
+        "```",
+        "",
+    ]

@@ -1,0 +1,75 @@
+"""The code of a run's workload, for commands that read what others may have written.
+
+A run's config names its workload's module. That config may come from anyone, and importing a module runs it: so what is
+imported is a workload of this package, or the module that the user named on this command line with --workload.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain import config as config_lib
+from jaxtrain import workload
+from jaxtrain.arrays.stored import StoredError
+from jaxtrain.types import Export
+from jaxtrain.workload import Workload
+
+MOST_LAYERS = 10_000
+
+
+def of_run(config: Mapping[str, Any], named: str = "") -> Workload | None:
+    """Returns a run's workload, or None for one that is not shipped and that the user did not name.
+
+    Args:
+      config: the run's, as it was read.
+      named: --workload.
+
+    Raises StoredError: ``named`` is another module than the run's, or cannot be imported.
+    """
+    name = config.get("workload")
+    if named and name != named:
+        raise StoredError(f"--workload is {named}, and the run's workload is {name!r}; name that one, if you trust its code")
+    if name not in (*workload.shipped(), *([named] if named else [])):
+        return None
+    try:
+        return workload.of(name)
+    except (ImportError, ValueError) as error:
+        raise StoredError(f"workload {name!r} cannot be imported: {error}") from error
+
+
+def unknown(config: Mapping[str, Any]) -> str:
+    """A sentence for a run whose workload is not imported."""
+    name = config.get("workload")
+    return f"the run's workload is {name!r}, which is imported only if you trust its code and name it with --workload"
+
+
+def export_of(config: Mapping[str, Any], named: str = "") -> Export:
+    """Returns how a run's workload is exported: the defaults if `of_run` knows none. Raises StoredError."""
+    found = of_run(config, named)
+    return (found and found.get("export")) or Export()
+
+
+def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
+    """The section ``name`` of a run's config as ``cls``. Raises StoredError where it is none."""
+    tree = config.get(name) or {}
+    try:
+        section = config_lib.section(cls, tree)
+        problems = list(section.problems())
+    except config_lib.ConfigError as error:
+        raise StoredError(f"the run's config.{name} cannot be used: {error}") from error
+    if problems:
+        raise StoredError(f"the run's config.{name}.{problems[0][0]} {problems[0][1]}")
+    return section
+
+
+def model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section ``model`` of a run's config. Raises StoredError where it describes no model."""
+    model = config.get("model") or {}
+    depth = model.get("depth", 1) if isinstance(model, Mapping) else None
+    if not isinstance(depth, int) or not 0 <= depth <= MOST_LAYERS:
+        raise StoredError(
+            f"the run's config.model is {str(model)[:80]!r}; expected a section with a depth of at most {MOST_LAYERS}"
+        )
+    for name, value in model.items():  # sizes: what holds one in a compiled program has 32 bits
+        if isinstance(value, int) and not -(2**31) <= value < 2**31:
+            raise StoredError(f"the run's config.model.{name} is {str(value)[:40]}; expected a number of at most 31 bits")
+    return model

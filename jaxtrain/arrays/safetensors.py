@@ -1,0 +1,397 @@
+"""A checkpoint as safetensors for Hugging Face, and back.
+
+Arrays are streamed, which is possible because safetensors' header follows from shapes alone and is written first. Host memory
+is what it takes to decode one chunk of one array: its bytes as they are stored, decoded, and handed out.
+
+Names, shapes and further files are those of the workload module's ``EXPORT`` (`jaxtrain.types.Export`). A carry that belongs to
+the model is exported in its own dtypes. A warm start takes parameters alone.
+"""
+
+import collections
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import pathlib
+import re
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxtrain import config as config_lib
+from jaxtrain import specs as spec_lib
+from jaxtrain.arrays import card, run_workload, saved_steps, stored
+from jaxtrain.arrays import source as source_lib
+from jaxtrain.arrays.source import SUMS, Source
+from jaxtrain.arrays.stored import Stored, StoredError
+from jaxtrain.checkpoint import checksums, warm_start
+from jaxtrain.nn import lora
+from jaxtrain.types import Export
+from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird.export import onnx as bird_onnx
+from jaxtrain.workloads.bird.export import timm_names
+from loaders.io import atomic_write
+
+SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
+PATTERNS = 60.0  # [s] that the patterns of a run's config may take; 10,000 parameters with 100 patterns take 1 s
+CODES = {dtype: code for code, dtype in stored.DTYPES.items()}
+
+
+class Entry(NamedTuple):
+    """One array of the export: a whole parameter, or an entry of its first axis."""
+
+    name: str
+    path: str  # of the parameter; path[i] for entry i
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def export(
+    run: str,
+    out: str,
+    *,
+    step: int | None = None,
+    ema: bool = False,
+    only: str = "",
+    dtype: np.dtype | None = None,
+    shard_size: int = 5 * 10**9,
+    named: str = "",
+    base: str = "",
+    as_timm: bool = False,
+    as_onnx: bool = False,
+    license: str = "",
+) -> str:
+    """Writes the folder ``out``, whole or not at all. Returns a line about it.
+
+    Args:
+      as_timm: of a bird encoder: under timm's names, with its supervised head.
+      as_onnx: of a bird encoder: model.onnx besides (`jaxtrain.workloads.bird.export.onnx`).
+      license: of the weights, for the card, in place of the run's config.card.license.
+      named: the module of the run's workload, where it is none of this package (`jaxtrain.arrays.run_workload`).
+      base: what the run began with, in place of its config.warm_start.source.
+
+    Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path, names that are given twice,
+    an ``out`` that exists.
+    """
+    source = source_lib.find(run, step, export="it is in safetensors already")
+    _refuse_damage(source)
+    everything = source.arrays()
+    group = "ema" if ema else "params"
+    arrays = source.parameters(ema=ema)
+    meta = source.meta()
+    meta.pop("config", None)
+    config = source.config()
+    step = source.step(everything)
+    contract = run_workload.export_of(config, named)
+    if run_workload.of_run(config, named) is None:
+        print(f"{run_workload.unknown(config)}: its arrays are named by their paths, and it adds no files")
+    if contract.carry:
+        kept = {path: path.removeprefix(stored.CARRY) for path in everything if path.startswith(stored.CARRY)}
+        arrays |= {path: everything[path] for path, name in kept.items() if re.search(contract.carry, name)}
+    based = {**config, "warm_start": {**(config.get("warm_start") or {}), "source": base}} if base else config
+    if any(lora.is_adapter(path) for path in arrays):
+        if not base:
+            source_lib.refuse_address((config.get("warm_start") or {}).get("source"), "warm_start.source", "--base")
+        arrays = _merged(arrays, based, named)
+
+    if (as_timm or as_onnx) and config.get("workload") != bird.__name__:
+        flag = "--timm" if as_timm else "--onnx"
+        raise StoredError(f"{source.path} is a run of {config.get('workload')!r}, and {flag} is for runs of {bird.__name__}")
+    whole_model = {path: one for path, one in arrays.items() if as_timm or re.search(only, path)}
+    if as_timm:
+        with _describing(source):
+            arrays, contract = timm_names.as_timm(arrays, run_workload.model_of(config)), bird.timm.EXPORT
+    if license:
+        config["card"] = {**(config.get("card") or {}), "license": license}
+    chosen = {path: one for path, one in arrays.items() if re.search(only, path)}
+    if not chosen:
+        raise StoredError(f"--only={only} matches none of {', '.join(arrays)}")
+    arrays = chosen
+
+    # 1. Names and places follow from shapes alone.
+    entries: dict[str, list[Entry]] = {}
+    for path, one in arrays.items():
+        floating = (np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V") and not path.startswith(stored.CARRY)
+        entries[path] = list(_entries(path, one.shape, dtype if dtype and floating else one.dtype, config, contract))
+    # Wide types first: then every array begins at a multiple of its width, for readers that map the file.
+    order = sorted(arrays, key=lambda path: -entries[path][0].dtype.itemsize)
+    flat = [entry for path in order for entry in entries[path]]
+    if twice := sorted(name for name, n in collections.Counter(e.name for e in flat).items() if n > 1):
+        raise StoredError(
+            f"the names {', '.join(twice)} are given twice, by EXPORT.names of {config.get('workload')}; make them differ there"
+        )
+    shards = _split(flat, shard_size)
+    files = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
+
+    # 2. Everything goes into a folder of another name, which is renamed when it is whole.
+    target = pathlib.Path(out).expanduser().absolute()
+    if target.exists() and any(target.iterdir()):
+        raise StoredError(f"{target} is not empty; choose another --out")
+    with atomic_write.folder(target) as partial:
+        kinds: collections.Counter[str] = collections.Counter()
+        for entry in flat:
+            kinds[entry.dtype.name] += entry.n_bytes
+        with _describing(source):
+            further = contract.files(based, kinds.most_common(1)[0][0])
+            hub = contract.hub(config, further)
+            if as_onnx:
+                model, about = run_workload.section_of(config, "model", bird.Config), {"run": _name(config), "step": str(step)}
+                further |= bird_onnx.files(model, config.get("data") or {}, whole_model, about)
+                hub = hub._replace(example=f"{hub.example}\n{bird_onnx.COMMAND}")
+        # transformers reads a folder with a config.json of its own, and only arrays that are marked as PyTorch's.
+        sums = _write_shards(
+            partial, files, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax"
+        )
+
+        # 3. The files that make arrays a model: their index, config and card, and the way back.
+        total = sum(entry.n_bytes for entry in flat)
+        where = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
+        export = {"step": step, "group": group, "meta": meta, "config": config, "paths": {e.name: e.path for e in flat}}
+        export["shapes"] = {path: list(arrays[path].shape) for path in order if _is_folded(arrays[path], entries[path])}
+        texts = {
+            stored.INDEX: _json({"metadata": {"total_size": total}, "weight_map": where}),
+            "config.json": _json(config),
+            stored.EXPORT: _json(export),
+            "README.md": card.text(
+                card.Model(_name(config), step, group, flat, config, meta, hub), card.last_metrics(source, step)
+            ),
+        }
+        for name, content in {**{name: text.encode() for name, text in texts.items()}, **further}.items():
+            (partial / name).write_bytes(content)
+            sums[name] = hashlib.sha256(content).hexdigest()
+        (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+    return f"{target}: {group} of step {step}, {len(flat)} arrays, {total / 1e6:.1f} MB in {len(files)} file(s)"
+
+
+def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str) -> dict[str, Stored]:
+    """The weights of a run with adapters: what it trained, and what config.warm_start.source has, merged as it is read."""
+    with _within(PATTERNS, "the patterns of its config.warm_start"):
+        rules = run_workload.section_of(config, "warm_start", config_lib.WarmStart)
+    if not rules.source:
+        raise StoredError(
+            "the run's frozen parameters were initialised, not read: there is no config.warm_start.source to merge with; "
+            "`jaxtrain lora-to-peft` writes its adapters"
+        )
+    workload = run_workload.of_run(config, named)
+    if workload is None:
+        raise StoredError(f"{run_workload.unknown(config)}; without it the adapters cannot be merged")
+    table = workload.get("make_specs")(run_workload.section_of(config, "model", workload.get("config")))
+    specs = dict(zip(spec_lib.paths(table), jax.tree.leaves(table, is_leaf=spec_lib.is_spec), strict=True))
+    shapes = {path: (spec.shape, spec.dtype) for path, spec in specs.items()}
+    try:
+        source = warm_start.open_source(rules)
+    except (warm_start.WarmStartError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001  of an address, whatever its store's client raises
+        raise StoredError(f"the run's warm_start.source, {rules.source!r}, cannot be opened: {_reason(error)}") from error
+    with _within(PATTERNS, "the patterns of its config.warm_start"):
+        base = warm_start.match(shapes, source, rules).loaded
+    adapters = run_workload.section_of(config, "lora", config_lib.Lora)
+    if not adapters.rank:
+        raise StoredError("the run's config.lora.rank is 0, and it holds adapters")
+    scale = adapters.alpha / adapters.rank
+    found = {}
+    for path, spec in specs.items():
+        if path not in arrays and path not in base:
+            raise StoredError(f"{path} is neither in the run nor read from what it began with (config.warm_start.skip)")
+        one = arrays[path] if path in arrays else warm_start.folded(base[path], spec.shape)
+        n_layers, n_first = lora.sides(spec)
+        layers, first, last = spec.shape[:n_layers], spec.shape[n_layers:][:n_first], spec.shape[n_layers:][n_first:]
+        expected = {lora.A: (*layers, adapters.rank, *last), lora.B: (*layers, *first, adapters.rank)}
+        parts = {name: arrays[f"{path}/{name}"] for name in expected if f"{path}/{name}" in arrays}
+        there = {name: part.shape for name, part in parts.items()}
+        if one.shape != spec.shape or there not in ({}, expected):
+            raise StoredError(f"{path} is {one.shape} with adapters {there}; the run's config has {spec.shape} with {expected}")
+        if parts:
+            one = one._replace(read=functools.partial(_merge, one, parts[lora.A], parts[lora.B], scale, n_layers, n_first))
+        found[path] = one
+    return found
+
+
+def _merge(one: Stored, a: Stored, b: Stored, scale: float, n_layers: int, n_first: int, index: stored.Index) -> np.ndarray:
+    """W + scale × B A of the layers that are asked for, in float64, rounded once."""
+    index = index or tuple(slice(0, n) for n in one.shape)
+    layers = index[:n_layers]
+    a_f8, b_f8 = (x.read((*layers, *(slice(0, n) for n in x.shape[n_layers:]))).astype("f8") for x in (a, b))
+    product = lora.product(a_f8, b_f8, n_first)
+    w = one.read((*layers, *(slice(0, n) for n in one.shape[n_layers:])))
+    return (w.astype("f8") + scale * product).astype(w.dtype)[(*(slice(None) for _ in layers), *index[n_layers:])]
+
+
+def reverse(folder: str, out: str) -> str:
+    """Makes ``out`` a workdir with one step: the weights of a folder of safetensors. Returns a line about it.
+
+    With jaxtrain.json in the folder the step holds bit for bit what was exported; without, names become paths by their dots.
+
+    Raises StoredError: a damaged folder, or a step that is there already.
+    """
+    source = source_lib.find(folder)
+    if not source.is_export:
+        raise StoredError(f"--reverse is {folder}, which is a step of a run; expected a folder of safetensors")
+    _refuse_damage(source)
+    arrays, meta = source.arrays(), source.meta()
+    path = saved_steps.save_weights(out, source.step(arrays) or 0, arrays, data={}, meta=meta)
+    n = sum(path.startswith("params/") for path in arrays)
+    return f"{path}: {n} arrays, weights only, to warm-start from"
+
+
+def _refuse_damage(source: Source) -> None:
+    """Compares a source with its checksums. Raises StoredError with the files that differ."""
+    try:
+        problems = source.damage()
+    except checksums.NoManifest as error:
+        print(f"{error}: it is read as it is, unverified")
+        return
+    if problems:
+        raise StoredError(f"{source.path} is damaged: {'; '.join(problems)}")
+
+
+@contextlib.contextmanager
+def _within(seconds: float, what: str) -> Iterator[None]:
+    """Ends the block after so many seconds with a StoredError: a regular expression can be made that takes for ever.
+
+    Python's looks for signals as it goes. In another thread than the main one, which alone may have them, nothing is ended.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        del number, frame
+        raise StoredError(f"{what} were not done after {seconds:g} s; one of them takes for ever")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    """What a run is called: its workdir, or else its workload."""
+    return pathlib.PurePath(str(config.get("workdir") or "")).name or str(config.get("workload") or "model").split(".")[-1]
+
+
+@contextlib.contextmanager
+def _describing(source: Source) -> Iterator[None]:
+    """Whatever a config that is none makes of the block, as a StoredError."""
+    try:
+        yield
+    except StoredError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        raise StoredError(f"{source.path}: its config does not describe its workload: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _entries(
+    path: str, shape: tuple[int, ...], dtype: np.dtype, config: Mapping[str, Any], contract: Export
+) -> Iterator[Entry]:
+    model = run_workload.model_of(config)
+    try:
+        names = contract.names(model, path)
+        part = contract.shape(model, path, shape if isinstance(names, str) else shape[1:])
+    except Exception as error:  # noqa: BLE001  whatever a config that is none makes of it
+        raise StoredError(f"{path} {list(shape)} does not fit the run's config.model: {_reason(error)}") from error
+    if isinstance(names, str):
+        yield Entry(names, path, part, dtype)
+        return
+    if not shape or len(names) != shape[0]:
+        raise StoredError(f"{config['workload']}.EXPORT.names gives {len(names)} names for the first axis of {path} {shape}")
+    for i, name in enumerate(names):
+        yield Entry(name, f"{path}[{i}]", part, dtype)
+
+
+def _is_folded(one: Stored, entries: Sequence[Entry]) -> bool:
+    return entries[0].shape != (one.shape[1:] if entries[0].path.endswith("]") else one.shape)
+
+
+def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+    """In order, as many to a file as fit, header included."""
+    shards: list[list[Entry]] = [[]]
+    used = 0
+    for entry in entries:
+        size = entry.n_bytes + 200 + len(entry.name)  # [bytes] of data, and at most so many of the header
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += size
+    return shards
+
+
+def _content(
+    order: Sequence[str], arrays: Mapping[str, Stored], entries: Mapping[str, Sequence[Entry]]
+) -> Iterator[memoryview]:
+    """The bytes of all arrays, in order. The layers of a stack follow each other in it already."""
+    for path in order:
+        one, dtype = arrays[path], entries[path][0].dtype
+        for index in one.pieces():
+            # No name for the piece: it would live on while the next one is read.
+            yield np.ascontiguousarray(one.read(index)).astype(dtype, copy=False).reshape(-1).view(np.uint8).data
+
+
+def _write_shards(
+    folder: pathlib.Path, files: Sequence[str], shards: Sequence[Sequence[Entry]], content: Iterator[memoryview], framework: str
+) -> dict[str, str]:
+    """Cuts one stream of bytes into files. Returns their sha256."""
+    sums, rest = {}, memoryview(b"")
+    for name, shard in zip(files, shards, strict=True):
+        digest = hashlib.sha256()
+        with (folder / name).open("wb") as file:
+            head = header(shard, framework)
+            file.write(head)
+            digest.update(head)
+            missing = sum(entry.n_bytes for entry in shard)
+            while missing:
+                if not rest:
+                    rest = next(content)
+                n = min(missing, len(rest))
+                file.write(rest[:n])
+                digest.update(rest[:n])
+                missing -= n
+                rest = rest[n:] if n < len(rest) else memoryview(b"")  # an empty view would keep its array
+        sums[name] = digest.hexdigest()
+    return sums
+
+
+def header(entries: Sequence[Entry], framework: str) -> bytes:
+    content: dict[str, Any] = {"__metadata__": {"format": framework}}  # "flax" is Hugging Face's word for arrays of JAX
+    offset = 0
+    for entry in entries:
+        if entry.dtype not in CODES:
+            raise StoredError(
+                f"{entry.path} is {entry.dtype.name}, which safetensors does not have; choose another with --dtype"
+            )
+        content[entry.name] = {
+            "dtype": CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.n_bytes],
+        }
+        offset += entry.n_bytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format's own padding: data begin at a multiple of eight
+    return len(text).to_bytes(8, "little") + text
+
+
+def _json(tree: Any) -> str:
+    return json.dumps(tree, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,243 @@
+"""Looks into a step or an export, compares two, and copies the weights of one; on any CPU, without the model's code.
+
+A copied step holds params, the average, the carry and the step; its meta says ``"weights_only": true``. A run can be
+warm-started from it, not resumed.
+"""
+
+import contextlib
+import json
+import math
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxtrain.arrays import stored
+from jaxtrain.arrays.source import Source
+from jaxtrain.arrays.stored import Stored
+from jaxtrain.checkpoint import checksums
+
+WEIGHTS = ("step", "params", "ema", "carry")  # of a state, what an export keeps
+
+
+def inspect(source: Source, *, as_json: bool = False) -> int:
+    """Prints what a step or an export holds. Returns the exit code. Raises StoredError."""
+    arrays, data, meta = source.arrays(), source.data(), source.meta()
+    step = source.step(arrays)
+    groups: dict[str, list[Stored]] = {}
+    for path, one in arrays.items():
+        groups.setdefault(path.split("/")[0], []).append(one)
+    totals = {
+        name: {"arrays": len(g), "numbers": sum(math.prod(s.shape) for s in g), "bytes": sum(s.n_bytes for s in g)}
+        for name, g in groups.items()
+    }
+    if as_json:
+        tree = {
+            path: {"shape": s.shape, "dtype": s.dtype.name, "sharding": s.sharding, "bytes": s.n_bytes}
+            for path, s in arrays.items()
+        }
+        print(json.dumps({"step": step, "arrays": tree, "groups": totals, "data": data, "meta": meta}, indent=1))
+        return 0
+    print(source.path)
+    print(f"step {step}{', weights only' if meta.get('weights_only') else ''}")
+    print(f"data {json.dumps(data)}")
+    print(f"versions {_in_a_line(', '.join(f'{k} {v}' for k, v in (meta.get('versions') or {}).items())) or 'not recorded'}")
+    print(f"parameter table {_in_a_line(meta.get('parameters', 'not recorded'))}")
+    print(f"{source.manifest} {'yes' if (source.path / source.manifest).exists() else 'no'}\n")
+    rows = [(path, str(list(s.shape)), s.dtype.name, _bytes(s.n_bytes), s.sharding) for path, s in arrays.items()]
+    _print_table(("array", "shape", "dtype", "size", "sharding as saved"), rows)
+    print()
+    all_of_it = {key: sum(t[key] for t in totals.values()) for key in ("arrays", "numbers", "bytes")}
+    sums = [(n, str(t["arrays"]), f"{t['numbers']:,}", _bytes(t["bytes"])) for n, t in {**totals, "all": all_of_it}.items()]
+    _print_table(("group", "arrays", "numbers", "size"), sums)
+    return 0
+
+
+def _in_a_line(text: Any) -> str:
+    """What a file says of itself, in one line, so that it cannot be read as a line of ours."""
+    return " ".join(str(text).split())
+
+
+def verify(source: Source) -> int:
+    """Prints every problem of a step or an export; the files first, then the arrays. Returns the exit code."""
+    problems = []
+    try:
+        problems += source.damage()
+        if not problems:
+            print(f"checksums: every file of {source.path} is as it was written")
+    except checksums.NoManifest as error:
+        print(f"checksums: {error} (another program wrote it, or the file was deleted)")
+        print("           so it is verified by reading alone, which detects fewer kinds of damage")
+    numbers = 0
+    try:
+        arrays = source.arrays()
+    except stored.StoredError as error:
+        arrays = {}
+        problems.append(str(error))
+    for path, one in arrays.items():
+        nans = infinities = 0
+        try:
+            for index in one.pieces():
+                piece = one.read(index)
+                numbers += piece.size
+                if np.issubdtype(piece.dtype, np.inexact) or piece.dtype.kind == "V":  # bfloat16 and its kin are V to numpy
+                    n = int(np.isnan(piece).sum())
+                    nans, infinities = nans + n, infinities + piece.size - n - int(np.isfinite(piece).sum())
+        except Exception as error:  # noqa: BLE001  whatever a damaged file raises
+            problems.append(f"{path}: cannot be read: {(str(error).splitlines() or [type(error).__name__])[0][:300]}")
+        if nans or infinities:
+            problems.append(f"{path}: {nans} NaN and {infinities} infinite of {math.prod(one.shape)} numbers")
+    for read in (source.data, source.meta):
+        try:
+            read()
+        except stored.StoredError as error:
+            problems.append(str(error))
+    for problem in problems:
+        print(problem)
+    print(f"{len(arrays)} arrays, {numbers:,} numbers read; {len(problems) or 'no'} problem{'s' * (len(problems) != 1)}")
+    return 1 if problems else 0
+
+
+def diff(a: Source, b: Source) -> int:
+    """Prints, array by array, what changed from ``a`` to ``b``. Returns the exit code. Raises StoredError."""
+    before, after = a.arrays(), b.arrays()
+    print(f"a {a.path}\nb {b.path}\n")
+    rows: list[tuple[str, ...]] = []
+    same = 0
+    for path in [*before, *(path for path in after if path not in before)]:
+        x, y = before.get(path), after.get(path)
+        if x is None or y is None:
+            there = x if y is None else y
+            assert there is not None  # in one of them
+            rows.append(
+                (path, "new" if x is None else "missing", f"{list(there.shape)} {there.dtype.name}", "", "", "", "", "")
+            )
+        elif x.shape != y.shape:
+            rows.append((path, "reshaped", f"{list(x.shape)} → {list(y.shape)}", "", "", "", "", ""))
+        else:
+            d = Difference(x, y)
+            if d.equal and x.dtype == y.dtype:
+                same += 1
+                continue
+            kind = "changed" if x.dtype == y.dtype else f"{x.dtype.name} → {y.dtype.name}"
+            nans = f"{d.nans_a} → {d.nans_b}" if d.nans_a or d.nans_b else ""
+            rows.append((path, kind, *(f"{v:.5g}" for v in (d.norm_a, d.norm_b, d.norm_d, d.largest, d.cosine)), nans))
+    if rows:
+        _print_table(("array", "", "‖a‖", "‖b‖", "‖b−a‖", "max|b−a|", "cosine", "NaN"), rows)
+    for item, one, other in (("data", a.data(), b.data()), ("meta", a.meta(), b.meta())):
+        for key, old, new in _changes(one, other):
+            print(f"{item}.{_in_a_line(f'{key}: {old} → {new}')}")
+            rows.append((item,))
+    print(f"{len(rows)} differ, {same} arrays are equal")
+    return 1 if rows else 0
+
+
+class Difference:
+    """Sums over two arrays of one shape, in float64, a piece at a time. A NaN equals nothing and is not part of the sums."""
+
+    def __init__(self, a: Stored, b: Stored):
+        self.nans_a = self.nans_b = 0
+        self.largest, self.equal = 0.0, True
+        aa = bb = ab = dd = 0.0
+        for index in a.pieces(16 << 20):
+            raw_x, raw_y = a.read(index), b.read(index)
+            self.equal &= raw_x.tobytes() == raw_y.tobytes()
+            x, y = np.atleast_1d(raw_x.astype(np.float64)), np.atleast_1d(raw_y.astype(np.float64))
+            self.nans_a += int(np.isnan(x).sum())
+            self.nans_b += int(np.isnan(y).sum())
+            both = np.isfinite(x) & np.isfinite(y)
+            x, y = x[both], y[both]
+            aa, bb, ab = aa + float(x @ x), bb + float(y @ y), ab + float(x @ y)
+            dd += float((y - x) @ (y - x))
+            self.largest = max(self.largest, float(np.abs(y - x).max(initial=0.0)))
+        self.norm_a, self.norm_b, self.norm_d = math.sqrt(aa), math.sqrt(bb), math.sqrt(dd)
+        self.cosine = ab / math.sqrt(aa * bb) if aa and bb else math.nan
+
+
+def export(source: Source, out: str) -> int:
+    """Copies the weights of a step into a workdir of their own. Returns the exit code. Raises StoredError."""
+    arrays = {path: s for path, s in source.arrays().items() if path.split("/")[0] in WEIGHTS}
+    if "step" not in arrays:
+        raise stored.StoredError(
+            f"{source.path} holds no 'step': another program wrote it, and which arrays are weights is unknown"
+        )
+    step = source.step(arrays)
+    assert step is not None  # there is one
+    path = save_weights(out, step, arrays, data=source.data(), meta=source.meta())
+    print(f"{path}: {len(arrays)} arrays, {_bytes(sum(s.n_bytes for s in arrays.values()))}; weights only, to warm-start from")
+    return 0
+
+
+def save_weights(
+    out: str, step: int, arrays: Mapping[str, Stored], *, data: Mapping[str, Any], meta: Mapping[str, Any]
+) -> pathlib.Path:
+    """Writes ``arrays`` as out/checkpoints/<step>, marked as weights only, with its manifest. Returns that folder.
+
+    The arrays wait in mapped files next to the result: this takes twice the disk space for a while, and host memory that the
+    kernel may reclaim, except what Orbax encodes at once.
+
+    Raises StoredError when that step is there already.
+    """
+    folder = pathlib.Path(out).expanduser().absolute() / "checkpoints"
+    if (folder / str(step)).exists():
+        raise stored.StoredError(f"{folder / str(step)} exists already; choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as closing:
+        scratch = pathlib.Path(closing.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=folder)))
+        leaves = [(s.keys, _on_disk(s, scratch / str(i))) for i, s in enumerate(arrays.values())]
+        tree = stored.nest(leaves)
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+        # Orbax encodes as many arrays at once as fit into this: else all of them.
+        limit = max(1, *(-(-s.n_bytes // 10**9) for s in arrays.values()))
+        json_handler = ocp.JsonCheckpointHandler
+        handlers = {
+            "state": ocp.StandardCheckpointHandler(save_concurrent_gb=limit),
+            "data": json_handler(),
+            "meta": json_handler(),
+        }
+        manager = closing.enter_context(ocp.CheckpointManager(folder, options=options, item_handlers=handlers))
+        manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(tree, save_args=stored.in_chunks(tree)),
+                data=ocp.args.JsonSave(dict(data)),
+                meta=ocp.args.JsonSave({**meta, "weights_only": True}),
+            ),
+        )
+    checksums.write(folder / str(step))
+    return folder / str(step)
+
+
+def _on_disk(one: Stored, path: pathlib.Path) -> np.ndarray:
+    if not one.n_bytes:
+        return np.zeros(one.shape, one.dtype)
+    with path.open("wb") as file:
+        for index in one.pieces():
+            file.write(np.ascontiguousarray(one.read(index)).reshape(-1).view(np.uint8).data)
+    return np.asarray(np.memmap(path, one.dtype, "r")).reshape(one.shape)
+
+
+def _changes(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted path, old, new) for every value of two JSON trees that differs."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted({*a, *b}):
+            yield from _changes(a.get(key), b.get(key), f"{path}.{key}".strip("."))
+    elif a != b:
+        yield path, a, b
+
+
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    aligned: Callable[[Sequence[str]], str] = lambda row: "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True))  # noqa: E731
+    for row in [header, *rows]:
+        print(aligned(row).rstrip())
+
+
+def _bytes(n: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"

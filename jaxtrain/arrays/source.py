@@ -1,0 +1,176 @@
+"""RUN, which commands take: a run's workdir, a step directory of it, or an export (a folder of safetensors).
+
+`find` is the one place that decides which of them a path is, and says what is wrong when it is none.
+"""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from jaxtrain.arrays import stored
+from jaxtrain.arrays.stored import Stored, StoredError
+from jaxtrain.checkpoint import checksums
+from jaxtrain.workloads.bird.export import timm_names
+from loaders.io import files
+
+SUMS = "SHA256SUMS"  # of an export: the digest of each of its files
+
+
+class Source(NamedTuple):
+    """A step of a run, or an export of one."""
+
+    path: epath.Path  # step directory; folder or file of an export
+    is_export: bool
+
+    @property
+    def manifest(self) -> str:
+        """The file of its checksums."""
+        return SUMS if self.is_export else checksums.NAME
+
+    def name(self, *, ema: bool = False) -> str:
+        """Its path and the digest of its checksums: what is computed from it differs where this does. Raises StoredError."""
+        digest = ""
+        if self.path.is_dir() and (self.path / self.manifest).exists():
+            try:
+                content = files.read(stored.inside(self.path, self.manifest), most=files.MOST_JSON)
+            except files.FileError as error:
+                raise StoredError(str(error)) from error
+            digest = hashlib.sha256(content).hexdigest()[:16]
+        return f"{self.path} {'ema ' if ema else ''}{digest}"
+
+    def arrays(self) -> dict[str, Stored]:
+        """Every array by its path in a step: ``params/encoder/w_patch``, ``step``. Raises StoredError: damage."""
+        if not self.is_export:
+            return stored.open_step(self.path)
+        origin, stored_arrays = self._json(stored.EXPORT), stored.open_safetensors(self.path)
+        if timm_names.is_one(stored_arrays):
+            stored_arrays = timm_names.as_ours(stored_arrays, self.path)
+            stored_arrays = timm_names.with_head(stored_arrays) if origin else stored_arrays
+        number = _step_number(origin.get("step") or 0, self.path / stored.EXPORT)
+        step = np.array(number, np.int32)  # a folder from elsewhere does not count steps
+        arrays = {"step": Stored((), step.dtype, lambda index: step, ("step",), ())}
+        for path, one in stored_arrays.items():
+            is_carry = path.startswith(stored.CARRY) and bool(origin)
+            arrays[path if is_carry else f"params/{path}"] = one if is_carry else one._replace(keys=("params", *one.keys))
+        return arrays
+
+    def parameters(self, *, ema: bool = False) -> dict[str, Stored]:
+        """The parameters, or their average, by their own paths: ``encoder/w_patch``.
+
+        Raises StoredError: a run that kept no average, an export, which holds either; damage.
+        """
+        if ema and self.is_export:
+            raise StoredError(f"--ema is given, and {self.path} is an export, which holds one set of parameters; omit --ema")
+        group = "ema/" if ema else "params/"
+        found = {path.removeprefix(group): one for path, one in self.arrays().items() if path.startswith(group)}
+        if not found:
+            why = ": the run kept no average (config.train.ema was 0); omit --ema" if ema else ""
+            raise StoredError(f"{self.path} holds no {group[:-1]!r}{why}")
+        return found
+
+    def meta(self) -> dict[str, Any]:
+        """What was noted of the run: its config, versions and parameter table. Raises StoredError when that is damaged."""
+        if self.is_export:
+            from jaxtrain.workloads.bird.export import timm as bird_timm  # here: most sources are looked into without a model
+
+            origin = self._json(stored.EXPORT)
+            meta = origin.get("meta", {})
+            config = origin.get("config") or (
+                bird_timm.run_config(self.path) if bird_timm.is_foreign(self.path) else self._json("config.json")
+            )
+            meta = {**meta, "config": config} if isinstance(meta, dict) else meta
+        else:
+            meta = stored.read_json(self.path, "meta") or {}
+        for name in ("config", "versions"):
+            if not isinstance(meta, dict) or not isinstance(meta.get(name) or {}, dict):
+                found = str(meta.get(name) if isinstance(meta, dict) else meta)[:80]
+                raise StoredError(f"{self.path}: its metadata have {name} {found!r}; expected an object")
+        return {**meta, "weights_only": True} if self.is_export else meta
+
+    def step(self, arrays: dict[str, Stored]) -> int | None:
+        """The number of the step, from its ``arrays``; None where they have none. Raises StoredError."""
+        if "step" not in arrays:
+            return None
+        found = arrays["step"].read(()) if arrays["step"].shape == () else None
+        if found is None or found.dtype.kind not in "iu":
+            raise StoredError(f"{self.path}: its array 'step' is {list(arrays['step'].shape)}; expected one whole number")
+        return _step_number(int(found), self.path)
+
+    def data(self) -> dict[str, Any]:
+        """Where the run was in its data; empty for an export. Raises StoredError when that is damaged."""
+        return {} if self.is_export else stored.read_json(self.path, "data") or {}
+
+    def config(self, workload: str = "") -> dict[str, Any]:
+        """The run's config. Raises StoredError unless it is a run of the module ``workload``."""
+        config = self.meta().get("config") or {}
+        for name in ("model", "data", "warm_start", "lora", "card"):
+            if not isinstance(config.get(name) or {}, dict):
+                raise StoredError(f"{self.path}: its config.{name} is {str(config[name])[:80]!r}; expected a section")
+        if not isinstance(config.get("workload") or "", str):
+            raise StoredError(
+                f"{self.path}: its config.workload is {str(config['workload'])[:80]!r}; expected the name of a module"
+            )
+        if workload and config.get("workload") != workload:
+            kind = f"a run of {config['workload']}" if config.get("workload") else "not a run of this program"
+            raise StoredError(f"{self.path} is {kind}; expected a run of {workload}")
+        return config
+
+    def damage(self) -> list[str]:
+        """What differs from the checksums that were written with it. Raises checksums.NoManifest where there are none."""
+        if not self.is_export:
+            return checksums.verify(self.path)
+        if not (self.path / SUMS).exists():
+            raise checksums.NoManifest(f"{self.path} has no {SUMS}")
+        bad = []
+        try:
+            lines = files.read_text(stored.inside(self.path, SUMS), most=files.MOST_JSON).splitlines()
+        except (files.FileError, StoredError) as error:
+            return [str(error)]
+        for line in lines:
+            digest, _, name = line.partition("  ")
+            try:
+                if checksums.digest_of(stored.inside(self.path, name)) != digest:
+                    bad.append(f"{name} differs")
+            except (files.FileError, StoredError) as error:
+                bad.append(f"{name[:200]!r} cannot be read: {error}")
+        return bad
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        return stored.read_object(self.path, name) if self.path.is_dir() and path.exists() else {}
+
+
+def refuse_address(path: Any, field: str, flag: str) -> None:
+    """Raises StoredError where a run's config names an address: it is connected to if the user names it, with ``flag``."""
+    if isinstance(path, str) and stored.is_address(path):
+        raise StoredError(
+            f"the run's config.{field} is the address {path[:200]!r}, which is connected to only if you trust it and name it "
+            f"with {flag}"
+        )
+
+
+def _step_number(value: Any, source: epath.Path) -> int:
+    """``value`` as the number of a step. Raises StoredError."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise StoredError(f"{source}: its step is {str(value)[:80]!r}; expected a whole number from 0 to 2^31 - 1")
+    return value
+
+
+def find(run: epath.PathLike, step: int | None = None, *, export: str = "") -> Source:
+    """What ``run`` is: its newest step (or ``step``), that very step, or an export.
+
+    Args:
+      export: why an export is of no use here; empty where it is.
+
+    Raises StoredError: it is none of them, it has no such step, or it is an export where that is of no use.
+    """
+    path = stored.place_of(run)
+    if stored.is_safetensors(path) and path.exists():
+        if export:
+            raise StoredError(f"{path} is an export, and {export}; expected a run's workdir or a step directory of it")
+        if step is not None:
+            raise StoredError(f"--step is {step}, and {path} is an export, which holds one step; omit --step")
+        return Source(path, is_export=True)
+    return Source(stored.find_step(run, step), is_export=False)

@@ -1,0 +1,528 @@
+"""Reads arrays on disk without the program, the mesh or the devices that wrote them, and no more of them than is needed.
+
+Both formats are read as path -> `Stored`:
+
+- a step directory of `jaxtrain.checkpoint` (any Orbax directory of arrays): ``params/encoder/w_patch``, ``opt_state/0/count``;
+- a folder of safetensors: eight bytes, the length n of the header, little-endian; n bytes of JSON, name -> dtype, shape,
+  data_offsets; then the arrays, row-major, little-endian. ``model.safetensors.index.json`` says which file holds which name.
+  Dots in names become slashes of paths. The file `EXPORT` next to them, which tools/orbax_to_safetensors.py writes, gives
+  the paths themselves: {"paths": {name: path}, "shapes": {path: shape of those that were reshaped}, …}.
+
+A path that ends in ``[i]`` is entry i of an array that is stacked along a first axis; `stack` puts such entries together.
+"""
+
+import functools
+import math
+import os
+import pathlib
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+
+from jaxtrain.arrays import quiet_orbax
+from jaxtrain.config import checks
+from jaxtrain.types import EXPORT_FILE
+from loaders.io import files, machine
+
+EXPORT = EXPORT_FILE
+CARRY = "carry/"  # what paths of a carry begin with, in a step and in an export
+INDEX = "model.safetensors.index.json"
+CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
+MOST_HEADER = 100_000_000  # [bytes] of a file of safetensors: the format's own bound
+PATIENCE = 60.0  # [s] for one answer of a store
+LARGE = 256 << 20  # [bytes] of a file of a checkpoint whose size is looked into
+MOST_CHUNKS = 1_000_000  # of an array
+MOST_DIMENSIONS = 32  # of an array
+Index = tuple[slice, ...]  # one slice per dimension; () = everything
+
+# safetensors' names of types, those that numpy with ml_dtypes has.
+DTYPES = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+
+
+class StoredError(ValueError):
+    """Something that does not exist, or is in neither of the formats."""
+
+
+class Stored(NamedTuple):
+    """An array on disk."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[Index], np.ndarray]
+    keys: tuple[str | int, ...]  # its path in the tree; a number is an index into a list
+    chunk: tuple[int, ...]  # shape of the part that is read and decoded together
+    sharding: str = ""  # as saved, for people to read to read
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def pieces(self, limit: int = 64 << 20) -> Iterator[Index]:
+        """Yields slices along the first axis, of whole chunks and about ``limit`` bytes each."""
+        if self.n_bytes <= limit or not self.shape:
+            yield ()
+            return
+        rows = max(1, limit * self.shape[0] // self.n_bytes)
+        rows = -(-rows // self.chunk[0]) * self.chunk[0]
+        for start in range(0, self.shape[0], rows):
+            yield (slice(start, min(start + rows, self.shape[0])), *(slice(0, n) for n in self.shape[1:]))
+
+
+def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
+    """Finds the step directory that ``run`` names: itself, or the newest (or ``step``) of a workdir or its ``checkpoints``.
+
+    Raises StoredError, with the steps that exist.
+    """
+    run = _absolute(place_of(run))
+    if _item(run) is not None:
+        if step is None or run.name == str(step):
+            return run
+        raise StoredError(
+            f"step {step} is given for {run}, which is a step directory itself; omit the step, or name the workdir"
+        )
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+    if not steps:
+        raise StoredError(
+            f"{run} {'holds no step' if run.exists() else 'does not exist'}; expected a run's workdir, a step directory of it, "
+            "or a folder of `jaxtrain export`"
+        )
+    if step is not None and step not in steps:
+        raise StoredError(f"{folder} holds no step {step}; expected one of: {', '.join(map(str, steps))}")
+    return folder / str(steps[-1] if step is None else step)
+
+
+def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
+    """Opens every array of a step directory, in tree order. Only the tree is read now. Raises StoredError."""
+    folder = _item(_absolute(step_dir))
+    if folder is None:
+        raise StoredError(f"{step_dir} is not a step directory: it holds no _METADATA of arrays")
+    check_files(folder)
+    quiet_orbax.keep_quiet()  # of the arrays that a damaged tree names, all but the first error come after that one is raised
+    try:
+        # The handler, not an Orbax Checkpointer, which requires files that only a complete step directory has.
+        metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
+    except Exception as error:
+        raise StoredError(f"the tree of arrays in {folder} cannot be read: {error}") from error
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 16 << 20}})
+    indexed = (folder / "manifest.ocdbt").exists()
+    arrays = [(keys, leaf) for keys, leaf in _leaves(metadata.tree) if hasattr(leaf, "shape")]  # empty subtrees have none
+    for keys, leaf in arrays:
+        inside(folder, leaf.name)
+        _check_name("/".join(map(str, keys)), folder)
+    found = {}
+    for keys, leaf in arrays:
+        shape, dtype, path = tuple(leaf.shape), np.dtype(leaf.dtype), "/".join(map(str, keys))
+        chunk = tuple(leaf.storage.chunk_shape) if leaf.storage and leaf.storage.chunk_shape else shape
+        n_chunks = math.prod(-(-n // max(c, 1)) for n, c in zip(shape, chunk, strict=False))
+        if n_chunks > MOST_CHUNKS:
+            raise StoredError(f"{folder}: {path} {list(shape)} is in {n_chunks:,} chunks; at most {MOST_CHUNKS:,} are read")
+        array = _array(folder, leaf.name, zarr3=bool(metadata.use_zarr3), indexed=indexed, context=context)
+        read = functools.partial(_read_array, array, f"{folder}: {path}", shape, dtype)
+        found[path] = Stored(shape, dtype, read, keys, chunk, _describe(leaf.sharding))
+    return found
+
+
+def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
+    """Reads ``data`` or ``meta`` of a step directory; None when it does not exist. Raises StoredError when it is damaged."""
+    folder = epath.Path(step_dir)
+    return read_object(folder, f"{item}/metadata") if (folder / item / "metadata").exists() else None
+
+
+def read_object(folder: epath.Path, name: str) -> dict[str, Any]:
+    """The object that a JSON file of ``folder`` holds. Raises StoredError: damage, no regular file in that folder."""
+    try:
+        return files.read_json(inside(folder, name))
+    except files.FileError as error:
+        raise StoredError(str(error)) from error
+
+
+def inside(folder: epath.Path, name: Any) -> epath.Path:
+    """The path of the file ``name`` in a folder, as another file names it. Raises StoredError where it leads out."""
+    if "://" in os.fspath(folder):  # an object store has no links
+        if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
+            raise StoredError(f"{folder} has a file that names {str(name)[:80]!r}, which leads out of it")
+        return folder / name
+    try:
+        return files.as_found(files.inside(pathlib.Path(folder), name), epath.Path)
+    except files.FileError as error:
+        raise StoredError(str(error)) from error
+
+
+def check_files(folder: epath.Path) -> None:
+    """Raises StoredError unless everything below a folder is a regular file or a folder, inside of it.
+
+    Orbax and tensorstore open what they find there, and would wait for a pipe. Most files they read whole, and end the process
+    where one does not fit in memory; a sparse file has any size, and takes no space on the disk.
+    """
+    if "://" in os.fspath(folder):
+        return
+    for where, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = inside(folder, os.path.relpath(os.path.join(where, name), folder))
+            try:
+                found = os.stat(path)
+            except OSError as error:
+                raise StoredError(f"{path} cannot be read: {error.strerror}") from error
+            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+                raise StoredError(f"{path} is a pipe or a device; expected files and folders alone")
+            if found.st_size > LARGE and stat.S_ISREG(found.st_mode) and found.st_size > (most := _most_bytes(path, folder)):
+                raise StoredError(f"{path} has {found.st_size:,} bytes, and what it holds takes at most {int(most):,}")
+
+
+def _most_bytes(path: epath.Path, folder: epath.Path) -> float:
+    """How long a file of a checkpoint below ``folder`` may be, if tensorstore reads it whole; else infinity.
+
+    Raises StoredError for what describes an array, and is damaged.
+
+    Not bounded are OCDBT's files of data, of which it reads the part that it needs, and what other programs put there.
+    """
+    if path.name.startswith(("manifest.", "_", ".z", "zarr.json")) or path.parent.name == "array_metadatas":
+        return LARGE  # they describe arrays, in kilobytes
+    for place in path.parents:
+        if (place / ".zarray").exists():
+            about = read_object(place, ".zarray")
+            kind = re.fullmatch("[<>|][a-zA-Z]([0-9]{1,3})", str(about.get("dtype")))
+            needed = _elements(about.get("chunks")) * (int(kind[1]) if kind else 16)
+            return needed + needed // 64 + LARGE  # what does not get smaller gets a little longer
+        if (place / "zarr.json").exists():
+            grid = read_object(place, "zarr.json").get("chunk_grid")
+            grid = grid.get("configuration") if isinstance(grid, dict) else None
+            n = _elements(grid.get("chunk_shape") if isinstance(grid, dict) else None)
+            return 80 * n + LARGE  # a file of chunks and their places, which may have an element each
+        if place == folder:
+            break
+    return math.inf
+
+
+def _elements(shape: Any) -> int:
+    return math.prod(shape) if _is_shape(shape) else 0  # which tensorstore does not read either
+
+
+def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
+    """Opens every array of a folder of safetensors (or of one such file). Only the headers are read now.
+
+    Raises:
+      StoredError: no such file; a header that contradicts itself or the index; a type that numpy does not have.
+    """
+    return _open_folder(place_of(folder))
+
+
+def _open_folder(folder: epath.Path) -> dict[str, Stored]:
+    if not folder.is_dir():
+        return _open_file(folder, {})
+    export = read_object(folder, EXPORT) if (folder / EXPORT).exists() else {}
+    paths, shapes = export.get("paths", {}), export.get("shapes", {})
+    if not isinstance(paths, dict) or not all(isinstance(path, str) for path in paths.values()):
+        raise StoredError(f"{folder / EXPORT}: 'paths' must give a path for each name")
+    if not isinstance(shapes, dict) or not all(_is_shape(shape) for shape in shapes.values()):
+        raise StoredError(f"{folder / EXPORT}: 'shapes' must give a list of sizes for each path")
+    if (folder / INDEX).exists():
+        where = read_object(folder, INDEX).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+            raise StoredError(f"{folder / INDEX}: 'weight_map' must give a file for each name")
+        names = sorted(set(where.values()))
+    else:
+        names = sorted(file.name for file in folder.glob("*.safetensors"))
+    places = [inside(folder, name) for name in names]
+    if missing := [str(f) for f in places if not f.exists()]:
+        raise StoredError(f"{folder / INDEX} names {', '.join(missing)}, which is missing")
+    if not places:
+        raise StoredError(f"{folder} holds no *.safetensors")
+    stacked = stack({path: s for file in places for path, s in _open_file(file, paths).items()})
+    return {path: fold(array, tuple(shapes[path])) if path in shapes else array for path, array in stacked.items()}
+
+
+def is_safetensors(path: str | os.PathLike) -> bool:
+    """Whether ``path`` is a safetensors file or a folder that holds one. Raises StoredError for a store that cannot be read."""
+    place = place_of(path)
+    return place.name.endswith(".safetensors") or (place.is_dir() and any(place.glob("*.safetensors")))
+
+
+def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Stacks entries ``x[0]`` … ``x[n-1]`` to one array ``x`` [n, …]. Raises StoredError for a gap, or entries that differ."""
+    whole: dict[str, Stored] = {}
+    parts: dict[str, dict[int, Stored]] = {}
+    for path, array in stored.items():
+        entry = re.fullmatch(r"(.*)\[(0|[1-9][0-9]{0,8})\]", path)
+        if entry:
+            parts.setdefault(entry[1], {})[int(entry[2])] = array
+        else:
+            whole[path] = array
+    for path, entries in parts.items():
+        kinds = {(s.shape, s.dtype) for s in entries.values()}
+        if sorted(entries) != list(range(len(entries))) or len(kinds) != 1 or path in whole:
+            raise StoredError(
+                f"{path}[…] cannot be stacked: entries {str(sorted(entries))[:200]} of {str(sorted(map(str, kinds)))[:200]}"
+                f"{', next to an array of that name' if path in whole else ''}"
+            )
+        ((shape, dtype),) = kinds
+        read = functools.partial(_read_stack, [entries[i] for i in range(len(entries))])
+        whole[path] = Stored((len(entries), *shape), dtype, read, tuple(path.split("/")), (1, *shape))
+    return whole
+
+
+def fold(array: Stored, shape: tuple[int, ...]) -> Stored:
+    """Reshapes an array without reading it. Raises StoredError if the sizes differ.
+
+    Where a dimension is split, only the rows that are needed are read; where several are joined, all is read and cut in memory.
+    """
+    if math.prod(array.shape) != math.prod(shape):
+        raise StoredError(f"{list(array.shape)} and {list(shape)} do not have equally many elements")
+    groups = list(_equal_groups(array.shape, shape))
+
+    def read(index: Index) -> np.ndarray:
+        index = index or tuple(slice(0, n) for n in shape)
+        outer: list[slice] = []  # of the source
+        inner: list[slice] = []  # of what is read
+        seen: list[int] = []  # its shape, in the target's dimensions
+        for (a, b), (c, d) in groups:
+            first, *rest = [slice(*i.indices(n)[:2]) for i, n in zip(index[c:d], shape[c:d], strict=True)] or [slice(0, 1)]
+            if b - a == 1 and d > c:
+                step = math.prod(shape[c + 1 : d])
+                outer.append(slice(first.start * step, first.stop * step))
+                inner += [slice(None), *rest]
+                seen += [first.stop - first.start, *shape[c + 1 : d]]
+            else:
+                outer += [slice(0, n) for n in array.shape[a:b]]
+                inner += [first, *rest][: d - c]
+                seen += shape[c:d]
+        return array.read(tuple(outer)).reshape(seen)[tuple(inner)]
+
+    chunk = (array.chunk[0] if array.chunk and shape and shape[0] == array.shape[0] else 1, *shape[1:]) if shape else ()
+    return array._replace(shape=tuple(shape), read=read, chunk=chunk)
+
+
+def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yields the shortest ranges of dimensions of two shapes that have equally many elements."""
+    i = j = 0
+    while i < len(a) or j < len(b):
+        start, m, n = (i, j), 1, 1
+        while True:
+            if i < len(a) and (m <= n or j == len(b)):
+                m, i = m * a[i], i + 1
+            elif j < len(b):
+                n, j = n * b[j], j + 1
+            if m == n and (i, j) != start and (i > start[0] and j > start[1] or (i, j) == (len(a), len(b))):
+                break
+        yield (start[0], i), (start[1], j)
+
+
+def in_chunks(tree: Any) -> Any:
+    """Returns how to save each array: in chunks that a reader can decode one at a time, however large a device's part is."""
+    return jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), tree)
+
+
+def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
+    """Builds a tree of dictionaries and lists from (keys, leaf). Raises StoredError for a path that lies within another."""
+    leaves = list(leaves)
+    if len(leaves) == 1 and not leaves[0][0]:
+        return leaves[0][1]
+    if any(not keys for keys, _ in leaves):
+        raise StoredError("an array has the path of a folder of other arrays, or two have one path")
+    groups: dict[str | int, list] = {}
+    for keys, leaf in leaves:
+        groups.setdefault(keys[0], []).append((keys[1:], leaf))
+    tree = {key: nest(group) for key, group in groups.items()}
+    return list(tree.values()) if tree and all(isinstance(key, int) for key in tree) else tree
+
+
+def place_of(path: epath.PathLike) -> epath.Path:
+    """A path on a file system, or in a store. Raises StoredError for a store that cannot be read here, or does not answer."""
+    text = os.fspath(path)
+    if why := checks.unreachable(text):
+        raise StoredError(f"{path} {why}")
+    if "://" in text:
+        _ask(text.rstrip("/") + "/")
+    return epath.Path(path).expanduser()
+
+
+@functools.cache
+def _ask(url: str) -> None:
+    """Raises StoredError unless a store answers. `epath` would try for longer, and print a traceback at each attempt."""
+    try:
+        ts.KvStore.open(url).result(timeout=PATIENCE).read("state").result(timeout=PATIENCE)
+    except (OSError, ValueError, TimeoutError) as error:
+        reason = str(error) or f"no answer within {PATIENCE:g} s"
+        raise StoredError(f"{url} cannot be read: {reason}; check the address, the network and your access to it") from error
+
+
+def is_address(path: str) -> bool:
+    """Whether a path is an address of a store, or on the web; also as etils.epath writes one without a scheme (/gs/bucket)."""
+    return "://" in path or "://" in os.fspath(_absolute(path))
+
+
+def _absolute(path: epath.PathLike) -> epath.Path:
+    """Makes a path absolute: Orbax and tensorstore ignore the working directory."""
+    text = os.path.expanduser(os.fspath(path))
+    return epath.Path(text if "://" in text else os.path.abspath(text))
+
+
+def _item(folder: epath.Path) -> epath.Path | None:
+    """Finds the arrays in a step directory: in ``state``, as this program writes them, or in ``default``, as many others do."""
+    return next((p for p in (folder / "state", folder / "default", folder) if (p / "_METADATA").exists()), None)
+
+
+def _leaves(tree: Any, keys: tuple = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves(value, (*keys, key))
+    elif isinstance(tree, list | tuple):
+        for i, value in enumerate(tree):
+            yield from _leaves(value, (*keys, i))
+    else:
+        yield keys, tree
+
+
+def _array(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[], ts.TensorStore]:
+    """Opens one array of an Orbax item, once. ``indexed``: all arrays are in one OCDBT store, else each in a folder."""
+    text = os.fspath(folder)
+    # The folder alone decides: an array's name is its maker's.
+    place = lambda path: path if "://" in text else {"driver": "file", "path": path}  # noqa: E731
+    if indexed:
+        kvstore = {"driver": "ocdbt", "base": place(f"{text}/"), "path": f"{name}/"}
+    else:
+        kvstore = place(f"{text}/{name}/")
+    spec = {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}
+
+    @functools.cache
+    def array() -> ts.TensorStore:
+        return ts.open(spec, open=True, read=True, context=context).result()
+
+    return array
+
+
+def _read_array(
+    array: Callable[[], ts.TensorStore], name: str, shape: tuple[int, ...], dtype: np.dtype, index: Index
+) -> np.ndarray:
+    """Reads slices of an array.
+
+    Raises StoredError for one that is another than its tree says, and for a read that does not fit in memory, where tensorstore
+    would end the process: an array of zeros takes no space in a file, whatever its size.
+    """
+    opened = array()
+    if tuple(opened.shape) != shape or opened.dtype.numpy_dtype != dtype:
+        raise StoredError(f"{name} is {opened.dtype.name} {list(opened.shape)}; its tree says {dtype} {list(shape)}")
+    part = opened[index] if index else opened
+    needed = (part.size + math.prod(n or 1 for n in opened.chunk_layout.read_chunk.shape or shape)) * dtype.itemsize
+    _check_memory(f"{name} {list(shape)}", needed)
+    return np.asarray(part.read().result())
+
+
+def _check_memory(what: str, needed: int) -> None:
+    """Raises StoredError where a read does not fit in memory: zeros take no space in a file, however many they are."""
+    if needed > (memory := machine.most_memory()):
+        raise StoredError(f"{what}: to read it takes {needed:,} bytes, and this machine has {memory:,}")
+
+
+def _describe(sharding: Any) -> str:
+    """``(·, fsdp, model) on data 1 × fsdp 2 × model 2``."""
+    spec = getattr(sharding, "partition_spec", None)
+    if spec is None:
+        return "" if sharding is None else type(sharding).__name__.removesuffix("Metadata")
+    parts = ["·" if part is None else part if isinstance(part, str) else "+".join(part) for part in spec]
+    mesh = " × ".join(f"{name} {size}" for name, size in zip(sharding.axis_names, sharding.shape, strict=True))
+    return f"({', '.join(parts)}) on {mesh}" if parts else f"whole on {mesh}"
+
+
+def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
+    try:
+        with files.regular(path) as file:
+            size = path.stat().length
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, MOST_HEADER):
+                raise StoredError(f"{path}: a header of {length} bytes does not fit in a file of {size}")
+            header = files.parse(file.read(length).decode(), f"{path}: the header")
+    except (files.FileError, UnicodeDecodeError) as error:
+        raise StoredError(f"{path}: {error}" if isinstance(error, UnicodeDecodeError) else str(error)) from error
+    arrays: dict[str, Stored] = {}
+    left = size - 8 - length  # [bytes] that no array has had: else a small file could hold any number of them
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        entry = entry if isinstance(entry, dict) else {}
+        kind, sizes, place = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(kind, str) or kind not in DTYPES:
+            raise StoredError(f"{path}: {name} is {str(kind)[:40]}; expected one of: {', '.join(DTYPES)}")
+        if not (
+            isinstance(sizes, list) and isinstance(place, list) and _is_shape(sizes) and _is_shape(place) and len(place) == 2
+        ):
+            raise StoredError(
+                f"{path}: {name} has the shape {str(sizes)[:80]} at bytes {str(place)[:80]}; expected lists of sizes"
+            )
+        shape, dtype = tuple(sizes), DTYPES[kind]
+        start, stop = place
+        if stop - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= stop <= size - 8 - length:
+            raise StoredError(f"{path}: {name} {shape} {kind} does not fit bytes {start} to {stop} of the file")
+        left -= stop - start
+        if left < 0:
+            raise StoredError(f"{path}: its arrays have more bytes than the file, so that some lie in each other's place")
+        where = paths.get(name) or name.replace(".", "/")
+        _check_name(where, path)
+        if where in arrays:
+            raise StoredError(f"{path}: {name[:200]} has the path {where[:200]}, which another array has, too")
+        read = functools.partial(_read_file, path, 8 + length + start, shape, dtype)
+        # Row by row, so that a large table is read in pieces.
+        arrays[where] = Stored(shape, dtype, read, tuple(where.split("/")), (1, *shape[1:]) if shape else ())
+    return arrays
+
+
+def _check_name(name: str, source: epath.Path) -> None:
+    """Raises StoredError for the name of an array that could not be told from other lines of a report."""
+    if not name.isprintable():
+        raise StoredError(f"{source} has an array with the name {name[:80]!r}; expected printable characters")
+
+
+def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.dtype, index: Index) -> np.ndarray:
+    """Reads the rows of the first slice, and applies the other slices in memory."""
+    first, last, _ = index[0].indices(shape[0]) if index else (0, shape[0] if shape else 1, 1)
+    row = math.prod(shape[1:]) * dtype.itemsize
+    _check_memory(f"{path}: an array {list(shape)}", (last - first) * row)
+    try:
+        with files.regular(path) as file:
+            file.seek(offset + first * row)
+            content = file.read((last - first) * row)
+    except files.FileError as error:
+        raise StoredError(str(error)) from error
+    if len(content) != (last - first) * row:
+        raise StoredError(f"{path} was cut off since it was opened")
+    rows = np.ndarray((last - first, *shape[1:]) if shape else (), dtype, buffer=content)
+    return rows[(slice(None), *index[1:])] if index else rows
+
+
+def _is_shape(value: Any) -> bool:
+    """Whether something is a list of sizes whose product is one, too."""
+    return (
+        isinstance(value, list)
+        and len(value) <= MOST_DIMENSIONS
+        and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in value)
+    )
+
+
+def _read_stack(entries: list[Stored], index: Index) -> np.ndarray:
+    rows = range(*index[0].indices(len(entries))) if index else range(len(entries))
+    return np.stack([entries[i].read(index[1:]) for i in rows])

@@ -1,0 +1,43 @@
+"""The parameters of a run, a step or an export, as the workload's functions take them."""
+
+from typing import Any
+
+import jax
+
+from jaxtrain import config as config_lib
+from jaxtrain import specs
+from jaxtrain.arrays import stored
+from jaxtrain.arrays.source import Source
+from jaxtrain.arrays.stored import StoredError
+from jaxtrain.checkpoint import warm_start
+from jaxtrain.nn import lora
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.types import PyTree
+
+
+def one_device() -> layout_lib.Layout:
+    """The layout of this process's first device."""
+    return layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
+
+
+def read(source: Source, table: Any, layout: layout_lib.Layout, *, ema: bool = False, carry: bool = False) -> PyTree:
+    """Arrays of a table of `Spec`, on the devices of ``layout``; ``carry``: not parameters, but what is kept beside them.
+
+    Raises StoredError: they cannot be read, or are adapters without the weights that they change; WarmStartError: they are of
+    another shape than the run's config says.
+    """
+    if carry:
+        arrays = source.arrays().items()
+        weights = {path.removeprefix(stored.CARRY): one for path, one in arrays if path.startswith(stored.CARRY)}
+    else:
+        weights = source.parameters(ema=ema)
+    if any(lora.is_adapter(path) for path in weights):
+        raise StoredError(
+            f"{source.path} holds adapters without the weights that they change; merge them with `jaxtrain export`"
+        )
+    abstract = specs.abstract(table, layout)
+    paths = specs.paths(abstract)
+    shapes = {p: (x.shape, x.dtype) for p, x in zip(paths, jax.tree.leaves(abstract), strict=True)}
+    matches = warm_start.match(shapes, weights, config_lib.WarmStart(source=str(source.path)))
+    loaded = warm_start.load(matches, abstract)
+    return jax.tree.unflatten(jax.tree.structure(abstract), [loaded[p] for p in paths])

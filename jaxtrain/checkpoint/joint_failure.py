@@ -1,0 +1,67 @@
+"""Where the processes of a save wait for each other: one that failed is not waited for, and the save fails for all of them.
+
+Orbax has two barriers in a save: all have written, and process 0 has committed. A thread that failed comes to neither, so that
+the other processes would wait there until a watchdog ends the job, whatever config.checkpoint.on_error says. Orbax's last
+calls of a save, which mark its end, are made in any case. There, whoever failed says why, and comes to the barriers that it
+has left out: every process comes to each of them once, and looks, after each, whether another has failed.
+"""
+
+import sys
+import threading
+
+import jax
+import orbax.checkpoint as ocp
+
+PHASES = {"async_write_complete": "written", "async_commit_complete": "committed"}  # what Orbax's names for them hold
+
+
+class OtherFailedError(RuntimeError):
+    """Another process could not do its part of a save."""
+
+
+class Meeting:
+    """Waits at Orbax's barriers, as `orbax.checkpoint.multihost.BarrierSyncFn`. For several processes."""
+
+    def __init__(self) -> None:
+        self._wait = ocp.multihost.get_barrier_sync_fn()
+        self._told = ocp.multihost.get_jax_distributed_client()
+        self._lock = threading.Lock()
+        self._saves = 0  # begun so far, by all processes alike
+        self._saver = 0  # the thread that began this save
+        self._left: list[str] = []  # phases of this save to whose end this process has not come yet
+
+    def begin(self) -> None:
+        """To be called before each save, by all processes."""
+        with self._lock:
+            self._saves, self._saver = self._saves + 1, threading.get_ident()
+            self._left = list(PHASES.values())
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Waits for all processes. Raises OtherFailedError at the end of a phase in which one failed."""
+        phase = next((phase for name, phase in PHASES.items() if name in key), None)
+        if phase:
+            self._come(phase, timeout_ms)
+            if reasons := [reason for _, reason in self._told.key_value_dir_get(self._folder())]:
+                raise OtherFailedError("; ".join(reasons))
+            return
+        # Orbax marks the end of a save in a `finally` of a thread of its own. Whoever saves may be handling an error, too.
+        error = sys.exc_info()[1] if threading.get_ident() != self._saver else None
+        if error and self._left:
+            if not isinstance(error, OtherFailedError):
+                me = jax.process_index()
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                self._told.key_value_set(f"{self._folder()}{me}", f"process {me}: {reason}", allow_overwrite=True)
+            for phase in tuple(self._left):
+                self._come(phase, timeout_ms)
+        self._wait(key=key, timeout_ms=timeout_ms)
+
+    def _folder(self) -> str:
+        return f"jaxtrain/checkpoint/rewinds/{self._saves}/"
+
+    def _come(self, phase: str, timeout_ms: int) -> None:
+        """Waits for all at the end of a phase, unless another thread of this process does, or did."""
+        with self._lock:
+            if phase not in self._left:
+                return
+            self._left.remove(phase)
+        self._wait(key=f"{self._folder()}{phase}", timeout_ms=timeout_ms)

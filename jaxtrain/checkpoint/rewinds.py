@@ -1,0 +1,147 @@
+"""The checkpoints of a run as its loop sees them: what goes into one, and the way back after bad steps."""
+
+import contextlib
+import logging
+import types
+from collections.abc import Iterator, Mapping
+
+from jaxtrain.assembly import Assembly
+from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, Restored, Saved
+from jaxtrain.data.stream import Data
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel.lease import WorkdirError
+from jaxtrain.process_context import Host
+from jaxtrain.schedule import Due
+from jaxtrain.step.guard import Streak
+from jaxtrain.step.state import TrainState
+from jaxtrain.telemetry import goodput
+
+log = logging.getLogger("jaxtrain")
+
+
+class Saves:
+    """A context: saves are asynchronous, and leaving it waits for the last one. Every process calls the same methods.
+
+    Attributes:
+      history: facts about the run that are saved with its state.
+    """
+
+    def __init__(self, assembly: Assembly, data: Data, host: Host):
+        self._host, self._clock = host, host.clock
+        self._config, self._abstract, self._data = assembly.config, assembly.abstract, data
+        self._checkpointer = Checkpointer(assembly.config, assembly.task)
+        self.history = History()
+
+    def __enter__(self) -> "Saves":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self._clock.switch(goodput.SAVES)
+        try:
+            with self._in_own_workdir() if kind is None else contextlib.nullcontext():
+                self._checkpointer.close()
+        except CheckpointError as late:
+            if kind is None:
+                raise
+            log.error("%s", late)  # and the error that ends the run is the one that its command reports
+        finally:
+            self._clock.switch(goodput.ENDING)
+
+    def finished(self) -> bool:
+        """Whether the run has ended with weights only, from which nothing can be resumed."""
+        return self._checkpointer.is_finished()
+
+    def likely(self) -> int:
+        """The step that the run will probably resume from: the newest one that is listed, in this workdir or in that of
+        config.resume.path, 0 without any. Nothing of it is read."""
+        found = 0
+        if cluster.is_main():
+            with contextlib.suppress(OSError):  # which reading it will say
+                found = self._checkpointer.listed(self._config.resume.path)
+        return cluster.agree(min(found, self._config.train.steps))
+
+    def newest(self, path: str = "") -> Restored | None:
+        """The newest readable checkpoint of this workdir, or of the workdir ``path``; None without any.
+
+        Raises CheckpointError: there are some, and none can be read, or they are of another model or other data.
+        """
+        restored = self._checkpointer.restore(self._abstract, self._data.fingerprints(), path)
+        if restored:
+            self.history = restored.history
+        return restored
+
+    def save(self, step: int, state: TrainState) -> Saved:
+        """Starts to save a state, unless its step is saved already; waits for the save before this one.
+
+        Raises WorkdirError: another run has the workdir meanwhile, or it was deleted.
+        """
+        self._host.confirm(saving=True)
+        with self._clock.during(goodput.SAVES), self._in_own_workdir():
+            return self._checkpointer.save(step, state, self._data.state(step), self.history)
+
+    def poll(self) -> None:
+        """Notices a save that failed meanwhile, as `save` does. Costs nothing; to be called at every step."""
+        try:
+            with self._in_own_workdir():
+                self._checkpointer.poll()
+        except WorkdirError as error:
+            self._host.lose(error)
+
+    @contextlib.contextmanager
+    def _in_own_workdir(self) -> Iterator[None]:
+        """A save that fails since the workdir is gone, or another run's, is reported as that: a WorkdirError."""
+        try:
+            yield
+        except CheckpointError:
+            self._host.owner.confirm()
+            raise
+
+    def score(self, step: int, record: Mapping[str, float]) -> None:
+        """Notes an evaluation, by which config.checkpoint.best may keep its step."""
+        self._host.confirm()
+        self._checkpointer.score(step, record)
+
+    def stalled(self, step: int) -> bool:
+        """Whether config.train.patience evaluations in a row up to ``step`` made no progress, which ends the run."""
+        return self._checkpointer.stalled(step)
+
+    def owes(self, due: Due, step: int) -> bool:
+        """Whether a checkpoint is left to make after the evaluation: the weights that end a run, or where it stalled."""
+        return not due.resumable if due.save else due.evaluate and self.stalled(step)
+
+    def rewind(self, state: TrainState, step: int, streak: Streak) -> TrainState:
+        """The state of the last regular save before the streak, at the position of ``state``: what was read since is skipped.
+
+        Raises FloatingPointError when config.guard.rewinds allows no more, or there is no such save.
+        """
+        guard = self._config.guard
+        older = None
+        if self.history.rewinds < guard.rewinds:
+            with self._clock.during(goodput.RESTORE):
+                older = self._checkpointer.rewind(self._abstract, streak.last_good)
+        if not older:
+            raise FloatingPointError(
+                f"{guard.patience} steps in a row after {streak.last_good} were skipped: their gradients were not finite, or "
+                f"spikes. Lower config.optim.lr, look at those recordings, or raise config.guard.rewinds (it is "
+                f"{guard.rewinds}, and the run has rewound {self.history.rewinds} times). The last checkpoint in "
+                f"{self._config.workdir} is from before"
+            )
+        restored, at = older
+        self.history = self.history._replace(rewinds=self.history.rewinds + 1)
+        log.warning(
+            "%d steps in a row after %d were skipped: the state is again that of step %d, and batches %d to %d count as "
+            "skipped (rewind %d of %d)",
+            guard.patience,
+            streak.last_good,
+            at,
+            at + 1,
+            step,
+            self.history.rewinds,
+            guard.rewinds,
+        )
+        streak.restart(step)
+        # No checkpoint holds frozen weights: they are those of the state that is given up.
+        variables = restored.variables._replace(frozen=state.variables.frozen)
+        return restored.replace(step=state.step, variables=variables)

@@ -1,0 +1,1 @@
+"""Compiled programs: ahead of time, kept between runs, with their XLA options."""

@@ -1,0 +1,101 @@
+"""Compiled programs of several processes on CPUs, kept between starts.
+
+JAX's cache has none but process 0's, and on CPUs each process's program is its own. A program that was read back may run its
+collectives in another order than one just compiled (seen with jax 0.10.2: the processes then wait for each other for ever). So
+each process keeps its own, and they are used where all processes have theirs.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import platform
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from jaxtrain.parallel import cluster
+from loaders.io import atomic_write, machine
+
+log = logging.getLogger("jaxtrain")
+LIMIT = 2 << 30  # [bytes] of all files together
+
+
+def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable | None:
+    """The program that an earlier start compiled of this, where each process has kept its own; else None.
+
+    Called by all processes at once. Like JAX's cache, it trusts the folder of the cache: what is read there is run.
+    """
+    if not _are_kept():
+        return None
+    program, size = None, 0
+    try:
+        path = _path(lowered, options)
+        digest, content = path.read_bytes().split(b"\n", 1)
+        if hashlib.sha256(content).hexdigest().encode() == digest:
+            structure = jax.tree.structure(lowered.args_info)
+            with contextlib.suppress(OSError):  # another user's
+                os.utime(path)
+            program, size = serialize_executable.deserialize_and_load(content, structure, lowered.out_tree), len(content)
+    except Exception as error:  # noqa: BLE001  there is none, or it is of another version: it is compiled
+        log.debug("a program is not read: %s", error)
+    if not all(cluster.gather(int(program is not None))):
+        return None
+    log.info("a program of %.1f MB is that of an earlier start", size / 1e6)
+    return program
+
+
+def keep(lowered: jax.stages.Lowered, options: Mapping[str, Any], compile: Callable[[], Any]) -> Callable:
+    """``compile()``, kept for the next start."""
+    began = time.perf_counter()
+    program = compile()
+    config: Any = jax.config  # jax adds its options as it is imported
+    if not _are_kept() or time.perf_counter() - began < config.jax_persistent_cache_min_compile_time_secs:
+        return program
+    try:
+        path = _path(lowered, options)
+        content = serialize_executable.serialize(program)[0]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write.file(path) as file:
+            file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+        machine.trim(path.parent, LIMIT)
+    except Exception as error:  # noqa: BLE001  a full disk, or a program with constants: the next start compiles again
+        log.debug("a program is not kept: %s", error)
+    return program
+
+
+def _are_kept() -> bool:
+    # Not jax.config's value: for several processes on CPUs `cluster.initialize` has set it.
+    off = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in ("0", "false", "f", "no", "n", "off")
+    return jax.process_count() > 1 and jax.default_backend() == "cpu" and not off
+
+
+def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Path:
+    """Another file where the program could be another: by text, arguments, options, process, devices, versions, flags and CPU.
+
+    The text has no arguments that are not used, and what is kept says by numbers which ones are.
+    """
+    inner: Any = lowered._lowering  # no public name has what is asked of it; without that nothing is kept
+    settings: Any = jax.config
+    facts = [
+        str(lowered.args_info), str(lowered.out_tree), sorted(inner.compile_args["kept_var_idx"]), dict(options),
+        jax.process_index(), jax.process_count(), [d.id for d in inner._device_list],
+        [d.id for d in jax.local_devices()], cluster.versions(), sorted((k, str(v)) for k, v in settings.values.items()),
+        os.environ.get("XLA_FLAGS", ""), platform.machine(), _cpu(),
+    ]  # fmt: skip
+    name = hashlib.sha256(json.dumps(facts).encode() + lowered.as_text().encode()).hexdigest()
+    return machine.cache_folder("xla-processes", name)
+
+
+def _cpu() -> list[str]:
+    """What this machine's cores can do."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return [platform.processor()]
+    return sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))})

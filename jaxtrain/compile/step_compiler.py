@@ -1,0 +1,203 @@
+"""The compiled programs of a run: its step for every stage and bucket, and its evaluation for every bucket."""
+
+import concurrent.futures
+import functools
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.assembly import Assembly
+from jaxtrain.compile import program_cache, xla_options
+from jaxtrain.config import ConfigError
+from jaxtrain.data.stream import Data, Item
+from jaxtrain.parallel import cluster
+from jaxtrain.step import train_step as step_lib
+from jaxtrain.telemetry import goodput
+from jaxtrain.types import COUNTS
+
+log = logging.getLogger("jaxtrain")
+THREAD = "compile"  # what the names of threads that compile begin with
+
+
+class Ahead:
+    """Programs that one thread compiles in the order in which they are needed.
+
+    The first step waits for the first, and the others are ready long before they are due, so that a change of stage does not
+    stall the run.
+
+    Attributes:
+      starts: program's key -> the first step that needs it, once `begin` has said which steps are to come.
+      late: steps that had to wait for their program, the first aside.
+    """
+
+    def __init__(self, key_of: Callable[[int], Hashable], compiled: Callable[[Any], Callable]):
+        """``compiled(key)`` compiles one."""
+        self._key_of, self._compiled = key_of, compiled
+        self.starts: dict[Hashable, int] = {}
+        self.late: list[int] = []
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+        self._programs: dict[Hashable, concurrent.futures.Future] = {}
+
+    def expect(self, step: int, program: Callable | None = None) -> None:
+        """Starts to compile the program of a step that is likely to be the first, unless ``program`` is that."""
+        if program is None:
+            self._submit(self._key_of(step))
+        else:
+            self._programs[self._key_of(step)] = _done(program)
+
+    def expects(self, step: int) -> bool:
+        return self._key_of(step) in self._programs
+
+    def begin(self, start: int, stop: int, *, others: Sequence[Callable[[], Callable]] = ()) -> None:
+        """Steps ``start`` … ``stop`` - 1 are to come.
+
+        Args:
+          others: each compiles a program that no step needs; they come right after the first step's.
+        """
+        self._first = start
+        for step in range(start, stop):
+            self.starts.setdefault(self._key_of(step), step)
+        keys = iter(self.starts)
+        for key in itertools.islice(keys, 1):
+            self._submit(key)
+        self._others = [self._pool.submit(other) for other in others]
+        for key in keys:
+            self._submit(key)
+        self._unchecked = list(self._others)
+
+    def _submit(self, key: Hashable) -> None:
+        if key not in self._programs:
+            self._programs[key] = self._pool.submit(self._compiled, key)
+
+    def at(self, step: int) -> Callable:
+        """The program of step number ``step``, 0 being the first. Raises what its compilation raised, and at any step what the
+        compilation of one of the others did: an evaluation that does not fit is known before hours of training.
+        """
+        if self._unchecked and self._unchecked[0].done():
+            self._unchecked.pop(0).result()
+        program = self._programs[self._key_of(step)]
+        if not program.done() and step != self._first:
+            self.late.append(step)
+        return program.result()
+
+    def is_ready(self, step: int) -> bool:
+        """Whether the program of step number ``step`` is compiled."""
+        return self._programs[self._key_of(step)].done()
+
+    def other(self, index: int) -> Callable:
+        """One of the others, awaited. Raises what its compilation raised."""
+        return self._others[index].result()
+
+    def close(self) -> None:
+        """Gives up what is not being compiled yet."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _done(program: Callable) -> concurrent.futures.Future:
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    future.set_result(program)
+    return future
+
+
+class Programs:
+    """A context. Made, it compiles the program of the likely first step, beside what follows. `ready` waits for that of the
+    first step, and has evaluations and later steps compiled while the run goes on. All are the same on every process.
+
+    Attributes:
+      stop: the last argument of a step, by whether this process asks to stop.
+
+    Making it raises ConfigError: the compiler refuses the options of config.compiler.
+    """
+
+    def __init__(self, assembly: Assembly, data: Data, clock: goodput.Clock, *, likely: int):
+        """``likely``: how many batches the state that the run resumes from has probably read; it is not restored yet. The
+        same number on every process."""
+        self._assembly, self._data, self._clock, self._began = assembly, data, clock, time.perf_counter()
+        self._options = assembly.compiler_options()
+
+        @functools.cache
+        def lowered(key: tuple[Hashable, int]) -> jax.stages.Lowered:
+            stage, bucket = key
+            return assembly.with_batch(data.buckets[bucket]).trace(stage).lower()
+
+        self._lowered = lowered
+        self._steps = Ahead(self._key_of, lambda key: self._compile(lowered(key)))
+        self.stop = {asked: step_lib.put_stop(assembly.layout, asked) for asked in (False, True)}
+        if likely < assembly.config.train.steps:
+            first = lowered(self._key_of(likely))  # by this thread, which has the time
+            self._steps.expect(likely, program_cache.earlier(first, self._options))
+
+    def _compile(self, lowered: jax.stages.Lowered) -> Callable:
+        own = self._assembly.config.compiler
+        return program_cache.keep(lowered, self._options, lambda: xla_options.compile(lowered, self._options, own))
+
+    def _key_of(self, index: int) -> tuple[Hashable, int]:
+        return self._assembly.task.stage(index), self._data.bucket_of(index)
+
+    def ready(self, first: int) -> None:
+        """Returns once the program of step number ``first``, 0 being the first, is compiled; with no step left, at once.
+
+        Raises:
+          RendezvousError: processes that lowered different programs, or have other data, by number.
+          ConfigError: config.checkpoint.best names what no evaluation has.
+        """
+        assembly, data = self._assembly, self._data
+        task, variables, steps = assembly.task, assembly.abstract.state.variables, assembly.config.train.steps
+        # 1. Lower, and compare: processes that run different programs would wait for each other for ever.
+        evaluations = [step_lib.make_eval_step(task, assembly.layout).lower(variables, batch) for batch in data.test_buckets]
+        texts = {"data": json.dumps(data.fingerprints()), "evaluation": "".join(x.as_text() for x in evaluations)}
+        if first < steps:
+            texts["step"] = self._lowered(self._key_of(first)).as_text()
+        cluster.compare(texts)
+        if first < steps and not self._steps.expects(first):
+            self._steps.expect(first, program_cache.earlier(self._lowered(self._key_of(first)), self._options))
+        # 2. What an evaluation has is known now; hours of training later would be late.
+        _check_best(assembly, evaluations[0].out_info if data.test.n_batches else None)
+        log.info("compiling; what takes long is kept for the next start")
+        # 3. Compile in a thread: the first step, awaited here, then evaluations and later steps while the run goes on.
+        found = [program_cache.earlier(x, self._options) for x in evaluations]
+        others = [functools.partial(lambda x, f: f or self._compile(x), *each) for each in zip(evaluations, found, strict=True)]
+        self._steps.begin(first, steps, others=others)
+        if len(starts := self._steps.starts) > 1:
+            log.info("%d programs, by (stage, bucket), are compiled ahead; their first steps: %s", len(starts), starts)
+        if starts:
+            self._steps.at(first)
+        log.info("compiled in %.1f s", time.perf_counter() - self._began)
+
+    def __enter__(self) -> "Programs":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._steps.close()
+
+    def at(self, item: Item) -> Callable:
+        """The compiled step for a batch: (state, batch, stop) -> (state, metrics). The state is donated."""
+        if self._steps.is_ready(item.index):
+            return self._steps.at(item.index)
+        with self._clock.during(goodput.COMPILATION):
+            return self._steps.at(item.index)
+
+    def evaluation(self, bucket: int) -> Callable:
+        """The compiled evaluation of a bucket of the test split: (variables, batch) -> sums. Waits for its compilation."""
+        return self._steps.other(bucket)
+
+
+def _check_best(assembly: Assembly, evaluated: dict | None) -> None:
+    """Raises ConfigError when config.checkpoint.best names a metric that no evaluation has. None: there is no test split."""
+    config, task = assembly.config, assembly.task
+    best = config.checkpoint.best.lstrip("-")
+    if not best:
+        return
+    if evaluated is None:
+        text = f"is {config.checkpoint.best!r}, and there is no test split; leave it unset, and train.patience too"
+        raise ConfigError([("checkpoint.best", text)])
+    with np.errstate(all="ignore"):
+        known = task.finish({name: np.ones(mean.total.shape)[()] for name, mean in evaluated.items() if name not in COUNTS})
+    if best not in known and not task.trials:  # the metrics of a trial are known once it has run
+        raise ConfigError([("checkpoint.best", f"names {best!r}; expected one of: {', '.join(sorted(known))}")])

@@ -1,0 +1,171 @@
+"""Options for XLA's compilers: the one table of what a step is compiled with on which devices, and what a config adds.
+
+They go along with the compilation. In XLA_FLAGS or LIBTPU_INIT_ARGS a name that the installed version does not know ends the
+process; here the compiler is asked first, with a program of no size: what it refuses of the table is left out, and what it
+refuses of a config is an error that names it.
+
+Looked at and left out, since no chip was there to time them (libtpu 0.0.51, an FSDP step of eight scanned layers):
+``xla_tpu_enable_data_parallel_all_reduce_opt`` compiles the same program, on two slices of v4 or v5e too;
+``xla_tpu_scoped_vmem_limit_kib=98304`` makes a v6e's peak 1,289 MB instead of 1,238
+(libtpu 0.0.42, eight layers of width 512).
+For eight H100s, pipelined collectives: of the 166 ms that a step of qwen3-0.6b with fsdp=8 takes at the datasheet's peaks,
+4.1 ms wait for exchanges (`jaxtrain.plan.roofline`), which is all that they could save.
+"""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jaxtrain.config import ConfigError
+from loaders.io import machine
+
+log = logging.getLogger("jaxtrain")
+PLATFORMS = ("tpu", "gpu", "cpu")  # options of one of them begin with xla_tpu_ and so on
+
+
+class Option(NamedTuple):
+    name: str
+    value: bool | int | str
+    kinds: tuple[str, ...]  # what JAX's device_kind begins with
+    alone: bool = False  # also for a program of one device; most of them move collectives, and it has none
+    cores: int = 1  # of this process, from which on it is wanted; of two options of one name the later one is
+
+
+TABLE = (
+    # Products of one array with several matrices stay several. Merged into one, the matrices are first written side by side, in
+    # every layer of every microbatch: with adapters next to the frozen ones, that was half of a step's bytes.
+    # Without adapters nothing was seen to be merged.
+    Option("xla_gpu_dot_merger_threshold_mb", 0, ("NVIDIA",), alone=True),
+    # Collectives begin early and end late, with computation between. JAX's documentation has it off unless it is asked for;
+    # NVIDIA's images of JAX ask for it.
+    Option("xla_gpu_enable_latency_hiding_scheduler", True, ("NVIDIA",)),
+    # The same for TPUs. Newer libtpu do so unasked (0.0.51: the same program), and without it no gather of an FSDP step of the
+    # bird model on v5e was fused with a product.
+    Option("xla_tpu_enable_latency_hiding_scheduler", True, ("TPU",)),
+    # Gathers run inside the products that are scheduled between their begin and their end. Newer libtpu do so
+    # unasked on v5e; on v4, v5p and v6e they refuse a step that gathers with it, as "not supported".
+    Option("xla_enable_async_all_gather", True, ("TPU v5 lite",)),
+    Option("xla_tpu_enable_async_collective_fusion", True, ("TPU v5 lite",)),
+    Option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True, ("TPU v5 lite",)),
+    # But not through several of them, as libtpu does unasked: 0.0.42 then gives two of its buffers one address, and refuses the
+    # step of the recursive model on 2×4 ("overlaps with another chunk").
+    Option("xla_tpu_enable_async_collective_fusion_multiple_steps", False, ("TPU v5 lite",)),
+    # YNNPACK's sums: a sum of squares without them is the squares, written, and two passes over them. A step of giblet's demo,
+    # with norms of 85 M numbers, takes 1.3 times as long. And on several cores its products of matrices, since XLA's own gain
+    # less by a second core (measured on two); on one they are slower (docs/performance.md).
+    Option("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE", ("cpu",), alone=True),
+    Option(
+        "xla_cpu_experimental_ynn_fusion_type",
+        "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_DOT",
+        ("cpu",),
+        alone=True,
+        cores=2,
+    ),
+)
+
+
+def ynnpack_multiplies(own: Mapping[str, Any]) -> bool:
+    """Whether a step for this machine's CPUs, with a config's options ``own``, has YNNPACK multiply its matrices."""
+    table = {o.name: o.value for o in TABLE if "cpu" in o.kinds and machine.cores() >= o.cores}
+    return "LIBRARY_FUSION_TYPE_DOT" in str((table | dict(own)).get("xla_cpu_experimental_ynn_fusion_type"))
+
+
+def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None) -> dict[str, Any]:
+    """What a step for ``count`` devices of a ``device_kind`` is compiled with: the table's options, and over them ``own``.
+
+    Options of another platform in ``own`` are not for these devices, and the log says so: one config may have those of several.
+
+    Args:
+      device: whose compiler is asked, which need not exist (a topology's); None = none is.
+
+    Raises ConfigError with each of ``own`` that the compiler refuses.
+    """
+    platform = "tpu" if kind.startswith("TPU") else "cpu" if kind == "cpu" else "gpu"
+    elsewhere = tuple(f"xla_{p}_" for p in PLATFORMS if p != platform)
+    cores = machine.cores()
+    table = {o.name: o.value for o in TABLE if (count > 1 or o.alone) and kind.startswith(o.kinds) and cores >= o.cores}
+    wanted = {name: _value(value) for name, value in own.items() if not name.startswith(elsewhere)}
+    if others := own.keys() - wanted.keys():
+        log.info("compiler options that are not for %s: %s", kind, ", ".join(sorted(others)))
+    if device is None:
+        return table | wanted
+    refused = _refused(table | wanted, device)
+    if problems := [
+        (f"compiler.{name}", f"is {own[name]!r}, and the compiler for {kind} refuses it: {why}; correct it, or omit it")
+        for name, why in refused.items()
+        if name in wanted
+    ]:
+        raise ConfigError(problems)
+    for name, why in refused.items():
+        log.info("compiled without %s, which this version refuses: %s", name, why)
+    return {name: value for name, value in (table | wanted).items() if name not in refused}
+
+
+def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any]) -> jax.stages.Compiled:
+    """Compiles with ``options``, of which ``own`` are the config's and the others this module's.
+
+    An option that suits a program of no size can break a compiler on a larger one. This module's never keep a step from being
+    compiled: where the compiler fails with them, it is asked again without, and the log says so.
+
+    Raises ConfigError when it fails with ``own`` alone. A program that is too large is a JaxRuntimeError
+    (RESOURCE_EXHAUSTED), as it is without options.
+    """
+    wanted = {name: value for name, value in options.items() if name in own}
+    try:
+        return _compile(lowered, options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error) or not options:
+            raise
+        reason = str(error).splitlines()[0]
+        if wanted == dict(options):
+            raise _refused_for(wanted, reason) from error
+    left_out = ", ".join(name for name in options if name not in wanted)
+    log.warning("compiled without %s, with which this compiler fails: %s", left_out, reason)
+    try:
+        return _compile(lowered, wanted)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error) or not wanted:
+            raise
+        raise _refused_for(wanted, str(error).splitlines()[0]) from error
+
+
+def _refused_for(own: Mapping[str, Any], reason: str) -> ConfigError:
+    text = f"is {dict(own)}, and with it a step does not compile: {reason}; remove the option that causes it"
+    return ConfigError([("compiler", text)])
+
+
+def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
+    with warnings.catch_warnings():
+        # What is compiled for devices elsewhere goes into the cache of programs, but cannot be read from it.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+        return lowered.compile(compiler_options=dict(options))
+
+
+def _refused(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
+    """Option -> why the device's compiler will not have it."""
+    if not options:
+        return {}
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    lowered = jax.jit(lambda x: x + 1).trace(x).lower()
+
+    def refusal(options: Mapping[str, Any]) -> str:
+        try:
+            _compile(lowered, options)
+        except jax.errors.JaxRuntimeError as error:
+            return str(error).splitlines()[0].rstrip(": ")
+        return ""
+
+    if not refusal(options):
+        return {}
+    each = {name: refusal({name: value}) for name, value in options.items()}
+    return {name: why for name, why in each.items() if why}
+
+
+def _value(value: Any) -> Any:
+    """From a command line or a file; of switches, XLA for CPUs and GPUs knows no texts."""
+    return {"true": True, "false": False}.get(value.lower(), str(value)) if isinstance(value, str) else value

@@ -1,0 +1,111 @@
+"""The recordings of a run: its two loaders, and the stream of sharded batches that its loop takes from one of them."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxtrain.assembly import Assembly
+from jaxtrain.data import feed
+from jaxtrain.step import state
+from jaxtrain.telemetry import goodput
+from jaxtrain.types import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A batch for one step."""
+
+    step: int  # batches read once it is taken, which is the step's number as people count, from 1
+    index: int  # the step's number as programs count, from 0; the same one again where no new batch came
+    bucket: int
+    arrays: Batch
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first batch of the whole run."""
+        return self.step == 1 and self.index == 0
+
+
+class Data:
+    """A context. Its loaders begin to read at `start`.
+
+    Attributes:
+      train, test: the loaders of both splits.
+      buckets, test_buckets: the abstract batch of every bucket of theirs.
+      rows: which rows of the global batch this process reads.
+      offset: batches that were of other data: the loader's position is the step less this.
+    """
+
+    def __init__(self, assembly: Assembly, clock: goodput.Clock):
+        self._clock = clock
+        config, abstract = assembly.config, assembly.abstract
+        module = importlib.import_module(config.loader)
+        self._batch, self._steps = abstract.batch, config.train.steps
+        self.rows, self.offset = feed.rows_for(abstract.batch), 0
+        self.train = module.make_loader(config.data, split="train", rows=self.rows, seed=config.seed)
+        self.test = module.make_loader(config.data, split="test", rows=self.rows, seed=config.seed)
+        self.buckets, self.test_buckets = (
+            [state.make_batch(assembly.task, assembly.layout, fields, config.train.batch) for fields in loader.buckets]
+            for loader in (self.train, self.test)
+        )
+        self._stream: feed.Feed | None = None  # from `start` on
+
+    def __enter__(self) -> "Data":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._stream:
+            self._stream.close()
+        else:
+            self.train.close()
+        self.test.close()
+
+    def start(self, step: int, offset: int) -> None:
+        """Begins to read the batches behind ``step``. Called by all processes at once."""
+        self.offset, self._step = offset, step
+        self.train.seek(step - offset)
+        self._stream = feed.Feed(self.train, self._batch, self.rows)
+        self._latest = [feed.blank(batch) for batch in self.buckets]
+
+    def bucket_of(self, index: int) -> int:
+        """The bucket of the batch for step number ``index``, the first being 0."""
+        return self.train.bucket_at(index - self.offset)
+
+    def next(self, *, unless: Callable[[], Any]) -> Item:
+        """The batch of the next step.
+
+        Once ``unless()`` holds while there is none, an old batch of the bucket that should come, so that this process can take
+        part in the step in which all agree to stop.
+        """
+        index = self._step
+        bucket = self.bucket_of(index)
+        assert self._stream is not None
+        before = self._clock.switch(goodput.WAIT)
+        item = self._stream.next(unless=unless)
+        self._clock.switch(before)
+        if item:
+            position, self._latest[bucket] = item
+            self._step = position + self.offset
+            index = self._step - 1
+        return Item(self._step, index, bucket, self._latest[bucket])
+
+    def test_batches(self, n: int) -> Iterator[tuple[int, Batch]]:
+        """Bucket and batch of the first ``n`` of the test split."""
+        self.test.seek(0)
+        for i in range(n):
+            yield self.test.bucket_at(i), feed.put(next(self.test)[1], self._batch, self.rows)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of ``step`` must hold of the data, as JSON."""
+        return self.train.state(step - self.offset)
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Of the data and their order, as JSON: what must be the same for a resumed run, and on every process."""
+        return self.train.state(0)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the loop has waited for batches."""
+        assert self._stream is not None
+        return self._stream.waited

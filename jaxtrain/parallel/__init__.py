@@ -1,0 +1,1 @@
+"""Devices and processes: layouts, kernels, clusters, and the lease of a workdir."""

@@ -1,0 +1,184 @@
+"""This process among the others of a run: it owns the workdir, joins them, is asked to stop, has a console, and is watched."""
+
+import contextlib
+import os
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxtrain.config import Config
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel.lease import Owner, WorkdirError
+from jaxtrain.telemetry import console as console_lib
+from jaxtrain.telemetry import goodput
+
+
+class Preempted(Exception):
+    """A signal or a notice asked the run to end; it is saved, and rerunning the same command resumes it."""
+
+
+class Host:
+    """A context. Entered, the processes have met: process 0 has the console, each has its log, and a watchdog waits for `beat`.
+
+    Attributes:
+      owner: of the workdir; process 0 owns it for all. `confirm`, or ``owner.confirm`` and `lose`, before anything is written.
+      console: where progress is shown.
+      clock: whose time it is.
+
+    Entering raises:
+      WorkdirError: another run has the workdir.
+      ClusterError: the environment describes no cluster that could work.
+      RendezvousError: a process is late or differs from the others.
+      Preempted: a signal came while others were waited for.
+    """
+
+    def __init__(self, config: Config, told: Mapping[str, Any] = types.MappingProxyType({})):
+        """``told``: what is kept of this start beside versions and commit."""
+        self._config, self._told = config, told
+        self.clock = goodput.Clock()
+        self._processes = 1
+        self._lost: WorkdirError | None = None
+        self._closing = contextlib.ExitStack()
+
+    def __enter__(self) -> "Host":
+        config = self._config
+        self.clock.switch(goodput.OTHERS)
+        with contextlib.ExitStack() as stack:
+            self._signals = stack.enter_context(contextlib.closing(cluster.StopSignals(config.preemption.signals)))
+            stack.callback(cluster.Notices(cluster.metadata_server(os.environ), self._signals.ask).close)
+            membership = cluster.find()
+            self._processes = membership.processes
+            in_use = self._own(stack, membership)
+            logs = os.path.join(config.workdir, "logs")
+            self.console = console_lib.start_console(process=membership.process, folder=logs)
+            stack.callback(self.console.finish)
+            try:
+                cluster.initialize(membership, config, leave=self._signals.check, refusal=in_use)
+            except cluster.Stopped as error:
+                raise Preempted(f"ended by {self._signals.reason}: {error}") from error
+            self._signals.install()  # jax.distributed takes SIGTERM for itself
+            self._watchdog = cluster.Watchdog(
+                logs,
+                process=membership.process,
+                processes=membership.processes,
+                timeout=config.distributed.step_timeout,
+                start_timeout=config.distributed.start_timeout,
+            )
+            stack.callback(self._watchdog.close)
+            self.clock.open(
+                config.workdir,
+                process=membership.process,
+                processes=membership.processes,
+                facts=self._facts() if membership.process == 0 else {},
+            )
+            self.clock.switch(goodput.MODEL)
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._processes > 1:
+                self.confirm()  # what was deleted behind the last record is no run that ended well
+            elif isinstance(error, OSError):
+                with contextlib.suppress(OSError):
+                    self.owner.confirm()  # as in `writing`, wherever it was
+        except WorkdirError as lost:
+            self.clock.close(_in_words(lost))
+            self._closing.__exit__(type(lost), lost, lost.__traceback__)
+            raise
+        self.clock.close(_in_words(error))
+        self._closing.__exit__(kind, error, trace)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"versions": cluster.versions(), "commit": cluster.commit(), **self._told}
+
+    def _own(self, stack: contextlib.ExitStack, membership: cluster.Cluster) -> str:
+        """Makes process 0 the owner of what the run writes to. Returns what keeps it from that, to be said to all processes."""
+        config = self._config
+        folders = [folder for folder in (config.workdir, config.checkpoint.folder) if folder]
+        self.owner = Owner(folders if membership.process == 0 else [], leave=self._leave)
+        try:
+            stack.enter_context(self.owner)
+        except WorkdirError as error:
+            if membership.processes == 1:
+                raise
+            return str(error)
+        return ""
+
+    def _leave(self) -> None:
+        if self._signals.check():
+            raise Preempted(f"ended by {self._signals.reason} while it waited for {self._config.workdir}")
+
+    def stopping(self) -> bool:
+        """Whether this process was asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
+        return self._signals.check()
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether this process knows that the workdir is no longer the run's: nothing more is written."""
+        return self._lost is not None
+
+    def lose(self, error: WorkdirError) -> None:
+        """Ends the run, since process 0 has lost the workdir. Raises ``error`` where it is alone.
+
+        Else all stop at one step, and `confirm`: they wait in collectives, and would learn of its end by a timeout.
+        """
+        if self._processes == 1:
+            raise error
+        self._lost = self._lost or error
+        self._signals.ask("process 0, which lost the workdir")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """What is written into the workdir in here, by process 0. Where that went away, the run has lost it (`lose`)."""
+        try:
+            yield
+        except WorkdirError as error:
+            self.lose(error)
+        except OSError:
+            try:
+                self.owner.confirm()  # a file that is not there names only itself
+            except WorkdirError as error:
+                self.lose(error)
+            else:
+                raise
+
+    def confirm(self, *, saving: bool = False) -> None:
+        """Returns if the workdir is still the run's. Every process calls it at one point; all raise WorkdirError if not."""
+        try:
+            if not self._lost:
+                self.owner.confirm(saving=saving)
+        except WorkdirError as error:
+            self._lost = error
+        if cluster.agree(self.has_lost):
+            raise self._lost or WorkdirError(
+                f"{self._config.workdir} was deleted, or another run took it over: process 0 of this run says which, in its "
+                "log. This process ends, too"
+            )
+
+    @property
+    def reason(self) -> str:
+        """Who asked to stop."""
+        return self._signals.reason
+
+    def beat(self, doing: str) -> None:
+        """Reports progress to the watchdog, and that ``doing`` comes next. To be called before every wait."""
+        self._watchdog.beat(doing)
+
+    def starting(self, doing: str) -> None:
+        """Like `beat`, before the first step: what comes next may take config.distributed.start_timeout."""
+        self._watchdog.starting(doing)
+
+    def meet(self, name: str) -> None:
+        """Returns when every process has come here."""
+        cluster.barrier(name)
+
+
+def _in_words(error: BaseException | None) -> str:
+    """What ended a run: a line."""
+    if error is None:
+        return "ended"
+    name = type(error).__name__
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else (str(error).splitlines() or [name])[0] or name

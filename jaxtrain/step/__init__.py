@@ -1,0 +1,1 @@
+"""One training step: gradients, accumulation, update, and the state that it changes."""

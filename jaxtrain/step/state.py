@@ -1,0 +1,208 @@
+"""The state of a run, before it exists (`Abstract`) and after (`TrainState`)."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain import specs
+from jaxtrain.parallel.layout import Layout, LayoutError
+from jaxtrain.step.guard import GuardState
+from jaxtrain.types import Array, Key, PyTree, Task, Variables
+
+HOST = "pinned_host"  # memory kind of what is offloaded
+# How initial values are compiled on CPUs: they are computed once, and LLVM's second level takes longer than that by far. The
+# numbers are the same, with jax 0.12 but for a last bit here and there (tests/test_state.py); at level 0 they are not.
+QUICK = {"xla_backend_optimization_level": 1}
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """Everything that a step reads and writes. ``ema`` is () without an average."""
+
+    step: Array  # int32: batches read, which is also the position of the next one
+    variables: Variables
+    opt_state: PyTree
+    ema: PyTree
+    norms: GuardState
+
+
+class Abstract(NamedTuple):
+    """Shapes, dtypes and shardings of all that training holds: enough to restore, to compile and to count bytes."""
+
+    state: TrainState
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+
+def make_abstract(
+    task: Task,
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    fields: Mapping[str, Any],
+    *,
+    batch: int,
+    ema: bool,
+    offload: bool = False,
+) -> Abstract:
+    """Plans a run without making an array.
+
+    Args:
+      fields: what a loader row holds, name -> (shape, dtype) (`loaders.base.Field`).
+      offload: keep the optimizer's state in host memory.
+
+    Raises:
+      LayoutError: a dimension that does not divide, by path; offload where the devices cannot reach host memory.
+      ValueError: the loader and the task disagree about the fields of a batch.
+    """
+    if missing := sorted(set(task.axes) - set(fields)):
+        raise ValueError(
+            f"the task reads the batch fields {missing}, which the loader does not give; it gives {sorted(fields)}"
+        )
+
+    def scalar(dtype: Any) -> Any:
+        """Stands where an array will be."""
+        return jax.ShapeDtypeStruct((), dtype, sharding=layout.replicated())
+
+    variables = jax.tree.map(lambda part: specs.abstract(part, layout), task.specs, is_leaf=lambda x: x is not task.specs)
+    state = TrainState(
+        step=scalar(jnp.int32),
+        variables=variables,
+        opt_state=_abstract_opt_state(tx, variables.params, layout, offload=offload),
+        ema=variables.params if ema else (),
+        norms=GuardState(scalar(jnp.float32), scalar(jnp.int32)),
+    )
+    return Abstract(state, make_batch(task, layout, fields, batch))
+
+
+def make_batch(task: Task, layout: Layout, fields: Mapping[str, Any], batch: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch of ``batch`` rows, as far as the task reads it. Raises LayoutError."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            shape := (batch, *field.shape),
+            field.dtype,
+            sharding=layout.sharding(task.axes[name], shape, path=f"batch[{name!r}]"),
+        )
+        for name, field in fields.items()
+        if name in task.axes
+    }
+
+
+def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout, *, offload: bool) -> PyTree:
+    """Moments live where their parameter does; counters are everywhere.
+
+    Other statistics of an update rule (means of rows, scales of blocks) have their parameter's rank, and are split as it is
+    along each dimension that still divides.
+    """
+    if offload and isinstance(layout.mesh, jax.sharding.Mesh):  # a plan's mesh may be of devices that are not here
+        device = layout.mesh.devices.flat[0]
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST not in kinds:
+            raise LayoutError(
+                f"optim.offload=True needs memory of kind {HOST!r}, and {device.device_kind} has {kinds}; unset it"
+            )
+
+    def absent(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)  # another group's rule keeps no moments of this parameter
+
+    def place(moment: Any, param: jax.ShapeDtypeStruct) -> Any:
+        if absent(moment):
+            return moment
+        sharding = param.sharding
+        if moment.shape != param.shape:
+            sharding = NamedSharding(layout.mesh, _divisible(layout.mesh, sharding.spec, moment.shape))
+        if offload:
+            sharding = sharding.with_memory_kind(HOST)
+        return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=sharding)
+
+    return optax.tree_map_params(
+        tx,
+        place,
+        jax.eval_shape(tx.init, params),
+        params,
+        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.replicated()),
+        is_leaf=absent,
+    )
+
+
+def _divisible(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: PartitionSpec, shape: tuple[int, ...]
+) -> PartitionSpec:
+    """The parts of ``spec`` that divide ``shape``."""
+    parts = []
+    for part, size in zip((*spec, *[None] * len(shape)), shape, strict=False):
+        names = (part,) if isinstance(part, str) else part or ()
+        parts.append(part if size % math.prod(mesh.shape[name] for name in names) == 0 else None)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)
+
+
+def to_memory(tree: PyTree, shardings: PyTree, kind: str | None = None) -> PyTree:
+    """Inside a jitted function: every array in the memory of its sharding, or of ``kind``."""
+    if kind:
+        shardings = jax.tree.map(lambda s: s.with_memory_kind(kind), shardings)
+    return jax.tree.map(jax.device_put, tree, shardings)
+
+
+def init_state(
+    task: Task,
+    tx: optax.GradientTransformation,
+    abstract: Abstract,
+    key: Key,
+    *,
+    start: Callable[[PyTree, PyTree], PyTree] = lambda params, given: params,
+    given: PyTree = (),
+) -> TrainState:
+    """The state at step 0, every device making only its own part.
+
+    Args:
+      start: (initial parameters, given) -> parameters, for the trained and for the frozen ones; traced. What it does not use is
+        not initialised either.
+      given: arrays for ``start``; donated.
+    """
+    return make_init(task, tx, abstract, start=start)(key, given)
+
+
+def make_init(
+    task: Task, tx: optax.GradientTransformation, abstract: Abstract, *, start: Callable[[PyTree, PyTree], PyTree]
+) -> Callable[[Key, PyTree], TrainState]:
+    """`init_state`, jitted and not called."""
+
+    def init(key: Key, given: PyTree) -> TrainState:
+        variables = specs.materialise(task.specs, key)
+        variables = variables._replace(params=start(variables.params, given), frozen=start(variables.frozen, given))
+        ema = jax.tree.map(jnp.copy, variables.params) if abstract.state.ema else ()
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, variables, tx.init(variables.params), ema, GuardState(jnp.zeros(()), zero))
+
+    return _jit_once(init, abstract.state)
+
+
+def init_frozen(
+    task: Task, abstract: Abstract, key: Key, *, start: Callable[[PyTree, PyTree], PyTree], given: PyTree
+) -> PyTree:
+    """The frozen part of what `init_state` makes, for a state that was restored without it."""
+
+    def init(key: Key, given: PyTree) -> PyTree:
+        return start(specs.materialise(Variables((), task.specs.frozen, ()), key).frozen, given)
+
+    return _jit_once(init, abstract.state.variables.frozen)(key, given)
+
+
+def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> Callable[[Key, PyTree], PyTree]:
+    """``init`` for one call, with the shardings of the abstract arrays ``made``; its second argument is donated."""
+    shardings = jax.tree.map(lambda x: x.sharding, made)
+    meshes = [s.mesh for s in jax.tree.leaves(shardings) if isinstance(s.mesh, jax.sharding.Mesh)]
+    on_cpus = bool(meshes) and meshes[0].devices.flat[0].platform == "cpu"
+    return jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=dict(QUICK) if on_cpus else None)
+
+
+def bytes_per_device(tree: PyTree) -> int:
+    """Bytes that one device holds of a tree of abstract (or real) sharded arrays; what is in host memory does not count."""
+    held = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in held)

@@ -1,0 +1,1 @@
+"""Records of a run: metrics, writers, console, goodput, traces and the report."""

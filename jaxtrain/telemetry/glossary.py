@@ -1,0 +1,90 @@
+"""What the names in metrics.jsonl mean: for `jaxtrain explain`, the report, the model card and docs/reference.md.
+
+Every run has the metrics below. A workload has those of its `WORKLOAD.glossary`.
+"""
+
+import re
+import sys
+from typing import NamedTuple
+
+from jaxtrain import workload as workload_lib
+
+
+class Entry(NamedTuple):
+    """Names of metrics that mean the same."""
+
+    names: str  # as people read them: X stands for a part of the model, a number or a name
+    pattern: str  # regular expression of the whole name; a group is named by the letter that stands for it
+    meaning: str
+
+
+STEP = (
+    Entry("loss", "loss", "what the step minimises: the sum of its terms, per valid row or token"),
+    Entry("grad_norm", "grad_norm", "norm of the gradient before clipping"),
+    Entry("grad_norm_X", r"grad_norm_(?P<X>.+)", "norm of the gradient before clipping, of the parameters below X alone"),
+    Entry("update_norm, update_norm_X", r"update_norm(_.+)?", "norm of what the step adds to the parameters"),
+    Entry("param_norm_before, param_norm_after", r"param_norm_(before|after)(_.+)?", "norm of the parameters around the step"),
+    Entry("skipped", "skipped", "1 for a step that was refused, because its gradient was not finite or a spike"),
+    Entry("steps_per_second, samples_per_second", r"(steps|samples)_per_second", "pace since the record before"),
+    Entry("mfu", "mfu", "share of the devices' peak that the model's arithmetic reached"),
+    Entry("mfu_full_attention", "mfu_full_attention", "mfu with the places that a causal mask or a window leaves out"),
+    Entry("data_wait_share", "data_wait_share", "share of the time in which the loop waited for the loader"),
+    Entry("goodput", "goodput", "share of the wall time, over all starts, that went into steps made for the first time"),
+    Entry("eta_seconds", "eta_seconds", "seconds to the last step at this pace"),
+)
+DATA = (
+    Entry("X_expected", r"(?P<X>.+)_expected", "what X would be if each example were drawn independently"),
+    Entry(
+        "chi2_mod", "chi2_mod", "spread of a batch over 256 buckets by row number modulo 256, per degree of freedom; 1 is even"
+    ),
+    Entry("chi2_div", "chi2_div", "chi2_mod over 256 runs of neighbouring rows: high where a batch holds neighbours"),
+    Entry("chi2_hash, chi2_shard", "chi2_(hash|shard)", "chi2_mod over buckets by hash, and over shards"),
+    Entry(
+        "acf_mod, acf_div, acf_hash, acf_shard",
+        "acf_(mod|div|hash|shard)",
+        "correlation of successive batches in these buckets; 0 is well shuffled, 0.8 is a shuffle buffer that is too small",
+    ),
+    Entry("unique", "unique", "different examples in a batch"),
+    Entry("overlap", "overlap", "examples that a batch shares with the one before"),
+    Entry("bucket_overlap", "bucket_overlap", "overlap of 4,096 buckets by hash"),
+    Entry("window_unique", "window_unique", "different examples in the last 100 batches"),
+)
+SAVE = (
+    Entry("seconds", "seconds", "that the loop waited for a save"),
+    Entry("steps", "steps", "that would have fitted into this wait"),
+    Entry("failures", "failures", "saves of this run that failed"),
+)
+
+
+def of_workload(name: str) -> tuple[Entry, ...]:
+    """The entries of a workload that this package ships, or that this process has imported. No other is imported."""
+    known = name in workload_lib.shipped() or name in sys.modules
+    return workload_lib.of(name).get("glossary") if known else ()
+
+
+def entries(workload: str, split: str) -> tuple[Entry, ...]:
+    """The entries that the records of a ``split`` ("train", "data", "save", "test") of a workload can have."""
+    if split == "data":
+        return DATA
+    return SAVE if split == "save" else (*of_workload(workload), *STEP)
+
+
+def meaning(name: str, *, workload: str, split: str) -> str:
+    """What a metric means, X, N and K filled in; empty for one that a workload of the user's own has."""
+    for entry in entries(workload, split):
+        if found := re.fullmatch(entry.pattern, name):
+            return re.sub(r"\b[XNK]\b", lambda letter: found.groupdict().get(letter[0]) or letter[0], entry.meaning)
+    return ""
+
+
+def explained(workload: str) -> str:
+    """Lines for `jaxtrain explain`: the names in the records of a run, by split."""
+    lines = []
+    for split, parts in (
+        ("train and test", (*of_workload(workload), *STEP)),
+        ("data: how well the examples are shuffled", DATA),
+        ("save", SAVE),
+    ):
+        width = max(len(e.names) for e in parts)
+        lines += [f"metrics of {split}", *(f"  {e.names:{width}}  {e.meaning}" for e in parts)]
+    return "\n".join(lines)

@@ -1,0 +1,135 @@
+"""Files of one JSON object per line that a run appends to, resumes, and never dies of.
+
+A kill, a full disk or another program can leave a line there that is no record. Such lines are moved to a file of the same name
+with ``.odd`` at its end, and reported; what is read is the rest.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import pathlib
+import stat
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtrain.parallel.lease import WorkdirError
+
+log = logging.getLogger("jaxtrain")
+
+Check = Callable[[dict[str, Any]], str]  # an object of a line -> what keeps it from being a record; "" when it is one
+
+
+def record_problem(record: dict[str, Any]) -> str:
+    """Checks a record of metrics.jsonl: a step, a split, and numbers."""
+    step, split, numbers = record.get("step"), record.get("split"), {**record, "step": 0, "split": 0}
+    if type(step) is not int or step < 0:
+        return "it has no step"
+    if type(split) is not str:
+        return "it has no split"
+    odd = [name for name, value in numbers.items() if type(value) not in (int, float, type(None))]
+    return f"its {odd[0]!r} is no number" if odd else ""
+
+
+def step_problem(record: dict[str, Any]) -> str:
+    """Checks a sample of samples.jsonl: a step, and anything else."""
+    step = record.get("step")
+    return "" if type(step) is int and step >= 0 else "it has no step"
+
+
+def read(path: pathlib.Path, problem: Check) -> tuple[list[tuple[dict[str, Any], bytes]], list[tuple[bytes, str]]]:
+    """Returns the records of a file with their lines, and the lines that are none, with what is wrong with each.
+
+    Raises WorkdirError: ``path`` is a link, a pipe, a folder or anything else that a run does not write.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise not_a_file(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise not_a_file(path)
+    with open(file, "rb") as stream:
+        lines = stream.read().split(b"\n")
+    records, odd = [], []
+    for number, line in enumerate(lines[:-1] if not lines[-1] else lines, start=1):
+        record, reason = _parse(line, problem)
+        if record is None:
+            odd.append((line, f"line {number}: {reason}"))
+        else:
+            records.append((record, line))
+    return records, odd
+
+
+def rewrite(path: pathlib.Path, lines: Sequence[bytes], odd: Sequence[tuple[bytes, str]] = ()) -> None:
+    """Puts ``lines`` in the place of a file, whole or not at all; ``odd`` ones go to its neighbour .odd first."""
+    if odd:
+        aside = path.with_name(f"{path.name}.odd")
+        append(aside, b"".join(line + b"\n" for line, _ in odd))
+        which = "; ".join(reason for _, reason in odd[:3]) + ("; …" if len(odd) > 3 else "")
+        log.warning("%s: %d lines are no records and were moved to %s (%s)", path, len(odd), aside.name, which)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
+            file.write(b"".join(line + b"\n" for line in lines))
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def append(path: pathlib.Path, data: bytes) -> None:
+    """Appends to a regular file. Raises WorkdirError for anything else under that name."""
+    with opened(path) as file:
+        file.write(data)
+
+
+def opened(path: pathlib.Path) -> Any:
+    """Opens a regular file to append to it, unbuffered. Raises WorkdirError for anything else under that name."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise not_a_file(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise not_a_file(path)
+    return open(file, "ab", buffering=0)
+
+
+def is_there(path: pathlib.Path, file: int) -> bool:
+    """Whether the open ``file`` is still what has the name ``path``."""
+    try:
+        named, own = os.stat(path, follow_symlinks=False), os.fstat(file)
+    except FileNotFoundError:
+        return False
+    return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
+
+
+def not_a_file(path: pathlib.Path) -> WorkdirError:
+    """The error for what a run does not write under the name of its records."""
+    return WorkdirError(
+        f"{path} is a link, a folder or a device, where a run keeps its records; move it away, or choose another config.workdir"
+    )
+
+
+def _parse(line: bytes, problem: Check) -> tuple[dict[str, Any] | None, str]:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError:
+        return None, "it is not UTF-8"
+    except (ValueError, RecursionError):
+        return None, "it is not JSON, or cut short"
+    if type(record) is not dict:
+        return None, "it is no object"
+    reason = problem(record)
+    return (None, reason) if reason else (record, "")

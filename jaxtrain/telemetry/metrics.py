@@ -1,0 +1,108 @@
+"""Numbers of a run: means over batches, rates, and the share of the chips' peak that a step reaches (MFU)."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.parallel import chips
+from jaxtrain.types import Mean
+
+
+class Sums:
+    """Sums over batches, added in float64 on the host, each read while the device computes the next."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, tuple[Any, float]] = {}
+        self._pending: Mapping[str, Mean] | None = None
+
+    def add(self, sums: Mapping[str, Mean]) -> None:
+        """Adds a batch's. Waits for those of the batch before."""
+        self._read()
+        self._pending = sums
+
+    def pop(self, name: str) -> np.ndarray | None:
+        """Takes a sum out, undivided; None where there is none of that name."""
+        self._read()
+        return self._totals.pop(name, (None, 0.0))[0]
+
+    def means(self) -> dict[str, Any]:
+        """Each sum over its weight; no weight gives nan. A sum that is an array gives an array; every weight is a number."""
+        self._read()
+        means = {name: total / weight if weight else total * math.nan for name, (total, weight) in self._totals.items()}
+        return {name: x if np.ndim(x) else float(x) for name, x in means.items()}
+
+    def _read(self) -> None:
+        if self._pending is None:
+            return
+        for name, (total, weight) in jax.device_get(dict(self._pending)).items():
+            before, weight_before = self._totals.get(name, (0, 0.0))
+            self._totals[name] = before + np.asarray(total, np.float64), weight_before + float(weight)
+        self._pending = None
+
+
+def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, Any]:
+    """The means of batches (`Sums`). Waits for the device."""
+    added = Sums()
+    for each in sums:
+        added.add(each)
+    return added.means()
+
+
+class Meter:
+    """Rates between two progress lines: samples/s, MFU, share of time spent waiting for data, time left.
+
+    Attributes:
+      seconds_per_step: the latest; nan before the first.
+    """
+
+    def __init__(self, *, steps: int, batch: int, flops: int, peak: float, full_flops: int = 0):
+        self.seconds_per_step = math.nan
+        self._steps, self._batch, self._flops, self._full_flops, self._peak = steps, batch, flops, full_flops, peak
+        self._start = self._last = (time.perf_counter(), 0, 0.0)
+
+    def begin(self, step: int, waited: float) -> None:
+        """Starts (again) to count here: after compilation, an evaluation, a restart."""
+        self._last = (time.perf_counter(), step, waited)
+
+    def rates(self, step: int, waited: float) -> dict[str, float]:
+        now = time.perf_counter()
+        then, first, waited_then = self._last
+        seconds, steps = max(now - then, 1e-9), step - first
+        self._last = (now, step, waited)
+        self.seconds_per_step = seconds / steps if steps else self.seconds_per_step
+        return {
+            "steps_per_second": steps / seconds,
+            "samples_per_second": steps * self._batch / seconds,
+            "mfu": steps * self._flops / seconds / self._peak,
+            **({"mfu_full_attention": steps * self._full_flops / seconds / self._peak} if self._full_flops else {}),
+            "data_wait_share": min((waited - waited_then) / seconds, 1.0),
+            "eta_seconds": (self._steps - step) * seconds / steps if steps else math.nan,
+        }
+
+
+def peak_flops() -> tuple[float, str]:
+    """FLOP/s of all devices together, and where the number comes from.
+
+    The datasheet's dense bf16 peak where the chip is known, else the best of a few float32 matrix products measured now.
+    """
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    if chip := chips.find(kind):
+        return chip.flops * len(devices), f"{kind} datasheet, bf16"
+    n, best = 1024, math.inf
+    local = jax.local_devices()
+    x = jax.device_put(jnp.ones((n, n), jnp.float32), local[0])
+    product = jax.jit(lambda x: x @ x)
+    jax.block_until_ready(product(x))
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(product(x))
+        best = min(best, time.perf_counter() - start)
+    # Host devices share the cores that one product already uses all of.
+    count = jax.process_count() if devices[0].platform == "cpu" else len(devices)
+    return 2 * n**3 / best * count, f"measured {n}×{n} float32 product on {kind}"

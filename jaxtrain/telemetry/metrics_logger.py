@@ -1,0 +1,196 @@
+"""What a run says and writes about its steps. Every step is read one step late, so that the device never waits for the host."""
+
+import functools
+import logging
+import math
+import os
+import time
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain import config as config_lib
+from jaxtrain import optim
+from jaxtrain.assembly import Assembly
+from jaxtrain.checkpoint import Saved
+from jaxtrain.data import feed
+from jaxtrain.data.stream import Data, Item
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel.lease import WorkdirError
+from jaxtrain.process_context import Host
+from jaxtrain.step.guard import Streak
+from jaxtrain.telemetry import console, metrics, traces, writers
+from jaxtrain.telemetry.report import classes
+from jaxtrain.types import Mean
+from loaders.shuffle_stats import ShuffleStats
+
+log = logging.getLogger("jaxtrain")
+
+
+class Log:
+    """A context. Process 0 writes, and every process reads its steps.
+
+    Attributes:
+      streak: steps skipped in a row.
+    """
+
+    def __init__(self, assembly: Assembly, data: Data, host: Host, *, first: int, peak: tuple[float, str]):
+        """``peak``: `metrics.peak_flops`."""
+        config, task = assembly.config, assembly.task
+        self._config, self._task, self._data, self._host, self._first = config, task, data, host, first
+        self._everywhere = assembly.layout.replicated()
+        self.streak = Streak(config.guard, step=first)
+        self._pending: tuple[int, Mapping[str, Mean], Item] | None = None
+        host.confirm()
+        if cluster.is_main():
+            config_lib.save(config, config.workdir)
+            rates = functools.partial(optim.learning_rates, config.optim, config.train.steps)
+            writers.write_schedule(config.workdir, config.train.steps, rates)
+        self._writers = writers.make_writers(config, first) if cluster.is_main() else []
+        self._lines = writers.Lines(config.workdir)
+        self._traces = traces.Traces(config.workdir, config.metrics.profile, process=jax.process_index())
+        self._read_last = first
+        flops, source = peak
+        log.info("MFU is of %.2f TFLOP/s (%s)", flops / 1e12, source)
+        self._meter = metrics.Meter(
+            steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=flops, full_flops=task.full_flops
+        )
+        population = data.train.population
+        named = "index" in assembly.abstract.batch
+        self._shuffle_stats = ShuffleStats(population) if population and named and cluster.is_main() else None
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self._traces.close(self._read_last)
+        closing: list[writers.Writer | writers.Lines] = [*reversed(self._writers), *[self._lines] * (not self._host.has_lost)]
+        for writer in closing:
+            try:
+                writer.close()
+            except WorkdirError:  # what ends the run already says as much, or more
+                if kind is None:
+                    raise
+
+    def start_clock(self, step: int) -> None:
+        """Counts the pace from here: what was waited for since the last step is not the training's."""
+        self._host.beat(f"step {step + 1}")
+        self._host.clock.steps(step)
+        if self._traces.is_due(step):
+            self._traces.turn(step)
+        self._meter.begin(step, self._data.waited)
+
+    def push(self, out: Mapping[str, Mean], item: Item) -> bool:
+        """Reads the step before this one, and keeps this one. True when that step agreed to stop: it changed nothing."""
+        if self.flush():
+            return True
+        self._pending = (item.step, out, item)
+        if self._traces.is_due(item.step):  # a trace has whole steps: here the host waits for this one
+            stopped = self.flush()
+            self._traces.turn(item.step)
+            return stopped
+        return False
+
+    def flush(self) -> bool:
+        """Reads the step that is kept, waiting for it. True when it agreed to stop."""
+        if not self._pending:
+            return False
+        step, out, item = self._pending
+        self._pending = None
+        began = time.perf_counter()
+        record = metrics.mean([out])
+        self._host.clock.read(step, time.perf_counter() - began)
+        self._host.beat(f"step {step + 1}")
+        if record.pop("stopped"):
+            return True
+        self._read(step, record, item)
+        return False
+
+    def _read(self, step: int, record: dict[str, Any], item: Item) -> None:
+        self._read_last = step
+        if step == self._first + 1:
+            log.info("%s", self._host.clock.line())
+        if item.is_first:
+            self._inputs(item)
+        if self._shuffle_stats:
+            self._shuffle_stats.add(feed.local_values(item.arrays["index"]))
+        skipped = bool(record["skipped"])
+        self.streak.add(step, skipped=skipped)
+        if skipped:
+            recordings = feed.local_values(item.arrays["index"]) if "index" in item.arrays else "not named by the loader"
+            loss, norm = record["loss"], record["grad_norm"]
+            log.warning("step %d skipped: loss %g, gradient norm %g; recordings %s", step, loss, norm, recordings)
+        steps = self._config.train.steps
+        if step % self._config.metrics.every == 0 or step == steps or skipped:
+            rates = self._meter.rates(step, self._data.waited)
+            self._write(step, "train", record | rates | {"goodput": self._host.clock.goodput()})
+            if self._shuffle_stats:
+                self._write(step, "data", self._shuffle_stats.record())
+            slowest = self._data.train.diagnostics().get("slowest")
+            terms = {name: record[name] for name in self._task.terms}
+            line = console.progress_line(step, steps, record["loss"], rates, terms=terms, slowest=slowest)
+            self._host.console.progress(line)
+
+    def evaluating(self, step: int, batch: int, n: int) -> None:
+        """Shows how far the evaluation after ``step`` is: at batch number ``batch`` of ``n``."""
+        self._host.console.progress(f"evaluation after step {step}: batch {batch} of {n}", passing=True)
+
+    def evaluated(
+        self,
+        step: int,
+        record: Mapping[str, float],
+        samples: Sequence[Mapping[str, Any]],
+        counts: Mapping[str, np.ndarray | None],
+    ) -> None:
+        """Writes what an evaluation found; ``counts``: of `jaxtrain.types.COUNTS`, None for those that it has not."""
+        self._host.confirm()
+        with self._host.writing():
+            if samples and cluster.is_main():
+                self._lines.write(writers.SAMPLES, step, samples)
+                for writer in self._writers:
+                    writer.samples(step, samples)
+            if (of_classes := counts["classes"]) is not None and cluster.is_main():
+                self._lines.write(classes.FILE, step, [classes.line(of_classes, counts["confusions"])])
+        self._write(step, "test", record)
+        log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
+
+    def saved(self, step: int, saved: Saved) -> None:
+        """Writes how long the loop waited for a save."""
+        steps = saved.seconds / self._meter.seconds_per_step
+        self._write(step, "save", {"seconds": saved.seconds, "steps": steps, "failures": saved.failures})
+        self._host.beat(f"step {step + 1}")
+
+    def _inputs(self, item: Item) -> None:
+        """Draws what the model sees of a batch, the run's first. The next step is computed meanwhile."""
+        self._host.starting("its pictures")  # which are compiled
+        self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))  # every process takes part
+
+    def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:
+        """Writes named arrays [n, height, width] in 0..1 into workdir/pictures; step 0: as the run begins."""
+        host = jax.device_get(dict(pictures)) if cluster.is_main() else {}  # a wait, in which a workdir may go
+        self._host.confirm()
+        if cluster.is_main():
+            prefix = f"step{step:06}_" if step else ""
+            named = {f"{prefix}{name}": images for name, images in host.items()}
+            folder = os.path.join(self._config.workdir, "pictures")
+            with self._host.writing():
+                try:
+                    writers.write_pictures(folder, named)
+                except OSError as error:
+                    if error.errno not in writers.FULL:
+                        raise
+                    log.error("%s cannot be written (%s); pictures of step %d are left out", folder, error.strerror, step)
+                for writer in self._writers:
+                    writer.pictures(step, host)
+
+    def _write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        with self._host.writing():
+            if self._writers and not self._host.has_lost:
+                self._host.owner.confirm()
+                for writer in self._writers:
+                    writer.write(step, split, record)

@@ -1,0 +1,227 @@
+"""Classes: what an evaluation counted of them, as a line of workdir/classes.jsonl, and as tables of a page.
+
+A line has the step, ``n`` rows, and three lists with a number for each class: ``rows`` of it, ``right`` ones that were
+answered with it, and ``answers`` that were it; where confusions are counted, the pairs [class, answer, rows] that were
+``confused`` most.
+"""
+
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.telemetry.report.markup import esc, slider, spread
+from jaxtrain.telemetry.report.run import Run
+from loaders.io import files
+
+FILE = "classes.jsonl"
+MOST = 512  # classes of a line: those with the most rows
+MOST_PAIRS = 200  # of a line
+EVALUATIONS = 6  # of a page
+SHOWN, MATRIX = 30, 20  # classes of a table, and of a matrix
+MOST_COMPARED = 8  # runs
+Z = 1.959964  # of a normal distribution's 95 %
+
+
+def line(counts: np.ndarray, confusions: np.ndarray | None) -> dict[str, Any]:
+    """The line of counts, which `jaxtrain.types.COUNTS` describes."""
+    rows, right, answers = np.rint(counts).astype(int)
+    found: dict[str, Any] = {"n": int(rows.sum()), "classes": len(rows)}
+    if confusions is not None:
+        wrong = np.rint(confusions).astype(int)
+        np.fill_diagonal(wrong, 0)
+        most = [int(i) for i in np.argsort(-wrong, axis=None, kind="stable")[:MOST_PAIRS] if wrong.flat[i]]
+        found["confused"] = [[*divmod(i, len(wrong)), int(wrong.flat[i])] for i in most]
+    if len(rows) > MOST:
+        kept = np.sort(np.argsort(-rows, kind="stable")[:MOST])
+        found["of"] = kept.tolist()
+        rows, right, answers = rows[kept], right[kept], answers[kept]
+    return {**found, "rows": rows.tolist(), "right": right.tolist(), "answers": answers.tolist()}
+
+
+def read(path: pathlib.Path) -> dict[int, dict[str, Any]]:
+    """Step -> its line. Lines that are none are left out."""
+    try:
+        text = files.read(path, most=64 << 20)
+    except (files.FileError, OSError):
+        return {}
+    found = {}
+    for each in text.split(b"\n"):
+        try:
+            record = json.loads(each)
+        except (ValueError, RecursionError):
+            continue
+        if _is_line(record):
+            found[record["step"]] = record
+    return {step: found[step] for step in sorted(found)}
+
+
+def _is_line(record: Any) -> bool:
+    if not isinstance(record, dict) or not all(_is_count(record.get(name)) for name in ("step", "n", "classes")):
+        return False
+    lists: list[Any] = [record.get(name) for name in ("rows", "right", "answers")]
+    if not all(isinstance(x, list) and 0 < len(x) <= MOST and all(map(_is_count, x)) for x in lists):
+        return False
+    rows, right, answers = lists
+    of, pairs = record.get("of", list(range(len(rows)))), record.get("confused", [])
+    return (
+        isinstance(of, list)
+        and isinstance(pairs, list)
+        and len(rows) == len(right) == len(answers) == len(of)
+        and all(map(_is_count, of))
+        and all(t <= r and t <= a for r, t, a in zip(rows, right, answers, strict=True))
+        and sum(rows) <= record["n"]
+        and len(rows) <= record["classes"]
+        and len(pairs) <= MOST_PAIRS
+        and all(isinstance(p, list) and len(p) == 3 and all(map(_is_count, p)) and max(p[:2]) < len(rows) for p in pairs)
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def interval(right: int, of: int) -> tuple[float, float]:
+    """The 95 % interval of a share of which ``right`` were counted in ``of`` (Wilson 1927); nan, nan of none."""
+    if not of:
+        return math.nan, math.nan
+    p, n = right / of, of
+    middle, half = p + Z * Z / (2 * n), Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n))
+    return max((middle - half) / (1 + Z * Z / n), 0.0), min((middle + half) / (1 + Z * Z / n), 1.0)
+
+
+def section(runs: Sequence[Run]) -> str:
+    """The evaluations of a run behind a slider; of several runs, the classes in which the last ones differ most."""
+    found = [(run, by_step) for run in runs[:MOST_COMPARED] if (by_step := read(run.path / FILE))]
+    if not found:
+        return ""
+    if len(runs) > 1:
+        return _compared([(run, by_step[max(by_step)]) for run, by_step in found])
+    [(run, by_step)] = found
+    steps = spread(list(by_step), EVALUATIONS)
+    names = _names(run)
+    sets = [
+        f'<div data-name="step {step:,}">{_evaluation(by_step[step], names, whole=step == steps[-1])}</div>' for step in steps
+    ]
+    return slider("classes-of", len(sets), "classes") + f'<div id="classes-of">{"".join(sets)}</div>'
+
+
+def _names(run: Run) -> list[str]:
+    given = run.setting("model.class_names")
+    return [str(name) for name in given] if isinstance(given, list) else []
+
+
+def _name(names: Sequence[str], record: Mapping[str, Any], i: int) -> str:
+    """The name of class number ``i`` of a line."""
+    own = record["of"][i] if "of" in record else i
+    return names[own] if own < len(names) else f"class {own}"
+
+
+def _evaluation(record: Mapping[str, Any], names: Sequence[str], *, whole: bool) -> str:
+    """The tables of one evaluation; ``whole``: with every class."""
+    rows, right, answers = (record[name] for name in ("rows", "right", "answers"))
+    known = [i for i in range(len(rows)) if rows[i] or answers[i]]
+    recalls = [right[i] / rows[i] for i in known if rows[i]]
+    mean = f"{sum(recalls) / len(recalls):.1%}" if recalls else "–"
+    if "confused" in record:
+        low, high = interval(sum(right), record["n"])
+        share = f"{sum(right) / record['n']:.1%}" if record["n"] else "–"
+        text = (
+            f"Of {record['n']:,} rows <b>{share}</b> were answered right (95 % interval {low:.1%} to {high:.1%}); the mean of "
+            f"the recalls of {len(recalls):,} classes is <b>{mean}</b>."
+        )
+    else:
+        text = f"{record['n']:,} labels; the mean of the recalls of {len(recalls):,} classes is <b>{mean}</b>."
+    if left := record["classes"] - len(rows):
+        text += f" {left:,} classes with fewer rows are left out."
+    order = sorted(known, key=lambda i: (_f1(rows[i], right[i], answers[i]), -rows[i], i))
+    lines = [_line(_name(names, record, i), rows[i], right[i], answers[i]) for i in order]
+    head = "".join(f'<th class="n">{x}</th>' for x in ("rows", "right", "answers"))
+    head += '<th>recall</th><th>precision</th><th class="n">F1</th>'
+    table = lambda each: f'<div class="scroll"><table><tr><th>class</th>{head}</tr>{"".join(each)}</table></div>'  # noqa: E731
+    more = ""
+    if whole and len(lines) > SHOWN:
+        more = f"<details><summary>{len(lines) - SHOWN:,} more classes</summary>{table(lines[SHOWN:])}</details>"
+    note = "Intervals of 95 % by Wilson; the classes with the lowest F1 come first."
+    shown = f"<h3>Scores by class</h3>{table(lines[:SHOWN])}<p class='soft'>{note}</p>{more}" if lines else ""
+    return f"<p>{text}</p>{_matrix(record, names)}{shown}"
+
+
+def _f1(rows: int, right: int, answers: int) -> float:
+    return 2 * right / (rows + answers) if rows + answers else 0.0
+
+
+def _line(name: str, rows: int, right: int, answers: int) -> str:
+    cells = "".join(f'<td class="n">{x:,}</td>' for x in (rows, right, answers))
+    shares = "".join(f"<td>{_range(right, of)}</td>" for of in (rows, answers))
+    return f'<tr><td>{esc(name[:80])}</td>{cells}{shares}<td class="n">{_f1(rows, right, answers):.2f}</td></tr>'
+
+
+def _range(right: int, of: int) -> str:
+    """A share with its interval, in numbers and drawn."""
+    if not of:
+        return '<span class="soft">–</span>'
+    low, high = interval(right, of)
+    return (
+        f'<span class="range"><i style="left:{100 * low:.0f}%;width:{100 * (high - low):.0f}%"></i>'
+        f'<b style="left:{100 * right / of:.0f}%"></b></span>{right / of:.0%} <span class="soft">{low:.0%}–{high:.0%}</span>'
+    )
+
+
+def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Rows of a class by answer: of all classes where they are few, else of those that are confused most."""
+    rows, right, pairs = record["rows"], record["right"], record.get("confused", [])
+    wrong = dict.fromkeys(range(len(rows)), 0)
+    for own, answer, count in pairs:
+        wrong[own] += count
+        wrong[answer] += count
+    chosen = sorted(sorted(wrong, key=lambda i: (-wrong[i], i))[:MATRIX])
+    if not pairs:
+        return ""
+    counts = {(own, answer): count for own, answer, count in pairs} | {(i, i): right[i] for i in chosen}
+    head = "".join(
+        f'<th scope="col" title="{esc(_name(names, record, i))}">{esc(_name(names, record, i)[:12])}</th>' for i in chosen
+    )
+    body = []
+    for i in chosen:
+        cells = []
+        for j in chosen:
+            count = counts.get((i, j), 0)
+            share = count / rows[i] if rows[i] else 0.0
+            kind = "hit" if i == j else "miss"
+            cells.append(
+                f'<td class="{kind}" style="--s:{70 * math.sqrt(share):.0f}%">{count or ""}</td>' if count else "<td></td>"
+            )
+        body.append(f'<tr><th scope="row">{esc(_name(names, record, i)[:24])}</th>{"".join(cells)}</tr>')
+    which = "" if len(chosen) == record["classes"] else f"the {len(chosen)} classes that are confused most; "
+    note = f"A row is a class, a column an answer: {which}the darker, the larger the share of the row."
+    return (
+        f'<h3>Confusions</h3><p class="meaning">{note}</p><div class="scroll"><table class="matrix"><tr><td></td>{head}</tr>'
+        f"{''.join(body)}</table></div>"
+    )
+
+
+def _compared(found: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
+    """The recalls by class of several runs, where they differ most."""
+    recalls: dict[str, dict[int, tuple[int, int]]] = {}
+    for k, (run, record) in enumerate(found):
+        names = _names(run)
+        for i, rows in enumerate(record["rows"]):
+            if rows:
+                recalls.setdefault(_name(names, record, i), {})[k] = (record["right"][i], rows)
+    both = {name: each for name, each in recalls.items() if len(each) > 1}
+    if not both:
+        return ""
+    gap = {name: max(r / n for r, n in each.values()) - min(r / n for r, n in each.values()) for name, each in both.items()}
+    head = "".join(f"<th>{esc(run.name)}</th>" for run, _ in found)
+    lines = "".join(
+        f"<tr><td>{esc(name[:80])}</td>"
+        + "".join(f"<td>{_range(*both[name][k]) if k in both[name] else ''}</td>" for k in range(len(found)))
+        + "</tr>"
+        for name in sorted(both, key=lambda name: (-gap[name], name))[:SHOWN]
+    )
+    note = "Recall at the last evaluation, with intervals of 95 %; the classes in which the runs differ most come first."
+    return f'<p class="soft">{note}</p><div class="scroll"><table><tr><th>class</th>{head}</tr>{lines}</table></div>'

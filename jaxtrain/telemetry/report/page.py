@@ -1,0 +1,237 @@
+"""One HTML file of a run, or of several: curves, time, pictures, samples, trouble, configs.
+
+Nothing is fetched when it is opened: the plotting library is in it, compressed. Curves are thinned so that the whole stays
+small, and keep their peaks. All texts of a run are escaped, or reach the script as JSON.
+"""
+
+import base64
+import gzip
+import importlib.resources
+import json
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain import config as config_lib
+from jaxtrain.telemetry import goodput
+from jaxtrain.telemetry.report import classes, compare, curves, shown, timeline
+from jaxtrain.telemetry.report import records as records_lib
+from jaxtrain.telemetry.report import run as run_lib
+from jaxtrain.telemetry.report import trace as trace_lib
+from jaxtrain.telemetry.report.markup import duration, esc, identifier, number, short, title
+from jaxtrain.telemetry.report.run import Run, RunError
+from loaders.io import files
+
+MOST_RUNS = 64
+MOST_TRACES = 4
+WARNINGS = 40  # lines of the logs that are shown
+MOST_LOGS = 64  # processes whose logs are read
+TAIL = 8 << 20  # [bytes] of all logs together
+LOG = re.compile(r"process-(\d{1,7})\.log")
+WARNING = re.compile(r"\S+ \S+ (?:WARNING|ERROR) (.+)")
+
+
+def library() -> str:
+    """The plotting library's code, compressed, as base64. Raises RunError where it is not installed."""
+    try:
+        code = (importlib.resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise RunError(
+            "the page needs the package plotly, which is not installed: pip install 'jaxtrain[report]'; or make the page on a "
+            "machine that has it, from a copy of the run's config.json, metrics.jsonl, goodput and pictures"
+        ) from error
+    return base64.b64encode(gzip.compress(code, 9, mtime=0)).decode()
+
+
+class Page:
+    """A page of ``runs``. Raises RunError or FileError for files that cannot be read."""
+
+    def __init__(self, runs: Sequence[Run], metric: str = ""):
+        if len(runs) > MOST_RUNS:
+            raise RunError(f"{len(runs)} runs are more than a page can hold; name at most {MOST_RUNS}")
+        self.runs = runs
+        self.records = [records_lib.read(run.file("metrics.jsonl")) for run in runs]
+        self.scores = [r.score(metric, of.splits.get("test", {})) for r, of in zip(runs, self.records, strict=True)]
+        self.charts: list[dict[str, Any]] = []
+        self.notes = [f"{run.name}: {r.odd} lines of metrics.jsonl are no records, and are left out"
+                      for run, r in zip(runs, self.records, strict=True) if r.odd]  # fmt: skip
+
+    def html(self, *, plotly: str, every: float = 0.0, version: int = 0) -> str:
+        """The whole page.
+
+        Args:
+          plotly: of `library`.
+          every: seconds after which the page asks its server whether there is another ``version``; 0 = never, it has none.
+        """
+        sections = [(name, text) for name, text in self._sections() if text]
+        links = "".join(f'<a href="#{identifier(name)}">{esc(name)}</a>' for name, _ in sections)
+        more = f" and {len(self.runs) - 4} more" if len(self.runs) > 4 else ""
+        name = " · ".join(run.name for run in self.runs[:4]) + more
+        body = "".join(
+            f'<section aria-labelledby="{identifier(n)}"><h2 id="{identifier(n)}">{esc(n)}</h2>{text}</section>'
+            for n, text in sections
+        )
+        data = json.dumps({"runs": [run.name for run in self.runs], "charts": self.charts}, allow_nan=False)
+        own = importlib.resources.files("jaxtrain.telemetry.report") / "assets"
+        css, js = ((own / name).read_text() for name in ("report.css", "report.js"))
+        live = f' data-every="{every:g}" data-version="{version}"' if every else ""
+        policy = f"{POLICY}; connect-src 'self'" if every else POLICY
+        notes = "".join(f'<p class="notice">{esc(note)}</p>' for note in self.notes)
+        return (
+            f'<!doctype html><html lang="en"{live}><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(name)}</title>'
+            f"<style>{css}</style></head><body><header>{self._header(name)}"
+            f'{LIVE if every else ""}<nav aria-label="Sections">{links}</nav></header><main>'
+            f"{notes}{_tools(several=len(self.runs) > 1) if self.charts else ''}{body}</main>"
+            f"<footer>Made by jaxtrain on {time.strftime('%Y-%m-%d %H:%M:%S %Z')}. Curves by plotly.js, MIT licence.</footer>"
+            f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>'
+            f'<script type="application/octet-stream" id="library">{plotly if self.charts else ""}</script>'
+            f"<script>{js}</script></body></html>"
+        )
+
+    def _sections(self) -> Iterator[tuple[str, str]]:
+        several = len(self.runs) > 1
+        if several:
+            yield "Runs compared", compare.section(self.runs, self.scores, self.charts)
+        drawn = dict(curves.section(self.runs, self.records, self.charts))
+        for group in curves.GROUPS[:2]:
+            yield group, drawn.pop(group, "")
+        yield "Classes", classes.section([self.runs[i] for i in compare.ranked(self.scores)])
+        yield "Pictures", shown.pictures(self.runs, self.notes)
+        yield "Samples", "".join(shown.samples(run, i, of=len(self.runs)) for i, run in enumerate(self.runs))
+        yield "Where the time went", "".join(timeline.section(run, several=several) for run in self.runs)
+        yield "Traced steps", "".join(self._traces(run) for run in self.runs)
+        yield "Skipped steps and warnings", "".join(self._trouble(i) for i in range(len(self.runs)))
+        yield from drawn.items()
+        yield "Configuration", self._config(self.runs[0]) if len(self.runs) == 1 else ""
+
+    def _header(self, name: str) -> str:
+        if len(self.runs) > 1:
+            return f"<h1>{esc(name)}</h1><p class='soft'>{len(self.runs)} runs</p>"
+        [run] = self.runs
+        score, share = self.scores[0], goodput.goodput(run.seconds)
+        workload = str(run.setting("workload", "")).rpartition(".")[2]
+        data = run.setting("data.train") or run.setting("data.path") or run.setting("loader", "")
+        about = [f"{workload} on {data}"] if workload else []
+        if source := run.command[0]:
+            about.append(f"config {source}")
+        if run.starts:
+            first = run.starts[0]
+            about.append(f"begun {time.strftime('%Y-%m-%d %H:%M', time.localtime(first.began))} on {first.host}")
+            about.append(f"{len(run.processes)} processes" if len(run.processes) > 1 else "1 process")
+            if commit := run.starts[-1].facts.get("commit"):
+                about.append(f"commit {commit}".replace("-dirty", ", with changes that were not committed"))
+        cards = [(f"{run.step:,} / {run.steps:,}" if run.steps else f"{run.step:,}", "steps")]
+        if score:
+            cards += [
+                (number(score.last), f"{score.name}, last evaluation"),
+                (number(score.best), f"best, at step {score.step:,}"),
+            ]
+        if "loss" in run.latest:
+            cards.append((number(run_lib.number(run.latest["loss"])), f"training loss at step {run.latest['step']:,}"))
+        if run.seconds:
+            wall = sum(goodput.totals(run.starts).values())
+            cards += [(duration(wall), "wall time"), (f"{share:.1%}", "goodput"), (str(len(run.starts) - 1), "restarts")]
+        for rate, text in (("samples_per_second", "samples/s"), ("mfu", "MFU"), ("data_wait_share", "waiting for data")):
+            value = run_lib.number(run.latest.get(rate))
+            if math.isfinite(value):
+                cards.append((number(value) if rate == "samples_per_second" else f"{value:.1%}", text))
+        each = "".join(f'<div class="card"><b>{esc(value)}</b><span>{esc(text)}</span></div>' for value, text in cards)
+        state = f'<span class="state {run.state}">{run.state}</span>'
+        return f"<h1>{esc(name)}</h1><p class='soft'>{state} · {esc(' · '.join(about))}</p><div class='cards'>{each}</div>"
+
+    def _traces(self, run: Run) -> str:
+        found = sorted(path for path in (run.path / "traces").glob("steps-*") if path.is_dir() and not path.is_symlink())
+        parts = []
+        for folder in found[-MOST_TRACES:]:
+            try:
+                trace = trace_lib.of_folder(folder)
+            except files.FileError as error:
+                self.notes.append(str(error))
+                continue
+            if trace:
+                parts.append(timeline.traced(f"{run.name}: {folder.name}" if len(self.runs) > 1 else folder.name, trace))
+        return "".join(parts)
+
+    def _trouble(self, i: int) -> str:
+        run, train = self.runs[i], self.records[i].splits.get("train", {})
+        skipped = train.get("skipped")
+        steps = [int(s) for s in train["step"][np.nan_to_num(skipped) > 0]] if skipped is not None else []
+        text = (
+            f"<p>{len(steps)} steps were skipped: {esc(', '.join(map(str, steps[:60])))}{' …' if len(steps) > 60 else ''}.</p>"
+            if steps
+            else ""
+        )
+        lines = _warnings(run)
+        if lines:
+            rows = "".join(
+                f'<tr><td class="n">{count}×</td><td class="n">{", ".join(map(str, of[:4]))}{" …" if len(of) > 4 else ""}</td>'
+                f'<td class="text code">{esc(line)}</td></tr>'
+                for line, count, of in lines
+            )
+            head = '<th class="n">times</th><th class="n">process</th><th>what the logs say, the latest first</th>'
+            text += f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
+        return title(run.name, len(self.runs) > 1) + text if text else ""
+
+    def _config(self, run: Run) -> str:
+        if not run.config:
+            return ""
+        given = run_lib.flatten(run.config)
+        usual = run_lib.flatten(json.loads(config_lib.to_json(config_lib.Config())))
+        sections = {name.partition(".")[0] for name in usual if "." in name}
+        said = run.command[1]
+        changed = {
+            name: value
+            for name, value in given.items()
+            if name in said or (name.partition(".")[0] in sections and (name not in usual or usual[name] != value))
+        }
+        rows = "".join(
+            f'<tr><td class="code">{esc(name)}</td><td class="code">{esc(short(value))}</td>'
+            f'<td class="code soft">{esc(short(usual.get(name)))}</td><td>{"command" if name in said else ""}</td></tr>'
+            for name, value in changed.items()
+        )
+        head = f"<th>field</th><th>here</th><th>default</th><th>{'given by' if said else ''}</th>"
+        table = f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>' if rows else ""
+        versions = run.starts[-1].facts.get("versions", {}) if run.starts else {}
+        about = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else ""
+        whole = json.dumps(run.config, indent=1)
+        return (
+            (f"<p class='soft'>{esc(about)}</p>" if about else "")
+            + table
+            + f"<details><summary>all fields</summary><pre>{esc(whole[:60_000])}</pre></details>"
+        )
+
+
+LIVE = '<p class="soft" id="live" aria-live="off">live</p>'
+# Were a text of a run ever taken for markup, it could still load nothing.
+POLICY = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def _tools(*, several: bool) -> str:
+    """What stays above the curves."""
+    key = "lines: train, dotted: test" if several else '<i class="swatch run0"></i>train <i class="swatch run1"></i>test'
+    return (
+        '<div class="tools"><label><input type="checkbox" id="log"> logarithmic</label><label>smoothing '
+        '<input type="range" id="smooth" min="0" max="0.95" step="0.05" value="0.3"> '
+        f'<span id="smooth-value" class="soft">30 %</span></label><span>{key}</span>'
+        '<span class="soft">drag to zoom, double-click for all; on a chart with the focus: arrows, + − 0</span></div>'
+    )
+
+
+def _warnings(run: Run) -> list[tuple[str, int, list[int]]]:
+    """Warnings and errors of the logs, the latest first, each once: its newest line, how often, of which processes."""
+    found: dict[str, tuple[str, int, set[int]]] = {}
+    logs = {int(m[1]): path for path in (run.path / "logs").glob("process-*.log") if (m := LOG.fullmatch(path.name))}
+    for process in sorted(logs)[:MOST_LOGS]:
+        text = run.tail(f"logs/{logs[process].name}", TAIL // min(len(logs), MOST_LOGS))
+        for line in text.decode(errors="replace").splitlines():
+            if what := WARNING.match(line):
+                alike = re.sub(r"\d+(\.\d+)?", "#", what[1])
+                newest, count, of = found.get(alike, ("", 0, set()))
+                found[alike] = max(newest, line[:400]), count + 1, of | {process}
+    return sorted(((line, count, sorted(of)) for line, count, of in found.values()), reverse=True)[:WARNINGS]

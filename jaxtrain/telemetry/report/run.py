@@ -1,0 +1,297 @@
+"""A run as its workdir shows it: what it trains, how far it is, whether it lives, what ended it."""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxtrain.parallel.lease import WorkdirError, who
+from jaxtrain.telemetry import goodput, jsonl
+from loaders.io import files
+
+# What a run keeps in its workdir beside other workdirs that may lie there; no run is looked for in them.
+PARTS = {"checkpoints", "goodput", "logs", "pictures", "tensorboard", "traces", "slurm", "wandb"}
+MARKS = ("config.json", "metrics.jsonl")  # by which a folder is a run's
+LAUNCHED = "slurm"  # a folder of `jaxtrain launch`
+MOST_DEPTH = 6  # of folders below the one that is searched
+TAIL = 1 << 16  # [bytes] in which the newest record is looked for
+BEST = (
+    "accuracy",
+    "exact_accuracy",
+    "probe_accuracy",
+    "-loss",
+)  # the score, where the config names none: the first that is there
+
+
+class RunError(ValueError):
+    """A folder that is no run's, or whose files cannot be read. The message names it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A workdir. What is read of it is read once, when it is asked for."""
+
+    path: pathlib.Path
+    name: str
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The run's config; {} where there is none that can be read."""
+        try:
+            return files.read_json(self.file("config.json"))
+        except (files.FileError, OSError):
+            return {}
+
+    def file(self, name: str) -> pathlib.Path:
+        """The path of a file of the run. Raises FileError where it leads out of the workdir."""
+        return files.inside(self.path, name)
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        """The value of ``section.field`` in the config."""
+        value: Any = self.config
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return default if value is None else value
+
+    @property
+    def steps(self) -> int:
+        """How many steps it is to have; 0 where nobody knows."""
+        steps = self.setting("train.steps", 0)
+        return steps if type(steps) is int and steps > 0 else 0
+
+    @functools.cached_property
+    def processes(self) -> dict[int, list[goodput.Start]]:
+        """Where the time of each process went; {} for a run that an older version wrote."""
+        try:
+            return goodput.read(self.path)
+        except (WorkdirError, OSError):
+            return {}
+
+    @property
+    def starts(self) -> list[goodput.Start]:
+        """The starts of process 0, or of the first that is known."""
+        return next(iter(self.processes.values()), [])
+
+    @functools.cached_property
+    def command(self) -> tuple[str, set[str]]:
+        """Where the config of the newest start came from, and the fields that its command line gave; "" of an older version."""
+        facts = self.starts[-1].facts if self.starts else {}
+        source, overrides = facts.get("source"), facts.get("overrides")
+        return source if isinstance(source, str) else "", set(overrides) if isinstance(overrides, dict) else set()
+
+    @functools.cached_property
+    def latest(self) -> dict[str, Any]:
+        """The newest record of a step; {} before the first."""
+        for line in reversed(self.tail("metrics.jsonl", TAIL).split(b"\n")):
+            record = parse(line)
+            if record and record["split"] == "train":
+                return record
+        return {}
+
+    def tail(self, name: str, most: int) -> bytes:
+        """At most ``most`` bytes of a file's end, from a line's begin; empty where there is none."""
+        try:
+            with files.regular(self.file(name)) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(size - most, 0))
+                text = file.read(most)
+        except (files.FileError, OSError):
+            return b""
+        return text if size <= most else text.partition(b"\n")[2]
+
+    @functools.cached_property
+    def step(self) -> int:
+        """The last step that is known."""
+        return max([self.latest.get("step", 0), *(start.step for start in self.starts[-1:])])
+
+    @functools.cached_property
+    def tests(self) -> list[dict[str, Any]]:
+        """The records of its evaluations, by step."""
+        try:
+            text = files.read(self.file("metrics.jsonl"), most=1 << 31)
+        except (files.FileError, OSError):
+            return []
+        found = (parse(line) for line in _lines_with(text, b'"split": "test"'))
+        return [record for record in found if record and record["split"] == "test"]
+
+    def score(self, metric: str = "", tests: Mapping[str, Any] | None = None) -> "Score | None":
+        """The score of the last evaluation and the best; None without any.
+
+        ``tests``: "step", and metrics, -> values of the evaluations, where they have been read.
+        """
+        wanted = metric or str(self.setting("checkpoint.best", "") or "")
+        for name in (wanted,) if wanted else BEST:
+            sign, plain = (-1 if name.startswith("-") else 1), name.removeprefix("-")
+            if tests is None:
+                values = [(r["step"], number(r.get(plain))) for r in self.tests]
+            else:
+                values = [(int(s), float(x)) for s, x in zip(tests.get("step", ()), tests.get(plain, ()), strict=False)]
+            values = [(step, value) for step, value in values if math.isfinite(value)]
+            if values:
+                best = max(values, key=lambda pair: sign * pair[1])
+                return Score(plain, sign, values[-1][1], best[1], best[0])
+        return None
+
+    @functools.cached_property
+    def is_alive(self) -> bool:
+        """Whether a process of it runs now."""
+        try:
+            path = self.file(who.NAME)
+            about = path.stat(follow_symlinks=False)
+            other = who.parse(files.read(path, most=who.LIMIT))
+        except (files.FileError, OSError):
+            return False
+        gone = who.is_gone(other, _me()) if other else None
+        return time.time() - about.st_mtime < who.SILENCE if gone is None else not gone
+
+    @property
+    def state(self) -> str:
+        """In a word: training, starting, ended, saved (and to be resumed), interrupted, failed, killed, or new."""
+        if self.is_alive:
+            return "training" if self.latest else "starting"
+        if self.steps and self.step >= self.steps:
+            return "ended"
+        if not self.starts:
+            return "stopped" if self.latest else "new"
+        end = self.starts[-1].end
+        if end in ("", "ended", "interrupted"):
+            return end or "killed"
+        return "saved" if end.startswith("ended by ") else "failed"
+
+    @property
+    def eta(self) -> float:
+        """Seconds to its end; nan where it does not train."""
+        return number(self.latest.get("eta_seconds")) if self.state == "training" else math.nan
+
+    @functools.cached_property
+    def seconds(self) -> dict[str, float]:
+        """Owner -> seconds, over all processes."""
+        return goodput.of_run(self.processes)
+
+    @functools.cached_property
+    def disk(self) -> int:
+        """Bytes of its files."""
+        return _size(str(self.path))
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """A number by which runs are compared."""
+
+    name: str
+    sign: int  # 1: more is better
+    last: float
+    best: float
+    step: int  # of the best
+
+
+def open_run(path: str | os.PathLike, name: str = "") -> Run:
+    """The run in a folder. Raises RunError where there is none."""
+    path = pathlib.Path(path)
+    if not path.is_dir():
+        raise RunError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; expected a run's workdir")
+    if not any((path / mark).is_file() for mark in MARKS):
+        raise RunError(f"{path} holds neither {' nor '.join(MARKS)}; expected a run's workdir, as config.workdir names it")
+    return Run(path, name or path.resolve().name)
+
+
+def find(folder: str | os.PathLike) -> tuple[list[Run], list[pathlib.Path]]:
+    """All runs in a folder and below it, by path, and the folders from which some were launched: with a folder slurm.
+
+    Links are not followed. Raises RunError where there is no folder.
+    """
+    top = pathlib.Path(folder)
+    if not top.is_dir():
+        raise RunError(f"{top} {'is no folder' if top.exists() else 'does not exist'}; expected a folder with runs in it")
+    found = sorted(_below(top, 0))
+    return [named(path, top) for path, kind in found if kind in MARKS], [path for path, kind in found if kind == LAUNCHED]
+
+
+def named(path: pathlib.Path, top: pathlib.Path) -> Run:
+    """The run in ``path``, called as it stands below ``top``."""
+    return Run(path, os.path.relpath(path, top) if path != top else path.resolve().name)
+
+
+def _below(folder: pathlib.Path, depth: int) -> Iterator[tuple[pathlib.Path, str]]:
+    """(Folder, what makes it one of interest): the first of `MARKS` that it has, and `LAUNCHED`."""
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return  # of somebody else, or gone meanwhile
+    if marks := [entry.name for entry in entries if entry.name in MARKS and entry.is_file(follow_symlinks=False)]:
+        yield folder, marks[0]
+    for entry in entries:
+        if depth < MOST_DEPTH and entry.is_dir(follow_symlinks=False):
+            if entry.name == LAUNCHED:
+                yield folder, LAUNCHED
+            elif entry.name not in PARTS and not entry.name.startswith("."):
+                yield from _below(folder / entry.name, depth + 1)
+
+
+def _size(folder: str) -> int:
+    total = 0
+    try:
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                total += _size(entry.path)
+            else:
+                total += entry.stat(follow_symlinks=False).st_size
+    except OSError:
+        pass  # removed while we look: a run that trains
+    return total
+
+
+@functools.cache
+def _me() -> who.Who:
+    return who.here()
+
+
+def _lines_with(text: bytes, part: bytes) -> Iterator[bytes]:
+    at = text.find(part)
+    while at >= 0:
+        begin, end = text.rfind(b"\n", 0, at) + 1, text.find(b"\n", at)
+        end = len(text) if end < 0 else end
+        yield text[begin:end]
+        at = text.find(part, end)
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """A record of metrics.jsonl; None for a line that is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    good = isinstance(record, dict) and not jsonl.record_problem(record) and record["step"] < 1 << 53
+    return record if good else None
+
+
+def number(value: Any) -> float:
+    """A value of a record as a float; nan where it is none."""
+    try:
+        return float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Field -> name of a config -> its value, of the fields in which configs differ; ``workdir`` aside."""
+    flat = {name: flatten(config) for name, config in configs.items()}
+    fields = sorted({field for each in flat.values() for field in each} - {"workdir"})
+    rows = {field: {name: each.get(field) for name, each in flat.items()} for field in fields}
+    return {field: row for field, row in rows.items() if len({json.dumps(value) for value in row.values()}) > 1}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as ``section.field``: value."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

@@ -1,0 +1,93 @@
+"""What a run left to be looked at: pictures, and what the model wrote, by step behind a slider."""
+
+import base64
+import struct
+from collections.abc import Mapping, Sequence
+
+from jaxtrain.telemetry.report import records as records_lib
+from jaxtrain.telemetry.report.markup import esc, identifier, slider, spread, title
+from jaxtrain.telemetry.report.run import Run
+from loaders.io import files
+
+PICTURES = 1_000_000  # [bytes] of all pictures together
+SAMPLES = 300_000  # [bytes] of all samples together, where one of each step is not more
+
+
+def pictures(runs: Sequence[Run], notes: list[str]) -> str:
+    """The pictures of each evaluation behind a slider, as many as there is room for; ``notes`` gets what is left out."""
+    found = [(run, records_lib.pictures(run.path / "pictures")) for run in runs]
+    kinds = sum(len(kinds) for _, kinds in found)
+    parts, left, without = [], PICTURES, []
+    for run, by_kind in found:
+        for k, (kind, by_step) in enumerate(by_kind.items()):
+            budget, sets = left // max(kinds, 1), []
+            kinds -= 1
+            steps = list(by_step)
+            images: dict[int, list[str]] = {}
+            for most in (12, 6, 3, 2, 1):  # so many steps of them as there is room for
+                for each in (8, 4, 2, 1):
+                    chosen = spread(steps, most)
+                    images = {step: _images(run, by_step[step][:each], kind, step) for step in chosen}
+                    if sum(len(text) for row in images.values() for text in row) <= budget:
+                        break
+                else:
+                    continue
+                break
+            else:
+                without.append(f"{run.name}: {kind}" if len(runs) > 1 else kind)
+                continue
+            left -= sum(len(text) for row in images.values() for text in row)
+            for step, row in images.items():
+                name = "as the run began" if step < 0 else f"step {step:,}"
+                sets.append(f'<div class="pictures" data-name="{esc(name)}">{"".join(row)}</div>')
+            which = f"{identifier(run.name)}-{k}"
+            label = f"{run.name}: {kind}" if len(runs) > 1 else kind
+            parts.append(
+                f"<h3>{esc(label)}</h3>" + slider(which, len(sets), label) + f'<div id="{which}">{"".join(sets)}</div>'
+            )
+    if without:
+        more = f" and {len(without) - 8} more" if len(without) > 8 else ""
+        remedy = "; the page of one run alone has room for more" if len(runs) > 1 else ""
+        notes.append(f"pictures that are too large for the page are left out: {', '.join(without[:8])}{more}{remedy}")
+    return "".join(parts)
+
+
+def samples(run: Run, number: int, *, of: int) -> str:
+    """What the model wrote at each evaluation, with its scores; ``number``: of the run among the ``of`` of the page."""
+    by_step = records_lib.samples(run.path / "samples.jsonl", steps=max(10 // of, 1), each=max(12 // of, 2))
+    if not by_step:
+        return ""
+    for each in (12, 6, 3, 1):  # so many of a step as there is room for
+        sets = _sets({step: rows[:each] for step, rows in by_step.items()})
+        if sum(map(len, sets)) <= SAMPLES // of:
+            break
+    which = f"samples-{number}"
+    return title(run.name, of > 1) + slider(which, len(sets), "samples") + f'<div id="{which}">{"".join(sets)}</div>'
+
+
+def _sets(by_step: Mapping[int, Sequence[Mapping[str, str]]]) -> list[str]:
+    """A table of the samples of each step."""
+    sets = []
+    for step, rows in by_step.items():
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        head = "".join(f"<th>{esc(name)}</th>" for name in names)
+        lines = "".join(
+            "<tr>" + "".join(f'<td class="text">{esc(row.get(n, ""))}</td>' for n in names) + "</tr>" for row in rows
+        )
+        sets.append(f'<div class="scroll" data-name="step {step:,}"><table><tr>{head}</tr>{lines}</table></div>')
+    return sets
+
+
+def _images(run: Run, names: Sequence[str], kind: str, step: int) -> list[str]:
+    found = []
+    for k, name in enumerate(names):
+        try:
+            content = files.read(run.file(f"pictures/{name}"), most=PICTURES)
+        except (files.FileError, OSError):
+            continue  # removed since the folder was listed, or a link that leads elsewhere
+        alt = f"{kind} {k + 1}" + (f" at step {step}" if step >= 0 else "")
+        if content.startswith(b"\x89PNG") and len(content) > 24:
+            width, height = struct.unpack(">II", content[16:24])  # of its header
+            strip = ' class="strip"' if width > 5 * height else ""  # boards side by side, each of which is to be seen
+            found.append(f'<img{strip} alt="{esc(alt)}" src="data:image/png;base64,{base64.b64encode(content).decode()}">')
+    return found

@@ -1,0 +1,390 @@
+"""What a run leaves for people and programs to read: metric records, pictures, samples.
+
+workdir/metrics.jsonl has one JSON object per line: ``{"step": 10, "split": "train", "loss": 2.3, …}``. Steps rise within a
+split; when a run resumes from an earlier step, the records after it are dropped first, so that no step is there twice.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import math
+import os
+import pathlib
+import re
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from jaxtrain.config import Config, ConfigError
+from jaxtrain.parallel.lease import WorkdirError
+from jaxtrain.telemetry import jsonl
+
+log = logging.getLogger("jaxtrain")
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk that is full, or of a quota that is used up
+SAMPLES = "samples.jsonl"  # what the model wrote at each evaluation
+WANDB = ("entity", "group", "job_type", "name", "tags", "notes")  # options of wandb.init that a config can give
+
+
+class Writer(Protocol):
+    """Where records go. A writer that has no place for pictures or samples leaves them to the workdir, which has them all."""
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None: ...
+
+    def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
+        """Takes named arrays [n, height, width] in 0..1, low rows at the bottom; step 0: as the run begins."""
+        return None
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Takes what the model wrote at an evaluation."""
+        return None
+
+    def close(self) -> None: ...
+
+
+class JsonlWriter(Writer):
+    """workdir/metrics.jsonl, continued after ``step``. Lines that are no records are moved to metrics.jsonl.odd.
+
+    Attributes:
+      reached: split -> the last step that was written before, also after ``step``.
+
+    Raises WorkdirError: something else than a file has that name; when writing and closing, the file is not there any more.
+    """
+
+    def __init__(self, workdir: str, step: int):
+        self._path = path = pathlib.Path(workdir) / "metrics.jsonl"
+        records, odd = jsonl.read(path, jsonl.record_problem)
+        self.reached = {record["split"]: record["step"] for record, _ in records}
+        kept = [line for record, line in records if record["step"] <= step]
+        if odd or len(kept) < len(records):
+            jsonl.rewrite(path, kept, odd)
+        self._file = _Appended(path, jsonl.opened(path))
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        line = json.dumps({"step": step, "split": split, **{k: _rounded(v) for k, v in record.items()}}) + "\n"
+        self._confirm()
+        self._file.append(line.encode())
+
+    def _confirm(self) -> None:
+        if not jsonl.is_there(self._path, self._file.fileno()):
+            raise WorkdirError(
+                f"{self._path} was deleted or moved while the run wrote to it, and its records with it; rerun the same command "
+                "to resume from the newest checkpoint, if there is one still"
+            )
+
+    def close(self) -> None:
+        try:
+            self._confirm()
+        finally:
+            self._file.close()
+
+
+class TensorboardWriter(Writer):
+    """workdir/tensorboard. Records after ``step`` are marked as purged, as TensorBoard does for a restarted run.
+
+    tensorboardX makes the events. They are written here, in the format of its ``RecordWriter``, since its own thread ends for
+    good at the first write that a full disk refuses, and whoever adds an event then waits for it without an end.
+    """
+
+    def __init__(self, workdir: str, step: int):
+        from tensorboardX import record_writer, summary
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._event, self._summary, self._crc = Event, summary, record_writer.masked_crc32c
+        folder = pathlib.Path(workdir) / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"events.out.tfevents.{time.time():.3f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = _Appended(path, jsonl.opened(path))
+        self._file.append(self._framed(0, file_version="brain.Event:2"))
+        if step:
+            self._file.append(self._framed(step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def _framed(self, step: int, **content: Any) -> bytes:
+        event = self._event(step=step, wall_time=time.time(), **content).SerializeToString()
+        length = struct.pack("<Q", len(event))
+        return length + struct.pack("<I", self._crc(length)) + event + struct.pack("<I", self._crc(event))
+
+    def _add(self, step: int, summaries: Iterable[Any]) -> None:
+        """Writes them at once: a file on a shared disk costs by the call."""
+        if framed := b"".join(self._framed(step, summary=summary) for summary in summaries):
+            self._file.append(framed)
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        self._add(step, (self._summary.scalar(f"{split}/{name}", value) for name, value in record.items()))
+
+    def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
+        named = ((f"{name}/{i}", pixels) for name, images in pictures.items() for i, pixels in enumerate(_pixels(images)[:8]))
+        self._add(step, (self._summary.image(name, pixels, dataformats="HW") for name, pixels in named))
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        texts = []
+        for sample in samples[:32]:
+            lines = (f"{name}: {value}" for name, value in sample.items())
+            # Indented: TensorBoard takes it for Markdown, of which nothing in a sample is meant to be any.
+            texts.append("\n".join(f"    {x}" for line in lines for x in line.splitlines()))
+        self._add(step, (self._summary.text(f"samples/{i}", text) for i, text in enumerate(texts)))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Appended:
+    """A file opened to append to it: a record is written whole or not at all. Those that a full disk refuses wait in memory."""
+
+    def __init__(self, path: pathlib.Path, file: Any):
+        self._path, self._file = path, file
+        self._waiting: list[bytes] = []
+        self._warned = False
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def append(self, record: bytes) -> None:
+        self._waiting.append(record)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                end = os.fstat(self._file.fileno()).st_size
+                if self._file.write(self._waiting[0]) != len(self._waiting[0]):
+                    self._file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._waiting.pop(0)
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                log.error("%s cannot be written (%s); records are kept in memory until it can", self._path, error.strerror)
+            self._warned = True
+
+    def close(self) -> None:
+        try:
+            self._flush()
+            if self._waiting:
+                log.error("%d records of %s were never written", len(self._waiting), self._path)
+        finally:
+            self._file.close()
+
+
+class WandbWriter(Writer):
+    """A Weights & Biases run whose id is kept in workdir/wandb_id, so that a resumed run continues it.
+
+    ``options``: of wandb.init, as config.metrics.wandb_* gives them.
+    """
+
+    def __init__(self, workdir: str, project: str, config: Mapping[str, Any], **options: Any):
+        import wandb
+
+        path = pathlib.Path(workdir) / "wandb_id"
+        if not path.exists():
+            path.write_text(wandb.util.generate_id())
+        self._run = wandb.init(
+            project=project, id=path.read_text(), resume="allow", dir=workdir, config=dict(config), **options
+        )
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        if step >= self._run.step:  # the service keeps steps that rise; a replayed one is already there
+            self._run.log({f"{split}/{name}": value for name, value in record.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowWriter(Writer):
+    """An MLflow run whose id is kept in workdir/mlflow_id; MLFLOW_TRACKING_URI says where. It is sent in the background.
+
+    ``reached``: split -> the last step that was sent before; those up to it are not sent again.
+    """
+
+    def __init__(self, workdir: str, experiment: str, config: Mapping[str, Any], reached: Mapping[str, int]):
+        import mlflow
+
+        self._mlflow, self._reached, path = mlflow, dict(reached), pathlib.Path(workdir) / "mlflow_id"
+        with _reachable("metrics.mlflow_experiment", experiment):
+            mlflow.set_experiment(experiment)
+            if path.exists():
+                mlflow.start_run(run_id=path.read_text())
+                return
+            path.write_text(mlflow.start_run(run_name=pathlib.Path(workdir).name).info.run_id)
+            flat = list(_flat(config))
+            for i in range(0, len(flat), 100):  # the most that a request may hold
+                mlflow.log_params(dict(flat[i : i + 100]))
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        if step > self._reached.get(split, -1):
+            known = {name: float(value) for name, value in record.items() if math.isfinite(value)}
+            found = {re.sub(r"[^\w\-. :/]", "_", f"{split}/{name}"): value for name, value in known.items()}  # as it asks
+            self._mlflow.log_metrics(found, step=step, synchronous=False)
+
+    def close(self) -> None:
+        self._mlflow.flush_async_logging()
+        self._mlflow.end_run()
+
+
+class TrackioWriter(Writer):
+    """A Trackio run whose name is kept in workdir/trackio_name. ``reached`` as `MlflowWriter` has it."""
+
+    def __init__(self, workdir: str, project: str, config: Mapping[str, Any], reached: Mapping[str, int]):
+        import trackio
+
+        path = pathlib.Path(workdir) / "trackio_name"
+        if not path.exists():
+            path.write_text(f"{pathlib.Path(workdir).name}-{secrets.token_hex(3)}")
+        self._reached = dict(reached)
+        with _reachable("metrics.trackio_project", project):
+            self._run = trackio.init(
+                project=project, name=path.read_text(), resume="allow", config=dict(_flat(config)), embed=False
+            )
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        if step > self._reached.get(split, -1):
+            self._run.log({f"{split}/{name}": float(value) for name, value in record.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@contextlib.contextmanager
+def _reachable(field: str, name: str) -> Iterator[None]:
+    """Makes of whatever a service's client raises at the start a mistake of the config. Raises ConfigError."""
+    try:
+        yield
+    except Exception as error:  # clients raise what they like
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise ConfigError([(field, f"is {name!r}, which cannot be used now: {reason}; or unset it")]) from error
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested sections as ("section.field", its text)."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
+
+
+def make_writers(config: Config, step: int) -> list[Writer]:
+    """The writers that a config asks for, continued after ``step``."""
+    records = JsonlWriter(config.workdir, step)
+    writers: list[Writer] = [records]
+    if config.metrics.tensorboard:
+        writers.append(TensorboardWriter(config.workdir, step))
+    if project := config.metrics.wandb_project:
+        given = {name: getattr(config.metrics, f"wandb_{name}") for name in WANDB}
+        options = {name: list(value) if name == "tags" else value for name, value in given.items() if value}
+        writers.append(WandbWriter(config.workdir, project, dataclasses.asdict(config), **options))
+    if experiment := config.metrics.mlflow_experiment:
+        writers.append(MlflowWriter(config.workdir, experiment, dataclasses.asdict(config), records.reached))
+    if project := config.metrics.trackio_project:
+        writers.append(TrackioWriter(config.workdir, project, dataclasses.asdict(config), records.reached))
+    return writers
+
+
+def write_pictures(
+    folder: str | os.PathLike, pictures: Mapping[str, np.typing.ArrayLike], *, limit: int = 8
+) -> list[pathlib.Path]:
+    """Writes [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom. Returns their paths.
+
+    The folder is made where its parent exists: a workdir that was deleted is not to come back with pictures alone.
+    """
+    folder = pathlib.Path(folder)
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for name, images in pictures.items():
+        for i, pixels in enumerate(_pixels(images)[:limit]):
+            paths.append(folder / f"{name}_{i}.png")
+            Image.fromarray(pixels).save(paths[-1])
+    return paths
+
+
+def _pixels(images: np.typing.ArrayLike) -> np.ndarray:
+    """Grey pixels, the top row first, of arrays in 0..1."""
+    return (np.clip(np.nan_to_num(np.asarray(images)), 0, 1) * 255).astype(np.uint8)[:, ::-1]
+
+
+def write_lines(workdir: str, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+    """A file of the workdir with an object on each line, {"step": 500, …}. A step that is written again takes its own place."""
+    path = pathlib.Path(workdir) / name
+    records, odd = jsonl.read(path, jsonl.step_problem)
+    kept = [line for record, line in records if record["step"] < step]
+    kept += [json.dumps({"step": step, **line}, ensure_ascii=False).encode() for line in lines]
+    jsonl.rewrite(path, kept, odd)
+
+
+class Lines:
+    """What evaluations write by `write_lines`. What a full disk refuses waits in memory; it ends no run."""
+
+    def __init__(self, workdir: str):
+        self._workdir = workdir
+        self._waiting: list[tuple[str, int, Sequence[Mapping[str, Any]]]] = []
+        self._warned = False
+
+    def write(self, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        self._waiting.append((name, step, lines))
+        self.flush()
+
+    def flush(self) -> None:
+        """Tries again what waits. Raises WorkdirError as `jsonl.read`."""
+        try:
+            while self._waiting:
+                write_lines(self._workdir, *self._waiting[0])
+                self._waiting.pop(0)
+            self._warned = False
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if not self._warned:
+                path = os.path.join(self._workdir, self._waiting[0][0])
+                log.error("%s cannot be written (%s); its lines are kept in memory until it can", path, error.strerror)
+            self._warned = True
+
+    def close(self) -> None:
+        self.flush()
+        for name, step, _ in self._waiting:
+            log.error("what the evaluation after step %d found was never written into %s", step, name)
+
+
+def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray | None]) -> None:
+    """Writes workdir/schedule.json: the learning rate of update number 0, 1, …, at some of them, unless ``rate`` gives None."""
+    step = np.unique(np.linspace(0, steps, 401).astype(int))
+    if (rates := rate(step)) is None:
+        return
+    content = {"step": step.tolist(), "lr": [_rounded(float(x)) for x in rates]}
+    (pathlib.Path(workdir) / "schedule.json").write_text(json.dumps(content) + "\n")
+
+
+def left_behind(config: Config) -> list[tuple[str, str]]:
+    """What a run has left for a person to look at: (path, what it is), of what is there."""
+    workdir = pathlib.Path(config.workdir)
+    saved = config.checkpoint.folder or str(workdir / "checkpoints")
+    found = [(saved, "state and parameters" if config.checkpoint.final == "resumable" else "parameters")]
+    for name, what in (
+        ("metrics.jsonl", "records of training and evaluations, a line each"),
+        (SAMPLES, "what the model wrote at each evaluation"),
+        ("classes.jsonl", "rows and answers by class at each evaluation"),
+        ("pictures", "what the model saw"),
+        ("tensorboard", "the records, for TensorBoard"),
+        ("traces", "traces of steps, for Perfetto, XProf and jaxtrain report"),
+    ):
+        path = workdir / name
+        if path.is_file() or (path.is_dir() and any(path.iterdir())):
+            found.append((str(path), what))
+    return found
+
+
+def is_written(workdir: str, step: int, split: str) -> bool:
+    """Whether metrics.jsonl holds this record."""
+    records, _ = jsonl.read(pathlib.Path(workdir) / "metrics.jsonl", jsonl.record_problem)
+    return any(record["step"] == step and record["split"] == split for record, _ in records)
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.9g}") if math.isfinite(value) else None  # nan and inf are no JSON; 9 digits hold a float32

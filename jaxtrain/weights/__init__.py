@@ -1,1 +1,0 @@
-"""Weights on disk, without devices: looking into them, and taking them to other formats."""

@@ -1,0 +1,69 @@
+"""All that the trainer knows of a workload: the `Workload` value of its package, found by the dotted name in a config.
+
+Nothing here imports jax, so that `jaxtrain --help` lists the commands of every workload at once.
+"""
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+PACKAGE = "jaxtrain.workloads"
+
+
+class Command(NamedTuple):
+    """One command: ``main(argv) -> exit code`` of ``module`` runs it, and its docstring is its help."""
+
+    module: str
+    group: str  # heading in the listing of `jaxtrain`
+    summary: str
+    caches: bool = False  # whether it keeps compiled programs, or what it makes, in the cache folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A workload, as its package's ``WORKLOAD``. A field may be the object itself, or "module:name", imported at its first use.
+
+    A module without ``WORKLOAD`` trains too: its ``Config``, ``make_task``, ``make_specs``,
+    ``EXPORT`` and ``GLOSSARY`` are used.
+    """
+
+    config: Any  # the dataclass of the section `model`, a `jaxtrain.config.ModelSection`
+    make_task: Any  # (config, shard, batch) -> jaxtrain.types.Task
+    make_specs: Any = None  # (model section) -> tree of Spec, to merge adapters without a task
+    commands: Mapping[str, Command] = dataclasses.field(default_factory=dict)
+    glossary: Any = ()  # of jaxtrain.telemetry.glossary.Entry: what its metrics mean
+    export: Any = None  # a jaxtrain.types.Export; None = its defaults
+
+    def get(self, name: str) -> Any:
+        """Returns the object of a field. Raises ImportError, AttributeError: "module:name" names none."""
+        return _resolved(getattr(self, name))
+
+
+@functools.cache
+def _imported(reference: str) -> Any:
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _resolved(value: Any) -> Any:
+    return _imported(value) if isinstance(value, str) else value
+
+
+def shipped() -> list[str]:
+    """Lists the workloads of this package by their dotted names. Imports none."""
+    package = importlib.import_module(PACKAGE)
+    return sorted(f"{PACKAGE}.{module.name}" for module in pkgutil.iter_modules(package.__path__))
+
+
+def of(name: str) -> Workload:
+    """Imports the workload ``name``. Raises ImportError, and whatever its module raises."""
+    module = importlib.import_module(name)
+    if isinstance(found := getattr(module, "WORKLOAD", None), Workload):
+        return found
+    config, make_task, make_specs, export = (
+        getattr(module, attribute, None) for attribute in ("Config", "make_task", "make_specs", "EXPORT")
+    )
+    return Workload(config, make_task, make_specs, glossary=getattr(module, "GLOSSARY", ()), export=export)

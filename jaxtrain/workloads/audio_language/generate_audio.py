@@ -1,0 +1,148 @@
+"""Answers prompts with sound, by a trained audio language model: codes, WAV files and spectrograms."""
+
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain import config as config_lib
+from jaxtrain.arrays import run_workload, stored_params
+from jaxtrain.arrays import source as source_lib
+from jaxtrain.arrays.stored import StoredError
+from jaxtrain.telemetry import writers
+from jaxtrain.types import PyTree
+from jaxtrain.workloads.audio_language import model as audio_language
+from loaders.chat import chat_audio, chat_samples, chatml, codec
+from loaders.io import atomic_write, checks
+
+
+class Speaker(NamedTuple):
+    """A model, and what it reads and speaks through."""
+
+    model: audio_language.Config
+    params: PyTree
+    tools: chat_samples.Tools
+    tokenizer: Any
+    codec: codec.Codec | None
+
+
+class Answer(NamedTuple):
+    text: str
+    codes: list[np.ndarray]  # int32 [K, T] of each recording in it
+
+
+def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "", codec_path: str = "") -> Speaker:
+    """Reads the model of a run, a step or an export, with the tokenizer and the codec that it was trained with, or others.
+
+    Raises StoredError: it is none of them, or holds adapters alone. Raises WarmStartError, ConfigError, DataError.
+    """
+    source = source_lib.find(run, step)
+    run_config = source.config(workload=audio_language.__name__)
+    model = config_lib.section(audio_language.Config, run_workload.model_of(run_config))
+    if problems := list(checks.under("model", model.problems())):
+        raise config_lib.ConfigError(problems)
+    if missing := [name for name in ("vocab", "codebooks", "codebook_size") if getattr(model, name) is None]:
+        raise StoredError(f"{source.path}: its config does not say model.{', model.'.join(missing)}: it is damaged")
+    own = source.path / "tokenizer.json"  # of an export, before the path that its run knew
+    chosen = tokenizer or (str(own) if source.is_export and own.exists() else "")
+    changes = {"tokenizer": chosen} if chosen else {}
+    changes |= {"codec": codec_path, "codes": ""} if codec_path else {}
+    run_data = run_config.get("data") or {}
+    theirs = run_data.get("codec")
+    # module:function would be imported, and the run may be anyone's.
+    if not codec_path and isinstance(theirs, str) and theirs and not pathlib.Path(theirs).expanduser().is_file():
+        raise StoredError(
+            f"{source.path}: the run's codec is {theirs!r}, which is no file here; name a codec.npz, or that function if you "
+            "trust its code, with --codec"
+        )
+    data = config_lib.section(chat_audio.Config, run_data | changes)
+    params = stored_params.read(source, audio_language.make_specs(model), stored_params.one_device(), ema=ema)
+    tools = chat_samples.tools_of(data, data.manifest)
+    voice = chat_samples.open_codec(data) if data.codec else None
+    return Speaker(model, params, tools, chat_samples.read_tokenizer(data.tokenizer), voice)
+
+
+def speak(
+    speaker: Speaker,
+    prompts: Sequence[str],
+    *,
+    seconds: float,
+    streams: audio_language.Streams,
+    seed: int = 0,
+    text_first: bool = False,
+    batch: int = 16,
+) -> list[Answer]:
+    """Generates an answer to each prompt, ``batch`` at a time: its text and recordings."""
+    c, tools = speaker.model, speaker.tools
+    rows = []
+    for prompt in prompts:
+        pieces = chatml.render({"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": []}]})
+        tokens, labels, _ = chatml.tokenise(pieces[:-1], tools.encode)
+        opening = [] if text_first else [tools.ids[chatml.AUDIO_OUT_BOS]]
+        tokens = np.concatenate([tokens, opening]).astype(np.int32)
+        rows.append(tools.expand(tokens, np.full_like(tokens, chatml.NONE), []))
+    longest = round(seconds * tools.frame_rate)
+    shape = (max(len(x.tokens) for x in rows), 1, 1, 1)
+    layout = stored_params.one_device()
+    n_new = longest + 1 + c.codebooks + (64 if text_first else 8)
+
+    @jax.jit
+    def run(params: PyTree, prompt: dict, length_b: jax.Array, key: jax.Array) -> audio_language.Written:
+        return audio_language.generate(
+            c, params, prompt, length_b, key, layout.shard, n_new=n_new, opens=tools.ids[chatml.AUDIO_OUT_BOS],
+            closes=tools.ids[chatml.AUDIO_EOS], ends=tools.ids[chatml.END_OF_TURN], delay=tools.delay, longest=longest,
+            streams=streams,
+        )  # fmt: skip
+
+    answers: list[Answer] = []
+    for start in range(0, len(rows), batch):
+        some = rows[start : start + batch]
+        some = some + some[:1] * (batch - len(some))  # one program for all
+        laid = [chatml.row(x, shape, tools.pad) for x in some]
+        context = {name: jnp.asarray(np.stack([x[name] for x in laid])) for name in ("text", "codes", "place", "slot")}
+        length_b = jnp.array([len(x.tokens) for x in some], jnp.int32)
+        written = jax.device_get(run(speaker.params, context, length_b, jax.random.fold_in(jax.random.key(seed), start)))
+        each = list(_answers(speaker, written))
+        answers += each[: len(rows) - start]
+    return answers
+
+
+def _answers(speaker: Speaker, written: audio_language.Written) -> Iterator[Answer]:
+    tools = speaker.tools
+    for tokens, columns in zip(np.asarray(written.tokens), np.asarray(written.columns), strict=True):
+        is_audio = columns[:, 0] >= 0
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], is_audio, [0]])))
+        clips = [chatml.undelayed(columns[a:b], delay=tools.delay) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        # A recording that was cut off by the end of the buffer may hold begins and ends.
+        clips = [x[:, : int((x < tools.size).all(0).cumprod().sum())] for x in clips]
+        special = set(tools.ids.values())
+        text = speaker.tokenizer.decode([t for t in tokens[tokens >= 0].tolist() if t not in special])
+        yield Answer(text, clips)
+
+
+def write(speaker: Speaker, out: pathlib.Path, prompts: Sequence[str], answers: Sequence[Answer], each: int) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        line: dict[str, Any] = {"prompt": prompt, "text": answer.text}
+        for codes in answer.codes[:1]:
+            name = f"{i // each:03}-{i % each}"
+            atomic_write.save(out / f"{name}.npy", codes.astype(np.int16))
+            line |= {"file": f"{name}.npy", "seconds": codes.shape[1] / speaker.tools.frame_rate}
+            if isinstance(speaker.codec, codec.Rvq) and codes.shape[1]:
+                mel = speaker.codec.decode(codes)
+                codec.write_wav(out / f"{name}.wav", codec.sound(mel))
+                picture = (mel - mel.min()) / max(float(np.ptp(mel)), 1e-6)
+                try:
+                    with atomic_write.naming(out / f"{name}.png"):
+                        writers.write_pictures(out, {f".{name}": picture.T[None]})
+                        (out / f".{name}_0.png").rename(out / f"{name}.png")
+                finally:
+                    (out / f".{name}_0.png").unlink(missing_ok=True)
+        lines.append(json.dumps(line, ensure_ascii=False))
+        print(lines[-1])
+    atomic_write.write(out / "answers.jsonl", "".join(line + "\n" for line in lines))

@@ -1,0 +1,17 @@
+"""What the metrics of this workload mean."""
+
+from jaxtrain.telemetry.glossary import Entry
+
+GLOSSARY = (
+    Entry(
+        "text, audio",
+        "text|audio",
+        "nats per label of text, and of sound: the mean over codebooks; their sum is the loss",
+    ),
+    Entry("audio_K", r"audio_(?P<K>\d+)", "nats per label of codebook K"),
+    Entry(
+        "text_accuracy, audio_accuracy_K",
+        r"text_accuracy|audio_accuracy_\d+",
+        "share of labels that were the likeliest",
+    ),
+)

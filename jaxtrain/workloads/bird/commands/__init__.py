@@ -1,0 +1,1 @@
+"""The commands of this workload, one file each."""

@@ -1,0 +1,74 @@
+"""Scores a run as a published benchmark does, from the files that the benchmark publishes.
+
+    jaxtrain benchmark birdset SET RUN --data DIR --out DIR [--probe]
+    jaxtrain benchmark esc10 RUN --data DIR --out DIR         (or esc50)
+
+    jaxtrain benchmark birdset HSN runs/xcm --data /path/to/HSN --out bench/hsn --probe
+    jaxtrain benchmark esc10 runs/xcm --data /path/to/esc10 --out bench/esc10
+
+SET is one of POW, PER, NES, UHH, HSN, NBP, SSW, SNE. RUN is a run of jaxtrain.workloads.bird, a step of it, a folder of
+`jaxtrain export`, or one under timm's names (AudioMAE, Bird-MAE). --data is the folder of the archive as it is published, of
+shards of Hugging Face `datasets`, or an index of `jaxtrain index`.
+
+BirdSet: cmAP, AUROC and top-1 on the segments of 5 s, by the run's own head (of the set's classes alone) or with --probe by a
+linear probe on the set's train split. ESC: the accuracy of a linear probe and of nearest neighbours, in five folds. Each has an
+interval of 95 % over bootstrap draws. DIR gets results.json and the embeddings, from which the same command resumes.
+"""
+
+import argparse
+import functools
+import pathlib
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+ACTIONS = {"birdset": "the segments of 5 s of a set", "esc10": "five folds", "esc50": "five folds"}
+SETS = ("POW", "PER", "NES", "UHH", "HSN", "NBP", "SSW", "SNE")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain benchmark", __doc__)
+    actions = parser.add_subparsers(dest="name", metavar="BENCHMARK", required=True)
+    for name, text in ACTIONS.items():
+        action = actions.add_parser(name, help=text)
+        if name == "birdset":
+            action.add_argument("set", metavar="SET", choices=SETS, help=f"one of {', '.join(SETS)}")
+            action.add_argument("--probe", action="store_true", help="by a linear probe on its train split")
+            action.add_argument(
+                "--names", default="", metavar="FILE", help="the run's classes, one a line, where it has no names"
+            )
+        else:
+            action.add_argument("--views", type=arguments.positive, default=1, help="of each clip, averaged; default: 1")
+        arguments.add_run(action, ema=True)
+        action.add_argument("--data", required=True, metavar="DIR", help="the benchmark's recordings and labels")
+        action.add_argument("--out", required=True, metavar="DIR", help="the folder of the results")
+        action.add_argument("--draws", type=arguments.positive, default=200, help="of the bootstrap; default: 200")
+        action.add_argument("--batch", type=arguments.positive, default=64, help="recordings computed together; default: 64")
+    args = parser.parse_args(argv)
+
+    from jaxtrain import config
+    from jaxtrain.arrays import stored
+    from jaxtrain.workloads.bird.inference import benchmark
+
+    return arguments.run(
+        functools.partial(_benchmark, args), mistakes=(*benchmark.MISTAKES, stored.StoredError, config.ConfigError)
+    )
+
+
+def _benchmark(args: argparse.Namespace) -> int:
+    from jaxtrain.parallel import cluster
+    from jaxtrain.workloads.bird.inference import benchmark, detect, embed
+    from loaders.io import machine
+
+    cluster.use_compilation_cache()
+    machine.keep_freed_memory()
+    model, out = embed.load(args.run, step=args.step, ema=args.ema), pathlib.Path(args.out).expanduser()
+    options = {"draws": args.draws, "batch": args.batch}
+    if args.name == "birdset":
+        names = detect.read_classes(args.names) if args.names else ()
+        result = benchmark.birdset(model, args.set, args.data, out, linear=args.probe, names=names, **options)
+    else:
+        result = benchmark.esc(model, args.name, args.data, out, views=args.views, **options)
+    benchmark.write(result, out)
+    print("\n".join(result.lines))
+    return 0

@@ -1,0 +1,166 @@
+"""Says what is heard when in recordings of any length: selection tables, label tracks, CSV, and the scores of all windows.
+
+    jaxtrain detect RUN RECORDING… --out DIR [--overlap S] [--threshold SCORE]
+
+    jaxtrain detect runs/xcm recordings --out found --overlap 2.5 --threshold 0.4
+
+RUN is a run of jaxtrain.workloads.bird: its workdir, a step directory of it, or a folder of `jaxtrain export`. RECORDING is a
+file, a folder, an index of `jaxtrain index`, or a table or list that names some. Each recording is cut into windows as long as
+the clips that the run was trained on; the last one lies at its end. Scores are softmax or sigmoid, as the run was
+trained, or those of a head by `jaxtrain fit` (--model).
+
+    DIR/
+      detections.csv                 BirdNET-Analyzer's columns, and the time of day where header or name tell it
+      raven/NAME.selections.txt      selection tables
+      audacity/NAME.txt              label tracks
+      recordings.csv                 every recording, with its windows and detections
+      scores/part-*.parquet          the scores of all windows, a column a class
+      mistakes.csv                   recordings that cannot be read: they end nothing, and the exit code is then 1
+
+Rerun the same command to resume after an interruption: the result has the same bytes. With another --threshold, --min-duration
+or --formats only the tables are made anew. Under srun or mpirun the processes share the windows.
+"""
+
+import argparse
+import fcntl
+import functools
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain.commands import arguments
+from loaders.io import checks, machine
+
+FORMATS = ("raven", "audacity", "csv")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain detect", __doc__)
+    arguments.add_run(parser, ema=True)
+    parser.add_argument("recordings", metavar="RECORDING", nargs="+", help="files, folders, indexes, tables or lists of names")
+    parser.add_argument("--out", required=True, type=pathlib.Path, metavar="DIR", help="the folder to make, or to resume")
+    parser.add_argument("--model", metavar="FILE", help="a head of `jaxtrain fit`, instead of the run's own")
+    parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
+    parser.add_argument(
+        "--threshold", default="", metavar="SCORE", help="a number, or a table by class; default: --model's, 0.5"
+    )
+    parser.add_argument("--classes", default="", metavar="NAMES", help="between commas, or a file; default: all")
+    parser.add_argument("--min-duration", type=float, default=0.0, metavar="S", help="of a detection, at least; default: 0")
+    parser.add_argument("--no-merge", action="store_true", help="a detection for each window, instead of one for neighbours")
+    parser.add_argument("--formats", type=_formats, default=",".join(FORMATS), help="default: raven,audacity,csv")
+    parser.add_argument("--root", default="", metavar="FOLDER", help="of names, in tables too; default: what holds all")
+    parser.add_argument("--follow-links", action="store_true", help="links in it may lead out of it")
+    parser.add_argument("--names", default="", metavar="FILE", help="names of the run's classes in order, where it has none")
+    parser.add_argument("--batch", type=arguments.positive, default=64, help="windows computed together; default: 64")
+    parser.add_argument("--threads", type=int, default=0, help="that decode; default: one for each core")
+    args = parser.parse_args(argv)
+
+    from jaxtrain import config
+    from jaxtrain.arrays import stored
+    from jaxtrain.parallel import cluster
+    from jaxtrain.workloads.bird.inference import detect, embed, heads
+    from loaders.base import DataError
+
+    mistakes: tuple[type[Exception], ...] = (detect.DetectError, embed.EmbedError, heads.HeadError)
+    mistakes += (DataError, stored.StoredError, config.ConfigError, cluster.ClusterError)
+    return arguments.run(functools.partial(_detect, args), mistakes=mistakes)
+
+
+def _detect(args: argparse.Namespace) -> int:
+    import jax
+
+    from jaxtrain.parallel import cluster
+    from jaxtrain.telemetry import console as console_lib
+    from jaxtrain.workloads.bird.inference import detect, detections, embed, heads
+    from loaders.audio.recordings import windows as windows_lib
+
+    membership = cluster.find()
+    if membership.local_devices:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, membership.local_devices)))
+    cluster.use_compilation_cache()
+    machine.keep_freed_memory()
+    model = embed.load(args.run, step=args.step, ema=args.ema)
+    changes: dict[str, Any] = {"threads": args.threads, "follow_links": args.follow_links, "label": "", "multilabel": False}
+    changes |= {"train": "", "test": ""}  # the windows are its data, and what the run was trained on is not opened
+    data = embed.data_config(model, **changes, views=1)
+    head = _head(args, model, data)
+    chosen = list(range(len(head.names)))
+    if args.classes:
+        chosen = sorted(set(heads.read_names(detect.read_classes(args.classes), head.names, "--classes")))
+    fitted = None if head.thresholds is None else head.thresholds[chosen]
+    names = [head.names[i] for i in chosen]
+    bounds = detections.thresholds(args.threshold, names, fitted)
+    if not 0 <= args.overlap < data.clip_seconds:
+        raise detect.DetectError(f"--overlap is {args.overlap}; windows have {data.clip_seconds} s: use 0 or more, and less")
+    if not 0 <= args.min_duration < float("inf"):
+        raise detect.DetectError(f"--min-duration is {args.min_duration}; it must be a number of seconds, at least 0")
+    mistakes = windows_lib.lenient()
+    windows = windows_lib.cut(
+        args.recordings,
+        seconds=data.clip_seconds,
+        hop=round(data.clip_seconds - args.overlap, 6),
+        root=args.root,
+        links=args.follow_links,
+        mistakes=mistakes,
+        note=functools.partial(print, file=sys.stderr) if membership.process == 0 else lambda text: None,
+    )
+    data = embed.data_config(model, **changes, views=1, audio_root=windows.root)
+    parts, made_of = detect.prepare(model, head, windows, args.out, chosen=chosen, batch=args.batch)
+    console = console_lib.start_console(process=membership.process)
+    try:
+        done = detect.score(
+            model,
+            head,
+            data,
+            parts,
+            made_of,
+            chosen=chosen,
+            process=membership.process,
+            processes=membership.processes,
+            progress=console.progress,
+        )
+    finally:
+        console.finish()
+    if done["windows"]:
+        share = windows.total * done["windows"] / windows.n
+        print(
+            f"{done['windows']} windows, {share / 3600:.2f} h of recordings in {done['seconds']:.0f} s: "
+            f"{share / done['seconds']:.0f} × real time, {done['waiting']:.0%} of the time waiting for the loader"
+        )
+    if not detections.complete(parts):
+        print(f"{args.out}: other processes have windows left; the last one to end writes the tables")
+        return 0
+    options = detections.Options(bounds, not args.no_merge, args.min_duration, args.formats, detect.band(data))
+    with open(parts.folder / ".lock", "a") as lock:  # of processes that end together, one writes the tables
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0
+        counts = detections.write(parts, options, mistakes)
+    for line in mistakes.report():
+        print(line, file=sys.stderr)
+    print(
+        f"{args.out}: {counts['detections']} detections in {len(windows.recordings)} recordings, {windows.n} windows"
+        + (f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else "")
+        + (f"; {counts['mistakes']} mistakes, in mistakes.csv" if counts["mistakes"] else "")
+    )
+    return 1 if counts["mistakes"] else 0
+
+
+def _head(args: argparse.Namespace, model: Any, data: Any) -> Any:
+    from jaxtrain.workloads.bird.inference import detect, embed, heads
+
+    if not args.model:
+        return detect.head_of(model, detect.read_classes(args.names) if args.names else ())
+    head = heads.read(args.model)
+    settings = data.settings | embed.clips(data)
+    heads.refuse_other(head, digest=model.digest, width=model.config.embed, front_end=settings, run=model.name)
+    return head
+
+
+def _formats(text: str) -> list[str]:
+    formats = [name for name in text.split(",") if name]
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; {checks.expected(unknown[0], FORMATS)}")
+    return formats

@@ -1,0 +1,140 @@
+"""Embeds every recording of a dataset with a trained encoder.
+
+    jaxtrain embed RUN --out DIR [--data FOLDER --split train]
+
+    jaxtrain embed runs/xcm --data /data/esc10 --split train --out embeddings
+    jaxtrain embed runs/xcm --recordings recordings --overlap 2.5 --out embeddings
+
+RUN is a run of jaxtrain.workloads.bird: its workdir, a step directory of it, or a folder of `jaxtrain export`. Every recording
+of the split is read once, in order, as a test split is: its centre, or with --views several views evenly over it, whose
+features are averaged. With --recordings, files, folders, indexes or lists of recordings of any length are cut into windows as
+long as the run's clips, and each is a row.
+
+    DIR/
+      mean.npy      float32 [n, D]         mean of the patches                     (--kinds mean,cls,patches: which of these)
+      cls.npy       float32 [n, D]         mean of the CLS tokens
+      patches.npy   float16 [n, V, N, D]   every patch of every view
+      scores.npy    float32 [n, C]         of the run's supervised head, where it has one
+      label.npy     int64 [n]; or labels.npy uint8 [n, C] with --multilabel
+      rows.parquet  path, start, end [s], clock of every row, as far as the data say them
+      index.npy     int64 [n]              the recording's row in its split's shards
+      weight.npy    float32 [n]            0 for a recording that cannot be decoded, whose features mean nothing
+      NAME.npy                             any other column of integers: --columns fold,site
+      embeddings.json                      what all this was made of, class names, and the progress
+
+Rerun the same command to resume after an interruption; DIR is refused when it was made of something else.
+"""
+
+import argparse
+import functools
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain.commands import arguments
+from loaders.io import checks, machine
+
+KINDS = ("mean", "cls", "patches")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain embed", __doc__)
+    arguments.add_run(parser, ema=True)
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make, or to resume")
+    parser.add_argument("--data", help="folder, glob or file of shards; default: what the run was trained on")
+    parser.add_argument("--recordings", nargs="+", metavar="RECORDING", help="cut into windows, instead of --data")
+    parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
+    parser.add_argument("--audio-root", default="", help="folder of recordings that are files; default: each shard's own")
+    parser.add_argument("--follow-links", action="store_true", help="links in folders of data may lead out of them")
+    parser.add_argument("--split", default="train", help="any split of the data: train, test, test_5s, …; default: train")
+    parser.add_argument("--label", help="column of labels; default: the run's; '' = none")
+    parser.add_argument("--multilabel", action="store_true", help="the column holds lists of classes")
+    parser.add_argument("--kinds", type=_kinds, default="mean,cls", help=f"some of {','.join(KINDS)}; default: mean,cls")
+    parser.add_argument("--columns", default="", help="other columns to keep, of integers")
+    expansion = "times slower than life that recordings are (bats: often 10); default: the run's"
+    parser.add_argument("--time-expansion", type=float, metavar="TIMES", help=expansion)
+    parser.add_argument("--views", type=arguments.positive, default=1, help="of each recording, averaged; default: 1")
+    parser.add_argument("--batch", type=arguments.positive, default=64, help="recordings computed together; default: 64")
+    parser.add_argument("--random", type=int, metavar="SEED", help="the encoder before training, for comparison")
+    args = parser.parse_args(argv)
+    if args.recordings and (args.data or args.label or args.multilabel or args.columns or args.split != "train"):
+        parser.error("--recordings have no labels, splits or columns; omit --data, --label, --multilabel, --columns, --split")
+    if args.overlap and not args.recordings:
+        parser.error("--overlap belongs to --recordings")
+
+    from jaxtrain import config
+    from jaxtrain.arrays import stored
+    from jaxtrain.workloads.bird.inference import embed
+    from loaders.base import DataError
+
+    mistakes = (embed.EmbedError, DataError, stored.StoredError, config.ConfigError)
+    return arguments.run(functools.partial(_embed, args), mistakes=mistakes)
+
+
+def _embed(args: argparse.Namespace) -> int:
+    from jaxtrain.parallel import cluster
+    from jaxtrain.workloads.bird.inference import embed
+
+    cluster.use_compilation_cache()
+    machine.keep_freed_memory()
+    model = embed.load(args.run, step=args.step, ema=args.ema, random=args.random)
+    changes: dict[str, Any] = {"views": args.views, "multilabel": args.multilabel}
+    changes |= {"audio_root": args.audio_root, "follow_links": args.follow_links}
+    changes |= {"train": args.data, "test": ""} if args.data else {}
+    changes |= {"label": args.label} if args.label is not None else {}
+    changes |= {"time_expansion": args.time_expansion} if args.time_expansion is not None else {}
+    columns = [name for name in args.columns.split(",") if name]
+    options: dict[str, Any] = {"split": args.split, "kinds": args.kinds, "columns": columns, "batch": args.batch}
+    code = 0
+    if args.recordings:
+        done, code = _embed_windows(args, model, changes, options)
+    else:
+        done = embed.embed(model, embed.data_config(model, **changes), args.out, **options)
+    print(
+        f"{args.out}: {done['done']} recordings ({done['unreadable']} unreadable), {done['samples_per_second']:.0f} a "
+        f"second, {done['waiting']:.0%} of the time waiting for the loader"
+    )
+    return code
+
+
+def _embed_windows(
+    args: argparse.Namespace, model: Any, changes: dict[str, Any], options: dict[str, Any]
+) -> tuple[dict[str, Any], int]:
+    """Embeds windows of recordings. Returns what embeddings.json says, and 1 where a recording cannot be read."""
+    import shutil
+    import sys
+
+    from jaxtrain.workloads.bird.inference import embed
+    from loaders.audio.recordings import windows
+
+    changes = {**changes, "label": "", "test": ""}
+    seconds = embed.data_config(model, **changes).clip_seconds
+    if not 0 <= args.overlap < seconds:
+        raise embed.EmbedError(f"--overlap is {args.overlap}; windows have {seconds} s: use 0 or more, and less")
+    mistakes = windows.lenient()
+    cut = windows.cut(
+        args.recordings,
+        seconds=seconds,
+        hop=round(seconds - args.overlap, 6),
+        root=args.audio_root,
+        links=args.follow_links,
+        mistakes=mistakes,
+    )
+    place = pathlib.Path(args.out).expanduser() / ".windows"  # always the same: the loader keeps what it read of large ones
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        cut.write(place)
+        data = embed.data_config(model, **{**changes, "train": str(place), "audio_root": cut.root})
+        done = embed.embed(model, data, args.out, **options)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    for line in mistakes.report():
+        print(line, file=sys.stderr)
+    return done, int(bool(mistakes.counts))
+
+
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; {checks.expected(unknown[0], KINDS)}")
+    return kinds

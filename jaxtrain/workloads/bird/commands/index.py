@@ -1,0 +1,145 @@
+"""Makes an index of recordings that the loader reads, from folders, tables of annotations and metadata. Audio is not copied.
+
+    jaxtrain index SOURCE… --out DIR
+    jaxtrain index --show DIR [--pictures FOLDER]
+
+    jaxtrain index recordings --out index --split recording=0.2                     a folder; labels by subfolder
+    jaxtrain index labels.csv --audio recordings --out index                        a table: file, start, end, label
+    jaxtrain index tables/*.selections.txt --audio recordings --out index --windows 5 --hop 2.5
+    jaxtrain index HSN --unpack HSN --out index                                     BirdSet: train, test, test_5s
+
+SOURCE is a folder of recordings; a table (CSV, TSV, Raven, Audacity, Kaleidoscope, AudioSet, BirdNET, opensoundscape);
+BirdSet's or xeno-canto's metadata, or a folder with them; or a list of paths. Rerun the same command to read only what is new
+or changed.
+
+Every mistake of the sources is listed with its count, and nothing is written while one of them is to be refused: correct it, or
+say --on KIND=drop (or keep). DIR is then a folder that the loader, embed and `datasets.load_dataset("parquet")` read:
+
+    jaxtrain train --config=folder:DIR
+
+See docs/recordings.md.
+"""
+
+import argparse
+import functools
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain index", __doc__)
+    parser.add_argument("sources", metavar="SOURCE", nargs="*", help="folder, table, metadata or list of paths")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="the index to make, or to bring up to date")
+    parser.add_argument("--show", type=pathlib.Path, metavar="DIR", help="print what an index holds")
+    parser.add_argument("--pictures", type=pathlib.Path, metavar="FOLDER", help="with --show: write pictures of it there")
+    source = parser.add_argument_group("sources")
+    source.add_argument("--audio", default="", metavar="FOLDER", help="where the recordings that tables name lie")
+    source.add_argument(
+        "--root", default="", metavar="FOLDER", help="what names in the index are relative to; default: --audio"
+    )
+    source.add_argument("--labels", default="", help="of a folder: folder, none, or a pattern of the path with (?P<label>…)")
+    for name, what in (("file", "the recording"), ("start", "its start"), ("end", "its end"), ("label", "the label")):
+        source.add_argument(f"--{name}-column", default="", metavar="NAME", help=f"of a table: {what}; default: by usual names")
+    source.add_argument("--separator", default="", metavar="TEXT", help="between several labels in one field of a table")
+    source.add_argument("--unpack", metavar="FOLDER", help="unpack the tar archives of the sources here first")
+    row = parser.add_argument_group("rows")
+    row.add_argument("--classes", default="", metavar="FILE", help="a class a line, in order: NAME,SYNONYM,…")
+    row.add_argument("--min-count", type=arguments.positive, default=1, help="events of a class, at least; default: 1")
+    row.add_argument("--windows", type=float, default=0.0, metavar="S", help="cut recordings into windows of S seconds")
+    row.add_argument("--hop", type=float, default=0.0, metavar="S", help="from window to window; default: their length")
+    row.add_argument("--min-overlap", type=float, default=0.25, metavar="S", help="of an event in its window; default: 0.25")
+    row.add_argument("--no-empty", action="store_true", help="leave out windows without an event")
+    row.add_argument("--channels", default="mean", help="mean, each as a row, table (as it says), or a number; default: mean")
+    row.add_argument("--split", default="", metavar="HOW", help="recording=0.2, site=0.2, date=DAY, column=NAME, folder")
+    row.add_argument("--seed", type=int, default=0, help="of the split; default: 0")
+    row.add_argument("--on", action="append", default=[], metavar="KIND=WHAT", help="refuse, drop or keep mistakes of a kind")
+    args = parser.parse_args(argv)
+    if args.show is not None:
+        if args.sources or args.out:
+            parser.error("--show prints an index that is there; omit SOURCE and --out")
+    elif not args.sources or not args.out:
+        parser.error("expected SOURCE… and --out DIR, or --show DIR")
+    elif args.pictures:
+        parser.error("--pictures belongs to --show")
+
+    from loaders.base import DataError
+
+    return arguments.run(functools.partial(_show if args.show else _make, args), mistakes=(DataError,))
+
+
+def _show(args: argparse.Namespace) -> int:
+    from loaders.audio.recordings import show
+
+    print("\n".join(show.report(args.show)))
+    if args.pictures:
+        for picture in show.pictures(args.show, args.pictures):
+            print(picture)
+    return 0
+
+
+def _make(args: argparse.Namespace) -> int:
+    from loaders.audio.recordings import make, rows, sources
+    from loaders.audio.recordings.annotations import Mistakes
+
+    given = list(args.sources)
+    if args.unpack:
+        given = _unpack(given, pathlib.Path(args.unpack))
+    mistakes = Mistakes(args.on)
+    reading = sources.Options(
+        audio=args.audio,
+        labels=args.labels,
+        file_column=args.file_column,
+        start_column=args.start_column,
+        end_column=args.end_column,
+        label_column=args.label_column,
+        separator=args.separator,
+    )
+    options = rows.Options(
+        windows=args.windows,
+        hop=args.hop,
+        min_overlap=args.min_overlap,
+        empty=not args.no_empty,
+        channels=args.channels,
+        min_count=args.min_count,
+        split=args.split,
+        seed=args.seed,
+    )
+    note = functools.partial(print, file=sys.stderr)
+    try:
+        about = make.make(
+            given,
+            args.out,
+            reading=reading,
+            options=options,
+            class_file=args.classes,
+            root=args.root,
+            mistakes=mistakes,
+            note=note,
+        )
+    finally:
+        for line in mistakes.report():
+            print(line, file=sys.stderr)
+    for split, counts in about["splits"].items():
+        print(f"{split}: {counts['rows']} rows of {counts['recordings']} recordings, {counts['hours']:.2f} h")
+    print(f"{args.out}: {len(about['classes'])} classes; {about['n_read']} recordings read")
+    return 0
+
+
+def _unpack(given: Sequence[str], folder: pathlib.Path) -> list[str]:
+    """Unpacks archives that are sources, or lie in one. Returns the sources without them, and the folder where it is new."""
+    from loaders.audio.recordings import make
+
+    archives: list[str] = []
+    rest: list[str] = []
+    for each in given:
+        path = pathlib.Path(each).expanduser()
+        inside = make.archives_in(path) if path.is_dir() else []
+        is_archive = path.is_file() and ".tar" in path.name
+        archives += [str(path)] if is_archive else map(str, inside)
+        rest += [] if is_archive else [each]
+    n = make.unpack(archives, folder)
+    print(f"{n} files unpacked from {len(archives)} archives", file=sys.stderr)
+    return rest or [str(folder)]

@@ -1,0 +1,69 @@
+"""Shows what detect or search found on a page of this machine, to be judged by keys; answers are saved at each of them.
+
+    jaxtrain review TABLE [--root RECORDINGS] [--out ANSWERS.csv] [--order uncertain] [--class NAME] [--port 8000]
+
+    jaxtrain review found --class wren --order uncertain --out answers.csv
+
+TABLE is a folder of `jaxtrain detect`, a table of `jaxtrain search --out`, or any table with file, start, end and label. Open
+the address that is printed, in a browser on this machine (or through ssh -L): it holds a token, and nobody else can ask. Keys:
+y yes, n no, c another class, s skip, left and right, o the first open one, space plays. The answers have a line each: file,
+start, end, label, answer, asked, score. `jaxtrain fit --labels` reads them, and `jaxtrain index`. Rerun the same command to
+continue. Ctrl-C ends it. With --embeddings, of the same recordings by `jaxtrain embed`, the page shows the windows that sound
+most like the one at hand, and what was said of them.
+"""
+
+import argparse
+import errno
+import functools
+import pathlib
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+ORDERS = ("table", "best", "uncertain", "diverse")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain review", __doc__)
+    parser.add_argument("table", metavar="TABLE", help="a folder of `jaxtrain detect`, or a table")
+    parser.add_argument("--root", default="", metavar="FOLDER", help="what recordings lie below; default: what holds all")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("answers.csv"), help="default: answers.csv")
+    parser.add_argument("--embeddings", nargs="+", default=[], metavar="EMB", help="show what sounds alike, by these folders")
+    parser.add_argument("--order", default="uncertain", choices=ORDERS, help="what comes first; default: uncertain")
+    parser.add_argument(
+        "--class", dest="label", default="", metavar="NAME", help="of these alone; or what rows without one may be"
+    )
+    parser.add_argument("--port", type=int, default=0, help="on the loopback; default: any that is free")
+    args = parser.parse_args(argv)
+    if not 0 <= args.port < 65536:
+        parser.error(f"--port is {args.port}; expected 0 to 65535")
+
+    from jaxtrain.workloads.bird.inference import embeddings, review
+    from loaders.base import DataError
+
+    return arguments.run(functools.partial(_review, args), mistakes=(review.ReviewError, embeddings.EmbeddingsError, DataError))
+
+
+def _review(args: argparse.Namespace) -> int:
+    from jaxtrain.workloads.bird.inference import embeddings, neighbours, review, review_server
+
+    items = review.read(args.table, root=args.root, order=args.order, label=args.label)
+    near = None
+    if args.embeddings:
+        near = neighbours.Alike([embeddings.read(each) for each in args.embeddings], [(i.path, i.start, i.end) for i in items])
+        if near.missing:
+            print(f"{near.missing} of {len(items)} windows are in no embeddings, and have no neighbours")
+    session = review.Session(items, args.out, near)
+    try:
+        server = review_server.Server(session, args.port)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        raise review.ReviewError(f"--port {args.port} is in use, or not allowed; choose another, or omit it") from error
+    with server:
+        print(f"{len(items)} windows; answers go to {args.out}; Ctrl-C ends\n{server.address}", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print(f"\n{args.out}: {session.counts()}")
+    return 0

@@ -1,0 +1,51 @@
+"""Names and further files of an exported bird encoder."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxtrain.types import Export, Hub
+from jaxtrain.workloads.bird import vit
+from loaders.audio import front_end
+
+METRICS = ("accuracy", "probe_accuracy", "supervised_loss", "probe_loss")
+EXAMPLE = '''"""The features of a recording: python example.py bird.ogg"""
+import json, pathlib, sys
+if len(sys.argv) != 2:
+    print(f"usage: python {sys.argv[0]} RECORDING    (WAV, FLAC, MP3 or OGG)", file=sys.stderr); sys.exit(2)
+import jax
+from jaxtrain.workloads.bird import vit
+from jaxtrain.types import Export
+from loaders.audio import front_end, spectrogram
+here = pathlib.Path(__file__).parent
+config = json.loads((here / "config.json").read_text())
+c, data, params = vit.from_saved(config["model"]), config["data"], vit.read_exported(here / "model.safetensors")
+wave, rate, _ = spectrogram.decode(pathlib.Path(sys.argv[1]).read_bytes())
+rate, of = round(rate * data.get("time_expansion", 1)), front_end.saved(data)
+x = spectrogram.front_end(wave, rate, clip_seconds=data["clip_seconds"], n_frames=data["n_frames"], of=of)
+features = jax.jit(lambda params, x: vit.pooled(c, params, vit.encode(c, params, x).patches))(params, x[None])
+print(*features[0].tolist())
+'''
+
+
+def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
+    """What the card of an encoder says."""
+    del files
+    return Hub("jaxtrain", task(config), METRICS, "$ python example.py bird.ogg")
+
+
+def task(config: Mapping[str, Any]) -> str:
+    """The Hub's word for what a run's model does: it classifies, where it was trained with labels."""
+    supervised = (config.get("model") or {}).get("supervised") or {}
+    return "audio-classification" if supervised.get("weight", 0) > 0 else "feature-extraction"
+
+
+def files(config: Mapping[str, Any], dtype: Any) -> dict[str, bytes]:
+    """example.py, which needs numpy, JAX and this package. Raises ValueError: the config names two front ends."""
+    del dtype
+    trained, own = front_end.saved(config.get("data") or {}), (config.get("model") or {}).get("front_end") or {}
+    if own and (unlike := front_end.saved(own).differences(trained)):
+        raise ValueError(f"its sections model and data name different front ends: {unlike}")
+    return {"example.py": EXAMPLE.encode()}
+
+
+EXPORT = Export(names=vit.export_names, files=files, hub=hub)

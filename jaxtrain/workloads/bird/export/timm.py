@@ -1,0 +1,265 @@
+"""Bird encoders from timm's vision transformers (AudioMAE, Bird-MAE among them), and as one.
+
+`from_folder` gives the sections of a config that begins with such a folder, `run_config` the config of a run that would have
+made it, and `EXPORT` the files of `jaxtrain export --timm`. What is renamed is in `jaxtrain.workloads.bird.export.timm_names`.
+"""
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from etils import epath
+
+from jaxtrain.arrays import stored
+from jaxtrain.arrays.stored import Stored, StoredError
+from jaxtrain.types import EXPORT_FILE, Export, Hub
+from jaxtrain.workloads.bird import export, vit
+from jaxtrain.workloads.bird.export import timm_names
+from loaders.audio import front_end
+
+LEFT = ("head/", "norm/", "decoder", "mask_token")  # arrays that the encoder of such a folder has no use for
+GRID = "^encoder/pos$"
+FRONT_END = "front_end.json"  # next to the weights of others: fields of the section data that say which spectrograms they read
+
+
+def is_folder(folder: str | os.PathLike) -> bool:
+    """Whether a path is a folder of safetensors under timm's names. Raises StoredError: a damaged one."""
+    return stored.is_safetensors(folder) and timm_names.is_one(stored.open_safetensors(folder))
+
+
+def from_folder(folder: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sections ``model`` and ``warm_start`` of a run that begins with the encoder of a folder.
+
+    Raises StoredError, with everything that does not fit: it is no such folder, arrays are missing, of another shape or have no
+    place here.
+    """
+    arrays = stored.open_safetensors(folder)
+    if not timm_names.is_one(arrays):
+        raise StoredError(
+            f"{folder} holds no {timm_names.PATCH.replace('/', '.')}; expected a vision transformer under timm's names"
+        )
+    model, unused, problems = _model(arrays, folder)
+    if problems:
+        remedy = "set config.model yourself, and declare them by config.warm_start.skip and unused"
+        raise StoredError("\n".join([f"{folder} is not a transformer that is here; {remedy}:", *(f"  {p}" for p in problems)]))
+    start = {"source": str(folder), "skip": ("^(objective|probe)/",)}
+    return model, {**start, "unused": tuple(unused)} if unused else start
+
+
+def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The section ``model``, patterns of arrays that have no use, and what does not fit."""
+    there = timm_names.unprefixed(arrays)
+    patch = there[timm_names.PATCH]
+    ours = timm_names.as_ours(arrays, folder)
+    width, _, *sides = patch.shape
+    says = timm_names.about(folder, width)
+    layers = {int(m[1]) for path in there if (m := re.match(r"blocks/(\d+)/", path))}
+    problems = []
+    inner = ours.get(f"{timm_names.ENCODER}blocks/w_up")
+    ratio = inner.shape[2] / width if inner and len(inner.shape) == 3 else 4
+    if ratio != int(ratio):
+        problems.append(f"mlp.fc1 is {ratio:g} times as wide as a token; expected a whole number of times")
+    model: dict[str, Any] = dict(
+        embed=width, depth=len(layers), heads=says.heads, patch=tuple(sides), mlp_ratio=max(1, int(ratio)),
+        mlp=timm_names.ACTIVATIONS[says.activation], eps=says.eps, norm="tokens", positions="learned",
+        qk_norm=f"{timm_names.ENCODER}blocks/scale_q" in ours, n_registers=0,
+        pool="patches" if says.averages else "cls",
+        layer_scale=1e-4 if f"{timm_names.ENCODER}blocks/scale_added_mlp" in ours else 0.0,
+    )  # fmt: skip
+    if "fc_norm/weight" in there:
+        model |= dict(norm="pooled", pool="patches")
+    if (registers := ours.get(f"{timm_names.ENCODER}embed_registers")) is not None:
+        model["n_registers"] = registers.shape[0]
+    positions = ours.get(f"{timm_names.ENCODER}pos")
+    image = says.image
+    if image and any(n % side for n, side in zip(image, sides, strict=True)):
+        problems.append(f"its image is {list(image)}, which patches of {sides} do not divide")
+    elif image:
+        grid = (image[0] // sides[0], image[1] // sides[1])
+        model |= dict(n_frames=image[0], n_mels=image[1])
+        if positions is not None and positions.shape[0] != grid[0] * grid[1]:
+            problems.append(f"pos_embed has {positions.shape[0]} patches, and config.json says a grid of {grid[0]}x{grid[1]}")
+    elif positions is not None and positions.shape[0] % 8 == 0 and sides == [16, 16]:
+        model |= dict(n_frames=16 * positions.shape[0] // 8, n_mels=128)  # as AudioMAE and Bird-MAE have it: 128 mels
+    if problems:
+        return model, [], problems
+    c = vit.Config(**{name: value for name, value in model.items() if name != "pool"})
+    wrong = [f"model.{name} {text}" for name, text in c.problems()]
+    if not wrong:
+        wrong += list(_misfits(c, ours))
+    rest = [path for path in ours if not path.startswith(timm_names.ENCODER)]
+    unused = [f"^{name}" for name in LEFT if any(path.startswith(name) for path in rest)]
+    extra = [path for path in rest if not path.startswith(LEFT)]
+    return model, unused, [*wrong, *(f"{path.replace('/', '.')} {list(ours[path].shape)} has no place here" for path in extra)]
+
+
+def _misfits(c: vit.Config, ours: Mapping[str, Stored]) -> Iterator[str]:
+    table = vit.make_specs(c)
+    flat = {**table, **{f"blocks/{name}": spec for name, spec in table["blocks"].items()}}
+    for name, spec in flat.items():
+        if name == "blocks":
+            continue
+        one = ours.get(f"{timm_names.ENCODER}{name}")
+        if one is None:
+            yield f"{name} is missing"
+        elif one.shape != spec.shape:
+            yield f"{name} is {list(one.shape)}; expected {list(spec.shape)}"
+
+
+def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
+    """Yields (field of the model, text) where a run that begins with such a folder would compute something else of its arrays.
+
+    Args:
+      rules: config.warm_start.
+    """
+    try:
+        if "://" in rules.source or not is_folder(rules.source):
+            return
+        arrays = stored.open_safetensors(rules.source)
+        patch = timm_names.unprefixed(arrays)[timm_names.PATCH]
+        says = timm_names.about(rules.source, patch.shape[0])
+    except (StoredError, OSError):
+        return  # the warm start itself says what is wrong
+    expected = {"mlp": timm_names.ACTIVATIONS[says.activation], "eps": says.eps}
+    expected["norm"] = "pooled" if any(path.endswith("fc_norm/weight") for path in arrays) else "tokens"
+    if says.heads:
+        expected["heads"] = says.heads
+    for name, value in expected.items():
+        if getattr(c, name) != value:
+            yield name, f"is {getattr(c, name)!r}, and {rules.source} has {value!r}; set config.model.{name}={value}"
+    if says.image and len(patch.shape) == 4 and all(n % side == 0 for n, side in zip(says.image, patch.shape[2:], strict=True)):
+        grid = tuple(n // side for n, side in zip(says.image, patch.shape[2:], strict=True))
+        declared = [how for pattern, how in rules.reshape.items() if re.search(pattern, "encoder/pos")]
+        skipped = any(re.search(pattern, "encoder/pos") for pattern in rules.skip)
+        if c.positions == "learned" and grid != c.grid and not declared and not skipped:
+            how = f"grid {grid[0]}x{grid[1]} to {c.grid[0]}x{c.grid[1]}"
+            yield (
+                "patch",
+                f"cuts {c.n_frames} frames and {c.n_mels} mels into a grid of {c.grid[0]}x{c.grid[1]}, and the positions of "
+                f"{rules.source} are of {grid[0]}x{grid[1]}; resample them: "
+                f"\"--config.warm_start.reshape={{'{GRID}': '{how}'}}\"",
+            )
+
+
+def run_config(folder: str | os.PathLike) -> dict[str, Any]:
+    """The config of a run that would have made a folder of others: its model, and which spectrograms it reads.
+
+    The front end is that of ``front_end.json`` in the folder; without it Bird-MAE's, for an image of 512 frames and 128 mels.
+
+    Raises StoredError as `from_folder`, and where the front end is not known.
+    """
+    model, _ = from_folder(folder)
+    place = epath.Path(folder).expanduser()
+    place = place if place.is_dir() else place.parent
+    size = (model.get("n_frames"), model.get("n_mels"))
+    if None in size:
+        raise StoredError(f'{folder}: config.json does not say the size of its image; write {{"img_size": [frames, mels]}}')
+    data: dict[str, Any] = {}
+    if (place / FRONT_END).exists():
+        data = stored.read_object(place, FRONT_END)
+    elif size != (512, 128):
+        raise StoredError(
+            f"{folder} reads {size[0]} frames of {size[1]} mels, and which spectrograms they are is not known; write them to "
+            f'{FRONT_END} there, for example {{"sample_rate": 16000, "mean": -4.27, "std": 4.57, "clip_seconds": 10.0}}'
+        )
+    try:
+        of = front_end.saved({"n_mels": size[1], **data})
+    except ValueError as error:
+        raise StoredError(f"{place / FRONT_END}: {error}") from error
+    if of.n_mels != size[1]:
+        raise StoredError(f"{place / FRONT_END}: n_mels is {of.n_mels}, and the weights read {size[1]}")
+    seconds = data.get("clip_seconds", 5.0 if of == front_end.DEFAULT and size[0] == 512 else None)
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < 1e6:
+        raise StoredError(f"{place / FRONT_END}: clip_seconds is {str(seconds)[:40]}; expected the seconds of a clip")
+    settings = {name: getattr(of, name) for name in front_end.FrontEnd.__dataclass_fields__}
+    return {
+        "workload": "jaxtrain.workloads.bird",
+        "model": {**model, "dtype": "float32"},  # as those who trained it compute its features
+        "data": {**settings, "n_frames": size[0], "clip_seconds": float(seconds), "short": "origin", "label": ""},
+    }
+
+
+EXAMPLE = '''"""The features of a recording: python example.py bird.wav"""
+import json, pathlib, sys
+if len(sys.argv) != 2:
+    print(f"usage: python {sys.argv[0]} RECORDING", file=sys.stderr); sys.exit(2)
+import soundfile, timm, torch, torchaudio
+from safetensors.torch import load_file
+here = pathlib.Path(__file__).parent
+config = json.loads((here / "config.json").read_text())
+model = timm.create_model(config["architecture"], num_classes=config["num_classes"], **config["model_args"])
+model.load_state_dict(load_file(here / "model.safetensors"))
+model.eval()
+for module in model.modules():
+    if isinstance(module, torch.nn.LayerNorm):
+        module.eps = config["norm_eps"]
+of = config["spectrogram"]
+wave, rate = soundfile.read(sys.argv[1], dtype="float32", always_2d=True)
+x = torchaudio.functional.resample(torch.from_numpy(wave.mean(1)), rate, of["sample_rate"])[: of["samples"]]
+x = torch.nn.functional.pad(x, (0, of["samples"] - len(x)))
+x = torchaudio.compliance.kaldi.fbank(
+    (x - x.mean())[None], htk_compat=True, use_energy=False, window_type="hanning", dither=0.0, num_mel_bins=of["n_mels"],
+    sample_frequency=of["sample_rate"], frame_length=of["window_ms"], frame_shift=of["hop_ms"], low_freq=of["f_min"],
+    high_freq=of["f_max"])[: of["n_frames"]]
+x = torch.nn.functional.pad(x, (0, 0, 0, of["n_frames"] - len(x)), value=float(x.min()))
+with torch.no_grad():
+    x = ((x - of["mean"]) / (2 * of["std"]))[None, None]
+    features = model.forward_head(model.forward_features(x), pre_logits=True)
+print(*features[0].tolist())
+'''
+
+
+def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
+    """config.json as timm reads it, and example.py, which needs no JAX and nothing of this package. Raises ValueError."""
+    del dtype
+    model, data = config["model"], config.get("data") or {}
+    c = vit.from_saved(model)
+    of = front_end.saved(data)
+    names = list(model.get("class_names") or ())
+    heads = "supervised" in model and (model["supervised"] or {}).get("weight", 0) > 0 and model.get("n_classes")
+    n_classes = int(model["n_classes"]) if heads else 0
+    patches = model.get("pool") == "patches"
+    arguments: dict[str, Any] = {
+        "img_size": [c.n_frames, c.n_mels], "patch_size": list(c.patch), "in_chans": 1, "embed_dim": c.embed, "depth": c.depth,
+        "num_heads": c.heads, "mlp_ratio": c.mlp_ratio, "no_embed_class": True, "reg_tokens": c.n_registers,
+        "qk_norm": c.qk_norm, "init_values": c.layer_scale or None, "global_pool": "avg" if patches else "token",
+        "fc_norm": timm_names.norm_of(model) == "fc_norm", "act_layer": "gelu" if c.mlp == "gelu_exact" else "gelu_tanh",
+    }  # fmt: skip
+    size = next((name for name, (width, _, _) in vit.PRESETS.items() if width == c.embed), "b")
+    architecture = {"ti": "vit_tiny", "s": "vit_small", "b": "vit_base", "l": "vit_large", "h": "vit_huge"}[size]
+    fields: dict[str, Any] = {
+        "architecture": f"{architecture}_patch{14 if size == 'h' else 16}_224",  # its sizes are those of model_args
+        "num_classes": n_classes,
+        "num_features": c.embed,
+        "model_args": arguments,
+        "norm_eps": c.eps,
+        "pretrained_cfg": {
+            "input_size": [1, c.n_frames, c.n_mels], "fixed_input_size": True, "mean": [0.0], "std": [1.0],
+            "num_classes": n_classes, "first_conv": "patch_embed.proj", "classifier": "head",
+        },
+        "spectrogram": {
+            **{name: getattr(of, name) for name in front_end.FrontEnd.__dataclass_fields__},
+            "n_frames": c.n_frames,
+            "samples": round(of.sample_rate * data.get("clip_seconds", 5.0)),
+        },
+    }  # fmt: skip
+    if n_classes and len(names) == n_classes:
+        fields["label_names"] = names
+    return {"config.json": (json.dumps(fields, indent=2) + "\n").encode(), "example.py": EXAMPLE.encode()}
+
+
+def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
+    """What the card of an export for timm says."""
+    del files
+    return Hub("timm", export.task(config), export.METRICS, "$ python example.py bird.wav")
+
+
+EXPORT = Export(files=files, hub=hub)
+
+
+def is_foreign(folder: str | os.PathLike) -> bool:
+    """Whether a folder is timm's, and no export of ours."""
+    place = epath.Path(folder).expanduser()
+    return not (place.is_dir() and (place / EXPORT_FILE).exists()) and is_folder(folder)

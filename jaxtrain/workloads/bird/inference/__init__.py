@@ -1,0 +1,1 @@
+"""Embeddings, heads, detections, search and review with a trained encoder."""

@@ -1,0 +1,373 @@
+"""What is heard when in recordings of any length: scores of all windows, written so that a command can be resumed.
+
+The folder that `detect` writes (`jaxtrain.workloads.bird.inference.detections` makes the tables):
+
+      scores/part-00000-of-00012.parquet    file, start_time, end_time, clock_time, and a column of float32 for each class
+      detect.json                           what they were made of
+
+A part holds `PART` windows, and is there whole or not at all; it is a pure function of the run, the recordings and the options.
+Processes share the parts among themselves, and need not know of each other.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jaxtrain.types import PyTree
+from jaxtrain.workloads.bird.inference import embed, heads
+from jaxtrain.workloads.bird.inference.heads import Head, HeadError
+from loaders.audio import spectrogram
+from loaders.audio.recordings import classes as class_files
+from loaders.audio.recordings.windows import Windows
+from loaders.base import DataError
+from loaders.io import atomic_write, columnar, files
+
+PART = 2048  # [windows] of a part, about: whole batches
+ABOUT = "detect.json"
+INDEX = ".windows-"  # the folder of each process's index, while it works
+META = ("file", "start_time", "end_time", "clock_time")
+
+
+class DetectError(ValueError):
+    """A run, recordings or a folder that cannot be used."""
+
+
+class Parts(NamedTuple):
+    """The windows of recordings in parts, and the columns of their scores."""
+
+    windows: Windows
+    rows: int  # windows of a part, the last one excepted
+    names: tuple[str, ...]  # of the columns
+    folder: pathlib.Path
+
+    @property
+    def n(self) -> int:
+        return -(-self.windows.n // self.rows)
+
+    def path(self, number: int) -> pathlib.Path:
+        return self.folder / f"part-{number:05d}-of-{self.n:05d}.parquet"
+
+    def between(self, number: int) -> tuple[int, int]:
+        """Its first window, and the one behind its last."""
+        return number * self.rows, min(self.windows.n, (number + 1) * self.rows)
+
+    def is_there(self, number: int) -> bool:
+        """Whether a part is there, and whole."""
+        start, stop = self.between(number)
+        try:
+            with files.regular(self.path(number)) as file:
+                about = pq.read_metadata(file)
+            return about.num_rows == stop - start and about.num_columns == len(META) + len(self.names)
+        except (files.FileError, pa.ArrowException, OSError):
+            return False
+
+    def read(self, number: int) -> np.ndarray:
+        """The scores of a part, float32 [windows, classes]; nan where a window cannot be decoded. Raises DetectError."""
+        start, stop = self.between(number)
+        try:
+            with columnar.native(self.path(number)) as file:
+                table = pq.read_table(file)
+            if table.num_rows != stop - start or table.column_names != [*META, *self.names]:
+                raise ValueError("it has other windows or classes")
+            columns = [column.to_numpy(zero_copy_only=False) for column in table.columns[len(META) :]]
+            return np.stack(columns, 1).astype(np.float32) if columns else np.zeros((table.num_rows, 0), np.float32)
+        except files.FileError as error:
+            raise DetectError(f"{error}; remove it, then rerun the same command") from error
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            text = f"{self.path(number)} cannot be read: {files.said(error)}"
+            raise DetectError(f"{text}; remove it, then rerun the same command") from error
+
+
+def head_of(model: embed.Model, names: Sequence[str] = ()) -> Head:
+    """The head that a run was trained with: its own, else its online probe.
+
+    Args:
+      names: of its classes; empty: as the run, or else its data, name them.
+
+    Raises HeadError: there is none, or no names.
+    """
+    c = model.config
+    if model.head:
+        kind, arrays, softmax = "linear", model.head, c.section("supervised").loss == "softmax"
+    elif model.probe:
+        kind, arrays, softmax = "probe", model.probe, not c.multilabel
+    else:
+        raise HeadError(
+            f"{model.name} has no head for classes: it is an export of the encoder alone, or was trained without labels; "
+            "fit one with `jaxtrain fit`, and name it with --model"
+        )
+    n = int(arrays["b"].shape[0])
+    found = tuple(names) or class_names(model)
+    if len(found) != n:
+        where = "--names lists" if names else "its data name" if found else "nothing names"
+        raise HeadError(
+            f"{model.name} has {n} classes, and {where} {len(found) or 'them'}; list them in order, one a line: --names FILE"
+        )
+    pool = "cls" if c.pool == "cls" else "mean"
+    return Head(kind, pool, "softmax" if softmax else "sigmoid", arrays, found, model.name)
+
+
+def class_names(model: embed.Model) -> tuple[str, ...]:
+    """The names of a run's classes: its own, or else what its data name them; empty where neither is there."""
+    return tuple(model.config.class_names or ()) or _names_of_data(model)
+
+
+def _names_of_data(model: embed.Model) -> tuple[str, ...]:
+    """What the data that a run was trained on name its classes, for runs that do not keep them; empty where they are gone."""
+    section = model.run.get("data") or {}
+    changes = {name: section[name] for name in ("label", "multilabel") if name in section}
+    try:
+        return tuple(spectrogram.facts(embed.data_config(model, **changes)).get("class_names", ()))
+    except (DataError, ValueError, OSError):
+        return ()
+
+
+def read_classes(given: str) -> tuple[str, ...]:
+    """Names of classes: those of a file, a class a line, or between commas. Raises DataError."""
+    if pathlib.Path(given).expanduser().is_file():
+        return tuple(class_files.read(given).names)
+    return tuple(name for name in (name.strip() for name in given.split(",")) if name)
+
+
+def band(data: spectrogram.Config) -> tuple[float, float]:
+    """The frequencies [Hz] between which the encoder hears."""
+    return 0.0, data.highest
+
+
+def prepare(
+    model: embed.Model, head: Head, windows: Windows, out: pathlib.Path, *, chosen: Sequence[int], batch: int
+) -> tuple[Parts, dict[str, Any]]:
+    """Checks the folder ``out`` against what is to be in it. Returns its parts and what it is made of.
+
+    Args:
+      chosen: numbers of the classes whose scores are kept.
+
+    Raises DetectError: it holds other things, or scores that were made of something else.
+    """
+    batch = -(-batch // len(jax.devices())) * len(jax.devices())
+    rows = -(-PART // batch) * batch
+    if twice := {*META} & {head.names[i] for i in chosen}:
+        raise DetectError(f"the class {min(twice)!r} has the name of a column of the scores; rename it: --names FILE")
+    parts = Parts(windows, rows, tuple(head.names[i] for i in chosen), out / "scores")
+    made_of = {
+        "encoder": model.digest,
+        "head": head.digest,
+        "recordings": windows.digest,
+        "windows": windows.n,
+        "seconds": windows.seconds,
+        "hop": windows.hop,
+        "batch": batch,
+        "part": rows,
+        "classes": list(parts.names),
+    }
+    if out.exists() and not out.is_dir():
+        raise DetectError(f"--out {out} is not a folder")
+    if not (out / ABOUT).exists():
+        if out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
+            raise DetectError(f"--out {out} holds other things than detections; name a new folder")
+        return parts, made_of
+    try:
+        before = files.read_json(files.inside(out, ABOUT))
+    except files.FileError as error:
+        raise DetectError(f"{error}; choose another --out") from error
+    if differing := [name for name, value in made_of.items() if before.get(name) != value]:
+        short = lambda value: str(value)[:60]  # noqa: E731
+        changes = ", ".join(f"{name} was {short(before.get(name))} and is {short(made_of[name])}" for name in differing)
+        raise DetectError(f"{out} holds scores of something else: {changes}; choose another --out")
+    return parts, made_of
+
+
+def score(
+    model: embed.Model,
+    head: Head,
+    data: spectrogram.Config,
+    parts: Parts,
+    made_of: Mapping[str, Any],
+    *,
+    chosen: Sequence[int],
+    process: int = 0,
+    processes: int = 1,
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, float]:
+    """Writes the parts that are missing, of this process's share. Returns windows, seconds and the share spent waiting.
+
+    Raises DataError, OSError.
+    """
+    out = parts.folder.parent
+    parts.folder.mkdir(parents=True, exist_ok=True)
+    _put(
+        out / ABOUT,
+        lambda path: path.write_text(json.dumps({**made_of, "root": parts.windows.root}, indent=2, ensure_ascii=False) + "\n"),
+    )
+    share = range(parts.n * process // processes, parts.n * (process + 1) // processes)
+    todo = [number for number in share if not parts.is_there(number)]
+    if not todo:
+        return {"windows": 0, "seconds": 0.0, "waiting": 0.0}
+    batch = made_of["batch"]
+    compute, weights = compute_of(head, chosen), dict(head.arrays)
+    folder = out / f"{INDEX}{process}"  # always the same name: the loader keeps what it read of large ones by it
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        parts.windows.write(folder)
+        data = dataclasses.replace(data, train=str(folder))
+        setup = embed.set_up(model, data, batch=batch, compute=compute, weights=weights)
+        meter = _Meter(parts.windows, sum(len(range(*parts.between(number))) for number in todo), progress)
+        with concurrent.futures.ThreadPoolExecutor(1) as writer:
+            writing: concurrent.futures.Future | None = None
+            for number, scores in _computed(setup, data, parts, todo, batch, meter):
+                if writing:
+                    writing.result()
+                writing = writer.submit(_write, parts, number, scores)
+            if writing:
+                writing.result()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return {"windows": meter.done, "seconds": time.perf_counter() - meter.began, "waiting": meter.waiting}
+
+
+def _computed(
+    setup: embed.Setup, data: spectrogram.Config, parts: Parts, todo: Sequence[int], batch: int, meter: "_Meter"
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The scores of parts, in their order. The device has its next batch before the one before it is waited for."""
+    steps = parts.rows // batch
+    for first, last in _runs(todo):
+        loader = setup.loader
+        if first != todo[0]:  # a stream that was closed reads no more
+            loader = spectrogram.make_loader(
+                embed.of_split(data, "train"), split="train", rows=setup.rows, seed=0, in_order=True
+            )
+        loader.seek(first * steps)
+        stream = setup._replace(loader=loader).feed()
+        ends = parts.between(last)[1]
+        pending: list[tuple[int, dict[str, jax.Array]]] = []
+        found: list[np.ndarray] = []
+
+        def finish(position: int, outputs: dict[str, jax.Array], ends: int = ends) -> Iterator[tuple[int, np.ndarray]]:
+            values = jax.device_get(outputs)
+            stop = min(position * batch, ends)
+            n = stop - (position - 1) * batch
+            scores = np.where(values["weight"][:n, None] > 0, values["scores"][:n], np.nan)
+            found.append(scores)  # noqa: B023  used up before the next run of parts
+            meter.add(n, stop)
+            number = (position - 1) // steps
+            if stop == parts.between(number)[1]:
+                yield number, np.concatenate(found)  # noqa: B023
+                found.clear()  # noqa: B023
+
+        try:
+            for position, arrays in stream:
+                pending.append((position, setup.run(setup.weights, arrays)))
+                meter.waited = stream.waited
+                if len(pending) > 1:
+                    yield from finish(*pending.pop(0))
+                if position * batch >= ends:
+                    break
+            for item in pending:
+                yield from finish(*item)
+        finally:
+            stream.close()
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each run of neighbouring numbers."""
+    first = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            yield numbers[first], numbers[i - 1]
+            first = i
+
+
+def compute_of(head: Head, chosen: Sequence[int]) -> embed.Compute:
+    """What is computed of each window: the scores of these classes."""
+    columns = None if list(chosen) == list(range(len(head.names))) else np.asarray(chosen, np.int32)
+
+    def compute(
+        weights: PyTree, pooled: Mapping[str, jax.Array], patches: jax.Array, batch: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        scores = heads.scores(head, weights, pooled, patches)
+        return {"scores": scores if columns is None else scores[:, columns], "weight": batch["weight"]}
+
+    return compute
+
+
+def _write(parts: Parts, number: int, scores: np.ndarray) -> None:
+    """Writes a part, whole or not at all."""
+    rows = list(parts.windows.between(*parts.between(number)))
+    recordings = parts.windows.recordings
+    used = sorted({k for k, _, _ in rows})
+    place = {k: i for i, k in enumerate(used)}
+    codes = pa.array([place[k] for k, _, _ in rows], pa.int32())
+    clocks = [recordings[k].clock(start) or None for k, start, _ in rows]
+    columns: dict[str, pa.Array] = {
+        "file": pa.DictionaryArray.from_arrays(codes, pa.array([recordings[k].name for k in used], pa.string())),
+        "start_time": pa.array([start for _, start, _ in rows], pa.float64()),
+        "end_time": pa.array([end for _, _, end in rows], pa.float64()),
+        "clock_time": pa.array(clocks, pa.string()),
+    }
+    missing = np.isnan(scores[:, :1]).any(1)
+    for i, name in enumerate(parts.names):
+        columns[name] = pa.array(np.ascontiguousarray(scores[:, i]), pa.float32(), mask=missing)
+    table = pa.Table.from_arrays(list(columns.values()), names=list(columns))
+    _put(parts.path(number), lambda path: pq.write_table(table, path, compression="zstd", use_dictionary=["file"]))
+
+
+def _put(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
+    """Writes a file that other processes may write at the same time, with the same bytes. Raises OSError with its name."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with atomic_write.naming(path):
+        try:
+            write(partial)
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def remove_partial(folder: pathlib.Path) -> None:
+    """Removes what killed processes left of files that they had not finished, once no other process can be writing any."""
+    for path in folder.iterdir():
+        if path.name.startswith(INDEX):
+            shutil.rmtree(path, ignore_errors=True)
+        elif re.fullmatch(r"\..+\.\d+", path.name) and path.is_file():
+            path.unlink(missing_ok=True)
+
+
+class _Meter:
+    """How fast it is, for people."""
+
+    def __init__(self, windows: Windows, todo: int, progress: Callable[[str], None]):
+        self._windows, self._todo, self._progress = windows, todo, progress
+        self._ratio = windows.total / windows.n  # seconds of recording that a window stands for
+        self.began, self.done, self.waited = time.perf_counter(), 0, 0.0
+
+    @property
+    def waiting(self) -> float:
+        return self.waited / max(time.perf_counter() - self.began, 1e-9)
+
+    def add(self, n: int, stop: int) -> None:
+        self.done += n
+        seconds = max(time.perf_counter() - self.began, 1e-9)
+        left = (self._todo - self.done) * seconds / self.done
+        name = self._windows.recordings[int(np.searchsorted(self._windows.first, stop - 1, side="right")) - 1].name
+        self._progress(
+            f"{stop}/{self._windows.n} windows  {self.done * self._ratio / seconds:.0f} × real time  {_hours(left)} left  "
+            f"waiting for the loader {self.waiting:.0%}  {name}"
+        )
+
+
+def _hours(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}"

@@ -1,0 +1,255 @@
+"""Scores of windows to detections, and the tables that other programs read.
+
+The folder that `detect` fills gets
+
+      detections.csv                   BirdNET-Analyzer's columns, and the time of day
+      raven/NAME.selections.txt        a selection table for each recording with detections
+      audacity/NAME.txt                a label track for each
+      recordings.csv                   every recording: seconds, windows, windows that cannot be decoded, detections
+      mistakes.csv                     every recording that cannot be read: kind, text
+
+They are a pure function of the scores and the options, so that other thresholds need nothing but another look.
+"""
+
+import contextlib
+import csv
+import io
+import itertools
+import os
+import pathlib
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from jaxtrain.workloads.bird.inference.detect import DetectError, Parts, remove_partial
+from jaxtrain.workloads.bird.inference.heads import read_names
+from loaders.audio.recordings import tables
+from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.windows import Recording
+from loaders.io import atomic_write
+
+FORMATS = ("raven", "audacity", "csv")
+THRESHOLD = 0.5
+BIRDNET = ("Start (s)", "End (s)", "Scientific name", "Common name", "Confidence", "File", "Clock")
+RAVEN = (
+    "Selection", "View", "Channel", "Begin Time (s)", "End Time (s)", "Low Freq (Hz)", "High Freq (Hz)", "Begin File",
+    "Begin Path", "File Offset (s)", "Annotation", "Score",
+)  # fmt: skip
+RECORDINGS = ("file", "seconds", "clock", "windows", "unreadable_windows", "detections")
+NEAR = 1e-6  # [s] by which a window may begin behind the end of its neighbour
+
+
+Window = tuple[float, float, np.ndarray]  # its start and end [s], and its scores [classes]
+
+
+class Detection(NamedTuple):
+    """A class that is heard in neighbouring windows. Times in s."""
+
+    start: float
+    end: float
+    label: int  # the column of its scores
+    score: float  # the highest of its windows
+
+
+class Options(NamedTuple):
+    """What counts as a detection, and how it is written."""
+
+    thresholds: np.ndarray  # float32 [classes]: a score from which on a class is there
+    merge: bool = True  # neighbouring windows are one detection
+    min_duration: float = 0.0  # [s] of a detection, at least
+    formats: Sequence[str] = FORMATS
+    band: tuple[float, float] = (0.0, 0.0)  # [Hz] that the encoder hears, for tables with frequencies
+
+
+def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> np.ndarray:
+    """A threshold for each class.
+
+    Args:
+      given: a number, or a table with the columns class and threshold; empty: those of the model, or 0.5.
+      fitted: the model's, for the same classes.
+
+    Raises DetectError.
+    """
+    found = np.full(len(names), THRESHOLD, np.float32) if fitted is None else np.array(fitted, np.float32)
+    if not given:
+        return found
+    if not pathlib.Path(given).expanduser().is_file():
+        try:
+            value = float(given)
+        except ValueError:
+            raise DetectError(f"--threshold is {given!r}, which is neither a number nor a file") from None
+        if not 0 <= value <= 1:
+            raise DetectError(f"--threshold is {given}; scores lie in [0, 1]")
+        return np.full(len(names), value, np.float32)
+    path = pathlib.Path(given).expanduser()
+    table = tables.Table(path, tables.text_of(path))
+    label, column = table.find("class", "label", "species"), table.find("threshold", "score", "min_conf")
+    if not label or not column:
+        raise DetectError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected class and threshold")
+    for number, row in table.rows():
+        where = f"{path}:{number}"
+        try:
+            bound = tables.number(row.get(column, ""))
+        except ValueError:
+            bound = None
+        if bound is None or not 0 <= bound <= 1:
+            raise DetectError(f"{where}: the threshold is {row.get(column, '')!r}; expected a number in [0, 1]")
+        found[read_names([row.get(label, "")], names, where)] = bound
+    return found
+
+
+def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
+    """The detections in the windows of one recording, by time and class.
+
+    Args:
+      scores: start, end and scores [classes] of each window, in order; nan counts as nothing heard.
+    """
+    found: list[Detection] = []
+    heard: dict[int, Detection] = {}
+    for start, end, row in scores:
+        for label in [label for label, each in heard.items() if each.end < start - NEAR]:
+            found.append(heard.pop(label))
+        with np.errstate(invalid="ignore"):
+            hits = np.flatnonzero(row >= options.thresholds).tolist()
+        for label in hits:
+            each = Detection(start, end, label, float(row[label]))
+            if not options.merge:
+                found.append(each)
+                continue
+            before = heard.get(label)
+            heard[label] = each if before is None else before._replace(end=end, score=max(before.score, each.score))
+    found += heard.values()
+    return sorted(each for each in found if each.end - each.start >= options.min_duration - NEAR)
+
+
+def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
+    """Writes the tables from the scores, in place of earlier ones. Returns counts: detections, unreadable (windows), mistakes.
+
+    Raises DetectError: scores that cannot be read; OSError.
+    """
+    out, counts = parts.folder.parent, {"detections": 0, "unreadable": 0}
+    remove_partial(out)
+    remove_partial(parts.folder)
+    with contextlib.ExitStack() as stack:
+        writers = {
+            name: csv.writer(stack.enter_context(_text(out / f"{name}.csv")), lineterminator="\n")
+            for name in ("recordings", *(["detections"] if "csv" in options.formats else []))
+        }
+        writers["recordings"].writerow(RECORDINGS)
+        if "detections" in writers:
+            writers["detections"].writerow(BIRDNET)
+        folders = {
+            name: stack.enter_context(_replacing(out / name)) for name in ("raven", "audacity") if name in options.formats
+        }
+        unreadable: Counter[int] = Counter()
+        for k, rows in itertools.groupby(_rows(parts, unreadable), key=lambda row: row[0]):
+            recording = parts.windows.recordings[k]
+            found = of_recording((window for _, window in rows), options)
+            missing = unreadable[k]
+            n = int(parts.windows.first[k + 1] - parts.windows.first[k])
+            values = (f"{recording.header.seconds:.6f}", recording.clock(0.0), n, missing, len(found))
+            writers["recordings"].writerow((recording.name, *values))
+            if missing:
+                mistakes.add("unreadable-file", f"{recording.name}: {missing} of its {n} windows cannot be decoded")
+            counts["unreadable"] += missing
+            counts["detections"] += len(found)
+            if found:
+                _write_tables(parts, recording, found, options, folders, writers)
+    for name in ("raven", "audacity"):
+        if name not in options.formats:
+            shutil.rmtree(out / name, ignore_errors=True)
+    if "csv" not in options.formats:
+        (out / "detections.csv").unlink(missing_ok=True)
+    with _text(out / "mistakes.csv") as file:
+        csv.writer(file, lineterminator="\n").writerows([("kind", "text"), *mistakes.lines])
+    return {**counts, "mistakes": sum(mistakes.counts.values())}
+
+
+def _rows(parts: Parts, missing: Counter[int]) -> Iterator[tuple[int, Window]]:
+    """Each window with the number of its recording, of which ``missing`` counts those that cannot be decoded.
+
+    One part is in memory at a time.
+    """
+    for number in range(parts.n):
+        scores = parts.read(number)
+        for (k, start, end), row in zip(parts.windows.between(*parts.between(number)), scores, strict=True):
+            missing[k] += bool(np.isnan(row[:1]).any())
+            yield k, (start, end, row)
+
+
+def _write_tables(
+    parts: Parts,
+    recording: Recording,
+    found: Sequence[Detection],
+    options: Options,
+    folders: dict[str, pathlib.Path],
+    writers: dict,
+) -> None:
+    path = os.path.join(parts.windows.root, recording.name)
+    names = [_plain(name) for name in parts.names]
+    if "detections" in writers:
+        for each in found:
+            name = names[each.label]
+            times = (_seconds(each.start), _seconds(each.end))
+            writers["detections"].writerow((*times, name, name, f"{each.score:.4f}", path, recording.clock(each.start)))
+    if "raven" in folders:
+        lines = ["\t".join(RAVEN)]
+        low, high = (f"{value:.1f}" for value in options.band)
+        last = _plain(recording.name.rpartition("/")[2])
+        for number, each in enumerate(found, 1):
+            start, end = _seconds(each.start), _seconds(each.end)
+            values = (number, "Spectrogram 1", 1, start, end, low, high, last, _plain(path), start, names[each.label])
+            lines.append("\t".join(map(str, (*values, f"{each.score:.4f}"))))
+        _put_text(folders["raven"] / f"{recording.name}.selections.txt", lines)
+    if "audacity" in folders:
+        labels = [f"{each.start:.6f}\t{each.end:.6f}\t{names[each.label]}" for each in found]
+        _put_text(folders["audacity"] / f"{recording.name}.txt", labels)
+
+
+def _put_text(path: pathlib.Path, lines: Sequence[str]) -> None:
+    with atomic_write.naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n")
+
+
+def _plain(text: str) -> str:
+    """A name that keeps to its column."""
+    return re.sub(r"[\x00-\x1f\x7f]+", " ", text)
+
+
+def _seconds(value: float) -> str:
+    return repr(round(value, 6))
+
+
+@contextlib.contextmanager
+def _text(path: pathlib.Path) -> Iterator[IO[str]]:
+    """A text file that takes its name when it is whole."""
+    with atomic_write.file(path) as raw:
+        text = io.TextIOWrapper(raw, encoding="utf-8", newline="", write_through=True)
+        yield text
+        text.flush()
+        text.detach()
+
+
+@contextlib.contextmanager
+def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder that takes the place of an older one when it is whole."""
+    fresh = path.with_name(f".{path.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    try:
+        yield fresh
+        shutil.rmtree(path, ignore_errors=True)
+        fresh.rename(path)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def complete(parts: Parts) -> bool:
+    """Whether all parts are there, this process's and the others'."""
+    there = set(os.listdir(parts.folder))
+    return all(parts.path(number).name in there for number in range(parts.n))

@@ -1,0 +1,118 @@
+"""A folder of `jaxtrain embed`, read with suspicion: it may come from anyone."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from loaders.audio.front_end import DEFAULT
+from loaders.io import columnar, files
+
+ABOUT, ROWS = "embeddings.json", "rows.parquet"
+
+
+class EmbeddingsError(ValueError):
+    """A folder that holds no embeddings, or not those that are asked for."""
+
+
+class Places(NamedTuple):
+    """Where the rows of a folder lie in recordings."""
+
+    paths: list[str]  # relative to the root
+    start: np.ndarray  # float64 [n] s; nan where it is not known
+    end: np.ndarray
+    clock: list[str]  # ISO 8601, or ""
+
+
+class Embeddings(NamedTuple):
+    """A finished folder; its arrays are mapped when they are asked for."""
+
+    folder: pathlib.Path
+    about: Mapping[str, Any]  # embeddings.json
+    n: int  # rows
+    names: tuple[str, ...]  # of the classes of its labels
+
+    @property
+    def root(self) -> str:
+        """The folder that recordings lie below; "" where none is known."""
+        return self._text("root")
+
+    @property
+    def encoder(self) -> str:
+        """The digest of the encoder."""
+        return self._text("encoder")
+
+    @property
+    def front_end(self) -> Mapping[str, Any]:
+        """How the recordings reached the encoder: the settings of the spectrograms, and how clips were cut."""
+        parts = [self.about.get(name, {}) for name in ("front_end", "clips")]
+        return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
+
+    def _text(self, name: str) -> str:
+        found = self.about.get(name)
+        return found if isinstance(found, str) and "\0" not in found else ""
+
+    def has(self, name: str) -> bool:
+        return (self.folder / f"{name}.npy").exists()
+
+    def array(self, name: str, *dimensions: int) -> np.ndarray:
+        """The array NAME.npy, mapped, of one of so many dimensions (1 or 2). Raises EmbeddingsError."""
+        path = self.folder / f"{name}.npy"
+        if not path.exists():
+            there = ", ".join(sorted(p.stem for p in self.folder.glob("*.npy")))
+            raise EmbeddingsError(f"{self.folder} has no {name}.npy; expected one of: {there}")
+        try:
+            x = files.array(files.inside(self.folder, path.name))
+        except files.FileError as error:
+            raise EmbeddingsError(f"{error}; embed again") from error
+        if x.ndim not in (dimensions or (1, 2)) or len(x) != self.n or x.dtype.kind not in "fiu" or 0 in x.shape[1:]:
+            raise EmbeddingsError(f"{path} holds {x.dtype} {x.shape}; expected {self.n} rows of numbers; embed again")
+        return x
+
+    def places(self) -> Places:
+        """Path, times and clock of every row. Raises EmbeddingsError."""
+        if not (self.folder / ROWS).exists():
+            raise EmbeddingsError(
+                f"{self.folder} does not say where its rows lie (no {ROWS}): an older version made it; embed again"
+            )
+        try:
+            with columnar.native(files.inside(self.folder, ROWS)) as file:
+                table = pq.read_table(file)
+            kinds = {"path": pa.string(), "start": pa.float64(), "end": pa.float64(), "clock": pa.string()}
+            columns = {name: table.column(name).cast(kind) for name, kind in kinds.items()}
+            for column in columns.values():
+                column.validate(full=True)
+            if table.num_rows != self.n:
+                raise ValueError(f"it has {table.num_rows} rows, and there are {self.n}")
+        except files.FileError as error:
+            raise EmbeddingsError(f"{error}; embed again") from error
+        except (pa.ArrowException, ValueError, KeyError) as error:
+            raise EmbeddingsError(f"{self.folder / ROWS} cannot be read: {files.said(error)}; embed again") from error
+        texts = {name: [value or "" for value in columns[name].to_pylist()] for name in ("path", "clock")}
+        start, end = (columns[name].to_numpy(zero_copy_only=False).astype(np.float64) for name in ("start", "end"))
+        return Places(texts["path"], start, end, texts["clock"])
+
+
+def read(folder: str | pathlib.Path) -> Embeddings:
+    """Opens a folder of `jaxtrain embed`. Raises EmbeddingsError: it is none, or is not finished."""
+    folder = pathlib.Path(folder).expanduser()
+    try:
+        about = files.read_json(files.inside(folder, ABOUT))
+    except files.FileError as error:
+        raise EmbeddingsError(f"{folder} holds no embeddings ({error}); make them with `jaxtrain embed`") from error
+    names = about.get("class_names")
+    is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    counts = all(type(about.get(key)) is int for key in ("done", "rows"))
+    if not is_text or not counts or type(about.get("multilabel")) is not bool:
+        raise EmbeddingsError(f"{folder / ABOUT} does not describe embeddings; make them with `jaxtrain embed`")
+    settings = about.get("front_end", DEFAULT.settings)  # of before it was a choice
+    if not isinstance(settings, dict) or settings.keys() != DEFAULT.settings.keys():
+        raise EmbeddingsError(f"{folder / ABOUT} has front_end {str(settings)[:80]!r}; embed again")
+    if about["done"] < about["rows"]:
+        raise EmbeddingsError(
+            f"{folder} holds {about['done']} of {about['rows']} embeddings; rerun the same `jaxtrain embed` to resume"
+        )
+    return Embeddings(folder, about, about["rows"], tuple(names))

@@ -1,0 +1,319 @@
+"""Windows that people judge: what is shown of them, and the table of answers, which is written at each of them.
+
+The table has a line for each answer: file, start, end, label, answer, asked, score. Where the answer is "yes" the label is what
+is heard; where it is "no" or "skip" it is empty, and ``asked`` has the class that was shown. `jaxtrain fit` and
+`jaxtrain index` read it.
+"""
+
+import csv
+import io
+import os
+import pathlib
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import soundfile
+
+from jaxtrain.workloads.bird.inference import detect, embeddings
+from jaxtrain.workloads.bird.inference.neighbours import Alike
+from loaders import _rust
+from loaders.audio import spectrogram
+from loaders.audio.front_end import RATES, FrontEnd
+from loaders.audio.recordings import tables
+from loaders.audio.recordings.sources import END, FILE, LABEL, START
+from loaders.chat import codec
+from loaders.io import atomic_write, files
+
+COLUMNS = ("file", "start", "end", "label", "answer", "asked", "score")
+ANSWERS = ("yes", "no", "skip")
+CONTEXT = 1.0  # [s] of sound before and after a window
+LONGEST = 60.0  # [s] of a window that is played and drawn
+RATE = 48_000  # [Hz] that a browser is given at most
+PICTURE = 32_000  # [Hz] of a picture's sound, at least: lower rates would leave its low bands empty
+NEIGHBOURS = 6
+MOST_NAME = 200  # [characters] of a class
+
+
+class ReviewError(ValueError):
+    """A table, a recording or an answer that cannot be used."""
+
+
+class Item(NamedTuple):
+    """A window to judge. Times in s."""
+
+    path: str  # absolute
+    name: str  # below the root
+    start: float
+    end: float
+    label: str  # what it may be; "": nothing is claimed
+    score: float  # nan where there is none
+    clock: str
+
+
+class Session:
+    """The windows of a table in the order in which they are shown, and the answers so far. Safe for several threads."""
+
+    def __init__(self, items: Sequence[Item], out: pathlib.Path, alike: Alike | None = None):
+        """Reads earlier answers from ``out``. Raises ReviewError.
+
+        Args:
+          alike: which windows sound alike; None: that is not shown.
+        """
+        self.items, self._out, self._alike = items, out, alike
+        self._lock = threading.Lock()
+        self._answers: dict[tuple[str, str, str, str], dict[str, str]] = {}
+        self._at = {self._key(item): i for i, item in enumerate(items)}
+        self._by_recording: dict[str, list[int]] = defaultdict(list)
+        for i in sorted(range(len(items)), key=lambda i: items[i].start):
+            self._by_recording[items[i].name].append(i)
+        if out.exists():
+            table = tables.Table(out, tables.text_of(out))
+            if table.columns != list(COLUMNS):
+                raise ReviewError(f"--out {out} is no table of answers; name a new file")
+            for _, row in table.rows():
+                self._answers[row["file"], row["start"], row["end"], row["asked"]] = dict(row)
+        self.labels = sorted(
+            {item.label for item in items if item.label} | {a["label"] for a in self._answers.values() if a["label"]}
+        )
+
+    @staticmethod
+    def _key(item: Item) -> tuple[str, str, str, str]:
+        return item.name, _seconds(item.start), _seconds(item.end), item.label
+
+    def about(self, number: int) -> dict[str, Any]:
+        """What the page shows of a window. Raises IndexError."""
+        item = self.items[number]
+        found = self._answers.get(self._key(item), {})
+        near = sorted(self._by_recording[item.name], key=lambda i: abs(self.items[i].start - item.start))[1 : NEIGHBOURS + 1]
+        return {
+            "number": number,
+            "file": item.name,
+            "start": item.start,
+            "end": item.end,
+            "label": item.label,
+            "score": None if np.isnan(item.score) else item.score,
+            "clock": item.clock,
+            "answer": found.get("answer", ""),
+            "said": found.get("label", ""),
+            "neighbours": [
+                {"number": i, "start": self.items[i].start, "label": self.items[i].label, "score": _number(self.items[i].score)}
+                for i in sorted(near, key=lambda i: self.items[i].start)
+            ],
+            "alike": [
+                {
+                    "number": i,
+                    "label": self.items[i].label,
+                    "cosine": round(cosine, 3),
+                    "answer": self._answers.get(self._key(self.items[i]), {}).get("answer", ""),
+                    "said": self._answers.get(self._key(self.items[i]), {}).get("label", ""),
+                }
+                for i, cosine in (self._alike.near(number, NEIGHBOURS) if self._alike else ())
+            ],
+        }
+
+    def counts(self) -> dict[str, int]:
+        """How many windows there are, and how many answers of each kind."""
+        with self._lock:
+            kinds = [self._answers[key]["answer"] for key in self._at if key in self._answers]
+        return {"items": len(self.items), **{kind: kinds.count(kind) for kind in ANSWERS}}
+
+    def first_open(self) -> int:
+        """The first window without an answer; the last one where all have one."""
+        with self._lock:
+            return next((i for i, item in enumerate(self.items) if self._key(item) not in self._answers), len(self.items) - 1)
+
+    def answer(self, number: int, answer: str, label: str = "") -> None:
+        """Notes an answer, in the place of an earlier one, and writes the table. Raises ReviewError, IndexError, OSError."""
+        if answer not in ANSWERS:
+            raise ReviewError(f"the answer is {answer[:20]!r}; expected one of: {', '.join(ANSWERS)}")
+        label = " ".join(label.split())
+        if len(label) > MOST_NAME or any(ord(c) < 32 for c in label):
+            raise ReviewError(f"the class has {len(label)} characters; use at most {MOST_NAME}")
+        item = self.items[number]
+        said = (label or item.label) if answer == "yes" else ""
+        if answer == "yes" and not said:
+            raise ReviewError("nothing says which class it is; name one")
+        row = dict(zip(COLUMNS, (*self._key(item)[:3], said, answer, item.label, _text(item.score)), strict=True))
+        with self._lock:
+            before = self._answers.pop(self._key(item), None)
+            self._answers[self._key(item)] = row
+            try:
+                atomic_write.write(self._out, self._table())
+            except OSError:
+                self._answers.pop(self._key(item))
+                if before:
+                    self._answers[self._key(item)] = before
+                raise
+            if said and said not in self.labels:
+                self.labels = sorted([*self.labels, said])
+
+    def _table(self) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows([row[name] for name in COLUMNS] for row in self._answers.values())
+        return text.getvalue()
+
+
+def read(given: str, *, root: str = "", order: str = "table", label: str = "") -> list[Item]:
+    """The windows of a table: what `jaxtrain detect` or `jaxtrain search` wrote, or any with file, start, end and label.
+
+    Args:
+      root: the folder that every recording must lie below; empty: of a search, that of its embeddings; else the nearest folder
+        that holds all.
+      label: of these alone; of a table without labels: what all of them may be.
+
+    Raises ReviewError: a table without the columns, or that names recordings that are not there or not below the root.
+    """
+    path = pathlib.Path(given).expanduser()
+    if path.is_dir():
+        root = root or _root_of(path)
+        path = path / "detections.csv"
+    if not path.is_file():
+        raise ReviewError(f"{path} does not exist; name a folder of `jaxtrain detect`, or a table of `jaxtrain search`")
+    table = tables.Table(path, tables.text_of(path))
+    file, start, end = table.find(*FILE), table.find(*START), table.find(*END)
+    names, score = table.find(*LABEL), table.find("score", "confidence")
+    clock, of = table.find("clock"), table.find("embeddings")
+    if not file or not start or not end:
+        raise ReviewError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start and end")
+    roots: dict[str, str] = {}
+    rows = []
+    for number, row in table.rows():
+        where = f"{path}:{number}"
+        try:
+            times = [tables.number(row.get(column)) for column in (start, end)]
+            value = tables.number(row.get(score or ""))
+        except ValueError:
+            times, value = [None, None], None
+        if None in times or not 0 <= times[0] < times[1]:  # type: ignore[operator]
+            raise ReviewError(f"{where}: the times {row.get(start)!r} to {row.get(end)!r} are no part of a recording")
+        folder = root
+        if not folder and of:
+            if row.get(of, "") not in roots:
+                roots[row.get(of, "")] = embeddings.read(row.get(of, "")).root
+            folder = roots[row.get(of, "")]
+        place = os.path.normpath(os.path.join(os.path.abspath(folder or path.parent), row.get(file, "")))
+        name = row.get(names or "") or label
+        if not label or name == label:
+            rows.append((place, times[0], times[1], name, float("nan") if value is None else value, row.get(clock or "", "")))
+    if not rows:
+        raise ReviewError(f"{path} has no line{f' of the class {label!r}' if label else ''} to review")
+    tops = set(roots.values()) - {""}
+    top = os.path.abspath(os.path.expanduser(root or (tops.pop() if len(tops) == 1 else "")) or ".")
+    if not root and not roots:
+        top = os.path.commonpath([os.path.dirname(row[0]) for row in rows])
+    for place in sorted({row[0] for row in rows}):
+        inside = os.path.join(os.path.realpath(top), "")
+        if not os.path.realpath(place).startswith(inside):
+            raise ReviewError(f"{path} names {place}, which is not below {top}; name the folder of the recordings: --root")
+        if not os.path.isfile(place):
+            raise ReviewError(f"{path} names {place}, which is not there; name the folder of the recordings: --root")
+    items = [Item(row[0], os.path.relpath(row[0], top).replace(os.sep, "/"), *row[1:]) for row in rows]  # type: ignore[arg-type]
+    return ordered(items, order)
+
+
+def _root_of(folder: pathlib.Path) -> str:
+    """The root of the recordings that a folder of `jaxtrain detect` is about; "" where it does not say."""
+    try:
+        found = files.read_json(files.inside(folder, detect.ABOUT)).get("root")
+    except files.FileError as error:
+        raise ReviewError(f"{error}; name a folder of `jaxtrain detect`, or a table") from error
+    return found if isinstance(found, str) and "\0" not in found else ""
+
+
+def ordered(items: Sequence[Item], order: str) -> list[Item]:
+    """Windows in an order: as they are, the best first, the least certain first, or those of one recording apart."""
+    unsure = lambda item: abs((0.0 if np.isnan(item.score) else item.score) - 0.5)  # noqa: E731
+    if order == "best":
+        return sorted(items, key=lambda item: -(0.0 if np.isnan(item.score) else item.score))
+    if order == "uncertain":
+        return sorted(items, key=unsure)
+    if order == "diverse":
+        turn: dict[tuple[str, str], int] = defaultdict(int)
+        keyed: list[tuple[int, float, int, Item]] = []
+        for item in sorted(items, key=unsure):
+            keyed.append((turn[item.label, item.name], unsure(item), len(keyed), item))
+            turn[item.label, item.name] += 1
+        return [item for _, _, _, item in sorted(keyed, key=lambda row: row[:3])]
+    return list(items)
+
+
+def wave(item: Item) -> tuple[np.ndarray, int, float]:
+    """The sound of a window and a little around it: float32 [n], its rate, and where the window begins in it [s].
+
+    Raises ReviewError.
+    """
+    try:
+        if item.path.lower().endswith((".wav", ".flac", ".ogg", ".oga", ".mp3", ".rf64", ".w64")):
+            with soundfile.SoundFile(item.path) as file:  # by its seek: a recording may be a day long
+                rate, n = file.samplerate, file.frames
+                first, length = _part(item, rate, n)
+                file.seek(first)
+                x = file.read(length, dtype="float32", always_2d=True).mean(1)
+        else:
+            content = files.read(pathlib.Path(item.path), most=codec.MOST_RECORDING)
+            _, rate, n = spectrogram.decode(content, 0, 0)
+            first, length = _part(item, rate, n)
+            x = spectrogram.decode(content, first, length)[0]
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ReviewError(f"{item.name}: {str(error)[:200]}") from error
+    return np.nan_to_num(x).astype(np.float32), rate, item.start - first / rate
+
+
+def _part(item: Item, rate: int, n: int) -> tuple[int, int]:
+    first = max(0, round((item.start - CONTEXT) * rate))
+    last = min(n, round((min(item.end, item.start + LONGEST) + CONTEXT) * rate))
+    if first >= last:
+        raise ValueError(f"it has {n / rate:.3f} s, and the window begins at {item.start:g} s")
+    return first, last - first
+
+
+def sound(item: Item) -> bytes:
+    """A WAV of 16 bits of `wave`, as loud as it can be. Raises ReviewError."""
+    x, rate, _ = wave(item)
+    if rate > RATE:
+        x, rate = _rust.resample(np.ascontiguousarray(x), rate, RATE), RATE
+    file = io.BytesIO()
+    soundfile.write(file, 0.9 * x / max(float(np.abs(x).max(initial=0)), 1e-4), rate, format="WAV", subtype="PCM_16")
+    return file.getvalue()
+
+
+def picture(item: Item) -> bytes:
+    """A PNG of the log-mel spectrogram of `wave`, low bands at the bottom, with lines where the window begins and ends.
+
+    It has all that the recording holds, up to half of its rate, whatever an encoder hears of it. Raises ReviewError.
+    """
+    from PIL import Image
+
+    x, rate, begins = wave(item)
+    of = FrontEnd(sample_rate=min(max(rate, PICTURE), RATES[1]))
+    seconds = max(len(x) / rate, 2 * of.window_ms / 1e3)
+    mel = spectrogram.front_end(
+        x, rate, clip_seconds=seconds, n_frames=of.n_clip_frames(round(seconds * of.sample_rate)), of=of
+    )
+    low, high = np.percentile(mel, [20, 99.7])
+    grey = np.clip((mel - low) / max(high - low, 1e-3), 0, 1)
+    grey = (255 * (1 - grey.T[::-1])).astype(np.uint8)
+    for at in (begins, begins + min(item.end - item.start, LONGEST)):
+        column = round(at * of.sample_rate / of.hop)
+        if 0 < column < grey.shape[1] - 1:
+            grey[::4, column] = 128
+    file = io.BytesIO()
+    Image.fromarray(grey).resize((min(1200, max(300, 2 * grey.shape[1])), 256)).save(file, "PNG")
+    return file.getvalue()
+
+
+def _seconds(value: float) -> str:
+    return repr(round(value, 6))
+
+
+def _number(value: float) -> float | None:
+    return None if np.isnan(value) else round(value, 4)
+
+
+def _text(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.4f}"

@@ -1,0 +1,231 @@
+"""The rows of embeddings that are nearest to a query by cosine, or that a fitted head gives most: exact, in one pass.
+
+Beyond some millions of rows, `nearest_by_index` asks an index of usearch, and computes the cosines of what it gives.
+"""
+
+import hashlib
+import heapq
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.arrays import stored
+from jaxtrain.types import PyTree
+from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.bird.inference import embed, heads
+from jaxtrain.workloads.bird.inference.embeddings import Embeddings, EmbeddingsError
+from jaxtrain.workloads.bird.inference.heads import Head
+from loaders.audio import spectrogram
+from loaders.base import DataError
+from loaders.io import atomic_write, machine
+
+CHUNK = 1 << 26  # [values] of embeddings that are looked at together
+
+
+class Hit(NamedTuple):
+    """A row that was found."""
+
+    score: float  # cosine, or the head's score
+    folder: int  # number of its folder
+    row: int
+    query: int  # number of the nearest query
+
+
+def nearest(folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int) -> list[Hit]:
+    """The ``top`` rows whose features have the highest cosine with any of the queries, float32 [Q, D]; the best first.
+
+    Raises EmbeddingsError.
+    """
+    units = _unit(queries)
+
+    def score(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        cosine = _unit(x) @ units.T
+        best = cosine.argmax(1)
+        return cosine[np.arange(len(x)), best], best
+
+    _refuse_width(folders, queries, kind)
+    return _best(folders, kind, score, top)
+
+
+def nearest_by_index(
+    folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int, note: Callable[[str], None] = lambda text: None
+) -> list[Hit]:
+    """`nearest`, with the candidates of an index of usearch, which is made once for each folder: a few rows may be missed.
+
+    Raises EmbeddingsError: usearch is not installed, too.
+    """
+    _refuse_width(folders, queries, kind)
+    units, hits = _unit(queries), []
+    for number, each in enumerate(folders):
+        index = _index(each, kind, note)
+        count = min(max(2 * top, 64), len(index))
+        index.expansion_search = max(4 * count, 256)
+        rows = np.unique(np.concatenate([index.search(unit, count).keys for unit in units] or [np.zeros(0)])).astype(np.int64)
+        cosine = _unit(np.asarray(each.array(kind, 2)[rows], np.float32)) @ units.T
+        best = cosine.argmax(1)
+        hits += [Hit(float(cosine[i, q]), number, int(rows[i]), int(q)) for i, q in enumerate(best)]
+    return heapq.nsmallest(top, hits, key=lambda hit: (-hit.score, hit.folder, hit.row))
+
+
+def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
+    """The index over a folder's rows, made at its first use and kept in the user's cache.
+
+    It is never read out of the folder, which may come from anyone.
+    """
+    try:
+        from usearch.index import Index
+    except ImportError as error:
+        raise EmbeddingsError("--approximate needs usearch: pip install 'jaxtrain[search]'") from error
+    x, weight = folder.array(kind, 2), folder.array("weight", 1)
+    stats = [(name, (found := (folder.folder / f"{name}.npy").stat()).st_size, found.st_mtime_ns) for name in (kind, "weight")]
+    key = hashlib.sha256(f"{folder.folder.resolve()} {folder.encoder} {stats}".encode()).hexdigest()[:24]
+    place = machine.cache_folder("search", f"{key}.usearch")
+    if place.is_file() and (index := Index.restore(place, view=True)) is not None:
+        return index
+    index = Index(ndim=x.shape[1], metric="cos", dtype="f16")
+    step = max(1, CHUNK // x.shape[1])
+    for first in range(0, folder.n, step):
+        part, good = np.asarray(x[first : first + step], np.float32), np.asarray(weight[first : first + step]) > 0
+        rows = np.flatnonzero(good & np.isfinite(part).all(1))
+        if len(rows):
+            index.add(rows + first, part[rows], threads=machine.cores())
+        note(f"{folder.folder}: {min(first + step, folder.n)} of {folder.n} rows are in the index {place}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = place.with_name(f".{place.name}.{os.getpid()}")
+    with atomic_write.naming(place):
+        try:
+            index.save(partial)
+            partial.replace(place)
+        finally:
+            partial.unlink(missing_ok=True)
+    return index
+
+
+def _refuse_width(folders: Sequence[Embeddings], queries: np.ndarray, kind: str) -> None:
+    for each in folders:
+        if (have := each.array(kind, 2).shape[1]) != queries.shape[1]:
+            raise EmbeddingsError(f"{each.folder} has {have} features, and the query {queries.shape[1]}; search with one run's")
+
+
+def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) -> list[Hit]:
+    """The ``top`` rows by a head's score of a class; the best first. Raises EmbeddingsError, HeadError."""
+    kind = "patches" if head.kind == "patches" else head.pool
+    for each in folders:
+        width = each.array(kind, 4 if kind == "patches" else 2).shape[-1]
+        heads.refuse_other(head, digest=each.encoder, width=width, front_end=each.front_end, run=str(each.folder))
+    arrays = {name: jnp.asarray(x) for name, x in head.arrays.items()}
+
+    @jax.jit
+    def compute(x: jax.Array) -> jax.Array:
+        z = heads.logits(head.kind, arrays, x.reshape(len(x), -1, x.shape[-1])[:, 0], x.reshape(len(x), -1, x.shape[-1]))
+        return (jax.nn.softmax(z) if head.scores == "softmax" else jax.nn.sigmoid(z))[:, label]
+
+    def score(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.asarray(compute(x)), np.zeros(len(x), np.int64)
+
+    return _best(folders, kind, score, top)
+
+
+def _best(
+    folders: Sequence[Embeddings], kind: str, score: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]], top: int
+) -> list[Hit]:
+    found: list[Hit] = []
+    for number, each in enumerate(folders):
+        x, weight = each.array(kind, 4 if kind == "patches" else 2), each.array("weight", 1)
+        step = max(1, CHUNK // int(np.prod(x.shape[1:])))
+        for first in range(0, each.n, step):
+            scores, query = score(np.asarray(x[first : first + step], np.float32))
+            scores = np.where((np.asarray(weight[first : first + step]) > 0) & np.isfinite(scores), scores, -np.inf)
+            rows = np.argpartition(-scores, min(top, len(scores)) - 1)[:top]
+            hits = [Hit(float(scores[i]), number, first + int(i), int(query[i])) for i in rows if np.isfinite(scores[i])]
+            found = heapq.nsmallest(top, [*found, *hits], key=lambda hit: (-hit.score, hit.folder, hit.row))
+    return found
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    x = np.asarray(x, np.float32)
+    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-9)
+
+
+def split_query(text: str) -> tuple[str, float | None]:
+    """A query's file or folder, and what is behind its last @: seconds, or a row. Raises EmbeddingsError."""
+    name, at, number = text.rpartition("@")
+    if not at or pathlib.Path(text).expanduser().exists():
+        return text, None
+    try:
+        value = float(number)
+    except ValueError:
+        return text, None
+    if not 0 <= value < float("inf"):
+        raise EmbeddingsError(f"the query {text!r} ends in @{number}; expected seconds, or the number of a row")
+    return name, value
+
+
+def run_of(folder: Embeddings) -> str:
+    """The run that a folder says it was made by. Raises EmbeddingsError: it names none, or an address."""
+    run = folder.about.get("model")
+    if not isinstance(run, str) or not run or "\0" in run:
+        raise EmbeddingsError(f"{folder.folder} does not say which run made it; name the run: --run")
+    if stored.is_address(run):
+        raise EmbeddingsError(
+            f"{folder.folder} was made by the address {run[:200]!r}, which is connected to only if you trust it and name it "
+            "with --run"
+        )
+    return run
+
+
+def of_row(folder: Embeddings, row: float, kind: str) -> np.ndarray:
+    """The features of a row, float32 [D]. Raises EmbeddingsError."""
+    if row != int(row) or not 0 <= row < folder.n:
+        raise EmbeddingsError(f"{folder.folder} has no row {row:g}; its rows are 0 to {folder.n - 1}")
+    return np.array(folder.array(kind, 2)[int(row)], np.float32)
+
+
+class Encoder:
+    """Embeds clips as a folder was embedded, by its run."""
+
+    def __init__(self, run: str, folder: Embeddings, kind: str):
+        """Raises StoredError, EmbedError, ConfigError; EmbeddingsError: it is not the encoder of the folder."""
+        self._model, self._kind = embed.load(run), kind
+        if folder.encoder != self._model.digest:
+            raise EmbeddingsError(
+                f"{folder.folder} is of the encoder {folder.encoder or '(unknown)'}, and {run} holds {self._model.digest}; "
+                "name the run, and step, that it was made by: --run"
+            )
+        self._data = embed.data_config(self._model, label="", multilabel=False, train="demo", test="")  # which are not read
+        for where, text in self._data.problems():
+            raise EmbeddingsError(f"{run}: its config.data.{where} {text}")
+
+    def clip(self, path: str, start: float | None) -> np.ndarray:
+        """The features of the window that begins at ``start`` [s], None: of the file's centre; float32 [D].
+
+        Raises DataError: the file cannot be read, or ends before.
+        """
+        try:
+            content = pathlib.Path(path).expanduser().read_bytes()
+            _, rate, frames = spectrogram.decode(content, 0, 0)
+            rate = round(rate * self._data.time_expansion)
+            length = round(self._data.clip_seconds * rate)
+            first = max(0, (frames - length) // 2) if start is None else round(start * rate)
+            if first >= frames:
+                raise DataError(f"{path} has {frames / rate:.3f} s, and the query begins at {start} s")
+            first = max(0, min(first, frames - length))
+            wave, _, _ = spectrogram.decode(content, first, min(length, frames - first))
+        except (OSError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        c, data = self._model.config, self._data
+        x = spectrogram.front_end(wave, rate, clip_seconds=data.clip_seconds, n_frames=data.n_frames, of=data)
+
+        @jax.jit
+        def features(params: PyTree, x: jax.Array) -> jax.Array:
+            tokens = vit.encode(c, params, x)
+            return vit.pooled(c, params, tokens.patches if self._kind == "mean" else tokens.cls)
+
+        return np.asarray(features(self._model.params, x[None]))[0]

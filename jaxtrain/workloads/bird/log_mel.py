@@ -1,0 +1,84 @@
+"""The spectrogram of a waveform on the device, inside the step: the numbers of the loader's (rust/core/src/fbank.rs).
+
+Kaldi's log-mel filter bank (feat/feature-window.cc, feat/mel-computations.cc) of a front end, by default 800 samples every 320
+at 32 kHz and 128 mels. Of each whole frame: its mean subtracted, y[i] = x[i] - 0.97 x[i - 1], a symmetric Hann window, zeros up
+to a power of two, |FFT|², triangles in mel(f) = 1127 ln(1 + f / 700), and ln(max(energy, 2⁻²³)). Tables are made in float64,
+everything else is float32.
+
+Shapes: … any, R waveforms, N samples, F whole frames of them, W mels.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.types import Array, Shard
+from loaders.audio.front_end import DEFAULT, FrontEnd
+
+EMPHASIS, FLOOR = 0.97, 2.0**-23
+FULL = 32768  # the int16 that would be 1.0
+PARTS = 16  # slices that frames are made of, at most, where samples that window and hop share decide them
+
+
+def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
+    """Samples [..., N], int16 at the front end's rate, as the model sees them: float32 [..., n_frames, W].
+
+    The first ``n_frames`` frames; missing ones hold the minimum of those that are there; then (x - mean) / (2 std).
+    """
+    x_rfw = log_mel(wave.reshape(-1, wave.shape[-1])[:, : of.window + (n_frames - 1) * of.hop], of)
+    missing = n_frames - x_rfw.shape[1]
+    least_r11 = x_rfw.min((1, 2), keepdims=True)
+    x_rfw = jnp.concatenate([x_rfw, jnp.broadcast_to(least_r11, (x_rfw.shape[0], missing, of.n_mels))], axis=1)
+    return ((x_rfw - of.mean) / of.scale).reshape(*wave.shape[:-1], n_frames, of.n_mels)
+
+
+def split(wave: Array, n_frames: int, shard: Shard, of: FrontEnd = DEFAULT) -> Array:
+    """`spectrogram` of rows [B, …] that devices share: each makes its own, where XLA would gather them for the transform."""
+    axes = ("batch", *(None,) * (wave.ndim - 1))
+    shape = (*wave.shape[:-1], n_frames, of.n_mels)
+    make = functools.partial(spectrogram, n_frames=n_frames, of=of)
+    return shard.local(make, (wave,), (axes,), shard.spec(shape, (*axes, None)))
+
+
+def log_mel(x_rn: Array, of: FrontEnd = DEFAULT) -> Array:
+    """ln of the mel energies of int16 samples [R, N], at least a window of them: float32 [R, F, W]."""
+    # In integers, for of a loud constant what float32 left of it would be heard.
+    frames_rfn = _frames(x_rn.astype(jnp.int32), of.window, of.hop)
+    y_rfn = frames_rfn * of.window - frames_rfn.sum(-1, keepdims=True)
+    y_rfn = y_rfn.astype(jnp.float32) / (of.window * FULL)
+    before_rfn = jnp.concatenate([y_rfn[..., :1], y_rfn[..., :-1]], axis=-1)  # the first has weight 0
+    window_n, bands_kw = tables(of)
+    n_fft = 2 * bands_kw.shape[0]
+    spectrum_rfk = jnp.fft.rfft((y_rfn - EMPHASIS * before_rfn) * window_n[None, None], n_fft)[..., : n_fft // 2]
+    power_rfk = jnp.square(spectrum_rfk.real) + jnp.square(spectrum_rfk.imag)
+    energy_rfw = jnp.einsum("rfk,kw->rfw", power_rfk, bands_kw, precision=jax.lax.Precision.HIGHEST)
+    return jnp.log(jnp.maximum(energy_rfw, FLOOR))
+
+
+def _frames(x_rn: Array, window: int, hop: int) -> Array:
+    """Whole frames [R, F, window], as slices of the same parts side by side: a gather could not be split over devices."""
+    f = 1 + (x_rn.shape[1] - window) // hop
+    part = math.gcd(window, hop)
+    if window // part > PARTS:
+        part = hop  # and the last slice holds more than the window
+    n_slices, each = -(-window // part), hop // part
+    n = (each * (f - 1) + n_slices) * part
+    x_rn = jnp.pad(x_rn[:, :n], ((0, 0), (0, max(0, n - x_rn.shape[1]))))
+    parts_rmp = x_rn.reshape(x_rn.shape[0], -1, part)
+    slices = [parts_rmp[:, j : j + each * (f - 1) + 1 : each] for j in range(n_slices)]
+    return jnp.concatenate(slices, axis=-1)[..., :window]
+
+
+@functools.cache
+def tables(of: FrontEnd) -> tuple[np.ndarray, np.ndarray]:
+    """Of a front end, float32: the window [N], and the triangles [transform's size / 2, W]."""
+    half = 1 << ((of.window - 1).bit_length() - 1)
+    window_n = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(of.window) / (of.window - 1))
+    mel = lambda hz: 1127.0 * np.log1p(hz / 700.0)  # noqa: E731
+    low = mel(of.f_min)
+    step = (mel(of.highest) - low) / (of.n_mels + 1)
+    at_kw = ((mel(np.arange(half) * of.sample_rate / (2 * half)) - low) / step)[:, None] - np.arange(of.n_mels)[None]
+    return window_n.astype(np.float32), np.maximum(np.minimum(at_kw, 2 - at_kw), 0).astype(np.float32)

@@ -1,0 +1,130 @@
+"""Prediction of masked patches from visible ones (He et al. 2022): the masks, the decoder, the error.
+
+The caller chooses what the decoder predicts: a patch's own values (a masked autoencoder), or another encoder's features of it.
+
+Shapes: B batch, N patches, V visible patches, D embed of the encoder, E of the decoder, P values predicted for a patch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config import Section
+from jaxtrain.nn.layers import layer_norm, product, spread
+from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
+from jaxtrain.types import Array, Key, PyTree, Shard, Spec
+from jaxtrain.workloads.bird import vit
+from loaders.io import checks
+
+VARIANCE_EPS = 1e-6  # added to a patch's variance
+
+
+@dataclass(frozen=True)
+class Decoder(Section):
+    """Width and depth of the decoder."""
+
+    embed: int = 512  # [values] width of a token
+    depth: int = 8  # [layers] of the decoder
+    heads: int = 8  # [heads] of the attention
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from checks.at_least(self, 1, "embed", "depth", "heads")
+        if self.heads > 0 and self.embed % self.heads:
+            yield "heads", f"is {self.heads}, which does not divide embed={self.embed}"
+
+    def stack(self, c: vit.Config) -> vit.Stack:
+        remat = "none" if c.remat == "none" else "full"
+        return vit.Stack(self.embed, self.depth, self.heads, 4 * self.embed, dtype=c.dtype, remat=remat)
+
+
+class Masks(NamedTuple):
+    masked: Array  # float32 [B, N], 1 where a patch is masked; the same number in every row
+    visible: Array  # float32 [B, V, N], one-hot: the others, in order
+
+
+def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> Masks:
+    """Masks of exactly ``n_masked`` patches, of blocks of ``block`` × ``block`` at random places as far as possible.
+
+    As many blocks as would fill the number without overlap, then single patches until it is reached.
+    """
+    rows, columns = grid
+    n = rows * columns
+    high, wide = min(block, rows), min(block, columns)
+    # Blocks may stand over the edges, or patches there would be masked less often than others.
+    places = (rows + high - 1, columns + wide - 1)
+    n_blocks = n_masked // (high * wide)
+
+    def mask(key: Key) -> Array:
+        key_blocks, key_rest = jax.random.split(key)
+        drawn = (rank(jax.random.uniform(key_blocks, (places[0] * places[1],))) < n_blocks).reshape(places)
+        covered = jnp.zeros(grid, bool)
+        for i in range(high):
+            for j in range(wide):
+                covered |= drawn[i : i + rows, j : j + columns]
+        # Covered patches come first, and they are never too many.
+        return rank(jax.random.uniform(key_rest, (n,)) - covered.reshape(n)) < n_masked
+
+    masked_bn = jax.vmap(mask)(key_b)
+    place_bn = jnp.cumsum(~masked_bn, axis=1) - 1
+    visible_bvn = ~masked_bn[:, None] & (place_bn[:, None] == jnp.arange(n - n_masked)[None, :, None])
+    return Masks(masked_bn.astype(jnp.float32), visible_bvn.astype(jnp.float32))
+
+
+def rank(x_n: Array) -> Array:
+    """int32 [N]: each value's place in ascending order, equal ones by their own; by comparison, since sorting gathers."""
+    i = jnp.arange(x_n.shape[0])
+    before_nm = (x_n[None] < x_n[:, None]) | ((x_n[None] == x_n[:, None]) & (i[None] < i[:, None]))
+    return before_nm.sum(1)
+
+
+def decoder_specs(c: vit.Config, d: Decoder, size: int) -> PyTree:
+    """The parameters of a decoder that predicts ``size`` values for each patch."""
+    e = d.embed
+    return {
+        "w_in": Spec((c.embed, e), ("embed", "mlp"), fan_in(c.embed)),
+        "b_in": Spec((e,), ("mlp",), zeros),
+        "bias_mask": Spec((c.embed,), ("embed",), truncated_normal(0.02)),
+        "bias_pos": Spec((c.n_patches, e), ("seq", "embed"), truncated_normal(0.02)),
+        "layers": vit.stack_specs(d.stack(c)),
+        "scale": Spec((e,), ("embed",), ones),
+        "bias": Spec((e,), ("embed",), zeros),
+        "w_out": Spec((e, size), ("embed", "patch"), fan_in(e)),
+        "b_out": Spec((size,), ("patch",), zeros),
+    }
+
+
+def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: Masks, shard: Shard) -> Array:
+    """float32 [B, N, P]: predictions for all patches from the encoder's states of the visible ones.
+
+    The mean CLS goes first, without a position; a learned token stands where a patch is masked.
+    """
+    filled_bnd = jnp.einsum("bvn,bvd->bnd", masks.visible, seen.patches, precision=vit.EXACT)
+    filled_bnd += masks.masked[:, :, None] * params["bias_mask"][None, None]
+    x_btd = jnp.concatenate([seen.cls.mean(1, keepdims=True), filled_bnd], axis=1)
+    x_bte = product("btd,de->bte", x_btd, params["w_in"], shard)
+    x_bte += spread(params["b_in"], x_bte.shape, shard)
+    x_bte += spread(jnp.pad(params["bias_pos"], ((1, 0), (0, 0))), x_bte.shape, shard)
+    x_bte = vit.run_stack(d.stack(c), params["layers"], x_bte, shard)[:, 1:]
+    x_bne = layer_norm(x_bte.astype(jnp.float32), params["scale"], params["bias"], vit.EPS, shard)
+    y_bnp = product("bne,ep->bnp", x_bne, params["w_out"], shard)
+    return y_bnp + spread(params["b_out"], y_bnp.shape, shard)
+
+
+def decoder_flops(c: vit.Config, d: Decoder, size: int) -> int:
+    """Floating-point operations of a decoder's matrix products for one spectrogram, forward."""
+    return vit.stack_flops(d.stack(c), 1 + c.n_patches) + 2 * c.n_patches * d.embed * (c.embed + size)
+
+
+def normalised(patches_bnp: Array) -> Array:
+    """(x - mean) / sqrt(var + 1e-6) of each patch, with the variance over its P values."""
+    centred = patches_bnp - patches_bnp.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + VARIANCE_EPS)
+
+
+def masked_error(pred_bnp: Array, target_bnp: Array, masked_bn: Array) -> Array:
+    """float32 [B]: mean square over the masked patches of each row."""
+    each_bn = jnp.square(pred_bnp - target_bnp).mean(-1)
+    return (each_bn * masked_bn).sum(1) / masked_bn.sum(1)

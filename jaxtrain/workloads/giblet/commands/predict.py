@@ -1,0 +1,63 @@
+"""Predicts the fMRI of a film with a trained autoencoder, as NIfTI in the scans' own space.
+
+    jaxtrain predict RUN FOLDER --out FILE.nii.gz [--correlation FILE.nii.gz]
+
+    jaxtrain predict runs/giblet film --out predicted.nii.gz --correlation r.nii.gz
+
+RUN is a run of jaxtrain.workloads.giblet: its workdir, a step directory of it, or a folder of `jaxtrain export`. FOLDER is one
+of `jaxtrain prepare-giblet`: its film is what is seen. FILE holds a volume for each of the film's, z-scored as the training
+data were, at the place (affine) of FOLDER's mask.nii.gz. --correlation writes Pearson's r of each voxel, over the volumes,
+between the prediction and the mean of FOLDER's viewers. Interrupted, by a full disk, too, the same command goes on behind the
+volumes that are done.
+"""
+
+import argparse
+import functools
+import pathlib
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain predict", __doc__)
+    arguments.add_run(parser, ema=True)
+    parser.add_argument("folder", metavar="FOLDER", help="of `jaxtrain prepare-giblet`")
+    parser.add_argument("--out", required=True, type=pathlib.Path, metavar="FILE", help="the NIfTI to write: .nii or .nii.gz")
+    parser.add_argument("--correlation", type=pathlib.Path, metavar="FILE", help="write r of each voxel, too")
+    parser.add_argument("--mask", default="", metavar="FOLDER", help="whose mask.nii.gz says where voxels lie; default: FOLDER")
+    parser.add_argument("--follow-links", action="store_true", help="links in FOLDER may lead out of it")
+    parser.add_argument("--batch", type=arguments.positive, default=16, help="volumes computed together; default: 16")
+    args = parser.parse_args(argv)
+    for path in (args.out, args.correlation):
+        if path and not path.name.endswith((".nii", ".nii.gz")):
+            parser.error(f"{path} is no name of a NIfTI; end it in .nii or .nii.gz")
+    if args.correlation == args.out:
+        parser.error(f"--out and --correlation are the same file, {args.out}; name another")
+
+    from jaxtrain import config
+    from jaxtrain.arrays import stored
+    from jaxtrain.checkpoint import warm_start
+    from loaders.base import DataError
+
+    mistakes = (DataError, stored.StoredError, warm_start.WarmStartError, config.ConfigError)
+    return arguments.run(functools.partial(_predict, args), mistakes=mistakes)
+
+
+def _predict(args: argparse.Namespace) -> int:
+    import numpy as np
+
+    from jaxtrain.parallel import cluster
+    from jaxtrain.workloads.giblet import predict
+
+    cluster.use_compilation_cache()
+    predictor = predict.load(args.run, args.folder, step=args.step, ema=args.ema, links=args.follow_links)
+    brain = predict.read_brain(args.mask or args.folder, predictor.model.n_voxels, links=args.follow_links)
+    report = predict.write(predictor, brain, args.out, batch=args.batch)
+    if args.correlation:
+        predict.write_map(brain, report.r, args.correlation)
+    print(
+        f"{args.out}: {report.volumes} volumes of {len(report.r)} voxels; r with the viewers' mean: {report.r.mean():.3f} on "
+        f"average, {np.quantile(report.r, 0.9):.3f} at the 90 % quantile"
+    )
+    return 0

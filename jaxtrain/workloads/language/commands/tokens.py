@@ -1,0 +1,55 @@
+"""Makes token files, which loaders.text.tokens reads, of text, JSONL, Parquet or Arrow.
+
+    jaxtrain tokens OUT INPUT … --tokenizer tokenizer.json [--eos TOKEN] [--column text] [--documents file|paragraph|line]
+                                [--workers 2] [--skip 0]
+
+    jaxtrain tokens corpus/train texts/*.parquet --tokenizer=tokenizer.json --eos="<|endoftext|>" --workers=8
+
+Inputs are files, folders (all files below with a known ending) or globs. By their endings:
+
+    .txt .md          a document each, or with --documents one for each paragraph (between blank lines) or line
+    .jsonl .ndjson    a line is an object, whose --column is a document
+    .parquet          a row is a document: its --column; a row group at a time
+    .arrow            the same, as an IPC stream or file (as Hugging Face ``datasets`` writes them)
+
+--tokenizer is a file of Hugging Face ``tokenizers`` (its special tokens are not added, except --eos, which ends every
+document), or ``bytes``, which needs no file. A part of an input becomes a shard, in the order of the inputs, whatever the
+number of workers: the files are the same bytes every time. Rerun the same command to resume after the last whole shard; other
+inputs or another tokenizer are an error. Of a folder that is whole it says what it holds.
+
+A row without text (null, of another type, a line that is not JSON) is an error that names it. With --skip N up to N of them are
+skipped, counted and listed.
+"""
+
+import argparse
+import functools
+import pathlib
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain tokens", __doc__)
+    parser.add_argument("out", metavar="OUT", type=pathlib.Path, help="the folder to make, or to resume")
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", help="files, folders or globs")
+    parser.add_argument("--tokenizer", required=True, help="tokenizer.json, or bytes")
+    parser.add_argument("--eos", default="", help="token that ends every document; default: none")
+    parser.add_argument("--column", default="text", help="of JSONL, Parquet and Arrow; default: text")
+    parser.add_argument("--documents", choices=("file", "paragraph", "line"), default="file", help="of text; default: file")
+    parser.add_argument("--workers", type=arguments.positive, default=1, help="processes; default: 1")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="rows without text to skip, at most; default: 0")
+    args = parser.parse_args(argv)
+
+    from loaders.base import DataError
+    from loaders.text import tokenise
+
+    return arguments.run(functools.partial(_make, args), mistakes=(tokenise.TokensError, DataError))
+
+
+def _make(args: argparse.Namespace) -> int:
+    from loaders.text import tokenise
+
+    options = tokenise.Options(args.tokenizer, args.eos, args.column, args.documents)
+    tokenise.make(args.out, args.inputs, options, workers=args.workers, skip=args.skip)
+    return 0

@@ -1,0 +1,1 @@
+"""Audio: shards of encoded sound to padded, normalised spectrograms."""

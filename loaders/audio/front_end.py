@@ -1,0 +1,123 @@
+"""The front end of an encoder: which spectrogram a waveform becomes.
+
+Kaldi's log-mel filter bank (rust/core/src/fbank.rs, and on the device
+`jaxtrain.workloads.bird.log_mel`), at any rate, with any windows and
+bands. An encoder reads the spectrograms that it was trained on and no others: its run's config says which.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loaders.io import checks
+
+RATES = (1_000, 768_000)  # [Hz]
+WINDOWS = (16, 32_768)  # [samples] a sum of as many of 16 bits fits in 32
+HOPS = (1, 1 << 20)  # [samples]
+MELS = (1, 4096)
+
+
+@dataclass(frozen=True)
+class FrontEnd(checks.Section):
+    """That of Bird-MAE by default: 32 kHz, 25 ms every 10 ms, 128 bands from 20 Hz to 16 kHz."""
+
+    sample_rate: int = 32_000  # [Hz] of the waveform before the filter bank; recordings are resampled to it
+    window_ms: float = 25.0  # [ms] of a frame
+    hop_ms: float = 10.0  # [ms] from one frame to the next
+    n_mels: int = 128  # [bands] of a spectrogram
+    f_min: float = 20.0  # [Hz] where the lowest band begins
+    f_max: float = 0.0  # [Hz] where the highest band ends; 0 = half of sample_rate
+    mean: float = -7.2  # [ln energy] of the data's spectrograms; a row holds (x - mean) / (2 std)
+    std: float = 4.43  # [ln energy] standard deviation of the same
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from checks.within(self, f"[{RATES[0]}, {RATES[1]}]", "sample_rate")
+        rate = self.sample_rate
+        for name, (least, most) in (("window_ms", WINDOWS), ("hop_ms", HOPS)):
+            value = getattr(self, name)
+            if not math.isfinite(value) or not least <= self._samples(value) <= most:
+                text = f"is {value}; at {rate} Hz it must lie in [{1e3 * least / rate:.4g}, {1e3 * most / rate:.4g}]"
+                yield name, text
+        yield from checks.within(self, f"[{MELS[0]}, {MELS[1]}]", "n_mels")
+        if not 0 <= self.f_min < self.highest:
+            yield "f_min", f"is {self.f_min}; it must lie in [0, {self.highest:g}), below where the highest band ends"
+        if not 0 <= self.f_max <= rate / 2:
+            yield "f_max", f"is {self.f_max}; it must lie in [0, {rate / 2:g}], where 0 is half of sample_rate={rate}"
+        if not math.isfinite(self.mean):
+            yield "mean", f"is {self.mean}; it must be a number"
+        yield from checks.positive(self, "std")
+
+    @property
+    def window(self) -> int:
+        """Samples of a frame."""
+        return self._samples(self.window_ms)
+
+    @property
+    def hop(self) -> int:
+        """Samples from one frame to the next."""
+        return self._samples(self.hop_ms)
+
+    @property
+    def highest(self) -> float:
+        """Where the highest band ends, in Hz."""
+        return float(self.f_max or self.sample_rate / 2)
+
+    @property
+    def scale(self) -> float:
+        """What a row's values are divided by."""
+        return 2 * self.std
+
+    @property
+    def front_end(self) -> "FrontEnd":
+        """These fields alone, of a section that has more."""
+        return FrontEnd(**{field.name: getattr(self, field.name) for field in dataclasses.fields(FrontEnd)})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the numbers, in samples and Hz: equal where two front ends give the same spectrograms."""
+        return {
+            "sample_rate": self.sample_rate,
+            "window": self.window,
+            "hop": self.hop,
+            "n_mels": self.n_mels,
+            "f_min": float(self.f_min),
+            "f_max": self.highest,
+            "mean": float(self.mean),
+            "std": float(self.std),
+        }
+
+    def n_clip_frames(self, n_samples: int) -> int:
+        """The number of whole frames in a clip."""
+        return 0 if n_samples < self.window else 1 + (n_samples - self.window) // self.hop
+
+    def differences(self, other: "FrontEnd") -> str:
+        """Where two front ends differ, "n_mels 128 and 64, hop 320 and 160 samples"; empty where they are the same."""
+        units = {"sample_rate": " Hz", "window": " samples", "hop": " samples", "f_min": " Hz", "f_max": " Hz"}
+        mine, theirs = self.settings, other.settings
+        unlike = [name for name in mine if mine[name] != theirs[name]]
+        return ", ".join(f"{name} {mine[name]:g} and {theirs[name]:g}{units.get(name, '')}" for name in unlike)
+
+    def _samples(self, ms: float) -> int:
+        """As Kaldi counts them: whole samples, rounded down."""
+        return math.floor(self.sample_rate * ms / 1e3 + 1e-6)
+
+
+DEFAULT = FrontEnd()
+
+
+def saved(data: Mapping[str, Any]) -> FrontEnd:
+    """The front end of a run's saved config.json, of which ``data`` is the section "data".
+
+    Runs from before it was a choice have the default. Raises ValueError for values that are none.
+    """
+    known = {field.name: data[field.name] for field in dataclasses.fields(FrontEnd) if field.name in data}
+    for name, value in known.items():
+        whole = isinstance(getattr(FrontEnd, name), int)
+        if type(value) is not int and (whole or type(value) is not float) or abs(value) > 1e9:
+            raise ValueError(f"data.{name} is {str(value)[:40]}; expected a {'whole ' if whole else ''}number up to 1e9")
+    front_end = FrontEnd(**known)
+    for name, text in front_end.problems():
+        raise ValueError(f"data.{name} {text}")
+    return front_end

@@ -1,0 +1,113 @@
+"""What a source says of a recording, and the list of mistakes in it."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from loaders.base import DataError
+from loaders.io import checks
+
+REFUSE, DROP, KEEP = "refuse", "drop", "keep"
+SHOWN = 3  # examples of a kind that are printed
+
+# Kind -> what it is, what is done about it unless an option says otherwise, and whether it may be kept.
+KINDS: Mapping[str, tuple[str, str, bool]] = {
+    "missing-file": ("a table names a recording that is not there", REFUSE, False),
+    "ambiguous-name": ("several files have the name that a table gives", REFUSE, False),
+    "no-permission": ("a file or folder that may not be read", REFUSE, False),
+    "link-circle": ("a folder that is a link to one that it lies in", DROP, False),
+    "odd-name": ("a file name that is not UTF-8", REFUSE, False),
+    "outside-root": ("a recording that does not lie below the root", REFUSE, False),
+    "link-outside": ("a link out of the root; name a --root that holds what it leads to, too", REFUSE, False),
+    "empty-file": ("a recording of 0 bytes", REFUSE, False),
+    "unreadable-file": ("a recording that no decoder reads", REFUSE, False),
+    "truncated-file": ("a recording that ends before its header says; kept: as far as it goes", REFUSE, True),
+    "bad-row": ("no number or name where one belongs, a name that --labels does not match, or no such channel", REFUSE, False),
+    "reversed-times": ("an end that is not after its start", REFUSE, False),
+    "outside-recording": ("a start after the recording's end, or before 0", REFUSE, False),
+    "beyond-end": ("an end after the recording's end; kept: cut there", REFUSE, True),
+    "overlapping-times": ("two events of one class that overlap in a recording; dropped: the later one", KEEP, True),
+    "duplicate-row": ("a line that says what another said; dropped: all but one", DROP, False),
+    "conflicting-labels": ("one recording or part under several labels; kept: it has all of them", REFUSE, True),
+    "unknown-label": ("a label that is in no line of --classes", REFUSE, False),
+    "rare-label": ("a label with fewer events than --min-count", DROP, True),
+    "duplicate-content": ("recordings with the same bytes; dropped: all but the first by name", REFUSE, True),
+    "leaking-recording": ("one recording in several splits; dropped: from train", REFUSE, True),
+}
+
+
+class IndexMistakes(DataError):
+    """Mistakes that no option says to drop or keep."""
+
+
+@dataclasses.dataclass(slots=True)
+class Annotation:
+    """What one line of a source says: a recording, or a part of it, and its labels."""
+
+    path: str  # of the recording, absolute
+    start: float | None = None  # [s]; None: the whole recording
+    end: float | None = None  # [s]
+    labels: tuple[str, ...] = ()
+    low: float | None = None  # [Hz]
+    high: float | None = None  # [Hz]
+    channel: int | None = None  # from 0; None: the mean
+    split: str = ""
+    where: str = ""  # the table and its line, for messages
+    about: Mapping[str, str] = dataclasses.field(default_factory=dict)  # recording, site, date, time, latitude, longitude
+
+
+class Mistakes:
+    """Every mistake by its kind, and what is to be done about it."""
+
+    def __init__(self, policies: Iterable[str] = ()):
+        """``policies``: "KIND=drop", "KIND=keep" or "KIND=refuse"; "all=drop" for every kind. Raises DataError."""
+        self._policy = {kind: policy for kind, (_, policy, _) in KINDS.items()}
+        for text in policies:
+            kind, _, policy = text.partition("=")
+            if kind != "all" and kind not in KINDS:
+                raise DataError(f"--on names the mistake {kind!r}; {checks.expected(kind, [*KINDS, 'all'])}")
+            if policy not in (REFUSE, DROP, KEEP):
+                raise DataError(f"--on {text!r} says to {policy!r} it; {checks.expected(policy, (REFUSE, DROP, KEEP))}")
+            if policy == KEEP and kind != "all" and not KINDS[kind][2]:
+                raise DataError(f"--on {text!r} cannot be: {KINDS[kind][0]}; expected one of: {REFUSE}, {DROP}")
+            for each in KINDS if kind == "all" else (kind,):
+                self._policy[each] = policy if policy != KEEP or KINDS[each][2] else self._policy[each]
+        self.counts: Counter[str] = Counter()
+        self.lines: list[tuple[str, str]] = []
+
+    def add(self, kind: str, text: str) -> bool:
+        """Counts a mistake, in one line: names of files may hold anything. Returns whether what has it is kept."""
+        self.counts[kind] += 1
+        self.lines.append((kind, re.sub(r"[\x00-\x1f\x7f]", lambda found: repr(found[0])[1:-1], text)))
+        return self._policy[kind] == KEEP
+
+    def policy(self, kind: str) -> str:
+        return self._policy[kind]
+
+    def report(self) -> list[str]:
+        """A line for each kind, with its count, and a few examples below it."""
+        out = []
+        done = {REFUSE: "refused", DROP: "dropped", KEEP: "kept"}
+        for kind in KINDS:
+            if not self.counts[kind]:
+                continue
+            out.append(f"{kind}: {self.counts[kind]} ({done[self._policy[kind]]}): {KINDS[kind][0]}")
+            examples = [text for each, text in self.lines if each == kind]
+            out += [f"    {text}" for text in examples[:SHOWN]]
+            if len(examples) > SHOWN:
+                out.append(f"    and {len(examples) - SHOWN} more")
+        return out
+
+    def refuse(self) -> None:
+        """Raises IndexMistakes where a kind that is refused was met."""
+        refused = [kind for kind in KINDS if self.counts[kind] and self._policy[kind] == REFUSE]
+        if refused:
+            n = sum(self.counts[kind] for kind in refused)
+            remedy = " ".join(f"--on {kind}=drop" for kind in refused)
+            what = (
+                "1 mistake in the sources, and nothing was written; correct it"
+                if n == 1
+                else (f"{n} mistakes in the sources, and nothing was written; correct them")
+            )
+            raise IndexMistakes(f"{what}, or add {remedy}")

@@ -1,0 +1,46 @@
+"""The names of classes, their order, and other names for them."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from loaders.audio.recordings import tables
+from loaders.base import DataError
+
+
+class Classes(NamedTuple):
+    """names: in their order. known: every name and synonym, in lower case, to its class; empty: every label is a class."""
+
+    names: Sequence[str]
+    known: Mapping[str, str]
+
+    def of(self, label: str) -> str | None:
+        """The class of a label; None where it is unknown."""
+        return self.known.get(" ".join(label.split()).casefold()) if self.known else label
+
+
+def read(path: str) -> Classes:
+    """Reads a file of a class a line: its name, then any synonyms, separated as a table's columns are.
+
+    Raises DataError: the file cannot be read, holds no class, or gives one name to two classes.
+    """
+    file = pathlib.Path(path).expanduser()
+    names: list[str] = []
+    known: dict[str, str] = {}
+    for number, line in enumerate(tables.text_of(file).splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        fields = [" ".join(field.split()).strip('"') for field in line.split(tables.separator(line))]
+        name = fields[0]
+        if not name:
+            raise DataError(f"{path}:{number} has no class before its synonyms; write NAME,SYNONYM,…")
+        names.append(name)
+        for field in filter(None, fields):
+            if known.setdefault(field.casefold(), name) != name:
+                raise DataError(f"{path}:{number} gives {field!r} to {name!r}, and line before to {known[field.casefold()]!r}")
+    if not names:
+        raise DataError(f"{path} holds no class; write one a line: NAME,SYNONYM,…")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{path} holds the class {twice!r} twice; omit one of the lines")
+    return Classes(names, known)

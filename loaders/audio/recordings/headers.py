@@ -1,0 +1,217 @@
+"""Rate, length, date and place of recordings, read from their first and last bytes, and kept between runs."""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import os
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import BinaryIO
+
+from loaders import _rust
+from loaders.audio.recordings.annotations import Mistakes
+from loaders.io import machine
+
+SAMPLE = 4096  # [bytes] at each of three places of a recording, by which copies are looked for
+LOWEST, HIGHEST = 1_000, 768_000  # [Hz] a recording's rate
+CHUNKS = 64  # that are looked at in a WAV's header
+LARGEST = 1 << 16  # [bytes] of a header chunk that is read
+
+
+@dataclasses.dataclass(slots=True)
+class Header:
+    """What is known of one recording."""
+
+    size: int  # [bytes]
+    mtime: int  # [ns]
+    rate: int  # [Hz]
+    frames: int
+    channels: int
+    slow: bool  # of a format that is decoded several times slower
+    promised: int  # frames that the header states, where they are more than there are; else 0
+    digest: str  # of a few bytes: equal for copies
+    about: dict[str, str]  # date, time, latitude, longitude, site, where its header or its name says so
+
+    @property
+    def seconds(self) -> float:
+        return self.frames / self.rate
+
+
+def read_all(
+    paths: Iterable[str], known: Mapping[str, Header], mistakes: Mistakes, threads: int = 0
+) -> tuple[dict[str, Header], int]:
+    """The headers of all recordings that can be read, by path, and how many were read now and not ``known`` before."""
+    paths = sorted(set(paths))
+    found: dict[str, Header] = {}
+    n_read = 0
+    with concurrent.futures.ThreadPoolExecutor(threads or machine.cores()) as pool:
+        for path, outcome in zip(paths, pool.map(lambda path: _read(path, known.get(path)), paths, chunksize=64), strict=True):
+            if isinstance(outcome, tuple):
+                mistakes.add(*outcome)
+                continue
+            n_read += outcome is not known.get(path)
+            if outcome.promised:
+                text = f"{path} ends after {outcome.seconds:.3f} s; its header states {outcome.promised / outcome.rate:.3f} s"
+                if not mistakes.add("truncated-file", text):
+                    continue
+            found[path] = outcome
+    return found, n_read
+
+
+def _read(path: str, before: Header | None) -> Header | tuple[str, str]:
+    """The header of a recording, or the kind of mistake and its text."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return "odd-name", f"{os.fsencode(path)!r}; rename it"
+    try:
+        stat = os.stat(path)
+        if before and (before.size, before.mtime) == (stat.st_size, stat.st_mtime_ns):
+            return before
+        if stat.st_size == 0:
+            return "empty-file", f"{path} has 0 bytes"
+        rate, frames, channels, slow = _rust.recording_info(path)
+        if not LOWEST <= rate <= HIGHEST:
+            return "unreadable-file", f"{path}: its sample rate is {rate} Hz; expected {LOWEST} to {HIGHEST}"
+        digest, promised, about = _look(path, stat.st_size, frames)
+    except PermissionError:
+        return "no-permission", f"{path}: permission denied"
+    except FileNotFoundError:
+        return "missing-file", f"{path} does not exist"
+    except (OSError, ValueError) as error:
+        return "unreadable-file", f"{path}: {error}"
+    about = {**from_name(os.path.basename(path)), **about}
+    return Header(stat.st_size, stat.st_mtime_ns, rate, frames, channels, slow, promised, digest, about)
+
+
+def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
+    """Groups of recordings with the same bytes, each by name. Only candidates of one size and a few equal bytes are read."""
+    candidates: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for path, header in headers.items():
+        candidates[header.size, header.digest].append(path)
+    groups = []
+    for paths in candidates.values():
+        if len(paths) == 1:
+            continue
+        whole: dict[str, list[str]] = defaultdict(list)
+        for path in paths:
+            with open(path, "rb") as file:
+                whole[hashlib.file_digest(file, "blake2b").hexdigest()].append(path)
+        groups += [sorted(group) for group in whole.values() if len(group) > 1]
+    return sorted(groups)
+
+
+def _look(path: str, size: int, frames: int) -> tuple[str, int, dict[str, str]]:
+    """A digest of a few bytes, the frames that the header states beyond those there are, and date and place."""
+    with open(path, "rb") as file:
+        digest = hashlib.blake2b(digest_size=16)
+        first = file.read(SAMPLE)
+        digest.update(first)
+        for at in (size // 2, max(0, size - SAMPLE)):
+            file.seek(at)
+            digest.update(file.read(SAMPLE))
+        promised = 0
+        about: dict[str, str] = {}
+        if first[:4] in (b"RIFF", b"RF64", b"BW64") and first[8:12] == b"WAVE":
+            file.seek(12)
+            promised, about = _chunks(file, size)
+        elif first[:4] == b"fLaC" and len(first) >= 26:
+            promised = int.from_bytes(first[18:26], "big") & ((1 << 36) - 1)
+    return digest.hexdigest(), promised if promised > frames else 0, about
+
+
+def _chunks(file: BinaryIO, size: int) -> tuple[int, dict[str, str]]:
+    """Of a WAV whose first chunk is next: the frames that it states, and date and place of AudioMoth's and GUANO's chunks."""
+    block, stated, long = 0, 0, 0
+    about: dict[str, str] = {}
+    for _ in range(CHUNKS):
+        head = file.read(8)
+        if len(head) < 8:
+            break
+        name, length = head[:4], struct.unpack("<I", head[4:])[0]
+        if name == b"data":
+            left = size - file.tell()
+            length = long if long and length in (0, 0xFFFFFFFF) else length
+            stated = length if length not in (0, 0xFFFFFFFF) and left < 1 << 32 or long else 0
+            if length > left or length == 0:
+                break
+        body = file.read(min(length, LARGEST)) if name in (b"fmt ", b"ds64", b"guan", b"LIST") else b""
+        if name == b"fmt " and len(body) >= 16:
+            block = struct.unpack("<H", body[12:14])[0] if body[:2] in (b"\1\0", b"\3\0", b"\xfe\xff") else 0
+        elif name == b"ds64" and len(body) >= 16:
+            long = struct.unpack("<Q", body[8:16])[0]
+        elif name == b"guan":
+            about |= from_guano(body.decode("utf-8", errors="replace"))
+        elif name == b"LIST":
+            about |= from_audiomoth(body.replace(b"\0", b" ").decode("latin-1"))
+        file.seek(length - len(body) + (length & 1), os.SEEK_CUR)
+    return stated // block if block else 0, about
+
+
+def from_guano(text: str) -> dict[str, str]:
+    """Date and place of a GUANO chunk (https://guano-md.org): a field a line, "Timestamp: 2023-05-01T05:30:00+02:00"."""
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+    about: dict[str, str] = {}
+    if stamp := fields.get("Timestamp"):
+        about |= _stamp(stamp.replace(" ", "T", 1))
+    place = fields.get("Loc Position", "").split()
+    if len(place) == 2:
+        about |= _place(*place)
+    return about
+
+
+def from_audiomoth(text: str) -> dict[str, str]:
+    """Date of an AudioMoth's comment: "Recorded at 19:17:30 23/06/2021 (UTC+1) by AudioMoth …"."""
+    found = re.search(r"Recorded at (\d\d:\d\d:\d\d)(?:\.\d+)? (\d\d)/(\d\d)/(\d{4}) \(UTC([+-]\d+(?::\d\d)?)?\)", text)
+    if not found:
+        return {}
+    time, day, month, year, zone = found.groups()
+    return _stamp(f"{year}-{month}-{day}T{time}{_zone(zone)}")
+
+
+def from_name(name: str) -> dict[str, str]:
+    """Date, time and site of common patterns of file names: SITE_20230501_053000.wav, 2023-05-01T05-30-00Z, 5E90A4D4.WAV."""
+    stem = name.rpartition(".")[0]
+    date = r"((?:19|20)\d\d)[-_]?(0[1-9]|1[0-2])[-_]?(0[1-9]|[12]\d|3[01])"
+    time = r"([01]\d|2[0-3])[-_:]?([0-5]\d)[-_:]?([0-5]\d)"
+    if found := re.search(rf"(?<!\d){date}[T_ -]{time}(Z|[+-]\d{{2}}:?\d{{2}})?(?!\d)", stem):
+        year, month, day, hour, minute, second, zone = found.groups()
+        about = _stamp(f"{year}-{month}-{day}T{hour}:{minute}:{second}{zone or ''}")
+        if about and (site := stem[: found.start()].rstrip("_- ")):
+            about["site"] = site
+        return about
+    if re.fullmatch(r"[456][0-9A-F]{7}", stem):  # AudioMoth's first firmware: seconds since 1970, in hexadecimal
+        return _stamp(datetime.fromtimestamp(int(stem, 16), UTC).isoformat())
+    if found := re.search(rf"(?<!\d){date}(?!\d)", stem):
+        return _stamp("-".join(found.groups()) + "T00:00:00", clock=False)
+    return {}
+
+
+def _zone(zone: str | None) -> str:
+    if not zone:
+        return "+00:00"
+    hours, _, minutes = zone[1:].partition(":")
+    return f"{zone[0]}{int(hours):02d}:{minutes or '00'}"
+
+
+def _stamp(text: str, clock: bool = True) -> dict[str, str]:
+    """date "2023-05-01" and time "05:30:00+02:00" of an ISO 8601 text; nothing where it is none."""
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        return {}
+    zone = when.utcoffset()
+    when -= timedelta(microseconds=when.microsecond)
+    time = when.time().isoformat() + ("" if zone is None else when.isoformat()[19:])
+    return {"date": when.date().isoformat()} | ({"time": time} if clock else {})
+
+
+def _place(latitude: str, longitude: str) -> dict[str, str]:
+    try:
+        inside = abs(float(latitude)) <= 90 and abs(float(longitude)) <= 180
+    except ValueError:
+        return {}
+    return {"latitude": str(float(latitude)), "longitude": str(float(longitude))} if inside else {}

@@ -1,0 +1,148 @@
+"""Sources to an index, in one call."""
+
+import errno
+import lzma
+import os
+import pathlib
+import re
+import shutil
+import tarfile
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from loaders.audio.recordings import classes, headers, sources, store
+from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.rows import SHORTEST, Options, Splitter, leads_out, plan
+from loaders.base import DataError
+from loaders.io import atomic_write, files
+
+MOST_ABOUT = 1 << 20  # [bytes] of a member's name, and of what else an archive says of it
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive, of whose description no more than `MOST_ABOUT` is read: it can be packed a thousandfold."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> Any:
+        kinds = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+        if self.type in kinds and self.size > MOST_ABOUT:
+            raise tarfile.ReadError(f"it describes a member with {self.size:,} bytes")
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.ReadError(f"it holds {self.name[:200]!r}, a sparse file")
+        return super()._proc_member(archive)  # type: ignore[misc]  # typeshed leaves it out
+
+
+def make(
+    given: Sequence[str],
+    out: pathlib.Path,
+    *,
+    reading: sources.Options,
+    options: Options,
+    class_file: str = "",
+    root: str = "",
+    mistakes: Mistakes,
+    note: Callable[[str], None] = lambda text: None,
+    threads: int = 0,
+) -> dict[str, Any]:
+    """Reads sources, checks them and writes the index ``out``. Returns what its index.json says, and "n_read", headers read.
+
+    Args:
+      root: the folder that names in the index are relative to; empty: that of --audio, a folder that is the only source, or
+        the folder that all recordings lie in.
+      note: is called with a line of progress.
+
+    Raises:
+      DataError: a source that is none, mistakes that no option says to drop or keep (`IndexMistakes`), or an ``out`` that
+        holds other things. Nothing is written then.
+    """
+    out = out if out.name not in ("", "..") else pathlib.Path(os.path.abspath(out))
+    store.refuse_other(out)
+    splitter = Splitter(options.split, options.seed)
+    if splitter.column and not reading.split_column:
+        reading = sources.Options(**{**reading.__dict__, "split_column": splitter.column})
+    _check(options)
+    known = classes.read(class_file) if class_file else None
+    annotations = [each for source in given for each in sources.read(source, reading, mistakes)]
+    paths = {each.path for each in annotations}
+    note(f"{len(annotations)} annotations of {len(paths)} recordings")
+    where = _root(given, reading, root, paths)
+    below = os.path.join(where, "")
+    links = {path: led for path in sorted(paths) if path.startswith(below) and (led := leads_out(path, where))}
+    # Before any is opened: what is there is for nobody to read.
+    paths -= {path for path, led in links.items() if not mistakes.add("link-outside", f"{path} leads to {led}")}
+    found, n_read = headers.read_all(paths, store.read_recordings(out), mistakes, threads)
+    note(f"{len(found)} headers, {n_read} of them read now")
+    planned = plan(annotations, found, known, where, options, splitter, mistakes)
+    mistakes.refuse()
+    asked = {**options.__dict__, **reading.__dict__, "sources": list(given), "class_file": class_file}
+    about = store.write(out, planned, mistakes, {name: value for name, value in asked.items() if value not in ("", False)})
+    return {**about, "n_read": n_read}
+
+
+def archives_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The tar archives in a folder. Raises DataError for one that a link leads out to."""
+    found = [path for path in sorted(folder.rglob("*.tar*")) if path.is_file()]
+    remedy = "; name that archive itself, or the folder that it lies in"
+    return [files.inside(folder, str(path.relative_to(folder)), remedy=remedy) for path in found]
+
+
+def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
+    """Unpacks the files of tar archives into a folder; one that is there already, of the same size, is left. Returns how many.
+
+    Raises DataError: an archive that cannot be read, or holds anything but files and folders below it.
+    """
+    n = 0
+    for archive in archives:
+        try:
+            with tarfile.open(archive, tarinfo=_Member) as tar:
+                for member in tar:
+                    tar.members = []  # type: ignore[attr-defined]  # else it keeps all that it has been through
+                    name = os.path.normpath(member.name)
+                    if member.isdir():
+                        continue
+                    # A sparse one is as large as it says it is, whatever the archive's size.
+                    if not member.isfile() or member.issparse() or name.startswith(("..", "/")):
+                        raise DataError(f"{archive} holds {member.name!r}, which is no plain file below it; unpack it by hand")
+                    place = files.inside(folder, name)  # a link may be there, of the archive's maker
+                    if place.is_file() and place.stat().st_size == member.size:
+                        continue
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    content = tar.extractfile(member)
+                    assert content is not None
+                    with content, atomic_write.file(place) as file:
+                        shutil.copyfileobj(content, file, 1 << 20)
+                    n += 1
+        except DataError:
+            raise
+        except (tarfile.TarError, EOFError, ValueError, OSError, zlib.error, lzma.LZMAError) as error:
+            # Full disks, and paths in the way, are reported as they are everywhere.
+            if isinstance(error, OSError) and error.errno not in (None, errno.ENAMETOOLONG):
+                raise
+            raise DataError(f"{archive} cannot be unpacked: {files.said(error)[:300]}; fetch it again") from error
+    return n
+
+
+def _check(options: Options) -> None:
+    """Raises DataError for numbers that make no sense."""
+    for name, flag in (("windows", "--windows"), ("hop", "--hop"), ("min_overlap", "--min-overlap")):
+        value = getattr(options, name)
+        if not 0 <= value < float("inf"):
+            raise DataError(f"{flag} is {value}; it must be a number of seconds, at least 0")
+        if value and name != "min_overlap" and value < SHORTEST:
+            raise DataError(f"{flag} is {value:g}; it must be at least {SHORTEST:g} s")
+    if options.hop and not options.windows:
+        raise DataError("--hop is given without --windows, whose distance it is")
+    if options.min_count < 1:
+        raise DataError(f"--min-count is {options.min_count}; it must be at least 1")
+    if not re.fullmatch(r"mean|each|table|\d{1,4}", options.channels):
+        raise DataError(f"--channels is {options.channels!r}; expected mean, each, table, or a number from 0")
+
+
+def _root(given: Sequence[str], reading: sources.Options, root: str, paths: set[str]) -> str:
+    if root:
+        return os.path.abspath(os.path.expanduser(root))
+    if reading.audio:
+        return os.path.abspath(os.path.expanduser(reading.audio))
+    if len(given) == 1 and os.path.isdir(folder := os.path.expanduser(given[0])):
+        return os.path.abspath(folder)
+    return os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else os.getcwd()

@@ -1,0 +1,358 @@
+"""Annotations to the rows of an index: checked, cut into windows, split."""
+
+import dataclasses
+import hashlib
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from loaders.audio.recordings.annotations import Annotation, Mistakes
+from loaders.audio.recordings.classes import Classes
+from loaders.audio.recordings.headers import Header, same_bytes
+from loaders.base import DataError
+
+# Start and end, classes, low and high frequency, channel.
+Part = tuple[float, float, tuple[int, ...], float | None, float | None, int | None]
+TOLERANCE = 0.05  # [s] by which an end may lie after the recording's: tables round
+SPLITS = ("recording", "site", "date", "column", "folder")
+SHORTEST = 0.001  # [s] of windows, and from one to the next
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How annotations become rows."""
+
+    windows: float = 0.0  # [s] of the windows that recordings are cut into; 0 = a row for each annotation
+    hop: float = 0.0  # [s] from window to window; 0 = their length
+    min_overlap: float = 0.25  # [s] of an event in a window that gives it its label; a shorter event: all of it
+    empty: bool = True  # [bool] windows without an event are rows, too
+    channels: str = "mean"  # "mean", "each" as a row, "table": as it says, or a number
+    min_count: int = 1  # [events] of a class, at least
+    split: str = ""  # how recordings are split: see `Splitter`
+    seed: int = 0  # of the split
+
+
+@dataclasses.dataclass(slots=True)
+class Row:
+    """A row of the index. Times in s, frequencies in Hz."""
+
+    path: str  # relative to the root
+    start: float
+    end: float
+    channel: int  # -1: the mean
+    labels: tuple[int, ...]
+    low: float | None
+    high: float | None
+    header: Header
+    about: Mapping[str, str]
+
+
+@dataclasses.dataclass
+class Plan:
+    """What an index will hold: checked annotations by recording, in order, with its split."""
+
+    names: list[str]  # of the classes
+    events: dict[str, list[Annotation]]  # by the absolute path of the recording
+    splits: dict[str, str]  # of each recording
+    headers: Mapping[str, Header]
+    root: str
+    options: Options
+
+    def rows(self, split: str) -> Iterator[Row]:
+        """The rows of a split, by recording and time."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        for path in sorted(self.events, key=lambda path: os.path.relpath(path, self.root)):
+            if self.splits[path] == split:
+                yield from _rows(path, self.events[path], self.headers[path], numbers, self.root, self.options)
+
+
+class Splitter:
+    """Which split a recording is in.
+
+    recording=0.2           a fifth of the recordings, by a hash of their names, is "test"; recording=test:0.2,valid:0.1
+    site=0.2                the same for whole sites
+    date=2024-05-01         from that day on, "test"
+    column=NAME             the column of a table names the split; column=fold:5: rows with 5 are "test"
+    folder                  the first folder of a recording's name is its split
+    """
+
+    def __init__(self, text: str, seed: int):
+        self.kind, _, value = text.partition("=")
+        self.value, self.seed = value, seed
+        self.shares: list[tuple[str, float]] = []
+        if text and self.kind not in SPLITS:
+            raise DataError(f"--split {text!r}: expected one of {', '.join(SPLITS)}; for example recording=0.2")
+        if self.kind in ("recording", "site"):
+            for part in value.split(","):
+                name, _, share = part.rpartition(":")
+                try:
+                    self.shares.append((name or "test", float(share)))
+                except ValueError:
+                    raise DataError(f"--split {text!r}: {part!r} is no share; write {self.kind}=0.2 or test:0.2") from None
+            if any(not 0 < share < 1 for _, share in self.shares) or sum(share for _, share in self.shares) >= 1:
+                raise DataError(f"--split {text!r}: shares must lie in (0, 1), and leave some to train on")
+        if self.kind == "date" and not re.fullmatch(r"\d{4}-\d\d-\d\d", value):
+            raise DataError(f"--split {text!r}: expected a day, for example date=2024-05-01")
+        if self.kind == "column" and not value:
+            raise DataError(f"--split {text!r} names no column; write column=NAME")
+
+    @property
+    def column(self) -> str:
+        """The column that names the split; empty: none."""
+        return self.value.partition(":")[0] if self.kind == "column" else ""
+
+    def of(self, path: str, stated: str, about: Mapping[str, str]) -> str | None:
+        """The split of a recording with this name below the root; None where what decides it is unknown."""
+        if self.kind == "column":
+            wanted = self.value.partition(":")[2]
+            return stated or None if not wanted else "test" if stated == wanted else "train" if stated else None
+        if self.kind == "folder":
+            return path.split("/")[0] if "/" in path else None
+        if self.kind == "date":
+            return ("test" if about["date"] >= self.value else "train") if "date" in about else None
+        if self.kind in ("recording", "site"):
+            key = path if self.kind == "recording" else about.get("site")
+            if key is None:
+                return None
+            digest = hashlib.blake2b(f"{self.seed}:{key}".encode(), digest_size=8).digest()
+            place = int.from_bytes(digest, "big") / 2**64
+            for name, share in self.shares:
+                if place < share:
+                    return name
+                place -= share
+            return "train"
+        return stated or "train"
+
+
+def plan(
+    annotations: Iterable[Annotation],
+    headers: Mapping[str, Header],
+    classes: Classes | None,
+    root: str,
+    options: Options,
+    splitter: Splitter,
+    mistakes: Mistakes,
+) -> Plan:
+    """Checks annotations, and decides classes and splits. Mistakes are counted; those that are dropped are left out.
+
+    Raises DataError: recordings for which what decides their split is unknown.
+    """
+    events: dict[str, list[Annotation]] = defaultdict(list)
+    below = os.path.join(root, "")
+    outside: set[str] = set()  # recordings that are left out, and counted once
+    for each in annotations:
+        header = headers.get(each.path)
+        if not each.path.startswith(below):
+            if each.path not in outside:
+                outside.add(each.path)
+                mistakes.add("outside-root", f"{each.path} is not below {root}")
+            continue
+        if options.channels.isdecimal() and header is not None and int(options.channels) >= header.channels:
+            if each.path not in outside:
+                outside.add(each.path)
+                mistakes.add("bad-row", f"{each.path} has {header.channels} channels, and no channel {options.channels} from 0")
+            continue
+        if header is not None and (checked := _checked(each, header, classes, options, mistakes)):
+            events[each.path].append(checked)
+    for path in events:
+        events[path] = _without_doubles(path, events[path], options, mistakes)
+    for group in same_bytes({path: headers[path] for path in events}):
+        if not mistakes.add("duplicate-content", f"{', '.join(group[:4])} hold the same bytes"):
+            for path in group[1:]:
+                events.pop(path, None)
+    names = _classes(events, classes, options, mistakes)
+    known = set(names)
+    splits: dict[str, str] = {}
+    kept: dict[str, list[Annotation]] = {}
+    unknown = []
+    for path, found in events.items():
+        inside = os.path.relpath(path, root).replace(os.sep, "/")
+        about = {**headers[path].about, **found[0].about} if found else headers[path].about
+        decided = {splitter.of(inside, each.split, about) for each in found}
+        if None in decided:
+            unknown.append(path)
+        decided.discard(None)
+        if len(decided) > 1:
+            text = f"{path} is in the splits {', '.join(sorted(map(str, decided)))}"
+            if not mistakes.add("leaking-recording", text):
+                found = [each for each in found if splitter.of(inside, each.split, about) != "train"]
+                decided.discard("train")
+        for each in found:
+            each.labels = tuple(label for label in each.labels if label in known)
+        # A recording in several splits that is kept is there in each of them.
+        for split in sorted(map(str, decided)):
+            name = path if len(decided) == 1 else f"{path}\0{split}"
+            kept[name] = [each for each in found if splitter.of(inside, each.split, about) == split]
+            splits[name] = split
+    if unknown:
+        what = {"site": "a site", "date": "a date", "column": "a split in its column", "folder": "a folder"}[splitter.kind]
+        raise DataError(f"--split {splitter.kind}: {len(unknown)} recordings have no {what[2:]}, for example {unknown[0]}")
+    for split in set(splits.values()):
+        if not re.fullmatch(r"[A-Za-z]\w*", split):
+            raise DataError(
+                f"the split {split!r} is no name; expected letters, digits and _: for folds, use --split column=fold:5"
+            )
+    return Plan(names, kept, splits, {path: headers[path.partition("\0")[0]] for path in kept}, root, options)
+
+
+def leads_out(path: str, root: str) -> str:
+    """Where a path below ``root`` leads to, if links lead it out of there; else ""."""
+    led = os.path.realpath(path)
+    return "" if led.startswith(os.path.join(os.path.realpath(root), "")) else led
+
+
+def _checked(
+    each: Annotation, header: Header, classes: Classes | None, options: Options, mistakes: Mistakes
+) -> Annotation | None:
+    """An annotation whose times lie in its recording, with classes for labels; None where it is left out."""
+    if each.start is not None and each.end is not None:
+        times = f"{each.where or each.path}: [{each.start:g}, {each.end:g}) s"
+        if each.end <= each.start:
+            mistakes.add("reversed-times", times)
+            return None
+        if each.start < 0 or each.start >= header.seconds:
+            mistakes.add("outside-recording", f"{times} of a recording of {header.seconds:.3f} s")
+            return None
+        if each.end > header.seconds + TOLERANCE:
+            if not mistakes.add("beyond-end", f"{times} of a recording of {header.seconds:.3f} s"):
+                return None
+        each = dataclasses.replace(each, end=min(each.end, header.seconds))
+    labels = []
+    for label in each.labels:
+        name = classes.of(label) if classes else label
+        if name is None:
+            mistakes.add("unknown-label", f"{each.where or each.path}: {label!r}")
+        else:
+            labels.append(name)
+    if each.labels and not labels:
+        return None
+    channel = each.channel if options.channels == "table" else None
+    if channel is not None and channel >= header.channels:
+        mistakes.add("bad-row", f"{each.where}: channel {channel + 1} of a recording with {header.channels}")
+        return None
+    return dataclasses.replace(each, labels=tuple(dict.fromkeys(labels)), channel=channel)
+
+
+def _without_doubles(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> list[Annotation]:
+    """The annotations of a recording in the order of time, without doubles, conflicts and overlaps that are dropped."""
+    seen: dict[tuple, Annotation] = {}
+    for each in sorted(events, key=_order):
+        key = (each.start, each.end, each.channel, each.labels, each.split)
+        if key in seen:
+            mistakes.add("duplicate-row", f"{each.where or path} says what {seen[key].where or path} says")
+        else:
+            seen[key] = each
+    events = list(seen.values())
+    if not options.windows:
+        places: dict[tuple, list[Annotation]] = defaultdict(list)
+        for each in events:
+            places[each.start, each.end, each.channel, each.split].append(each)
+        events = []
+        for several in places.values():
+            if len(several) == 1:
+                events += several
+                continue
+            labels = tuple(dict.fromkeys(label for each in several for label in each.labels))
+            text = f"{several[0].where or path}: {', '.join(labels)}"
+            if mistakes.add("conflicting-labels", text):
+                events.append(dataclasses.replace(several[0], labels=labels))
+    last: dict[str, float] = {}
+    kept = []
+    for each in events:
+        early = [label for label in each.labels if each.start is not None and each.start < last.get(label, 0.0)]
+        if early and not mistakes.add("overlapping-times", f"{each.where or path}: {early[0]!r} again at {each.start:g} s"):
+            continue
+        for label in each.labels:
+            last[label] = max(last.get(label, 0.0), each.end or math.inf)
+        kept.append(each)
+    return kept
+
+
+def _order(each: Annotation) -> tuple:
+    times = (-1.0 if each.start is None else each.start, math.inf if each.end is None else each.end)
+    return (*times, -1 if each.channel is None else each.channel, each.labels)
+
+
+def _classes(events: dict[str, list[Annotation]], classes: Classes | None, options: Options, mistakes: Mistakes) -> list[str]:
+    """The names of the classes in their order, without rare ones; events that have only rare ones are left out."""
+    counts = Counter(label for found in events.values() for each in found for label in each.labels)
+    rare = {label for label, count in counts.items() if count < options.min_count}
+    dropped = {
+        label
+        for label in sorted(rare)
+        if not mistakes.add("rare-label", f"{label!r} has {counts[label]}, of {options.min_count}")
+    }
+    if dropped:
+        for path in events:
+            labelled = [each for each in events[path] if not each.labels or set(each.labels) - dropped]
+            events[path] = labelled
+        for path in [path for path, found in events.items() if not found and not options.windows]:
+            del events[path]
+    names: Sequence[str] = classes.names if classes else sorted(counts)
+    return [name for name in names if name not in dropped]
+
+
+def _rows(
+    path: str, events: list[Annotation], header: Header, numbers: Mapping[str, int], root: str, options: Options
+) -> Iterator[Row]:
+    name = os.path.relpath(path.partition("\0")[0], root).replace(os.sep, "/")
+    about = dict(header.about)
+    for each in events[:1]:
+        about |= {key: value for key, value in each.about.items() if value}
+    parts: Iterator[Part]
+    if options.windows:
+        parts = windows_of(events, header.seconds, numbers, options)
+    else:
+        parts = (
+            (
+                each.start or 0.0,
+                header.seconds if each.end is None else each.end,
+                tuple(sorted(numbers[label] for label in each.labels)),
+                each.low,
+                each.high,
+                each.channel,
+            )
+            for each in events
+        )
+    for start, end, labels, low, high, channel in parts:
+        for one in _channels(channel, header.channels, options.channels):
+            yield Row(name, start, end, one, labels, low, high, header, about)
+
+
+def _channels(stated: int | None, n: int, option: str) -> Sequence[int]:
+    if option == "each":
+        return range(n) if n > 1 else (-1,)
+    if option.isdecimal():
+        return (int(option),)
+    return (-1 if stated is None else stated,)
+
+
+def windows_of(events: list[Annotation], seconds: float, numbers: Mapping[str, int], options: Options) -> Iterator[Part]:
+    """Windows of a recording, the last one at its end, with the classes that overlap each."""
+    length, hop = options.windows, options.hop or options.windows
+    starts = [0.0]
+    if seconds > length:
+        n = int((seconds - length) / hop + 1e-9) + 1
+        starts = [round(k * hop, 6) for k in range(n)]
+        if starts[-1] + length < seconds - 1e-6:
+            starts.append(round(seconds - length, 6))
+    found: dict[int, set[int]] = defaultdict(set)  # of windows with events
+    throughout: set[int] = set()
+    for each in events:
+        labels = {numbers[label] for label in each.labels}
+        if each.start is None or each.end is None:
+            throughout |= labels
+            continue
+        least = min(options.min_overlap, each.end - each.start, length) - 1e-9
+        first = max(0, int((each.start - length) / hop) - 1)
+        for k in range(first, len(starts)):
+            if starts[k] >= each.end:
+                break
+            if min(each.end, starts[k] + length) - max(each.start, starts[k]) >= least:
+                found[k] |= labels
+    for k, start in enumerate(starts):
+        window = found.get(k, set()) | throughout
+        if window or options.empty:
+            yield start, min(round(start + length, 6), seconds), tuple(sorted(window)), None, None, None

@@ -1,0 +1,263 @@
+"""The folder of an index: written whole or not at all, and read again.
+
+DIR/
+  index.json                      root, classes, how it was made; rows and hours of each split
+  data/SPLIT-00000-of-00002.parquet      rows, as Hugging Face's Hub names shards
+  headers.cache              headers of all recordings, so that the next run reads only new ones
+  mistakes.csv                    every mistake: kind, text
+"""
+
+import csv
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from loaders.audio import shards
+from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.headers import HIGHEST, LOWEST, Header
+from loaders.audio.recordings.rows import Plan, Row
+from loaders.base import DataError
+from loaders.io import atomic_write, files
+
+SHARD_ROWS = 1_000_000
+GROUP_ROWS = 100_000  # of a row group, which are in memory together
+VERSION = "1"  # equals that of rust/core/src/source/parts.rs
+TEXTS = ("recording", "site", "date", "time")
+PLACES = ("latitude", "longitude")
+
+
+def schema(names: list[str]) -> pa.Schema:
+    """The columns of an index, with the names of its classes as Hugging Face's `datasets` declares them."""
+    audio = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    fields = {
+        "audio": audio,
+        "start": pa.float64(),
+        "end": pa.float64(),
+        "channel": pa.int32(),
+        "label": pa.int64(),
+        "labels": pa.list_(pa.int64()),
+        "low": pa.float64(),
+        "high": pa.float64(),
+        "rate": pa.int32(),
+        "frames": pa.int64(),
+        "channels": pa.int32(),
+        **dict.fromkeys(TEXTS, pa.string()),
+        **dict.fromkeys(PLACES, pa.float64()),
+    }
+    label = {"names": names, "_type": "ClassLabel"}
+    features: dict[str, Any] = {
+        name: {"dtype": str(kind).replace("double", "float64"), "_type": "Value"} for name, kind in fields.items()
+    }
+    features["audio"] = {"bytes": {"dtype": "binary", "_type": "Value"}, "path": {"dtype": "string", "_type": "Value"}}
+    features |= {"label": label, "labels": {"feature": label, "_type": "Sequence"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}}), "jaxtrain.index": VERSION}
+    return pa.schema(fields, metadata=metadata)
+
+
+def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes an index into a folder beside ``out`` and puts it in its place. Returns what index.json says.
+
+    Raises DataError: ``out`` holds anything but an index; OSError with the name ``out``: the disk is full.
+    """
+    refuse_other(out)
+    with atomic_write.naming(out):
+        about = _replace(out, plan, mistakes, options)
+    shards.note_root(out, os.path.normpath(os.path.join(os.path.realpath(out), str(about["root"]))))
+    return about
+
+
+def _replace(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]) -> dict[str, Any]:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fresh, old = (out.with_name(f".{out.name}.{kind}") for kind in ("new", "old"))
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        (fresh / "data").mkdir(parents=True)
+        splits = {split: write_split(fresh / "data", split, plan) for split in sorted(set(plan.splits.values()))}
+        splits = {split: about for split, about in splits.items() if about["rows"]}
+        if not splits:
+            why = "see the list of mistakes" if mistakes.counts else "they name no recording, or windows without an event alone"
+            raise DataError(f"the sources leave no row to write; {why}")
+        about = {
+            "version": VERSION,
+            "root": os.path.relpath(plan.root, os.path.realpath(out)),
+            "classes": plan.names,
+            "splits": splits,
+            "mistakes": {kind: mistakes.counts[kind] for kind in sorted(mistakes.counts)},
+            "options": dict(options),
+        }
+        _write_recordings(fresh / "headers.cache", plan)
+        with open(fresh / "mistakes.csv", "w", newline="", errors="backslashreplace") as file:
+            csv.writer(file).writerows([("kind", "text"), *mistakes.lines])
+        (fresh / "index.json").write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+        shutil.rmtree(old, ignore_errors=True)
+        if out.exists():
+            os.rename(out, old)
+        os.rename(fresh, out)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    return about
+
+
+def refuse_other(out: pathlib.Path) -> None:
+    """Raises DataError where a folder holds anything but an index; puts back one whose replacement was interrupted."""
+    old = out.with_name(f".{out.name}.old")
+    if not out.exists() and (old / "index.json").is_file():
+        os.rename(old, out)
+    if out.exists() and not out.is_dir():
+        raise DataError(f"--out {out} is not a folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / "index.json").is_file():
+        raise DataError(f"--out {out} is a folder that holds other things; name a new one, or one of jaxtrain index")
+
+
+def read(folder: pathlib.Path) -> dict[str, Any]:
+    """What index.json of an index says. Raises DataError."""
+    try:
+        about = files.read_json(files.inside(folder, "index.json"))
+        splits, names = about.get("splits"), about.get("classes")
+        if not isinstance(splits, dict) or not all(map(_is_counted, splits.values())):
+            raise TypeError("it has no splits, or one without its rows and hours")
+        if not isinstance(about.get("mistakes", {}), dict):
+            raise TypeError("its mistakes are no counts")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise TypeError("it has no classes")
+        if wrong := [split for split in splits if not re.fullmatch(r"[A-Za-z]\w*", split)]:
+            raise TypeError(f"it has a split {wrong[0]!r}")
+        return about
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{folder} is not an index of jaxtrain index: {error}") from error
+
+
+def _is_counted(split: Any) -> bool:
+    numbers = ("rows", "recordings", "hours", "hours_of_recordings")
+    return isinstance(split, dict) and all(isinstance(split.get(name), int | float) for name in numbers)
+
+
+def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
+    """The headers that an index keeps, by absolute path; empty where there are none, or an older version's."""
+    try:
+        root = os.path.normpath(os.path.join(os.path.realpath(folder), read(folder)["root"]))
+        rows = pq.read_table(files.inside(folder, "headers.cache")).to_pylist()
+        found = {os.path.join(root, row.pop("path")): Header(**{**row, "about": dict(row["about"])}) for row in rows}
+    except Exception:  # noqa: BLE001  a damaged table makes pyarrow raise whatever it stumbles upon
+        return {}
+    return found if all(map(_is_header, found.values())) else {}
+
+
+def _is_header(header: Header) -> bool:
+    """Whether the values of a header that was read are of their kinds: an index may come from anyone."""
+    numbers = (header.size, header.mtime, header.rate, header.frames, header.channels, header.promised)
+    texts = (header.digest, *header.about, *header.about.values())
+    return (
+        all(type(x) is int and x >= 0 for x in numbers)
+        and LOWEST <= header.rate <= HIGHEST
+        and type(header.slow) is bool
+        and all(type(x) is str for x in texts)
+    )
+
+
+def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
+    headers = {path.partition("\0")[0]: header for path, header in plan.headers.items()}
+    names = {path: os.path.relpath(path, plan.root).replace(os.sep, "/") for path in sorted(headers)}
+    kinds = {
+        "path": pa.string(),
+        "size": pa.int64(),
+        "mtime": pa.int64(),
+        "rate": pa.int32(),
+        "frames": pa.int64(),
+        "channels": pa.int32(),
+        "slow": pa.bool_(),
+        "promised": pa.int64(),
+        "digest": pa.string(),
+        "about": pa.map_(pa.string(), pa.string()),
+    }
+    columns: dict[str, Any] = {"path": list(names.values())}
+    for name in list(kinds)[1:-1]:
+        columns[name] = [getattr(headers[path], name) for path in names]
+    columns["about"] = [sorted(headers[path].about.items()) for path in names]
+    table = pa.table({name: pa.array(columns[name], kind) for name, kind in kinds.items()})
+    with file.open("wb") as opened:  # closed also where the disk is full: pyarrow leaves that to the collector
+        pq.write_table(table, opened)
+
+
+def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
+    """Writes the shards of a split. Returns its rows, recordings and hours."""
+    kind = schema(plan.names)
+    files: list[pathlib.Path] = []
+    writer: pq.ParquetWriter | None = None
+    lengths: list[np.ndarray] = []
+    n_rows, several = 0, 0
+    for group in _groups(plan.rows(split)):
+        if writer is None or n_rows >= SHARD_ROWS * len(files):
+            if writer:
+                writer.close()
+            files.append(folder / f"{split}-{len(files):05d}")
+            # A recording's values repeat from row to row; times and sets of classes do not.
+            writer = pq.ParquetWriter(files[-1], kind, use_dictionary=["audio.path", *TEXTS], compression="zstd")
+        writer.write_table(_table(group, kind))
+        n_rows += len(group)
+        several += sum(len(row.labels) > 1 for row in group)
+        lengths.append(np.array([row.end - row.start for row in group]))
+    if writer:
+        writer.close()
+    for file in files:
+        file.rename(f"{file}-of-{len(files):05d}.parquet")
+    recordings = {path.partition("\0")[0] for path, its in plan.splits.items() if its == split}
+    return {
+        "rows": n_rows,
+        "recordings": len(recordings),
+        "rows_of_several_classes": several,
+        "median_seconds": round(float(np.median(np.concatenate(lengths))), 6) if lengths else 0.0,
+        "hours": round(float(sum(part.sum() for part in lengths)) / 3600, 6),
+        "hours_of_recordings": round(sum(plan.headers[path].seconds for path in recordings if path in plan.headers) / 3600, 6),
+    }
+
+
+def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    group = []
+    for row in rows:
+        group.append(row)
+        if len(group) == GROUP_ROWS:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _table(rows: list[Row], kind: pa.Schema) -> pa.Table:
+    def number(text: str | None) -> float | None:
+        try:
+            return float(text) if text else None
+        except ValueError:
+            return None
+
+    paths = pa.array([row.path for row in rows], pa.string())
+    nothing = pa.nulls(len(rows), pa.binary())
+    columns = {
+        "audio": pa.StructArray.from_arrays([nothing, paths], ["bytes", "path"]),
+        "start": [row.start for row in rows],
+        "end": [row.end for row in rows],
+        "channel": [row.channel for row in rows],
+        "label": [row.labels[0] if len(row.labels) == 1 else None for row in rows],
+        "labels": [row.labels for row in rows],
+        "low": [row.low for row in rows],
+        "high": [row.high for row in rows],
+        "rate": [row.header.rate for row in rows],
+        "frames": [row.header.frames for row in rows],
+        "channels": [row.header.channels for row in rows],
+        **{name: [row.about.get(name) for row in rows] for name in TEXTS},
+        **{name: [number(row.about.get(name)) for row in rows] for name in PLACES},
+    }
+    columns["recording"] = [row.about.get("recording") or row.path for row in rows]
+    arrays = [
+        column if isinstance(column, pa.Array) else pa.array(column, kind.field(name).type) for name, column in columns.items()
+    ]
+    return pa.Table.from_arrays(arrays, schema=kind)

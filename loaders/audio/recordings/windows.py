@@ -1,0 +1,186 @@
+"""Recordings of any length cut into windows, which the loader reads as rows. Nothing but headers is read."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+
+import numpy as np
+
+from loaders.audio import shards
+from loaders.audio.recordings import headers, rows, sources, store
+from loaders.audio.recordings.annotations import KEEP, Annotation, Mistakes
+from loaders.audio.recordings.find import is_audio, walk
+from loaders.audio.recordings.headers import Header
+from loaders.base import DataError
+from loaders.io import files
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """A recording that windows are cut from."""
+
+    name: str  # relative to the root
+    header: Header
+
+    def clock(self, seconds: float) -> str:
+        """Date and time at a place of it, as in ISO 8601; "" where neither its header nor its name says when it began."""
+        return clock(self.header.about.get("date"), self.header.about.get("time"), seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """The windows of recordings, in the order of names and time."""
+
+    root: str  # an absolute path
+    recordings: Sequence[Recording]
+    seconds: float  # of a window; a recording that is shorter is one
+    hop: float  # [s] from window to window; the last one of a recording lies at its end
+    first: np.ndarray  # int64 [recordings + 1]: the number of each recording's first window, and of all
+
+    @property
+    def n(self) -> int:
+        return int(self.first[-1])
+
+    @property
+    def total(self) -> float:
+        """Seconds of all recordings."""
+        return sum(each.header.seconds for each in self.recordings)
+
+    @property
+    def digest(self) -> str:
+        """Of the recordings' names and what was read of them, and of how they are cut."""
+        digest = hashlib.sha256(f"{self.seconds!r} {self.hop!r}".encode())
+        for each in self.recordings:
+            h = each.header
+            digest.update(f"\n{each.name} {h.size} {h.rate} {h.frames} {h.channels} {h.digest}".encode())
+        return digest.hexdigest()[:32]
+
+    def between(self, start: int, stop: int) -> Iterator[tuple[int, float, float]]:
+        """Windows by number: the number of the recording, and start and end in it [s]."""
+        k = int(np.searchsorted(self.first, start, side="right")) - 1
+        while start < stop:
+            of_it = _cut(self.recordings[k].header, self.seconds, self.hop)
+            low, high = start - int(self.first[k]), min(stop, int(self.first[k + 1])) - int(self.first[k])
+            yield from ((k, begin, end) for begin, end in of_it[low:high])
+            start = int(self.first[k + 1])
+            k += 1
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes the index that the loader reads them by, into a folder that is new or empty."""
+        plan = rows.Plan(
+            names=[],
+            events={self._path(each): [Annotation(self._path(each))] for each in self.recordings},
+            splits={self._path(each): "train" for each in self.recordings},
+            headers={self._path(each): each.header for each in self.recordings},
+            root=self.root,
+            options=rows.Options(windows=self.seconds, hop=self.hop),
+        )
+        (folder / "data").mkdir(parents=True)
+        about = store.write_split(folder / "data", "train", plan)
+        root = os.path.relpath(self.root, os.path.realpath(folder))
+        text = json.dumps({"version": store.VERSION, "root": root, "classes": [], "splits": {"train": about}})
+        (folder / "index.json").write_text(text)
+
+    def _path(self, each: Recording) -> str:
+        return os.path.join(self.root, each.name)
+
+
+def clock(date: str | None, time: str | None, seconds: float) -> str:
+    """Date and time so many seconds after a recording's begin; "" where either is unknown, or is none."""
+    if not date or not time:
+        return ""
+    try:
+        return (datetime.fromisoformat(f"{date}T{time}") + timedelta(seconds=seconds)).isoformat()
+    except (ValueError, TypeError, OverflowError):
+        return ""
+
+
+def cut(
+    given: Sequence[str],
+    *,
+    seconds: float,
+    hop: float,
+    root: str = "",
+    links: bool = False,
+    mistakes: Mistakes,
+    note: Callable[[str], None] = lambda text: None,
+) -> Windows:
+    """The windows of recordings: files, folders of them, indexes, and tables or lists that name some.
+
+    Args:
+      seconds, hop: of the windows.
+      root: the folder that names are relative to, those in tables, too; empty: a folder or index that is alone given, or the
+        nearest that holds all.
+      links: whether links may lead out of the root.
+      mistakes: is told of every recording that cannot be read.
+
+    Raises DataError: something given that is none of these, or nothing that can be read.
+    """
+    if hop < rows.SHORTEST:
+        raise DataError(f"windows would begin every {hop:g} s; at least {rows.SHORTEST:g} s apart: give less overlap")
+    known: dict[str, Header] = {}
+    paths: set[str] = set()
+    roots: list[str] = []
+    for each in given:
+        folder, found = _recordings_of(each, root, known, mistakes)
+        paths |= found
+        roots.append(folder)
+    common = root or (roots[0] if len(roots) == 1 else "") or (os.path.commonpath([os.path.dirname(p) for p in paths] or ["/"]))
+    root = os.path.abspath(os.path.expanduser(common))
+    for path in sorted(paths):
+        if not path.startswith(os.path.join(root, "")):
+            mistakes.add("outside-root", f"{path} is not below {root}")
+            paths.discard(path)
+        elif not links and (led := rows.leads_out(path, root)):
+            mistakes.add("link-outside", f"{path} leads to {led}; links are followed with --follow-links")
+            paths.discard(path)
+    found_headers, n_read = headers.read_all(paths, known, mistakes)
+    note(f"{len(found_headers)} recordings, {n_read} headers read")
+    recordings = []
+    for path in sorted(found_headers, key=lambda path: os.path.relpath(path, root)):
+        if found_headers[path].frames > 0:
+            recordings.append(Recording(os.path.relpath(path, root).replace(os.sep, "/"), found_headers[path]))
+        else:
+            mistakes.add("unreadable-file", f"{path} holds no samples")
+    if not recordings:
+        raise DataError(f"none of {len(paths)} recordings can be read{_first_mistake(mistakes)}; name some that can")
+    counts = [len(_cut(each.header, seconds, hop)) for each in recordings]
+    return Windows(root, recordings, seconds, hop, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+
+
+def _cut(header: Header, seconds: float, hop: float) -> list[tuple[float, float]]:
+    return [part[:2] for part in rows.windows_of([], header.seconds, {}, rows.Options(windows=seconds, hop=hop))]
+
+
+def _recordings_of(given: str, root: str, known: dict[str, Header], mistakes: Mistakes) -> tuple[str, set[str]]:
+    """The folder that a source stands for ("": none), and the recordings in it; ``known`` takes headers that an index has."""
+    path = pathlib.Path(given).expanduser()
+    if (path / "index.json").is_file():
+        of_index: Mapping[str, Header] = store.read_recordings(path)
+        if not of_index:
+            raise DataError(f"{path} is an index without the list of its recordings (headers.cache); make it again")
+        known.update(of_index)
+        return str(shards.index_root(path / "index.json")), set(of_index)
+    if path.is_dir():
+        found = {each for each in walk(path, mistakes) if is_audio(each)}
+        if not found:
+            raise DataError(f"{given} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf, .m4a)")
+        return os.path.abspath(path), found
+    if is_audio(path.name):
+        if path.is_file() or not path.exists():
+            return "", {os.path.abspath(path)}
+        raise files.FileError(f"{given} is neither a file nor a folder")
+    return "", {each.path for each in sources.read(given, sources.Options(audio=root), mistakes)}
+
+
+def _first_mistake(mistakes: Mistakes) -> str:
+    return f" ({mistakes.lines[0][1]})" if mistakes.lines else ""
+
+
+def lenient() -> Mistakes:
+    """Mistakes of which none ends a command: what has one is left out, and a recording that is cut off is read to its end."""
+    return Mistakes(["all=drop", f"truncated-file={KEEP}"])

@@ -1,0 +1,526 @@
+"""Log-mel spectrograms of recordings in Arrow or Parquet shards: the Python face of the Rust pipeline.
+
+One row of a batch is one crop of one recording: float32 [n_frames, n_mels], Kaldi log-mel, padded with its minimum and
+normalised as (x - mean) / (2 std); `loaders.audio.front_end` has what decides it. Training draws a
+random crop in a permuted order
+without end; testing takes the centre crop of every recording once. Which row holds what is a function of (seed, position, row)
+alone: see `loaders.order`.
+
+With ``views`` > 1 a row is [views, n_frames, n_mels]: that many crops of one recording, drawn independently, or in testing
+spread evenly. Views that overlap are decoded once, so that in MP3 and Vorbis a view can differ in the last bits from the
+same crop decoded alone. With ``dtype="bfloat16"`` the rows are rounded to nearest even, and half as many bytes cross to
+the device.
+
+With ``form="waveform"`` a row is the crop itself, int16 [160000] of 5 s: the samples that the filter bank would take, times
+32768, rounded to nearest even and clipped. The model makes the spectrogram on the device
+(`jaxtrain.workloads.bird.log_mel`): less work for
+the cores, and 1.2 times the bytes of a float32 row. Sound below the resolution of 16 bits differs.
+
+`front_end` does the same for one waveform: it returns the spectrogram that a test split would hold, byte for byte.
+
+A row of an index that `jaxtrain index` wrote is a part of a recording: crops are drawn inside it, and one that is longer than
+the part is laid around it (``around``). Where a whole recording is shorter than a crop, ``short`` says where it lies.
+
+With ``multilabel`` the column of labels holds a list of classes for each recording, and a row has "labels" instead of "label".
+With ``background`` a training row also has as many crops of another recording, of noise, drawn in an independent order.
+
+`loaders.audio.shards` says which files a path names. Of 528,422 rows in 690 shards a seek takes
+0.03 ms in the global order and 12 ms
+in the block order (python -m tools.index_scale).
+"""
+
+import contextlib
+import functools
+import logging
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import ml_dtypes
+import numpy as np
+
+try:
+    from loaders import _rust
+except ImportError as error:
+    raise ModuleNotFoundError(
+        "the Rust extension loaders._rust is not built; say `make train` in the checkout, or pip install its wheel"
+    ) from error
+
+from loaders import order
+from loaders.audio import remote
+from loaders.audio.front_end import DEFAULT, FrontEnd
+from loaders.audio.shards import (
+    ClassLists,
+    find_shards,
+    has_split,
+    index_file,
+    label_column,
+    nearest,
+    open_index,
+    read_class_lists,
+    resolve,
+    shards_of_split,
+    splits_of,
+)
+from loaders.base import DataError, Facts, Field, HostBatch, Loader, Population, Rows, refuse_problems
+from loaders.io import checks, machine
+
+log = logging.getLogger("jaxtrain")
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+FORMS = ("spectrogram", "waveform")
+ORDERS = ("global", "block")
+SHORT = ("random", "centre", "start", "origin")
+BACKGROUND = 0x6E6F697365  # domain of the hash: the background's order is independent of the recordings'
+
+
+@dataclass(frozen=True)
+class Config(FrontEnd, checks.DataSection):
+    """Which recordings are read, and how. Fields from ``bad_budget`` on change no number."""
+
+    train: str = "demo"  # [path] folder, glob or address of shards, or "demo": synthetic birds, made at the first use
+    test: str = ""  # [path] folder or glob to test on; empty = test/ next to train's train/, else a share of train
+    train_split: str = "train"  # [name] of the split of train's folder that is trained on
+    test_split: str = "test"  # [name] of the split that is tested on, of test's folder or else of train's
+    test_share: float = 0.05  # [share] of the recordings kept for testing where no path holds any, chosen by row number
+    label: str = "ebird_code"  # [column] of class labels (int64 ClassLabel); empty = no labels
+    multilabel: bool = False  # [bool] the column holds lists of class labels, of any length
+    background: str = ""  # [path] recordings of noise, for model.augment.background; empty = none
+    audio_root: str = ""  # [path] of recordings that are files, not in the shards; empty = each shard's folder
+    exclude: tuple[int, ...] = ()  # [rows] of train's recordings that are never read
+    exclude_of: int = 0  # [rows] of the index that exclude was written for: with another number it names none; 0 = any
+    exclude_paths: tuple[str, ...] = ()  # [names] of recordings never read: audio.path, or an id (XC1); "@file": one a line
+    time_expansion: float = 1.0  # [1] times slower than life that recordings are: their rate is this times the headers'
+    clip_seconds: float = 5.0  # [s] of a recording in a row
+    short: str = "random"  # [name] where a shorter recording lies: "random" (centre in testing), "centre", "start", "origin"
+    short_fill: str = "silence"  # [name] of what surrounds it: "silence", or "repeat", itself again and again
+    around: str = "recording"  # [name] of what surrounds a part that is shorter: what the "recording" holds, or "silence"
+    channel: int = -1  # [number] of the channel that is read, from 0, where a row names none; -1 = the mean of all
+    n_frames: int = 512  # [frames] of a row, hop_ms each; a clip's frames are padded with their minimum
+    views: int = 1  # [crops] of one recording in a row
+    form: str = "spectrogram"  # [name] of a row: "spectrogram", or "waveform", of which the device makes the spectrogram
+    dtype: str = "float32"  # [name] of a spectrogram's values: "float32" or "bfloat16"; a waveform's are int16
+    order: str = "global"  # [name] of training: "global" permutes all rows; "block" runs of them, for network file systems
+    block_rows: int = 8  # [rows] of a block of order="block", at most; they are neighbours in a shard
+    block_window: int = 256  # [blocks] whose rows are permuted among themselves, and that are read ahead
+    bad_budget: float = 0.01  # [share] of the recordings that may be unreadable before the run stops
+    follow_links: bool = False  # [bool] links in folders of shards and of recordings may lead out of them
+    threads: int = 0  # [threads] that decode; 0 = one for each core this process may use
+    depth: int = 2  # [batches] that are kept ready
+    allow_debug_build: bool = False  # [bool] accept an extension that was built without optimisation
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Every mistake that shows without reading a shard: (field, what is wrong and the remedy)."""
+        for field in ("train", "test", "background"):
+            path = getattr(self, field)
+            if path and path != "demo" and not remote.is_remote(path):
+                try:
+                    split = self.test_split if field == "test" else self._train_split(field)
+                    shards = find_shards(path, split, links=self.follow_links)
+                    if field != "background":
+                        yield from _events(field, shards)
+                except DataError as error:
+                    yield field, str(error)
+        if not self.test and self.train != "demo" and (folder := pathlib.Path(self.train).expanduser()).is_dir():
+            with contextlib.suppress(DataError):  # a mistake of train's
+                if has_split(folder, self.test_split):
+                    yield from _events("train", shards_of_split(folder, self.test_split))
+                elif self.test_split != "test":
+                    yield "test_split", f"is {self.test_split!r}; {checks.expected(self.test_split, splits_of(folder))}"
+        if self.multilabel and not self.label:
+            yield "multilabel", "is True, but label names no column"
+        if self.label == "audio":
+            yield "label", "is 'audio', the column of recordings; name that of the class labels"
+        if not self.train:
+            yield "train", 'is empty; name a folder or glob of Arrow shards, or use "demo"'
+        yield from checks.within(self, "[0, 1]", "test_share", "bad_budget")
+        if self.test_share == 1:
+            yield "test_share", "is 1, which leaves nothing to train on"
+        yield from (front_end := list(super().problems()))
+        yield from checks.positive(self, "time_expansion")
+        if not math.isfinite(self.clip_seconds):
+            yield "clip_seconds", f"is {self.clip_seconds}; use a number of seconds, for example 5.0"
+        elif not front_end and not 1 <= (frames := self.n_clip_frames(self.clip_samples)) <= self.n_frames:
+            longest = (self.window + (self.n_frames - 1) * self.hop) / self.sample_rate
+            yield (
+                "clip_seconds",
+                f"is {self.clip_seconds}, which makes {frames} frames; n_frames={self.n_frames} holds "
+                f"{self.window / self.sample_rate:g} s to {longest:g} s",
+            )
+        yield from checks.choice(self, SHORT, "short")
+        yield from checks.choice(self, ("silence", "repeat"), "short_fill")
+        yield from checks.choice(self, ("recording", "silence"), "around")
+        yield from checks.at_least(self, -1, "channel")
+        yield from checks.not_negative(self, "exclude_of")
+        yield from checks.choice(self, FORMS, "form")
+        yield from checks.choice(self, DTYPES, "dtype")
+        yield from checks.choice(self, ORDERS, "order")
+        if self.form == "waveform" and self.dtype != "float32":
+            yield "dtype", f"is {self.dtype!r}, which a spectrogram may have; form='waveform' has rows of int16: unset it"
+        if self.audio_root and not pathlib.Path(self.audio_root).expanduser().is_dir():
+            hint = nearest(pathlib.Path(self.audio_root).expanduser())
+            yield "audio_root", f"is {self.audio_root!r}, which is not a folder{hint}"
+        for name in self.exclude_paths:
+            if name.startswith("@") and not pathlib.Path(name[1:]).expanduser().is_file():
+                yield "exclude_paths", f"names the list {name[1:]!r}, which is not a file{nearest(pathlib.Path(name[1:]))}"
+        yield from checks.threads(self, least=0)
+        yield from checks.at_least(self, 1, "depth", "views", "block_rows", "block_window")
+        if bad := [row for row in self.exclude if row < 0]:
+            yield "exclude", f"holds {bad[0]}; rows are counted from 0"
+        if _rust.build_profile() != "release" and not self.allow_debug_build:
+            yield (
+                "allow_debug_build",
+                f"is False, but the extension is a {_rust.build_profile()} build, which is many times slower; "
+                "say `make train` in the checkout, or pip install its wheel",
+            )
+
+    def _train_split(self, field: str) -> str:
+        return self.train_split if field == "train" else "train"
+
+    def exists(self) -> bool:
+        """False when reading the facts would first have to copy the data."""
+        return all(remote.is_complete(path) for path in (self.train, self.test, self.background) if remote.is_remote(path))
+
+    @property
+    def clip_samples(self) -> int:
+        return round(self.clip_seconds * self.sample_rate)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The recordings of a split: some rows of an index."""
+
+    index: "_rust.Index | None"  # None: the split is empty
+    rows: np.ndarray  # int64 [n]
+    lists: ClassLists | None  # with `Config.multilabel`
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the classes; empty if the data do not name them."""
+        if self.lists:
+            return self.lists.names
+        return tuple(self.index.class_names or ()) if self.index else ()
+
+
+class Spectrograms(Loader):
+    """Crops of recordings. Fields, r rows for each range:
+
+    spectrogram  float32 or bfloat16 [r, n_frames, n_mels], or [r, views, n_frames, n_mels] of several views
+    waveform     int16 [r, samples], or [r, views, samples]  instead of spectrogram with ``form="waveform"``
+    label        int32 [r]    the class; -1 if it is null
+    labels       uint8 [r, classes]  instead of label with ``multilabel``: 1 for each class of the recording
+    background   as spectrogram, with a ``background``: of another recording; in testing, which does not use it, the same one
+    index        int32 [r]    the recording's row in its split's index; -1 in the padding of a ragged last batch
+    epoch        int32 [r]
+    weight       float32 [r]  0 for padding, and in "test" for a recording that cannot be read
+
+    The arrays are read-only, aligned to 64 bytes, and own their memory: it is reused when the last of a batch's arrays is gone,
+    JAX arrays that alias them included.
+    """
+
+    def __init__(
+        self,
+        fields: dict[str, Field],
+        pipeline: "_rust.Pipeline | None",
+        *,
+        train: bool,
+        rows: Rows,
+        seed: int,
+        n_batches: int,
+        fingerprint: str,
+        order: dict[str, Any],
+        background: "_rust.Pipeline | None" = None,
+        lists: ClassLists | None = None,
+        population: Population | None = None,
+    ):
+        """``pipeline`` None: the split is empty."""
+        super().__init__(fields, train=train, rows=rows, seed=seed, n_batches=n_batches)
+        self._clip = next(name for name in ("spectrogram", "waveform") if name in fields)
+        self._pipelines = [each for each in (pipeline, background) if each is not None]
+        self._lists = lists
+        self._fingerprint, self._order = fingerprint, order
+        self.population = population
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def order(self) -> dict[str, Any]:
+        return self._order
+
+    def seek(self, position: int) -> None:
+        super().seek(position)
+        for pipeline in self._pipelines:
+            pipeline.seek(position)
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Those of the pipeline (`loaders._rust.Pipeline.diagnostics`)."""
+        return self._pipelines[0].diagnostics() if self._pipelines else {}
+
+    def close(self) -> None:
+        super().close()
+        for pipeline in self._pipelines:
+            pipeline.close()
+
+    def _batch(self, position: int) -> HostBatch:
+        """The pipeline's next batch: it works ahead, and its position moves with this loader's."""
+        try:
+            batches = [pipeline.next()[1] for pipeline in self._pipelines]
+        except RuntimeError as error:
+            raise DataError(f"{error}{remote.reasons()}") from error
+        batch = batches[0]
+        if "background" in self.fields:
+            batch["background"] = batches[-1][self._clip]
+        # The extension gives bfloat16 as uint16, for which numpy has no name of its own.
+        for name in {self._clip, "background"} & set(batch):
+            batch[name] = [rows.view(self.fields[name].dtype) for rows in batch[name]]
+        if self._lists:
+            del batch["label"]
+            batch["labels"] = [self._lists.hot(index) for index in batch["index"]]
+        return batch
+
+
+def filter_bank(of: FrontEnd) -> "_rust.FilterBank":
+    """The tables of a front end. Raises ValueError for values that its ``problems`` report."""
+    return _filter_bank(tuple(of.settings.items()))
+
+
+@functools.lru_cache(maxsize=16)
+def _filter_bank(settings: tuple[tuple[str, Any], ...]) -> "_rust.FilterBank":
+    return _rust.FilterBank(**dict(settings))
+
+
+def front_end(
+    wave: np.ndarray, rate: int = 32_000, *, clip_seconds: float = 5.0, n_frames: int = 512, of: FrontEnd = DEFAULT
+) -> np.ndarray:
+    """A mono waveform, float32 [n] at ``rate`` Hz, as an encoder with the front end ``of`` sees it: float32 [n_frames, n_mels].
+
+    Resampled; cut to its centre if it is longer than the clip, put between zeros if it is shorter; Kaldi log-mel, padded with
+    the minimum, and normalised: the bytes that the pipeline gives for the same samples in a test split. `decode` makes such a
+    waveform from the bytes of a file.
+
+    Raises ValueError: a rate of 0, a clip that makes no frame or more than ``n_frames``, samples that are not finite.
+    """
+    wave = np.ascontiguousarray(wave, np.float32)
+    return _rust.front_end(wave, rate, round(clip_seconds * of.sample_rate), n_frames, bank=filter_bank(of))
+
+
+decode = _rust.decode
+
+
+def fields(config: Config) -> dict[str, Field]:
+    """The fields of a batch: name -> shape of one row, dtype."""
+    scalar = Field((), np.dtype(np.int32))
+    views = () if config.views == 1 else (config.views,)
+    if config.form == "waveform":
+        clip = Field((*views, config.clip_samples), np.dtype(np.int16))
+    else:
+        clip = Field((*views, config.n_frames, config.n_mels), DTYPES[config.dtype])
+    data = {config.form: clip, "label": scalar}
+    if config.background:
+        data["background"] = clip
+    if config.multilabel:  # as many classes as the data name
+        del data["label"]
+        data["labels"] = Field((len(_splits(config, make=False)["train"].names),), np.dtype(np.uint8))
+    return {**data, "index": scalar, "epoch": scalar, "weight": Field((), np.dtype(np.float32))}
+
+
+def facts(config: Config) -> Facts:
+    """What the recordings decide, read without decoding; the built-in ones need not be made for it.
+
+    n_train, n_test: recordings of each split. n_recordings: rows of train's index, excluded ones included: one more than
+    the largest ``index`` in a batch. n_unlabelled: recordings of both splits whose label is null. class_names, n_classes:
+    of the label, both absent if the data do not name classes. views, n_frames, n_mels, front_end, form, multilabel, background:
+    of a row.
+
+    Raises:
+      DataError: shards that cannot be used, or that hold other classes in "test" than in "train".
+    """
+    splits = _splits(config, make=False)
+    train, test = splits["train"], splits["test"]
+    facts = {
+        "n_train": len(train.rows),
+        "n_test": len(test.rows),
+        "n_recordings": train.index.n_rows if train.index else 0,
+        "n_unlabelled": sum(
+            int((s.index.labels[s.rows] < 0).sum())
+            for s in splits.values()
+            if s.index and config.label and not config.multilabel
+        ),
+        "views": config.views,
+        "n_frames": config.n_frames,
+        "n_mels": config.n_mels,
+        "front_end": config.front_end,
+        "form": config.form,
+        "multilabel": config.multilabel,
+        "background": bool(config.background),
+    }
+    if names := train.names:
+        facts |= {"n_classes": len(names), "class_names": names}
+    return facts
+
+
+def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Spectrograms:
+    """A loader of ``split`` ("train" or "test") that starts to work at its first ``seek`` or ``next``.
+
+    ``in_order``: "train" is read as "test" always is: each recording once, in order, its centre or its views spread evenly.
+
+    Raises:
+      DataError: shards that cannot be used; in ``next``: more unreadable recordings than ``bad_budget`` allows.
+    """
+    refuse_problems(config)
+    recordings = _splits(config)[split]
+    index, chosen = recordings.index, recordings.rows
+    train = split == "train" and not in_order
+    row_order: dict[str, Any] = {
+        "version": _rust.ORDER_VERSION,
+        "batch": rows.batch,
+        "n_rows": len(chosen),
+        "rows": f"{int(order.hash_of(len(chosen), _fold(chosen))[0]):016x}",  # covers exclude and test_share
+    }
+    block = (config.block_rows, config.block_window) if config.order == "block" else None
+    if block:
+        row_order["block"] = list(block)
+    # What a row of before had is not named, so that its runs resume.
+    before = {"short": "origin", "short_fill": "silence", "around": "recording", "channel": -1, "time_expansion": 1.0}
+    chosen_ones = {name: getattr(config, name) for name in before}
+    before, chosen_ones = before | DEFAULT.settings, chosen_ones | config.settings
+    row_order |= {name: value for name, value in chosen_ones.items() if value != before[name]}
+
+    def pipeline(index: "_rust.Index", chosen: np.ndarray, seed: int) -> "_rust.Pipeline":
+        try:
+            return _rust.Pipeline(
+                index,
+                rows=chosen,
+                batch=rows.batch,
+                ranges=list(rows.ranges),
+                seed=seed,
+                train=train,
+                bank=filter_bank(config),
+                time_expansion=config.time_expansion,
+                clip_samples=config.clip_samples,
+                n_frames=config.n_frames,
+                views=config.views,
+                form=cast(
+                    Literal["float32", "bfloat16", "waveform"], "waveform" if config.form == "waveform" else config.dtype
+                ),
+                channel=config.channel if config.channel >= 0 else None,
+                short=cast(Literal["random", "centre", "start", "origin"], config.short),
+                repeat=config.short_fill == "repeat",
+                silence=config.around == "silence",
+                block=block,
+                threads=config.threads or machine.cores(),
+                depth=config.depth,
+                bad_budget=config.bad_budget,
+            )
+        except ValueError as error:
+            raise DataError(str(error)) from error
+
+    background = None
+    if config.background and train:
+        places = find_shards(resolve(config.background, wait=False), "train", links=config.follow_links)
+        noise = open_index(places, label="", audio_root=config.audio_root, links=config.follow_links)
+        row_order["background"] = noise.fingerprint
+        background = pipeline(noise, np.arange(noise.n_rows), int(order.hash_of(BACKGROUND, seed)[0]))
+    return Spectrograms(
+        fields(config),
+        pipeline(index, chosen, seed) if index is not None else None,
+        train=train,
+        rows=rows,
+        seed=seed,
+        n_batches=-(-len(chosen) // rows.batch),
+        fingerprint=index.fingerprint if index else "",
+        order=row_order,
+        background=background,
+        lists=recordings.lists,
+        population=Population(chosen, index.first_rows) if index is not None else None,
+    )
+
+
+def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
+    """The recordings of both splits; without ``make``, of built-in ones their outline. Raises DataError."""
+    # Lists of classes are read from the shards themselves, so these must be whole.
+    train_path, test_path = (resolve(path, make=make, wait=config.multilabel) for path in (config.train, config.test))
+    train, train_lists = _open(find_shards(train_path, config.train_split, links=config.follow_links), config)
+    rows = np.arange(train.n_rows)
+    if config.exclude_of not in (0, train.n_rows):
+        text = "exclude was written for an index of %d rows, and %s has %d: it excludes none; unreadable recordings are counted"
+        log.warning(text, config.exclude_of, train_path, train.n_rows)
+    elif excluded := sorted(set(config.exclude)):
+        if excluded[-1] >= train.n_rows:
+            raise DataError(f"exclude names row {excluded[-1]}, but {train_path} has {train.n_rows} recordings")
+        rows = np.setdiff1d(rows, excluded)
+    if names := _excluded_names(config.exclude_paths):
+        excluded_rows, found = train.rows_named(names)
+        if found < len(names):
+            missing = next(name for name in sorted(names) if not train.rows_named({name})[1])
+            raise DataError(f"exclude_paths names {missing!r}, which is not an audio.path in {train_path}, nor an id of one")
+        rows = np.setdiff1d(rows, excluded_rows)
+
+    folder = pathlib.Path(train_path).expanduser()
+    test_shards: list[pathlib.Path] = []
+    if test_path:
+        test_shards = find_shards(test_path, config.test_split, links=config.follow_links)
+    elif folder.is_dir() and has_split(folder, config.test_split):
+        test_shards = shards_of_split(folder, config.test_split, links=config.follow_links)
+    if test_shards:
+        test, test_lists = _open(test_shards, config)
+        splits = {"train": Split(train, rows, train_lists), "test": Split(test, np.arange(test.n_rows), test_lists)}
+        train_names, test_names = (splits[name].names for name in ("train", "test"))
+        if test_names != train_names:
+            raise DataError(
+                f"{test_path or folder / 'test'} has other classes than {train_path}: {len(test_names)} and "
+                f"{len(train_names)} names; both must name the same ones in the same order"
+            )
+    else:
+        is_test = order.held_out(rows, config.test_share)
+        splits = {"train": Split(train, rows[~is_test], train_lists), "test": Split(train, rows[is_test], train_lists)}
+    if not len(splits["train"].rows):
+        raise DataError(f"{train_path} leaves no recordings to train on, of {train.n_rows}")
+    if not len(splits["test"].rows):
+        splits["test"] = Split(None, np.arange(0), None)
+    return splits
+
+
+def _excluded_names(names: Sequence[str]) -> set[str]:
+    """The names of recordings, with each "@file" replaced by the names in it. Raises DataError."""
+    excluded: set[str] = set()
+    for name in names:
+        if name.startswith("@"):
+            try:
+                lines = pathlib.Path(name[1:]).expanduser().read_text().splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"exclude_paths: cannot read the list {name[1:]}: {error}") from error
+            excluded.update(line.strip() for line in lines if line.strip())
+        else:
+            excluded.add(name)
+    return excluded
+
+
+def _open(shards: Sequence[pathlib.Path], config: Config) -> tuple["_rust.Index", ClassLists | None]:
+    """The index of shards, and with ``multilabel`` the classes of their recordings. Raises DataError."""
+    column = label_column(shards, config.label, config.multilabel)
+    label = "" if config.multilabel else column
+    index = open_index(shards, label=label, audio_root=config.audio_root, links=config.follow_links)
+    return index, read_class_lists(shards, column) if config.multilabel else None
+
+
+def _events(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, str]]:
+    """The mistake of reading rows that are events of long recordings as if each were a clip, as in BirdSet's "test"."""
+    from loaders.io import columnar  # imports pyarrow, which a batch does not need
+
+    if index_file(shards[0]) or not (names := columnar.timed(shards[0])):
+        return
+    yield (
+        field,
+        f"leads to {shards[0]}, whose rows are events of long recordings (columns {names[0]!r} and {names[1]!r}): the loader "
+        "would read the centre of each recording instead. Of BirdSet, score test_split='test_5s'; make an index of other "
+        "events with jaxtrain index",
+    )
+
+
+def _fold(rows: np.ndarray) -> int:
+    """A digest of the rows, int64 [n], and their order."""
+    return int(np.bitwise_xor.reduce(order.hash_of(np.arange(len(rows)), rows), initial=np.uint64(0)))

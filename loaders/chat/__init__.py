@@ -1,0 +1,1 @@
+"""Chats of text and audio, and the codec of their audio."""

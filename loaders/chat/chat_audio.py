@@ -1,0 +1,226 @@
+"""Conversations with sound, from a manifest, in batches of a few shapes.
+
+`loaders.chat.chatml` says what a manifest holds and how a sample becomes tokens, columns of codes
+and labels; `loaders.chat.chat_samples`
+reads them.
+
+The rows of a batch have one of a few shapes (S text tokens, A columns, N and M labels): the buckets into which the samples fall
+with the least padding (`loaders.buckets`). The bucket of a batch is dealt by the buckets' shares (`loaders.mixture`); each
+bucket goes through its own samples in permuted order, every sample once before any comes again. All is a function of (seed,
+position, row). "test" goes once through its samples, bucket by bucket in mixed order.
+
+A sample that cannot be used (not a conversation, missing or broken sound, no codes, longer than ``longest``) is left out,
+reported by its number, and counted against ``bad_budget``.
+"""
+
+import functools
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loaders import mixture, order
+from loaders.base import DataError, Facts, Field, HostBatch, Loader, Rows, refuse_problems
+from loaders.buckets import Bucket, Shape, make_buckets
+from loaders.chat import chatml
+from loaders.chat.chat_samples import Config, Sample, Tools, read_samples, tools_of
+
+__all__ = ["Chat", "Config", "facts", "fields", "make_loader"]
+
+VERSION = 1  # changes whenever the same (seed, position, row) would give another sample
+
+log = logging.getLogger("jaxtrain")
+
+
+class Split(NamedTuple):
+    """The usable samples of a split, in buckets."""
+
+    samples: tuple[Sample, ...]
+    sizes: np.ndarray  # int64 [samples, 4]: the `Shape` that each sample needs
+    buckets: tuple[Bucket, ...]
+    bad: tuple[tuple[int, str], ...]  # (number, reason)
+
+
+class Chat(Loader):
+    """Conversations in buckets. Fields: those of `jaxtrain.workloads.audio_language`, and
+
+    index, epoch  int32 [r]    the sample's number in its manifest (-1 in padding), passes through its bucket before
+    weight        float32 [r]  0 for the padding of a bucket's ragged last batch, in "test"
+    """
+
+    def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
+        self._config = config
+        self._data = _splits(config)[split]
+        self._tools = tools_of(config, config.test if split == "test" and config.test else config.manifest)
+        sizes = [len(bucket.members) for bucket in self._data.buckets]
+        self._batches = [-(-n // rows.batch) for n in sizes]  # of a pass, by bucket
+        train = split == "train"
+        if train and not sum(self._batches):
+            raise DataError(f"{config.manifest} leaves no samples to train on")
+        self._mixture = mixture.Mixture(sizes, seed=seed) if train else None
+        self._n_labels = np.array([[s.size.text_labels, s.n_audio] for s in self._data.samples]).reshape(-1, 2)
+        self._deal = functools.lru_cache(maxsize=1024)(self._make_deal)
+        self._places = np.zeros(2, np.int64)  # filled, and delivered, by this process
+        for i, bucket in enumerate(self._data.buckets):
+            shape = bucket.shape
+            log.info(
+                "%s bucket %d of %d: %d places (%d of text, %d of sound), %d samples, %.0f %% full",
+                split, i + 1, len(sizes), shape.places, shape.text, shape.audio, len(bucket.members),
+                100 * bucket.fill(self._data.sizes),
+            )  # fmt: skip
+        super().__init__(
+            *(_fields(self._tools, bucket.shape) for bucket in self._data.buckets),
+            train=train,
+            rows=rows,
+            seed=seed,
+            n_batches=sum(self._batches),
+        )
+
+    def bucket_at(self, position: int) -> int:
+        return self._deal(position).bucket
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for sample in self._data.samples:
+            digest.update(sample.tokens.tobytes() + sample.labels.tobytes() + repr((sample.number, sample.size)).encode())
+        return digest.hexdigest()[:16]
+
+    @property
+    def order(self) -> dict[str, Any]:
+        return {
+            "version": [VERSION, mixture.VERSION, order.VERSION],
+            "batch": self._rows.batch,
+            "delay": self._config.delay,
+            "buckets": [list(bucket.shape) for bucket in self._data.buckets],
+        }
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Buckets: shape, samples, fill. ``fill`` of what this process has read; unusable samples, with the reason."""
+        data = self._data
+        buckets = [
+            {**bucket.shape._asdict(), "samples": len(bucket.members), "fill": bucket.fill(data.sizes)}
+            for bucket in data.buckets
+        ]
+        filled, delivered = self._places.tolist()
+        return {"buckets": buckets, "fill": filled / max(delivered, 1), "bad": len(data.bad), "bad_list": data.bad}
+
+    def _make_deal(self, position: int) -> "Deal":
+        row = np.arange(self._rows.batch)
+        if self._mixture is None:
+            # Batches in mixed order, so that the first ones of a short evaluation are from all buckets.
+            position = int(order.permutation(0, 0, self.n_batches, np.array([position]))[0])
+            bucket = int(np.searchsorted(np.cumsum(self._batches), position, side="right"))
+            number = (position - sum(self._batches[:bucket])) * len(row) + row
+            members = self._data.buckets[bucket].members
+            return Deal(bucket, number, np.where(number < len(members), members[np.minimum(number, len(members) - 1)], -1))
+        buckets, before = self._mixture(np.array([position]))
+        bucket, number = int(buckets[0]), int(before[0]) * len(row) + row
+        members = self._data.buckets[bucket].members
+        return Deal(bucket, number, members[order.epochs(self._seed + (bucket << 32), len(members), number)[1]])
+
+    def _batch(self, position: int) -> HostBatch:
+        deal = self._deal(position)
+        n_text, n_audio = self._n_labels[deal.sample[deal.sample >= 0]].sum(0)
+        scale = chatml.label_scale(n_text, np.full(self._tools.codebooks, n_audio), self._rows.batch)
+        batch = super()._batch(position)
+        for part in batch["label_scale"]:
+            part[:] = scale
+        return batch
+
+    def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
+        deal = self._deal(position)
+        bucket = self._data.buckets[deal.bucket]
+        batch = self._empty(len(row), deal.bucket)
+        padding = chatml.row(self._tools.blank(), bucket.shape, self._tools.pad)
+        for i, (number, k) in enumerate(zip(deal.number[row].tolist(), deal.sample[row].tolist(), strict=True)):
+            values = padding
+            if k >= 0:
+                sample = self._data.samples[k]
+                values = chatml.row(self._tools.laid_out(sample), bucket.shape, self._tools.pad)
+                batch["index"][i], batch["epoch"][i], batch["weight"][i] = sample.number, number // len(bucket.members), 1
+                self._places += sample.size.places, bucket.shape.places
+            for name, x in values.items():
+                batch[name][i] = x
+        return batch
+
+
+class Deal(NamedTuple):
+    """What a global batch holds."""
+
+    bucket: int
+    number: np.ndarray  # int64 [batch]: each row's number in the bucket's order
+    sample: np.ndarray  # int64 [batch]: which sample of the split, -1 for padding
+
+
+def fields(config: Config) -> dict[str, Field]:
+    """The fields of the largest bucket: name -> shape of one row, dtype."""
+    return _fields(tools_of(config, config.manifest), _splits(config)["train"].buckets[-1].shape)
+
+
+def facts(config: Config) -> Facts:
+    """What the samples decide.
+
+    vocab, codebooks, codebook_size, context (places of the longest bucket), n_train, n_test, n_bad, and buckets of the training
+    split: (S, A, N, M, share of the batches) of each. Raises DataError.
+    """
+    tools, splits = tools_of(config, config.manifest), _splits(config)
+    train = splits["train"]
+    return {
+        "vocab": tools.vocab,
+        "codebooks": tools.codebooks,
+        "codebook_size": tools.size,
+        "context": max(bucket.shape.places for bucket in train.buckets),
+        "buckets": tuple((*bucket.shape, len(bucket.members) / len(train.samples)) for bucket in train.buckets),
+        "n_train": len(train.samples),
+        "n_test": len(splits["test"].samples),
+        "n_bad": len(train.bad),
+    }
+
+
+def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Chat:
+    """A loader of ``split``, "train" or "test". Raises DataError: no samples to train on, or too many unusable ones."""
+    return Chat(config, split=split, rows=rows, seed=seed)
+
+
+def _fields(tools: Tools, shape: Shape) -> dict[str, Field]:
+    integers = {
+        "text": (shape.text,),
+        "codes": (shape.audio, tools.codebooks),
+        "place": (shape.places,),
+        "slot": (shape.places,),
+        "text_at": (shape.text_labels,),
+        "text_target": (shape.text_labels,),
+        "audio_at": (shape.audio_labels,),
+        "audio_target": (shape.audio_labels, tools.codebooks),
+        "index": (),
+        "epoch": (),
+    }
+    return {
+        **{name: Field(s, np.dtype(np.int32)) for name, s in integers.items()},
+        "label_scale": Field((1 + tools.codebooks,), np.dtype(np.float32)),
+        "weight": Field((), np.dtype(np.float32)),
+    }
+
+
+@functools.lru_cache(maxsize=2)
+def _splits(config: Config) -> dict[str, Split]:
+    """Both splits, made once in a process: facts and two loaders ask for them. Raises DataError."""
+    refuse_problems(config)
+    samples, bad = read_samples(config, config.manifest)
+    if config.test:
+        test, test_bad = read_samples(config, config.test)
+    else:
+        is_test = order.held_out(np.array([s.number for s in samples], np.int64), config.test_share)
+        test, test_bad = [s for s, t in zip(samples, is_test, strict=True) if t], []
+        samples = [s for s, t in zip(samples, is_test, strict=True) if not t]
+    if not samples:
+        raise DataError(f"{config.manifest} leaves no samples to train on" + (f"; {bad[0][1]}" if bad else ""))
+    return {"train": _in_buckets(samples, bad, config.buckets), "test": _in_buckets(test, test_bad, config.buckets)}
+
+
+def _in_buckets(samples: Sequence[Sample], bad: Sequence[tuple[int, str]], n: int) -> Split:
+    sizes = np.array([sample.size for sample in samples], np.int64).reshape(-1, 4)
+    return Split(tuple(samples), sizes, make_buckets(sizes, n), tuple(bad))

@@ -1,0 +1,307 @@
+"""The samples of a manifest as `loaders.chat.chat_audio` uses them: tokenised, measured, their recordings as codes.
+
+The tokenizer is a tokenizer.json of Hugging Face whose vocabulary has the special tokens `chatml.SPECIAL`. The codes of a
+recording come from
+
+    codec = "codec.npz"          the project's own (loaders/chat/codec.py, `jaxtrain train-codec`)
+    codec = "module:function"    any function (wave float32 [n], rate) -> codes [K, T]
+    codes = "codes.npz"          made elsewhere, by the manifest's names: .npz, Arrow or Parquet (`codec.read_many`)
+
+With a codec every recording is read and decoded only once (by the Rust crate), and its codes are kept next to it, as
+clip.wav.<codec>.npy, or in ``cache``. `jaxtrain encode-audio` does that in advance; otherwise the first process of a run does,
+and the others wait. A part of a recording (offset, duration) is cut from its codes.
+"""
+
+import concurrent.futures
+import functools
+import logging
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loaders.base import DataError
+from loaders.buckets import Shape
+from loaders.chat import chatml
+from loaders.chat import codec as codec_lib
+from loaders.io import checks, files, machine
+
+log = logging.getLogger("jaxtrain")
+
+
+@dataclass(frozen=True)
+class Config(checks.DataSection):
+    manifest: str = ""  # [path] JSON list of samples
+    test: str = ""  # [path] manifest to test on; empty = a share of the first
+    test_share: float = 0.05  # [share] of the samples kept for testing where no path holds any, chosen by number
+    tokenizer: str = ""  # [path] tokenizer.json with the special tokens
+    audio_root: str = ""  # [path] folder that recordings' paths are relative to; empty = each manifest's own
+    codec: str = ""  # [path or module:function] codec.npz, or your own function; empty = all codes are in ``codes``
+    codes: str = ""  # [path] codes made elsewhere: .npz, .arrow or .parquet; empty = the codec makes them
+    cache: str = ""  # [path] folder for the codec's codes; empty = next to the recordings
+    codebooks: int = 8  # [codebooks] of codes that do not come from a codec.npz
+    codebook_size: int = 1024  # [codes] of each of them
+    frame_rate: float = 25.0  # [1/s] of them
+    delay: bool = True  # [bool] codebook k of a recording is delayed by k columns
+    buckets: int = 4  # [shapes] of batches, at most; a program is compiled for each
+    longest: int = 4096  # [places] of a sample; longer ones are left out
+    bad_budget: float = 0.01  # [share] of the samples that may be unusable before the run stops
+    follow_links: bool = False  # [bool] links in the folder of recordings may lead out of it
+    threads: int = 0  # [threads] that encode recordings; 0 = one for each core this process may use
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for name in ("manifest", "tokenizer"):
+            if not getattr(self, name):
+                yield name, "is empty; name a file"
+        for name in ("manifest", "test", "tokenizer", "codes"):
+            path = getattr(self, name)
+            if path and not pathlib.Path(path).expanduser().is_file():
+                yield name, f"is {path!r}, which is not a file"
+        if not self.codec and not self.codes:
+            yield (
+                "codec",
+                "is empty, and so is codes; name a codec.npz (`jaxtrain train-codec`), module:function, or a file of codes",
+            )
+        if self.codec:
+            try:
+                open_codec(self)
+            except DataError as error:
+                yield "codec", str(error)
+        if self.audio_root and not pathlib.Path(self.audio_root).expanduser().is_dir():
+            yield "audio_root", f"is {self.audio_root!r}, which is not a folder"
+        yield from checks.at_least(self, 1, "codebooks", "codebook_size", "buckets", "longest")
+        yield from checks.threads(self, least=0)
+        yield from checks.positive(self, "frame_rate")
+        yield from checks.within(self, "[0, 1]", "test_share", "bad_budget")
+
+
+class Sample(NamedTuple):
+    """A usable sample, before the codes of its recordings are put in."""
+
+    number: int  # in its manifest
+    tokens: np.ndarray  # int32 [n]
+    labels: np.ndarray  # int32 [n]
+    clips: tuple[chatml.Clip, ...]
+    size: Shape  # what it needs
+    n_audio: int  # labels of one codebook
+
+
+class Tools(NamedTuple):
+    """What turns samples into rows."""
+
+    encode: Callable[[str], Sequence[int]]
+    ids: Mapping[str, int]  # of the special tokens
+    vocab: int
+    codebooks: int
+    size: int
+    frame_rate: float
+    delay: bool
+    find: Callable[[chatml.Clip], np.ndarray]  # codes of a whole recording; raises ValueError or OSError
+
+    @property
+    def pad(self) -> int:
+        """The token that fills spare places."""
+        return self.ids[chatml.END_OF_TURN]
+
+    def codes(self, clip: chatml.Clip) -> np.ndarray:
+        """int16 [K, T] of a part of a recording. Raises SampleError."""
+        try:
+            codes = self.find(clip)
+        except (ValueError, OSError) as error:
+            raise chatml.SampleError(f"{clip.url or 'raw_audio'}: {error}") from error
+        if len(codes) != self.codebooks or (codes.size and not 0 <= codes.min() <= codes.max() < self.size):
+            raise chatml.SampleError(
+                f"{clip.url or 'raw_audio'}: its codes are {list(codes.shape)}, up to {codes.max(initial=0)}; expected "
+                f"{self.codebooks} codebooks of {self.size}"
+            )
+        start = round(clip.offset * self.frame_rate)
+        stop = codes.shape[1] if clip.duration is None else start + max(round(clip.duration * self.frame_rate), 1)
+        if start >= codes.shape[1]:
+            raise chatml.SampleError(f"{clip.url or 'raw_audio'}: offset {clip.offset} s is past its end")
+        return codes[:, start:stop]
+
+    def expand(self, tokens: np.ndarray, labels: np.ndarray, codes: Sequence[np.ndarray]) -> chatml.Laid:
+        """`chatml.expand` with these tokens and codebooks. Raises SampleError."""
+        return chatml.expand(
+            tokens, labels, codes, audio_in=self.ids[chatml.AUDIO], audio_out=self.ids[chatml.AUDIO_OUT], size=self.size,
+            codebooks=self.codebooks, delay=self.delay,
+        )  # fmt: skip
+
+    def laid_out(self, sample: Sample) -> chatml.Laid:
+        """A sample with the codes of its recordings in place. Raises DataError."""
+        try:
+            return self.expand(sample.tokens, sample.labels, [self.codes(clip) for clip in sample.clips])
+        except chatml.SampleError as error:  # it could be read when the run began
+            raise DataError(f"sample {sample.number} can no longer be read: {error}") from error
+
+    def blank(self) -> chatml.Laid:
+        """A sample without a token."""
+        return self.expand(np.zeros(0, np.int32), np.zeros(0, np.int32), [])
+
+    def check(self, number: int, sample: Any) -> Sample:
+        """Tokenises and measures a sample of the manifest. Raises SampleError."""
+        tokens, labels, clips = chatml.tokenise(chatml.render(sample), self.encode)
+        laid = self.expand(tokens, labels, [self.codes(clip) for clip in clips])
+        t = chatml.targets(laid)
+        audio = int((laid.recording >= 0).sum())
+        size = Shape(len(laid.tokens) - audio, audio, len(t.text), len(t.audio))
+        if not len(t.text) and not len(t.audio):
+            raise chatml.SampleError("it has no labels: there is no assistant's turn from start_index on")
+        return Sample(number, tokens, labels, tuple(clips), size, int((t.audio[:, 0] != chatml.NONE).sum()))
+
+
+def open_codec(config: Config) -> codec_lib.Codec:
+    """The codec of a config. Raises DataError."""
+    return codec_lib.open_codec(
+        config.codec, codebooks=config.codebooks, size=config.codebook_size, frame_rate=config.frame_rate
+    )
+
+
+def source_of(clip: chatml.Clip, root: pathlib.Path, *, links: bool = False) -> codec_lib.Source:
+    """The recording of a clip, a file below ``root`` or its content. Raises FileError for a file elsewhere.
+
+    Args:
+      links: whether links in that folder may lead out of it.
+    """
+    if not clip.url:
+        return codec_lib.Source(None, clip.raw)
+    remedy = f"; name the folder of the recordings as data.audio_root{files.LINKS}"
+    return codec_lib.Source(files.inside(root, clip.url, links=links, remedy=remedy))
+
+
+def root_of(config: Config, manifest: str) -> pathlib.Path:
+    """The folder that the recordings' paths are relative to."""
+    return pathlib.Path(config.audio_root or pathlib.Path(manifest).expanduser().parent).expanduser()
+
+
+def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str, str]]]:
+    """Makes the codes of a manifest's recordings that have none yet.
+
+    Returns how many, how many were there already, and (recording, reason) of failures.
+
+    One process does it at a time; what another has made is not made again. Raises DataError if codes cannot be kept.
+    """
+    codec, root = open_codec(config), root_of(config, manifest)
+    sources: dict[str, codec_lib.Source] = {}
+    bad: list[tuple[str, str]] = []
+    for sample in chatml.read_manifest(manifest):
+        try:
+            clips = [piece.clip for piece in chatml.render(sample) if piece.clip is not None]
+        except chatml.SampleError:  # reported when the samples are checked
+            continue
+        for clip in clips:
+            try:
+                source = source_of(clip, root, links=config.follow_links)
+            except files.FileError as refused:
+                bad.append((clip.url, str(refused)))
+                continue
+            sources[str(source.codes(codec, config.cache))] = source
+
+    def missing() -> list[codec_lib.Source]:
+        return [source for path, source in sources.items() if not source.is_kept(pathlib.Path(path))]
+
+    if not missing():
+        return 0, len(sources), sorted(bad)
+    done = 0
+    with codec_lib.only_one([pathlib.Path(config.cache).expanduser() if config.cache else root, machine.cache_folder("codes")]):
+        todo = missing()
+        if todo:
+            log.info("encoding %d recordings of %s with %s", len(todo), manifest, codec.name)
+        with concurrent.futures.ThreadPoolExecutor(config.threads or machine.cores()) as pool:
+            jobs = {pool.submit(codec_lib.encode, source, codec, config.cache): source for source in todo}
+            for job in concurrent.futures.as_completed(jobs):
+                error = job.exception()
+                if not isinstance(error, None | ValueError | OSError):
+                    raise error
+                if isinstance(error, DataError) and not isinstance(error, files.FileError):  # no place for codes
+                    raise error
+                bad += [(str(jobs[job]), str(error))] if error else []
+                done += not error
+    return done, len(sources) - len(todo), sorted(bad)
+
+
+@functools.lru_cache(maxsize=4)
+def tools_of(config: Config, manifest: str) -> Tools:
+    """The tokenizer and the codes of a config, for one of its manifests. Raises DataError."""
+    path = pathlib.Path(config.tokenizer).expanduser()
+    tokenizer = read_tokenizer(str(path))
+    ids = {token: tokenizer.token_to_id(token) for token in chatml.SPECIAL}
+    if missing := [token for token, i in ids.items() if i is None]:
+        raise DataError(f"data.tokenizer: {path} has no token {', '.join(missing)}; add them as special tokens")
+    root = root_of(config, manifest)
+    if config.codes:
+        table = _read_many(config.codes)
+        codebooks, size, frame_rate = config.codebooks, config.codebook_size, config.frame_rate
+
+        def find(clip: chatml.Clip) -> np.ndarray:
+            if clip.url not in table:
+                raise ValueError(f"{config.codes} has no codes for it")
+            return table[clip.url]
+
+    else:
+        codec = open_codec(config)
+        codebooks, size, frame_rate = codec.codebooks, codec.size, codec.frame_rate
+
+        def find(clip: chatml.Clip) -> np.ndarray:
+            source = source_of(clip, root, links=config.follow_links)
+            return codec_lib.read(source.codes(codec, config.cache))
+
+    return Tools(
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        ids=ids,
+        vocab=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
+        codebooks=codebooks,
+        size=size,
+        frame_rate=frame_rate,
+        delay=config.delay,
+        find=find,
+    )
+
+
+_read_many = functools.lru_cache(maxsize=2)(codec_lib.read_many)
+
+
+@functools.lru_cache(maxsize=2)
+def read_tokenizer(path: str) -> Any:
+    """A tokenizer.json, as ``tokenizers.Tokenizer``. Raises DataError."""
+    try:
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_file(path)
+    except ImportError as error:
+        raise DataError("data.tokenizer needs the package tokenizers: pip install 'jaxtrain[language]'") from error
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise DataError(f"data.tokenizer: {path} cannot be read as a tokenizer.json: {error}") from error
+
+
+def read_samples(config: Config, manifest: str) -> tuple[list[Sample], list[tuple[int, str]]]:
+    """The usable samples of a manifest, and (number, reason) of the others. Raises DataError if those are too many."""
+    if not config.codes:
+        encode_all(config, manifest)
+    tools = tools_of(config, manifest)
+    usable: list[Sample] = []
+    bad: list[tuple[int, str]] = []
+    everything = chatml.read_manifest(manifest)
+    for number, sample in enumerate(everything):
+        try:
+            checked = tools.check(number, sample)
+            if checked.size.places > config.longest:
+                raise chatml.SampleError(f"it has {checked.size.places} places, but data.longest is {config.longest}")
+            usable.append(checked)
+        except chatml.SampleError as error:
+            bad.append((number, str(error)))
+    for number, reason in bad[:20]:
+        log.warning("%s: sample %d is left out: %s", manifest, number, reason)
+    allowed = max(1, int(config.bad_budget * len(everything))) if config.bad_budget else 0
+    if len(bad) > allowed:
+        raise DataError(
+            f"{manifest}: {len(bad)} of {len(everything)} samples cannot be used, but data.bad_budget={config.bad_budget} "
+            f"allows {allowed}; the first is sample {bad[0][0]}: {bad[0][1]}"
+        )
+    if bad:
+        log.warning(
+            "%s: %d of %d samples are left out (data.bad_budget allows %d)", manifest, len(bad), len(everything), allowed
+        )
+    return usable, bad

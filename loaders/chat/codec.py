@@ -1,0 +1,426 @@
+"""Sound as codes, and back: residual vector quantisation of log-mel frames, learned by k-means.
+
+A recording becomes the log-mel spectrogram of `loaders._rust.fbank` (128 bands, 100 frames/s, ln of the power). Four frames
+together are one vector. Its principal components are quantised by one codebook after the other, each on the residual that those
+before it leave (Gray 1984; Zeghidour et al. 2021): K codes at 25 times a second. Codebooks are learned by k-means on the
+residuals, one after the other. To decode, the codes' entries are added up, and `sound` finds a waveform with that spectrogram
+(Griffin & Lim 1984). A neural codec is better, and its codes can come as files or from a user's function
+(loaders/chat/chat_samples.py); this one needs no download, and is learned from any recordings in
+minutes (`jaxtrain train-codec`).
+
+A codec is one file, codec.npz:
+
+    version   int      1
+    mean      float32 [512]        of the vectors: band b of the i-th of four frames is at 128 i + b
+    basis     float32 [P, 512]     principal components, orthonormal
+    books     float32 [K, C, P]    codebooks
+
+Codes of a recording of n samples at 32 kHz: int16 [K, T], T = ceil(n / 1280), with silence after its end.
+
+Shapes: N vectors, P principal components, K codebooks, C codes of each, T times, S bins of a spectrum.
+"""
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import io
+import os
+import pathlib
+import wave
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from loaders import _rust
+from loaders.base import DataError
+from loaders.io import atomic_write, files, machine
+
+VERSION = 1
+MOST_CODEC = 1 << 30  # [bytes] of a codec.npz
+MOST_CODES = 1 << 15  # of a codebook: they are kept as int16
+RATE, WINDOW, HOP, N_MELS = 32_000, 800, 320, 128  # of the filter bank
+STACK = 4  # frames in a vector
+N_FFT, EMPHASIS = 1024, 0.97
+FRAME_RATE = RATE / HOP / STACK  # [1/s]
+MOST_RECORDING = 4 << 30  # [bytes] of a file
+FLOOR = float(np.finfo(np.float32).eps)  # smallest energy of a band
+
+
+class Codec(Protocol):
+    """An encoder of sound as codes."""
+
+    @property
+    def codebooks(self) -> int:
+        """The number of codebooks."""
+
+    @property
+    def size(self) -> int:
+        """The number of codes of each codebook."""
+
+    @property
+    def frame_rate(self) -> float:
+        """Codes of a codebook in a second [1/s]."""
+
+    @property
+    def name(self) -> str:
+        """Part of the name of files of codes; changes when the codes do."""
+
+    def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
+        """Sound float32 [n] at ``rate`` Hz -> codes int16 [codebooks, T]. Raises ValueError for sound that it cannot encode."""
+
+
+class Rvq(NamedTuple):
+    """The project's own codec: residual vector quantisation."""
+
+    mean: np.ndarray
+    basis: np.ndarray
+    books: np.ndarray
+    name: str = "rvq"
+
+    @property
+    def frame_rate(self) -> float:
+        return FRAME_RATE
+
+    @property
+    def codebooks(self) -> int:
+        return self.books.shape[0]
+
+    @property
+    def size(self) -> int:
+        return self.books.shape[1]
+
+    def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
+        return self.quantise(vectors(wave, rate)).T.astype(np.int16)
+
+    def quantise(self, x_nv: np.ndarray) -> np.ndarray:
+        """Vectors [N, 512] -> codes [N, K]."""
+        rest_np = (x_nv - self.mean) @ self.basis.T
+        codes = []
+        for book_cp in self.books:
+            codes.append(nearest(rest_np, book_cp)[0])
+            rest_np = rest_np - book_cp[codes[-1]]
+        return np.stack(codes, axis=1) if codes else np.zeros((len(x_nv), 0), np.int64)
+
+    def decode(self, codes_kt: np.ndarray, n: int | None = None) -> np.ndarray:
+        """Codes [K, T] -> log-mel float32 [4 T, 128], by the first ``n`` codebooks."""
+        x_tp = sum(book_cp[codes_t] for book_cp, codes_t in list(zip(self.books, codes_kt, strict=True))[:n])
+        return (x_tp @ self.basis + self.mean).astype(np.float32).reshape(-1, N_MELS)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the file, whole or not at all."""
+        with atomic_write.file(path) as file:
+            np.savez(file, version=VERSION, mean=self.mean, basis=self.basis, books=self.books)
+
+
+class Function(NamedTuple):
+    """A user's codec: a function of a module, (wave float32 [n], rate in Hz) -> codes [K, T]."""
+
+    call: Callable[[np.ndarray, int], np.ndarray]
+    name: str
+    codebooks: int
+    size: int
+    frame_rate: float
+
+    def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
+        codes = np.asarray(self.call(wave, rate))
+        if codes.ndim != 2 or len(codes) != self.codebooks or codes.dtype.kind not in "iu":
+            raise ValueError(f"{self.name} gives {codes.dtype} {codes.shape}; expected integers [{self.codebooks}, times]")
+        return codes.astype(np.int16)
+
+
+def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Codec:
+    """Opens a codec.npz, or "module:function" with the numbers that are given. Raises DataError.
+
+    A function's module is imported: ``text`` is the user's own, never one that was read from a checkpoint.
+    """
+    path = pathlib.Path(text).expanduser()
+    if path.is_file():
+        try:
+            content = files.read(path, most=MOST_CODEC)
+            found = files.arrays(path, most=MOST_CODEC)
+            if int(found["version"]) != VERSION:
+                raise DataError(f"{path} has version {found['version']}; expected {VERSION}: train it again")
+            mean, basis, books = (found[name].astype(np.float32) for name in ("mean", "basis", "books"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise error if isinstance(error, DataError) else DataError(f"{path} is not a codec: {error}") from error
+        components = basis.shape[0] if basis.ndim == 2 else -1
+        shapes = (mean.shape, basis.shape, books.shape[2:])
+        if (
+            shapes != ((STACK * N_MELS,), (components, STACK * N_MELS), (components,))
+            or not books.size
+            or books.shape[1] > MOST_CODES
+        ):
+            raise DataError(f"{path} is not a codec: its arrays have the shapes {mean.shape}, {basis.shape} and {books.shape}")
+        return Rvq(mean, basis, books, name=f"rvq-{hashlib.sha256(content).hexdigest()[:10]}")
+    module, colon, function = text.partition(":")
+    if not colon:
+        raise DataError(f"{text} does not exist; name a codec.npz (`jaxtrain train-codec` makes one) or module:function")
+    try:
+        call = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise DataError(f"{text}: {error}; name a function that takes (wave, rate) and returns codes [K, T]") from error
+    return Function(call, text.replace(":", ".").replace("/", "."), codebooks, size, frame_rate)
+
+
+def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
+    """The log-mel spectrogram of sound float32 [n] at ``rate`` Hz: [4 T, 128], ln of the bands' energies; T = ceil(n / 1280) at
+    32 kHz. Raises ValueError for sound without samples.
+    """
+    wave = np.ascontiguousarray(wave, np.float32)
+    if rate != RATE:
+        wave = _rust.resample(wave, rate, RATE)
+    if not len(wave):
+        raise ValueError("it has no samples")
+    frames = STACK * -(-len(wave) // (HOP * STACK))
+    return _rust.fbank(np.concatenate([wave, np.zeros(WINDOW + (frames - 1) * HOP, np.float32)])[: WINDOW + (frames - 1) * HOP])
+
+
+def vectors(wave: np.ndarray, rate: int) -> np.ndarray:
+    """The vectors that are quantised, float32 [T, 512], of sound float32 [n] at ``rate`` Hz."""
+    return log_mel(wave, rate).reshape(-1, STACK * N_MELS)
+
+
+def nearest(x_np: np.ndarray, book_cp: np.ndarray, chunk: int = 8192) -> tuple[np.ndarray, np.ndarray]:
+    """The closest entry to each vector, int64 [N], and its squared distance, float32 [N]."""
+    entry, distance = np.empty(len(x_np), np.int64), np.empty(len(x_np), np.float32)
+    half_c = (book_cp**2).sum(1) / 2
+    for start in range(0, len(x_np), chunk):
+        x = x_np[start : start + chunk]
+        score = x @ book_cp.T - half_c
+        at = score.argmax(1)
+        entry[start : start + chunk] = at
+        distance[start : start + chunk] = (x**2).sum(1) - 2 * score[np.arange(len(x)), at]
+    return entry, distance
+
+
+def k_means(x_np: np.ndarray, n: int, *, rounds: int, rng: np.random.Generator) -> np.ndarray:
+    """Means float32 [n, P] (Lloyd 1982), from random vectors.
+
+    A mean that loses all its vectors moves to the vector that is farthest from its own mean.
+    """
+    book_cp = x_np[rng.choice(len(x_np), n, replace=len(x_np) < n)].copy()
+    for _ in range(rounds):
+        entry, distance = nearest(x_np, book_cp)
+        count = np.bincount(entry, minlength=n)
+        by_entry = np.argsort(entry, kind="stable")
+        starts = np.concatenate([[0], np.cumsum(count)[:-1]])
+        full = np.flatnonzero(count)
+        book_cp[full] = np.add.reduceat(x_np[by_entry], starts[full], axis=0) / count[full, None]
+        empty = np.flatnonzero(count == 0)
+        book_cp[empty] = x_np[np.argsort(-distance, kind="stable")[: len(empty)]]
+    return book_cp
+
+
+def train(
+    x_nv: np.ndarray, *, codebooks: int = 8, size: int = 1024, components: int = 128, rounds: int = 15, seed: int = 0
+) -> Rvq:
+    """Trains a codec on vectors [N, 512] (`vectors`). Raises DataError for fewer vectors than codes."""
+    if len(x_nv) < size:
+        raise DataError(f"{len(x_nv)} vectors (40 ms each) are too few for {size} codes; give more sound or a smaller size")
+    rng = np.random.default_rng(seed)
+    mean = x_nv.mean(0, dtype=np.float64).astype(np.float32)
+    centred = x_nv - mean
+    _, basis = np.linalg.eigh((centred.T @ centred).astype(np.float64))
+    basis = np.ascontiguousarray(basis[:, ::-1][:, :components].T, np.float32)
+    rest = centred @ basis.T
+    books = []
+    for _ in range(codebooks):
+        books.append(k_means(rest, size, rounds=rounds, rng=rng))
+        rest = rest - books[-1][nearest(rest, books[-1])[0]]
+    return Rvq(mean, basis, np.stack(books))
+
+
+def errors(codec: Rvq, x_nv: np.ndarray) -> tuple[list[float], float]:
+    """The root of the mean squared error of log-mel values after each codebook, and that of the mean alone."""
+    codes = codec.quantise(x_nv).T
+    rest = x_nv - codec.mean
+    differences = [codec.decode(codes, n + 1).reshape(x_nv.shape) - x_nv for n in range(codec.codebooks)]
+    return [float(np.sqrt((x**2).mean())) for x in differences], float(np.sqrt((rest**2).mean()))
+
+
+def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndarray:
+    """A waveform float32 [n] at 32 kHz whose log-mel approximates this one (Griffin & Lim 1984, from random phases)."""
+    power_fs = spectrum(np.exp(log_mel_fm.astype(np.float64)))
+    response = np.abs(1 - EMPHASIS * np.exp(-2j * np.pi * np.arange(power_fs.shape[1]) / N_FFT)) ** 2
+    magnitude = np.sqrt(power_fs / response)
+    magnitude[:, :2] = 0  # the filter bank removes the mean, so nothing is known of it
+    window = np.zeros(N_FFT)
+    window[:WINDOW] = np.hanning(WINDOW)
+    n = WINDOW + (len(magnitude) - 1) * HOP
+    phase = np.exp(2j * np.pi * np.random.default_rng(seed).random(magnitude.shape))
+    frames = np.arange(len(magnitude))[:, None] * HOP + np.arange(WINDOW)
+    weight = np.zeros(n)
+    np.add.at(weight, frames, np.broadcast_to(window[:WINDOW] ** 2, frames.shape))
+    weight = np.maximum(weight, 1e-3)
+    for i in range(rounds + 1):
+        waves = np.fft.irfft(magnitude * phase, N_FFT)[:, :WINDOW] * window[:WINDOW]
+        wave = np.bincount(frames.ravel(), waves.ravel(), n) / weight
+        if i < rounds:
+            spectra = np.fft.rfft(wave[frames] * window[:WINDOW], N_FFT)
+            phase = spectra / np.maximum(np.abs(spectra), 1e-12)
+    return wave.astype(np.float32)
+
+
+def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -> None:
+    """Writes 16 bits, mono, whole or not at all; samples beyond full scale make the whole recording quieter."""
+    scaled = samples / max(1.0, float(np.abs(samples).max(initial=0)))
+    with atomic_write.file(path) as opened, wave.open(opened, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((scaled * 32767).astype("<i2").tobytes())
+
+
+def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
+    """The power [F, 513] whose bands have these energies: not negative, by multiplicative updates (Lee & Seung 2001)."""
+    bands = mel_bands()
+    power = np.maximum(energy_fm @ (bands / np.maximum(bands.sum(1, keepdims=True), 1e-9)), 1e-12)
+    total = bands.sum(0)
+    for _ in range(rounds):
+        ratio = energy_fm / np.maximum(power @ bands.T, 1e-12)
+        power = power * (ratio @ bands) / np.maximum(total, 1e-9)
+    return power
+
+
+def mel_bands() -> np.ndarray:
+    """The weights of the mel bands, float64 [128, 513]: Kaldi's triangles, as in rust/core/src/fbank.rs."""
+    mel = lambda hz: 1127.0 * np.log1p(hz / 700.0)  # noqa: E731
+    low, step = mel(20.0), (mel(RATE / 2) - mel(20.0)) / (N_MELS + 1)
+    place = (mel(np.arange(N_FFT // 2 + 1) * RATE / N_FFT) - low) / step - np.arange(N_MELS)[:, None]
+    bands = np.maximum(np.minimum(place, 2 - place), 0)
+    bands[:, -1] = 0
+    return bands
+
+
+class Source(NamedTuple):
+    """A recording: a file, or its content in base64."""
+
+    path: pathlib.Path | None
+    raw: str = ""
+
+    def __str__(self) -> str:
+        return str(self.path) if self.path else f"raw_audio of {len(self.raw)} characters"
+
+    def read(self) -> bytes:
+        """The encoded recording. Raises ValueError for a text that is not base64, FileError for a file that is not opened."""
+        if self.path is None:
+            return base64.b64decode(self.raw, validate=True)
+        return files.read(self.path, most=MOST_RECORDING)
+
+    def codes(self, codec: Codec, cache: str) -> pathlib.Path:
+        """The file of its codes: next to it, or in a folder under a name made of its path, or of its content."""
+        if self.path and not cache:
+            return self.path.with_name(f"{self.path.name}.{codec.name}.npy")
+        key = hashlib.sha256((str(self.path.absolute()) if self.path else self.raw).encode()).hexdigest()[:24]
+        folder = pathlib.Path(cache).expanduser() if cache else machine.cache_folder("codes")
+        return folder / f"{key}.{codec.name}.npy"
+
+    def is_kept(self, codes: pathlib.Path) -> bool:
+        """Whether the file of codes is there and not older than the recording."""
+        try:
+            return codes.stat().st_mtime_ns >= (self.path.stat().st_mtime_ns if self.path else 0)
+        except OSError:
+            return False
+
+
+def encode(source: Source, codec: Codec, cache: str) -> None:
+    """Reads and decodes a recording, and keeps its codes.
+
+    Raises ValueError or OSError for a recording that cannot be encoded, DataError if the codes cannot be kept.
+    """
+    path = source.codes(codec, cache)
+    wave, rate, _ = _rust.decode(source.read())
+    codes = codec.encode(wave, rate)
+    if codes.size and not (0 <= codes.min() and codes.max() < codec.size):
+        raise ValueError(f"{codec.name} gives codes from {codes.min()} to {codes.max()}; expected 0 to {codec.size - 1}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link that someone left there
+            content = io.BytesIO()  # given the file, NumPy would not see that its last part was never written
+            np.save(content, np.ascontiguousarray(codes, np.int16))
+            file.write(content.getvalue())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise DataError(f"codes cannot be kept in {path.parent} ({error}); set data.cache to a folder for them") from error
+
+
+@contextlib.contextmanager
+def only_one(folders: Sequence[pathlib.Path]) -> Iterator[None]:
+    """Holds a lock between processes, in the first of the folders that can be written, if the file system has locks.
+
+    In a folder that all hosts share it holds between hosts. The kernel releases it when its holder dies.
+    """
+    with contextlib.ExitStack() as closing:
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                file = closing.enter_context((folder / ".codes.lock").open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                break
+        yield
+
+
+def read(path: pathlib.Path) -> np.ndarray:
+    """Reads a file of codes, integers [K, T]. Raises ValueError."""
+    codes = np.array(files.array(path))
+    if codes.ndim != 2 or codes.dtype.kind not in "iu":
+        raise ValueError(f"{path} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
+    return codes
+
+
+def read_many(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """Reads codes made elsewhere: name of the recording in the manifest -> codes int16 [K, T].
+
+    An .npz has an array for each name. Arrow IPC (.arrow, .feather) and .parquet have the columns audio_url (string) and codes
+    (a list of K lists of T integers). Raises DataError.
+    """
+    path = pathlib.Path(path).expanduser()
+    try:
+        if path.suffix == ".npz":
+            table: dict[str, Any] = dict(files.arrays(path, most=MOST_RECORDING))
+        else:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            with files.regular(path):  # a pipe would be waited for
+                if path.suffix == ".parquet":
+                    columns = pq.read_table(path, columns=["audio_url", "codes"])
+                else:
+                    with pa.memory_map(str(path)) as source:
+                        try:
+                            columns = pa.ipc.open_file(source).read_all()
+                        except pa.ArrowInvalid:
+                            columns = pa.ipc.open_stream(source).read_all()
+                columns.select(["audio_url", "codes"]).validate(full=True)
+            rows = zip(columns["audio_url"].to_pylist(), columns["codes"].to_pylist(), strict=True)
+            table = {url: np.array(codes) for url, codes in rows}
+    except Exception as error:  # noqa: BLE001  a damaged table makes pyarrow raise whatever it stumbles upon
+        raise DataError(f"{path} cannot be read as codes: {files.said(error)}") from error
+    for name, codes in table.items():
+        if codes.ndim != 2 or codes.dtype.kind not in "iu":
+            raise DataError(f"{path}: {name} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
+    return {name: codes.astype(np.int16) for name, codes in table.items()}
+
+
+def stacked(sources: Sequence[Source], *, limit: int, seed: int = 0) -> tuple[np.ndarray, list[tuple[str, str]]]:
+    """About ``limit`` vectors [N, 512] drawn from all recordings, and (recording, reason) of those that cannot be read."""
+    rng = np.random.default_rng(seed)
+    drawn: list[np.ndarray] = []
+    bad: list[tuple[str, str]] = []
+    share = -(-limit // max(len(sources), 1))
+    for source in sources:
+        try:
+            wave, rate, _ = _rust.decode(source.read())
+            x = vectors(wave, rate)
+        except (ValueError, OSError) as error:
+            bad.append((str(source), str(error)))
+            continue
+        drawn.append(x[np.sort(rng.choice(len(x), min(len(x), share), replace=False))])
+    return np.concatenate(drawn) if drawn else np.zeros((0, STACK * N_MELS), np.float32), bad

@@ -1,0 +1,52 @@
+"""Conversations with sound that need no download: a tokenizer of bytes, and a manifest of silence to plan with."""
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from loaders.chat import chatml
+from loaders.io import machine
+
+SAMPLES, CODEBOOKS = 256, 8
+SECONDS, WORDS = (3, 15), (8, 40)  # fewest and most
+FRAME_RATE = 25
+
+
+def tokenizer(path: str | os.PathLike) -> None:
+    """Writes a tokenizer.json of 256 bytes and the special tokens. Needs the package tokenizers."""
+    import tokenizers
+
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bytewise = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    bytewise.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = tokenizers.decoders.ByteLevel()
+    bytewise.add_special_tokens([*chatml.SPECIAL, chatml.RECIPIENT])
+    bytewise.save(str(path))
+
+
+def blank() -> dict[str, str]:
+    """The config section ``data`` for 256 spoken answers of 3 to 15 s of silence, made at the first use."""
+    folder = machine.cache_folder("blank-chat-v1")
+    files = {"manifest": "manifest.json", "tokenizer": "tokenizer.json", "codes": "codes.npz"}
+    if not folder.is_dir():
+        rng = np.random.default_rng(0)
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+        partial.mkdir(parents=True, exist_ok=True)
+        samples: list[dict] = []
+        codes: dict[str, Any] = {}
+        for i in range(SAMPLES):
+            words, seconds = rng.integers(*WORDS), rng.uniform(*SECONDS)
+            codes[f"{i}"] = np.zeros((CODEBOOKS, round(FRAME_RATE * seconds)), np.int16)
+            audio = [{"type": "audio", "audio_url": f"{i}"}]
+            messages = [{"role": "user", "content": "word " * words}, {"role": "assistant", "content": audio}]
+            samples.append({"messages": messages})
+        (partial / files["manifest"]).write_text(json.dumps(samples))
+        np.savez_compressed(partial / files["codes"], **codes)
+        tokenizer(partial / files["tokenizer"])
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was faster
+            pass
+    return {name: str(folder / file) for name, file in files.items()}

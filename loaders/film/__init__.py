@@ -1,0 +1,1 @@
+"""Films with the fMRI of their viewers."""

@@ -1,0 +1,348 @@
+"""Windows of a film, and what viewers' brains did then. `loaders.film.film_files` has the files.
+
+A row is a (subject, volume i). At t = i · tr it holds the ceil(tr · fps) last frames before t and the floor(tr · audio_rate)
+last times of audio before t; before the film begins and after it ends, `padding`. Windows are cut from memory maps into the
+batch, and mapped pages are given back after every batch, so that a process holds a batch and not the film: in an epoch of 17
+viewers × 920 volumes × 77,347 voxels (25 GB of windows, read from 3.9 GB of files) never more than 123 MB, numpy included
+(``pytest -m slow tests/loaders/test_multimodal.py -k flat -s``).
+
+Continuous features can be convolved with the haemodynamic response (`glover`): x(i) = sum over k of h(k · tr) window(i - k).
+Codes cannot: a mean of two codes is no code. Convolved frames are delivered as float16 in 0..1, all else as it is stored.
+
+The first volumes are train, the last ``test_share`` of them test. As many as needed between them are in neither, so that no
+test window, nor what is convolved into it, shares a frame, a code, a row of text.npy or a segment with a training window.
+
+Training sample s = position × batch + row is place s mod n of epoch s // n (`loaders.order`) of all (subject, volume) pairs, so
+viewers are mixed. "test" goes once through its rows, in an order that is always the same and mixed.
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import math
+import pathlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loaders import order
+from loaders.base import DataError, Facts, Field, HostBatch, Loader, Rows
+from loaders.film import demo_film, film_files
+from loaders.film.film_files import Film, Windows, windows
+from loaders.film.hrf import glover
+from loaders.io import checks, machine
+
+VERSION = 1  # changes whenever the same (seed, position, row) would give another row
+PADDINGS = ("edge", "zero")
+NORMS = ("sum", "peak")
+STREAMS = ("video", "audio", "text")
+# Files of the published size without content, which take no space on the disk: to plan and to measure with.
+BLANK = dict(viewers=17, volumes=920, voxels=77_347)
+BUILT_IN = ("demo", "blank")
+
+
+@dataclass(frozen=True)
+class Config(checks.DataSection):
+    path: str = "demo"  # [path] folder of dataset.json; "demo": a film and viewers, made at the first use; "blank": `BLANK`
+    subjects: tuple[str, ...] = ()  # [names] of the viewers to read; empty = all
+    average: bool = False  # [bool] one row for each volume, with the mean of the viewers' fMRI, instead of one for each viewer
+    frame_skip: int = 1  # [frames] stride: a window's first frame is used, and every frame_skip-th after it
+    padding: str = "edge"  # [name] beyond the film: "edge" repeats its first or last frame, "zero" is black, silent and empty
+    hrf: tuple[str, ...] = ()  # [names] continuous features that are convolved with it: video, audio (not codes), text
+    hrf_norm: str = "sum"  # [name] "sum": the response adds up to 1, a constant is unchanged; "peak": its largest value is 1
+    hrf_seconds: float = 32.0  # [s] after which the response is cut off
+    test_share: float = 0.2  # [share] of the volumes, the last ones, that are tested on
+    follow_links: bool = False  # [bool] links in the folder may lead out of it
+    threads: int = 0  # [threads] that cut windows; 0 = one for each core this process may use
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.path not in BUILT_IN and not (pathlib.Path(self.path).expanduser() / "dataset.json").is_file():
+            yield "path", f"is {self.path!r}, which holds no dataset.json; `jaxtrain prepare-giblet` makes such a folder"
+        yield from checks.at_least(self, 1, "frame_skip")
+        yield from checks.choice(self, PADDINGS, "padding")
+        yield from checks.choice(self, NORMS, "hrf_norm")
+        if len(set(self.subjects)) < len(self.subjects):
+            yield "subjects", f"is {', '.join(self.subjects)}; name each of them once"
+        for name in self.hrf:
+            if name not in STREAMS:
+                yield "hrf", f"holds {name!r}; {checks.expected(name, STREAMS)}"
+        if "video" in self.hrf and self.hrf_norm == "peak":
+            yield "hrf_norm", "is 'peak', which makes frames brighter than white while hrf holds 'video'; use 'sum'"
+        yield from checks.within(self, "(0, 600]", "hrf_seconds")  # the response is over after 40 s
+        yield from checks.within(self, "[0, 1)", "test_share")
+        yield from checks.threads(self, least=0)
+
+    def exists(self) -> bool:
+        """False when reading the facts would first have to make the data."""
+        return self.path != "blank" and (self.path != "demo" or demo_film.folder().is_dir())
+
+
+class Split(NamedTuple):
+    """The volumes of each split; those between belong to neither."""
+
+    train: np.ndarray
+    test: np.ndarray
+
+
+class Volumes(Loader):
+    """Volumes of viewers, and the windows of film before them. Fields, r rows for each range:
+
+    video           uint8 [r, frames · height · width · 3]; float16 if it is convolved
+    audio           int16 or float [r, codebooks · times], a codebook's times next to each other
+    text            float [r, values]
+    fmri            float [r, voxels]
+    subject, volume int32 [r] -1 in padding; of an average, subject is 0
+    index           int32 [r] subject × volumes + volume, -1 in padding
+    weight          float32 [r] 0 for padding
+    """
+
+    def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
+        self._config = config
+        self._film = open_film(config, make=True)
+        # What we made ourselves is not read whole before it is used.
+        self._files = dict(self._film.info.get("files", {})) if config.path in BUILT_IN else self._digests()
+        self._volumes = getattr(split_volumes(config), split)
+        self._n = len(self._volumes) * (1 if config.average else len(self._film.subjects))
+        if split == "train" and not self._n:
+            raise DataError(f"{config.path}: {self._film.n_volumes} volumes leave none to train on; lower data.test_share")
+        self._kernel = _kernel(config, self._film)
+        self._text = _convolved_text(config, self._film)
+        # A batch is large, so its rows are cut by several threads and none is made ahead.
+        self._pool = concurrent.futures.ThreadPoolExecutor(config.threads or machine.cores(), thread_name_prefix="windows")
+        super().__init__(fields(config), train=split == "train", rows=rows, seed=seed, n_batches=-(-self._n // rows.batch))
+
+    @property
+    def fingerprint(self) -> str:
+        info = dict(self._film.info) | ({"files": self._files} if self._files else {})
+        return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _digests(self) -> dict[str, str]:
+        """The checksums of all files: those of dataset.json, where a viewer is not read."""
+        try:
+            return {**self._film.info.get("files", {}), **film_files.digests(self._film)}
+        except OSError as error:
+            raise DataError(f"{error.filename}: {error.strerror}") from error
+
+    @property
+    def order(self) -> dict[str, Any]:
+        changes = {name: value for name, value in vars(self._config).items() if name not in ("path", "threads", "follow_links")}
+        return {"version": [order.VERSION, VERSION], "batch": self._rows.batch, **changes}
+
+    def diagnostics(self) -> dict[str, Any]:
+        return {"subjects": len(self._film.subjects), "volumes": len(self._volumes), "rows": self._n}
+
+    def close(self) -> None:
+        super().close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _batch(self, position: int) -> HostBatch:
+        batch = super()._batch(position)
+        self._film.release()
+        return batch
+
+    def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
+        batch = self._empty(len(row))
+        for name in ("subject", "volume"):
+            batch[name][:] = -1
+        sample = position * self._rows.batch + row
+        valid, number = self._numbers(sample)
+        subject, volume_number = np.divmod(number, len(self._volumes))
+        volume = self._volumes[volume_number]
+        batch["subject"][valid], batch["volume"][valid] = subject, volume
+        batch["index"][valid], batch["weight"][valid] = subject * self._film.n_volumes + volume, 1
+        jobs = [
+            self._pool.submit(self._fill, batch, *job)
+            for job in zip(valid.tolist(), subject.tolist(), volume.tolist(), strict=True)
+        ]
+        for job in jobs:
+            job.result()
+        return batch
+
+    def _numbers(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the samples exist, and the (subject, volume) pair of each of them."""
+        if self._train:
+            return np.arange(len(sample)), order.epochs(self._seed, self._n, sample)[1]
+        return order.once(self._n, sample)
+
+    def _fill(self, batch: Mapping[str, np.ndarray], at: int, subject: int, volume: int) -> None:
+        """Cuts one row straight into its place."""
+        film, config = self._film, self._config
+        video, audio = windows(film.info)
+        shape = (-(-video.length // config.frame_skip), *film.video.shape[1:])
+        if "video" in config.hrf:
+            total, scaled = np.zeros(shape, np.float32), np.empty(shape, np.float32)
+            for k, h in enumerate(self._kernel):
+                if h:
+                    frames = self._cut(film.video, video, volume - k, config.frame_skip)
+                    total += np.multiply(frames, np.float32(h / 255), out=scaled)
+            batch["video"][at].reshape(shape)[:] = total
+        else:
+            self._cut(film.video, video, volume, config.frame_skip, out=batch["video"][at].reshape(shape))
+        kernel = self._kernel if "audio" in config.hrf else np.ones(1, np.float32)
+        if len(kernel) > 1:
+            sound = sum(h * self._cut(film.audio, audio, volume - k).astype(np.float32) for k, h in enumerate(kernel))
+        else:
+            sound = self._cut(film.audio, audio, volume)
+        batch["audio"][at].reshape(-1, audio.length)[:] = sound.T
+        batch["text"][at] = self._text[volume]
+        if config.average:
+            batch["fmri"][at] = np.mean([x[volume] for x in film.fmri], axis=0, dtype=np.float32)
+        else:
+            batch["fmri"][at] = film.fmri[subject][volume]
+
+    def _cut(
+        self, stream: np.ndarray, window: Windows, volume: int, skip: int = 1, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """A window, padded beyond the ends of the stream. Within it a view, or one copy into ``out``."""
+        start, stop = int(window.start(volume)), int(window.stop(volume))
+        if start >= 0 and stop <= len(stream):
+            cut = stream[start:stop:skip]
+        else:
+            places = np.arange(start, stop, skip)
+            cut = stream[np.clip(places, 0, len(stream) - 1)]
+            if self._config.padding == "zero":
+                cut[(places < 0) | (places >= len(stream))] = 0
+        if out is None:
+            return cut
+        out[:] = cut
+        return out
+
+
+def fields(config: Config) -> dict[str, Field]:
+    """The fields of a batch: name -> shape of one row, dtype; read from the headers."""
+    film = open_film(config)
+    video, audio = windows(film.info)
+    frames = -(-video.length // config.frame_skip)
+    sound = film.audio.dtype if "audio" not in config.hrf else np.dtype(np.float32)
+    integer = Field((), np.dtype(np.int32))
+    return {
+        "video": Field(
+            (frames * math.prod(film.video.shape[1:]),), np.dtype(np.float16 if "video" in config.hrf else np.uint8)
+        ),
+        "audio": Field((audio.length * film.audio.shape[1],), sound),
+        "text": Field((film.text.shape[1],), np.dtype(np.float32)),
+        "fmri": Field((film.fmri[0].shape[1],), np.dtype(np.float32) if config.average else film.fmri[0].dtype),
+        **{name: integer for name in ("subject", "volume", "index")},
+        "weight": Field((), np.dtype(np.float32)),
+    }
+
+
+def facts(config: Config) -> Facts:
+    """What the film decides: n_frames (of a row), height, width, codebooks, audio_frames, n_text, n_voxels, audio, n_subjects;
+    and n_train, n_test, n_between: the volumes of each split, and of neither. Raises DataError.
+    """
+    film = open_film(config)
+    video, audio = windows(film.info)
+    splits = split_volumes(config)
+    return {
+        "n_frames": -(-video.length // config.frame_skip),
+        "height": film.video.shape[1],
+        "width": film.video.shape[2],
+        "codebooks": film.audio.shape[1],
+        "audio_frames": audio.length,
+        "n_text": film.text.shape[1],
+        "n_voxels": film.fmri[0].shape[1],
+        "audio": film.info["audio"],
+        "n_subjects": len(film.subjects),
+        "n_train": len(splits.train),
+        "n_test": len(splits.test),
+        "n_between": film.n_volumes - len(splits.train) - len(splits.test),
+    }
+
+
+def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Volumes:
+    """A loader of ``split``, "train" or "test". Raises DataError for a folder that is not complete."""
+    return Volumes(config, split=split, rows=rows, seed=seed)
+
+
+def in_order(config: Config, *, rows: Rows) -> Volumes:
+    """A loader of every volume once, in the film's order. Raises DataError for a folder that is not complete."""
+    return _InOrder(config, split="train", rows=rows, seed=0)
+
+
+class _InOrder(Volumes):
+    """All volumes, as `in_order` gives them."""
+
+    def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
+        super().__init__(config, split=split, rows=rows, seed=seed)
+        self._train = False
+
+    def _numbers(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        valid = np.flatnonzero(sample < self._n)
+        return valid, sample[valid]
+
+
+def split_volumes(config: Config) -> Split:
+    """Training volumes, and the test volumes that share nothing with them. Raises DataError if none is left to test on."""
+    film = open_film(config)
+    n = film.n_volumes
+    n_train = n - round(config.test_share * n)
+    taps = len(_kernel(config, film))
+    first = n_train
+    for name, window in zip(("video", "audio"), windows(film.info), strict=True):
+        back = taps - 1 if name in config.hrf else 0
+        while first < n and n_train and window.start(first - back) < window.stop(n_train - 1):
+            first += 1
+    # The oldest volume that a test row's text shares something with, itself or what is convolved into it.
+    since = np.asarray(film.info.get("text_since") or np.arange(n))
+    apart = test = np.arange(first, n)
+    oldest = [since[np.maximum(test - k, 0)] for k in range(taps if "text" in config.hrf else 1)]
+    test = test[np.min(oldest, axis=0) >= n_train]
+    if config.test_share and not test.size:
+        shorter = f"lower data.hrf_seconds (data.hrf reaches {(taps - 1) * film.info['tr']:g} s back), " * (taps > 1)
+        remedy = f"{shorter}raise data.test_share, or set it to 0 to test on nothing"
+        if apart.size and "text_since" in film.info:
+            remedy = "segments of text span the border, or occur again: prepare the film with shorter ones, or fewer --slots"
+        raise DataError(
+            f"{config.path}: data.test_share={config.test_share:g} holds out {n - n_train} of {n} volumes, and each "
+            f"of them shares a frame, sound or text with training; {remedy}"
+        )
+    return Split(np.arange(n_train), test)
+
+
+def _kernel(config: Config, film: Film) -> np.ndarray:
+    """The response at 0, tr, 2 tr, …; 1 if nothing is convolved. Raises DataError."""
+    if not config.hrf:
+        return np.ones(1, np.float32)
+    tr, seconds = film.info["tr"], config.hrf_seconds
+    if not glover(tr, seconds, "none").sum() > 0:  # only its start at 0, or more undershoot than response
+        raise DataError(
+            f"{config.path}: data.hrf_seconds={seconds:g} leaves nothing of the haemodynamic response, with {tr:g} s between "
+            "volumes; raise it, or set data.hrf to ()"
+        )
+    return glover(tr, seconds, config.hrf_norm)
+
+
+def _convolved_text(config: Config, film: Film) -> np.ndarray:
+    """The text's embeddings, float32 [volumes, values], which are small enough to be held."""
+    text = np.asarray(film.text, np.float32)
+    if "text" not in config.hrf:
+        return text
+    total, volumes = np.zeros_like(text), np.arange(len(text))
+    for k, h in enumerate(_kernel(config, film)):
+        past = text[np.maximum(volumes - k, 0)]
+        if config.padding == "zero":
+            past[:k] = 0
+        total += h * past
+    return total
+
+
+def open_film(config: Config, *, make: bool = False) -> Film:
+    """The film and viewers of a config. Raises DataError.
+
+    Args:
+      make: whether the built-in film is made where it is not there; else that is its outline, whose content is zeros.
+    """
+    path = config.path
+    if path == "blank":
+        path = str(demo_film.ensure_blank(**BLANK))
+    elif path == "demo":
+        from loaders import outline  # imports encoders, which nothing else here needs
+
+        path = str(demo_film.ensure() if make or demo_film.folder().is_dir() else outline.film())
+    film = film_files.open_folder(path, config.subjects, links=config.follow_links)
+    if "audio" in config.hrf and film.info["audio"] == "codes":
+        raise DataError(f"data.hrf holds 'audio', and {path} has codes, which have no mean; prepare features instead")
+    return film

@@ -1,0 +1,157 @@
+"""One column of a shard in Arrow IPC (stream or file) or Parquet, without reading the others; and files as Arrow reads them."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from loaders.base import DataError
+from loaders.io import files
+
+
+def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | None]:
+    """Reads a column, and the names of its classes if Hugging Face's metadata have them (also for lists of classes).
+
+    Raises DataError: there is no such column, or the shard is broken.
+    """
+    with _refusing(path):
+        schema, table = _open(path)
+        _require(path, schema, name)
+        return _valid(table(name)), _class_names(schema, name)
+
+
+def read_some(path: pathlib.Path, *names: str) -> dict[str, list[Any]]:
+    """The values of those of some columns that a shard has. Raises DataError: the shard is broken."""
+    with _refusing(path):
+        schema, table = _open(path)
+        return {name: _valid(table(name)).to_pylist() for name in names if name in schema.names}
+
+
+@contextlib.contextmanager
+def _refusing(path: pathlib.Path) -> Iterator[None]:
+    """Raises DataError for whatever a damaged shard makes pyarrow raise: its own errors, of Unicode, of types, of memory."""
+    try:
+        with files.regular(path):  # a pipe would be waited for
+            yield
+    except DataError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        raise DataError(f"{path}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+
+
+def require(path: pathlib.Path, *names: str) -> None:
+    """Raises DataError for the first of ``names`` that is no column of a shard, with the columns of class labels it has."""
+    with _refusing(path):
+        schema, _ = _open(path)
+        for name in names:
+            _require(path, schema, name)
+
+
+def _require(path: pathlib.Path, schema: pa.Schema, name: str) -> None:
+    if name in schema.names:
+        return
+    text = f"{path} has no column {name!r}; it has {', '.join(schema.names)}"
+    if name == "audio":
+        raise DataError(f"{text}; recordings are read from a column of that name")
+    labels = [column for column in schema.names if _class_names(schema, column) is not None]
+    overrides = [
+        f"data.label={column}" + (" with data.multilabel=true" if is_list(schema.field(column).type) else "")
+        for column in labels
+    ]
+    if overrides:
+        raise DataError(f"{text}; of these {', '.join(labels)} holds class labels: set {' or '.join(overrides)}")
+    raise DataError(
+        f"{text}; none of these is a ClassLabel: cast one and save the data again, or set data.label= for no labels"
+    )
+
+
+def timed(path: pathlib.Path) -> tuple[str, str] | None:
+    """The columns that say when a row begins and ends in its recording, where rows are events of it; None where they are not.
+
+    They are where a recording has several rows, and one of them begins after its start.
+
+    Raises DataError: the shard is broken.
+    """
+    with _refusing(path):
+        schema, table = _open(path)
+        for names in (("start_time", "end_time"), ("start", "end")):
+            if not all(name in schema.names and pa.types.is_floating(schema.field(name).type) for name in names):
+                continue
+            starts, ends = (_valid(table(name)) for name in names)
+            if pc.any(pc.and_(pc.greater(starts, 0), pc.is_valid(ends))).as_py():
+                paths = _recordings(path, schema, table)
+                if paths is not None and len(pc.unique(paths)) < len(paths):
+                    return names
+    return None
+
+
+@contextlib.contextmanager
+def native(path: pathlib.Path) -> Iterator[pa.NativeFile]:
+    """A regular file as Arrow itself reads it. Raises FileError for everything else, without waiting for it.
+
+    Of a file that Python has opened, Arrow's threads keep pieces that only the interpreter can free. A process that ends
+    meanwhile is aborted (pyarrow 26: of short ones, two in five).
+    """
+    with files.regular(path), pa.OSFile(str(path)) as file:
+        yield file
+
+
+def _valid(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The same column. pyarrow takes a file's word for where values lie, and would read beyond them: here it raises."""
+    column.validate(full=True)
+    return column
+
+
+def _recordings(path: pathlib.Path, schema: pa.Schema, table: Any) -> pa.ChunkedArray | None:
+    """The name of each row's recording; its bytes are not read."""
+    if "filepath" in schema.names:
+        return _valid(table("filepath"))
+    if "audio" not in schema.names or not pa.types.is_struct(schema.field("audio").type):
+        return None
+    if path.suffix == ".parquet":
+        audio = _valid(pq.ParquetFile(path).read(columns=["audio.path"]).column("audio"))
+    else:
+        audio = _valid(table("audio"))
+    return pc.struct_field(audio, "path") if any(field.name == "path" for field in audio.type) else None
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a type is a list of whole numbers."""
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return lists and pa.types.is_integer(kind.value_type)
+
+
+def _open(path: pathlib.Path) -> tuple[pa.Schema, Any]:
+    if path.suffix == ".parquet":
+        file = pq.ParquetFile(path)
+        return file.schema_arrow, lambda name: file.read(columns=[name]).column(name)
+    # Mapped, so that the pages of other columns are never read.
+    source = pa.memory_map(str(path))
+    try:
+        stream = pa.ipc.open_stream(source)
+        batches = list(stream)
+    except pa.ArrowInvalid:
+        source.seek(0)
+        stream = pa.ipc.open_file(source)
+        batches = [stream.get_batch(i) for i in range(stream.num_record_batches)]
+    kind = lambda name: stream.schema.field(name).type  # noqa: E731
+    return stream.schema, lambda name: pa.chunked_array([batch.column(name) for batch in batches], kind(name))
+
+
+def _class_names(schema: pa.Schema, name: str) -> list[str] | None:
+    text = (schema.metadata or {}).get(b"huggingface")
+    feature = (
+        files.parse(text.decode(), 'its key "huggingface"').get("info", {}).get("features", {}).get(name) if text else None
+    )
+    while feature:  # Sequence and List have their element's feature inside; older versions write a list of one
+        if isinstance(feature, list):
+            feature = feature[0]
+        elif "names" in feature:
+            return feature["names"]
+        else:
+            feature = feature.get("feature")
+    return None

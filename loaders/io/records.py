@@ -1,0 +1,90 @@
+"""A file made record by record. Interrupted, by a full disk or a kill, too, the same command goes on behind the last one.
+
+Until it is whole, the records lie in .NAME.DIGEST.partial, and .NAME.DIGEST.done says where each of them ends; DIGEST is of
+what they are made of, so that another command begins anew.
+"""
+
+import contextlib
+import glob
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import IO
+
+import numpy as np
+
+from loaders.io import atomic_write, files
+
+MOST_ENDS = 1 << 30  # [bytes] of where the records of an interrupted command end
+
+
+class Records:
+    """The records so far.
+
+    Attributes:
+      n: records of an earlier attempt.
+    """
+
+    def __init__(self, partial: IO[bytes], ends: IO[bytes], kept: Sequence[int]):
+        self.n = len(kept)
+        self._partial, self._ends, self._kept = partial, ends, kept
+        self._end = kept[-1] if kept else 0
+
+    def kept(self) -> Iterator[bytes]:
+        """The records of an earlier attempt, in order."""
+        start = 0
+        for end in self._kept:
+            yield os.pread(self._partial.fileno(), end - start, start)
+            start = end
+
+    def write(self, record: bytes) -> None:
+        """Adds one. Raises OSError."""
+        _write(self._partial, record)
+        self._end += len(record)
+        _write(self._ends, np.array(self._end, "<i8").tobytes())  # behind the record: what it counts is there
+
+
+@contextlib.contextmanager
+def file(path: str | os.PathLike, made_of: Sequence[object]) -> Iterator[Records]:
+    """A file that takes the name ``path`` when the block ends well; else what was written is kept for the next attempt.
+
+    Raises OSError with that name.
+    """
+    path = pathlib.Path(path)
+    digest = hashlib.sha256("\0".join(map(str, made_of)).encode(errors="surrogatepass")).hexdigest()[:16]
+    partial, ends = (path.with_name(f".{path.name}.{digest}.{kind}") for kind in ("partial", "done"))
+    with atomic_write.naming(path):
+        kept = _kept(partial, ends)
+        for each in () if kept else (partial, ends):
+            each.unlink(missing_ok=True)  # never through a link that someone left there
+        mode = "r+b" if kept else "x+b"
+        with open(partial, mode, buffering=0) as records, open(ends, mode, buffering=0) as counted:
+            for opened, size in ((records, kept[-1] if kept else 0), (counted, 8 * len(kept))):
+                opened.truncate(size)
+                opened.seek(size)
+            yield Records(records, counted, kept)
+        partial.replace(path)
+        # Also of commands that this one replaces.
+        for other in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.*"):
+            if other.suffix in (".partial", ".done"):
+                other.unlink(missing_ok=True)
+
+
+def _kept(partial: pathlib.Path, ends: pathlib.Path) -> list[int]:
+    """Where the whole records of an earlier attempt end."""
+    try:
+        counted = files.read(files.inside(ends.parent, ends.name), most=MOST_ENDS)
+        with files.regular(files.inside(partial.parent, partial.name)) as opened:
+            size = os.fstat(opened.fileno()).st_size
+    except files.FileError:
+        return []
+    found = np.frombuffer(counted[: len(counted) // 8 * 8], "<i8")
+    good = (np.diff(found, prepend=0) > 0) & (found <= size)
+    return found[: len(found) if good.all() else int(good.argmin())].tolist()
+
+
+def _write(opened: IO[bytes], data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[opened.write(rest) or 0 :]

@@ -1,0 +1,1 @@
+"""Sudoku boards: tables, generation and augmentation."""

@@ -1,0 +1,1 @@
+"""Text: token files, packing and mixtures of sources."""

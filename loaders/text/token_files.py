@@ -1,0 +1,274 @@
+"""Documents as files of tokens: written in shards, read by memory map. A text file is read as one document.
+
+A folder holds the splits train/ and test/, or is itself the training split. A folder of one split holds
+
+    tokens.json     {"format": 1, "dtype": "uint16", "vocab": 50257, "eos": 50256, "tokenizer": "tokenizer.json", "shards":
+                    [{"name": "00000", "documents": n, "tokens": t, "bytes": b, "sha256": "…"}, …]}; eos, tokenizer: or null
+    00000.tokens    uint16 or uint32 [t], little-endian: all documents of the shard, one after the other
+    00000.docs      int64 [n + 1, 2], little-endian: where each document begins, in tokens and in bytes of text, and the end
+    tokenizer.json  for Hugging Face ``tokenizers``
+
+tokens.json is written last: where it is there, the folder is complete.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loaders import order
+from loaders.base import DataError
+from loaders.io import atomic_write as whole
+from loaders.io import files
+
+FORMAT = 1
+ABOUTS = ("tokens.json", "train/tokens.json", "test/tokens.json")
+
+
+class Documents(NamedTuple):
+    """The documents of one split of one source."""
+
+    shards: tuple[np.ndarray, ...]  # of tokens, memory maps
+    shard: np.ndarray  # int32 [n]
+    start: np.ndarray  # int64 [n] in its shard
+    length: np.ndarray  # int64 [n] tokens
+    n_bytes: int  # of text
+    vocab: int
+    digest: str
+
+    def read(self, document: int, offset: int, count: int) -> np.ndarray:
+        """``count`` tokens of a document, from its token ``offset`` on; a view of the map."""
+        start = self.start[document] + offset
+        return self.shards[self.shard[document]][start : start + count]
+
+
+def symbols(path: pathlib.Path) -> str:
+    """The different characters of a text file, sorted: its vocabulary."""
+    return "".join(sorted(set(_decoded(path))))
+
+
+def _decoded(path: pathlib.Path) -> str:
+    try:
+        with files.regular(path) as file:
+            return file.read().decode()
+    except (files.FileError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: cannot be read as UTF-8: {error}; a source is a text file or a folder of token files"
+        ) from error
+
+
+def open_splits(path: str, test: str, *, text: str, test_share: float, links: bool = False) -> dict[str, Documents]:
+    """The documents of a source, "train" and "test"; opened once in a process, and again when a file has changed.
+
+    Args:
+      path: a folder of token files, or a text file.
+      test: the same to test on; empty: test/ in the folder, else ``test_share`` of ``path``.
+      text: what a token of a text file is, "characters" or "bytes".
+      test_share: of the documents, or of a text the share at its end.
+      links: whether links in a folder may lead out of it.
+
+    Raises:
+      DataError: files that cannot be read, or do not fit together.
+    """
+    places = [pathlib.Path(p).expanduser() / name for p in (path, test) for name in ("", *ABOUTS) if p]
+    stamps = tuple((stat.st_size, stat.st_mtime_ns) for stat in (place.stat() for place in places if place.is_file()))
+    return _open_once(path, test, text, test_share, links, stamps)
+
+
+@functools.lru_cache(maxsize=16)
+def _open_once(
+    path_name: str, test_name: str, text: str, test_share: float, links: bool, stamps: tuple
+) -> dict[str, Documents]:
+    path, test = (pathlib.Path(name).expanduser() for name in (path_name, test_name))
+    inner_test = path / "test" if (path / "test" / "tokens.json").is_file() else None
+    held_out = test if test_name else inner_test
+    vocabulary = symbols(path) if path.is_file() and text == "characters" else ""
+    folder = path / "train" if (path / "train" / "tokens.json").is_file() else path
+    train = _read_text(path, vocabulary) if path.is_file() else _read_folder(folder, links)
+    if held_out is not None:
+        other = _read_text(held_out, vocabulary) if path.is_file() else _read_folder(held_out, links)
+        if other.vocab != train.vocab:
+            raise DataError(f"{held_out} has a vocabulary of {other.vocab}, and {path} one of {train.vocab}")
+        return {"train": train, "test": other}
+    if path.is_file():  # as nanoGPT splits: the beginning is for training
+        n = int(len(train.shards[0]) * (1 - test_share))
+        return {"train": _piece(train, 0, n, path, text), "test": _piece(train, n, len(train.shards[0]), path, text)}
+    is_test = order.held_out(np.arange(len(train.length)), test_share)
+    sizes = _document_bytes(folder, links)
+    return {
+        name: train._replace(
+            shard=train.shard[kept],
+            start=train.start[kept],
+            length=train.length[kept],
+            n_bytes=int(sizes[kept].sum()),
+            digest=f"{train.digest} {test_share}",
+        )
+        for name, kept in (("train", ~is_test), ("test", is_test))
+    }
+
+
+def _piece(whole: Documents, begin: int, end: int, path: pathlib.Path, text: str) -> Documents:
+    """Tokens ``begin`` … ``end`` of a text as its only document; no document if there are none."""
+    n_bytes = end - begin if text == "bytes" else len(_decoded(path)[begin:end].encode())
+    only = np.arange(1 if end > begin else 0)
+    return whole._replace(
+        shard=only.astype(np.int32), start=only + begin, length=only + end - begin, n_bytes=n_bytes,
+        digest=f"{whole.digest} {begin} {end}",
+    )  # fmt: skip
+
+
+def _read_text(path: pathlib.Path, vocabulary: str) -> Documents:
+    """A text file as one document: of characters, or of bytes if ``vocabulary`` is empty."""
+    content = _decoded(path)
+    encoded = content.encode()
+    if vocabulary:
+        points = np.frombuffer(content.encode("utf-32-le"), np.uint32)
+        known = np.array([ord(c) for c in vocabulary], np.uint32)
+        tokens = np.searchsorted(known, points)
+        if (strange := np.flatnonzero(known[np.minimum(tokens, len(known) - 1)] != points)).size:
+            raise DataError(f"{path}: character {content[strange[0]]!r} at {strange[0]} is not in the training text")
+        tokens = tokens.astype(np.uint32)
+    else:
+        tokens = np.frombuffer(encoded, np.uint8)
+    digest = hashlib.sha256(encoded + vocabulary.encode()).hexdigest()
+    return Documents(
+        shards=(tokens,),
+        shard=np.zeros(1, np.int32),
+        start=np.zeros(1, np.int64),
+        length=np.full(1, len(tokens), np.int64),
+        n_bytes=len(encoded),
+        vocab=len(vocabulary) or 256,
+        digest=digest,
+    )
+
+
+def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
+    about = _read_about(folder, links)
+    shards, shard, start, length = [], [], [], []
+    dtype = np.dtype(about["dtype"]).newbyteorder("<")
+    for i, entry in enumerate(about["shards"]):
+        path = files.inside(folder, f"{entry['name']}.tokens", links=links, remedy=files.LINKS)
+        if not path.exists():
+            expected = entry["tokens"] * dtype.itemsize
+            raise DataError(f"{path} does not exist, but tokens.json names {expected} bytes; make the tokens again")
+        index = _read_index(folder, entry, links)[:, 0]
+        shards.append(_mapped(folder, path.name, dtype, entry["tokens"], links))
+        shard.append(np.full(len(index) - 1, i, np.int32))
+        start.append(index[:-1])
+        length.append(np.diff(index))
+    digest = hashlib.sha256("".join(entry["sha256"] for entry in about["shards"]).encode()).hexdigest()
+    n_bytes = sum(entry["bytes"] for entry in about["shards"])
+    joined = [np.concatenate(x) if x else np.empty(0, np.int64) for x in (shard, start, length)]
+    return Documents(tuple(shards), joined[0], joined[1], joined[2], n_bytes, about["vocab"], digest)
+
+
+def _document_bytes(folder: pathlib.Path, links: bool) -> np.ndarray:
+    """The bytes of text of each document, int64 [n]."""
+    parts = [np.diff(_read_index(folder, entry, links)[:, 1]) for entry in _read_about(folder, links)["shards"]]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _read_about(folder: pathlib.Path, links: bool) -> dict[str, Any]:
+    """The content of tokens.json. Raises DataError."""
+    path = folder / "tokens.json"
+    if not path.exists():
+        content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
+        raise DataError(
+            f"{folder} has no tokens.json; it holds {content or 'nothing'}. Make token files with `jaxtrain tokens`, which "
+            "also completes an interrupted folder"
+        )
+    about = files.read_json(files.inside(folder, path.name, links=links, remedy=files.LINKS))
+    if about.get("format") != FORMAT:
+        raise DataError(f"{path} has format {about.get('format')!r}; expected {FORMAT}: make the tokens again")
+    if not _is_complete(about):
+        raise DataError(f"{path} does not describe token files; make the tokens again")
+    return about
+
+
+def _is_complete(about: dict[str, Any]) -> bool:
+    """Whether tokens.json has all that a reader needs."""
+
+    def whole(x: Any) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**60
+
+    def complete(entry: Any) -> bool:
+        sizes, texts = ("documents", "tokens", "bytes"), ("name", "sha256")
+        return (
+            isinstance(entry, dict)
+            and all(whole(entry.get(k)) for k in sizes)
+            and all(type(entry.get(k)) is str for k in texts)
+        )
+
+    shards = about.get("shards")
+    is_known = about.get("dtype") in ("uint16", "uint32") and whole(about.get("vocab"))
+    return is_known and isinstance(shards, list) and all(map(complete, shards))
+
+
+def _read_index(folder: pathlib.Path, entry: dict[str, Any], links: bool) -> np.ndarray:
+    """Where the documents of a shard begin, int64 [n + 1, 2]. Raises DataError."""
+    name = f"{entry['name']}.docs"
+    index = _mapped(folder, name, np.dtype("<i8"), 2 * (entry["documents"] + 1), links).reshape(-1, 2)
+    ends = (entry["tokens"], entry["bytes"])
+    if index[0].any() or tuple(index[-1].tolist()) != ends or (np.diff(index, axis=0) < 0).any():
+        raise DataError(
+            f"{folder / name} does not hold the {entry['documents']} documents that tokens.json names; make the tokens again"
+        )
+    return index
+
+
+def _mapped(folder: pathlib.Path, name: str, dtype: np.dtype, n: int, links: bool) -> np.ndarray:
+    """Maps ``n`` numbers, which must be all of a file. Raises DataError."""
+    path = files.inside(folder, name, links=links, remedy=files.LINKS)
+    with files.regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != n * dtype.itemsize:
+            raise DataError(f"{path} has {size} bytes, but tokens.json names {n * dtype.itemsize} bytes; make the tokens again")
+        return np.memmap(file, dtype, "r") if size else np.empty(0, dtype)
+
+
+def lengths(folder: pathlib.Path) -> np.ndarray:
+    """The number of tokens of each document of a folder of token files, int64 [n]."""
+    return _read_folder(folder, links=False).length
+
+
+def write_shard(folder: pathlib.Path, name: str, documents: Sequence[np.ndarray], sizes: Sequence[int], dtype: Any) -> dict:
+    """Writes one shard and returns its entry for tokens.json. ``sizes``: bytes of text of each document."""
+    index = np.zeros((len(documents) + 1, 2), "<i8")
+    index[1:, 0] = np.cumsum([len(d) for d in documents])
+    index[1:, 1] = np.cumsum(sizes)
+    tokens = np.concatenate([np.asarray(d, dtype) for d in documents]) if documents else np.empty(0, dtype)
+    raw = tokens.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
+    for suffix, content in (("tokens", raw), ("docs", index.tobytes())):
+        with whole.file(folder / f"{name}.{suffix}") as file:
+            file.write(content)
+    digest = hashlib.sha256(raw + index.tobytes()).hexdigest()
+    return {
+        "name": name,
+        "documents": len(documents),
+        "tokens": len(tokens),
+        "bytes": int(index[-1, 1]),
+        "sha256": digest,
+    }
+
+
+def write_about(folder: pathlib.Path, *, vocab: int, eos: int | None, tokenizer: str | None, shards: Sequence[dict]) -> None:
+    """Writes tokens.json, after which the folder is complete."""
+    about = {
+        "format": FORMAT,
+        "dtype": str(token_dtype(vocab)),
+        "vocab": vocab,
+        "eos": eos,
+        "tokenizer": tokenizer,
+        "shards": list(shards),
+    }
+    whole.write(folder / "tokens.json", json.dumps(about, indent=1) + "\n")
+
+
+def token_dtype(vocab: int) -> np.dtype:
+    """The smallest dtype of files that holds ``vocab`` tokens."""
+    return np.dtype(np.uint16 if vocab <= 1 << 16 else np.uint32)

@@ -1,0 +1,307 @@
+"""Makes token files, which loaders.text.tokens reads, of text, JSONL, Parquet or Arrow.
+
+Inputs are files, folders (all files below with a known ending) or globs. By their endings:
+
+    .txt .md          a document each, or one for each paragraph (between blank lines) or line
+    .jsonl .ndjson    a line is an object, one column of which is a document
+    .parquet          a row is a document: one column of it; a row group at a time
+    .arrow            the same, as an IPC stream or file (as Hugging Face ``datasets`` writes them)
+
+A part of an input becomes a shard, in the order of the inputs, whatever the number of workers: the files are the same bytes
+every time. `make` resumes after the last whole shard of an interrupted call; other inputs or another tokenizer are an error.
+Called again with the same ones, it says what is there.
+"""
+
+import glob
+import hashlib
+import json
+import multiprocessing
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from loaders.io import atomic_write, machine
+from loaders.io import files as files_lib
+from loaders.text import token_files
+
+TEXT, LINES, PARQUET, ARROW = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
+PART = 32 << 20  # [bytes] of a JSONL file in one shard
+PIECE = 1 << 20  # [bytes] of a line that is passed over
+LONGEST_LINE = 1 << 30  # [bytes] of a JSONL file, which are in memory together
+PARTIAL = ".parts"  # folder of the entries of finished shards
+MADE_OF = "made_of"  # file of a finished folder: the digest of its inputs and options, by which the same command knows it
+
+
+class TokensError(ValueError):
+    """A mistake in the inputs or options. The message names the remedy."""
+
+
+class Options(NamedTuple):
+    """The options that the content of a shard depends on."""
+
+    tokenizer: str
+    eos: str
+    column: str
+    documents: str
+
+
+class Part(NamedTuple):
+    """The input of one shard: a whole text, lines that begin in a range of bytes, a row group, or a batch."""
+
+    path: str
+    begin: int
+    end: int
+
+
+def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers: int = 1, skip: int = 0) -> None:
+    """Writes the folder ``out`` by ``workers`` processes, without up to ``skip`` rows that hold no text. Raises TokensError."""
+    if workers < 1:
+        raise TokensError(f"--workers is {workers}; it must be at least 1")
+    files = _files(inputs)
+    vocab, eos, _ = _tokenizer(options)
+    parts = [part for path in files for part in _parts(path)]
+    plan = _digest(files, options)
+    if (out / "tokens.json").exists() and not (out / PARTIAL).exists():
+        if (out / MADE_OF).exists() and (out / MADE_OF).read_text() == plan:
+            print(
+                f"{out} is there already, of these inputs: {_summary(json.loads((out / 'tokens.json').read_text())['shards'])}"
+            )
+            return
+        raise TokensError(f"{out} holds token files of other inputs or options already; choose another folder")
+    (out / PARTIAL).mkdir(parents=True, exist_ok=True)
+    marker = out / PARTIAL / "plan"
+    if marker.exists() and marker.read_text() != plan:
+        raise TokensError(f"{out} was begun with other inputs or options; remove it, or choose another folder")
+    atomic_write.write(marker, plan)
+    todo = [i for i in range(len(parts)) if not _entry(out, i).exists()]
+    if len(todo) < len(parts):
+        print(f"resuming: {len(parts) - len(todo)} of {len(parts)} shards are done", file=sys.stderr)
+    began = time.monotonic()
+    jobs = ((out, i, parts[i], options) for i in todo)
+    # Spawned, not forked: tokenizers and pyarrow have threads.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(workers, max(len(todo), 1))) if workers > 1 else _Here() as pool:
+        for done, _ in enumerate(pool.imap_unordered(_shard, jobs), 1):
+            seconds = time.monotonic() - began
+            print(
+                f"\r{done}/{len(todo)} shards, {seconds:.0f} s, {seconds / done * (len(todo) - done):.0f} s left ",
+                end="" if sys.stderr.isatty() else "\n",
+                file=sys.stderr,
+            )
+    entries = [json.loads(_entry(out, i).read_text()) for i in range(len(parts))]
+    bad = [line for entry in entries for line in entry["bad"]]
+    if len(bad) > skip:
+        listed = "".join(f"\n  {line}" for line in bad[:20])
+        raise TokensError(f"{len(bad)} rows hold no text; fix them, or skip up to N of them with --skip N:{listed}")
+    for line in bad:
+        print(f"skipped: {line}", file=sys.stderr)
+    name = None
+    if options.tokenizer != "bytes":
+        name = "tokenizer.json"
+        with atomic_write.file(out / name) as file:
+            file.write(pathlib.Path(options.tokenizer).read_bytes())
+    shards = [entry["shard"] for entry in entries]
+    token_files.write_about(out, vocab=vocab, eos=eos, tokenizer=name, shards=shards)
+    for i in range(len(parts)):
+        _entry(out, i).unlink()
+    marker.rename(out / MADE_OF)
+    (out / PARTIAL).rmdir()
+    print(f"{out}: {_summary(shards)}; {len(bad)} skipped")
+
+
+def _summary(shards: Sequence[dict[str, Any]]) -> str:
+    total = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
+    return f"{total['documents']:,} documents, {total['tokens']:,} tokens of {total['bytes']:,} bytes"
+
+
+class _Here:
+    """A pool of this process alone."""
+
+    imap_unordered = staticmethod(map)
+
+    def __enter__(self) -> "_Here":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
+    known, every_file = (*TEXT, *LINES, *PARQUET, *ARROW), []
+    for name in inputs:
+        path = pathlib.Path(name).expanduser()
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
+            for file in inside:
+                remedy = "; name that file itself, or the folder that it lies in"
+                files_lib.inside(path, str(file.relative_to(path)), remedy=remedy)
+        else:
+            inside = [path] if path.is_file() else sorted(map(pathlib.Path, glob.glob(str(path), recursive=True)))
+        if not inside:
+            raise TokensError(f"{name} is not a file, nor a folder or glob with files that end in one of: {', '.join(known)}")
+        for file in inside:
+            if file.suffix not in known:
+                raise TokensError(f"{file} ends in {file.suffix or 'nothing'}; expected one of: {', '.join(known)}")
+        every_file += inside
+    return every_file
+
+
+def _parts(path: pathlib.Path) -> Iterator[Part]:
+    if path.suffix in TEXT:
+        yield Part(str(path), 0, 0)
+    elif path.suffix in LINES:
+        size = path.stat().st_size
+        for begin in range(0, max(size, 1), PART):
+            yield Part(str(path), begin, min(begin + PART, size))
+    else:
+        table = _open(path)
+        n = table.num_row_groups if path.suffix in PARQUET else len(table)
+        yield from (Part(str(path), i, i + 1) for i in range(n))
+
+
+def _open(path: pathlib.Path) -> Any:
+    """A Parquet file, or the batches of an Arrow file or stream; TokensError when it is damaged."""
+    try:
+        if path.suffix in PARQUET:
+            return pq.ParquetFile(path, memory_map=True)
+        source = pa.memory_map(str(path))
+        try:
+            reader = pa.ipc.open_file(source)
+            return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        except pa.ArrowInvalid:
+            source.seek(0)
+            return list(pa.ipc.open_stream(source))
+    except (pa.ArrowException, OSError) as error:
+        raise TokensError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
+    """Yields (where it is, its text) for each document of a part; anything but a string is a bad row."""
+    path = pathlib.Path(part.path)
+    if path.suffix in TEXT:
+        try:
+            text = files_lib.read(path, most=machine.most_memory()).decode()
+        except UnicodeDecodeError as error:
+            yield f"{path}: is not UTF-8 ({error.reason} at byte {error.start})", None
+            return
+        pieces = {"file": lambda: [text], "line": text.splitlines, "paragraph": lambda: re.split(r"\n\s*\n", text)}
+        for i, piece in enumerate(pieces[options.documents]()):
+            if piece.strip():
+                yield f"{path}: {options.documents} {i}", piece
+    elif path.suffix in LINES:
+        with path.open("rb") as file:
+            file.seek(max(part.begin - 1, 0))
+            if part.begin:
+                # The line that holds the byte before: it begins in the part before, or ends there.
+                while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
+                    pass
+            while file.tell() < part.end and (line := file.readline(LONGEST_LINE + 1)):
+                if len(line) > LONGEST_LINE:
+                    begin = file.tell() - len(line)
+                    raise TokensError(f"{path}: the line at byte {begin:,} is longer than {LONGEST_LINE:,} bytes; split it")
+                if not line.strip():
+                    continue
+                where = f"{path}: line at byte {file.tell() - len(line)}"
+                try:
+                    row = json.loads(line)
+                    value = row.get(options.column) if isinstance(row, dict) else None
+                    if isinstance(value, str):
+                        value.encode()  # half of a character is no text
+                except (ValueError, RecursionError) as error:
+                    yield f"{where} is not JSON ({error})", None
+                else:
+                    yield f"{where}, column {options.column!r}", value
+    else:
+        table = _open(path)
+        try:
+            names = (table.schema_arrow if path.suffix in PARQUET else table[part.begin].schema).names
+        except UnicodeDecodeError as error:
+            raise TokensError(f"{path} is damaged: the name of a column is not UTF-8 ({error.reason})") from error
+        if options.column not in names:
+            raise TokensError(f"{path} has no column {options.column!r}; expected one of: {', '.join(names)} (--column)")
+        try:
+            if path.suffix in PARQUET:
+                rows = table.read_row_group(part.begin, columns=[options.column])
+            else:
+                rows = table[part.begin].select([options.column])
+        except (pa.ArrowException, ValueError, OSError, KeyError) as error:
+            raise TokensError(f"{path}: part {part.begin} is damaged: {(str(error).splitlines() or ['?'])[0]}") from error
+        try:
+            rows.column(0).validate(full=True)  # pyarrow takes a file's word for where its values lie
+            values = rows.column(0).to_pylist()
+        except (pa.ArrowException, ValueError, OSError) as error:
+            raise TokensError(f"{path}: part {part.begin} is damaged: {(str(error).splitlines() or ['?'])[0]}") from error
+        for i, value in enumerate(values):
+            yield f"{path}: row {i} of part {part.begin}, column {options.column!r}", value
+
+
+def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
+    """Writes one shard, then its entry."""
+    out, number, part, options = job
+    vocab, eos, encode = _tokenizer(options)
+    bad, documents, sizes = [], [], []
+    waiting: list[str] = []
+
+    def flush() -> None:
+        for ids, text in zip(encode(waiting), waiting, strict=True):
+            documents.append(np.asarray([*ids, *([eos] if eos is not None else [])], np.int64))
+            sizes.append(len(text.encode()))
+        waiting.clear()
+
+    for where, text in _texts(part, options):
+        if not isinstance(text, str):
+            bad.append(f"{where}: holds {text if text is None else type(text).__name__}")
+            continue
+        waiting.append(text)
+        if len(waiting) == 1000:
+            flush()
+    flush()
+    shard = token_files.write_shard(out, f"{number:05}", documents, sizes, token_files.token_dtype(vocab))
+    atomic_write.write(_entry(out, number), json.dumps({"shard": shard, "bad": bad}))
+
+
+def _tokenizer(options: Options) -> tuple[int, int | None, Any]:
+    """Returns (vocabulary, id of the end of a document, texts -> lists of ids). Raises TokensError."""
+    if options.tokenizer == "bytes":
+        if options.eos:
+            raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; omit it")
+        return 256, None, lambda texts: [list(text.encode()) for text in texts]
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise TokensError("the package tokenizers is missing; pip install 'jaxtrain[language]'") from error
+    path = pathlib.Path(options.tokenizer).expanduser()
+    if not path.is_file():
+        raise TokensError(f"--tokenizer is {options.tokenizer!r}; expected a tokenizer.json of Hugging Face, or bytes")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001  it raises Exception itself
+        raise TokensError(f"{path} is not a tokenizer of Hugging Face: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    eos = tokenizer.token_to_id(options.eos) if options.eos else None
+    if options.eos and eos is None:
+        raise TokensError(f"--eos is {options.eos!r}, a token that {path} does not have; choose one of its special tokens")
+    return (
+        tokenizer.get_vocab_size(),
+        eos,
+        lambda texts: [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)],
+    )
+
+
+def _entry(out: pathlib.Path, number: int) -> pathlib.Path:
+    return out / PARTIAL / f"{number:05}.json"
+
+
+def _digest(files: Sequence[pathlib.Path], options: Options) -> str:
+    """Identifies the inputs and options that an unfinished folder was begun with."""
+    content = hashlib.sha256(pathlib.Path(options.tokenizer).read_bytes()).hexdigest() if options.tokenizer != "bytes" else ""
+    facts = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps([facts, [*options], content, PART]).encode()).hexdigest()
