@@ -3,14 +3,12 @@
 import dataclasses
 import json
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-import test_language as language_test
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
@@ -27,9 +25,8 @@ from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.language import model as language
 from jaxtrain.workloads.trm import model as trm
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "commands"))
-import runs  # noqa: E402
+from tests.support import runs
+from tests.workloads import test_language as language_test
 
 DATA = pathlib.Path(__file__).parent / "data"
 RANK4 = Lora(rank=4, alpha=8.0)

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import nibabel
 import numpy as np
 import pytest
-import runs
 
 from jaxtrain import cli, specs
 from jaxtrain.arrays import stored_params
 from jaxtrain.workloads.giblet import model as giblet
 from jaxtrain.workloads.giblet import predict
 from loaders.film import film_files, multimodal
+from tests.support import runs
 
 WIDTHS = dict(
     video_widths=(16, 16, 16), audio_widths=(8, 8), text_widths=(8, 8), trunk_widths=(16, 16), bottleneck=8, head_width=16,
@@ -49,7 +49,7 @@ def run(tmp_path_factory, film):
     c = giblet.Config(**WIDTHS, **{name: facts[name] for name in (*giblet.SIZES, "audio")})
     params = specs.materialise(giblet.make_specs(c), jax.random.key(0))
     carry = jax.tree.map(lambda x: x + 0.3, specs.materialise(giblet.make_carry(c), jax.random.key(1)))
-    config = {"workload": giblet.__name__, "model": dataclasses.asdict(c), "data": dataclasses.asdict(data), "seed": 0}
+    config = {"workload": giblet.__package__, "model": dataclasses.asdict(c), "data": dataclasses.asdict(data), "seed": 0}
     state = {"step": jnp.array(1, jnp.int32), "params": params, "carry": carry, "opt_state": ()}
     folder = tmp_path_factory.mktemp("run")
     runs.save(folder, 1, state, run=config)

@@ -20,17 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import damage
-import inputs
 import numpy as np
-import probes
-from harness import ROOT, Watch
 
 from jaxtrain.arrays import source, stored
 from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.config.schema import WarmStart
 from jaxtrain.nn import hugging_face
-from jaxtrain.parallel.lease.who import WorkdirError
+from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry.console import plain
 from jaxtrain.telemetry.report import classes, records, trace
 from jaxtrain.workloads.bird.export import timm_names
@@ -46,6 +42,8 @@ from loaders.chat import chatml, codec
 from loaders.film import film_files
 from loaders.io import files, machine
 from loaders.sudoku import sudoku
+from tests.hostile import damage, inputs, probes
+from tests.hostile.harness import ROOT, Watch
 
 SECONDS = 10.0  # [s] of CPU time that a small file may take
 MEMORY = 600 << 20  # [bytes] that all damaged files of a reader together may add to what it takes of whole files

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
@@ -21,6 +20,7 @@ from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import Variables
 from jaxtrain.workloads.language import model as language
 from loaders.base import Field
+from tests.support.steps import Case, Run, assert_alike
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "lm"
 MODELS = ("llama3", "qwen2", "qwen3")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
@@ -19,6 +18,7 @@ from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.types import Variables
 from jaxtrain.workloads.trm import model as trm
 from loaders.base import Field
+from tests.support.steps import Case, Run, assert_alike
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 VARIANTS = ("mlp_t", "attention")

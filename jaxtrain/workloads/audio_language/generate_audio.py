@@ -41,7 +41,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     Raises StoredError: it is none of them, or holds adapters alone. Raises WarmStartError, ConfigError, DataError.
     """
     source = source_lib.find(run, step)
-    run_config = source.config(workload=audio_language.__name__)
+    run_config = source.config(audio_language.__package__)
     model = config_lib.section(audio_language.Config, run_workload.model_of(run_config))
     if problems := list(checks.under("model", model.problems())):
         raise config_lib.ConfigError(problems)

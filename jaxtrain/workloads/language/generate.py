@@ -50,7 +50,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     Raises StoredError, WarmStartError, ConfigError, CodecError; GenerateError: the tokenizer's file cannot be read.
     """
     source = source_lib.find(run, step)
-    config = source.config(workload=language.__name__)
+    config = source.config(language.__package__)
     section = dict(run_workload.model_of(config))
     own = source.path / "tokenizer.json"
     data = config.get("data")

@@ -59,7 +59,7 @@ class Solved(NamedTuple):
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
     """Reads a run of jaxtrain.workloads.trm, or an export of one. Raises StoredError, WarmStartError."""
     source = source_lib.find(run, step)
-    config = source.config(workload=trm.__name__)
+    config = source.config(trm.__package__)
     c = run_workload.section_of(config, "model", trm.Config)
     side = math.isqrt(max(c.n_cells or 0, 0))
     if side not in (4, 9) or side * side != c.n_cells or c.vocab != side + 2:
