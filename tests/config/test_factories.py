@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from toys import load, mistakes
+from tests.config.toys import load, mistakes
 
 OWN = """
 import optax
@@ -83,7 +83,7 @@ def test_an_error_of_a_factory_is_one_line_with_the_path_of_its_field(arguments,
 def test_no_device_is_touched(here):
     """With a platform that does not exist: whatever asks for a device fails."""
     code = """
-from toys import mistakes, load
+from tests.config.toys import mistakes, load
 load("--config.optim.name=optax.contrib:schedule_free_adamw", "--config.optim.schedule=optax:linear_schedule",
      "--config.optim.schedule_arguments={'init_value': 0.1, 'end_value': 0.0, 'transition_steps': 5}")
 print(list(mistakes("--config.optim.name=own_optim:number")))
