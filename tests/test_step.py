@@ -61,7 +61,7 @@ class Run:
             model=MODEL, optim=OPTIM, train=config_lib.Train(steps=10, batch=BATCH, accumulate=accumulate, ema=ema),
             metrics=config_lib.Metrics(every=1),
         )  # fmt: skip
-        make_task = (lambda *_: task) if task else None
+        make_task = (lambda *_: task) if task else bird.make_task
         mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
         assembly = assemble(config, mesh, make_task=make_task, fields=fields)
         self.layout, self.task, self.tx, self.abstract = assembly.layout, assembly.task, assembly.tx, assembly.abstract

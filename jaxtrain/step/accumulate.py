@@ -27,7 +27,8 @@ def gradients(
     # On GPUs and TPUs the step stays the one whose memory was held against their compilers.
     divided = accumulate == 1 and layout.mesh.shape[DATA] == 1 and layout.devices.platform == "cpu"
     if layout.mesh.shape[DATA] > 1:
-        whole, carry = PartitionSpec(), _carry_partitions(task)
+        whole: Any = PartitionSpec()
+        carry = _carry_partitions(task)
         sums = jax.shard_map(
             functools.partial(_reduced, task, layout, accumulate),
             mesh=layout.mesh,
