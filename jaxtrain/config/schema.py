@@ -111,7 +111,7 @@ UPDATE_RULES = {
 # Fields of `Optim` that built-in rules take by name, and all that nothing but a built-in rule reads.
 OF_RULES = ("b1", "b2", "eps", "atan2_a", "atan2_b", "atan2_correction", "momentum", "muon_scale")
 ONLY_BUILT_IN = (*OF_RULES, "rest", "moments", "layer_decay", "weight_decay")
-# Fields that decide the learning rate. A schedule of one's own takes the place of all but the first two.
+# Fields that decide the learning rate. A schedule that is named as module:factory takes the place of the fourth and later ones.
 OF_SCHEDULE = ("lr", "schedule", "schedule_arguments", "warmup", "decay", "decay_shape", "lr_init", "lr_floor")
 
 
