@@ -13,8 +13,9 @@ FLOORS = (
     {"cli"},
     {"workloads"},
     {"commands"},
-    {"train", "doctor"},
-    {"evaluate", "compile.step_compiler", "checkpoint.init_or_restore", "checkpoint.rewinds", "telemetry.metrics_logger"},
+    {"api"},
+    {"loop", "doctor"},
+    {"evaluate", "compile.step_compiler", "checkpoint.init_or_restore", "checkpoint.manager", "telemetry.metrics_logger"},
     {"data", "process_context"},
     {"plan"},
     {"assembly", "compile"},
@@ -41,10 +42,10 @@ FLOORS = (
 )
 # Neighbours on one floor, and why.
 ALLOWED = {
-    ("checkpoint.init_or_restore", "checkpoint.rewinds"): "a run begins with what was saved",
+    ("checkpoint.init_or_restore", "checkpoint.manager"): "a run begins with what was saved",
     ("evaluate", "compile.step_compiler"): "an evaluation is a compiled program",
     ("evaluate", "telemetry.metrics_logger"): "an evaluation is recorded",
-    ("evaluate", "checkpoint.rewinds"): "an evaluation decides which checkpoint is the best",
+    ("evaluate", "checkpoint.manager"): "an evaluation decides which checkpoint is the best",
     ("checkpoint", "schedule"): "a rewind goes back to a regular save",
     ("nn", "parallel"): "statistics of the global batch are summed over the mesh axis of replicas",
     ("specs", "parallel"): "abstract arrays carry the layout's shardings",
@@ -54,11 +55,11 @@ ALLOWED = {
 # Modules of loaders/ that know of no data and import nothing of ours but each other: every module of jaxtrain may use them.
 GROUND = {"loaders.io.machine", "loaders.io.checks", "loaders.io.files", "loaders.io.atomic_write"}
 LOOP = (
-    "train", "checkpoint/init_or_restore", "checkpoint/rewinds", "data/stream", "process_context",
+    "loop", "checkpoint/init_or_restore", "checkpoint/manager", "data/stream", "process_context",
     "telemetry/metrics_logger", "evaluate", "compile/step_compiler", "step/guard",
 )  # fmt: skip
 NO_ROOMS = {"utils", "helpers", "common", "base_trainer", "registry", "callbacks", "hooks"}
-MODULES = sorted((ROOT / "jaxtrain").rglob("*.py"))
+MODULES = sorted(p for p in (ROOT / "jaxtrain").rglob("*.py") if p != ROOT / "jaxtrain" / "__init__.py")  # the public names
 LOADERS = sorted((ROOT / "loaders").rglob("*.py")) + sorted((ROOT / "loaders").rglob("*.pyi"))
 
 
@@ -96,13 +97,12 @@ def name_of(path: pathlib.Path) -> str:
 def test_imports_go_down_only(path):
     here = name_of(path)
     for there in {member(module) for module in imports(path)} - {None, here}:
-        assert here, f"{path} imports {there}; the package itself stays empty"
         down = floor(there) > floor(here) or (here, there) in ALLOWED
         assert down, f"{path}: {here} imports {there}, which is not below it"
 
 
 def test_every_module_has_a_floor():
-    assert {name_of(path) for path in MODULES} - {""} == set.union(*FLOORS)
+    assert {name_of(path) for path in MODULES} == set.union(*FLOORS)
 
 
 def test_neighbours_that_are_allowed_are_used():
@@ -112,9 +112,9 @@ def test_neighbours_that_are_allowed_are_used():
 
 def test_the_reader_sees_every_kind_of_import(tmp_path):
     file = tmp_path / "x.py"
-    file.write_text("import a.b\nfrom jaxtrain import train as t\ndef f():\n    from jaxtrain.nn.attention import attention\n")
-    assert imports(file) == {"a.b", "jaxtrain.train", "jaxtrain.nn.attention.attention"}
-    assert [member(m) for m in sorted(imports(file))] == [None, "nn", "train"]
+    file.write_text("import a.b\nfrom jaxtrain import loop as t\ndef f():\n    from jaxtrain.nn.attention import attention\n")
+    assert imports(file) == {"a.b", "jaxtrain.loop", "jaxtrain.nn.attention.attention"}
+    assert [member(m) for m in sorted(imports(file))] == [None, "loop", "nn"]
 
 
 @pytest.mark.parametrize("path", LOADERS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -129,7 +129,7 @@ def test_only_those_who_hold_data_know_the_loaders():
         for module in imports(path)
         if module.split(".")[0] == "loaders" and not any(f"{module}.".startswith(f"{ground}.") for ground in GROUND)
     }
-    assert users <= {"train", "assembly", "data", "data.feed", "telemetry.metrics_logger", "commands", "workloads", "doctor"}
+    assert users <= {"loop", "assembly", "data", "data.feed", "telemetry.metrics_logger", "commands", "workloads", "doctor"}
 
 
 def test_the_ground_of_the_loaders_imports_nothing_of_ours_but_itself():
@@ -148,7 +148,7 @@ def test_the_loaders_do_not_import_each_other_in_a_circle():
 
 
 WORDS = re.compile(r"\b(birds?|recordings?|boards?|mae|sudoku|puzzles?|giblet|higgs|films?|brains?)\b", re.IGNORECASE)
-PENDING = {"config/schema.py", "doctor/data.py", "optim/make.py", "optim/update_rules.py", "telemetry/writers.py"}  # moving out
+PENDING = {"config/schema.py", "optim/make.py", "optim/update_rules.py", "telemetry/writers.py"}  # moving out
 EXAMPLES = re.compile(r"--config=\S+|\bruns/\S+|\w+\.md")  # of a command's help: a shipped config, its run; a page
 
 

@@ -71,6 +71,7 @@ from ml_collections import ConfigDict
 
 def get_config(path):
     return ConfigDict(dict(
+        workload="jaxtrain.workloads.bird",
         loader="recording_loader",
         model=dict(embed=32, depth=2, heads=4, patch=(32, 32), dtype="float32",
                    augment=dict(shift=50, time_masks=1, mel_masks=1)),
@@ -338,7 +339,8 @@ def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):
 
             def get_config(path):
                 return ConfigDict(dict(
-                    workload="spectrum", data=dict(train=path), train=dict(steps=3, batch=8), metrics=dict(every=1)
+                    workload="spectrum", loader="loaders.audio.spectrogram",
+                    data=dict(train=path), train=dict(steps=3, batch=8), metrics=dict(every=1)
                 ))
             """
         )
