@@ -144,7 +144,7 @@ def make_specs(c: Config) -> PyTree:
         "w_q": Spec((d, 2), ("embed", None), zeros),
         "b_q": Spec((2,), (None,), _q_bias),
         **({"pos": Spec((t, d), ("seq", "embed"), fan_in(d))} if c.positions == "learned" else {}),
-        **({"puzzle": {"w_rows": Spec((c.n_puzzles, c.puzzle_embed), ("puzzle", None), zeros)}} if c.puzzle_embed else {}),
+        **({"puzzle": {"w_rows": Spec((c.n_puzzles, c.puzzle_embed), ("item", None), zeros)}} if c.puzzle_embed else {}),
     }
 
 
@@ -377,6 +377,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         advance=lambda params, carry, step: {**carry, "step": step + 1},
         stage=functools.partial(curriculum, c),
         progress=functools.partial(progress, model),
+        predict=functools.partial(predict, model),
     )
 
 
@@ -406,7 +407,7 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
     touched = {}
     if c.puzzle_embed:
         # The rows that the slots hold, not those that the batch brings.
-        touched[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "puzzle")
+        touched[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "item")
     return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, touched)
 
 
@@ -435,6 +436,13 @@ def solve(
     start = (z, jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
     (_, logits_bsv, q_b2), kept = jax.lax.scan(step, start, length=c.halt_steps)
     return logits_bsv, q_b2, kept
+
+
+def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """Symbols ``answer`` [B, S] of the cells, for ``inputs`` [B, S] and, if it has ids, ``puzzle`` [B]; ``confidence`` [B]."""
+    n = batch["inputs"].shape[0]
+    logits_bsv, q_b2, _ = solve(model, variables, {"puzzle": jnp.zeros(n, jnp.int32), **batch})
+    return {"answer": logits_bsv.argmax(-1), "confidence": jax.nn.sigmoid(q_b2[:, 0])}
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
