@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxtrain import config as config_lib
+from jaxtrain.config import factories
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan.abstract import abstractly
 from jaxtrain.plan.estimate import estimate
@@ -68,7 +69,8 @@ def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, c
     if getattr(config.model, "dtype", "") == "float32":
         yield "--config.model.dtype=bfloat16", replace(config, model=replace(config.model, dtype="bfloat16"))
     o = config.optim
-    for moments in ("bfloat16", "int8") if o.moments == "float32" else ("int8",) if o.moments == "bfloat16" else ():
+    narrower = {"float32": ("bfloat16", "int8"), "bfloat16": ("int8",)}.get(o.moments, ())
+    for moments in () if factories.is_factory(o.name) else narrower:
         yield f"--config.optim.moments={moments}", replace(config, optim=replace(o, moments=moments))
     if not o.offload:
         yield "--config.optim.offload=true", replace(config, optim=replace(o, offload=True))
