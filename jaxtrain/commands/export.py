@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.private and not args.push:
         parser.error("--private belongs to --push")
     for name in args.format:
-        for package in {workload.of(shipped).needs.get(name) for shipped in workload.shipped()} - {None}:
-            if wrong := arguments.missing(package, f"pip install 'jaxtrain[{package}]'"):
+        for package in {workload.of(shipped).needs.get(name, "") for shipped in workload.shipped()}:
+            if package and (wrong := arguments.missing(package, f"pip install 'jaxtrain[{package}]'")):
                 arguments.report(f"--format {name}: {wrong}")
                 return arguments.MISTAKE
     if args.push and (wrong := arguments.missing("huggingface_hub", "pip install huggingface_hub")):
