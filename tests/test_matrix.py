@@ -14,7 +14,6 @@ from jaxtrain import config as config_lib
 from jaxtrain.parallel import cluster
 from jaxtrain.workloads.bird import masked
 from jaxtrain.workloads.bird import model as bird
-from tests import test_train
 from tests.support.steps import Run, assert_alike
 from tests.workloads import test_audio_language, test_bird, test_giblet, test_language, test_trm
 
@@ -64,13 +63,13 @@ def test_steps_on_a_mesh_are_those_of_one_device(name, mesh):
 )
 @pytest.mark.parametrize("name", CASES)
 def test_steps_of_several_processes_are_those_of_one_device(name, processes, mesh, tmp_path):
-    port, running = test_train.free_port(), []
+    port, running = processes.free_port(), []
     try:
         for i in range(processes):
             env = {k: v for k, v in os.environ.items() if not k.startswith("XLA")}
             env |= {
-                "XLA_FLAGS": test_train.xla_flags(8 // processes),
-                "PYTHONPATH": str(test_train.ROOT),
+                "XLA_FLAGS": processes.xla_flags(8 // processes),
+                "PYTHONPATH": str(processes.ROOT),
             }
             env |= {
                 "JAXTRAIN_COORDINATOR": f"127.0.0.1:{port}",

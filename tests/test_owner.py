@@ -21,8 +21,7 @@ from jaxtrain.parallel.lease import Owner, WorkdirError, disk, store, who
 from jaxtrain.process_context import Host
 from jaxtrain.telemetry import writers
 from tests.support import object_store
-from tests.test_reliability import cluster, wait_for
-from tests.test_train import ROOT, command, corpus, folder, free_port  # noqa: F401
+from tests.support.processes import ROOT, cluster, command, free_port, wait_for
 
 # A process that becomes the owner, says so, and does what its standard input says.
 PROGRAM = """
@@ -95,7 +94,7 @@ def start():
         process.popen.stdout.close()
 
 
-def dead(folder, **fields):  # noqa: F811
+def dead(folder, **fields):
     """The owner.json of a process that is no more."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -152,7 +151,7 @@ def test_the_number_of_a_process_that_is_gone_may_be_anothers_now(tmp_path):
 @pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
 def test_of_many_that_find_a_dead_owner_one_goes_on(tmp_path, start, links):
     for trial in range(2):
-        folder = tmp_path / str(trial)  # noqa: F811
+        folder = tmp_path / str(trial)
         dead(folder)
         delays = dict(DELAY="0.3", PYTHONPATH=f"{tmp_path}:{ROOT}")
         if not links:
@@ -341,7 +340,7 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch):
         Owner(["gs://bucket/run"]).__enter__()
 
 
-def test_a_second_run_in_a_workdir_is_refused_in_all_its_processes(folder, corpus, start):  # noqa: F811
+def test_a_second_run_in_a_workdir_is_refused_in_all_its_processes(folder, corpus, start):
     workdir = folder / "runs" / "tiny"
     first = start(workdir)
     assert first.says() == "owner"
@@ -353,7 +352,7 @@ def test_a_second_run_in_a_workdir_is_refused_in_all_its_processes(folder, corpu
     assert first.do() == "confirmed" and {p.name for p in workdir.iterdir()} - before <= {"logs"}
 
 
-def test_a_workdir_that_is_deleted_ends_the_run_with_a_code(folder, corpus):  # noqa: F811
+def test_a_workdir_that_is_deleted_ends_the_run_with_a_code(folder, corpus):
     process = command(folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0")
     workdir = folder / "runs" / "tiny"
     wait_for(lambda: (workdir / "metrics.jsonl").exists(), watch=[process])
@@ -414,7 +413,7 @@ def test_what_process_0_lost_is_lost_for_all(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_workdir_that_is_deleted_ends_every_process_with_a_code(folder, corpus):  # noqa: F811
+def test_a_workdir_that_is_deleted_ends_every_process_with_a_code(folder, corpus):
     args = (folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0")
     both = cluster(*args, processes=2)
     workdir = folder / "runs" / "tiny"

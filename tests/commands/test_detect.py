@@ -25,7 +25,6 @@ from jaxtrain.workloads.bird.inference import detect, detections, embed, heads
 from loaders.audio import spectrogram
 from loaders.audio.recordings import windows
 from tests.support import corpus, runs
-from tests.test_reliability import small_disk
 
 ROOT = pathlib.Path(__file__).parents[2]
 RATE, CLIP, HOP = 32_000, 0.5, 0.25
@@ -194,25 +193,22 @@ def test_a_killed_command_goes_on_to_the_same_bytes(run, recordings, found, tmp_
     assert tables == {name: text for name, text in of_whole.items() if name != detect.ABOUT}, "parts change no table"
 
 
-def test_a_full_disk_keeps_what_was_done(run, recordings, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_keeps_what_was_done(run, recordings, tmp_path, capsys, monkeypatch, small_disk):
     monkeypatch.setattr(detect, "PART", 8)
     argv = (run, recordings, "--overlap", 0.4, "--threshold", 0.3)
     run_detect(*argv, "--out", tmp_path / "whole")
-    disk = small_disk(tmp_path / "disk", 400)
-    try:
-        free = (lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk))
-        (disk / "ballast").write_bytes(bytes(free - 36_000))
-        capsys.readouterr()
-        run_detect(*argv, "--out", disk / "out", code=2)
-        told = capsys.readouterr().err.splitlines()[-1]
-        assert told.startswith("error: ") and "No space left on device; free some space, then rerun the command" in told
-        kept = len(list((disk / "out" / "scores").glob("part-*")))
-        assert 0 < kept < len(list((tmp_path / "whole" / "scores").glob("part-*")))
-        (disk / "ballast").unlink()
-        run_detect(*argv, "--out", disk / "out")
-        assert contents(disk / "out") == contents(tmp_path / "whole")
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
+    disk = small_disk(400, lazily=True)
+    free = (lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk))
+    (disk / "ballast").write_bytes(bytes(free - 36_000))
+    capsys.readouterr()
+    run_detect(*argv, "--out", disk / "out", code=2)
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("error: ") and "No space left on device; free some space, then rerun the command" in told
+    kept = len(list((disk / "out" / "scores").glob("part-*")))
+    assert 0 < kept < len(list((tmp_path / "whole" / "scores").glob("part-*")))
+    (disk / "ballast").unlink()
+    run_detect(*argv, "--out", disk / "out")
+    assert contents(disk / "out") == contents(tmp_path / "whole")
 
 
 def test_broken_files_are_listed_and_end_nothing(run, recordings, tmp_path, capsys):

@@ -12,7 +12,7 @@ import pytest
 from jaxtrain.doctor import network
 from jaxtrain.doctor.check import FAIL, OK, WARN
 from jaxtrain.doctor.meeting import Host, MeetingError, Visitor
-from tests.test_train import free_port
+from tests.support.processes import free_port
 
 TOKEN = b"0123456789abcdef" * 2
 
