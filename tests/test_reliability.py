@@ -12,7 +12,7 @@ import pytest
 from tests.support.processes import at, cluster, command, free_port, hashes, ids, records, run, step_of, wait_for
 
 
-def test_promise_8_a_bad_step_is_skipped_counted_and_its_recordings_are_named(folder, corpus):
+def test_promise_8_a_bad_step_is_skipped_counted_and_its_examples_are_named(folder, corpus):
     """NaN in one row of one of four devices. The steps around it are those of a run that never had it."""
     overrides = ("--config.train.steps=4", "--config.train.eval_every=0", "--config.mesh.data=4")
     output = run(folder, f"tiny.py:{corpus}", *overrides, devices=4, POISON="3")

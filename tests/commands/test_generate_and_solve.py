@@ -35,7 +35,7 @@ def saved(folder, workload, model, carry=()):
         lambda x: x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype("f4"),
         specs.materialise(workload.make_specs(c), jax.random.key(0)),
     )
-    config = {"workload": workload.__name__, "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 1}, "seed": 0}
+    config = {"workload": workload.__package__, "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 1}, "seed": 0}
     config["warm_start"] = {"source": ""}
     runs.save(folder, 1, {"step": jnp.array(1, jnp.int32), "params": params, "carry": carry, "opt_state": ()}, run=config)
     return folder

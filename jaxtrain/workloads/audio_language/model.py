@@ -310,6 +310,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int, *, gathered: bool = T
         full_flops=int(flops[1]),
         finish=functools.partial(finish, c),
         tokens=batch * sum(b[4] * (b[0] + b[1]) for b in c.buckets or ()),
+        predict=functools.partial(predict, model),
     )
 
 
@@ -318,6 +319,12 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
     x_bud = decode(model.c, variables.params, batch, model.shard, gathered=model.gathered)
     total, metrics = measure(model.c, variables.params, x_bud, batch, model.shard)
     return LossOut(Mean(total, jnp.float32(batch["row"].shape[0])), metrics)
+
+
+def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """Logits ``text`` [B, U, V] and ``audio`` [B, U, K, codes] of every place, for the fields of the loader's batches."""
+    x_bud = decode(model.c, variables.params, batch, model.shard, gathered=model.gathered)
+    return {"text": text_logits(model.c, variables.params, x_bud), "audio": audio_logits(variables.params, x_bud)}
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:

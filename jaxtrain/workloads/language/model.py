@@ -228,6 +228,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         finish=functools.partial(finish, c),
         trials=tuple(_trials(c, shard, config.seed)),
         terms=("cross_entropy", "z_loss") if c.z_loss else (),
+        predict=functools.partial(predict, model),
     )
 
 
@@ -237,6 +238,13 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
     total, metrics = measure(model, variables.params, x_bsd, batch, batch["mask"].astype(jnp.float32))
     metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))  # valid ones in a row
     return LossOut(total, metrics)
+
+
+def predict(model: Model, variables: Variables, batch: Batch) -> Array:
+    """Logits [B, S, V] of ``tokens`` [B, S]."""
+    tokens_bs = batch["tokens"]
+    positions_bs = jnp.broadcast_to(jnp.arange(tokens_bs.shape[1])[None], tokens_bs.shape)
+    return logits(model.c, variables.params, {"tokens": tokens_bs, "positions": positions_bs}, model.shard)
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
