@@ -144,7 +144,7 @@ def make_specs(c: Config) -> PyTree:
         "w_q": Spec((d, 2), ("embed", None), zeros),
         "b_q": Spec((2,), (None,), _q_bias),
         **({"pos": Spec((t, d), ("seq", "embed"), fan_in(d))} if c.positions == "learned" else {}),
-        **({"puzzle": {"w_rows": Spec((c.n_puzzles, c.puzzle_embed), ("puzzle", None), zeros)}} if c.puzzle_embed else {}),
+        **({"puzzle": {"w_rows": Spec((c.n_puzzles, c.puzzle_embed), ("item", None), zeros)}} if c.puzzle_embed else {}),
     }
 
 
@@ -407,7 +407,7 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
     touched = {}
     if c.puzzle_embed:
         # The rows that the slots hold, not those that the batch brings.
-        touched[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "puzzle")
+        touched[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "item")
     return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, touched)
 
 
