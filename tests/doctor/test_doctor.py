@@ -22,6 +22,8 @@ from loaders.audio import demo, remote, spectrogram
 from loaders.film import demo_film, multimodal
 from tests.support.processes import ROOT, at, free_port
 
+NAMED = {"workload": "jaxtrain.workloads.giblet", "loader": "loaders.film.multimodal"}  # data that are not made
+
 
 def start(folder, *arguments, inside=(), limits=None, **environment):
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "GLOO", "NCCL"))}
@@ -46,8 +48,7 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):
 
     Process 1 has another optax, another line in a file of jaxtrain's, another XLA_FLAGS, and too few open files.
     """
-    given = {"workload": "jaxtrain.workloads.giblet", "loader": "loaders.film.multimodal"}
-    (folder / "here.py").write_text(f"def get_config():\n    return {given}\n")
+    (folder / "here.py").write_text(f"def get_config():\n    return {NAMED}\n")
     edited = folder / "edited"
     for package in ("jaxtrain", "loaders"):
         shutil.copytree(ROOT / package, edited / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -128,7 +129,7 @@ def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):
 @pytest.mark.parametrize(
     ("text", "name", "says"),
     [
-        ("def get_config():\n    return dict(train=dict(stepps=3))\n", "fields", "stepps"),
+        (f"def get_config():\n    return dict(train=dict(stepps=3), **{NAMED})\n", "fields", "stepps"),
         ("def get_config(:\n", "file", "wrong.py, line 1"),
         ("import nothing_of_this_name\n", "file", "wrong.py, line 1"),
         ("def get_config():\n    return undefined\n", "file", "wrong.py, line 2"),
@@ -145,7 +146,8 @@ def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, na
 
 def test_each_mistake_of_a_config_is_a_finding_and_the_last_is_not_lost(folder):
     names = [f"no_such_field_of_this_name_{i}" for i in range(30)]
-    (folder / "wrong.py").write_text(f"def get_config():\n    return dict(train=dict.fromkeys({names}, 3))\n")
+    text = f"def get_config():\n    return dict(train=dict.fromkeys({names}, 3), **{NAMED})\n"
+    (folder / "wrong.py").write_text(text)
     looked, _ = config.examine(source=f"{folder}/wrong.py", overrides=[], count=2, kind="cpu")
     assert [name for check in looked for name in names if f"config.train.{name} does not exist" in check.text] == names
     assert all(check.verdict == FAIL and len(check.text.split("does not exist")) == 2 for check in looked)
