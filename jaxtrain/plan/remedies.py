@@ -9,7 +9,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.config import factories
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan.bound import bound
-from jaxtrain.plan.memory import held, in_bytes, least
+from jaxtrain.plan.memory import held, in_bytes, least, offloaded
 from jaxtrain.plan.target import Target, abstractly
 
 
@@ -28,11 +28,13 @@ def remedies(config: config_lib.Config, target: Target, beyond: float | None = N
         try:
             assembly = abstractly(changed[text], target)
             parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
-            if least(parts) > memory:  # seen without a trace
+            away = offloaded(assembly.abstract)  # all of it is on the device during the update
+            if least(parts) + away > memory:  # seen without a trace
                 return math.inf
             traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
             rows = config.train.accumulate / changed[text].train.accumulate
-            return bound(assembly, traced, target).peak + rows * (beyond or 0.0)
+            found = bound(assembly, traced, target)
+            return max(found.peak, found.certain + away) + rows * (beyond or 0.0)
         except (ValueError, TypeError):
             return math.nan
 
