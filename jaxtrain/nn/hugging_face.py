@@ -1,10 +1,12 @@
 """A decoder under Hugging Face's names: the same numbers in the same order, only names and shapes differ."""
 
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from jaxtrain import specs
 from jaxtrain.nn.transformer import Decoder
 from jaxtrain.types import EXPORT_FILE
 from loaders.io import checks, files
@@ -29,6 +31,46 @@ LAYER = {
 
 class HuggingFaceError(ValueError):
     """A config.json that this model cannot be."""
+
+
+class Names(NamedTuple):
+    """The names of a decoder's parameters in the weights of others."""
+
+    top: Mapping[str, str]  # path of a parameter outside the stack -> name
+    layer: Mapping[str, str]  # path below "blocks/" -> name within a layer
+    prefix: str = "layers"  # before a layer's number
+
+    def of(self, path: str, depth: int) -> str | list[str]:
+        """The name of a parameter, or one name for each layer of the stack."""
+        if path in self.top:
+            return self.top[path]
+        return [f"{self.prefix}.{i}.{self.layer[path.removeprefix('blocks/')]}" for i in range(depth)]
+
+    def renames(self, table: Any) -> tuple[tuple[str, str], ...]:
+        """config.warm_start.renames, from these names to the paths of a table."""
+        found = []
+        for path in specs.paths(table):
+            name = path.removeprefix("blocks/")
+            if name == path:
+                found.append((f"^{_slashes(self.top[path])}$", path))
+            else:
+                found.append((rf"^{_slashes(self.prefix)}/(\d+)/{_slashes(self.layer[name])}$", rf"{path}[\1]"))
+        return tuple(found)
+
+
+def _slashes(name: str) -> str:
+    return name.replace(".", "/")
+
+
+@contextlib.contextmanager
+def reading(path: pathlib.Path) -> Iterator[None]:
+    """A context in which whatever a broken config.json raises becomes a HuggingFaceError with its path."""
+    try:
+        yield
+    except (HuggingFaceError, files.FileError) as error:
+        raise HuggingFaceError(str(error)) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise HuggingFaceError(f"{path}: {error!r}") from error
 
 
 def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) -> dict[str, Any] | None:

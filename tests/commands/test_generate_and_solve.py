@@ -17,6 +17,7 @@ from test_reliability import small_disk
 from jaxtrain import cli, specs
 from jaxtrain.workloads.language import generate
 from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from jaxtrain.workloads.trm import solve
 from loaders.sudoku import sudoku
@@ -36,7 +37,7 @@ def saved(folder, workload, model, carry=()):
         lambda x: x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype("f4"),
         specs.materialise(workload.make_specs(c), jax.random.key(0)),
     )
-    config = {"workload": workload.__name__, "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 1}, "seed": 0}
+    config = {"workload": workload.__package__, "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 1}, "seed": 0}
     config["warm_start"] = {"source": ""}
     runs.save(folder, 1, {"step": jnp.array(1, jnp.int32), "params": params, "carry": carry, "opt_state": ()}, run=config)
     return folder
@@ -113,7 +114,7 @@ def test_boards_are_those_of_the_model(solver, tmp_path, capsys):
     one = solve.load(str(solver))
     inputs = jnp.array([[1 if s == "." else int(s) + 1 for s in board] for board in boards])
     batch = {"inputs": inputs, "puzzle": jnp.zeros(5, jnp.int32)}
-    z, q, _ = trm.solve(one.model, one.variables, batch)
+    z, q, _ = trm_loss.solve(one.model, one.variables, batch)
     assert [row["question"] for row in rows] == boards
     for row, symbols, sure in zip(rows, np.asarray(z.argmax(-1)), np.asarray(q[:, 0]), strict=True):
         assert row["board"] == "".join(str(s - 1) if s >= 2 else "." for s in symbols)

@@ -49,7 +49,7 @@ def run(tmp_path_factory, film):
     c = giblet.Config(**WIDTHS, **{name: facts[name] for name in (*giblet.SIZES, "audio")})
     params = specs.materialise(giblet.make_specs(c), jax.random.key(0))
     carry = jax.tree.map(lambda x: x + 0.3, specs.materialise(giblet.make_carry(c), jax.random.key(1)))
-    config = {"workload": giblet.__name__, "model": dataclasses.asdict(c), "data": dataclasses.asdict(data), "seed": 0}
+    config = {"workload": giblet.__package__, "model": dataclasses.asdict(c), "data": dataclasses.asdict(data), "seed": 0}
     state = {"step": jnp.array(1, jnp.int32), "params": params, "carry": carry, "opt_state": ()}
     folder = tmp_path_factory.mktemp("run")
     runs.save(folder, 1, state, run=config)

@@ -415,7 +415,7 @@ def _run(
     for name, x in (carry or {}).items():
         arrays[f"carry/{name}"] = _stored(Stored, x, ("carry", *name.split("/")))
     config = {
-        "workload": workload.__name__, "model": dataclasses.asdict(c), "data": data, "train": {"steps": 10}, "seed": 0,
+        "workload": workload.__package__, "model": dataclasses.asdict(c), "data": data, "train": {"steps": 10}, "seed": 0,
         "warm_start": {"source": ""}, "lora": {"rank": 2 if adapters else 0, "alpha": 4.0},
     }  # fmt: skip
     meta = {"config": config, "parameters": "abc", "versions": {"jax": "0.10"}}

@@ -37,7 +37,7 @@ from jaxtrain.workloads.bird.export import timm_names
 from jaxtrain.workloads.bird.inference import embeddings, heads
 from jaxtrain.workloads.giblet import predict
 from jaxtrain.workloads.giblet.commands import prepare_giblet
-from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.trm import solve
 from loaders.audio.recordings import sources, store
 from loaders.audio.recordings.annotations import Mistakes
@@ -50,7 +50,7 @@ from loaders.sudoku import sudoku
 SECONDS = 10.0  # [s] of CPU time that a small file may take
 MEMORY = 600 << 20  # [bytes] that all damaged files of a reader together may add to what it takes of whole files
 REFUSALS = (
-    DataError, stored.StoredError, warm_start.WarmStartError, heads.HeadError, hugging_face.HuggingFaceError, solve.SolveError,
+    DataError, stored.StoredError, warm_start.WarmStartError, heads.HeadError, hugging_face.HuggingFaceError,
     embeddings.EmbeddingsError, chatml.SampleError, WorkdirError,
 )  # fmt: skip
 # What a reader opens besides its files: the program's, the cache's, and what Python looks up of the system.
@@ -265,7 +265,7 @@ READERS = (
     Reader("an index", indexed, read_index),
     Reader("a checkpoint", inputs.birds, read_step),
     Reader("an export", inputs.export, read_export),
-    Reader("config.json", configs, lambda folder: _each(folder, language.read_config)),
+    Reader("config.json", configs, lambda folder: _each(folder, language_files.read_config)),
     Reader("a manifest and a codec", inputs.sounds, read_manifest),
     Reader("codes", inputs.codes, lambda folder: _each(folder, codec.read_many)),
     Reader("a film", inputs.masked_film, read_film),

@@ -11,16 +11,16 @@ import test_train
 from jaxtrain import config as config_lib
 from jaxtrain import train
 from jaxtrain.commands import export, lora_to_peft
-from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.language import hugging_face as language_files
 
 ROOT = pathlib.Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "lm"
 CONFIG = f"""
 from ml_collections import ConfigDict
-from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.language import hugging_face as language_files
 
 def get_config():
-    model, warm_start = language.from_hugging_face({str(DATA / "qwen2")!r})
+    model, warm_start = language_files.from_hugging_face({str(DATA / "qwen2")!r})
     return ConfigDict(dict(
         workload="jaxtrain.workloads.language", loader="loaders.text.tokens",
         model=dict(model, dtype="float32", tokenizer="bytes", samples=dict(prompts=("one ",), tokens=4)),
@@ -93,4 +93,4 @@ def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
     assert all(np.abs(made[0][key] - x).max() > 1e-3 for key, x in begun.items() if key.endswith("proj.weight"))
     for key, x in made[0].items():
         np.testing.assert_array_equal(made[1][key], x, err_msg=key)
-    assert language.read_config(folder / "second-out") == language.read_config(DATA / "qwen2")
+    assert language_files.read_config(folder / "second-out") == language_files.read_config(DATA / "qwen2")
