@@ -20,11 +20,11 @@ from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.config import Lora
 from jaxtrain.nn import lora
 from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.parallel import one_device
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import Variables
 from jaxtrain.workloads.bird import model as bird
-from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
@@ -163,7 +163,7 @@ def test_adapters_of_zero_leave_any_workload_as_it_is(workload):
         module, spared = trm_loss, r"^(w_cells|w_symbols|w_q|b_q)$"
         batch = {"inputs": jnp.ones((4, 4), jnp.int32), "labels": jnp.full((4, 4), 2), "puzzle": jnp.zeros(4, jnp.int32)}
         batch |= {"difficulty": jnp.zeros(4, jnp.int32), "weight": jnp.ones(4), "row": jnp.arange(4)}
-    plain = module.make_task(config_lib.Config(model=c), vit.whole, 4)
+    plain = module.make_task(config_lib.Config(model=c), one_device.shard, 4)
     task = lora.adapt(plain, Lora(rank=2, adapt=r"^net/w_|blocks/w_", freeze=spared))
     variables = specs_lib.materialise(task.specs, jax.random.key(0))
     params = specs_lib.materialise(plain.specs, jax.random.key(1)).params

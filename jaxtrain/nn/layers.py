@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Section
+from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard, Unmerged
 from loaders.io import checks
 
@@ -247,9 +248,9 @@ def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab",
             rows_btd = jax.lax.all_to_all(rows_btd, columns, split_axis=split, concat_axis=2, tiled=True)
         return rows_btd
 
-    return shard.differentiable(
-        local, (w_vd,), ((axes[0], axes[1] if columns else None),), shard.spec((b, t, d), ("batch", "seq", None)),
-        constants=(index_bt,), constant_axes=(("batch", "seq"),),
+    return kernels.differentiable(
+        shard, local, (w_vd, index_bt), ((axes[0], axes[1] if columns else None), ("batch", "seq")),
+        shard.spec((b, t, d), ("batch", "seq", None)), constants=1,
     )  # fmt: skip
 
 

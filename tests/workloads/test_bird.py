@@ -13,6 +13,7 @@ from jaxtrain import config as config_lib
 from jaxtrain import specs
 from jaxtrain.assembly import assemble
 from jaxtrain.optim import make_optimizer
+from jaxtrain.parallel import one_device
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.types import Variables
 from jaxtrain.workloads.bird import augment, masked, vit
@@ -25,7 +26,7 @@ TINY = bird.Config(n_classes=5, n_frames=64, n_mels=32, embed=32, depth=2, heads
 BATCH = 6
 
 
-no_shard = vit.whole
+no_shard = one_device.shard
 
 
 def alone():

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtrain import specs as specs_lib
 from jaxtrain.nn import remat, transformer
 from jaxtrain.nn.layers import lookup, rope_angles
+from jaxtrain.parallel import kernels
 from jaxtrain.types import OF_DATA, Array, Batch, OfData, PyTree, Shard, Spec
 from loaders.io import checks
 
@@ -108,13 +109,13 @@ def take(x_bud: Array, at_bn: Array) -> Array:
 
 def _rows(shard: Shard, x_bud: Array, at_bn: Array) -> Array:
     b, n = at_bn.shape
-    return shard.local(take, (x_bud, at_bn), _IN_ROW, shard.spec((b, n, x_bud.shape[2]), _IN_ROW[0]))
+    return kernels.local(shard, take, (x_bud, at_bn), _IN_ROW, shard.spec((b, n, x_bud.shape[2]), _IN_ROW[0]))
 
 
 def states(shard: Shard, x_bud: Array, at_bn: Array) -> Array:
     """x[b, at[b, n]], [B, N, D]."""
     spec = shard.spec((*at_bn.shape, x_bud.shape[2]), _IN_ROW[0])
-    return shard.differentiable(take, (x_bud,), _IN_ROW[:1], spec, constants=(at_bn,), constant_axes=_IN_ROW[1:])
+    return kernels.differentiable(shard, take, (x_bud, at_bn), _IN_ROW, spec, constants=1)
 
 
 def embed_codes(c: Config, params: PyTree, codes_bak: Array, shard: Shard) -> Array:
