@@ -36,14 +36,13 @@ from jaxtrain.telemetry.report import classes, records, trace
 from jaxtrain.workloads.bird.export import timm_names
 from jaxtrain.workloads.bird.inference import embeddings, heads
 from jaxtrain.workloads.giblet import predict
-from jaxtrain.workloads.giblet.commands import prepare_giblet
 from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.trm import solve
 from loaders.audio.recordings import sources, store
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.base import DataError
 from loaders.chat import chatml, codec
-from loaders.film import film_files
+from loaders.film import film_files, fmri, segments
 from loaders.io import files, machine
 from loaders.sudoku import sudoku
 
@@ -182,12 +181,12 @@ def read_tables(folder: pathlib.Path) -> None:
 
 
 def read_scans(folder: pathlib.Path) -> None:
-    _each(folder, prepare_giblet.read_codes, "codes.*")
-    _each(folder, lambda path: prepare_giblet.read_annotations(path, "start", "end"), "words.*")
+    _each(folder, segments.read_codes, "codes.*")
+    _each(folder, lambda path: segments.read_annotations(path, "start", "end"), "words.*")
     scan_files = sorted(folder.glob("*.nii*"))
-    prepare_giblet.check_fmri(scan_files, None, 5)
+    fmri.check(scan_files, None, 5)
     for path in scan_files:
-        prepare_giblet._volumes(path, 5)
+        fmri.read_volumes(path, 5)
 
 
 def read_index(folder: pathlib.Path) -> None:

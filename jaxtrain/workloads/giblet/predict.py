@@ -17,7 +17,7 @@ from jaxtrain.parallel.layout import Layout
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.giblet import model as giblet
 from loaders.base import DataError
-from loaders.film import multimodal, scans
+from loaders.film import multimodal, scans, sources
 from loaders.io import atomic_write, checks, files, records
 
 MASK = "mask.nii.gz"
@@ -111,20 +111,13 @@ class Brain(NamedTuple):
 
 def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     """The mask that `jaxtrain prepare-giblet` wrote. Raises DataError: there is none, or it has other voxels."""
-    try:
-        import nibabel  # noqa: F401  which `scans` needs
-    except ImportError as error:
-        raise DataError("predictions in the space of scans need nibabel: pip install 'jaxtrain[giblet]'") from error
+    sources.package("nibabel")
     place = files.inside(pathlib.Path(folder).expanduser(), MASK, links=links)
-    try:
+    with sources.reading(place):
         image = scans.nifti(place)
         if len(image.shape) != 3 or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MOST:
             raise ValueError(f"its shape is {image.shape}")
         inside = np.asanyarray(image.dataobj) > 0
-    except (files.FileError, MemoryError):
-        raise
-    except Exception as error:  # noqa: BLE001  nibabel raises what it likes for a broken file
-        raise DataError(f"{place} cannot be read: {files.said(error)}") from error
     if int(inside.sum()) != n_voxels:
         raise DataError(
             f"{place} has {int(inside.sum())} voxels, and the model predicts {n_voxels}; name the folder of its mask: --mask"
