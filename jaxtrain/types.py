@@ -182,6 +182,33 @@ class Export(NamedTuple):
     carry: str = ""
 
 
+class Format(NamedTuple):
+    """Another format that a workload's runs are exported to, by ``jaxtrain export --format NAME``: its ``WORKLOAD.formats``.
+
+    ``arrays`` are stored arrays by path. ``config`` is the saved run's.
+    """
+
+    # (arrays, model) -> the arrays under the format's names; None = the export's own. With it, `export` is used
+    rename: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
+    export: Export | None = None
+    # (config, all arrays of the model, lines about the run) -> further files
+    files: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, str]], dict[str, bytes]] | None = None
+    example: str = ""  # for the card, as that of `Hub`
+    package: str = ""  # that writing it needs
+    extra: str = ""  # of jaxtrain, that installs the package
+
+
+class Foreign(NamedTuple):
+    """Weights of another system that a workload takes as its own: its ``WORKLOAD.foreign``.
+
+    ``arrays`` are stored arrays by path, ``folder`` is where they lie.
+    """
+
+    # (arrays, folder, whether jaxtrain wrote them) -> arrays by the paths of the workload's table
+    arrays: Callable[[Mapping[str, Any], Any, bool], dict[str, Any]]
+    config: Callable[[Any], dict[str, Any]]  # (folder) -> the config of a run that would have made them
+
+
 class Task(NamedTuple):
     """A workload as a value: a few pure functions over one table of parameters.
 

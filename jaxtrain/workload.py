@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 PACKAGE = "jaxtrain.workloads"
@@ -36,10 +37,14 @@ class Workload:
     commands: Mapping[str, Command] = dataclasses.field(default_factory=dict)
     glossary: Any = ()  # of jaxtrain.telemetry.glossary.Entry: what its metrics mean
     export: Any = None  # a jaxtrain.types.Export; None = its defaults
+    formats: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # name -> jaxtrain.types.Format
+    # [regex of an array's path, in a folder of safetensors: jaxtrain.types.Foreign]
+    foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    next_steps: tuple[tuple[str, str], ...] = ()  # (command with {run}, why) that a run which ended prints
 
     def get(self, name: str) -> Any:
         """Returns the object of a field. Raises ImportError, AttributeError: "module:name" names none."""
-        return _resolved(getattr(self, name))
+        return resolved(getattr(self, name))
 
 
 @functools.cache
@@ -48,7 +53,8 @@ def _imported(reference: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _resolved(value: Any) -> Any:
+def resolved(value: Any) -> Any:
+    """Returns the object that "module:name" names, or any other value as it is. Raises ImportError, AttributeError."""
     return _imported(value) if isinstance(value, str) else value
 
 
@@ -56,6 +62,16 @@ def shipped() -> list[str]:
     """Lists the workloads of this package by their dotted names. Imports none."""
     package = importlib.import_module(PACKAGE)
     return sorted(f"{PACKAGE}.{module.name}" for module in pkgutil.iter_modules(package.__path__))
+
+
+def foreign_to(arrays: Iterable[str]) -> Any:
+    """The `jaxtrain.types.Foreign` of a shipped workload that knows a set of paths; None if none does."""
+    paths = list(arrays)
+    for name in shipped():
+        for pattern, reference in of(name).foreign.items():
+            if any(re.search(pattern, path) for path in paths):
+                return resolved(reference)
+    return None
 
 
 def of(name: str) -> Workload:

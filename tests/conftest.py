@@ -3,11 +3,12 @@
 import ctypes
 import logging
 import os
+import pathlib
 import re
 import signal
 import sys
 
-from xla import SOON
+from tests.support.xla import SOON
 
 # Before jax is imported: afterwards neither has an effect.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -58,6 +59,11 @@ LONGEST = (
     "test_objectives.py",
     "test_trm_run.py",
 )
+
+
+def pytest_addoption(parser):
+    help = "write the skipped tests' names to FILE, for pytest @FILE"
+    parser.addoption("--skipped", type=pathlib.Path, metavar="FILE", help=help)
 
 
 def fetched(kind):
@@ -111,6 +117,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter):
     """A line for each promise that was tried: tests are named test_promise_N_…; a loop says its trials by record_property."""
+    if path := terminalreporter.config.getoption("skipped"):
+        path.write_text("".join(f"{report.nodeid}\n" for report in terminalreporter.stats.get("skipped", [])))
     rows: dict[str, list[float]] = {}
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, []):

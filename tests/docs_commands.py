@@ -1,6 +1,6 @@
 """Every command that README, CONTRIBUTING, docs/*.md and the configs' docstrings show, and how a test runs it.
 
-    python tests/docs_commands.py FOLDER [--only=REGEX] [--quick]      in FOLDER, with the data of tests/docs_data.py
+    python -m tests.docs_commands FOLDER [--only=REGEX] [--quick]      in FOLDER, with the data of tests/docs_data.py
 
 runs them in the order of the pages, prints a line for each, and ends with 1 when one did not do what its rule says (`lacks`).
 What has passed in FOLDER is not run again.
@@ -30,7 +30,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from xla import SOON
+from tests.support.xla import SOON
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"), key=lambda page: (page.stem == "answers", page))  # it asks runs of other pages
@@ -216,8 +216,8 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain benchmark birdset ", Run("--batch=8 --draws=20", says=r"BirdSet HSN, 12 segments(.*\n)+.*cmAP \d")),
     (r"^jaxtrain benchmark esc10 ", Run("--batch=8 --draws=20", says=r"esc10, 400 clips(.*\n)+.*linear +accuracy \d")),
     (r"^jaxtrain export \S+ --push", Why("it needs an account of the Hub; tests/commands/test_export.py pushes to a stand-in")),
-    (r"^jaxtrain export runs/xcm --timm", Run(leaves=("xcm-timm/model.safetensors", "xcm-timm/example.py"))),
-    (r"^jaxtrain export runs/xcm --onnx", Run(leaves=("xcm-onnx/model.onnx", "xcm-onnx/example_onnx.py"))),
+    (r"^jaxtrain export runs/xcm --format timm", Run(leaves=("xcm-timm/model.safetensors", "xcm-timm/example.py"))),
+    (r"^jaxtrain export runs/xcm --format onnx", Run(leaves=("xcm-onnx/model.onnx", "xcm-onnx/example_onnx.py"))),
     (r"^jaxtrain probe ", Run(says="(?i)linear probe|linear")),
     (r"^jaxtrain checkpoint diff ", Run(code=1, says=r"encoder/")),  # they differ, as it says
     (r"^jaxtrain checkpoint inspect ", Run(says=r"encoder/blocks/")),
@@ -318,7 +318,7 @@ def start(folder: pathlib.Path) -> None:
     if (folder / "configs").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, str(ROOT / "tests" / "docs_data.py"), str(folder)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tests.docs_data", str(folder)], cwd=ROOT, check=True)
     for name in ("tools", "tests", "docs", "configs"):
         (folder / name).symlink_to(ROOT / name)
 

@@ -12,15 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
+from loaders.chat import demo_chat
+from loaders.film import film_files
+from loaders.text import tokenise
+from tests.support import chat, corpus
+
 TESTS = pathlib.Path(__file__).parent
-sys.path[:0] = [str(TESTS / "loaders"), str(TESTS.parent)]
-import chat  # noqa: E402
-import corpus  # noqa: E402
-
-from loaders.chat import demo_chat  # noqa: E402
-from loaders.film import film_files  # noqa: E402
-from loaders.text import tokenise  # noqa: E402
-
 NAMES = ("blackbird", "chiffchaff", "wren")
 WORDS = "the wren sings at dawn and the owl hears it far away over wet fields of rye".split()
 

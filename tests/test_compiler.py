@@ -5,10 +5,10 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import pytest
-from test_train import corpus, folder, run  # noqa: F401
 
 from jaxtrain import config, plan, train
 from jaxtrain.compile import xla_options
+from tests.test_train import corpus, folder, run  # noqa: F401
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCHEDULER, MERGER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_dot_merger_threshold_mb"

@@ -5,8 +5,9 @@ import re
 import subprocess
 import sys
 
-import docs_commands
 import pytest
+
+from tests import docs_commands
 
 COMMANDS = docs_commands.shown()
 RUNS = [command for command in COMMANDS if isinstance(command.rule, docs_commands.Run)]

@@ -50,8 +50,6 @@ ALLOWED = {
     ("nn", "specs"): "layers that workloads share come with their part of the table",
     ("optim", "specs"): "groups are chosen by the paths of the parameter table",
 }
-# To go: the trainer reads the weights of one workload's other systems.
-NAMED = {"arrays.safetensors", "arrays.source", "checkpoint.warm_start"}
 # Modules of loaders/ that know of no data and import nothing of ours but each other: every module of jaxtrain may use them.
 GROUND = {"loaders.io.machine", "loaders.io.checks", "loaders.io.files", "loaders.io.atomic_write"}
 LOOP = (
@@ -98,12 +96,8 @@ def test_imports_go_down_only(path):
     here = name_of(path)
     for there in {member(module) for module in imports(path)} - {None, here}:
         assert here, f"{path} imports {there}; the package itself stays empty"
-        down = floor(there) > floor(here) or (here, there) in ALLOWED or (there == "workloads" and own_name(path) in NAMED)
+        down = floor(there) > floor(here) or (here, there) in ALLOWED
         assert down, f"{path}: {here} imports {there}, which is not below it"
-
-
-def own_name(path: pathlib.Path) -> str:
-    return ".".join(path.relative_to(ROOT / "jaxtrain").with_suffix("").parts)
 
 
 def test_every_module_has_a_floor():

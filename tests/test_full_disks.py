@@ -8,8 +8,6 @@ import subprocess
 
 import numpy as np
 import pytest
-from commands import runs
-from test_reliability import small_disk
 
 from jaxtrain.commands import arguments, export
 from jaxtrain.workloads.audio_language.commands import encode_audio, train_codec
@@ -19,6 +17,8 @@ from jaxtrain.workloads.language.commands import tokens
 from jaxtrain.workloads.trm.commands import sudoku
 from loaders.chat import codec
 from loaders.io import atomic_write
+from tests.support import runs
+from tests.test_reliability import small_disk
 
 
 @pytest.fixture

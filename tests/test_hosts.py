@@ -16,14 +16,14 @@ import time
 
 import numpy as np
 import pytest
-from test_reliability import cluster, step_of, wait_for
-from test_train import ROOT, command, corpus, folder, free_port, records, run  # noqa: F401
 
 from jaxtrain.arrays import stored
 from jaxtrain.parallel.cluster import notices
 from loaders import _rust
 from loaders.audio import spectrogram
 from loaders.base import Rows
+from tests.test_reliability import cluster, step_of, wait_for
+from tests.test_train import ROOT, command, corpus, folder, free_port, records, run  # noqa: F401
 
 QUIET = ("--config.train.eval_every=0", "--config.checkpoint.every=1000")
 

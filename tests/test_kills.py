@@ -7,10 +7,10 @@ import time
 from collections import Counter
 
 import pytest
-from test_reliability import cluster
-from test_train import command, corpus, folder, hashes, ids, records, run  # noqa: F401
 
 from jaxtrain.checkpoint import checksums
+from tests.test_reliability import cluster
+from tests.test_train import command, corpus, folder, hashes, ids, records, run  # noqa: F401
 
 KILLS = 200
 STEPS = 60

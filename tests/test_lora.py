@@ -3,14 +3,12 @@
 import dataclasses
 import json
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-import test_language as language_test
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
@@ -30,9 +28,8 @@ from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
 from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "commands"))
-import runs  # noqa: E402
+from tests.support import runs
+from tests.workloads import test_language as language_test
 
 DATA = pathlib.Path(__file__).parent / "data"
 RANK4 = Lora(rank=4, alpha=8.0)

@@ -9,21 +9,16 @@ import sys
 from dataclasses import replace
 
 import pytest
-import test_audio_language
-import test_bird
-import test_giblet
-import test_language
-import test_train
-import test_trm
-from steps import Run, assert_alike
 
 from jaxtrain import config as config_lib
 from jaxtrain.parallel import cluster
 from jaxtrain.workloads.bird import masked
 from jaxtrain.workloads.bird import model as bird
+from tests import test_train
+from tests.support.steps import Run, assert_alike
+from tests.workloads import test_audio_language, test_bird, test_giblet, test_language, test_trm
 
 STEPS = 5
-WORKLOADS = pathlib.Path(__file__).parent / "workloads"
 # Eight devices along "model" want so many heads.
 BIRD = replace(test_bird.EVERY, heads=8, mae=bird.Mae(), teacher=bird.Teacher())
 PREDICTOR = masked.Decoder(16, 1, 8)
@@ -75,14 +70,14 @@ def test_steps_of_several_processes_are_those_of_one_device(name, processes, mes
             env = {k: v for k, v in os.environ.items() if not k.startswith("XLA")}
             env |= {
                 "XLA_FLAGS": test_train.xla_flags(8 // processes),
-                "PYTHONPATH": f"{test_train.ROOT}:{WORKLOADS}",
+                "PYTHONPATH": str(test_train.ROOT),
             }
             env |= {
                 "JAXTRAIN_COORDINATOR": f"127.0.0.1:{port}",
                 "JAXTRAIN_PROCESSES": f"{processes}",
                 "JAXTRAIN_PROCESS": f"{i}",
             }
-            command = [sys.executable, __file__, name, str(tmp_path), *map(str, mesh)]
+            command = [sys.executable, "-m", "tests.test_matrix", name, str(tmp_path), *map(str, mesh)]
             running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         for process in running:
             output, _ = process.communicate(timeout=540)

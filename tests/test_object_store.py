@@ -5,17 +5,16 @@ import subprocess
 import sys
 
 import numpy as np
-import object_store
 import pytest
-from commands import runs
 from etils import epath
-from test_reliability import cluster, wait_for
-from test_train import ROOT, corpus, folder, free_port, records, run  # noqa: F401
 
 from jaxtrain import cli
 from jaxtrain.arrays import safetensors, stored
 from jaxtrain.arrays import source as source_lib
 from loaders.io import files
+from tests.support import object_store, runs
+from tests.test_reliability import cluster, wait_for
+from tests.test_train import ROOT, corpus, folder, free_port, records, run  # noqa: F401
 
 RUN = "gs://bucket/tiny/checkpoints"
 

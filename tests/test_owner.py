@@ -13,16 +13,16 @@ import time
 import types
 
 import numpy as np
-import object_store
 import pytest
-from test_reliability import cluster, wait_for
-from test_train import ROOT, command, corpus, folder, free_port  # noqa: F401
 
 from jaxtrain import config as config_lib
 from jaxtrain.parallel import cluster as cluster_lib
 from jaxtrain.parallel.lease import Owner, WorkdirError, disk, store, who
 from jaxtrain.process_context import Host
 from jaxtrain.telemetry import writers
+from tests.support import object_store
+from tests.test_reliability import cluster, wait_for
+from tests.test_train import ROOT, command, corpus, folder, free_port  # noqa: F401
 
 # A process that becomes the owner, says so, and does what its standard input says.
 PROGRAM = """

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import xla
 
 from jaxtrain import specs
 from jaxtrain.config import Group, Guard, Optim
@@ -16,6 +15,7 @@ from jaxtrain.parallel.layout import LayoutError, make_layout, make_mesh
 from jaxtrain.step import state, train_step
 from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
 from loaders.base import Field
+from tests.support import xla
 
 TASK = Task(
     specs=Variables(

@@ -14,12 +14,10 @@ import textwrap
 import time
 from collections.abc import Sequence
 
-import forked
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from xla import SOON
 
 from jaxtrain import cli
 from jaxtrain import config as config_lib
@@ -34,6 +32,8 @@ from jaxtrain.telemetry.report import trace
 from jaxtrain.workloads.bird import model as bird
 from loaders.audio import demo, spectrogram
 from loaders.base import Rows
+from tests.support import forked
+from tests.support.xla import SOON
 
 ROOT = pathlib.Path(__file__).parent.parent
 TRACED = "--config.metrics.profile=(2, 2)"

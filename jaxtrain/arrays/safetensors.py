@@ -11,6 +11,7 @@ import collections
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import math
 import pathlib
@@ -32,11 +33,9 @@ from jaxtrain.arrays.source import SUMS, Source
 from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.nn import lora
-from jaxtrain.types import Export
-from jaxtrain.workloads.bird import model as bird
-from jaxtrain.workloads.bird.export import onnx as bird_onnx
-from jaxtrain.workloads.bird.export import timm_names
-from loaders.io import atomic_write
+from jaxtrain.types import Export, Format
+from jaxtrain.workload import resolved
+from loaders.io import atomic_write, checks
 
 SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
 PATTERNS = 60.0  # [s] that the patterns of a run's config may take; 10,000 parameters with 100 patterns take 1 s
@@ -67,15 +66,13 @@ def export(
     shard_size: int = 5 * 10**9,
     named: str = "",
     base: str = "",
-    as_timm: bool = False,
-    as_onnx: bool = False,
+    formats: Sequence[str] = (),
     license: str = "",
 ) -> str:
     """Writes the folder ``out``, whole or not at all. Returns a line about it.
 
     Args:
-      as_timm: of a bird encoder: under timm's names, with its supervised head.
-      as_onnx: of a bird encoder: model.onnx besides (`jaxtrain.workloads.bird.export.onnx`).
+      formats: names of the workload's `jaxtrain.types.Format`, in whose names and further files it is written.
       license: of the weights, for the card, in place of the run's config.card.license.
       named: the module of the run's workload, where it is none of this package (`jaxtrain.arrays.run_workload`).
       base: what the run began with, in place of its config.warm_start.source.
@@ -104,13 +101,12 @@ def export(
             source_lib.refuse_address((config.get("warm_start") or {}).get("source"), "warm_start.source", "--base")
         arrays = _merged(arrays, based, named)
 
-    if (as_timm or as_onnx) and config.get("workload") != bird.__name__:
-        flag = "--timm" if as_timm else "--onnx"
-        raise StoredError(f"{source.path} is a run of {config.get('workload')!r}, and {flag} is for runs of {bird.__name__}")
-    whole_model = {path: one for path, one in arrays.items() if as_timm or re.search(only, path)}
-    if as_timm:
+    others = list(_formats(source, config, named, formats))
+    renaming = next((one for one in others if one.rename), None)
+    whole_model = {path: one for path, one in arrays.items() if renaming or re.search(only, path)}
+    if renaming and renaming.rename:
         with _describing(source):
-            arrays, contract = timm_names.as_timm(arrays, run_workload.model_of(config)), bird.timm.EXPORT
+            arrays, contract = renaming.rename(arrays, run_workload.model_of(config)), renaming.export or Export()
     if license:
         config["card"] = {**(config.get("card") or {}), "license": license}
     chosen = {path: one for path, one in arrays.items() if re.search(only, path)}
@@ -148,10 +144,10 @@ def export(
         with _describing(source):
             further = contract.files(based, kinds.most_common(1)[0][0])
             hub = contract.hub(config, further)
-            if as_onnx:
-                model, about = run_workload.section_of(config, "model", bird.Config), {"run": _name(config), "step": str(step)}
-                further |= bird_onnx.files(model, config.get("data") or {}, whole_model, about)
-                hub = hub._replace(example=f"{hub.example}\n{bird_onnx.COMMAND}")
+            for other in others:
+                if other.files:
+                    further |= other.files(config, whole_model, {"run": _name(config), "step": str(step)})
+                    hub = hub._replace(example=f"{hub.example}\n{other.example}")
         # transformers reads a folder with a config.json of its own, and only arrays that are marked as PyTorch's.
         sums = _write_shards(
             partial, files, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax"
@@ -175,6 +171,24 @@ def export(
             sums[name] = hashlib.sha256(content).hexdigest()
         (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
     return f"{target}: {group} of step {step}, {len(flat)} arrays, {total / 1e6:.1f} MB in {len(files)} file(s)"
+
+
+def _formats(source: Source, config: Mapping[str, Any], named: str, names: Sequence[str]) -> Iterator[Format]:
+    """The formats of a run's workload by their names. Raises StoredError: an unknown name, or a package that is missing."""
+    if not names:
+        return
+    workload = run_workload.of_run(config, named)
+    known = workload.formats if workload else {}
+    for name in names:
+        if name not in known:
+            raise StoredError(
+                f"{source.path} is a run of {config.get('workload')!r}, whose formats do not include {name!r}; "
+                f"{checks.expected(name, known) if known else 'it has none'}"
+            )
+        found: Format = resolved(known[name])
+        if found.package and importlib.util.find_spec(found.package) is None:
+            raise StoredError(f"--format {name}: needs {found.package}; pip install 'jaxtrain[{found.extra}]'")
+        yield found
 
 
 def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str) -> dict[str, Stored]:

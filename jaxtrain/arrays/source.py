@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
+from jaxtrain import workload
 from jaxtrain.arrays import stored
 from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.checkpoint import checksums
-from jaxtrain.workloads.bird.export import timm_names
 from loaders.io import files
 
 SUMS = "SHA256SUMS"  # of an export: the digest of each of its files
@@ -45,9 +45,8 @@ class Source(NamedTuple):
         if not self.is_export:
             return stored.open_step(self.path)
         origin, stored_arrays = self._json(stored.EXPORT), stored.open_safetensors(self.path)
-        if timm_names.is_one(stored_arrays):
-            stored_arrays = timm_names.as_ours(stored_arrays, self.path)
-            stored_arrays = timm_names.with_head(stored_arrays) if origin else stored_arrays
+        if foreign := workload.foreign_to(stored_arrays):
+            stored_arrays = foreign.arrays(stored_arrays, self.path, bool(origin))
         number = _step_number(origin.get("step") or 0, self.path / stored.EXPORT)
         step = np.array(number, np.int32)  # a folder from elsewhere does not count steps
         arrays = {"step": Stored((), step.dtype, lambda index: step, ("step",), ())}
@@ -73,13 +72,11 @@ class Source(NamedTuple):
     def meta(self) -> dict[str, Any]:
         """What was noted of the run: its config, versions and parameter table. Raises StoredError when that is damaged."""
         if self.is_export:
-            from jaxtrain.workloads.bird.export import timm as bird_timm  # here: most sources are looked into without a model
-
             origin = self._json(stored.EXPORT)
             meta = origin.get("meta", {})
-            config = origin.get("config") or (
-                bird_timm.run_config(self.path) if bird_timm.is_foreign(self.path) else self._json("config.json")
-            )
+            if not (config := origin.get("config")):
+                foreign = None if origin else workload.foreign_to(stored.open_safetensors(self.path))
+                config = foreign.config(self.path) if foreign else self._json("config.json")
             meta = {**meta, "config": config} if isinstance(meta, dict) else meta
         else:
             meta = stored.read_json(self.path, "meta") or {}
@@ -102,8 +99,8 @@ class Source(NamedTuple):
         """Where the run was in its data; empty for an export. Raises StoredError when that is damaged."""
         return {} if self.is_export else stored.read_json(self.path, "data") or {}
 
-    def config(self, workload: str = "") -> dict[str, Any]:
-        """The run's config. Raises StoredError unless it is a run of the module ``workload``."""
+    def config(self, expected: str = "") -> dict[str, Any]:
+        """The run's config. Raises StoredError unless it is a run of the workload ``expected``."""
         config = self.meta().get("config") or {}
         for name in ("model", "data", "warm_start", "lora", "card"):
             if not isinstance(config.get(name) or {}, dict):
@@ -112,9 +109,9 @@ class Source(NamedTuple):
             raise StoredError(
                 f"{self.path}: its config.workload is {str(config['workload'])[:80]!r}; expected the name of a module"
             )
-        if workload and config.get("workload") != workload:
+        if expected and config.get("workload") != expected:
             kind = f"a run of {config['workload']}" if config.get("workload") else "not a run of this program"
-            raise StoredError(f"{self.path} is {kind}; expected a run of {workload}")
+            raise StoredError(f"{self.path} is {kind}; expected a run of {expected}")
         return config
 
     def damage(self) -> list[str]:

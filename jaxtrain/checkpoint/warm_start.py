@@ -29,13 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from jaxtrain import specs
+from jaxtrain import specs, workload
 from jaxtrain.arrays import stored
 from jaxtrain.arrays.stored import Stored
 from jaxtrain.checkpoint import checksums
 from jaxtrain.config import RESHAPE, WarmStart
 from jaxtrain.types import Array, PyTree
-from jaxtrain.workloads.bird.export import timm_names
 
 log = logging.getLogger("jaxtrain")
 
@@ -91,8 +90,8 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
     try:
         if stored.is_safetensors(config.source):
             arrays = stored.open_safetensors(config.source)
-            if timm_names.is_one(arrays):
-                return timm_names.as_ours(arrays, config.source)
+            if foreign := workload.foreign_to(arrays):
+                return foreign.arrays(arrays, config.source, False)
             # Only our own exports may have a carry next to the parameters.
             ours = (epath.Path(config.source).expanduser() / stored.EXPORT).exists()
             return {path: array for path, array in arrays.items() if not (ours and path.startswith(stored.CARRY))}

@@ -5,8 +5,8 @@
     jaxtrain export --reverse DIR --out RUN
 
     jaxtrain export runs/xcm --ema --only '^encoder/' --out xcm-encoder
-    jaxtrain export runs/xcm --timm --license cc-by-4.0 --out xcm-timm
-    jaxtrain export runs/xcm --onnx --out xcm-onnx
+    jaxtrain export runs/xcm --format timm --license cc-by-4.0 --out xcm-timm
+    jaxtrain export runs/xcm --format onnx --out xcm-onnx
 
     DIR/
       model.safetensors, or model-00001-of-0000N.safetensors …   at most --shard-size each (a larger array has one to itself)
@@ -21,10 +21,9 @@ whole or not at all. Of a run with adapters (config.lora) the merged weights are
 adapters alone. They are merged with the run's config.warm_start.source; an address (gs://…) is read only if --base names it.
 --reverse makes a workdir with one step of weights, marked as such, to warm-start from.
 
---timm writes a bird encoder and its supervised head under the names of timm's vision transformers, with a config.json of which
-`timm.create_model` makes one. --onnx adds model.onnx and example_onnx.py to the folder of a bird run: samples of a waveform in,
-features out, and scores where it has a head for classes, all float32 (opset 20); the file's metadata hold the sample rate, the
-number of samples and the classes.
+--format writes the folder as another program reads it. The formats are the workload's own: encoders of sound have `timm`
+(`timm.create_model` makes one of its config.json) and `onnx` (adds model.onnx and example_onnx.py: samples in, features and
+scores out, float32, opset 20; its metadata hold the sample rate, the number of samples and the classes).
 
 --push uploads DIR to the Hugging Face Hub, by the account that `hf auth login` stored; what is there already is not sent again,
 so that the same command resumes an upload.
@@ -53,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--base", default="", metavar="SOURCE", help="what a run with adapters began with; default: its own warm_start.source"
     )
-    parser.add_argument("--timm", action="store_true", help="under timm's names, for a bird encoder")
-    parser.add_argument("--onnx", action="store_true", help="add model.onnx: waveforms in, features and scores out")
+    parser.add_argument(
+        "--format", action="append", default=[], metavar="NAME", help="a format of the run's workload; may be given twice"
+    )
     parser.add_argument("--license", default="", metavar="ID", help="of the weights, for the card: apache-2.0, cc-by-4.0, …")
     parser.add_argument(
         "--push", metavar="OWNER/NAME", help="upload it to the Hugging Face Hub; without --out RUN is DIR itself"
@@ -68,17 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the following arguments are required: --out")
     if args.push and args.reverse:
         parser.error("--push uploads an export, and --reverse makes none; omit one of them")
-    if (args.timm or args.onnx) and not args.out or args.reverse and (args.timm or args.onnx):
-        parser.error(f"{'--timm' if args.timm else '--onnx'} belongs to an export of RUN to --out DIR")
+    if args.format and (args.reverse or not args.out):
+        parser.error("--format belongs to an export of RUN to --out DIR")
     if args.private and not args.push:
         parser.error("--private belongs to --push")
-    for flag, package, remedy in (
-        ("--onnx", "onnx", "pip install 'jaxtrain[onnx]'"),
-        ("--push", "huggingface_hub", "pip install huggingface_hub"),
-    ):
-        if getattr(args, flag[2:]) and (wrong := arguments.missing(package, remedy)):
-            arguments.report(f"{flag}: {wrong}")
-            return arguments.MISTAKE
+    if args.push and (wrong := arguments.missing("huggingface_hub", "pip install huggingface_hub")):
+        arguments.report(f"--push: {wrong}")
+        return arguments.MISTAKE
 
     from jaxtrain.arrays import stored
     from jaxtrain.checkpoint import warm_start
@@ -105,8 +101,7 @@ def _export(args: argparse.Namespace) -> int:
             shard_size=args.shard_size,
             named=args.workload,
             base=args.base,
-            as_timm=args.timm,
-            as_onnx=args.onnx,
+            formats=args.format,
             license=args.license,
         )
         line = safetensors.export(args.run, args.out, **options)

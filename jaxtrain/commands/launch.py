@@ -26,6 +26,7 @@ import pathlib
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "STOPPED", "SIGNALING", "RESV_DEL_HOLD")
+
+ASKED = ("scontrol", "sacct")  # commands of SLURM that know a job's state
 
 # Options of sbatch that more of the script follows from than their own line: those of this command take their place.
 OWN = {"nodes": "--nodes", "ntasks_per_node": "--tasks-per-node", "time": "--time"}
@@ -63,6 +66,7 @@ class Run:
 
 MOST_TEXT = 1 << 30  # [bytes] of jobs.jsonl and metrics.jsonl
 PIECE = 1 << 20  # [bytes] of a log that are printed together
+REMEDY = "run jaxtrain launch on a login node of the cluster"
 
 
 class LaunchError(ValueError):
@@ -134,6 +138,7 @@ def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
         for i, (config, texts) in enumerate(points):
             print(f"# task {i}: {config.workdir}: {shlex.join(_arguments(source, texts))}")
         return 0
+    _check_installed("sbatch", remedy=f"{REMEDY}, or add --dry-run to print the script")
     runs = [Run(_arguments(source, texts), config.preemption) for config, texts in points]
     folder.mkdir(parents=True, exist_ok=True)
     if secret:
@@ -144,10 +149,8 @@ def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
     try:
         with executor.batch():
             jobs = [executor.submit(run) for run in runs]
-    except (FailedJobError, OSError) as error:  # refused, or no sbatch here
-        raise LaunchError(
-            f"sbatch failed: {error}; correct the resources, or launch where SLURM is (--dry-run needs none)"
-        ) from error
+    except (FailedJobError, OSError) as error:
+        raise LaunchError(f"sbatch failed: {error}; correct the resources") from error
     with (folder / "jobs.jsonl").open("a") as file:
         for job, (config, texts) in zip(jobs, points, strict=True):
             workdir = os.path.abspath(config.workdir)
@@ -248,6 +251,12 @@ def make_executor(
     return executor
 
 
+def _check_installed(*commands: str, remedy: str = REMEDY) -> None:
+    """Raises LaunchError if a command of SLURM is not in PATH."""
+    if missing := [command for command in commands if not shutil.which(command)]:
+        raise LaunchError(f"SLURM's commands are not installed here: {' and '.join(missing)} not found; {remedy}")
+
+
 def _check_line(option: str, text: str) -> None:
     """Raises LaunchError for what would end an #SBATCH comment, so that the rest of it ran as shell."""
     if not text.isprintable():
@@ -315,7 +324,9 @@ def state_of(job: str) -> dict[str, str]:
 
 
 def _status(workdir: str) -> int:
-    for job in _jobs(workdir):
+    jobs = _jobs(workdir)
+    _check_installed(*ASKED)
+    for job in jobs:
         state, folder = state_of(job["job"]), pathlib.Path(job["workdir"])
         step, steps = 0, "?"
         for line in reversed(_text(folder, "metrics.jsonl").splitlines()):
@@ -333,6 +344,7 @@ def _status(workdir: str) -> int:
 
 def _tail(workdir: str) -> int:
     job = _jobs(workdir)[-1]["job"]
+    _check_installed(*ASKED)
     read = 0
     try:
         path = files.inside(pathlib.Path(workdir), f"slurm/{job}_0_log.out")

@@ -17,7 +17,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from jaxtrain import config
+from jaxtrain import config, workload
 from jaxtrain.commands import arguments, explain, plan
 from loaders.io import machine
 
@@ -57,9 +57,8 @@ def last_lines(given: config.Arguments, run: config.Config) -> str:
     commands.append((f"jaxtrain export {workdir} --out {out}", "for safetensors and a model card"))
     if run.lora.rank:
         commands.append((f"jaxtrain lora-to-peft {workdir} --out {out}-adapters", "for the adapters alone"))
-    if run.workload == "jaxtrain.workloads.bird":
-        embeddings = shlex.quote(f"{run.workdir.rstrip('/')}-embeddings")
-        commands.append((f"jaxtrain embed {workdir} --out {embeddings}", "for the features of recordings"))
+    for command, why in workload.of(run.workload).next_steps:
+        commands.append((" ".join(shlex.quote(word.format(run=run.workdir.rstrip("/"))) for word in command.split()), why))
     commands.append((f"jaxtrain checkpoint inspect {workdir}", "to see what a checkpoint holds"))
     files = [f"  {what}: {path}" for path, what in found]
     return "\n".join(["the run has ended; it left", *files, "next", *(f"  {why}: {text}" for text, why in commands)])

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 from orbax.checkpoint._src.handlers.json_checkpoint_handler import JsonCheckpointHandler
-from test_state import FIELDS, TASK, TX, make_layout, make_mesh
 
 from jaxtrain import config as config_lib
 from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, checksums
 from jaxtrain.step import state as state_lib
+from tests.test_state import FIELDS, TASK, TX, make_layout, make_mesh
 
 DATA = {"position": 0, "fingerprint": "a"}
 MESHES = [(2, 2, 2), (1, 1, 1), (8, 1, 1), (1, 8, 1), (4, 1, 2), (1, 1, 2)]

@@ -5,16 +5,16 @@ import json
 import pathlib
 import tarfile
 
-import corpus
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import test_detect
 
 from jaxtrain import cli
 from jaxtrain.workloads.bird.commands import benchmark as command
 from jaxtrain.workloads.bird.inference import benchmark
+from tests.commands import test_detect
+from tests.support import corpus
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "benchmark"
 RATE = 32_000

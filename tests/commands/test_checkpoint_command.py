@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import runs
 
 from jaxtrain.arrays import safetensors, stored
 from jaxtrain.checkpoint import checksums
 from jaxtrain.commands import checkpoint as tool
 from jaxtrain.commands import export, lora_to_peft
+from tests.support import runs
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 

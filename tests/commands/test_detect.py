@@ -10,15 +10,12 @@ import subprocess
 import sys
 import time
 
-import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import runs
 import soundfile
-from test_reliability import small_disk
 
 from jaxtrain import cli, specs
 from jaxtrain import config as config_lib
@@ -27,6 +24,8 @@ from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.inference import detect, detections, embed, heads
 from loaders.audio import spectrogram
 from loaders.audio.recordings import windows
+from tests.support import corpus, runs
+from tests.test_reliability import small_disk
 
 ROOT = pathlib.Path(__file__).parents[2]
 RATE, CLIP, HOP = 32_000, 0.5, 0.25

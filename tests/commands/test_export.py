@@ -17,7 +17,6 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import runs
 import safetensors
 import safetensors.numpy
 
@@ -25,6 +24,7 @@ from jaxtrain import specs
 from jaxtrain.arrays import stored
 from jaxtrain.commands import export as tool
 from jaxtrain.workloads.bird import model as bird
+from tests.support import runs
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 NAMES = """

@@ -6,20 +6,18 @@ import subprocess
 import sys
 import time
 
-import chromium
-import corpus
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import soundfile
-import test_detect
-import test_review
-from test_reliability import small_disk
 
 from jaxtrain import cli
 from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, probe, review
 from loaders.audio.front_end import DEFAULT
+from tests.commands import test_detect, test_review
+from tests.support import chromium, corpus
+from tests.test_reliability import small_disk
 
 RATE, CLIP = 32_000, 0.5
 TONES = {"low": (200.0, 3_000.0), "high": (6_000.0, 14_000.0)}  # [Hz] of bands

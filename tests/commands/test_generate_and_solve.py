@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import runs
 import safetensors.numpy
 import tokenizers
-from test_reliability import small_disk
 
 from jaxtrain import cli, specs
 from jaxtrain.workloads.language import generate
@@ -21,6 +19,8 @@ from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from jaxtrain.workloads.trm import solve
 from loaders.sudoku import sudoku
+from tests.support import runs
+from tests.test_reliability import small_disk
 
 LANGUAGE = dict(embed=32, depth=2, heads=2, kv_heads=1, mlp=32, vocab=256, context=48, dtype="float32")
 PUZZLES = dict(

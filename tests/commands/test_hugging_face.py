@@ -8,10 +8,8 @@ import huggingface_hub
 import jax
 import numpy as np
 import pytest
-import runs
 import safetensors
 import safetensors.numpy
-import test_language as language_test
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
@@ -19,6 +17,8 @@ from jaxtrain.checkpoint import warm_start
 from jaxtrain.commands import export as tool
 from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.language import model as language
+from tests.support import runs
+from tests.workloads import test_language as language_test
 
 DATA = language_test.DATA
 

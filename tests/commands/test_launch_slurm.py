@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
-from test_reliability import cluster, step_of
-from test_train import CONFIG, RECORDING_LOADER, ROOT, corpus, hashes, records, xla_flags  # noqa: F401
 
 from jaxtrain import config as config_lib
+from tests.test_reliability import cluster, step_of
+from tests.test_train import CONFIG, RECORDING_LOADER, ROOT, corpus, hashes, records, xla_flags  # noqa: F401
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed (extra: slurm)")
 from jaxtrain.commands import launch as launch_command  # noqa: E402
@@ -215,6 +215,24 @@ def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder,
     assert "'NOTE'; expected NAME=VALUE" in launch(capsys, f"--config=tiny.py:{corpus}", "--env=NOTE", "--dry-run", code=2)
     assert "jobs.jsonl does not exist" in launch(capsys, "--status=nowhere", code=2)
     assert not (folder / "runs").exists()
+
+
+def test_without_slurm_the_missing_command_and_the_remedy_are_one_line(folder, corpus, capsys, monkeypatch):  # noqa: F811
+    """Nothing is written before."""
+    source, before = f"--config=tiny.py:{corpus}", sorted(folder.iterdir())
+    assert "#SBATCH" in launch(capsys, source, "--dry-run")
+    monkeypatch.setenv("PATH", str(folder / "bin"))
+    remedy = "run jaxtrain launch on a login node of the cluster"
+    told = launch(capsys, source, "--tasks-per-node=2", code=2)
+    assert told == (
+        f"error: SLURM's commands are not installed here: sbatch not found; {remedy}, or add --dry-run to print the script\n"
+    )
+    assert sorted(folder.iterdir()) == before
+    (folder / "runs" / "tiny" / "slurm").mkdir(parents=True)
+    (folder / "runs" / "tiny" / "slurm" / "jobs.jsonl").write_text('{"job": "17", "workdir": "runs/tiny"}\n')
+    for option in ("--status=runs/tiny", "--tail=runs/tiny"):
+        told = launch(capsys, option, code=2)
+        assert told == f"error: SLURM's commands are not installed here: scontrol and sacct not found; {remedy}\n"
 
 
 def slurm_of_one() -> str:

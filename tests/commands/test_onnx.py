@@ -7,14 +7,12 @@ import pathlib
 import subprocess
 import sys
 
-import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import onnx
 import onnx.reference
 import pytest
-import runs
 import soundfile
 
 from jaxtrain import cli, specs
@@ -24,6 +22,7 @@ from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.export import onnx as bird_onnx
 from jaxtrain.workloads.bird.inference import detect, embed, heads
 from loaders.audio import spectrogram
+from tests.support import corpus, runs
 
 NAMES = ("blackbird", "chiffchaff", "wren")
 DATA = dict(label="label", n_frames=64, n_mels=32, sample_rate=16_000, clip_seconds=0.6, threads=1)
@@ -88,7 +87,7 @@ def case(tmp_path_factory):
     def case(name: str) -> tuple[pathlib.Path, pathlib.Path]:
         folder = tmp_path_factory.mktemp(name)
         made = run(folder, name)
-        assert cli.main(["export", str(made), "--onnx", "--out", str(folder / "out")]) == 0
+        assert cli.main(["export", str(made), "--format", "onnx", "--out", str(folder / "out")]) == 0
         return made, folder / "out"
 
     return case
@@ -126,7 +125,7 @@ def test_large_arrays_lie_next_to_the_file(case, tmp_path, monkeypatch):
     made, out = case("supervised")
     monkeypatch.setattr(bird_onnx, "LARGEST", 10_000)
     monkeypatch.setattr(bird_onnx, "PAGE", 4096)
-    assert cli.main(["export", str(made), "--onnx", "--timm", "--out", str(tmp_path / "out")]) == 0
+    assert cli.main(["export", str(made), "--format", "onnx", "--format", "timm", "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "model.onnx").stat().st_size < (out / "model.onnx").stat().st_size / 2
     onnx.checker.check_model(tmp_path / "out" / "model.onnx")
     x = {"waveform": waves(2)}
@@ -140,14 +139,14 @@ def test_large_arrays_lie_next_to_the_file(case, tmp_path, monkeypatch):
 def test_what_it_cannot_write_is_told(case, tmp_path, capsys):
     made, _ = case("supervised")
     out = tmp_path / "out"
-    assert cli.main(["export", str(made), "--onnx", "--only", "^probe/", "--out", str(out)]) == 2
+    assert cli.main(["export", str(made), "--format", "onnx", "--only", "^probe/", "--out", str(out)]) == 2
     assert "encoder/w_patch is missing; expected (256, 32)" in capsys.readouterr().err
-    assert cli.main(["export", str(made), "--onnx", "--only", "^encoder/", "--out", str(out)]) == 0
+    assert cli.main(["export", str(made), "--format", "onnx", "--only", "^encoder/", "--out", str(out)]) == 0
     names = [each.name for each in onnx.load(out / "model.onnx").graph.output]
     assert names == ["features"], "an encoder alone has no scores"
     with pytest.raises(SystemExit):
-        cli.main(["export", str(out), "--onnx", "--push", "me/birds"])
-    assert "--onnx belongs to an export of RUN" in capsys.readouterr().err
+        cli.main(["export", str(out), "--format", "onnx", "--push", "me/birds"])
+    assert "--format belongs to an export of RUN" in capsys.readouterr().err
 
 
 @pytest.mark.slow

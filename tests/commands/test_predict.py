@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import nibabel
 import numpy as np
 import pytest
-import runs
 
 from jaxtrain import cli, specs
 from jaxtrain.arrays import stored_params
 from jaxtrain.workloads.giblet import model as giblet
 from jaxtrain.workloads.giblet import predict
 from loaders.film import film_files, multimodal
+from tests.support import runs
 
 WIDTHS = dict(
     video_widths=(16, 16, 16), audio_widths=(8, 8), text_widths=(8, 8), trunk_widths=(16, 16), bottleneck=8, head_width=16,

@@ -13,11 +13,11 @@ import nibabel
 import numpy as np
 import openpyxl
 import pytest
-from test_reliability import small_disk
 
 from jaxtrain.workloads.giblet.commands import prepare_giblet as tool
 from loaders.base import DataError, Rows
 from loaders.film import fmri, media, multimodal, segments
+from tests.test_reliability import small_disk
 
 TR, VOLUMES, FPS = 1.5, 8, 10
 GRID = (4, 5, 3)

@@ -11,8 +11,6 @@ import threading
 import time
 import urllib.parse
 
-import chromium
-import corpus
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,6 +20,7 @@ from PIL import Image
 
 from jaxtrain import cli
 from jaxtrain.workloads.bird.inference import embeddings, neighbours, review, review_server
+from tests.support import chromium, corpus
 
 RATE = 32_000
 KEYS = ("file", "start", "end", "label", "answer", "asked", "score")

@@ -7,12 +7,10 @@ import shutil
 import subprocess
 import sys
 
-import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import runs
 import safetensors.numpy
 
 from jaxtrain import cli, specs, train
@@ -21,8 +19,9 @@ from jaxtrain.arrays import safetensors as export_lib
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
-from jaxtrain.workloads.bird.export import timm_names
+from jaxtrain.workloads.bird.export import timm, timm_names
 from jaxtrain.workloads.bird.inference import embed
+from tests.support import corpus, runs
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "timm"
 NAMES = ("blackbird", "chiffchaff", "wren")
@@ -47,7 +46,7 @@ def exported(folder: pathlib.Path, **model) -> pathlib.Path:
     )
     state = {"step": jnp.array(1, jnp.int32), "params": params, "carry": (), "opt_state": ()}
     runs.save(folder / "run", 1, state, run=json.loads(config_lib.to_json(config)))
-    export_lib.export(str(folder / "run"), str(folder / "out"), as_timm=True)
+    export_lib.export(str(folder / "run"), str(folder / "out"), formats=("timm",))
     return folder / "out"
 
 
@@ -93,7 +92,7 @@ def test_a_run_of_its_architecture_takes_every_array_of_it(out, tmp_path):
     """Without our own file, as a folder from elsewhere is taken."""
     bare = shutil.copytree(out, tmp_path / "bare")
     (bare / "jaxtrain.json").unlink()
-    model, start = bird.timm.from_folder(bare)
+    model, start = timm.from_folder(bare)
     assert {name: model[name] for name in MODEL if name not in ("dtype", "layer_scale")} == {
         name: value for name, value in MODEL.items() if name not in ("dtype", "layer_scale")
     }
@@ -113,7 +112,7 @@ def test_a_run_begins_with_it_and_is_exported_again(out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bare = shutil.copytree(out, tmp_path / "bare")
     (bare / "jaxtrain.json").unlink()  # as from elsewhere
-    model, start = bird.timm.from_folder(bare)
+    model, start = timm.from_folder(bare)
     data = dict(
         train=str(out.parent / "shards"), label="label", n_frames=64, clip_seconds=0.65, threads=1, test_share=0.0, **FRONT_END
     )
@@ -129,7 +128,7 @@ def test_a_run_begins_with_it_and_is_exported_again(out, tmp_path, monkeypatch):
         )  # fmt: skip
     )
     train.run(config)
-    assert cli.main(["export", "more", "--timm", "--license", "cc-by-4.0", "--out", "again"]) == 0
+    assert cli.main(["export", "more", "--format", "timm", "--license", "cc-by-4.0", "--out", "again"]) == 0
     before, after = (safetensors.numpy.load_file(f / "model.safetensors") for f in (out, tmp_path / "again"))
     assert before.keys() == after.keys()
     for name in before.keys() - {"head.weight", "head.bias"}:
@@ -144,7 +143,7 @@ def test_every_misfit_is_listed_with_what_would_allow_it(out, tmp_path, capsys):
     arrays["blocks.1.attn.rel_pos"] = arrays.pop("blocks.1.attn.qkv.bias")
     safetensors.numpy.save_file(arrays, folder / "model.safetensors")
     with pytest.raises(ValueError) as error:
-        bird.timm.from_folder(folder)
+        timm.from_folder(folder)
     told = str(error.value)
     assert "blocks/b_qkv is missing" in told and "blocks.0.attn.rel_pos [96] has no place here" in told
     assert "config.warm_start.skip and unused" in told
@@ -154,7 +153,7 @@ def test_every_misfit_is_listed_with_what_would_allow_it(out, tmp_path, capsys):
     with pytest.raises(
         ValueError, match=r"num_heads is 5, which does not divide the width 32; the activation is 'relu'; expected"
     ):
-        bird.timm.from_folder(folder)
+        timm.from_folder(folder)
 
     # A run that would compute something else of the arrays, and one whose positions are of another grid.
     wrong = dict(model=dict(MODEL, heads=4, n_frames=32, n_mels=64), data=dict(train=str(out.parent / "shards"), label="label"))

@@ -3,7 +3,8 @@
 import sys
 
 import pytest
-from toys import FILE, LOADER, WORKLOAD
+
+from tests.config.toys import FILE, LOADER, WORKLOAD
 
 
 @pytest.fixture(autouse=True)

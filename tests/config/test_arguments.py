@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from toys import load
 
 from jaxtrain.config import ConfigError
+from tests.config.toys import load
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -5,10 +5,10 @@ import pathlib
 import runpy
 
 import pytest
-from toys import FILE, load, mistakes
 
 from jaxtrain import config as config_lib
 from jaxtrain.config import ConfigError, Group
+from tests.config.toys import FILE, load, mistakes
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -4,7 +4,8 @@ import pathlib
 import sys
 
 import pytest
-from toys import load, mistakes
+
+from tests.config.toys import load, mistakes
 
 
 def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla():

@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from toys import load
 
 from jaxtrain import config as config_lib
 from jaxtrain.config import Config, Group
@@ -12,6 +11,7 @@ from jaxtrain.workloads.bird import augment, masked
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.language import model as language
 from loaders.audio import spectrogram
+from tests.config.toys import load
 
 
 def sections():

@@ -15,13 +15,13 @@ import types
 
 import numpy as np
 import pytest
-from test_hosts import at, hosts  # noqa: F401  # a fixture
-from test_train import ROOT, corpus, folder, free_port  # noqa: F401
 
 from jaxtrain.doctor import apart, config, data, devices, host, report, software
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
 from loaders.audio import remote
 from loaders.film import demo_film, multimodal
+from tests.test_hosts import at, hosts  # noqa: F401  # a fixture
+from tests.test_train import ROOT, corpus, folder, free_port  # noqa: F401
 
 
 def start(folder, *arguments, inside=(), limits=None, **environment):  # noqa: F811

@@ -2,14 +2,15 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
-from test_train import ROOT
 
 from jaxtrain.doctor import disk
 from jaxtrain.doctor.check import FAIL, OK, WARN
+from tests.test_train import ROOT
 
 # What `mount` changes is seen by this process and its children alone.
 LOOK = (
@@ -21,6 +22,8 @@ LOOK = (
 def mounted(folder, mount, program=LOOK):
     """What ``program`` prints where ``mount`` has been done."""
     command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" -c "$1" "$2"', sys.executable, program, str(folder)]
+    if not shutil.which("unshare"):
+        pytest.skip("no mount namespace can be made here: no unshare")
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
     if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip(f"no mount namespace can be made here: {done.stderr.strip()}")

@@ -8,11 +8,11 @@ import sys
 import time
 
 import pytest
-from test_train import free_port
 
 from jaxtrain.doctor import network
 from jaxtrain.doctor.check import FAIL, OK, WARN
 from jaxtrain.doctor.meeting import Host, MeetingError, Visitor
+from tests.test_train import free_port
 
 TOKEN = b"0123456789abcdef" * 2
 

@@ -8,7 +8,7 @@ and nothing may come of it that `harness` forbids. Arguments come from the user 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import inputs
+from tests.hostile import inputs
 
 LIGHT = 4  # cases of the short form, which CI runs
 
@@ -44,8 +44,8 @@ ATTACKS = (
     _attack("compare runs", "checkpoint diff {input} {birds}", inputs.birds, inputs.birds),
     _attack("strip a run", "checkpoint export {input} --out {out}", inputs.birds),
     _attack("export a run", "export {input} --out {out}", inputs.birds, short=6),
-    _attack("export a run as ONNX", "export {input} --onnx --out {out}", inputs.birds_with_head, short=2),
-    _attack("export a run for timm", "export {input} --timm --out {out}", inputs.birds_with_head, short=0, most=120),
+    _attack("export a run as ONNX", "export {input} --format onnx --out {out}", inputs.birds_with_head, short=2),
+    _attack("export a run for timm", "export {input} --format timm --out {out}", inputs.birds_with_head, short=0, most=120),
     _attack("export a language model", "export {input} --out {out}", inputs.language),
     _attack("take an export back", "export --reverse {input} --out {out}", inputs.export, short=6),
     _attack("adapters of a run", "lora-to-peft {input} --out {out}", inputs.adapters),

@@ -2,9 +2,10 @@
 
 import pathlib
 
-import harness
 import pytest
-from xla import SOON
+
+from tests.hostile import harness
+from tests.support.xla import SOON
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ class Zygote:
             "NO_GCE_CHECK": "true",
             "OMP_NUM_THREADS": "2",
             "PATH": os.pathsep.join([str(HERE / "bin"), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]),
+            "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": xla_flags,
             "COLUMNS": "200",
         }

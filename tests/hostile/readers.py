@@ -20,11 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import damage
-import inputs
 import numpy as np
-import probes
-from harness import ROOT, Watch
 
 from jaxtrain.arrays import source, stored
 from jaxtrain.checkpoint import checksums, warm_start
@@ -45,6 +41,8 @@ from loaders.chat import chatml, codec
 from loaders.film import film_files, fmri, segments
 from loaders.io import files, machine
 from loaders.sudoku import sudoku
+from tests.hostile import damage, inputs, probes
+from tests.hostile.harness import ROOT, Watch
 
 SECONDS = 10.0  # [s] of CPU time that a small file may take
 MEMORY = 600 << 20  # [bytes] that all damaged files of a reader together may add to what it takes of whole files

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 
-import inputs
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from loaders.audio import remote, shards
 from loaders.film import film_files
 from loaders.io import machine
 from loaders.sudoku import sudoku
+from tests.hostile import inputs
 
 KINDS = ("a pipe", "a folder", "a device", "garbage", "a pickle", "of other kinds", "a bomb")
 

@@ -4,12 +4,12 @@ import os
 import pathlib
 import shutil
 
-import damage
 import pytest
-from attacks import ATTACKS, HARMLESS, PROBES
-from harness import ROOT
 
 from jaxtrain import commands
+from tests.hostile import damage
+from tests.hostile.attacks import ATTACKS, HARMLESS, PROBES
+from tests.hostile.harness import ROOT
 
 NAMED = {attack.name: attack for attack in (*ATTACKS, *PROBES)}
 PAYLOAD = "import pathlib\npathlib.Path(__file__).with_name('it-ran').write_text('')\nraise SystemExit(55)\n"

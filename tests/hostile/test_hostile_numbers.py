@@ -5,7 +5,6 @@ import json
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from inputs import tone
 
 from jaxtrain import config as config_lib
 from jaxtrain.arrays import run_workload, stored
@@ -13,6 +12,7 @@ from jaxtrain.arrays.stored import StoredError
 from loaders import _rust, base
 from loaders.audio import spectrogram
 from loaders.chat import codec
+from tests.hostile.inputs import tone
 
 
 @pytest.mark.parametrize(

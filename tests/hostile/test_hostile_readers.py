@@ -6,15 +6,17 @@ import subprocess
 import sys
 
 import pytest
-from harness import HERE, ROOT
-from readers import READERS
+
+from tests.hostile.harness import HERE, ROOT
+from tests.hostile.readers import READERS
 
 N = {"short": 30, "long": 4000}  # damaged files for each reader
 
 
 TRUSTING = """
 import json
-import pyarrow, readers
+import pyarrow
+from tests.hostile import readers
 from loaders.base import DataError
 
 def make(folder):
@@ -38,8 +40,7 @@ def start(tmp_path, n, *program):
     for name in ("files", "here", "cache"):
         (tmp_path / name).mkdir()
     (tmp_path / "here" / "payload.py").write_text("raise SystemExit(55)\n")  # a module that files name
-    paths = os.pathsep.join([str(HERE), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "JAXTRAIN_CACHE": str(tmp_path / "cache")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAXTRAIN_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, *(program or [str(HERE / "readers.py")]), str(tmp_path / "files"), str(n)]
     return subprocess.run(command, env=environment, cwd=tmp_path / "here", capture_output=True, text=True)
 

@@ -7,16 +7,17 @@ import random
 import subprocess
 import sys
 
-import inputs
 import pytest
-from damage import mutated
-from harness import HERE, ROOT
+
+from tests.hostile import inputs
+from tests.hostile.damage import mutated
+from tests.hostile.harness import ROOT
 
 N = {"short": 310, "long": 12_000}  # the 303rd ended the process where times were not validated
 CODE = """
 import faulthandler, json, pathlib, sys
 faulthandler.enable()
-import test_hostile_shards
+from tests.hostile import test_hostile_shards
 print(json.dumps(test_hostile_shards.read_all(pathlib.Path(sys.argv[1]), int(sys.argv[2]))))
 """
 
@@ -54,7 +55,7 @@ def test_a_damaged_shard_is_an_error(tmp_path, size):
         make(tmp_path / "made")
         for path in list((tmp_path / "made").iterdir()):
             path.rename(tmp_path / f"seed-{k}{path.suffix}")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", CODE, str(tmp_path), str(N[size])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     number = (tmp_path / "number").read_text()

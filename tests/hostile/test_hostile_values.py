@@ -9,7 +9,6 @@ import signal
 import socket
 import tarfile
 
-import inputs
 import jax
 import numpy as np
 import pyarrow as pa
@@ -26,6 +25,7 @@ from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.inference import embed
 from loaders.audio import shards
 from loaders.io import files
+from tests.hostile import inputs
 
 RAVEN = "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tSpecies\n1\ts\t{}\t0\t0.1\ta\n"
 NO_UTF8 = pa.Array.from_buffers(pa.string(), 1, pa.array([b"0.wav\xff"], pa.binary()).buffers())
@@ -317,7 +317,8 @@ def test_a_recording_outside_is_not_opened_before_it_is_refused(tmp_path, capsys
 @pytest.mark.parametrize(
     "job", [{"job": 1}, {"job": "--help"}, {"job": "1", "workdir": "x" * 5000}, {"job": "1", "workdir": "\x1b"}]
 )
-def test_jobs_that_are_none(tmp_path, capsys, job):
+def test_jobs_that_are_none(tmp_path, capsys, monkeypatch, job):
+    monkeypatch.setenv("PATH", f"{pathlib.Path(__file__).parent / 'bin'}:{os.environ['PATH']}")  # a SLURM that knows no job
     inputs.jobs(tmp_path)
     (tmp_path / "slurm" / "jobs.jsonl").write_text(json.dumps({"workdir": str(tmp_path), **job}) + "\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": "\\u001b[2J"}\n{"step": 1e999}\n')

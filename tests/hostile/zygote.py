@@ -34,7 +34,7 @@ IMPORTS = (
     "jaxtrain.workloads.audio_language.generate_audio",
     "jaxtrain.workloads.audio_language.commands.train_codec",
     "jaxtrain.assembly",
-    "probes",
+    "tests.hostile.probes",
 )
 LEAK = "LEAKED DESCRIPTOR"
 
@@ -95,7 +95,7 @@ def run(request: dict) -> None:
     code = 98
     try:
         if argv[0] == "call":
-            import probes
+            from tests.hostile import probes
 
             code = getattr(probes, argv[1])(*argv[2:])
         else:

@@ -2,11 +2,11 @@
 
 import os
 
-import corpus
 import numpy as np
 import pytest
 
 from loaders import _rust
+from tests.support import corpus
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +15,7 @@ from jaxtrain.workloads.audio_language.commands import encode_audio
 from loaders import buckets
 from loaders.base import DataError, Rows
 from loaders.chat import chat_audio, chat_samples, chatml, codec
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-import chat  # noqa: E402
+from tests.support import chat
 
 DATA = pathlib.Path(__file__).parent.parent / "data" / "higgs"
 

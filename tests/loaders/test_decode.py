@@ -6,13 +6,13 @@ import shutil
 import struct
 import subprocess
 
-import corpus
 import numpy as np
 import pyarrow as pa
 import pytest
 import soundfile
 
 from loaders import _rust
+from tests.support import corpus
 
 HERE = pathlib.Path(__file__).parents[1] / "data" / "decode"
 LOSSY = 1e-5  # how far a crop of MP3, Vorbis or Opus may be from the slice of the whole; WAV and FLAC are exact

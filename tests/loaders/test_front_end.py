@@ -2,7 +2,6 @@
 
 import json
 
-import corpus
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from loaders import _rust
 from loaders.audio import spectrogram
 from loaders.base import DataError, Rows
+from tests.support import corpus
 
 QUICK = {"label": "label", "clip_seconds": 0.2, "n_frames": 18, "threads": 2}
 

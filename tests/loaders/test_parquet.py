@@ -4,13 +4,13 @@ import subprocess
 import sys
 import textwrap
 
-import corpus
 import numpy as np
 import pyarrow as pa
 import pytest
-from test_source import LABELS, ROWS, check, rows
 
 from loaders import _rust
+from tests.loaders.test_source import LABELS, ROWS, check, rows
+from tests.support import corpus
 
 CODECS = ["none", "snappy", "gzip", "brotli", "zstd", "lz4"]
 

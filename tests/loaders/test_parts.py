@@ -5,7 +5,6 @@ import os
 import pathlib
 import re
 
-import corpus
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +16,7 @@ from loaders.audio.front_end import FrontEnd
 from loaders.audio.recordings import store
 from loaders.audio.spectrogram import Config, filter_bank, make_loader
 from loaders.base import DataError, Rows
+from tests.support import corpus
 from tools.fuzz import av_encode
 
 RATE = 32_000

@@ -8,12 +8,12 @@ import textwrap
 import threading
 import time
 
-import corpus
 import jax
 import numpy as np
 import pytest
 
 from loaders import _rust, order
+from tests.support import corpus
 
 N_FRAMES = 16
 CLIP = 800 + 15 * 320  # samples at 32 kHz

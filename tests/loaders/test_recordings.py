@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 
-import corpus
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +20,7 @@ from loaders.audio import shards
 from loaders.audio.recordings import headers
 from loaders.audio.spectrogram import Config, facts, make_loader
 from loaders.base import Rows
+from tests.support import corpus
 
 ROOT = pathlib.Path(__file__).parents[2]
 RATE = 16_000

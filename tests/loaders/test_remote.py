@@ -10,13 +10,12 @@ import sys
 import threading
 import time
 
-import corpus
-import object_store
 import pytest
 
 from loaders.audio import remote, remote_cache, shards
 from loaders.audio.spectrogram import Config, facts, make_loader
 from loaders.base import DataError, Rows
+from tests.support import corpus, object_store
 
 pytest.importorskip("aiohttp")
 ROOT = pathlib.Path(__file__).parents[2]

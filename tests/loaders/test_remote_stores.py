@@ -14,8 +14,9 @@ import threading
 import time
 import urllib.parse
 
-import corpus
 import pytest
+
+from tests.support import corpus
 
 ROOT = pathlib.Path(__file__).parents[2]
 FAULTS = {1: "error", 2: "short", 3: "slow"}  # of a file's answers with a part of it, by their number

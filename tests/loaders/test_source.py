@@ -5,12 +5,12 @@ import subprocess
 import sys
 import textwrap
 
-import corpus
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from loaders import _rust
+from tests.support import corpus
 
 ROWS = [b"first", b"", b"third recording", None, b"fifth"]
 LABELS = [0, None, 1, 1, 0]

@@ -4,13 +4,13 @@ import json
 import os
 import re
 
-import corpus
 import numpy as np
 import pytest
 
 from loaders import _rust, order
 from loaders.audio import shards, spectrogram
 from loaders.base import DataError, Rows
+from tests.support import corpus
 
 QUICK = {"label": "label", "clip_seconds": 0.2, "n_frames": 18, "threads": 2}
 

@@ -4,7 +4,6 @@ import json
 import math
 import pathlib
 import re
-import sys
 
 import jax
 import numpy as np
@@ -19,9 +18,7 @@ from loaders import _rust
 from loaders.audio import spectrogram
 from loaders.audio.front_end import FrontEnd
 from loaders.base import Rows
-
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "loaders"))
-import corpus  # noqa: E402
+from tests.support import corpus
 
 HERE = pathlib.Path(__file__).parents[1] / "data" / "fbank"
 SHARED = pathlib.Path(__file__).parents[2] / ".." / "shared" / "golden" / "fbank"

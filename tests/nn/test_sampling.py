@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_language as language_test
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
@@ -15,6 +14,7 @@ from jaxtrain.types import Variables
 from jaxtrain.workloads.language import environments
 from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
+from tests.workloads import test_language as language_test
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3", "gpt2", "window"])

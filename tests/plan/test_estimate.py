@@ -5,11 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import DTYPE, LARGE, load, on
 from jax.sharding import SingleDeviceSharding
 
 from jaxtrain import plan
 from jaxtrain.plan import compile as compile_lib
+from tests.plan.cases import DTYPE, LARGE, load, on
 
 
 def bytes_agree(config, mesh, target, slack=plan.SLACK, versions=""):

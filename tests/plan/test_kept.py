@@ -5,13 +5,13 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import on
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain import plan
 from jaxtrain.compile import xla_options
 from jaxtrain.plan import compile as compile_lib
 from jaxtrain.plan import kept
+from tests.plan.cases import on
 
 
 def small(n):

@@ -6,10 +6,10 @@ import types
 
 import jax
 import pytest
-from cases import ROOT, load, on
 
 from jaxtrain import config as config_lib
 from jaxtrain import plan, train
+from tests.plan.cases import ROOT, load, on
 
 MODULES = ("refuse", "report")  # that estimate a step (the package's names of them are functions)
 

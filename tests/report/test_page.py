@@ -10,12 +10,12 @@ import subprocess
 import numpy as np
 import pytest
 from PIL import Image
-from test_classes import counted
-from test_run import make
 
 from jaxtrain import cli
 from jaxtrain.telemetry.report import classes, compare
 from jaxtrain.telemetry.report import records as records_lib
+from tests.report.test_classes import counted
+from tests.report.test_run import make
 
 pytest.importorskip("plotly")
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)

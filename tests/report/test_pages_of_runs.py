@@ -7,17 +7,17 @@ import shutil
 import signal
 
 import pytest
-import test_train
-from test_audio_language_run import folder as higgs  # noqa: F401
-from test_giblet_run import folder as giblet  # noqa: F401
-from test_language_run import folder as lm  # noqa: F401
-from test_page import CHROMIUM, assert_drawn, data_of
-from test_reliability import cluster, step_of, wait_for
-from test_train import corpus  # noqa: F401
-from test_train import folder as tiny  # noqa: F401
-from test_trm_run import folder as trm  # noqa: F401
 
 from jaxtrain import cli
+from tests import test_train
+from tests.report.test_page import CHROMIUM, assert_drawn, data_of
+from tests.test_reliability import cluster, step_of, wait_for
+from tests.test_train import corpus  # noqa: F401
+from tests.test_train import folder as tiny  # noqa: F401
+from tests.workloads.test_audio_language_run import folder as higgs  # noqa: F401
+from tests.workloads.test_giblet_run import folder as giblet  # noqa: F401
+from tests.workloads.test_language_run import folder as lm  # noqa: F401
+from tests.workloads.test_trm_run import folder as trm  # noqa: F401
 
 pytest.importorskip("plotly")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed here")]

@@ -13,11 +13,11 @@ import sys
 import threading
 
 import pytest
-from test_run import make
 
 from jaxtrain import cli
 from jaxtrain.commands import watch
 from jaxtrain.telemetry import loopback
+from tests.report.test_run import make
 
 pytest.importorskip("plotly")
 

@@ -241,5 +241,6 @@ def test_the_scripts_are_clean():
     shellcheck = shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}")
     if not shellcheck:
         pytest.skip("no shellcheck (extra: dev)")
-    done = subprocess.run([shellcheck, SCRIPT, ROOT / "tests" / "slurm_up.sh"], capture_output=True, text=True)
+    scripts = (SCRIPT, ROOT / "tests" / "slurm_up.sh", ROOT / ".ci" / "run")
+    done = subprocess.run([shellcheck, *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
 from jaxtrain import plan
@@ -26,6 +25,7 @@ from jaxtrain.workloads.audio_language import hugging_face as higgs
 from jaxtrain.workloads.audio_language import loss as audio_loss
 from jaxtrain.workloads.audio_language import model as audio_language
 from loaders.chat import chatml
+from tests.support.steps import Case, Run, assert_alike
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "higgs"
 GOLDEN = json.loads((DATA / "config.json").read_text())

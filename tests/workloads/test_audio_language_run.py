@@ -1,15 +1,11 @@
 """The audio language model as a user runs it: frozen weights from safetensors, several shapes, stopped, resumed, exported."""
 
 import json
-import pathlib
-import sys
 
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-import test_train
-from test_reliability import cluster
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs, train
@@ -20,9 +16,9 @@ from jaxtrain.workloads.audio_language import generate_audio as inference
 from jaxtrain.workloads.audio_language import hugging_face as higgs
 from jaxtrain.workloads.audio_language import model as audio_language
 from jaxtrain.workloads.audio_language.commands import generate_audio
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "loaders"))
-import chat  # noqa: E402
+from tests import test_train
+from tests.support import chat
+from tests.test_reliability import cluster
 
 CONFIG = """
 import os

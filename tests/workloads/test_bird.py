@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from steps import Case, Run
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
@@ -19,6 +18,7 @@ from jaxtrain.types import Variables
 from jaxtrain.workloads.bird import augment, masked, vit
 from jaxtrain.workloads.bird import model as bird
 from loaders.base import Field
+from tests.support.steps import Case, Run
 
 # Machine code that is soon there rather than fast.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
@@ -18,6 +17,7 @@ from jaxtrain.types import Variables
 from jaxtrain.workloads.giblet import loss as giblet_loss
 from jaxtrain.workloads.giblet import model as giblet
 from jaxtrain.workloads.giblet import voxels
+from tests.support.steps import Case, Run, assert_alike
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "giblet"
 GOLDEN = json.loads((DATA / "config.json").read_text())

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import safetensors.numpy
-import test_train
 
 from jaxtrain.arrays import stored
 from jaxtrain.commands import export
 from loaders.film import film_files
+from tests import test_train
 
 CONFIG = """
 from ml_collections import ConfigDict

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
@@ -23,6 +22,7 @@ from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
 from loaders.base import Field
+from tests.support.steps import Case, Run, assert_alike
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "lm"
 MODELS = ("llama3", "qwen2", "qwen3")

@@ -6,12 +6,12 @@ import pathlib
 import numpy as np
 import pytest
 import safetensors.numpy
-import test_train
 
 from jaxtrain import config as config_lib
 from jaxtrain import train
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.workloads.language import hugging_face as language_files
+from tests import test_train
 
 ROOT = pathlib.Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "lm"

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from steps import Case, Run, assert_alike
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
@@ -21,6 +20,7 @@ from jaxtrain.workloads.trm import boards as trm_boards
 from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from loaders.base import Field
+from tests.support.steps import Case, Run, assert_alike
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 VARIANTS = ("mlp_t", "attention")

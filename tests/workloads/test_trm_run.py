@@ -4,7 +4,8 @@ import json
 import signal
 
 import pytest
-import test_train
+
+from tests import test_train
 
 LOADER = """
 import os, signal, time

@@ -42,7 +42,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     Raises StoredError: it is none of them, or holds adapters alone. Raises WarmStartError, ConfigError, DataError.
     """
     source = source_lib.find(run, step)
-    run_config = source.config(workload=__package__)
+    run_config = source.config(__package__)
     model = run_workload.model_section(run_config, Config)
     if missing := [name for name in ("vocab", "codebooks", "codebook_size") if getattr(model, name) is None]:
         raise StoredError(f"{source.path}: its config does not say model.{', model.'.join(missing)}: it is damaged")

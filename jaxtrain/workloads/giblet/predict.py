@@ -41,7 +41,7 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
     Raises StoredError, WarmStartError, ConfigError; DataError: the film is of another shape than the model's.
     """
     source = source_lib.find(run, step)
-    config = source.config(workload=__package__)
+    config = source.config(__package__)
     c = run_workload.model_section(config, giblet.Config)
     known = {
         name: value for name, value in (config.get("data") or {}).items() if name in multimodal.Config.__dataclass_fields__

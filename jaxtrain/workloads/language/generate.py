@@ -47,7 +47,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     Raises StoredError, WarmStartError; DataError: the tokenizer cannot be read.
     """
     source = source_lib.find(run, step)
-    config = source.config(workload=__package__)
+    config = source.config(__package__)
     theirs = run_workload.model_of(config).get("tokenizer") or (config.get("data") or {}).get("tokenizer")
     chosen = tokenizer or run_workload.exported_file(source, "tokenizer.json") or theirs
     if chosen and chosen != "bytes":

@@ -57,7 +57,7 @@ class Solved(NamedTuple):
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
     """Reads a run of jaxtrain.workloads.trm, or an export of one. Raises StoredError, WarmStartError."""
     source = source_lib.find(run, step)
-    config = source.config(workload=__package__)
+    config = source.config(__package__)
     c = run_workload.model_section(config, Config)
     side = math.isqrt(max(c.n_cells or 0, 0))
     if side not in (4, 9) or side * side != c.n_cells or c.vocab != side + 2:

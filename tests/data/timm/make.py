@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1] / name) for name in ("commands", "loaders", "workloads", "")]
+sys.path.insert(0, str(HERE.parents[2]))
 SIZES = dict(img_size=(64, 32), patch_size=16, in_chans=1, embed_dim=32, depth=2, num_heads=4)
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     write("pooled", state, about)
     np.savez_compressed(HERE / "pooled.npz", x=x.numpy(), tokens=tokens.numpy(), features=features.numpy())
 
-    import test_timm
+    from tests.commands import test_timm
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = test_timm.exported(pathlib.Path(scratch))

@@ -15,7 +15,9 @@ import jax
 import numpy as np
 
 from jaxtrain import specs
+from jaxtrain.arrays import run_workload
 from jaxtrain.arrays.stored import Stored, StoredError
+from jaxtrain.types import Format
 from jaxtrain.workloads.bird import log_mel, vit
 from jaxtrain.workloads.bird.config import Config
 from loaders.audio import front_end
@@ -298,3 +300,10 @@ def _outside(onnx: Any, model: Any) -> dict[str, bytes]:
         x.ClearField("raw_data")
         x.data_location = onnx.TensorProto.EXTERNAL
     return {DATA: bytes(content)}
+
+
+def _of_run(config: Mapping[str, Any], arrays: Mapping[str, Stored], about: Mapping[str, str]) -> dict[str, bytes]:
+    return files(run_workload.section_of(config, "model", Config), config.get("data") or {}, arrays, about)
+
+
+FORMAT = Format(files=_of_run, example=COMMAND, package="onnx", extra="onnx")

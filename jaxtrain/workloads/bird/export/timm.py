@@ -1,7 +1,8 @@
 """Bird encoders from timm's vision transformers (AudioMAE, Bird-MAE among them), and as one.
 
 `from_folder` gives the sections of a config that begins with such a folder, `run_config` the config of a run that would have
-made it, and `EXPORT` the files of `jaxtrain export --timm`. What is renamed is in `jaxtrain.workloads.bird.export.timm_names`.
+made it, and `FORMAT` the files of `jaxtrain export --format timm`. What is renamed is in
+`jaxtrain.workloads.bird.export.timm_names`.
 """
 
 import json
@@ -14,7 +15,7 @@ from etils import epath
 
 from jaxtrain.arrays import stored
 from jaxtrain.arrays.stored import Stored, StoredError
-from jaxtrain.types import EXPORT_FILE, Export, Hub
+from jaxtrain.types import Export, Foreign, Format, Hub
 from jaxtrain.workloads.bird import export, vit
 from jaxtrain.workloads.bird.export import timm_names
 from loaders.audio import front_end
@@ -256,10 +257,11 @@ def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     return Hub("timm", export.task(config), export.METRICS, "$ python example.py bird.wav")
 
 
-EXPORT = Export(files=files, hub=hub)
+def _arrays(arrays: Mapping[str, Stored], folder: str | os.PathLike, ours: bool) -> dict[str, Stored]:
+    """Arrays by the paths of an encoder; of an export by jaxtrain with its head."""
+    named = timm_names.as_ours(arrays, folder)
+    return timm_names.with_head(named) if ours else named
 
 
-def is_foreign(folder: str | os.PathLike) -> bool:
-    """Whether a folder is timm's, and no export of ours."""
-    place = epath.Path(folder).expanduser()
-    return not (place.is_dir() and (place / EXPORT_FILE).exists()) and is_folder(folder)
+FORMAT = Format(rename=timm_names.as_timm, export=Export(files=files, hub=hub))
+FOREIGN = Foreign(_arrays, run_config)

@@ -104,7 +104,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, random: int | 
     Raises StoredError and EmbedError.
     """
     source = source_lib.find(run, step)
-    config, arrays = source.config(workload=bird.__name__), source.parameters(ema=ema)
+    config, arrays = source.config(bird.__package__), source.parameters(ema=ema)
     c = config_lib.section(bird.Config, run_workload.model_of(config))
     if problems := list(checks.under("model", c.problems())):
         raise config_lib.ConfigError(problems)
