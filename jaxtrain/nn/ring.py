@@ -31,7 +31,7 @@ def attention(
         raise ValueError(f"config.mesh.axis_rules: a sequence can be split over one mesh axis, and 'seq' has {names}")
     segments_bt = jnp.zeros((b, t), jnp.int32) if segments_bt is None else segments_bt
     ring = Ring(names[0], shard.size("seq", t), 0, causal, window)
-    return _ring(shard, ring, q_bthk, k_bsgk, v_bsgk, segments_bt)
+    return over_mesh(shard, ring, q_bthk, k_bsgk, v_bsgk, segments_bt)
 
 
 class Ring(NamedTuple):
@@ -137,7 +137,7 @@ class Ring(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(shard: Shard, ring: Ring, q: Array, k: Array, v: Array, segments: Array) -> Array:
+def over_mesh(shard: Shard, ring: Ring, q: Array, k: Array, v: Array, segments: Array) -> Array:
     return _ring_forward(shard, ring, q, k, v, segments)[0]
 
 
@@ -162,7 +162,7 @@ def _ring_backward(shard: Shard, ring: Ring, kept: tuple[Array, ...], dy: Array)
     return (*grads, None)
 
 
-_ring.defvjp(_ring_forward, _ring_backward)
+over_mesh.defvjp(_ring_forward, _ring_backward)
 
 
 def _ring_axes(shard: Shard, q: Array, k: Array) -> tuple[tuple, tuple]:

@@ -12,7 +12,7 @@ from jaxtrain import plan
 from jaxtrain.nn import attention as attention_lib
 from jaxtrain.nn import cudnn, splash, transformer
 from jaxtrain.nn.flash import flash
-from jaxtrain.nn.ring import Ring
+from jaxtrain.nn.ring import Ring, over_mesh
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.plan.compile import for_kernels
 
@@ -142,7 +142,7 @@ def test_a_ring_of_devices_equals_the_definition_and_its_gradients(case, mesh):
     dy = np.random.default_rng(1).normal(size=q.shape).astype("f4")
 
     def parts(q, key, v):
-        y = transformer._ring(shard, ring, q, key, v, jnp.asarray(segments))
+        y = over_mesh(shard, ring, q, key, v, jnp.asarray(segments))
         return (y * dy).sum(), y
 
     def whole(q, key, v):
@@ -164,7 +164,7 @@ def test_a_device_of_a_ring_holds_no_more_than_its_part_times_a_chunk():
     ring = Ring("fsdp", 8, 0, chunk=64)
 
     def loss(x):
-        return transformer._ring(shard, ring, x, x, x, jnp.zeros((1, t), jnp.int32)).sum()
+        return over_mesh(shard, ring, x, x, x, jnp.zeros((1, t), jnp.int32)).sum()
 
     x = jax.ShapeDtypeStruct((1, t, h, 8), jnp.float32, sharding=shard.layout.sharding((None, "seq", None, None), (1, t, h, 8)))
     temp = jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
