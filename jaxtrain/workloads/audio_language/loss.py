@@ -24,7 +24,7 @@ Shapes: as in `model`.
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,23 +36,15 @@ from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task
 from jaxtrain.workloads.audio_language.model import Config, decode, make_specs, states, step_flops
 
 
-class Model(NamedTuple):
-    """The part of the run that every function of the task reads."""
-
-    c: Config
-    shard: Shard
-
-
 def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
     c: Config = config.model
-    model = Model(c, shard)
     row = {name: ("batch", None) for name in ("text", "place", "slot", "text_at", "text_target", "audio_at", "label_scale")}
     frozen = bool(config.lora.rank)
     flops = [batch * sum(b[4] * step_flops(c, b, causal=x, frozen=frozen) for b in c.buckets or ()) for x in (True, False)]
     return Task(
         specs=Variables(make_specs(c)),
-        loss=functools.partial(loss, model),
-        evaluate=functools.partial(evaluate, model),
+        loss=functools.partial(loss, c, shard),
+        evaluate=functools.partial(evaluate, c, shard),
         axes={"index": ("batch",), **row, **{name: ("batch", None, None) for name in ("codes", "audio_target")}},
         flops=int(flops[0]),
         full_flops=int(flops[1]),
@@ -61,16 +53,16 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
     )
 
 
-def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
+def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) -> LossOut:
     del key  # nothing is random
-    x_bud = decode(model.c, variables.params, batch, model.shard)
-    total, metrics = measure(model.c, variables.params, x_bud, batch, model.shard)
+    x_bud = decode(c, variables.params, batch, shard)
+    total, metrics = measure(c, variables.params, x_bud, batch, shard)
     return LossOut(Mean(total, jnp.float32(batch["row"].shape[0])), metrics)
 
 
-def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    x_bud = decode(model.c, variables.params, batch, model.shard)
-    return measure(model.c, variables.params, x_bud, batch, model.shard)[1]
+def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Mean]:
+    x_bud = decode(c, variables.params, batch, shard)
+    return measure(c, variables.params, x_bud, batch, shard)[1]
 
 
 def finish(c: Config, record: Mapping[str, Any]) -> dict[str, float]:

@@ -14,7 +14,7 @@ Shapes: B batch, S tokens, D embed, V vocabulary.
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,21 +27,13 @@ from jaxtrain.workloads.language import evals
 from jaxtrain.workloads.language.model import Config, forward, forward_flops, make_specs
 
 
-class Model(NamedTuple):
-    """The part of the run that every function of the task reads."""
-
-    c: Config
-    shard: Shard
-
-
 def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
     c: Config = config.model
-    model = Model(c, shard)
     fields = {name: ("batch", "seq") for name in ("tokens", "targets", "positions", "segments", "mask")}
     return Task(
         specs=Variables(make_specs(c)),
-        loss=functools.partial(loss, model),
-        evaluate=functools.partial(evaluate, model),
+        loss=functools.partial(loss, c, shard),
+        evaluate=functools.partial(evaluate, c, shard),
         axes={**fields, **({"source": ("batch",)} if c.n_sources > 1 else {})},
         flops=3 * batch * forward_flops(c, causal=True),
         full_flops=3 * batch * forward_flops(c, causal=False),
@@ -52,34 +44,31 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
     )
 
 
-def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
+def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) -> LossOut:
     del key  # nothing is random
-    x_bsd = forward(model.c, variables.params, batch, model.shard)
-    total, metrics = measure(model, variables.params, x_bsd, batch, batch["mask"].astype(jnp.float32))
+    x_bsd = forward(c, variables.params, batch, shard)
+    total, metrics = measure(c, shard, variables.params, x_bsd, batch, batch["mask"].astype(jnp.float32))
     metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))  # valid ones in a row
     return LossOut(total, metrics)
 
 
-def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    c, params = model.c, variables.params
-    x_bsd = forward(c, params, batch, model.shard)
+def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Mean]:
+    measured = functools.partial(measure, c, shard, variables.params, forward(c, variables.params, batch, shard), batch)
     mask_bs = batch["mask"].astype(jnp.float32)
     if c.n_sources < 2:
-        return measure(model, params, x_bsd, batch, mask_bs)[1]
-    by_source = [
-        measure(model, params, x_bsd, batch, jnp.where((batch["source"] == source)[:, None], mask_bs, 0))[1]
-        for source in range(c.n_sources)
-    ]
+        return measured(mask_bs)[1]
+    source_b1 = batch["source"][:, None]
+    by_source = [measured(jnp.where(source_b1 == source, mask_bs, 0))[1] for source in range(c.n_sources)]
     metrics = jax.tree.map(lambda *sums: sum(sums), *by_source)  # every row is of one source
     return metrics | {f"cross_entropy_source_{i}": of_source["cross_entropy"] for i, of_source in enumerate(by_source)}
 
 
-def measure(model: Model, params: PyTree, x_bsd: Array, batch: Batch, mask_bs: Array) -> tuple[Mean, dict[str, Mean]]:
+def measure(
+    c: Config, shard: Shard, params: PyTree, x_bsd: Array, batch: Batch, mask_bs: Array
+) -> tuple[Mean, dict[str, Mean]]:
     """The loss over the targets of ``mask_bs``, and metrics."""
-    c, w_vd = model.c, transformer.head(model.c, params)
-    sums = cross_entropy(
-        x_bsd, w_vd, batch["targets"], mask_bs, model.shard, z_loss=c.z_loss, chunk=c.chunk, axes=transformer.TABLE
-    )
+    w_vd = transformer.head(c, params)
+    sums = cross_entropy(x_bsd, w_vd, batch["targets"], mask_bs, shard, z_loss=c.z_loss, chunk=c.chunk, axes=transformer.TABLE)
     n = mask_bs.sum()
     metrics = {"cross_entropy": Mean(sums.cross_entropy, n), "accuracy": Mean(sums.correct, n)}
     if c.z_loss:

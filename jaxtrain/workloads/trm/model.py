@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention, remat
-from jaxtrain.nn.layers import product, products
+from jaxtrain.nn.layers import product, products, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, Export, Key, OfData, PyTree, Shard, Spec
 from loaders.io import checks
@@ -173,14 +173,12 @@ def rms_norm(x: Array, axis: int) -> Array:
     return (y * jax.lax.rsqrt((y * y).mean(axis, keepdims=True) + EPS)).astype(x.dtype)
 
 
-def rotate(x_bthk: Array, theta: float) -> Array:
-    """Rotary positions (Su et al. 2021): the pairs (i, i + K/2) turn by t theta^(-2i/K)."""
-    t, k = x_bthk.shape[1], x_bthk.shape[3]
-    angle_tf = np.arange(t)[:, None] * theta ** (-np.arange(0, k, 2) / k)[None]
+def angles(c: Config) -> tuple[Array, Array]:
+    """cos and sin [1, T, 1, K / 2] of the angles by which pairs turn, t theta^(-2i/K) (Su et al. 2021)."""
+    k = c.embed // c.heads
+    angle_tf = np.arange(c.n_tokens)[:, None] * c.rope_theta ** (-np.arange(0, k, 2) / k)[None]
     cos, sin = (jnp.asarray(f(angle_tf), jnp.float32)[None, :, None] for f in (np.cos, np.sin))
-    a, b = jnp.split(x_bthk.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.broadcast_to(cos, a.shape), jnp.broadcast_to(sin, a.shape)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
+    return cos, sin
 
 
 def mix(up_tcn: Array, down_nt: Array, x_btd: Array, shard: Shard) -> Array:
@@ -205,7 +203,7 @@ def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
                 axes = ("batch", "seq", "heads", "head_dim")
                 q_bthk, k_bthk, v_bthk = products("btd,dchk->btchk", x_btd, w["w_qkv"][l], shard, *axes)
                 if c.positions == "rope":
-                    q_bthk, k_bthk = rotate(q_bthk, c.rope_theta), rotate(k_bthk, c.rope_theta)
+                    q_bthk, k_bthk = (rotate(x_bthk, angles(c)) for x_bthk in (q_bthk, k_bthk))
                 y_bthk = attention.within(shard, q_bthk, k_bthk, v_bthk, policy=c.remat)
                 x_btd = rms_norm(x_btd + product("bthk,hkd->btd", y_bthk, w["w_out"][l], shard), 2)
         with jax.named_scope("mlp"):
