@@ -97,6 +97,12 @@ def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) 
     return {name: value for name, value in model.items() if name in kept or name in names}
 
 
+def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
+    """The content of those of a folder's files that are there, by name. Raises FileError."""
+    there = [name for name in names if (folder / name).is_file()]
+    return {name: files.read(files.inside(folder, name), most=files.MOST_JSON) for name in there}
+
+
 def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of one layer's array ``name``: heads and their dimensions are one axis at Hugging Face."""
     if name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v"):

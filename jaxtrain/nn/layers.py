@@ -188,25 +188,6 @@ def _multiply_backward(axis: int, precision: jax.lax.Precision | None, kept: tup
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None) -> list[Array]:
-    """`product` with each of the matrices that lie side by side along w's dimension c.
-
-    For CPUs they are products of their own: of one that is cut, the gradient's parts are padded to its size and added up there.
-    Elsewhere one product fills the device better.
-
-    Args:
-      axes: the logical axes of a result.
-    """
-    of_y = equation.split("->")[1]
-    at_w, at_y = equation.split("->")[0].split(",")[1].index("c"), of_y.index("c")
-    each = range(w.shape[at_w])
-    if shard.devices[0] == "cpu":
-        one = equation.replace("c", "")
-        return [shard(product(one, x, jax.lax.index_in_dim(w, i, at_w, keepdims=False), shard), *axes) for i in each]
-    y = shard(product(equation, x, w, shard), *axes[:at_y], None, *axes[at_y:])
-    return [jax.lax.index_in_dim(y, i, at_y, keepdims=False) for i in each]
-
-
 def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array:
     """`product` with a matrix that may be adapted (`jaxtrain.nn.lora`), which is then not merged."""
     if isinstance(w, Unmerged):

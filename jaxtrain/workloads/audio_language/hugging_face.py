@@ -69,8 +69,7 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """config.json and the tokenizer's files of the weights that a run began with. ``config`` is the whole run's."""
     del dtype
     source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
-    there = {name: files.inside(source, name) for name in _FILES if (source / name).is_file()}
-    found = {name: files.read(path, most=files.MOST_JSON) for name, path in there.items()}
+    found = hugging_face.read_files(source, _FILES)
     # Of a model of Hugging Face; not our own export's, which is a run's, and not what another program keeps under that name.
     if "config.json" in found and "model_type" not in files.read_json(source / "config.json"):
         found.pop("config.json")

@@ -88,12 +88,9 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     # What the run began with, what its texts were read with, and what its prompts are (that of token files).
     places = [config["warm_start"]["source"], config["data"].get("tokenizer"), model.get("tokenizer")]
     folders = [p if p.is_dir() else p.parent for p in (pathlib.Path(str(x)).expanduser() for x in places if x and x != "bytes")]
-    found = {
-        name: files.read(files.inside(folder, name), most=files.MOST_JSON)
-        for folder in reversed(folders)
-        for name in _TOKENIZER
-        if (folder / name).is_file()
-    }
+    found: dict[str, bytes] = {}
+    for folder in reversed(folders):
+        found |= hugging_face.read_files(folder, _TOKENIZER)
     if family is None:
         return found
     if "tokenizer.json" in found and "tokenizer_config.json" not in found:

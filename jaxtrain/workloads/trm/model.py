@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention, remat
-from jaxtrain.nn.layers import product, products, rotate
+from jaxtrain.nn.layers import product, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, Export, Key, OfData, PyTree, Shard, Spec
 from loaders.io import checks
@@ -179,6 +179,25 @@ def angles(c: Config) -> tuple[Array, Array]:
     angle_tf = np.arange(c.n_tokens)[:, None] * c.rope_theta ** (-np.arange(0, k, 2) / k)[None]
     cos, sin = (jnp.asarray(f(angle_tf), jnp.float32)[None, :, None] for f in (np.cos, np.sin))
     return cos, sin
+
+
+def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None) -> list[Array]:
+    """`product` with each of the matrices that lie side by side along w's dimension c.
+
+    For CPUs they are products of their own: of one that is cut, the gradient's parts are padded to its size and added up there.
+    Elsewhere one product fills the device better.
+
+    Args:
+      axes: the logical axes of a result.
+    """
+    of_y = equation.split("->")[1]
+    at_w, at_y = equation.split("->")[0].split(",")[1].index("c"), of_y.index("c")
+    each = range(w.shape[at_w])
+    if shard.devices[0] == "cpu":
+        one = equation.replace("c", "")
+        return [shard(product(one, x, jax.lax.index_in_dim(w, i, at_w, keepdims=False), shard), *axes) for i in each]
+    y = shard(product(equation, x, w, shard), *axes[:at_y], None, *axes[at_y:])
+    return [jax.lax.index_in_dim(y, i, at_y, keepdims=False) for i in each]
 
 
 def mix(up_tcn: Array, down_nt: Array, x_btd: Array, shard: Shard) -> Array:
