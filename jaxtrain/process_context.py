@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.config import Config
 from jaxtrain.parallel import cluster
-from jaxtrain.parallel.lease import Owner, WorkdirError
+from jaxtrain.parallel.lease import Lease, WorkdirError
 from jaxtrain.telemetry import console as console_lib
 from jaxtrain.telemetry import goodput
 
@@ -21,7 +21,8 @@ class Host:
     """A context. Entered, the processes have met: process 0 has the console, each has its log, and a watchdog waits for `beat`.
 
     Attributes:
-      owner: of the workdir; process 0 owns it for all. `confirm`, or ``owner.confirm`` and `lose`, before anything is written.
+      lease: of the workdir, which process 0 holds for all processes. Call `confirm`, or ``lease.confirm``
+        and `lose`, before anything is written.
       console: where progress is shown.
       clock: whose time it is.
 
@@ -83,7 +84,7 @@ class Host:
                 self.confirm()  # what was deleted behind the last record is no run that ended well
             elif isinstance(error, OSError):
                 with contextlib.suppress(OSError):
-                    self.owner.confirm()  # as in `writing`, wherever it was
+                    self.lease.confirm()  # as in `writing`, wherever it was
         except WorkdirError as lost:
             self.clock.close(_in_words(lost))
             self._closing.__exit__(type(lost), lost, lost.__traceback__)
@@ -95,12 +96,12 @@ class Host:
         return {"versions": cluster.versions(), "commit": cluster.commit(), **self._told}
 
     def _own(self, stack: contextlib.ExitStack, membership: cluster.Cluster) -> str:
-        """Makes process 0 the owner of what the run writes to. Returns what keeps it from that, to be said to all processes."""
+        """Take the lease of what the run writes to, in process 0. Returns the refusal, for all processes."""
         config = self._config
         folders = [folder for folder in (config.workdir, config.checkpoint.folder) if folder]
-        self.owner = Owner(folders if membership.process == 0 else [], leave=self._leave)
+        self.lease = Lease(folders if membership.process == 0 else [], leave=self._leave)
         try:
-            stack.enter_context(self.owner)
+            stack.enter_context(self.lease)
         except WorkdirError as error:
             if membership.processes == 1:
                 raise
@@ -139,7 +140,7 @@ class Host:
             self.lose(error)
         except OSError:
             try:
-                self.owner.confirm()  # a file that is not there names only itself
+                self.lease.confirm()  # a file that is not there names only itself
             except WorkdirError as error:
                 self.lose(error)
             else:
@@ -149,7 +150,7 @@ class Host:
         """Returns if the workdir is still the run's. Every process calls it at one point; all raise WorkdirError if not."""
         try:
             if not self._lost:
-                self.owner.confirm(saving=saving)
+                self.lease.confirm(saving=saving)
         except WorkdirError as error:
             self._lost = error
         if cluster.agree(self.has_lost):

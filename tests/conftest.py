@@ -44,7 +44,7 @@ LONGEST = (
     "test_trm.py",
     "test_report.py",
     "test_object_store.py",
-    "test_owner.py",
+    "test_lease.py",
     "test_giblet_size.py",
     "test_step.py",
     "test_audio_language.py",

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -144,6 +145,19 @@ def test_the_loaders_do_not_import_each_other_in_a_circle():
     while leaves := {name for name, used in above.items() if not used & (modules - {name}) & set(above)}:
         above = {name: used for name, used in above.items() if name not in leaves}
     assert not above, f"each of {sorted(above)} imports, or is imported by, another of them"
+
+
+WORDS = re.compile(r"\b(birds?|recordings?|boards?|mae|sudoku|puzzles?|giblet|higgs|films?|brains?)\b", re.IGNORECASE)
+PENDING = {"config/schema.py", "doctor/data.py", "optim/make.py", "optim/update_rules.py", "telemetry/writers.py"}  # moving out
+EXAMPLES = re.compile(r"--config=\S+|\bruns/\S+|\w+\.md")  # of a command's help: a shipped config, its run; a page
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if name_of(p) != "workloads"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_trainer_names_no_workload(path):
+    if str(path.relative_to(ROOT / "jaxtrain")) in PENDING:
+        return
+    found = {word[0] for word in WORDS.finditer(EXAMPLES.sub("", path.read_text()))}
+    assert not found, f"{path} says {', '.join(sorted(found))}: that belongs to the package of a workload"
 
 
 def test_workloads_do_not_know_each_other():

@@ -40,14 +40,14 @@ class Part(NamedTuple):
 PARTS = {
     "kills": Part("201 kills at any instant; one sequence of recordings whatever the processes", ("tests/test_kills.py",)),
     "faults": Part(
-        "signals, stuck processes, hosts off the network, full disks, object stores, owners, the doctor's hosts",
+        "signals, stuck processes, hosts off the network, full disks, object stores, leases, the doctor's hosts",
         (
             "tests/test_reliability.py",
             "tests/test_train.py",
             "tests/test_hosts.py",
             "tests/test_full_disks.py",
             "tests/test_object_store.py",
-            "tests/test_owner.py",
+            "tests/parallel/test_lease.py",
             "tests/doctor/test_doctor.py",
             "tests/commands/test_launch_slurm.py",
             "tests/tools/test_soak.py",

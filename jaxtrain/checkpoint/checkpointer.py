@@ -317,7 +317,7 @@ class Checkpointer:
             return step
         raise CheckpointError(
             f"checkpoint {path} was trained on other data or in another order ({changed}), so that resuming would repeat and "
-            "miss recordings; set it back, choose another config.workdir, or read the data from their beginning with "
+            "miss examples; set it back, choose another config.workdir, or read the data from their beginning with "
             "config.resume.data='restart'"
         )
 

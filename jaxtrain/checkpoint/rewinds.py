@@ -95,7 +95,7 @@ class Saves:
         try:
             yield
         except CheckpointError:
-            self._host.owner.confirm()
+            self._host.lease.confirm()
             raise
 
     def score(self, step: int, record: Mapping[str, float]) -> None:
@@ -124,7 +124,7 @@ class Saves:
         if not older:
             raise FloatingPointError(
                 f"{guard.patience} steps in a row after {streak.last_good} were skipped: their gradients were not finite, or "
-                f"spikes. Lower config.optim.lr, look at those recordings, or raise config.guard.rewinds (it is "
+                f"spikes. Lower config.optim.lr, look at those examples, or raise config.guard.rewinds (it is "
                 f"{guard.rewinds}, and the run has rewound {self.history.rewinds} times). The last checkpoint in "
                 f"{self._config.workdir} is from before"
             )

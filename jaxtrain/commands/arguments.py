@@ -6,7 +6,7 @@ A command is a module with a docstring, which its --help prints, and ``main(argv
 Exit codes:
 
     0     done
-    1     done, and it found a problem: a plan that does not fit, a damaged checkpoint, an unreadable recording
+    1     done, and it found a problem: a plan that does not fit, a damaged checkpoint, an unreadable example
     2     a mistake to fix, reported in a line on stderr
     70    ended by its watchdog: no step within config.distributed.step_timeout; rerun the same command to resume
     75    saved after a signal; rerun the same command to resume      (config.preemption.exit_code)

@@ -45,7 +45,7 @@ TABLE = (
     # NVIDIA's images of JAX ask for it.
     Option("xla_gpu_enable_latency_hiding_scheduler", True, ("NVIDIA",)),
     # The same for TPUs. Newer libtpu do so unasked (0.0.51: the same program), and without it no gather of an FSDP step of the
-    # bird model on v5e was fused with a product.
+    # model on v5e was fused with a product.
     Option("xla_tpu_enable_latency_hiding_scheduler", True, ("TPU",)),
     # Gathers run inside the products that are scheduled between their begin and their end. Newer libtpu do so
     # unasked on v5e; on v4, v5p and v6e they refuse a step that gathers with it, as "not supported".
@@ -55,7 +55,7 @@ TABLE = (
     # But not through several of them, as libtpu does unasked: 0.0.42 then gives two of its buffers one address, and refuses the
     # step of the recursive model on 2×4 ("overlaps with another chunk").
     Option("xla_tpu_enable_async_collective_fusion_multiple_steps", False, ("TPU v5 lite",)),
-    # YNNPACK's sums: a sum of squares without them is the squares, written, and two passes over them. A step of giblet's demo,
+    # YNNPACK's sums: a sum of squares without them is the squares, written, and two passes over them. A step of a model
     # with norms of 85 M numbers, takes 1.3 times as long. And on several cores its products of matrices, since XLA's own gain
     # less by a second core (measured on two); on one they are slower (docs/performance.md).
     Option("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE", ("cpu",), alone=True),

@@ -198,6 +198,8 @@ def _model_class(module_name: str) -> type[Section]:
 
     Raises ImportError, SyntaxError, and TypeError as `_checked_class`.
     """
+    if not module_name:
+        raise TypeError(f"is {module_name!r}; expected one of: {', '.join(workload.shipped())}, or a module of your own")
     _refuse_relative(module_name)
     found = workload.of(module_name)
     return _checked_class(module_name, found.get("config"), ModelSection, {"make_task": found.get("make_task")})

@@ -48,7 +48,7 @@ def gloss(cls: type) -> dict[str, tuple[str, str]]:
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
             glosses |= _own_gloss(base)
-    # Sections that no line of the source declares (jaxtrain.workloads.bird.config.with_objectives).
+    # Sections that a workload adds, which no line of a source file declares.
     return glosses | {f.name: ("section", "") for f in dataclasses.fields(cls) if f.name not in glosses}
 
 

@@ -375,8 +375,8 @@ class Distributed(Section):
 class Config(Section):
     """A whole run."""
 
-    workload: str = "jaxtrain.workloads.bird"  # [module] what is trained; its Config is the section `model`
-    loader: str = "loaders.audio.spectrogram"  # [module] where rows come from; its Config is the section `data`
+    workload: str = ""  # [module] what is trained; its Config is the section `model`
+    loader: str = ""  # [module] where rows come from; its Config is the section `data`
     workdir: str = ""  # [path] everything that the run writes; empty = runs/<name of the config file>
     seed: int = 0  # [1] of initialisation, order, crops and augmentation
     model: Any = None  # [section] of the workload
@@ -393,9 +393,7 @@ class Config(Section):
     guard: Guard = field(default_factory=Guard)  # [section]
     preemption: Preemption = field(default_factory=Preemption)  # [section]
     distributed: Distributed = field(default_factory=Distributed)  # [section]
-    compiler: dict[str, Any] = field(
-        default_factory=dict
-    )  # [option: value] of XLA, over those of jaxtrain/compile/xla_options.py
+    compiler: dict[str, Any] = field(default_factory=dict)  # [option: value] of XLA, over those of jaxtrain.compile.xla_options
 
     def problems(self) -> Problems:
         if self.seed < 0 or self.seed >= 2**32:

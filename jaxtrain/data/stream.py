@@ -1,4 +1,4 @@
-"""The recordings of a run: its two loaders, and the stream of sharded batches that its loop takes from one of them."""
+"""The data of a run: its two loaders, and the stream of sharded batches that its loop takes from one of them."""
 
 import dataclasses
 import importlib

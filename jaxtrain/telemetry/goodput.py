@@ -22,7 +22,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxtrain.parallel.lease import WorkdirError, who
+from jaxtrain.parallel import lease
+from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import jsonl
 
 log = logging.getLogger("jaxtrain")
@@ -358,7 +359,7 @@ def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:
 def _queued(began: float, before: Sequence[Start]) -> float:
     """Seconds before this start in a scheduler's queue: since it was submitted, or, of a job started again, since it ended."""
     submitted = os.environ.get("JAXTRAIN_SUBMITTED", "")
-    if before and who.restarts():
+    if before and lease.slurm("SLURM_RESTART_COUNT"):
         return round(max(began - before[-1].now, 0.0), 3)
     if re.fullmatch(r"\d{9,11}", submitted):
         return round(max(began - max(int(submitted), before[-1].now if before else 0), 0.0), 3)

@@ -121,9 +121,9 @@ class Log:
         skipped = bool(record["skipped"])
         self.streak.add(step, skipped=skipped)
         if skipped:
-            recordings = feed.local_values(item.arrays["index"]) if "index" in item.arrays else "not named by the loader"
+            examples = feed.local_values(item.arrays["index"]) if "index" in item.arrays else "not named by the loader"
             loss, norm = record["loss"], record["grad_norm"]
-            log.warning("step %d skipped: loss %g, gradient norm %g; recordings %s", step, loss, norm, recordings)
+            log.warning("step %d skipped: loss %g, gradient norm %g; examples %s", step, loss, norm, examples)
         steps = self._config.train.steps
         if step % self._config.metrics.every == 0 or step == steps or skipped:
             rates = self._meter.rates(step, self._data.waited)
@@ -190,6 +190,6 @@ class Log:
     def _write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         with self._host.writing():
             if self._writers and not self._host.has_lost:
-                self._host.owner.confirm()
+                self._host.lease.confirm()
                 for writer in self._writers:
                     writer.write(step, split, record)

@@ -1,10 +1,12 @@
 """From an environment to the processes of a run."""
 
+import json
+
 import pytest
 
+from jaxtrain.parallel import lease
 from jaxtrain.parallel.cluster import discover
 from jaxtrain.parallel.cluster.discover import PORTS, Cluster, ClusterError, first_host, from_environment
-from jaxtrain.parallel.lease import who
 
 C, N, I = "JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS"
 
@@ -247,8 +249,8 @@ def test_a_job_with_an_odd_name_is_one_process_with_a_printable_reason():
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1e30", "-1", "nan", "٣\n", ""])
-def test_an_owner_of_a_workdir_can_be_read_whatever_slurm_says(monkeypatch, text):
+def test_a_lease_can_be_read_whatever_slurm_says(monkeypatch, text):
     monkeypatch.setenv("SLURM_RESTART_COUNT", text)
     monkeypatch.setenv("SLURM_JOB_ID", f"{text}\n")
-    me = who.here()
-    assert who.parse(me.to_json()) == me and not me.job and not me.restarts
+    me = lease.this_process()
+    assert lease.parse(json.dumps(me._asdict()).encode()) == me and not me.job and not me.restarts

@@ -26,7 +26,7 @@ from jaxtrain.arrays import source, stored
 from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.config.schema import WarmStart
 from jaxtrain.nn import hugging_face
-from jaxtrain.parallel.lease.who import WorkdirError
+from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry.console import plain
 from jaxtrain.telemetry.report import classes, records, trace
 from jaxtrain.workloads.bird.export import timm_names

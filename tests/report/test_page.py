@@ -69,7 +69,7 @@ def run(tmp_path_factory):
             file.write(json.dumps({"step": step, **classes.line(counts, confusions)}) + "\n")
     (path / "schedule.json").write_text(json.dumps({"step": [0, 2500, 5000], "lr": [1e-3, 5e-4, 0.0]}))
     (path / "logs").mkdir()
-    log = "2026-01-01 00:00:00,000 WARNING step {} skipped: loss 4321; recordings [7]\n"
+    log = "2026-01-01 00:00:00,000 WARNING step {} skipped: loss 4321; examples [7]\n"
     (path / "logs" / "process-0.log").write_text(log.format(3) + log.format(3333) + "2026-01-01 00:00:00,000 INFO fine\n")
     (path / "logs" / "process-3.log").write_text(
         log.format(4) + "2026-01-02 00:00:00,000 WARNING x.ogg cannot be read: cut off\n"
@@ -116,7 +116,7 @@ def test_the_page_says_what_the_files_say(page):
         "1 steps were skipped: 3333",
         '<td class="n">3×</td><td class="n">0, 3</td>',
         '<td class="n">1×</td><td class="n">3</td><td class="text code">2026-01-02 00:00:00,000 WARNING x.ogg cannot be read',
-        "recordings [7]",
+        "examples [7]",
         "ended by SIGTERM after step 40",
         "Goodput is",
         "killed; last heard of",
@@ -129,7 +129,7 @@ def test_the_page_says_what_the_files_say(page):
     assert "Of 50 rows <b>90.0%</b>" in text and "83% <span" in text and 'data-name="step 500"' in text
     matrix = re.search(r'<table class="matrix">(.*?)</table>', text)[1]
     assert re.findall(r'<td class="(hit|miss)"[^>]*>(\d+)</td>', matrix) == [("hit", "25"), ("miss", "5"), ("hit", "20")]
-    assert text.count('src="data:image/png') == 2 and "Order of the recordings" not in text, "what there is, and no more"
+    assert text.count('src="data:image/png') == 2 and "Order of the examples" not in text, "what there is, and no more"
 
 
 def test_the_page_is_one_file_that_believes_no_text_of_a_run(page):

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.parallel.lease import Owner
+from jaxtrain.parallel.lease import Lease
 from jaxtrain.telemetry import goodput
 from jaxtrain.telemetry.report import run as run_lib
 
@@ -77,14 +77,14 @@ def test_states_scores_and_restarts_are_in_the_table(tmp_path, capsys):
 
 def test_a_run_that_trains_is_seen_and_one_that_was_killed(tmp_path, capsys):
     path = make(tmp_path / "run", reached=40, end=None)
-    with Owner([str(path)]):
+    with Lease([str(path)]):
         [row] = map(json.loads, shown(tmp_path, capsys, "--json").splitlines())
         assert row["state"] == "training" and row["eta_seconds"] == 65.0
         assert " 0:01:05 " in shown(tmp_path, capsys)
-    code = f"import os, signal; from jaxtrain.parallel.lease import Owner; Owner([{str(path)!r}]).__enter__()"
+    code = f"import os, signal; from jaxtrain.parallel.lease import Lease; Lease([{str(path)!r}]).__enter__()"
     code += "; os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    assert killed.returncode == -signal.SIGKILL and (path / "owner.json").exists()
+    assert killed.returncode == -signal.SIGKILL and (path / "lease.json").exists()
     assert json.loads(shown(tmp_path, capsys, "--json"))["state"] == "stopped"
 
 

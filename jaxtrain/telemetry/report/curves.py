@@ -19,7 +19,7 @@ POINTS = 110_000  # of all curves together: 1.6 MB
 MOST_POINTS = 2000  # of a curve
 RATES = ("steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "goodput")
 HIDDEN = ("step", "eta_seconds", "failures")
-GROUPS = ("Results", "Losses and metrics", "Speed", "Gradients and parameters", "Saves", "Order of the recordings")
+GROUPS = ("Results", "Losses and metrics", "Speed", "Gradients and parameters", "Saves", "Order of the examples")
 
 
 def section(runs: Sequence[Run], records: Sequence[Records], charts: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -96,7 +96,7 @@ def _group(name: str, split: str, tested: bool) -> str:
     if split == "save":
         return "Saves"
     if split:
-        return "Order of the recordings"
+        return "Order of the examples"
     if name in RATES:
         return "Speed"
     if re.match(r"(grad|update|param)_norm", name) or name == "skipped":

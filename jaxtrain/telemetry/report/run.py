@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxtrain.parallel.lease import WorkdirError, who
+from jaxtrain.parallel import lease
+from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import goodput, jsonl
 from loaders.io import files
 
@@ -139,15 +140,15 @@ class Run:
 
     @functools.cached_property
     def is_alive(self) -> bool:
-        """Whether a process of it runs now."""
+        """Tell whether a process of it runs now."""
         try:
-            path = self.file(who.NAME)
-            about = path.stat(follow_symlinks=False)
-            other = who.parse(files.read(path, most=who.LIMIT))
+            path = self.file(lease.NAME)
+            renewed = path.stat(follow_symlinks=False).st_mtime
+            holder = lease.parse(files.read(path, most=1 << 16))
         except (files.FileError, OSError):
             return False
-        gone = who.is_gone(other, _me()) if other else None
-        return time.time() - about.st_mtime < who.SILENCE if gone is None else not gone
+        has_ended = holder.has_ended(_me())
+        return time.time() - renewed < lease.LEASE_TIMEOUT if has_ended is None else not has_ended
 
     @property
     def state(self) -> str:
@@ -247,8 +248,8 @@ def _size(folder: str) -> int:
 
 
 @functools.cache
-def _me() -> who.Who:
-    return who.here()
+def _me() -> lease.Process:
+    return lease.this_process()
 
 
 def _lines_with(text: bytes, part: bytes) -> Iterator[bytes]:

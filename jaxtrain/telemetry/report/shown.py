@@ -88,6 +88,6 @@ def _images(run: Run, names: Sequence[str], kind: str, step: int) -> list[str]:
         alt = f"{kind} {k + 1}" + (f" at step {step}" if step >= 0 else "")
         if content.startswith(b"\x89PNG") and len(content) > 24:
             width, height = struct.unpack(">II", content[16:24])  # of its header
-            strip = ' class="strip"' if width > 5 * height else ""  # boards side by side, each of which is to be seen
+            strip = ' class="strip"' if width > 5 * height else ""  # several side by side, each of which is to be seen
             found.append(f'<img{strip} alt="{esc(alt)}" src="data:image/png;base64,{base64.b64encode(content).decode()}">')
     return found

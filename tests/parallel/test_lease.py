@@ -1,7 +1,6 @@
-"""One owner of a workdir: real processes, killed and delayed, on disks and in a stand-in for an object store."""
+"""The lease of a workdir: real processes, killed and delayed, on disks and in a stand-in for an object store."""
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -17,40 +16,40 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain.parallel import cluster as cluster_lib
-from jaxtrain.parallel.lease import Owner, WorkdirError, disk, store, who
+from jaxtrain.parallel import lease as lease_lib
+from jaxtrain.parallel.lease import Lease, WorkdirError
 from jaxtrain.process_context import Host
 from jaxtrain.telemetry import writers
 from tests.support import object_store
 from tests.test_reliability import cluster, wait_for
 from tests.test_train import ROOT, command, corpus, folder, free_port  # noqa: F401
 
-# A process that becomes the owner, says so, and does what its standard input says.
+# A process that takes the lease, says so, and does what its standard input says.
 PROGRAM = """
 import os, random, sys, time
-from jaxtrain.parallel import lease as owner
-from jaxtrain.parallel.lease import disk, store, who
+from jaxtrain.parallel import lease
 delay = float(os.environ.get("DELAY", 0))
-for kind in (disk.Disk, store.Store):  # every look is followed by a pause, in which others act
-    def slow(self, *args, look=kind._read):
-        found = look(self, *args)
-        time.sleep(random.random() * delay)
-        return found
-    kind._read = slow
-who.BEAT = owner.BEAT = 0.2
-who.SILENCE = float(os.environ.get("SILENCE", 60))
+def slow(self, read=lease.Folder._read):  # every look is followed by a pause, in which others act
+    found = read(self)
+    time.sleep(random.random() * delay)
+    return found
+lease.Folder._read = slow
+lease.RENEWAL = 0.2
+lease.LEASE_TIMEOUT = float(os.environ.get("LEASE_TIMEOUT", 60))
 if os.environ.get("ELSEWHERE"):
-    who._boot_id = lambda: os.environ["ELSEWHERE"]
+    here = lease.this_process()
+    lease.this_process = lambda: here._replace(machine=os.environ["ELSEWHERE"])
 try:
-    with owner.Owner(sys.argv[1:]) as mine:
-        print("owner", flush=True)
+    with lease.Lease(sys.argv[1:]) as held:
+        print("holder", flush=True)
         for line in sys.stdin:
             if line == "fork\\n" and not os.fork():
                 time.sleep(60)
             if line == "end\\n":
                 break
-            mine.confirm(saving=True)
+            held.confirm(saving=True)
             print("confirmed", flush=True)
-except owner.WorkdirError as error:
+except lease.WorkdirError as error:
     print("error:", error, flush=True)
 """
 
@@ -95,122 +94,120 @@ def start():
         process.popen.stdout.close()
 
 
+def content(**fields):
+    """The content of this process's lease, with other values in some fields."""
+    return json.dumps(lease_lib.this_process()._asdict() | fields).encode()
+
+
 def dead(folder, **fields):  # noqa: F811
-    """The owner.json of a process that is no more."""
+    """The lease of a process that is no more."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    me = dataclasses.replace(who.here(), pid=gone.pid, start=12345, **fields)
     folder.mkdir(exist_ok=True)
-    (folder / "owner.json").write_bytes(me.to_json())
-    return me
+    (folder / "lease.json").write_bytes(content(pid=gone.pid, start="12345", **fields))
 
 
 def old(path, seconds):
     os.utime(path, (time.time() - seconds,) * 2)
 
 
-def test_the_second_start_is_told_who_since_when_and_what_frees_it(tmp_path, start):
+def test_a_second_run_is_refused_by_name(tmp_path, start):
     first = start(tmp_path)
-    assert first.says() == "owner"
-    content = json.loads((tmp_path / "owner.json").read_text())
-    assert content["pid"] == first.popen.pid and content["host"] and content["boot"] and content["start"]
+    assert first.says() == "holder"
+    holder = json.loads((tmp_path / "lease.json").read_text())
+    assert holder["pid"] == first.popen.pid and holder["host"] and holder["machine"] and holder["start"]
     message = start(tmp_path).says()
-    assert str(tmp_path) in message and f"process {first.popen.pid} on {content['host']}" in message
-    assert f"since {content['since']}" in message and "last heard of" in message
+    assert str(tmp_path) in message and f"process {first.popen.pid} on {holder['host']}" in message
+    assert f"since {holder['since']}" in message and "last heard of" in message
     assert "config.workdir" in message and f"`kill {first.popen.pid}`" in message
     assert first.do() == "confirmed"
     first.end()
     assert list(tmp_path.iterdir()) == []
-    assert start(tmp_path).says() == "owner"
+    assert start(tmp_path).says() == "holder"
 
 
-def test_a_killed_owner_is_followed_at_once_even_where_its_child_lives(tmp_path, start):
+def test_the_lease_of_a_killed_run_is_taken_over_at_once_even_if_its_child_lives(tmp_path, start):
     first = start(tmp_path)
-    assert first.says() == "owner" and first.do("fork") == "confirmed"
+    assert first.says() == "holder" and first.do("fork") == "confirmed"
     first.popen.send_signal(signal.SIGKILL)  # not waited for: a zombie
     second = start(tmp_path)
-    assert second.says() == "owner" and second.do() == "confirmed"
+    assert second.says() == "holder" and second.do() == "confirmed"
 
 
-def test_an_owner_that_is_stopped_is_alive(tmp_path, start):
+def test_a_holder_that_is_stopped_is_alive(tmp_path, start):
     first = start(tmp_path)
-    assert first.says() == "owner"
+    assert first.says() == "holder"
     first.popen.send_signal(signal.SIGSTOP)
-    old(tmp_path / "owner.json", 3600)
+    old(tmp_path / "lease.json", 3600)
     assert "in use" in start(tmp_path).says()
     first.popen.send_signal(signal.SIGCONT)
     assert first.do() == "confirmed"
 
 
 def test_the_number_of_a_process_that_is_gone_may_be_anothers_now(tmp_path):
-    me = dataclasses.replace(who.here(), start=77)  # this very process, which began at another time
-    (tmp_path / "owner.json").write_bytes(me.to_json())
-    with Owner([str(tmp_path)]) as owner:
-        owner.confirm()
+    # This very process, which began at another time.
+    (tmp_path / "lease.json").write_bytes(content(start="77"))
+    with Lease([str(tmp_path)]) as lease:
+        lease.confirm()
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
-def test_of_many_that_find_a_dead_owner_one_goes_on(tmp_path, start, links):
-    for trial in range(2):
+def test_of_many_contenders_for_an_expired_lease_one_takes_over(tmp_path, start):
+    for trial in range(3):
         folder = tmp_path / str(trial)  # noqa: F811
         dead(folder)
-        delays = dict(DELAY="0.3", PYTHONPATH=f"{tmp_path}:{ROOT}")
-        if not links:
-            (tmp_path / "sitecustomize.py").write_text(
-                "import os\ndef link(*_, **__): raise OSError(95, 'Operation not supported')\nos.link = link\n"
-            )
-        many = [start(folder, **delays) for _ in range(4)]
+        many = [start(folder, DELAY="0.3") for _ in range(4)]
         said = [process.says() for process in many]
-        assert said.count("owner") == 1 and sum("in use" in text for text in said) == 3, said
-        assert many[said.index("owner")].do() == "confirmed"
-        assert [p.name for p in folder.iterdir()] == ["owner.json"]
+        assert said.count("holder") == 1 and sum("in use" in text for text in said) == 3, said
+        assert many[said.index("holder")].do() == "confirmed"
+        assert [p.name for p in folder.iterdir()] == ["lease.json"]
 
 
-def test_one_that_is_killed_while_it_takes_over_stops_nobody(tmp_path):
-    """It has won the right to replace a dead owner, and is gone: so is the one that would have replaced it."""
-    gone = [dead(tmp_path, token=f"{i:032x}") for i in range(3)]
-    (tmp_path / "owner.json").write_bytes(gone[0].to_json())
-    rivals = [disk.Disk(str(tmp_path), me, lambda: None) for me in gone[1:]]
-    for rival in rivals:
-        with rival._own_file() as own:
-            assert rival._win("owner.json", gone[0].to_json(), own, [])
-    with Owner([str(tmp_path)]) as owner:
-        owner.confirm()
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["owner.json"]
+def test_of_many_runs_that_start_at_once_one_goes_on(tmp_path, start):
+    many = [start(tmp_path, DELAY="0.3") for _ in range(4)]
+    said = [process.says() for process in many]
+    assert said.count("holder") == 1 and sum("in use" in text for text in said) == 3, said
+    assert many[said.index("holder")].do() == "confirmed"
+
+
+def test_a_contender_that_is_killed_while_it_writes_stops_nobody(tmp_path, start):
+    """It leaves TensorStore's file of the lease to be."""
+    dead(tmp_path)
+    (tmp_path / "lease.json.__lock").write_bytes(b"half")
+    assert start(tmp_path).says() == "holder"
 
 
 def test_another_machine_is_believed_dead_after_its_silence_and_alive_by_a_sign(tmp_path, start):
     there = start(tmp_path, ELSEWHERE="there")
-    assert there.says() == "owner"
-    message = start(tmp_path, SILENCE="30").says()  # it hears a heartbeat
+    assert there.says() == "holder"
+    message = start(tmp_path, LEASE_TIMEOUT="30").says()  # it hears a heartbeat
     assert "in use" in message and f"`kill {there.popen.pid} on" in message and "60 s after" not in message
     there.popen.send_signal(signal.SIGSTOP)
-    here = start(tmp_path, SILENCE="2")
-    assert here.says() == "owner" and here.do() == "confirmed"
+    here = start(tmp_path, LEASE_TIMEOUT="2")
+    assert here.says() == "holder" and here.do() == "confirmed"
     there.popen.send_signal(signal.SIGCONT)
     assert "was taken over by another run" in there.do()
     there.end()
     assert here.do() == "confirmed"
     here.end()
-    dead(tmp_path, boot="there")
-    old(tmp_path / "owner.json", 61)
-    assert start(tmp_path).says() == "owner"
+    dead(tmp_path, machine="there")
+    old(tmp_path / "lease.json", 61)
+    assert start(tmp_path).says() == "holder"
 
 
 @pytest.mark.parametrize("seconds", [-1e9, -100])
 def test_a_heartbeat_of_the_future_is_waited_for_once(tmp_path, start, seconds):
-    dead(tmp_path, boot="there")
-    old(tmp_path / "owner.json", seconds)
-    assert start(tmp_path, SILENCE="2").says() == "owner"
+    dead(tmp_path, machine="there")
+    old(tmp_path / "lease.json", seconds)
+    assert start(tmp_path, LEASE_TIMEOUT="2").says() == "holder"
 
 
 def test_a_requeued_job_takes_its_own_over_and_no_others(tmp_path, start):
     job = dict(SLURM_JOB_ID="17", ELSEWHERE="node1")
-    assert start(tmp_path, **job).says() == "owner"
+    assert start(tmp_path, **job).says() == "holder"
     job["ELSEWHERE"] = "node2"
     assert "in use" in start(tmp_path, **job).says()  # a second step of the same start
     assert "in use" in start(tmp_path, **job | dict(SLURM_JOB_ID="18", SLURM_RESTART_COUNT="1")).says()
-    assert start(tmp_path, **job, SLURM_RESTART_COUNT="1").says() == "owner"
+    assert start(tmp_path, **job, SLURM_RESTART_COUNT="1").says() == "holder"
 
 
 ODD = {
@@ -218,26 +215,25 @@ ODD = {
     "no JSON": b"\xff\xfe{",
     "deep": b"[" * 60_000,
     "a list": b"[1, 2]",
-    "numbers of other kinds": who.here().to_json(pid=True),
-    "a negative process": who.here().to_json(pid=-1),
-    "a huge process": who.here().to_json(pid=1 << 40),
-    "not a number": who.here().to_json().replace(b'"pid": ', b'"pid": NaN, "x": '),
-    "a line break in a name": who.here().to_json(host="a\nb"),
-    "a path as a token": who.here().to_json(token="../../x"),
+    "numbers of other kinds": content(pid=True),
+    "a negative process": content(pid=-1),
+    "a huge process": content(pid=1 << 40),
+    "not a number": content().replace(b'"pid": ', b'"pid": NaN, "x": '),
+    "a line break in a name": content(host="a\nb"),
 }
 
 
 @pytest.mark.parametrize("kind", sorted(ODD))
-def test_an_owner_that_cannot_be_read_is_believed_dead_after_its_silence(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(who, "SILENCE", 0.5)
-    (tmp_path / "owner.json").write_bytes(ODD[kind])
-    with Owner([str(tmp_path)]) as owner:
-        owner.confirm()
+def test_a_lease_that_cannot_be_read_expires_after_its_timeout(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(lease_lib, "LEASE_TIMEOUT", 0.5)
+    (tmp_path / "lease.json").write_bytes(ODD[kind])
+    with Lease([str(tmp_path)]) as lease:
+        lease.confirm()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_no_run_writes_under_that_name_is_refused_by_name(tmp_path):
-    path = tmp_path / "owner.json"
+    path = tmp_path / "lease.json"
     for make, undo in (
         (lambda: path.symlink_to("/dev/zero"), path.unlink),
         (lambda: os.mkfifo(path), path.unlink),
@@ -245,45 +241,40 @@ def test_what_no_run_writes_under_that_name_is_refused_by_name(tmp_path):
         (lambda: path.write_bytes(bytes(1 << 20)), path.unlink),
     ):
         make()
-        with pytest.raises(WorkdirError, match=f"{path} is .*remove it"), Owner([str(tmp_path)]):
+        with (
+            pytest.raises(WorkdirError, match=f"{path} cannot be written: it is not a lease; remove it"),
+            Lease([str(tmp_path)]),
+        ):
             pass
         undo()
 
 
 def test_what_went_away_is_noticed_and_what_was_only_removed_is_written_again(tmp_path):
     workdir = tmp_path / "run"
-    with Owner([str(workdir)]) as owner:
-        (workdir / "owner.json").unlink()
-        owner.confirm()
-        assert (workdir / "owner.json").exists()
-        owner.confirm()
+    with Lease([str(workdir)]) as lease:
+        (workdir / "lease.json").unlink()
+        lease.confirm()
+        assert (workdir / "lease.json").exists()
+        lease.confirm()
     for away in (shutil.rmtree, lambda path: path.rename(tmp_path / "moved")):
-        with pytest.raises(WorkdirError, match="was deleted or moved"), Owner([str(workdir)]) as owner:
+        with pytest.raises(WorkdirError, match="was deleted or moved"), Lease([str(workdir)]) as lease:
             away(workdir)
-            owner.confirm()
+            lease.confirm()
         assert not workdir.exists()
-    with pytest.raises(WorkdirError, match="was deleted"), Owner([str(workdir)]):
+    with pytest.raises(WorkdirError, match="was deleted"), Lease([str(workdir)]):
         shutil.rmtree(workdir)  # behind the last record
         workdir.mkdir()
 
 
-def test_leftovers_of_killed_processes_are_swept_and_young_ones_are_not(tmp_path):
-    for name, age in (("owner.json.0123", 3600), ("owner.json.4567", 1), ("owner.json.d", 3600), ("other", 3600)):
-        (tmp_path / name).touch()
-        old(tmp_path / name, age)
-    with Owner([str(tmp_path)]):
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "owner.json", "owner.json.4567"]
-
-
-def test_a_wait_for_silence_can_be_left(tmp_path):
-    dead(tmp_path, boot="there")
+def test_a_wait_for_the_lease_timeout_can_be_left(tmp_path):
+    dead(tmp_path, machine="there")
 
     def leave():
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), Owner([str(tmp_path)], leave=leave):
+    with pytest.raises(KeyboardInterrupt), Lease([str(tmp_path)], leave=leave):
         pass
-    assert [p.name for p in tmp_path.iterdir()] == ["owner.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["lease.json"]
 
 
 @pytest.fixture
@@ -300,51 +291,52 @@ def bucket(tmp_path, monkeypatch):
         server.wait()
 
 
-def test_a_folder_in_an_object_store_has_one_owner_too(tmp_path, start, bucket):
+def test_a_folder_in_an_object_store_has_one_holder_too(tmp_path, start, bucket):
     url = "gs://bucket/run/checkpoints"
 
-    def content():
-        return json.loads(bucket.get("bucket", "run/checkpoints/owner.json")[0])
+    def lease():
+        return json.loads(bucket.get("bucket", "run/checkpoints/lease.json")[0])
 
     first = start(url)
-    assert first.says() == "owner"
-    wait_for(lambda: content()["beats"] > 2, seconds=60)
+    assert first.says() == "holder"
+    taken = lease()["renewed"]
+    wait_for(lambda: lease()["renewed"] > taken, seconds=60)
     assert "in use" in start(url).says() and first.do() == "confirmed"
     first.kill()
     many = [start(url, DELAY="0.3") for _ in range(3)]
     said = [process.says() for process in many]
-    assert said.count("owner") == 1 and sum("in use" in text for text in said) == 2, said
-    winner = many[said.index("owner")]
+    assert said.count("holder") == 1 and sum("in use" in text for text in said) == 2, said
+    winner = many[said.index("holder")]
     assert winner.do() == "confirmed"
     winner.end()
-    assert bucket.get("bucket", "run/checkpoints/owner.json") is None
+    assert bucket.get("bucket", "run/checkpoints/lease.json") is None
 
     there = start(url, ELSEWHERE="there")
-    assert there.says() == "owner"
-    assert "in use" in start(url, SILENCE="30").says()
+    assert there.says() == "holder"
+    assert "in use" in start(url, LEASE_TIMEOUT="30").says()
     there.popen.send_signal(signal.SIGSTOP)
-    here = start(url, SILENCE="2")
-    assert here.says() == "owner"
+    here = start(url, LEASE_TIMEOUT="2")
+    assert here.says() == "holder"
     there.popen.send_signal(signal.SIGCONT)
     assert "was taken over by another run" in there.do()
     there.end()
     assert here.do() == "confirmed"
-    bucket.delete("bucket", "run/checkpoints/owner.json")
-    assert here.do() == "confirmed" and content()["pid"] == here.popen.pid
+    bucket.delete("bucket", "run/checkpoints/lease.json")
+    assert here.do() == "confirmed" and lease()["pid"] == here.popen.pid
 
 
 def test_a_store_that_does_not_answer_is_named(monkeypatch):
     for name, value in object_store.environment(free_port()).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(store, "PATIENCE", 0.5)
-    with pytest.raises(WorkdirError, match="gs://bucket/run/owner.json cannot be written: .*config.checkpoint.folder"):
-        Owner(["gs://bucket/run"]).__enter__()
+    monkeypatch.setattr(lease_lib, "STORE_TIMEOUT", 0.5)
+    with pytest.raises(WorkdirError, match="gs://bucket/run/lease.json cannot be written: .*config.checkpoint.folder"):
+        Lease(["gs://bucket/run"]).__enter__()
 
 
 def test_a_second_run_in_a_workdir_is_refused_in_all_its_processes(folder, corpus, start):  # noqa: F811
     workdir = folder / "runs" / "tiny"
     first = start(workdir)
-    assert first.says() == "owner"
+    assert first.says() == "holder"
     before = {p.name for p in workdir.iterdir()}
     for process in cluster(folder, f"tiny.py:{corpus}", processes=2):
         output = process.communicate(timeout=120)[0]
@@ -387,7 +379,7 @@ def test_what_process_0_lost_is_lost_for_all(monkeypatch):
         host = Host(config_lib.Config(workdir="runs/tiny"))
         host._processes, host._signals = 2, cluster_lib.StopSignals(())
         host._signals.close()
-        host.owner = types.SimpleNamespace(confirm=lambda saving=False: found() if found else None)
+        host.lease = types.SimpleNamespace(confirm=lambda saving=False: found() if found else None)
         return host
 
     def gone():
