@@ -39,7 +39,7 @@ class Sums(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is the same for all tokens."""
+    """The settings that all tokens share."""
 
     z_loss: float
     smoothing: float

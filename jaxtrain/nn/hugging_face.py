@@ -104,7 +104,7 @@ def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of one layer's array ``name``: heads and their dimensions are one axis at Hugging Face."""
+    """The shape of one layer's array at Hugging Face, which has heads and their dimensions as one axis."""
     if name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v"):
         return (shape[0] * shape[1], *shape[2:])
     return (shape[0], shape[1] * shape[2]) if name == "w_out" else shape

@@ -289,7 +289,10 @@ def token_flops(c: Decoder, specs: PyTree) -> int:
 
 
 def attention_flops(c: Decoder, tokens: int, *, causal: bool) -> int:
-    """Of scores and weighted sums over one row of so many tokens, forward, with the places that are masked or without them."""
+    """Floating-point operations of scores and weighted sums over one row, forward.
+
+    With ``causal``, places that the mask or the window hides are left out.
+    """
     pairs = tokens * tokens
     if causal:
         seen = min(c.window or tokens, tokens)

@@ -1,4 +1,4 @@
-"""Where arrays live: the mesh of devices, and the rules from logical axes to mesh axes.
+"""The mesh of devices, and the rules from logical axes to mesh axes, by which arrays are laid out.
 
 An axis rule (`config.AXIS_RULES`, config.mesh.axis_rules) names the mesh axes that a logical axis is split over, in order:
 ``"fsdp"``, ``"data,fsdp"``, ``""`` (stays whole). A trailing ``?`` allows a dimension that does not divide to stay whole;
@@ -77,14 +77,14 @@ def abstract_mesh(data: int, fsdp: int, model: int, *, count: int, what: str) ->
 
 
 class Devices(NamedTuple):
-    """What a program must know of the devices that it is for, which need not be here."""
+    """The devices that a program is for, which need not be here."""
 
     platform: str = "cpu"  # cpu, gpu or tpu
     capability: str = ""  # of an NVIDIA GPU, as "9.0"; "" = unknown
 
 
 def devices_of(kind: str) -> Devices:
-    """Those of a ``device_kind``, as JAX spells it; what is neither a TPU nor an NVIDIA GPU is a CPU."""
+    """The devices of a ``device_kind``, as JAX spells it. Neither a TPU nor an NVIDIA GPU: a CPU."""
     if kind.startswith("TPU"):
         return Devices("tpu")
     if kind.startswith("NVIDIA"):
@@ -93,7 +93,7 @@ def devices_of(kind: str) -> Devices:
 
 
 def devices_like(device: jax.Device) -> Devices:
-    """Those of which there is one, here or in a topology."""
+    """Devices like one that is here or in a topology."""
     if device.platform in ("cuda", "rocm", "gpu"):
         return Devices("gpu", str(getattr(device, "compute_capability", "")) or devices_of(device.device_kind).capability)
     return Devices(device.platform)

@@ -35,7 +35,7 @@ shard = OneDevice()
 
 
 def host() -> layout.Devices:
-    """Where this process computes: on `jax.default_device`, else on its first device."""
+    """The kind of device that this process computes on: `jax.default_device`, else its first."""
     options: Any = jax.config  # jax adds its options as it is imported
     device: Any = options.jax_default_device
     if isinstance(device, str):

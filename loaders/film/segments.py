@@ -15,8 +15,8 @@ from loaders.film import film_files, sources
 from loaders.io import files
 from loaders.io.files import DataError
 
-MOST_SHEET = 64 << 20  # [bytes] of a workbook, unpacked, which openpyxl makes objects of
-MOST_ROWS, MOST_CELLS = 1 << 20, 1 << 24  # of a sheet; Excel's have that many rows
+MAX_SHEET = 64 << 20  # [bytes] of a workbook, unpacked, which openpyxl makes objects of
+MAX_ROWS, MAX_CELLS = 1 << 20, 1 << 24  # of a sheet; Excel's have that many rows
 
 
 def read_codes(path: pathlib.Path) -> np.ndarray:
@@ -141,15 +141,15 @@ def _sheet(path: pathlib.Path) -> list[tuple[int, list[Any]]]:
     openpyxl = sources.package("openpyxl")
     rows, cells = [], 0
     with files.regular(path) as file:
-        files.check_archive(zipfile.ZipFile(file), path, most=MOST_SHEET, remedy="; save the sheet as CSV")
+        files.check_archive(zipfile.ZipFile(file), path, most=MAX_SHEET, remedy="; save the sheet as CSV")
         book = openpyxl.load_workbook(file, read_only=True, data_only=True)
         sheet = book.worksheets[0]
         sheet.reset_dimensions()  # what it claims; rows would be filled up to that
         for number, row in enumerate(sheet.iter_rows(values_only=True), 1):
             cells += len(row)
-            if number > MOST_ROWS or cells > MOST_CELLS:
+            if number > MAX_ROWS or cells > MAX_CELLS:
                 raise DataError(
-                    f"{path} has more than {MOST_ROWS:,} rows or {MOST_CELLS:,} cells, with the empty ones between those that "
+                    f"{path} has more than {MAX_ROWS:,} rows or {MAX_CELLS:,} cells, with the empty ones between those that "
                     "hold something; save the sheet as CSV"
                 )
             if any(cell not in (None, "") for cell in row):

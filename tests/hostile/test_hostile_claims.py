@@ -144,8 +144,8 @@ def cells(number: int, *values: str) -> str:
     ids=["one long cell", "bzip2", "a far row", "far columns"],
 )
 def test_a_sheet_that_would_grow_is_named(tmp_path, monkeypatch, rows, packing, reason):
-    monkeypatch.setattr(segments, "MOST_ROWS", 10_000)
-    monkeypatch.setattr(segments, "MOST_CELLS", 1_000_000)
+    monkeypatch.setattr(segments, "MAX_ROWS", 10_000)
+    monkeypatch.setattr(segments, "MAX_CELLS", 1_000_000)
     path = sheet(tmp_path / "a.xlsx", cells(1, "start", "end") + rows, packing=packing)
     tracemalloc.start()
     try:

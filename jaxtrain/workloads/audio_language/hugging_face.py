@@ -77,7 +77,7 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
 
 
 def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    """What the card says: with the tokenizer it plays what a text asks for."""
+    """The card: with the tokenizer, an example that plays an audio sample."""
     del config
     metrics = ("text", "audio", "text_accuracy", "audio_accuracy_0")
     example = "$ jaxtrain generate-audio . 'a dog' --codec codec.npz --out played" if "tokenizer.json" in files else ""

@@ -107,7 +107,7 @@ def pictures(c: Config, batch: Batch) -> dict[str, Array]:
 
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Of the first rows: the number of voxels by measured (to the right) and predicted value (upwards), within ±3."""
+    """Pictures of the first rows: the number of voxels by measured (right) and predicted value (up), within ±3."""
     out, _ = forward(model.c, variables.params, variables.carry, batch, model.shard)
     return {"fmri": voxels.density(batch["fmri"][:4].astype(jnp.float32), out.fmri[:4])}
 

@@ -1,4 +1,4 @@
-"""What brains would do in a film, by a trained autoencoder: fMRI of every volume, as NIfTI in the scans' own space."""
+"""The fMRI of a film's viewers, predicted by a trained autoencoder, as NIfTI in the scans' own space."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ from loaders.film import multimodal, scans, sources
 from loaders.io import atomic_write, checks, files, records
 
 MASK = "mask.nii.gz"
-MOST = 1 << 31  # [voxels] of a grid
+MAX_VOXELS = 1 << 31  # [voxels] of a grid
 
 
 class Predictor(NamedTuple):
@@ -96,7 +96,7 @@ def volumes(predictor: Predictor, *, batch: int = 16, first: int = 0) -> Iterato
 
 
 class Brain(NamedTuple):
-    """Where voxels lie."""
+    """The places of voxels."""
 
     inside: np.ndarray  # bool [x, y, z]
     header: Any  # nibabel's, with its affine
@@ -115,7 +115,7 @@ def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     place = files.inside(pathlib.Path(folder).expanduser(), MASK, links=links)
     with sources.reading(place):
         image = scans.nifti(place)
-        if len(image.shape) != 3 or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MOST:
+        if len(image.shape) != 3 or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MAX_VOXELS:
             raise ValueError(f"its shape is {image.shape}")
         inside = np.asanyarray(image.dataobj) > 0
     if int(inside.sum()) != n_voxels:

@@ -1,4 +1,4 @@
-"""What the model writes at an evaluation: continuations of prompts, shown or scored by environments.
+"""Generative evaluation: continuations of prompts, shown or scored by environments.
 
 Shapes: B prompts, P places of the longest prompt, N new tokens.
 """

@@ -18,7 +18,7 @@ from jaxtrain.workloads.language.text import Codec
 from loaders.base import DataError
 from loaders.io import files
 
-LONGEST = 64 << 20  # [bytes] of a file of prompts
+MAX_BYTES = 64 << 20  # [bytes] of a file of prompts
 
 
 class Writer(NamedTuple):
@@ -32,7 +32,7 @@ class Writer(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """What follows a prompt."""
+    """The text that follows a prompt."""
 
     prompt: str
     seed: int
@@ -52,7 +52,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     chosen = tokenizer or run_workload.exported_file(source, "tokenizer.json") or theirs
     if chosen and chosen != "bytes":
         try:
-            files.read(pathlib.Path(str(chosen)).expanduser(), most=LONGEST)  # the run may be anyone's, and name any file
+            files.read(pathlib.Path(str(chosen)).expanduser(), most=MAX_BYTES)  # the run may be anyone's, and name any file
         except files.FileError as error:
             raise DataError(f"{error}; name a tokenizer.json: --tokenizer") from error
     changes = {"tokenizer": chosen} if chosen else {}
@@ -69,7 +69,7 @@ def read_prompts(path: str) -> list[str]:
     """
     place = pathlib.Path(path).expanduser()
     found = []
-    for number, line in enumerate(files.read_text(place, most=LONGEST).splitlines(), 1):
+    for number, line in enumerate(files.read_text(place, most=MAX_BYTES).splitlines(), 1):
         if line.strip() and place.suffix != ".jsonl":
             found.append(line)
         elif line.strip():

@@ -126,7 +126,7 @@ print(ids[0].tolist())"""
 
 
 def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    """What the card says: transformers loads the architectures that it has, and the tokenizer where it is there."""
+    """The card: transformers loads the architectures that it has, and the tokenizer if there is one."""
     metrics, model = ("perplexity", "bits_per_byte", "accuracy", "cross_entropy"), config["model"]
     with_text = "tokenizer.json" in files
     of_bytes = not model.get("symbols") and "bytes" in (model.get("tokenizer"), config["data"].get("tokenizer"))

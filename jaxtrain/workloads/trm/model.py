@@ -291,7 +291,10 @@ def net_flops(c: Config) -> int:
 
 
 def train_flops(c: Config, cycles: Cycles) -> int:
-    """Of one row in one training step; the backward pass costs twice the forward one, and only the last cycle has one."""
+    """Floating-point operations of one row in one training step.
+
+    The backward pass costs twice the forward one, and only the last cycle has one.
+    """
     high, low = cycles
     heads = 2 * c.n_cells * c.embed * c.vocab + 2 * c.embed * 2
     return (high - 1 + 3) * (low + 1) * net_flops(c) + 3 * heads

@@ -20,8 +20,8 @@ from jaxtrain.workloads.trm.model import Config, make_specs
 from loaders.base import DataError
 from loaders.io import files
 
-MOST = 100_000  # cycles of all steps, and tokens, of a run that may be anyone's
-LONGEST = 1 << 30  # [bytes] of a table of puzzles
+MAX_CYCLES = 100_000  # cycles of all steps, and tokens, of a run that may be anyone's
+MAX_BYTES = 1 << 30  # [bytes] of a table of puzzles
 QUESTION, ANSWER = ("question", "puzzle", "board", "quizzes"), ("answer", "solution", "solutions")
 
 
@@ -45,7 +45,7 @@ class Puzzle(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What the model makes of a board."""
+    """The model's answer to a puzzle."""
 
     board: str  # after all steps
     confidence: float  # that the board is right, by the model's own head, in [0, 1]
@@ -62,7 +62,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
     side = math.isqrt(max(c.n_cells or 0, 0))
     if side not in (4, 9) or side * side != c.n_cells or c.vocab != side + 2:
         raise StoredError(f"{source.path} solves boards of {c.n_cells} cells and {c.vocab} symbols; expected Sudoku of 4 or 9")
-    if max(c.halt_steps * c.cycles_high * c.cycles_low, c.n_tokens) > MOST:
+    if max(c.halt_steps * c.cycles_high * c.cycles_low, c.n_tokens) > MAX_CYCLES:
         raise StoredError(
             f"{source.path} takes {c.halt_steps} steps of {c.cycles} cycles over {c.n_tokens} tokens: no config of ours"
         )
@@ -84,7 +84,7 @@ def read_puzzles(path: str, side: int) -> list[Puzzle]:
 
     Raises DataError, with the line.
     """
-    text = files.read_text(pathlib.Path(path).expanduser(), most=LONGEST)
+    text = files.read_text(pathlib.Path(path).expanduser(), most=MAX_BYTES)
     text = text.removeprefix("\ufeff")  # Excel's mark of UTF-8, which the loader's tables may have, too
     lines = text.splitlines()
     header = [name.strip().casefold() for name in lines[0].split(",")] if lines else []
