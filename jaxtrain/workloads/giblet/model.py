@@ -116,11 +116,7 @@ class Config(ModelSection):
     @property
     def inputs(self) -> dict[str, int]:
         """Values of each modality in a row."""
-        return {
-            "video": self.n_frames * self.frame_size,
-            "audio": self.codebooks * self.audio_frames,
-            "text": self.n_text,
-        }
+        return {"video": self.n_frames * self.frame_size, "audio": self.codebooks * self.audio_frames, "text": self.n_text}
 
     @property
     def outputs(self) -> dict[str, int]:
