@@ -1,6 +1,8 @@
-"""jaxtrain: config ─▶ cluster ─▶ layout ─▶ task ─▶ plan ─▶ loader ─▶ feed ─▶ train_step ─▶ metrics.
+"""A training stack in pure JAX.
 
-Read `jaxtrain.train.run` from top to bottom: it is the whole program.
+config ─▶ process ─▶ assembly ─▶ plan ─▶ data ─▶ checkpoints ─▶ programs ─▶ init_or_restore ─▶ step ─▶ metrics_logger
+
+Read `jaxtrain.loop.run` from top to bottom: it is the whole program.
 """
 
 import sys

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jaxtrain
@@ -20,7 +20,7 @@ from jaxtrain.commands import arguments
 from jaxtrain.workload import Command
 from loaders.io import checks
 
-FLAGS = ("--help", "--version")
+FLAGS = ("--help", "--version", "--workload")
 OWN_CODE = {"--workload", "--codec"}  # arguments that name a module
 
 
@@ -76,8 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _named(argv: list[str]) -> int:
+    own = _own_workload(argv)
+    try:
+        table = commands.table(*own)
+    except (commands.CommandError, ImportError) as error:
+        arguments.report(error if not own else f"--workload {own[0]}: {error}")
+        return arguments.MISTAKE
     if not argv or argv in (["-h"], ["--help"], ["help"]):
-        return arguments.run(lambda: _say(listing()))
+        return arguments.run(lambda: _say(listing(table)))
     if argv[0] == "--version":
         return arguments.run(lambda: _say(f"jaxtrain {jaxtrain.__version__}"))
     # What `jaxtrain` alone did before it had commands.
@@ -86,20 +92,26 @@ def _named(argv: list[str]) -> int:
     asked = argv[0] == "help"
     if argv[0] in ("-h", "--help", "help"):
         argv = [argv[1], "--help"]
-    try:
-        table = commands.table()
-    except commands.CommandError as error:
-        arguments.report(error)
-        return arguments.MISTAKE
     if command := table.get(argv[0]):
         return _run(command, argv)
     if arguments.asks_for_help(argv) and not asked:
-        return arguments.run(lambda: _say(listing()))
+        return arguments.run(lambda: _say(listing(table)))
     names = [*table, *FLAGS]
     what = "flag" if argv[0].startswith("-") else "command"
     remedy = checks.nearest(argv[0], names) or f"; {checks.expected(argv[0], names)}"
     arguments.report(f"{what} {argv[0]!r} is unknown{remedy}; see jaxtrain --help")
     return arguments.MISTAKE
+
+
+def _own_workload(argv: list[str]) -> list[str]:
+    """Takes ``--workload NAME`` from the front of ``argv``. Returns the name, whose commands are added; empty without it."""
+    flag, _, name = argv[0].partition("=") if argv else ("", "", "")
+    if flag != "--workload":
+        return []
+    del argv[0]
+    if not name and argv:
+        name = argv.pop(0)
+    return [name] if name else []
 
 
 def _say(text: str) -> int:
@@ -147,10 +159,9 @@ def _unfit(command: Command, argv: Sequence[str]) -> str:
     return installation.problem(argv, caches=command.caches)
 
 
-def listing() -> str:
+def listing(table: Mapping[str, Command]) -> str:
     """The commands by their groups, with a line each, and the exit codes."""
-    lines = ["usage: jaxtrain COMMAND [ARGUMENT …]        jaxtrain COMMAND --help"]
-    table = commands.table()
+    lines = ["usage: jaxtrain [--workload MODULE] COMMAND [ARGUMENT …]        jaxtrain COMMAND --help"]
     width = max(map(len, table))
     for group in dict.fromkeys(command.group for command in table.values()):
         lines += ["", f"{group}:"]

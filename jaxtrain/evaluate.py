@@ -3,15 +3,15 @@
 import jax
 
 from jaxtrain.assembly import Assembly
-from jaxtrain.checkpoint.rewinds import Saves
-from jaxtrain.compile.step_compiler import Programs
+from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.compile.step_compiler import StepCompiler
 from jaxtrain.config import Config
 from jaxtrain.data.stream import Data
 from jaxtrain.parallel import cluster
-from jaxtrain.process_context import Host
+from jaxtrain.process_context import ProcessContext
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import goodput, metrics, writers
-from jaxtrain.telemetry.metrics_logger import Log
+from jaxtrain.telemetry.metrics_logger import MetricsLogger
 from jaxtrain.types import COUNTS
 from loaders.io import machine
 
@@ -19,16 +19,25 @@ from loaders.io import machine
 class Evaluator:
     """Evaluates a state, writes its record, and scores its checkpoint. Every process calls the same methods."""
 
-    def __init__(self, assembly: Assembly, data: Data, programs: Programs, log: Log, saves: Saves, host: Host):
+    def __init__(
+        self,
+        assembly: Assembly,
+        data: Data,
+        programs: StepCompiler,
+        metrics_logger: MetricsLogger,
+        checkpoints: CheckpointManager,
+        process: ProcessContext,
+    ):
         self._config, self._task = assembly.config, assembly.task
-        self._data, self._programs, self._log, self._saves, self._host = data, programs, log, saves, host
+        self._data, self._programs, self._metrics_logger = data, programs, metrics_logger
+        self._checkpoints, self._process = checkpoints, process
         everywhere = assembly.layout.replicated()
         self._progress = jax.jit(self._task.progress, out_shardings=everywhere)
         self._trials = [(trial, jax.jit(trial.run, out_shardings=everywhere)) for trial in self._task.trials]
 
     def __call__(self, state: TrainState, step: int) -> dict[str, float]:
         """The record of ``state``: over config.train.eval_batches of the test split, at the end of the run over all of it."""
-        with self._host.clock.during(goodput.EVALUATION):
+        with self._process.clock.during(goodput.EVALUATION):
             machine.give_back_freed_memory()  # a step's
             try:
                 return self._evaluate(state, step)
@@ -42,24 +51,24 @@ class Evaluator:
         variables = state.variables._replace(params=state.ema) if config.train.ema else state.variables
         sums, pictures, batches = metrics.Sums(), {}, data.test_batches(n)
         for i in range(n):
-            self._host.beat(f"batch {i + 1} of the evaluation after step {step}")
-            self._host.stopping()  # Ctrl-C ends it here
-            self._log.evaluating(step, i + 1, n)
+            self._process.beat(f"batch {i + 1} of the evaluation after step {step}")
+            self._process.stopping()  # Ctrl-C ends it here
+            self._metrics_logger.evaluating(step, i + 1, n)
             bucket, batch = next(batches)
             sums.add(self._programs.evaluation(bucket)(variables, batch))
             if i == 0:
                 pictures = self._progress(variables, batch)  # every process takes part
-        self._log.pictures(pictures, step=step)
+        self._metrics_logger.pictures(pictures, step=step)
         counts = {name: sums.pop(name) for name in COUNTS}
         record, samples = self._task.finish(sums.means()), []
         for trial, attempt in self._trials:
-            self._host.beat(f"a trial of the evaluation after step {step}")
-            self._host.console.progress(f"evaluation after step {step}: prompts are answered", passing=True)
+            self._process.beat(f"a trial of the evaluation after step {step}")
+            self._process.console.progress(f"evaluation after step {step}: prompts are answered", passing=True)
             numbers, lines = trial.judge(jax.device_get(attempt(variables)))
             record |= numbers
             samples += lines
-        self._log.evaluated(step, record, samples, counts)
-        self._saves.score(step, record)
+        self._metrics_logger.evaluated(step, record, samples, counts)
+        self._checkpoints.score(step, record)
         return record
 
     def if_missed(self, state: TrainState, step: int, *, due: bool) -> dict[str, float]:

@@ -17,7 +17,7 @@ class Preempted(Exception):
     """A signal or a notice asked the run to end; it is saved, and rerunning the same command resumes it."""
 
 
-class Host:
+class ProcessContext:
     """A context. Entered, the processes have met: process 0 has the console, each has its log, and a watchdog waits for `beat`.
 
     Attributes:
@@ -33,15 +33,15 @@ class Host:
       Preempted: a signal came while others were waited for.
     """
 
-    def __init__(self, config: Config, told: Mapping[str, Any] = types.MappingProxyType({})):
-        """``told``: what is kept of this start beside versions and commit."""
-        self._config, self._told = config, told
+    def __init__(self, config: Config, command: Mapping[str, Any] = types.MappingProxyType({})):
+        """``command``: how the run was launched, stored for the report."""
+        self._config, self._command = config, command
         self.clock = goodput.Clock()
         self._processes = 1
         self._lost: WorkdirError | None = None
         self._closing = contextlib.ExitStack()
 
-    def __enter__(self) -> "Host":
+    def __enter__(self) -> "ProcessContext":
         config = self._config
         self.clock.switch(goodput.OTHERS)
         with contextlib.ExitStack() as stack:
@@ -93,7 +93,7 @@ class Host:
         self._closing.__exit__(kind, error, trace)
 
     def _facts(self) -> dict[str, Any]:
-        return {"versions": cluster.versions(), "commit": cluster.commit(), **self._told}
+        return {"versions": cluster.versions(), "commit": cluster.commit(), **self._command}
 
     def _own(self, stack: contextlib.ExitStack, membership: cluster.Cluster) -> str:
         """Take the lease of what the run writes to, in process 0. Returns the refusal, for all processes."""
@@ -163,6 +163,14 @@ class Host:
     def reason(self) -> str:
         """Who asked to stop."""
         return self._signals.reason
+
+    @contextlib.contextmanager
+    def phase(self, owner: str, doing: str = "") -> Iterator[None]:
+        """Counts the time in here as ``owner``'s in goodput. ``doing``, if given, is what the watchdog waits for."""
+        if doing:
+            self.starting(doing)
+        with self.clock.during(owner):
+            yield
 
     def beat(self, doing: str) -> None:
         """Reports progress to the watchdog, and that ``doing`` comes next. To be called before every wait."""

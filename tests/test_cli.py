@@ -360,7 +360,7 @@ def test_help_is_given_wherever_it_is_asked_for(argv, name, capsys):
 
 def test_help_behind_an_unknown_command_is_the_list(capsys):
     assert cli.main(["tran", "--help"]) == 0
-    assert capsys.readouterr().out == f"{cli.listing()}\n"
+    assert capsys.readouterr().out == f"{cli.listing(commands.table())}\n"
 
 
 def run_in(folder, *argv, **environment):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain import config, plan, train
+from jaxtrain import config, loop, plan
 from jaxtrain.compile import xla_options
 from tests.test_train import corpus, folder, run  # noqa: F401
 
@@ -83,7 +83,7 @@ def test_a_run_says_what_is_wrong_before_any_data_is_read(tmp_path):
     with pytest.raises(
         config.ConfigError, match="config.compiler.xla_cpu_fast is 'true', and the compiler for cpu refuses it: "
     ):
-        train.run(config.load(f"{ROOT}/configs/trm_sudoku.py:4x4", overrides))
+        loop.run(config.load(f"{ROOT}/configs/trm_sudoku.py:4x4", overrides))
 
 
 @pytest.mark.slow  # it compiles all anew: programs in the cache leave no dump

@@ -36,7 +36,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_paths_in_a_page_exist(page):
-    """A module, test or config that a page names in code is there: `jaxtrain/train.py`, `tests/test_kills.py`."""
+    """A module, test or config that a page names in code is there: `jaxtrain/loop.py`, `tests/test_kills.py`."""
     named = set(
         re.findall(r"(?<![\w/.-])((?:jaxtrain|loaders|rust|configs|tests|tools)/[\w/]+\.(?:py|rs|sh|png))", page.read_text())
     )
@@ -81,14 +81,14 @@ def test_the_objective_of_contributing_is_one(tmp_path):
     assert "weight" in python(tmp_path, "-c", code)
 
 
-def test_the_command_of_contributing_prints_the_newest_records(tmp_path):
-    name = "jaxtrain/commands/show_metrics.py"
-    for part in ("jaxtrain", "loaders"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / name).write_text(examples()[name])
+def test_the_workload_of_contributing_has_a_command_and_a_glossary(tmp_path):
+    for name in ("my_workload.py", "my_config.py", "my_loader.py", "my_command.py"):
+        (tmp_path / name).write_text(examples()[name])
     (tmp_path / "metrics.jsonl").write_text("1\n2\n3\n")
-    code = "import sys; from jaxtrain.commands import show_metrics; sys.exit(show_metrics.main(sys.argv[1:]))"
-    assert python(tmp_path, "-c", code, ".", "--last", "2").split() == ["2", "3"]
+    own = ("-m", "jaxtrain.cli", "--workload", "my_workload")
+    assert python(tmp_path, *own, "show-metrics", ".", "--last", "2").split() == ["2", "3"]
+    assert "print the newest records of a run" in python(tmp_path, *own)
+    assert "squared error of the sum" in python(tmp_path, "-m", "jaxtrain.cli", "explain", "--config=my_config.py")
 
 
 def test_examples_parse():

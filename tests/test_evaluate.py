@@ -9,7 +9,7 @@ import pytest
 from jaxtrain import evaluate
 from jaxtrain.config import Config, Train
 from jaxtrain.telemetry import console, goodput
-from jaxtrain.telemetry.metrics_logger import Log
+from jaxtrain.telemetry.metrics_logger import MetricsLogger
 from jaxtrain.types import Mean, Variables
 
 
@@ -37,7 +37,7 @@ def test_a_long_evaluation_says_how_far_it_is(monkeypatch, trials):
     programs = types.SimpleNamespace(evaluation=lambda bucket: sums)
     of_log = types.SimpleNamespace(_host=host)
     note = types.SimpleNamespace(
-        evaluating=lambda *a: Log.evaluating(of_log, *a),
+        evaluating=lambda *a: MetricsLogger.evaluating(of_log, *a),
         pictures=lambda *a, **k: None,
         evaluated=lambda *a: None,
     )

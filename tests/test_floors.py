@@ -13,8 +13,8 @@ FLOORS = (
     {"cli"},
     {"workloads"},
     {"commands"},
-    {"train", "doctor"},
-    {"evaluate", "compile.step_compiler", "checkpoint.init_or_restore", "checkpoint.rewinds", "telemetry.metrics_logger"},
+    {"loop", "doctor"},
+    {"evaluate", "compile.step_compiler", "checkpoint.init_or_restore", "checkpoint.manager", "telemetry.metrics_logger"},
     {"data", "process_context"},
     {"plan"},
     {"assembly", "compile"},
@@ -41,10 +41,10 @@ FLOORS = (
 )
 # Neighbours on one floor, and why.
 ALLOWED = {
-    ("checkpoint.init_or_restore", "checkpoint.rewinds"): "a run begins with what was saved",
+    ("checkpoint.init_or_restore", "checkpoint.manager"): "a run begins with what was saved",
     ("evaluate", "compile.step_compiler"): "an evaluation is a compiled program",
     ("evaluate", "telemetry.metrics_logger"): "an evaluation is recorded",
-    ("evaluate", "checkpoint.rewinds"): "an evaluation decides which checkpoint is the best",
+    ("evaluate", "checkpoint.manager"): "an evaluation decides which checkpoint is the best",
     ("checkpoint", "schedule"): "a rewind goes back to a regular save",
     ("nn", "parallel"): "statistics of the global batch are summed over the mesh axis of replicas",
     ("specs", "parallel"): "abstract arrays carry the layout's shardings",
@@ -54,7 +54,7 @@ ALLOWED = {
 # Modules of loaders/ that know of no data and import nothing of ours but each other: every module of jaxtrain may use them.
 GROUND = {"loaders.io.machine", "loaders.io.checks", "loaders.io.files", "loaders.io.atomic_write"}
 LOOP = (
-    "train", "checkpoint/init_or_restore", "checkpoint/rewinds", "data/stream", "process_context",
+    "loop", "checkpoint/init_or_restore", "checkpoint/manager", "data/stream", "process_context",
     "telemetry/metrics_logger", "evaluate", "compile/step_compiler", "step/guard",
 )  # fmt: skip
 NO_ROOMS = {"utils", "helpers", "common", "base_trainer", "registry", "callbacks", "hooks"}
@@ -112,9 +112,9 @@ def test_neighbours_that_are_allowed_are_used():
 
 def test_the_reader_sees_every_kind_of_import(tmp_path):
     file = tmp_path / "x.py"
-    file.write_text("import a.b\nfrom jaxtrain import train as t\ndef f():\n    from jaxtrain.nn.attention import attention\n")
-    assert imports(file) == {"a.b", "jaxtrain.train", "jaxtrain.nn.attention.attention"}
-    assert [member(m) for m in sorted(imports(file))] == [None, "nn", "train"]
+    file.write_text("import a.b\nfrom jaxtrain import loop as t\ndef f():\n    from jaxtrain.nn.attention import attention\n")
+    assert imports(file) == {"a.b", "jaxtrain.loop", "jaxtrain.nn.attention.attention"}
+    assert [member(m) for m in sorted(imports(file))] == [None, "loop", "nn"]
 
 
 @pytest.mark.parametrize("path", LOADERS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -129,7 +129,7 @@ def test_only_those_who_hold_data_know_the_loaders():
         for module in imports(path)
         if module.split(".")[0] == "loaders" and not any(f"{module}.".startswith(f"{ground}.") for ground in GROUND)
     }
-    assert users <= {"train", "assembly", "data", "data.feed", "telemetry.metrics_logger", "commands", "workloads", "doctor"}
+    assert users <= {"loop", "assembly", "data", "data.feed", "telemetry.metrics_logger", "commands", "workloads", "doctor"}
 
 
 def test_the_ground_of_the_loaders_imports_nothing_of_ours_but_itself():

@@ -28,3 +28,8 @@ def test_a_meaning_stands_alone():
 )
 def test_the_letters_of_a_meaning_are_filled_in(name, workload, split, told):
     assert told in glossary.meaning(name, workload=f"jaxtrain.workloads.{workload}", split=split)
+
+
+def test_an_entry_without_a_metric_is_named():
+    own = (glossary.Entry("loss", "loss", "…"), glossary.Entry("X_loss", "(?P<X>.+)_loss", "…"))
+    assert glossary.without_metric(own, ["loss", "lr"]) == ["X_loss"]

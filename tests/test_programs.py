@@ -1,11 +1,11 @@
-"""Programs compiled ahead of the steps that need them."""
+"""StepCompiler compiled ahead of the steps that need them."""
 
 import threading
 import time
 
 import pytest
 
-from jaxtrain.compile.step_compiler import Ahead
+from jaxtrain.compile.step_compiler import CompileAhead
 
 
 def test_programs_are_compiled_once_each_in_order_and_before_they_are_needed():
@@ -17,7 +17,7 @@ def test_programs_are_compiled_once_each_in_order_and_before_they_are_needed():
         order.append(stage)
         return lambda: stage
 
-    programs = Ahead(lambda step: min(step // 5, 3), compiled)
+    programs = CompileAhead(lambda step: min(step // 5, 3), compiled)
     programs.begin(3, 19)
     assert programs.starts == {0: 3, 1: 5, 2: 10, 3: 15}
     assert programs.at(3)() == 0 and programs.at(4)() == 0 and programs.at(5)() == 1
@@ -36,7 +36,7 @@ def test_a_compilation_that_fails_is_raised_at_its_step_and_not_before():
             raise ValueError("stage 1 does not fit")
         return lambda: stage
 
-    programs = Ahead(lambda step: step, compiled)
+    programs = CompileAhead(lambda step: step, compiled)
     programs.begin(0, 2)
     assert programs.at(0)() == 0
     with pytest.raises(ValueError, match="stage 1 does not fit"):
@@ -55,7 +55,7 @@ def test_an_evaluation_is_compiled_after_the_first_step_and_its_failure_ends_the
         order.append("evaluation")
         return lambda: "evaluated"
 
-    programs = Ahead(lambda step: step // 5, compiled)
+    programs = CompileAhead(lambda step: step // 5, compiled)
     programs.begin(0, 10, others=[evaluation])
     assert programs.at(0)() == 0 and programs.other(0)() == "evaluated" and programs.at(9)() == 1
     assert order == [0, "evaluation", 1]
@@ -64,7 +64,7 @@ def test_an_evaluation_is_compiled_after_the_first_step_and_its_failure_ends_the
     def too_large():
         raise ValueError("the evaluation does not fit")
 
-    programs = Ahead(lambda step: 0, compiled)
+    programs = CompileAhead(lambda step: 0, compiled)
     programs.begin(0, 1_000_000, others=[too_large])
     with pytest.raises(ValueError, match="does not fit"):
         for step in range(1_000_000):  # at one of the first steps, with nobody having asked for the evaluation
@@ -75,7 +75,7 @@ def test_an_evaluation_is_compiled_after_the_first_step_and_its_failure_ends_the
 
 
 def test_a_run_without_steps_left_has_its_evaluation():
-    programs = Ahead(lambda step: 0, lambda stage: None)
+    programs = CompileAhead(lambda step: 0, lambda stage: None)
     programs.begin(5, 5, others=[lambda: lambda: "evaluated"])
     assert programs.other(0)() == "evaluated"
     programs.close()
@@ -88,7 +88,7 @@ def test_the_program_of_a_likely_first_step_is_compiled_before_it_is_known_and_o
         order.append(stage)
         return lambda: stage
 
-    programs = Ahead(lambda step: step // 5, compiled)
+    programs = CompileAhead(lambda step: step // 5, compiled)
     programs.expect(6)
     deadline = time.monotonic() + 60
     while not order and time.monotonic() < deadline:
@@ -100,7 +100,7 @@ def test_the_program_of_a_likely_first_step_is_compiled_before_it_is_known_and_o
     programs.close()
 
     order.clear()
-    programs = Ahead(lambda step: step // 5, compiled)
+    programs = CompileAhead(lambda step: step // 5, compiled)
     programs.expect(9)  # the newest checkpoint was damaged, and the run resumes from the one before
     programs.begin(4, 8)
     assert programs.at(4)() == 0 and programs.at(7)() == 1 and sorted(order) == [0, 1]

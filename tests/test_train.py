@@ -71,6 +71,7 @@ from ml_collections import ConfigDict
 
 def get_config(path):
     return ConfigDict(dict(
+        workload="jaxtrain.workloads.bird",
         loader="recording_loader",
         model=dict(embed=32, depth=2, heads=4, patch=(32, 32), dtype="float32",
                    augment=dict(shift=50, time_masks=1, mel_masks=1)),

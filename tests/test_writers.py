@@ -179,7 +179,7 @@ def test_promise_15_mlflow_goes_on_in_the_same_run(tmp_path, monkeypatch):
     kept(tmp_path, mlflow_experiment="birds")
     assert [c[1:] for c in calls if c[0] == "start_run"] == [({"run_name": "run"},), ({"run_id": "r1"},)]
     params = [c[1] for c in calls if c[0] == "log_params"]
-    assert params[0]["workload"] == "jaxtrain.workloads.bird" and all(len(each) <= 100 for each in params)
+    assert params[0]["workdir"] == str(tmp_path / "run") and all(len(each) <= 100 for each in params)
     assert sum(params[0] == each for each in params) == 1, "what a resumed run is set to was said before"
     sent = [(c[2]["step"], c[1]) for c in calls if c[0] == "log_metrics"]
     assert sent == [*((s, {"train/loss": float(s)}) for s in (10, 20, 30, 40)), (40, {"test/accuracy": 0.5})]

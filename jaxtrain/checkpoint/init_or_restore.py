@@ -1,8 +1,9 @@
-"""What a run begins with: the one list of where its state may come from, first that exists."""
+"""Initialise or restore: the one list of where the state of a run may come from, in order."""
 
 import functools
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ import numpy as np
 from jaxtrain import specs
 from jaxtrain.arrays import stored
 from jaxtrain.assembly import Assembly
-from jaxtrain.checkpoint import Restored, warm_start
-from jaxtrain.checkpoint.rewinds import Saves
+from jaxtrain.checkpoint import History, Restored, warm_start
+from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.config import Config, Optim, section
 from jaxtrain.nn import lora
 from jaxtrain.optim import make_schedule
@@ -25,8 +26,16 @@ log = logging.getLogger("jaxtrain")
 OF_SCHEDULE = ("lr", "schedule", "warmup", "decay", "decay_shape", "lr_init", "lr_floor")
 
 
-def begin(assembly: Assembly, saves: Saves) -> tuple[TrainState, int]:
-    """The state that the run trains from, and how many batches it has read. Every process calls it.
+class Start(NamedTuple):
+    """What a run trains from."""
+
+    state: TrainState
+    step: int  # batches that it has read
+    history: History
+
+
+def init_or_restore(assembly: Assembly, checkpoints: CheckpointManager) -> Start:
+    """Returns the state, step and history that the run trains from. Every process calls it. Nothing else is changed.
 
     Raises:
       CheckpointError: there are checkpoints, and none can be read, or they are of another model or other data. Never
@@ -35,19 +44,20 @@ def begin(assembly: Assembly, saves: Saves) -> tuple[TrainState, int]:
     """
     config, abstract = assembly.config, assembly.abstract
     # 1. The newest checkpoint of this workdir that can be read.
-    restored = saves.newest()
+    restored = checkpoints.newest()
     # 2. The newest one of config.resume.path that can be read.
     if not restored and config.resume.path:
-        restored = saves.newest(config.resume.path)
+        restored = checkpoints.newest(config.resume.path)
     if restored:
         log.info("resuming from step %d: %s", restored.step, restored.source)
         _report_schedule(config, restored)
-        return _with_frozen(assembly, restored.state), restored.step
+        return Start(_with_frozen(assembly, restored.state), restored.step, restored.history)
     # 3. The initial parameters, and over them those of config.warm_start.source.
     # 4. The initial parameters.
     overlay, given = _warm_start(assembly)
     key = jax.random.key(config.seed)
-    return state_lib.init_state(assembly.task, assembly.tx, abstract, key, start=overlay, given=given), 0
+    state = state_lib.init_state(assembly.task, assembly.tx, abstract, key, start=overlay, given=given)
+    return Start(state, 0, History())
 
 
 def _report_schedule(config: Config, restored: Restored) -> None:

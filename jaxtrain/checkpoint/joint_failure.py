@@ -56,7 +56,7 @@ class Meeting:
         self._wait(key=key, timeout_ms=timeout_ms)
 
     def _folder(self) -> str:
-        return f"jaxtrain/checkpoint/rewinds/{self._saves}/"
+        return f"jaxtrain/checkpoint/manager/{self._saves}/"
 
     def _come(self, phase: str, timeout_ms: int) -> None:
         """Waits for all at the end of a phase, unless another thread of this process does, or did."""

@@ -6,12 +6,13 @@
     jaxtrain doctor --config=xcm               and what this run needs: its folders, its data, its sizes
     srun jaxtrain doctor --config=xcm          all processes of a job: one report, by process 0
 
-Each finding is one line: ok, warn or fail, and what to do. Under srun or mpirun, on every worker of a TPU pod, or with
-JAXTRAIN_COORDINATOR, JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS, the processes meet where a run's would, and also compare what
-they have, measure the network between the hosts, and look whether all see the folder of the checkpoints. A process that cannot
-reach process 0 says why itself. Every wait is bounded; on two healthy hosts it takes less than a minute.
+Each finding is one line: ok, warn or fail, and the remedy. Under srun or mpirun, on every worker of a
+TPU pod, or with JAXTRAIN_COORDINATOR, JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS, the processes meet by
+the rendezvous of a run. They compare their software, config, data and clocks, connect to each other,
+and check that all see the folder of the checkpoints. A process that cannot reach process 0 prints the
+reason itself. Every wait is bounded.
 
-Ends with 1 when something failed, on every process, a config that does not exist included; what is a warning does not count.
+If something failed in any process, every process exits with 1. A warning is no failure.
 """
 
 import sys

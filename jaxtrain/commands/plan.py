@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(given: config.Arguments) -> int:
     """Prints the plan of ``given.plan``. Returns the exit code."""
-    from jaxtrain import plan, train
+    from jaxtrain import loop, plan
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry import console
 
@@ -50,7 +50,7 @@ def show(given: config.Arguments) -> int:
     console.start_console()
     cluster.use_compilation_cache()
     cluster.use_threads_for_host_devices()
-    return arguments.run(report, mistakes=train.USER_ERRORS)
+    return arguments.run(report, mistakes=loop.USER_ERRORS)
 
 
 def set_up(kind: str) -> int:

@@ -72,7 +72,7 @@ def _doing(path: str) -> str:
     from jaxtrain.telemetry.report import run as run_lib
 
     starts = run_lib.open_run(path).starts
-    return starts[-1].owner if starts else "unknown"
+    return starts[-1].phase if starts else "unknown"
 
 
 def traces(workdir: pathlib.Path) -> list[pathlib.Path]:

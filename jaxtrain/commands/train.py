@@ -104,15 +104,15 @@ def _train(given: config.Arguments) -> int:
 
 def _run(given: config.Arguments, run: config.Config) -> int:
     # Not before the config is known to be right: optimizers and checkpoints take as long to import as all else.
-    from jaxtrain import train
+    from jaxtrain import loop
 
     try:
-        train.run(run, {"source": given.source, "overrides": dict(given.overrides)})
+        loop.run(run, {"source": given.source, "overrides": dict(given.overrides)})
         logging.getLogger("jaxtrain").info("%s", last_lines(given, run))
-    except train.USER_ERRORS as error:
+    except loop.USER_ERRORS as error:
         arguments.report(error)
         return arguments.MISTAKE
-    except train.Preempted as end:
+    except loop.Preempted as end:
         print(f"{end}; rerun the same command to resume", file=sys.stderr)
         return run.preemption.exit_code
     return 0

@@ -25,7 +25,7 @@ log = logging.getLogger("jaxtrain")
 THREAD = "compile"  # what the names of threads that compile begin with
 
 
-class Ahead:
+class CompileAhead:
     """Programs that one thread compiles in the order in which they are needed.
 
     The first step waits for the first, and the others are ready long before they are due, so that a change of stage does not
@@ -105,7 +105,7 @@ def _done(program: Callable) -> concurrent.futures.Future:
     return future
 
 
-class Programs:
+class StepCompiler:
     """A context. Made, it compiles the program of the likely first step, beside what follows. `ready` waits for that of the
     first step, and has evaluations and later steps compiled while the run goes on. All are the same on every process.
 
@@ -127,7 +127,7 @@ class Programs:
             return assembly.with_batch(data.buckets[bucket]).trace(stage).lower()
 
         self._lowered = lowered
-        self._steps = Ahead(self._key_of, lambda key: self._compile(lowered(key)))
+        self._steps = CompileAhead(self._key_of, lambda key: self._compile(lowered(key)))
         self.stop = {asked: step_lib.put_stop(assembly.layout, asked) for asked in (False, True)}
         if likely < assembly.config.train.steps:
             first = lowered(self._key_of(likely))  # by this thread, which has the time
@@ -170,7 +170,7 @@ class Programs:
             self._steps.at(first)
         log.info("compiled in %.1f s", time.perf_counter() - self._began)
 
-    def __enter__(self) -> "Programs":
+    def __enter__(self) -> "StepCompiler":
         return self
 
     def __exit__(self, *exception: object) -> None:

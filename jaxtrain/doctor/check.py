@@ -9,13 +9,16 @@ LONGEST = 4000  # [characters] of a finding
 
 
 class Check(NamedTuple):
-    """What was looked at, what was found, and what to do about it."""
+    """The name of a check, what it found, and the remedy."""
 
     group: str  # host, devices, disk, …
     name: str
     verdict: str  # OK, WARN or FAIL
     text: str  # one line
-    remedy: str = ""  # one line; empty where the verdict is OK
+    remedy: str = ""  # one line; empty if the verdict is OK
+
+
+Found = tuple[list[Check], dict[str, Any]]  # and facts for other checks
 
 
 def ok(group: str, name: str, text: str) -> Check:
@@ -32,18 +35,17 @@ def fail(group: str, name: str, text: str, remedy: str) -> Check:
 
 def from_json(found: Any) -> Check:
     """A check that came from another process. Raises ValueError for anything else."""
-    if not isinstance(found, list) or len(found) != len(Check._fields) or not all(isinstance(x, str) for x in found):
-        raise ValueError("this is no finding of the doctor")
-    if found[2] not in (OK, WARN, FAIL):
-        raise ValueError(f"the verdict {found[2]!r} is unknown")
-    return Check(*found)
+    match found:
+        case [str(), str(), "ok" | "warn" | "fail", str(), str()]:
+            return Check(*found)
+    raise ValueError("this is no finding of the doctor")
 
 
 def raised(error: BaseException) -> str:
-    """An error of somebody's code: its name, what it says, and the line where it was raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
-    return f"{type(error).__name__}: {error}{at}"
+    """Describe an error of a user's code: its name, its text, and the line that raised it."""
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if x.filename[0] != "<"]
+    at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{'' if isinstance(error, SyntaxError) else at}"
 
 
 def in_bytes(n: float) -> str:
@@ -55,5 +57,6 @@ def in_bytes(n: float) -> str:
 
 
 def _line(text: str) -> str:
-    listed = re.sub(r"\n {2,}(?=\S)", "; ", re.sub(r":\n\s+", ": ", text))  # below a sentence, as errors list their reasons
+    # Errors list their reasons in lines below a sentence.
+    listed = re.sub(r"\n {2,}(?=\S)", "; ", re.sub(r":\n\s+", ": ", text))
     return " ".join(listed.split())[:LONGEST]

@@ -1,6 +1,6 @@
-"""The data of a config: the index is read, a sample of both splits' shards is decoded, and rows are counted for some seconds.
+"""The data of a config: the index, examples of both splits, and the rate of rows.
 
-It runs in a process of its own (`jaxtrain.doctor.apart`), since a dead file server may hold it for ever.
+It runs in a process of its own (`jaxtrain.doctor.apart`): a dead file server may hang it.
 """
 
 import importlib
@@ -8,123 +8,106 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from jaxtrain import config as config_lib
-from jaxtrain.doctor.check import Check, fail, ok, raised, warn
-from loaders.audio import demo
+from jaxtrain.doctor.check import Check, Found, fail, ok, raised, warn
 from loaders.base import DataError, Loader, Rows
-from loaders.film import demo_film
 
 GROUP = "data"
-SHARDS = 64  # that are sampled, evenly spread where there are more
+SHARDS = 64  # that are sampled, evenly spread if there are more
 SAMPLING, COUNTING = 10.0, 3.0  # [s] for a split, and for the rate
-PLACES = 8  # of a split whose shards are not known: batches, evenly spread
+PLACES = 8  # batches of a split whose shards are not known, evenly spread
 
 
-def examine(
-    *, source: str, overrides: list[list[str]], process: int, processes: int, wanted: float
-) -> tuple[list[Check], dict[str, Any]]:
-    """Args: the config; which of how many processes; ``wanted``: rows/s that the whole job will ask for, 0 = unknown."""
-    config, _ = config_lib.read(source, [(path, text) for path, text in overrides], make_data=False)
-    if missing := _not_there_yet(config):
-        return [
-            warn(GROUP, "index", missing, "train for a step on one host first, and see to it that the others share its cache")
-        ], {}
+def examine(*, source: str, overrides: Any, process: int, processes: int, wanted: float) -> Found:
+    """Check a config's data. ``wanted``: rows/s that steps of the whole job take, 0 = unknown."""
+    config, _ = config_lib.read(source, overrides, make_data=False)
+    if missing := config.data.missing():
+        remedy = "train for a step on one host first, and let the others share its cache"
+        return [warn(GROUP, "index", missing, remedy)], {}
     try:
         return _look(config, process, processes, wanted)
     except (DataError, OSError) as error:
-        return [fail(GROUP, "index", str(error), "correct or remove what it names, then rerun")], {}
-    except Exception as error:  # noqa: BLE001  a loader that fails at data as no loader should
-        remedy = "look at the data that it names, if any; else report it: a loader names what is wrong as a DataError"
-        return [fail(GROUP, "loader", f"{config.loader} failed: {raised(error)}", remedy)], {}
+        remedy = "correct or remove what it names, then rerun"
+        return [fail(GROUP, "index", str(error), remedy)], {}
+    except Exception as error:  # noqa: BLE001  any error of a user's loader
+        text = f"{config.loader} failed: {raised(error)}"
+        remedy = "look at the data that it names, if any; else report it: a loader raises DataError"
+        return [fail(GROUP, "loader", text, remedy)], {}
 
 
-def _not_there_yet(config: config_lib.Config) -> str:
-    """Why the data cannot be looked at without making or copying them; "" where they can."""
-    if getattr(config.data, "train", "") == "demo" and not demo.folder().is_dir():
-        return "the built-in birds are not made yet; the first run makes them"
-    if getattr(config.data, "path", "") == "demo" and not demo_film.folder().is_dir():
-        return "the built-in film is not made yet; the first run makes it"
-    if not config.data.exists():
-        return "the data are not here yet; the first run copies or makes them, and only then their shards and rows are known"
-    return ""
-
-
-def _look(config: config_lib.Config, process: int, processes: int, wanted: float) -> tuple[list[Check], dict[str, Any]]:
-    module, batch = importlib.import_module(config.loader), config.train.batch
+def _look(config: config_lib.Config, process: int, processes: int, wanted: float) -> Found:
+    batch, began = config.train.batch, time.perf_counter()
     first, stop = process * batch // processes, (process + 1) * batch // processes
-    rows = Rows(batch, ((first, stop if stop > first else first + 1),))
-    began = time.perf_counter()
-    train, test = (module.make_loader(config.data, split=split, rows=rows, seed=config.seed) for split in ("train", "test"))
+    rows = Rows(batch, ((first, max(stop, first + 1)),))
+    train, test = (_loader(config, split, rows) for split in ("train", "test"))
     try:
-        facts = {"data": {"train": train.state(0), "test": test.fingerprint}}
-        sizes = f"{train.n_batches:,} batches to train on, {test.n_batches:,} to test"
-        checks = [ok(GROUP, "index", f"{sizes}, read in {time.perf_counter() - began:.1f} s")]
+        text = f"{train.n_batches:,} batches to train on, {test.n_batches:,} to test"
+        text += f", read in {time.perf_counter() - began:.1f} s"
+        checks = [ok(GROUP, "index", text)]
         for split, loader in (("train", train), ("test", test)):
             checks += _samples(config, split, loader)
-        checks += [_rate(train, stop - first, wanted / processes)]
-        return checks, facts
+        checks.append(_rate(train, stop - first, wanted / processes))
+        return checks, {"data": {"train": train.state(0), "test": test.fingerprint}}
     finally:
-        for loader in (train, test):
-            loader.close()
+        train.close()
+        test.close()
+
+
+def _loader(config: config_lib.Config, split: str, rows: Rows, **more: Any) -> Loader:
+    module = importlib.import_module(config.loader)
+    return module.make_loader(config.data, split=split, rows=rows, seed=config.seed, **more)
 
 
 def _samples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[Check]:
-    """Decodes a recording of each shard; or a batch here and there, where a loader does not say which shards it has."""
+    """Read an example of each shard, or some batches if a loader has no shards."""
     name, until = f"{split} samples", time.monotonic() + SAMPLING
-    remedy = "replace these files from their source, or index the recordings again"
-    if not loader.n_batches:  # which the index says
+    if not loader.n_batches:  # the index says so
         return
+    done, bad, each = 0, list[int](), loader
     if loader.population is None:
-        places, done = spread(loader.n_batches, PLACES), 0
-        while done < len(places) and time.monotonic() < until:
-            loader.seek(places[done])
-            next(loader)
-            done += 1
-        yield _sampled(name, done, f"{done} batches, spread over {loader.n_batches:,}, were read")
-        return
-    rows, first_rows = loader.population.rows, loader.population.first_rows
-    # Position k of this loader is the k-th recording of the split.
-    module = importlib.import_module(config.loader)
-    each = module.make_loader(config.data, split=split, rows=Rows(1, ((0, 1),)), seed=config.seed, in_order=True)
-    starts = [int(x) for x in rows.searchsorted(first_rows)]
-    starts = list(dict.fromkeys(k for k in starts if k < len(rows)))
-    bad, done = [], 0
+        places = _spread(loader.n_batches, PLACES)
+        what = f"batches, spread over {loader.n_batches:,}"
+    else:
+        rows = loader.population.rows
+        starts = dict.fromkeys(int(x) for x in rows.searchsorted(loader.population.first_rows))
+        shards = [k for k in starts if k < len(rows)]
+        places = [shards[i] for i in _spread(len(shards), SHARDS)]
+        what = f"of {len(shards)} shards, an example each"
+        # Position k of this loader is the k-th example of the split.
+        each = _loader(config, split, Rows(1, ((0, 1),)), in_order=True)
     try:
-        for k in (starts[i] for i in spread(len(starts), SHARDS)):
+        for k in places:
             if time.monotonic() > until:
                 break
             each.seek(k)
             _, found = next(each)
             done += 1
-            if not found["weight"][0][0]:
-                bad.append(int(rows[k]))
+            if loader.population is not None and not found["weight"][0][0]:
+                bad.append(int(loader.population.rows[k]))
+        reasons = dict(each.diagnostics().get("bad_list", []))
     except DataError as error:
-        yield fail(GROUP, name, str(error), remedy)
+        yield fail(GROUP, name, str(error), "replace these files from their source")
         return
     finally:
-        reasons = dict(each.diagnostics().get("bad_list", []))
-        each.close()
+        if each is not loader:
+            each.close()
     if bad:
-        first = f"row {bad[0]}: {reasons.get(bad[0], 'unreadable')}"
-        yield fail(GROUP, name, f"{len(bad)} of the first recordings of {done} shards cannot be decoded; {first}", remedy)
+        text = f"{len(bad)} of the first examples of {done} shards cannot be read"
+        text += f"; row {bad[0]}: {reasons.get(bad[0], 'unreadable')}"
+        yield fail(GROUP, name, text, "replace these files, or index them again")
+    elif done:
+        yield ok(GROUP, name, f"{done} {what}, were read")
     else:
-        yield _sampled(name, done, f"a recording of each of {done} of {len(starts)} shards was decoded")
+        text = f"0 {what}, were read within {SAMPLING:g} s"
+        remedy = "see whether the data's file system is slow, or copy them nearer"
+        yield warn(GROUP, name, text, remedy)
 
 
-def _sampled(name: str, done: int, text: str) -> Check:
-    """What was read is well; nothing was read where the time was up before the first one."""
-    if done:
-        return ok(GROUP, name, text)
-    return warn(
-        GROUP, name, f"{text}, within {SAMPLING:g} s", "see whether the data's file system is slow, or copy them nearer"
-    )
-
-
-def spread(n: int, most: int) -> list[int]:
-    """At most ``most`` of the numbers below n, evenly spread, the first and the last among them."""
-    if n <= most:
-        return list(range(n))
-    return sorted({round(i * (n - 1) / (most - 1)) for i in range(most)})
+def _spread(n: int, most: int) -> list[int]:
+    """At most ``most`` of the numbers below n, evenly spread, with the first and the last."""
+    return [int(x) for x in np.linspace(0, n - 1, min(n, most))]
 
 
 def _rate(train: Loader, rows: int, wanted: float) -> Check:
@@ -138,9 +121,10 @@ def _rate(train: Loader, rows: int, wanted: float) -> Check:
     rate = rows * batches / (time.perf_counter() - began)
     text = f"{rate:,.0f} rows/s" if rate >= 10 else f"{rate:.2g} rows/s"
     if not wanted:
-        return ok(GROUP, "rate", f"{text}; what a step asks for is not known on these devices")
+        text += "; what a step asks for is not known on these devices"
+        return ok(GROUP, "rate", text)
     text += f"; a step asks this process for {wanted:,.0f} at most"
-    if rate < wanted:
-        remedy = "more cores (srun --cpus-per-task), data.threads, or data nearer: the step will wait for the loader"
-        return warn(GROUP, "rate", text, remedy)
-    return ok(GROUP, "rate", text)
+    if rate >= wanted:
+        return ok(GROUP, "rate", text)
+    remedy = "more cores (srun --cpus-per-task), data.threads, or data nearer: steps will wait"
+    return warn(GROUP, "rate", text, remedy)

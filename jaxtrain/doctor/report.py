@@ -11,7 +11,7 @@ GROUPS = ("processes", "software", "config", "host", "devices", "disk", "data", 
 
 
 class Report(NamedTuple):
-    """What a process has to report: all findings if it is process 0, or alone; else its own."""
+    """The findings: of all processes at process 0, else of the process itself."""
 
     checks: Sequence[tuple[int, Check]]  # by process
     hosts: Mapping[int, str]  # name of each process's host
@@ -20,23 +20,20 @@ class Report(NamedTuple):
     speaks: bool  # whether this process prints it
     well: bool  # whether nothing failed, in any process
 
-    def count(self, verdict: str) -> int:
-        return sum(line.verdict == verdict for _, line in merged(self.checks))
-
 
 def merged(checks: Sequence[tuple[int, Check]]) -> list[tuple[list[int], Check]]:
-    """Findings that are the same in several processes once, in the order of the groups.
+    """List the findings once that several processes share, in the order of the groups.
 
-    Of those that are ok, one of a name stands for all of its processes.
+    If a check is ok in several processes, the text of the first one stands for all.
     """
     found: dict[tuple[str, ...], tuple[list[int], Check]] = {}
     for process, check in checks:
-        key = check[:3] if check.verdict == OK and check.name != "link" else tuple(check)
+        key = check[:3] if check.verdict == OK else tuple(check)
         processes, _ = found.setdefault(key, ([], check))
         if process not in processes:
             processes.append(process)
     rank = {name: i for i, name in enumerate(GROUPS)}
-    return sorted(found.values(), key=lambda item: (rank.get(item[1].group, len(rank)), min(item[0])))
+    return sorted(found.values(), key=lambda x: (rank.get(x[1].group, len(rank)), min(x[0])))
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -51,23 +48,23 @@ def lines(report: Report) -> Iterator[str]:
     for processes, check in rows:
         where = f"[{numbers(processes)}] " if report.processes > 1 else ""
         remedy = f" → {check.remedy}" if check.remedy else ""
-        text = check.text if len(check.text) <= SHOWN else f"{check.text[:SHOWN]} … (--json has the rest)"
+        rest = " … (--json has the rest)" if len(check.text) > SHOWN else ""
+        text = f"{check.text[:SHOWN]}{rest}"
         yield f"{check.verdict:4}  {f'{check.group}: {check.name}':{width}}  {where}{text}{remedy}"
-    counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in (OK, WARN, FAIL))
-    yield f"{counts}, in {report.seconds:.0f} s"
+    n = {verdict: sum(x.verdict == verdict for _, x in rows) for verdict in (OK, WARN, FAIL)}
+    yield f"{n[OK]} ok, {n[WARN]} warn, {n[FAIL]} fail, in {report.seconds:.0f} s"
 
 
 def as_json(report: Report) -> str:
-    return json.dumps(
-        {
-            "ok": report.well,
-            "processes": report.processes,
-            "hosts": {str(process): host for process, host in sorted(report.hosts.items())},
-            "seconds": round(report.seconds, 1),
-            "checks": [{**check._asdict(), "processes": sorted(processes)} for processes, check in merged(report.checks)],
-        },
-        indent=1,
-    )
+    checks = [{**x._asdict(), "processes": sorted(p)} for p, x in merged(report.checks)]
+    found = {
+        "ok": report.well,
+        "processes": report.processes,
+        "hosts": {str(process): host for process, host in sorted(report.hosts.items())},
+        "seconds": round(report.seconds, 1),
+        "checks": checks,
+    }
+    return json.dumps(found, indent=1)
 
 
 def numbers(processes: Sequence[int]) -> str:

@@ -1,86 +1,87 @@
-"""What must be the same in all processes, and what this installation lacks."""
+"""The software of a process, and the facts that must be the same in all processes."""
 
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtrain.doctor.check import Check, fail, ok, warn
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.cluster import rendezvous
 
 GROUP = "software"
-# What steers compilers and communication; a process's own place in the job is not among it.
+# Variables that steer compilers and communication, without a process's own place in the job.
 STEERS = ("XLA_", "NCCL_", "LIBTPU_", "JAX_")
-OWN = ("JAX_COORDINATOR", "JAX_PROCESS", "JAX_LOCAL", "JAX_NUM", "NCCL_SOCKET_IFNAME", "JAX_COMPILATION_CACHE")
+OWN = ("JAX_COORDINATOR", "JAX_PROCESS", "JAX_LOCAL", "JAX_NUM", "JAX_COMPILATION", "NCCL_SOCKET")
 Judge = Callable[[str, str, str, str], Check]
-
-
-class Topic(NamedTuple):
-    """What must be the same in all processes."""
-
-    differs: Judge  # how bad a difference is
-    lacks: Judge  # how bad it is that some processes have none
-    remedy: str
-
-
-TOPICS = {
-    "packages": Topic(fail, fail, "install the same wheels on every host: pip install with one constraints file, or one image"),
-    "commit": Topic(fail, fail, "bring the checkouts to one commit: git pull, on every host"),
-    # Of one version and commit, a wheel may be another build, and a checkout may have been edited.
-    "files of jaxtrain": Topic(
-        fail, fail, "install the same wheel on all hosts, or bring the checkouts to the same state: git status, git diff"
+# By topic: the verdict if it differs, the verdict if some processes lack it, the remedy.
+TOPICS: dict[str, tuple[Judge, Judge, str]] = {
+    "packages": (
+        fail,
+        fail,
+        "install the same wheels on every host: one constraints file, one image",
     ),
-    # Hosts that build it each for themselves need not have the same bytes.
-    "extension of jaxtrain": Topic(warn, warn, "install the same wheel on all hosts, unless each built it from these files"),
-    "python": Topic(warn, warn, "use one version of Python and one kind of processor everywhere"),
-    "config": Topic(fail, fail, "start all processes with the same --config and overrides, from the same file"),
-    "workdir": Topic(fail, fail, "start all processes in the same folder, or set config.workdir to a path that begins with /"),
-    "environment": Topic(warn, warn, "set these variables alike in all processes: mpirun -x NAME, srun --export=ALL"),
-    "devices": Topic(fail, fail, "give every process as many devices, of one kind"),
+    "commit": (fail, fail, "bring the checkouts to one commit: git pull, on every host"),
+    # Of one version and commit a wheel may be another build, and a checkout may have been edited.
+    "files of jaxtrain": (
+        fail,
+        fail,
+        "install the same wheel on all hosts, or see git diff on each",
+    ),
+    "extension of jaxtrain": (
+        warn,
+        warn,
+        "install the same wheel, unless each host built it itself",
+    ),
+    "python": (warn, warn, "use one version of Python and one kind of processor everywhere"),
+    "config": (fail, fail, "start all processes with the same --config and overrides"),
+    "workdir": (fail, fail, "start all processes in one folder, or set config.workdir to /a/path"),
+    "environment": (warn, warn, "set these alike in all processes: mpirun -x, srun --export=ALL"),
+    "devices": (fail, fail, "give every process as many devices, of one kind"),
     # A host that has not made or copied its data yet has none.
-    "data": Topic(fail, warn, "bring the same data to every host, then rerun; a checkpoint would refuse one of them"),
+    "data": (fail, warn, "bring the same data to every host: a checkpoint would refuse others"),
 }
 
 
 def facts() -> dict[str, Any]:
-    """By topic; config, workdir, devices and data are added by those who find them."""
+    """The facts by topic. Other groups add config, workdir, devices and data."""
     checkout = cluster.commit()
+    steering = (name for name in sorted(os.environ) if name.startswith(STEERS))
     return {
         "packages": cluster.versions(),
         "checkout": checkout,
-        "commit": checkout.removesuffix("-dirty"),  # whether what differs from it is the same, the files say
+        "commit": checkout.removesuffix("-dirty"),  # the files say whether edits are the same
         "files of jaxtrain": cluster.digest_of_files(),
         "extension of jaxtrain": cluster.digest_of_extension(),
-        "python": {"version": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()},
-        "environment": {k: v[:500] for k, v in sorted(os.environ.items()) if k.startswith(STEERS) and not k.startswith(OWN)},
+        "python": {"version": "{}.{}".format(*sys.version_info), "machine": platform.machine()},
+        "environment": {x: os.environ[x][:500] for x in steering if not x.startswith(OWN)},
     }
 
 
 def examine(found: Mapping[str, Any]) -> Check:
-    """What is installed, of `facts`. What is missing ends every command before it begins: `jaxtrain.commands.installation`."""
+    """Name what is installed, of `facts`."""
     packages, commit = found["packages"], found["checkout"]
-    text = f"jaxtrain {packages['jaxtrain']}{f' ({commit})' if commit else ''}, jax {packages['jax']}"
-    return ok(GROUP, "installation", f"{text}, Python {sys.version.split()[0]}")
+    text = f"jaxtrain {packages['jaxtrain']}{f' ({commit})' if commit else ''}"
+    text += f", jax {packages['jax']}, Python {platform.python_version()}"
+    return ok(GROUP, "installation", text)
 
 
 def compare(reports: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Args: reports: {"process", "host", "facts": {topic: …}} of all processes."""
+    """Compare the facts of all processes. ``reports``: {"process", "host", "facts"} of each."""
     same = []
     for topic, (differs, lacks, remedy) in TOPICS.items():
-        known = [dict(report, facts={topic: report["facts"][topic]}) for report in reports if topic in report["facts"]]
-        lacking = [f"process {report['process']} ({report['host']})" for report in reports if topic not in report["facts"]]
+        known = [{**x, "facts": {topic: x["facts"][topic]}} for x in reports if topic in x["facts"]]
+        lacking = [x for x in reports if topic not in x["facts"]]
         if known and lacking:
-            more = f" and {len(lacking) - 8} others" if len(lacking) > 8 else ""
-            who = f"{', '.join(lacking[:8])}{more} {'has' if len(lacking) == 1 else 'have'} none"
-            yield lacks(GROUP, f"same {topic}", f"{who}; known of {len(known)} of {len(reports)} processes", remedy)
-        if len(known) < 2:
-            continue
+            named = ", ".join(f"process {x['process']} ({x['host']})" for x in lacking[:8])
+            text = f"{named} {'has' if len(lacking) == 1 else 'have'} none"
+            text += f"; known of {len(known)} of {len(reports)} processes"
+            yield lacks(GROUP, f"same {topic}", text, remedy)
         if problem := rendezvous.differences(known):
             text = "; ".join(line.strip() for line in problem.splitlines()[1:])
             yield differs(GROUP, f"same {topic}", text, remedy)
-        elif not lacking:
+        elif known and not lacking:
             same.append(topic)
     if same:
         yield ok(GROUP, "the same", f"{', '.join(same)}, in all {len(reports)} processes")

@@ -5,6 +5,7 @@ Every run has the metrics below. A workload has those of its `WORKLOAD.glossary`
 
 import re
 import sys
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxtrain import workload as workload_lib
@@ -67,6 +68,12 @@ def entries(workload: str, split: str) -> tuple[Entry, ...]:
     if split == "data":
         return DATA
     return SAVE if split == "save" else (*of_workload(workload), *STEP)
+
+
+def without_metric(entries: Iterable[Entry], names: Iterable[str]) -> list[str]:
+    """Lists the entries that match none of ``names``, the metrics that a run wrote: for a workload's own tests."""
+    names = list(names)
+    return [entry.names for entry in entries if not any(re.fullmatch(entry.pattern, name) for name in names)]
 
 
 def meaning(name: str, *, workload: str, split: str) -> str:

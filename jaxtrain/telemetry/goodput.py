@@ -1,13 +1,16 @@
-"""Where a run's wall time went: every second of every process, over all of its starts, has one owner.
+"""Where a run's wall time went: each second of each process, over all of its starts, is in one phase.
 
-workdir/goodput/process-N.jsonl has three lines for each start of process N. The first says what began: host, process id, when,
-versions. The other two are slots of one width, which a thread overwrites in turn every few seconds with the same totals:
-``{"id": …, "now": 1760000000.0, "step": 120, "seconds": {"steps": 31.5, …}, …}``. A kill, or a power cut, that tears one leaves
-the other, so that a few seconds are lost at most: they lie between two starts, and are owned by `STOPPED`.
+``workdir/goodput/process-N.jsonl`` has a line for each start of process N: host, process id, when,
+versions. A thread appends a line with the start's totals every few seconds: ``{"id": …, "now":
+1760000000.0, "step": 120, "seconds": {"steps": 31.5, …}, …}``. The last complete line counts. So a
+kill loses a few seconds at most. They lie between two starts, in the phase `STOPPED`.
 """
 
+import collections
 import contextlib
 import dataclasses
+import errno
+import itertools
 import json
 import logging
 import math
@@ -17,9 +20,8 @@ import re
 import socket
 import threading
 import time
-import types
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.parallel import lease
@@ -29,90 +31,93 @@ from jaxtrain.telemetry import jsonl
 log = logging.getLogger("jaxtrain")
 
 FOLDER = "goodput"
-WIDTH = 2048  # [bytes] of a slot, its line break included
-SLOTS = 2
-# The owners of time: of which a process is in one, in the order of a run.
+# The phases, in the order of a run.
 QUEUE, IMPORTS, OTHERS, MODEL, PLAN = "queue", "imports and config", "other processes", "devices and model", "plan"
 INDEX, RESTORE, COMPILATION = "data index", "restore", "compilation"
 STEPS, AGAIN, WAIT, SAVES, EVALUATION = "steps", "steps made again", "waiting for data", "saves", "evaluation"
 ENDING, STOPPED = "ending", "stopped"
-OWNERS = (
+PHASES = (
     QUEUE, IMPORTS, OTHERS, MODEL, PLAN, INDEX, RESTORE, COMPILATION, STEPS, AGAIN, WAIT, SAVES, EVALUATION, ENDING, STOPPED,
 )  # fmt: skip
-MOST = 100_000_000  # [bytes] of a file that is read
+MAX_BYTES = 100_000_000  # of a file that is read
+# What the first line of a start has, and each line of its totals: names, and the values of a start without one.
+HEAD = {"id": "", "host": "", "process": 0, "processes": 0, "pid": 0, "began": 0.0, "queued": 0.0}
+TOTALS: dict[str, Any] = {
+    "first": 0, "step": 0, "phase": IMPORTS, "end": "", "now": 0.0, "seconds": {},
+    "timed": 0, "total": 0.0, "squares": 0.0, "longest": 0.0, "blocked": 0.0,
+}  # fmt: skip
+MAX_LINES = 1000  # of totals, after which all but the last are dropped
 
 
 class Clock:
-    """This process's time. Each second from the process's start on belongs to the owner that `switch` named last.
+    """This process's time. Each second since the process's start is in the phase that `switch` named last.
 
-    Nothing is written before `open`. Afterwards a thread keeps the file; the loop itself only adds numbers.
+    Nothing is written before `open`. After it a thread writes, and the loop only adds numbers.
     """
 
     def __init__(self) -> None:
         self.began = _process_start()
-        self._zero = time.perf_counter() - (time.time() - self.began)  # when this process began, by the clock that never jumps
-        self._last, self._owner = self._zero, IMPORTS
-        self._seconds = dict.fromkeys((IMPORTS,), 0.0)
-        self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._closed = threading.Event()
+        self._zero = time.perf_counter() - (time.time() - self.began)  # the start, by the clock that never jumps
+        self._last, self._phase, self._seconds = self._zero, IMPORTS, {IMPORTS: 0.0}
+        self._lock, self._writing, self._closed = threading.Lock(), threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._file, self._tail, self._writes, self._warned = -1, 0, 0, False
-        self._id, self._end = uuid.uuid4().hex, ""
-        self._highest = self._step = self._steps = 0
+        self._file: Any = None
+        self._id, self._torn, self._warned, self._highest = uuid.uuid4().hex, False, False, 0
+        self._totals = dict(TOTALS)
         self._first: int | None = None
         self._read_at = math.nan
-        self._total = self._squares = self._longest = self._blocked = 0.0
-        self._before: dict[str, float] = {}  # seconds until this start, by owner
+        self._before: dict[str, float] = {}  # seconds until this start, by phase
 
-    def switch(self, owner: str) -> str:
-        """What follows belongs to ``owner``. Returns whose time it was until now."""
+    def switch(self, phase: str) -> str:
+        """Begin a phase. Returns the one before."""
         with self._lock:
-            now, before = time.perf_counter(), self._owner
+            before, self._phase = self._phase, phase
+            now = time.perf_counter()
             self._seconds[before] = self._seconds.get(before, 0.0) + now - self._last
-            self._last, self._owner = now, owner
+            self._last = now
         return before
 
-    def during(self, owner: str) -> "During":
-        """A context whose time belongs to ``owner``; what follows belongs to the owner before."""
-        return During(self, owner)
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Make a context a phase. The one before follows, unless an error ends the context, and so the process."""
+        before = self.switch(phase)
+        yield
+        self.switch(before)
 
     def resumed(self, step: int) -> None:
-        """Records the step that this start resumes from, in the file at once: a kill may come before the next write."""
-        self._first = self._step = step
+        """Record the step that this start resumes from, in the file at once: a kill may come before the next line."""
+        self._first = self._totals["step"] = step
         if self._thread:  # else the file could not be opened
             self._try()
 
     def steps(self, step: int) -> None:
-        """What follows are steps: those after ``step``."""
+        """Begin the steps after ``step``."""
         self.switch(AGAIN if step < self._highest else STEPS)
-        self._step, self._read_at = step, math.nan
+        self._totals["step"], self._read_at = step, math.nan
         self._first = step if self._first is None else self._first
 
     def read(self, step: int, blocked: float) -> None:
-        """Notes that ``step`` was read, for which the loop waited ``blocked`` seconds. Called at every step."""
-        now = time.perf_counter()
+        """Note that ``step`` was read, for which the loop waited ``blocked`` seconds. Called at every step."""
+        now, totals = time.perf_counter(), self._totals
         if (seconds := now - self._read_at) > 0:
-            self._steps += 1
-            self._total += seconds
-            self._squares += seconds * seconds
-            self._longest = max(self._longest, seconds)
-            self._blocked += blocked
-        self._step, self._read_at = step, now
-        if self._owner == AGAIN and step >= self._highest:
+            totals["timed"] += 1
+            totals["total"] += seconds
+            totals["squares"] += seconds * seconds
+            totals["longest"] = max(totals["longest"], seconds)
+            totals["blocked"] += blocked
+        totals["step"], self._read_at = step, now
+        if self._phase == AGAIN and step >= self._highest:
             self.switch(STEPS)
 
     def seconds(self) -> dict[str, float]:
-        """Owner -> seconds until now. They add up to the age of the process."""
+        """Phase -> seconds until now. They add up to the age of the process."""
         with self._lock:
-            now = time.perf_counter()
-            self._seconds[self._owner] = self._seconds.get(self._owner, 0.0) + now - self._last
-            self._last = now
-            return dict(self._seconds)
+            return {**self._seconds, self._phase: self._seconds.get(self._phase, 0.0) + time.perf_counter() - self._last}
 
     def goodput(self) -> float:
         """This process's goodput until now, over all its starts that are known."""
         seconds = self.seconds()
-        return goodput({owner: self._before.get(owner, 0.0) + seconds.get(owner, 0.0) for owner in OWNERS})
+        return goodput({phase: self._before.get(phase, 0.0) + seconds.get(phase, 0.0) for phase in PHASES})
 
     def line(self) -> str:
         """How long each part of the start took, once the first step is read."""
@@ -121,7 +126,7 @@ class Clock:
         return f"{sum(parts.values()):.1f} s from the command to the first step: {each}"
 
     def open(self, workdir: str, *, process: int, processes: int, facts: Mapping[str, Any]) -> None:
-        """Begins to write into ``workdir``; ``facts`` go into the first line. A disk that is full costs the file, not the run.
+        """Begin to write into ``workdir``; ``facts`` go into the first line. A full disk costs the file, not the run.
 
         Raises WorkdirError: something else than a file has its name.
         """
@@ -135,13 +140,9 @@ class Clock:
                 "host": socket.gethostname(), "pid": os.getpid(), "queued": _queued(self.began, before), **facts,
             }  # fmt: skip
             self._before = totals([*before, _start(head, {})])
-            with jsonl.opened(path) as file:
-                torn = os.fstat(file.fileno()).st_size and path.read_bytes()[-1:] != b"\n"
-                file.write(b"\n" * bool(torn) + json.dumps(head).encode() + b"\n")
-            self._file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            self._tail = os.fstat(self._file).st_size
-            for _ in range(SLOTS):  # whoever appends to the file later does so behind both
-                self._write()
+            self._shorten()
+            self._append(head)
+            self._write()
         except OSError as error:
             log.warning("where this run's time goes is not kept: %s cannot be written (%s)", path, error.strerror)
             return
@@ -149,28 +150,38 @@ class Clock:
         self._thread.start()
 
     def close(self, end: str) -> None:
-        """Writes the last totals, with what ended the process, in a few words."""
+        """Write the last totals, with what ended the process, in a few words."""
         self._closed.set()
         if self._thread:
             self._thread.join()
-            self._end = end.encode()[:200].decode(errors="ignore")
+            self._totals["end"] = end.encode()[:200].decode(errors="ignore")
             self._try()
-            os.close(self._file)
+            self._file.close()
             self._thread = None
             if self._path.name == "process-0.jsonl":
                 with contextlib.suppress(OSError, WorkdirError):
-                    if before := starts(self._path):  # none where the workdir was deleted
+                    if before := starts(self._path):  # none if the workdir was deleted
                         log.info("%s", summary(totals(before)))
 
     def _run(self) -> None:
-        while not self._closed.wait(min(max(1.0, (time.perf_counter() - self._zero) / 500), 10.0)):
+        for lines in itertools.count(1):
+            if self._closed.wait(min(max(1.0, (time.perf_counter() - self._zero) / 500), 10.0)):
+                return
             self._try()
+            if lines % MAX_LINES == 0:
+                with contextlib.suppress(OSError, WorkdirError):
+                    self._shorten()
+
+    def _shorten(self) -> None:
+        """Leave the first and the last line of each start in the file. What a kill cut short goes, too."""
+        with self._writing:
+            jsonl.rewrite(self._path, [line for pair in _pairs(self._path) for _, line in pair if line])
+            self._file = jsonl.opened(self._path)
 
     def _try(self) -> None:
-        """Writes the totals; a full disk must not end a run, and is reported once."""
+        """Write the totals. A full disk does not end a run, and is reported once."""
         try:
-            with self._writing:
-                self._write()
+            self._write()
             self._warned = False
         except OSError as error:
             if not self._warned:
@@ -178,33 +189,18 @@ class Clock:
             self._warned = True
 
     def _write(self) -> None:
-        """Overwrites the older slot. Raises OSError."""
-        seconds = {owner: round(s, 3) for owner, s in self.seconds().items()}
-        record = {
-            "id": self._id, "write": self._writes, "now": round(self.began + sum(seconds.values()), 3), "end": self._end,
-            "first": self._first or 0, "step": self._step, "owner": self._owner, "seconds": seconds, "timed": self._steps,
-            "total": round(self._total, 4), "squares": float(f"{self._squares:.6g}"), "longest": round(self._longest, 4),
-            "blocked": round(self._blocked, 4),
-        }  # fmt: skip
-        line = json.dumps(record, ensure_ascii=False).encode()
-        os.pwrite(self._file, line.ljust(WIDTH - 1) + b"\n", self._tail + WIDTH * (self._writes % SLOTS))
-        self._writes += 1
+        """Append the totals. Raises OSError."""
+        with self._writing:
+            seconds = {phase: round(s, 3) for phase, s in self.seconds().items()}
+            now = round(self.began + sum(seconds.values()), 3)
+            known = {"first": self._first or 0, "phase": self._phase, "now": now, "seconds": seconds}
+            self._append({"id": self._id, **self._totals, **known})
 
-
-class During:
-    """A context of `Clock.during`."""
-
-    def __init__(self, clock: Clock, owner: str):
-        self._clock, self._own = clock, owner
-
-    def __enter__(self) -> None:
-        self._before = self._clock.switch(self._own)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
-        if kind is None:  # else the rest of its life is the process's end
-            self._clock.switch(self._before)
+    def _append(self, record: Mapping[str, Any]) -> None:
+        line = b"\n" * self._torn + json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        self._torn = self._file.write(line) != len(line)
+        if self._torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,16 +211,16 @@ class Start:
     processes: int
     host: str
     began: float  # [s since 1970]
-    now: float  # [s since 1970] the last that was heard of it
     queued: float  # [s] before it began, in a queue; the rest of a gap it was stopped
-    first: int  # step that it resumed from; 0 where it began, or had restored none
+    now: float  # [s since 1970] the last that was heard of it
+    first: int  # step that it resumed from; 0 if it began, or had restored none
     step: int  # the last that it read
-    owner: str  # what it was at
+    phase: str  # the last
     end: str  # what ended it: "ended", a reason, or "" for a process that was killed, or lives
-    seconds: Mapping[str, float]  # by owner
+    seconds: Mapping[str, float]  # by phase
     timed: int  # steps whose time is known
     total: float  # [s] of them
-    deviation: float  # [s] of a step's time
+    squares: float  # [s²] of them, summed
     longest: float  # [s]
     blocked: float  # [s] that reading the steps took: waiting for the devices, and so for other processes
     facts: Mapping[str, Any]  # versions, commit, source and overrides of the config
@@ -234,64 +230,55 @@ class Start:
         """Seconds of a step that the process did not spend waiting for its devices: a straggler has the most."""
         return (self.total - self.blocked) / self.timed if self.timed else math.nan
 
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of a step's time [s]."""
+        mean = self.total / self.timed if self.timed else math.nan
+        return math.sqrt(max(self.squares / self.timed - mean * mean, 0.0)) if self.timed else math.nan
+
 
 def starts(path: pathlib.Path) -> list[Start]:
-    """The starts that a file tells of, by time. Lines that are none are left out: a kill tears one slot of two.
+    """Read the starts of a file, by time. Lines that are not records are left out.
 
     Raises WorkdirError: ``path`` is no regular file, or a huge one.
     """
-    if path.is_file() and path.stat().st_size > MOST:
-        raise WorkdirError(f"{path} has {path.stat().st_size} bytes, which no run writes; move it away")
-    heads: dict[str, dict[str, Any]] = {}
-    slots: dict[str, dict[str, Any]] = {}
-    for record, _ in jsonl.read(path, _problem)[0]:
-        known = heads if "began" in record else slots
-        if known is heads or record["id"] not in slots or record["write"] > slots[record["id"]]["write"]:
-            known[record["id"]] = record
-    found = [_start(head, slots.get(name, {})) for name, head in heads.items()]
+    found = [_start(head, last) for (head, _), (last, _) in _pairs(path)]
     return sorted(found, key=lambda start: start.began)
 
 
-def _start(head: Mapping[str, Any], slot: Mapping[str, Any]) -> Start:
-    timed, total = slot.get("timed", 0), slot.get("total", 0.0)
-    mean = total / timed if timed else 0.0
-    spread = math.sqrt(max(slot["squares"] / timed - mean * mean, 0.0)) if timed else math.nan
-    own = {"id", "began", "process", "processes", "host", "pid", "queued"}
-    return Start(
-        process=head["process"], processes=head["processes"], host=head["host"], began=head["began"],
-        now=max(slot.get("now", head["began"]), head["began"]), queued=head["queued"],
-        first=slot.get("first", 0), step=slot.get("step", 0), owner=slot.get("owner", IMPORTS), end=slot.get("end", ""),
-        seconds=slot.get("seconds", {}),
-        timed=timed, total=total, deviation=spread, longest=slot.get("longest", 0.0), blocked=slot.get("blocked", 0.0),
-        facts={name: value for name, value in head.items() if name not in own},
-    )  # fmt: skip
+def _pairs(path: pathlib.Path) -> list[tuple[tuple[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]]:
+    """The first record of each start, with its line, and the last."""
+    if path.is_file() and path.stat().st_size > MAX_BYTES:
+        raise WorkdirError(f"{path} has {path.stat().st_size} bytes, which no run writes; move it away")
+    records = jsonl.read(path, _problem)[0]
+    heads = {record["id"]: (record, line) for record, line in records if "began" in record}
+    last = {record["id"]: (record, line) for record, line in records if "began" not in record}
+    return [(head, last.get(name, ({}, b""))) for name, head in heads.items()]
+
+
+def _start(head: Mapping[str, Any], last: Mapping[str, Any]) -> Start:
+    facts = {name: value for name, value in head.items() if name not in HEAD}
+    known = {name: head[name] for name in HEAD if name not in ("id", "pid")} | {n: last.get(n, TOTALS[n]) for n in TOTALS}
+    return Start(**known | {"now": max(known["now"], head["began"]), "facts": facts})
 
 
 def _problem(record: Mapping[str, Any]) -> str:
-    """Checks a line of the file: what is wrong with it; "" where nothing is."""
-    texts: tuple[str, ...] = ("id", "owner", "end")
-    counts: tuple[str, ...] = ("write", "first", "step", "timed")
-    numbers: tuple[str, ...] = ("now", "total", "squares", "longest", "blocked")
-    if "began" in record:
-        texts, counts, numbers = ("id", "host"), ("process", "processes", "pid"), ("began", "queued")
-    if odd := [name for name in texts if type(record.get(name)) is not str or len(record[name]) > 300]:
-        return f"its {odd[0]} is no text"
-    if odd := [name for name in counts if type(record.get(name)) is not int or not 0 <= record[name] < 2**31]:
-        return f"its {odd[0]} is no count"
-    seconds = record.get("seconds", {})
-    if type(seconds) is not dict or not seconds.keys() <= set(OWNERS) or ("began" not in record and "seconds" not in record):
-        return "its seconds have no owner"
-    if odd := [n for n in numbers if not _is_time(record.get(n))] or [n for n, s in seconds.items() if not _is_time(s)]:
-        return f"its {odd[0]} is no time"
-    return ""
+    """Say what keeps a line from being a record; "" if it is one."""
+    expected = HEAD if "began" in record else {"id": "", **TOTALS}
+    wrong = [name for name, value in expected.items() if not _is(type(value), record.get(name))]
+    return f"its {wrong[0]} is not as a run writes it" if wrong else ""
 
 
-def _is_time(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e12  # type: ignore[operator]  # it is a number
+def _is(kind: type, value: Any) -> bool:
+    if kind is dict:
+        return type(value) is dict and value.keys() <= set(PHASES) and all(_is(float, s) for s in value.values())
+    if kind is str:
+        return type(value) is str and len(value) <= 300
+    return type(value) in (int, kind) and 0 <= value < (2**31 if kind is int else 1e12)
 
 
 def read(workdir: str | os.PathLike) -> dict[int, list[Start]]:
-    """Process -> its starts, of a run's workdir; {} for a run that an older version wrote. Raises WorkdirError as `starts`."""
+    """Process -> its starts, of a run's workdir; {} for a run that kept none. Raises WorkdirError as `starts`."""
     folder = pathlib.Path(workdir) / FOLDER
     if not folder.is_dir():
         return {}
@@ -301,30 +288,27 @@ def read(workdir: str | os.PathLike) -> dict[int, list[Start]]:
 
 
 def totals(each: Iterable[Start]) -> dict[str, float]:
-    """Owner -> seconds of one process from its first start (or its queue) to the last that was heard of it.
+    """Phase -> seconds of one process, from its first start (or its queue) to the last that was heard of it.
 
-    They add up to that time: what no start of it accounts for, it was stopped.
+    They add up to that time: it was stopped for the rest.
     """
-    seconds = dict.fromkeys(OWNERS, 0.0)
+    seconds: collections.Counter[str] = collections.Counter()
     until = None
     for start in each:
         gap = max(start.began - until, 0.0) if until is not None else start.queued
         queued = min(start.queued, gap)
-        seconds[QUEUE] += queued
-        seconds[STOPPED] += gap - queued
-        for owner, s in start.seconds.items():
-            seconds[owner] += s
+        seconds.update({QUEUE: queued, STOPPED: gap - queued})
+        seconds.update(start.seconds)
         until = max(start.now, until or 0.0)
-    return {owner: s for owner, s in seconds.items() if s > 0}
+    return {phase: seconds[phase] for phase in PHASES if seconds[phase] > 0}
 
 
 def of_run(processes: Mapping[int, Sequence[Start]]) -> dict[str, float]:
-    """Owner -> seconds, added over all processes."""
-    seconds = dict.fromkeys(OWNERS, 0.0)
+    """Phase -> seconds, added over all processes."""
+    seconds: collections.Counter[str] = collections.Counter()
     for each in processes.values():
-        for owner, s in totals(each).items():
-            seconds[owner] += s
-    return {owner: s for owner, s in seconds.items() if s > 0}
+        seconds.update(totals(each))
+    return {phase: seconds[phase] for phase in PHASES if seconds[phase] > 0}
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
@@ -336,8 +320,8 @@ def goodput(seconds: Mapping[str, float]) -> float:
 def summary(seconds: Mapping[str, float]) -> str:
     """A line about one process: its goodput, and what took most of the rest."""
     whole = sum(seconds.values())
-    rest = sorted((s, owner) for owner, s in seconds.items() if owner != STEPS and s >= 0.005 * whole)[::-1]
-    most = ", ".join(f"{owner} {s / whole:.0%}" for s, owner in rest[:4])
+    rest = sorted((s, phase) for phase, s in seconds.items() if phase != STEPS and s >= 0.005 * whole)[::-1]
+    most = ", ".join(f"{phase} {s / whole:.0%}" for s, phase in rest[:4])
     return f"goodput {goodput(seconds):.0%} of {whole:.0f} s over all starts{f'; {most}' if most else ''}"
 
 

@@ -44,18 +44,10 @@ def read(path: pathlib.Path, problem: Check) -> tuple[list[tuple[dict[str, Any],
     Raises WorkdirError: ``path`` is a link, a pipe, a folder or anything else that a run does not write.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with opened(path, "rb") as file:
+            lines = file.read().split(b"\n")
     except FileNotFoundError:
         return [], []
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise not_a_file(path) from error
-        raise
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise not_a_file(path)
-    with open(file, "rb") as stream:
-        lines = stream.read().split(b"\n")
     records, odd = [], []
     for number, line in enumerate(lines[:-1] if not lines[-1] else lines, start=1):
         record, reason = _parse(line, problem)
@@ -70,7 +62,8 @@ def rewrite(path: pathlib.Path, lines: Sequence[bytes], odd: Sequence[tuple[byte
     """Puts ``lines`` in the place of a file, whole or not at all; ``odd`` ones go to its neighbour .odd first."""
     if odd:
         aside = path.with_name(f"{path.name}.odd")
-        append(aside, b"".join(line + b"\n" for line, _ in odd))
+        with opened(aside) as file:
+            file.write(b"".join(line + b"\n" for line, _ in odd))
         which = "; ".join(reason for _, reason in odd[:3]) + ("; …" if len(odd) > 3 else "")
         log.warning("%s: %d lines are no records and were moved to %s (%s)", path, len(odd), aside.name, which)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -85,25 +78,23 @@ def rewrite(path: pathlib.Path, lines: Sequence[bytes], odd: Sequence[tuple[byte
         raise
 
 
-def append(path: pathlib.Path, data: bytes) -> None:
-    """Appends to a regular file. Raises WorkdirError for anything else under that name."""
-    with opened(path) as file:
-        file.write(data)
+def opened(path: pathlib.Path, mode: str = "ab") -> Any:
+    """Open a regular file, to append to it unbuffered or to read. Raises WorkdirError for anything else of that name."""
 
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
-def opened(path: pathlib.Path) -> Any:
-    """Opens a regular file to append to it, unbuffered. Raises WorkdirError for anything else under that name."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        file = os.open(path, flags, 0o666)
+        file = open(path, mode, buffering=0, opener=opener)
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise not_a_file(path) from error
-        raise
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise not_a_file(path)
-    return open(file, "ab", buffering=0)
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE):
+            raise
+    raise WorkdirError(
+        f"{path} is a link, a folder or a device, where a run keeps its records; move it away, or choose another config.workdir"
+    )
 
 
 def is_there(path: pathlib.Path, file: int) -> bool:
@@ -113,13 +104,6 @@ def is_there(path: pathlib.Path, file: int) -> bool:
     except FileNotFoundError:
         return False
     return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
-
-
-def not_a_file(path: pathlib.Path) -> WorkdirError:
-    """The error for what a run does not write under the name of its records."""
-    return WorkdirError(
-        f"{path} is a link, a folder or a device, where a run keeps its records; move it away, or choose another config.workdir"
-    )
 
 
 def _parse(line: bytes, problem: Check) -> tuple[dict[str, Any] | None, str]:

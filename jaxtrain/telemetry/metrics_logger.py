@@ -19,7 +19,7 @@ from jaxtrain.data import feed
 from jaxtrain.data.stream import Data, Item
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import WorkdirError
-from jaxtrain.process_context import Host
+from jaxtrain.process_context import ProcessContext
 from jaxtrain.step.guard import Streak
 from jaxtrain.telemetry import console, metrics, traces, writers
 from jaxtrain.telemetry.report import classes
@@ -29,21 +29,21 @@ from loaders.shuffle_stats import ShuffleStats
 log = logging.getLogger("jaxtrain")
 
 
-class Log:
+class MetricsLogger:
     """A context. Process 0 writes, and every process reads its steps.
 
     Attributes:
       streak: steps skipped in a row.
     """
 
-    def __init__(self, assembly: Assembly, data: Data, host: Host, *, first: int, peak: tuple[float, str]):
+    def __init__(self, assembly: Assembly, data: Data, process: ProcessContext, *, first: int, peak: tuple[float, str]):
         """``peak``: `metrics.peak_flops`."""
         config, task = assembly.config, assembly.task
-        self._config, self._task, self._data, self._host, self._first = config, task, data, host, first
+        self._config, self._task, self._data, self._process, self._first = config, task, data, process, first
         self._everywhere = assembly.layout.replicated()
         self.streak = Streak(config.guard, step=first)
         self._pending: tuple[int, Mapping[str, Mean], Item] | None = None
-        host.confirm()
+        process.confirm()
         if cluster.is_main():
             config_lib.save(config, config.workdir)
             rate = optim.make_schedule(config.optim, config.train.steps, np)
@@ -61,14 +61,17 @@ class Log:
         named = "index" in assembly.abstract.batch
         self._shuffle_stats = ShuffleStats(population) if population and named and cluster.is_main() else None
 
-    def __enter__(self) -> "Log":
+    def __enter__(self) -> "MetricsLogger":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
         self._traces.close(self._read_last)
-        closing: list[writers.Writer | writers.Lines] = [*reversed(self._writers), *[self._lines] * (not self._host.has_lost)]
+        closing: list[writers.Writer | writers.Lines] = [
+            *reversed(self._writers),
+            *[self._lines] * (not self._process.has_lost),
+        ]
         for writer in closing:
             try:
                 writer.close()
@@ -78,8 +81,8 @@ class Log:
 
     def start_clock(self, step: int) -> None:
         """Counts the pace from here: what was waited for since the last step is not the training's."""
-        self._host.beat(f"step {step + 1}")
-        self._host.clock.steps(step)
+        self._process.beat(f"step {step + 1}")
+        self._process.clock.steps(step)
         if self._traces.is_due(step):
             self._traces.turn(step)
         self._meter.begin(step, self._data.waited)
@@ -103,8 +106,8 @@ class Log:
         self._pending = None
         began = time.perf_counter()
         record = metrics.mean([out])
-        self._host.clock.read(step, time.perf_counter() - began)
-        self._host.beat(f"step {step + 1}")
+        self._process.clock.read(step, time.perf_counter() - began)
+        self._process.beat(f"step {step + 1}")
         if record.pop("stopped"):
             return True
         self._read(step, record, item)
@@ -113,7 +116,7 @@ class Log:
     def _read(self, step: int, record: dict[str, Any], item: Item) -> None:
         self._read_last = step
         if step == self._first + 1:
-            log.info("%s", self._host.clock.line())
+            log.info("%s", self._process.clock.line())
         if item.is_first:
             self._inputs(item)
         if self._shuffle_stats:
@@ -127,17 +130,17 @@ class Log:
         steps = self._config.train.steps
         if step % self._config.metrics.every == 0 or step == steps or skipped:
             rates = self._meter.rates(step, self._data.waited)
-            self._write(step, "train", record | rates | {"goodput": self._host.clock.goodput()})
+            self._write(step, "train", record | rates | {"goodput": self._process.clock.goodput()})
             if self._shuffle_stats:
                 self._write(step, "data", self._shuffle_stats.record())
             slowest = self._data.train.diagnostics().get("slowest")
             terms = {name: record[name] for name in self._task.terms}
             line = console.progress_line(step, steps, record["loss"], rates, terms=terms, slowest=slowest)
-            self._host.console.progress(line)
+            self._process.console.progress(line)
 
     def evaluating(self, step: int, batch: int, n: int) -> None:
         """Shows how far the evaluation after ``step`` is: at batch number ``batch`` of ``n``."""
-        self._host.console.progress(f"evaluation after step {step}: batch {batch} of {n}", passing=True)
+        self._process.console.progress(f"evaluation after step {step}: batch {batch} of {n}", passing=True)
 
     def evaluated(
         self,
@@ -147,8 +150,8 @@ class Log:
         counts: Mapping[str, np.ndarray | None],
     ) -> None:
         """Writes what an evaluation found; ``counts``: of `jaxtrain.types.COUNTS`, None for those that it has not."""
-        self._host.confirm()
-        with self._host.writing():
+        self._process.confirm()
+        with self._process.writing():
             if samples and cluster.is_main():
                 self._lines.write(writers.SAMPLES, step, samples)
                 for writer in self._writers:
@@ -162,22 +165,22 @@ class Log:
         """Writes how long the loop waited for a save."""
         steps = saved.seconds / self._meter.seconds_per_step
         self._write(step, "save", {"seconds": saved.seconds, "steps": steps, "failures": saved.failures})
-        self._host.beat(f"step {step + 1}")
+        self._process.beat(f"step {step + 1}")
 
     def _inputs(self, item: Item) -> None:
         """Draws what the model sees of a batch, the run's first. The next step is computed meanwhile."""
-        self._host.starting("its pictures")  # which are compiled
+        self._process.starting("its pictures")  # which are compiled
         self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))  # every process takes part
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:
         """Writes named arrays [n, height, width] in 0..1 into workdir/pictures; step 0: as the run begins."""
         host = jax.device_get(dict(pictures)) if cluster.is_main() else {}  # a wait, in which a workdir may go
-        self._host.confirm()
+        self._process.confirm()
         if cluster.is_main():
             prefix = f"step{step:06}_" if step else ""
             named = {f"{prefix}{name}": images for name, images in host.items()}
             folder = os.path.join(self._config.workdir, "pictures")
-            with self._host.writing():
+            with self._process.writing():
                 try:
                     writers.write_pictures(folder, named)
                 except OSError as error:
@@ -188,8 +191,8 @@ class Log:
                     writer.pictures(step, host)
 
     def _write(self, step: int, split: str, record: Mapping[str, float]) -> None:
-        with self._host.writing():
-            if self._writers and not self._host.has_lost:
-                self._host.lease.confirm()
+        with self._process.writing():
+            if self._writers and not self._process.has_lost:
+                self._process.lease.confirm()
                 for writer in self._writers:
                     writer.write(step, split, record)

@@ -14,8 +14,6 @@ import os
 import pathlib
 import re
 import secrets
-import socket
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -66,15 +64,16 @@ class JsonlWriter(Writer):
         kept = [line for record, line in records if record["step"] <= step]
         if odd or len(kept) < len(records):
             jsonl.rewrite(path, kept, odd)
-        self._file = _Appended(path, jsonl.opened(path))
+        self._file = _Appended(path)
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         line = json.dumps({"step": step, "split": split, **{k: _rounded(v) for k, v in record.items()}}) + "\n"
         self._confirm()
-        self._file.append(line.encode())
+        self._file.write(line.encode())
+        self._file.flush()
 
     def _confirm(self) -> None:
-        if not jsonl.is_there(self._path, self._file.fileno()):
+        if not jsonl.is_there(self._path, self._file.file.fileno()):
             raise WorkdirError(
                 f"{self._path} was deleted or moved while the run wrote to it, and its records with it; rerun the same command "
                 "to resume from the newest checkpoint, if there is one still"
@@ -90,32 +89,28 @@ class JsonlWriter(Writer):
 class TensorboardWriter(Writer):
     """workdir/tensorboard. Records after ``step`` are marked as purged, as TensorBoard does for a restarted run.
 
-    tensorboardX makes the events. They are written here, in the format of its ``RecordWriter``, since its own thread ends for
-    good at the first write that a full disk refuses, and whoever adds an event then waits for it without an end.
+    tensorboardX writes them at once, into a file that waits for room (`_Appended`). Its SummaryWriter would write in a thread,
+    which ends for good at the first error.
     """
 
     def __init__(self, workdir: str, step: int):
-        from tensorboardX import record_writer, summary
+        from tensorboardX import event_file_writer, record_writer, summary
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        self._event, self._summary, self._crc = Event, summary, record_writer.masked_crc32c
+        self._event, self._summary = Event, summary
         folder = pathlib.Path(workdir) / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"events.out.tfevents.{time.time():.3f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = _Appended(path, jsonl.opened(path))
-        self._file.append(self._framed(0, file_version="brain.Event:2"))
+        record_writer.register_writer_factory("appended", _Appended)
+        self._events = event_file_writer.EventsWriter(f"appended:{folder}/events", f".{os.getpid()}")
         if step:
-            self._file.append(self._framed(step + 1, session_log=SessionLog(status=SessionLog.START)))
-
-    def _framed(self, step: int, **content: Any) -> bytes:
-        event = self._event(step=step, wall_time=time.time(), **content).SerializeToString()
-        length = struct.pack("<Q", len(event))
-        return length + struct.pack("<I", self._crc(length)) + event + struct.pack("<I", self._crc(event))
+            self._events.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._events.flush()
 
     def _add(self, step: int, summaries: Iterable[Any]) -> None:
-        """Writes them at once: a file on a shared disk costs by the call."""
-        if framed := b"".join(self._framed(step, summary=summary) for summary in summaries):
-            self._file.append(framed)
+        """Write them in one call: a file on a shared disk costs by the call."""
+        for summary in summaries:
+            self._events.write_event(self._event(step=step, wall_time=time.time(), summary=summary))
+        self._events.flush()
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         self._add(step, (self._summary.scalar(f"{split}/{name}", value) for name, value in record.items()))
@@ -133,32 +128,28 @@ class TensorboardWriter(Writer):
         self._add(step, (self._summary.text(f"samples/{i}", text) for i, text in enumerate(texts)))
 
     def close(self) -> None:
-        self._file.close()
+        self._events.close()
 
 
 class _Appended:
-    """A file opened to append to it: a record is written whole or not at all. Those that a full disk refuses wait in memory."""
+    """A file to append to. What a full disk refuses waits in memory until a flush finds room."""
 
-    def __init__(self, path: pathlib.Path, file: Any):
-        self._path, self._file = path, file
-        self._waiting: list[bytes] = []
-        self._warned = False
+    def __init__(self, path: pathlib.Path):
+        self._path, self.file = path, jsonl.opened(path)
+        self._waiting, self._warned = b"", False
 
-    def fileno(self) -> int:
-        return self._file.fileno()
+    @classmethod
+    def open(cls, path: str) -> "_Appended":
+        """Open a file for tensorboardX, which puts a prefix before its path."""
+        return cls(pathlib.Path(path.removeprefix("appended:")))
 
-    def append(self, record: bytes) -> None:
-        self._waiting.append(record)
-        self._flush()
+    def write(self, data: bytes) -> None:
+        self._waiting += data
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         try:
             while self._waiting:
-                end = os.fstat(self._file.fileno()).st_size
-                if self._file.write(self._waiting[0]) != len(self._waiting[0]):
-                    self._file.truncate(end)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._waiting.pop(0)
+                self._waiting = self._waiting[self.file.write(self._waiting) :]
             self._warned = False
         except OSError as error:
             if not self._warned:
@@ -166,12 +157,10 @@ class _Appended:
             self._warned = True
 
     def close(self) -> None:
-        try:
-            self._flush()
-            if self._waiting:
-                log.error("%d records of %s were never written", len(self._waiting), self._path)
-        finally:
-            self._file.close()
+        self.flush()
+        if self._waiting:
+            log.error("%d bytes of %s were never written", len(self._waiting), self._path)
+        self.file.close()
 
 
 class WandbWriter(Writer):

@@ -182,6 +182,14 @@ class Config(FrontEnd, checks.DataSection):
         """False when reading the facts would first have to copy the data."""
         return all(remote.is_complete(path) for path in (self.train, self.test, self.background) if remote.is_remote(path))
 
+    def missing(self) -> str:
+        """Why no row can be read yet: the data must be copied, or the built-in birds made."""
+        from loaders.audio import demo  # imports encoders, which nothing else here needs
+
+        if self.train == "demo" and not demo.folder().is_dir():
+            return "the built-in birds are not made yet; the first run makes them"
+        return super().missing()
+
     @property
     def clip_samples(self) -> int:
         return round(self.clip_seconds * self.sample_rate)

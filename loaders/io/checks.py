@@ -36,6 +36,10 @@ class DataSection(Section):
         """Whether the data are there; False when reading their facts would first have to make them."""
         return True
 
+    def missing(self) -> str:
+        """Why no row can be read before a first run makes or copies the data; "" if they are here."""
+        return "" if self.exists() else "the data are not here yet; the first run makes or copies them"
+
 
 def at_least(section: Any, low: float, *names: str) -> Problems:
     """Fields of ``section`` whose value is below ``low``, or not a number."""

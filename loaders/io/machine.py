@@ -8,6 +8,7 @@ import os
 import pathlib
 import resource
 import sys
+from collections.abc import Iterable
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
 _keeps = False  # whether freed memory stays with this process
@@ -19,7 +20,7 @@ def cores() -> int:
     Under a scheduler's affinity mask, or in a container with a CPU quota, that is often fewer than the machine has.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min(allowed, _quota())))
+    return max(1, math.ceil(min(allowed, _quota(cgroups()))))
 
 
 def cache_folder(*parts: str) -> pathlib.Path:
@@ -103,20 +104,22 @@ def most_memory() -> int:
     return there if limit == resource.RLIM_INFINITY else min(there, limit)
 
 
-def _quota(membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> float:
-    """The CPU quota of this process's cgroup (version 2) in cores; infinite where there is none."""
+def cgroups(membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> list[pathlib.Path]:
+    """The folders of this process's cgroup (version 2) and of those above it: every limit binds."""
     try:
         lines = pathlib.Path(membership).read_text().splitlines()
     except OSError:
-        return math.inf
+        return []
+    names = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+    folders = [pathlib.Path(mount, name) for name in names]
+    return [x for each in folders for x in (each, *each.parents) if x.is_relative_to(mount)]
+
+
+def _quota(folders: Iterable[pathlib.Path]) -> float:
+    """The smallest CPU quota of some cgroups in cores; infinite if there is none."""
     smallest = math.inf
-    for name in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
-        folder = pathlib.Path(mount, name)
-        while folder.is_relative_to(mount):  # a limit of any ancestor binds
-            try:
-                quota, period = (folder / "cpu.max").read_text().split()
-                smallest = min(smallest, int(quota) / int(period))
-            except (OSError, ValueError):  # the root has no such file; "max" is no number
-                pass
-            folder = folder.parent
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError):  # the root has no such file; "max" is no number
+            quota, period = (folder / "cpu.max").read_text().split()
+            smallest = min(smallest, int(quota) / int(period))
     return smallest

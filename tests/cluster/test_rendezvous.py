@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+import jaxtrain
 from jaxtrain.config import Config
 from jaxtrain.parallel.cluster import Cluster, handshake, processes, rendezvous
 from jaxtrain.parallel.cluster.handshake import prove
@@ -23,7 +24,7 @@ def port():
         return s.getsockname()[1]
 
 
-def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, delay=None, secret="", refusal=""):
+def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, delay=None, secret="", refusal="", **more):
     """What each process gets: None, or its error; and the seconds it took."""
 
     def one(process):
@@ -40,6 +41,7 @@ def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, 
                 leave=(leave or {}).get(process, lambda: False),
                 secret=secret if isinstance(secret, str) else secret[process],
                 refusal=refusal if process == 0 else "",
+                **more,
             )
         except RendezvousError as error:
             return error, time.monotonic() - began
@@ -87,7 +89,14 @@ def packed(line, text):
 
 
 def hello(**changed):
-    return {"job": "run", "process": 1, "processes": 3, "host": "a", "facts": {"config": {"lr": 1}}} | changed
+    return {
+        "job": "run",
+        "process": 1,
+        "processes": 3,
+        "host": "a",
+        "clock": time.time(),
+        "facts": {"config": {"lr": 1}},
+    } | changed
 
 
 def test_one_that_leaves_and_comes_again_is_counted_once(port):
@@ -150,6 +159,29 @@ def test_a_signal_ends_the_wait_of_all(port, who):
 def test_what_keeps_process_0_from_beginning_is_said_to_all(port):
     for error, _ in call(port, 0, 1, 2, of=3, refusal="the workdir is in use"):
         assert str(error) == "the workdir is in use"
+
+
+def test_process_0_concludes_of_those_present_and_all_of_them_return_it(port):
+    """Facts that differ, and a process that is late, are the conclusion's."""
+    heard, told = [], []
+
+    def conclude(messages, late):
+        heard.append((messages, late))
+        return {"present": [message["process"] for message in messages]}
+
+    def one(process, awaited, timeout):
+        facts = {"mine": process}
+        more = dict(job="run", facts=facts, timeout=timeout, awaited=awaited, conclude=conclude)
+        told.append(meet(f"127.0.0.1:{port}", process=process, processes=3, **more))
+
+    for awaited, timeout in ((None, 1.5), ([0, 2], 60.0)):
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda process: one(process, awaited, timeout), (0, 2)))  # noqa: B023
+    assert told == [{"present": [0, 2]}] * 4
+    (messages, late), (_, nobody) = heard
+    assert "process 1 of 3 did not connect to" in late and nobody == ""
+    assert [message["facts"]["mine"] for message in messages] == [0, 2]
+    assert abs(messages[1]["ahead"]) < 1 and messages[1]["address"] == "127.0.0.1"
 
 
 SECRET = "5e" * 32
@@ -222,7 +254,17 @@ def test_one_that_only_repeats_what_it_is_sent_is_not_believed_to_be_process_0(p
 def test_messages_of_another_kind_admit_nobody(port):
     """From one that knows the secret: other types for numbers, deep JSON, long messages, changed ones."""
     odd = [hello(process=p) for p in (True, 1.0, 0.5, "1", None, [], 1 << 70, -1, 0, 3)]
-    odd += [hello(processes=3.0), hello(job=["run"]), hello(host=1), hello(facts=[]), [hello()], "stop", None]
+    odd += [
+        hello(processes=3.0),
+        hello(clock="noon"),
+        hello(clock=1),
+        hello(job=["run"]),
+        hello(host=1),
+        hello(facts=[]),
+        [hello()],
+        "stop",
+        None,
+    ]
     odd += [b"[" * 100_000, b'{"a":' * 90 + b"1" + b"}" * 90, b"\xff", b"NaN", b""]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         run = pool.submit(call, port, 0, 1, 2, of=3, delay={1: 3.0}, timeout=20.0, secret=SECRET)
@@ -251,7 +293,7 @@ from jaxtrain.parallel.cluster.rendezvous import meet
 meet("127.0.0.1:{port}", process=0, processes=2, job="run", facts={{}}, timeout=30, secret="{SECRET}")
 print("met")
 """
-    root = pathlib.Path(rendezvous.__file__).parents[2]
+    root = pathlib.Path(jaxtrain.__file__).parents[1]
     process = subprocess.Popen([sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, text=True)
     idle = []
     try:

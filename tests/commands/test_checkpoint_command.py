@@ -49,7 +49,7 @@ def test_inspect_on_one_device_without_model_code(saved):
     program = (
         "import sys, jax; from jaxtrain.commands import checkpoint; code = checkpoint.main(sys.argv[1:])\n"
         "assert len(jax.devices()) == 1\n"
-        "assert not [m for m in sys.modules if m.startswith(('jaxtrain.workloads', 'jaxtrain.train', 'jaxtrain.step.state'))]\n"
+        "assert not [m for m in sys.modules if m.startswith(('jaxtrain.workloads', 'jaxtrain.loop', 'jaxtrain.step.state'))]\n"
         "sys.exit(code)"
     )
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

@@ -27,6 +27,7 @@ from loaders.audio.recordings import windows
 from tests.support import corpus, runs
 from tests.test_reliability import small_disk
 
+BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 ROOT = pathlib.Path(__file__).parents[2]
 RATE, CLIP, HOP = 32_000, 0.5, 0.25
 MODEL = dict(embed=32, depth=1, heads=2, patch=(16, 32), n_frames=64, dtype="float32", pool="patches")
@@ -50,7 +51,15 @@ def make_run(folder, **model):
     shard = corpus.table([corpus.wav(i, 0.6) for i in range(4)], [i % 3 for i in range(4)], NAMES)
     corpus.write(folder / "shards" / "data-train.arrow", shard)
     data = dict(train=str(folder / "shards"), label="label", n_frames=64, clip_seconds=CLIP, threads=1, test_share=0.0)
-    config = config_lib.from_dict(dict(model={**MODEL, **model}, data=data, workdir=str(folder / "run")))
+    config = config_lib.from_dict(
+        dict(
+            workload="jaxtrain.workloads.bird",
+            loader="loaders.audio.spectrogram",
+            model={**MODEL, **model},
+            data=data,
+            workdir=str(folder / "run"),
+        )
+    )
     params = specs.materialise(bird.make_specs(config.model), jax.random.key(0))
     state = {"step": jnp.array(1, jnp.int32), "params": params, "carry": (), "opt_state": ()}
     runs.save(folder / "run", 1, state, run=json.loads(config_lib.to_json(config)))

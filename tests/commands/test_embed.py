@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jaxtrain import assembly, cli, train
+from jaxtrain import assembly, cli, loop
 from jaxtrain import config as config_lib
 from jaxtrain.arrays import safetensors
 from jaxtrain.checkpoint import init_or_restore, warm_start
@@ -22,6 +22,7 @@ from jaxtrain.workloads.bird.commands import probe
 from jaxtrain.workloads.bird.inference import embed
 from loaders.audio import demo, spectrogram
 
+BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = dict(embed=32, depth=2, heads=2, n_cls=2, patch=(32, 32), n_frames=256, dtype="float32", drop_path=0.2, pool="patches")
 FRONT_END = dict(sample_rate=16_000, n_mels=64, f_max=7_500.0, mean=-6.0)
@@ -40,10 +41,16 @@ def trained(tmp_path_factory, corpus):
     data = dict(train=str(corpus), n_frames=256, clip_seconds=2.5, threads=2, **FRONT_END)
     config = config_lib.from_dict(
         dict(
-            model=MODEL, data=data, workdir=str(workdir), train=dict(steps=1, batch=8, eval_every=0, ema=0.5), mesh=dict(data=8)
+            workload="jaxtrain.workloads.bird",
+            loader="loaders.audio.spectrogram",
+            model=MODEL,
+            data=data,
+            workdir=str(workdir),
+            train=dict(steps=1, batch=8, eval_every=0, ema=0.5),
+            mesh=dict(data=8),
         )
     )
-    train.run(config)
+    loop.run(config)
     return workdir
 
 

@@ -24,6 +24,7 @@ from jaxtrain.workloads.bird.inference import detect, embed, heads
 from loaders.audio import spectrogram
 from tests.support import corpus, runs
 
+BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 NAMES = ("blackbird", "chiffchaff", "wren")
 DATA = dict(label="label", n_frames=64, n_mels=32, sample_rate=16_000, clip_seconds=0.6, threads=1)
 SIZES = dict(
@@ -42,7 +43,15 @@ def run(folder: pathlib.Path, name: str) -> pathlib.Path:
     """A run with random weights."""
     data = {**DATA, "train": str(folder / "shards"), **({"f_max": 6000.0} if name == "probe" else {})}
     corpus.write(folder / "shards" / "data-train.arrow", corpus.table([corpus.wav(0, 0.7)] * 4, [0, 1, 2, 0], NAMES))
-    config = config_lib.from_dict(dict(model={**SIZES, **MODELS[name]}, data=data, workdir=str(folder / "run")))
+    config = config_lib.from_dict(
+        dict(
+            workload="jaxtrain.workloads.bird",
+            loader="loaders.audio.spectrogram",
+            model={**SIZES, **MODELS[name]},
+            data=data,
+            workdir=str(folder / "run"),
+        )
+    )
     rng = np.random.default_rng(0)
     made = lambda path, s: (0.2 * rng.standard_normal(s.shape) + ("scale" in path)).astype(np.float32)  # noqa: E731
     params = specs.map_specs(made, bird.make_specs(config.model))

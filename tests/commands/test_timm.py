@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxtrain import cli, specs, train
+from jaxtrain import cli, loop, specs
 from jaxtrain import config as config_lib
 from jaxtrain.arrays import safetensors as export_lib
 from jaxtrain.checkpoint import warm_start
@@ -23,6 +23,7 @@ from jaxtrain.workloads.bird.export import timm, timm_names
 from jaxtrain.workloads.bird.inference import embed
 from tests.support import corpus, runs
 
+BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 DATA = pathlib.Path(__file__).parents[1] / "data" / "timm"
 NAMES = ("blackbird", "chiffchaff", "wren")
 MODEL = dict(
@@ -39,7 +40,15 @@ def exported(folder: pathlib.Path, **model) -> pathlib.Path:
     data = dict(
         train=str(folder / "shards"), label="label", n_frames=64, clip_seconds=0.65, threads=1, test_share=0.0, **FRONT_END
     )
-    config = config_lib.from_dict(dict(model={**MODEL, **model}, data=data, workdir=str(folder / "run")))
+    config = config_lib.from_dict(
+        dict(
+            workload="jaxtrain.workloads.bird",
+            loader="loaders.audio.spectrogram",
+            model={**MODEL, **model},
+            data=data,
+            workdir=str(folder / "run"),
+        )
+    )
     params = specs.materialise(bird.make_specs(config.model), jax.random.key(0))
     params["encoder"] = jax.tree.map(
         lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), params["encoder"]
@@ -118,6 +127,8 @@ def test_a_run_begins_with_it_and_is_exported_again(out, tmp_path, monkeypatch):
     )
     config = config_lib.from_dict(
         dict(
+            workload="jaxtrain.workloads.bird",
+            loader="loaders.audio.spectrogram",
             model={**model, "dtype": "float32"},
             data=data,
             workdir="more",
@@ -127,7 +138,7 @@ def test_a_run_begins_with_it_and_is_exported_again(out, tmp_path, monkeypatch):
             optim=dict(lr=1e-30),
         )  # fmt: skip
     )
-    train.run(config)
+    loop.run(config)
     assert cli.main(["export", "more", "--format", "timm", "--license", "cc-by-4.0", "--out", "again"]) == 0
     before, after = (safetensors.numpy.load_file(f / "model.safetensors") for f in (out, tmp_path / "again"))
     assert before.keys() == after.keys()
@@ -156,7 +167,8 @@ def test_every_misfit_is_listed_with_what_would_allow_it(out, tmp_path, capsys):
         timm.from_folder(folder)
 
     # A run that would compute something else of the arrays, and one whose positions are of another grid.
-    wrong = dict(model=dict(MODEL, heads=4, n_frames=32, n_mels=64), data=dict(train=str(out.parent / "shards"), label="label"))
+    wrong = dict(BIRD, model=dict(MODEL, heads=4, n_frames=32, n_mels=64))
+    wrong["data"] = dict(train=str(out.parent / "shards"), label="label")
     wrong["warm_start"] = dict(source=str(DATA / "image"), skip=("^(objective|probe)/",))
     with pytest.raises(config_lib.ConfigError) as error:
         config_lib.from_dict(wrong)

@@ -10,15 +10,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import types
 
+import jax
 import numpy as np
 import pytest
 
 from jaxtrain.doctor import apart, config, data, devices, host, report, software
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
-from loaders.audio import remote
+from loaders.audio import demo, remote, spectrogram
 from loaders.film import demo_film, multimodal
 from tests.test_hosts import at, hosts  # noqa: F401  # a fixture
 from tests.test_train import ROOT, corpus, folder, free_port  # noqa: F401
@@ -43,21 +43,25 @@ def checks(told, verdict):
 
 
 def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F811
-    """Process 1 has another optax, another line in a file of jaxtrain's, another XLA_FLAGS, and too few open files."""
+    """Process 0 lacks the config, which is a finding, too: it comes to the meeting.
+
+    Process 1 has another optax, another line in a file of jaxtrain's, another XLA_FLAGS, and too few open files.
+    """
+    (folder / "here.py").write_text("def get_config():\n    return {}\n")
     edited = folder / "edited"
     for package in ("jaxtrain", "loaders"):
         shutil.copytree(ROOT / package, edited / package, ignore=shutil.ignore_patterns("__pycache__"))
-    with open(edited / "jaxtrain" / "step.py", "a") as file:
+    with open(edited / "jaxtrain" / "train.py", "a") as file:
         file.write("\n")
     wheel = folder / "wheels" / "optax-0.0.1.dist-info"
     wheel.mkdir(parents=True)
     (wheel / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99.0.1\n")
     port = free_port()
     both = [
-        start(folder, "--wait=60", **at(port, 0)),
+        start(folder, "--config=nothere.py", **at(port, 0)),
         start(
             folder,
-            "--wait=60",
+            "--config=here.py",
             limits=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
             **at(port, 1),
             PYTHONPATH=f"{folder / 'wheels'}:{edited}",
@@ -74,9 +78,11 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F8
     assert "count is 2, elsewhere 1" in wrong["software", "same devices"]["text"]
     assert wrong["host", "open files"]["processes"] == [1] and "ulimit -n" in wrong["host", "open files"]["remedy"]
     assert "XLA_FLAGS" in odd["software", "same environment"]["text"]
+    missing = wrong["config", "file"]
+    assert missing["processes"] == [0] and "nothere.py does not exist" in missing["text"] and "copy it" in missing["remedy"]
+    assert "process 0" in wrong["software", "same config"]["text"]
     assert well["processes", "present"] and well["devices", "product"]["processes"] == [0, 1]
-    assert "MB/s over one TCP connection" in well["network", "link"]["text"]
-    assert told["seconds"] < 60
+    assert well["network", "clocks"]["processes"] == [0, 1]
 
 
 def tiny(folder, corpus, process=0, processes=1, wanted=0.0):  # noqa: F811
@@ -101,7 +107,7 @@ def test_a_batch_that_takes_longer_than_the_count_counts(folder, corpus, monkeyp
     monkeypatch.setattr(data, "SAMPLING", -1.0)
     (_, train, test, rate), _ = data.examine(**tiny(folder, corpus))
     assert float(rate.text.split(" rows/s")[0].replace(",", "")) > 0, rate
-    assert train.verdict == test.verdict == WARN and "each of 0 of 2 shards" in train.text
+    assert train.verdict == test.verdict == WARN and "0 of 2 shards" in train.text
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -116,7 +122,7 @@ def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):  # 
     looked, _ = data.examine(**tiny(folder, broken))
     (wrong,) = [check for check in looked if check.verdict == FAIL]
     assert wrong.name == f"{split} samples", looked
-    assert "cannot be decoded" in wrong.text or "unreadable" in wrong.text or "row 0" in wrong.text
+    assert "cannot be read; row" in wrong.text or "unreadable" in wrong.text or "row 0" in wrong.text
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):  # 
         ("def get_config(:\n", "file", "wrong.py, line 1"),
         ("import nothing_of_this_name\n", "file", "wrong.py, line 1"),
         ("def get_config():\n    return undefined\n", "file", "wrong.py, line 2"),
-        ("import sys\nsys.exit(3)\n", "file", "ends the program that reads it: SystemExit: 3"),
+        ("import sys\nsys.exit(3)\n", "file", "wrong.py: SystemExit: 3"),
     ],
 )
 def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, name, says):  # noqa: F811
@@ -166,17 +172,6 @@ def test_a_loader_that_fails_is_not_blamed_on_the_file_system(folder, corpus, mo
     assert "file system" not in wrong.remedy and "report it" in wrong.remedy
 
 
-def test_a_config_that_one_host_lacks_is_in_the_one_report(folder):  # noqa: F811
-    """Its process comes to the meeting, whichever it is. Alone, it is JSON, too."""
-    (folder / "here.py").write_text("def get_config():\n    return {}\n")
-    port = free_port()
-    both = [start(folder, f"--config={name}.py", "--wait=60", **at(port, p)) for p, name in enumerate(("nothere", "here"))]
-    told, nothing = (found(process, code=1) for process in both)
-    assert nothing is None and checks(told, OK)["processes", "present"]
-    missing = checks(told, FAIL)["config", "file"]
-    assert missing["processes"] == [0] and "nothere.py does not exist" in missing["text"] and "copy it" in missing["remedy"]
-
-
 def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):  # noqa: F811
     given = {name: tiny(folder, corpus)[name] for name in ("source", "overrides")}
     given["overrides"].append(["mesh.data", "8"])
@@ -199,11 +194,12 @@ def test_folders_of_the_sources_of_a_language_model_are_known(folder):  # noqa: 
     assert facts["reads"] == {"sources[0].path": f"{folder}/text.txt"}
 
 
-def test_the_built_in_film_is_not_made_to_look_at_a_config(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("loader", "made"), [(multimodal, demo_film), (spectrogram, demo)])
+def test_built_in_data_are_not_made_to_look_at_a_config(tmp_path, monkeypatch, loader, made):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
-    assert not multimodal.Config().exists()
-    demo_film.folder().mkdir(parents=True)
-    assert multimodal.Config().exists()
+    assert "the first run makes" in loader.Config().missing()
+    made.folder().mkdir(parents=True)
+    assert loader.Config().exists() and not loader.Config().missing()
 
 
 def test_what_is_wrong_with_jax_and_with_a_config_is_told_apart(folder):  # noqa: F811
@@ -229,72 +225,78 @@ def test_data_in_a_store_are_not_copied(folder, monkeypatch):  # noqa: F811
     assert [check.verdict for check in looked] == [OK] and "workdir" in facts
 
 
-def test_a_device_that_computes_wrongly_is_seen():
-    a, b = devices.matrices(64)
-    c = a @ b
-    assert devices.is_product(c, a, b)
-    for wrong in (c[17, 3] + 1, np.float32(np.nan), c[17, 3] + np.float32(0.5)):
-        broken = c.copy()
-        broken[17, 3] = wrong
-        assert not devices.is_product(broken, a, b)
+@pytest.mark.parametrize("wrong", [1.0, 0.5, np.nan])
+def test_a_device_that_computes_wrongly_is_seen(monkeypatch, wrong):
+    """Once in three products, at one place."""
+    monkeypatch.setattr(devices, "SECONDS", 0.0)
+    (check,) = devices._products(jax.devices()[:1])
+    assert check.verdict == OK and "2 products of 256 × 256 on 1 devices are exact" in check.text
+    calls = []
+
+    def broken(function):
+        def product(a, b):
+            calls.append(len(calls))
+            found = np.array(function(a, b))
+            found[17, 3] += wrong if len(calls) == 2 else 0
+            return found
+
+        return product
+
+    monkeypatch.setattr(jax, "jit", broken)
+    (check,) = devices._products(jax.devices()[:1])
+    assert check.verdict == FAIL and "computed a product of small integers wrongly" in check.text and len(calls) == 2
+
+
+def nvidia_smi(folder, monkeypatch, *lines):  # noqa: F811
+    """A stand-in, since the machines of the tests have none: of the GPUs that ``--id`` names, if it is given."""
+    rows = "".join(f'[ -n "$3" ] && [ "$3" != --id={line[0]} ] || echo \'{line}\'\n' for line in lines)
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{rows}exit 0\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def test_what_nvidia_smi_says_is_judged(tmp_path, monkeypatch):
-    """A stand-in for nvidia-smi, since the machines of the tests have none."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        "#!/bin/sh\ncase $1 in *throttle*) echo '0, 0x0000000000000000'; echo '1, 0x0000000000000048';;\n"
-        "*) echo '0, NVIDIA H100, 470.82.01, 40000, 81559, 40, 0'; echo '1, NVIDIA H100, 470.82.01, 1, 81559, 40, 3';; esac\n"
-    )
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    nvidia_smi(tmp_path, monkeypatch, "0, 470.82.01, 40000, 81559, 0", "1, 470.82.01, 1, 81559, 3")
     judged = {check.name: check for check in devices._driver([])}
-    assert judged["driver"].verdict == FAIL and "jax is installed without CUDA" in judged["driver"].text
-    assert judged["memory"].verdict == WARN and "41.9 GB of 85.5 GB of GPU 0 are in use" in judged["memory"].text
+    assert judged["driver"].text == "470.82.01, of 2 GPUs memory in use and memory errors" and judged["driver"].verdict == OK
+    assert judged["memory"].verdict == WARN and "GPU 0: 41.9 GB of 85.5 GB are in use" in judged["memory"].text
     assert judged["ECC"].verdict == FAIL and "GPU 1 has had 3 memory errors" in judged["ECC"].text
-    assert (
-        judged["throttling"].verdict == WARN and "GPU 1 is slowed down: hardware slowdown, too hot" in judged["throttling"].text
-    )
-    assert judged["state"].verdict == OK
-    assert judged["state"].text == "of 2 GPUs: memory in use, memory errors, throttling read"
-    assert devices.judge_driver("550.54", {"jax-cuda12-plugin": "0.10"}).verdict == OK
-    old = devices.judge_driver("550.54", {"jax-cuda13-plugin": "0.10"})
-    assert old.verdict == FAIL and "needs 580 or newer" in old.text
-    rows, _ = devices.query("index,name")
-    assert [row["index"] for row in devices.own(rows, "1,0", [0])] == ["1"]
+    assert {check.name for check in devices._driver([0])} == {"memory", "driver"}, "GPU 1 is another process's"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert {check.name for check in devices._driver([])} == {"ECC", "driver"}
 
 
 def test_what_nvidia_smi_does_not_say_is_not_taken_for_well(tmp_path, monkeypatch):
-    """A card without ECC, and a driver that says nothing of throttling."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\ncase $1 in *throttle*) exit 2;; *) echo '0, RTX, 580.1, 1, 24000, 40, [N/A]';; esac\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (state,) = [check for check in devices._driver([]) if check.name == "state"]
-    assert state.verdict == OK
-    assert state.text == "of 1 GPUs: memory in use read; not readable: memory errors of 1, throttling of 1"
+    """A card without ECC, and a driver that is not there."""
+    nvidia_smi(tmp_path, monkeypatch, "0, 580.1, 1, 24000, [N/A]")
+    (driver,) = devices._driver([])
+    assert driver.verdict == OK and driver.text.endswith("; not readable: memory errors")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    (driver,) = devices._driver([])
+    assert driver.verdict == FAIL and "nvidia-smi: NVIDIA-SMI has failed" in driver.text
 
 
-def test_limits_of_memory_are_read_of_every_cgroup_above(tmp_path):
+def test_limits_are_read_of_every_cgroup_above(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "membership").write_text("0::/a/b\n")
-    for folder, most in (("a", "3000000000"), ("a/b", "max")):  # noqa: F402
-        (tmp_path / folder / "memory.max").write_text(most)
-        (tmp_path / folder / "memory.current").write_text("1000000000")
-    assert host.cgroup_memory(str(tmp_path / "membership"), str(tmp_path)) == (3000000000, 1000000000)
-    assert host.cgroup_memory(str(tmp_path / "nothing"), str(tmp_path))[0] == float("inf")
+    for place, most in (("a", "3000000000"), ("a/b", "max")):
+        (tmp_path / place / "memory.max").write_text(most)
+        (tmp_path / place / "memory.current").write_text("1000000000")
+    folders = host.machine.cgroups(str(tmp_path / "membership"), str(tmp_path))
+    assert host.of_cgroup("memory", folders) == (3000000000, 1000000000)
+    assert host.of_cgroup("pids", folders) == (float("inf"), 0)
+    assert host.machine.cgroups(str(tmp_path / "nothing")) == []
 
 
-def test_a_limit_of_the_data_segment_is_named(monkeypatch):
-    assert [check.name for check in host.examine(processes=1, gpus=0) if check.name in ("ulimit", "threads", "/dev/shm")] == [
-        "ulimit", "threads", "/dev/shm"
-    ], "each has its line, also where it is well"  # fmt: skip
-    limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_DATA: 1 << 30}
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
-    (check,) = host._address_space()
-    assert check.verdict == WARN and "1.07 GB" in check.text and "ulimit -d" in check.remedy
+def test_limits_of_the_data_segment_and_of_files_are_named(monkeypatch):
+    names = [check.name for check in host.examine(processes=1)]
+    assert names == ["cores", "memory", "ulimit", "open files", "threads", "/dev/shm"]
+    limits = {resource.RLIMIT_DATA: 1 << 30, resource.RLIMIT_FSIZE: 1 << 31}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits.get(kind, resource.RLIM_INFINITY),) * 2)
+    data_segment, file_size = host._limits()
+    assert data_segment.verdict == WARN and "1.07 GB" in data_segment.text and "ulimit -d" in data_segment.remedy
+    assert file_size.verdict == WARN and "2.15 GB" in file_size.text and "ulimit -f" in file_size.remedy
 
 
 @pytest.mark.parametrize(
@@ -316,23 +318,14 @@ def test_a_process_with_few_of_many_cores_is_warned(monkeypatch, used, there, en
     assert not says or ("--cpus-per-task" in check.remedy and "--cpu-bind" in check.remedy)
 
 
-def test_limits_of_a_users_threads_and_of_files_are_named(tmp_path, monkeypatch):
-    for pid, uid, threads in ((1, 0, 500), (20, 1000, 300), (21, 1000, 50)):
-        (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "status").write_text(f"Name:\tx\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\nThreads:\t{threads}\n")
+def test_a_container_that_leaves_few_threads_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(host.machine, "cores", lambda: 8)
-    limits = {resource.RLIMIT_NPROC: 400, resource.RLIMIT_FSIZE: 1 << 30}
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
-    (check,) = host._threads_of_user(str(tmp_path))
-    assert check.verdict == WARN and "400 may run for this user, of which 350 do" in check.text and "ulimit -u" in check.remedy
-    limits[resource.RLIMIT_NPROC] = 4096
-    (check,) = host._threads_of_user(str(tmp_path))
-    assert check.verdict == OK
-    monkeypatch.setattr(os, "getuid", lambda: 0)
-    assert not list(host._threads_of_user(str(tmp_path))), "root may start as many as it likes"
-    (check,) = host._file_size()
-    assert check.verdict == WARN and "1.07 GB" in check.text and "ulimit -f" in check.remedy
+    monkeypatch.setattr(host.machine, "cgroups", lambda: [tmp_path])
+    for most, verdict in (("max", OK), ("400", OK), ("200", FAIL)):
+        (tmp_path / "pids.max").write_text(most)
+        (tmp_path / "pids.current").write_text("100")
+        check = host._threads()
+        assert check.verdict == verdict and (verdict == OK or "leaves 100 more" in check.text)
 
 
 def test_a_machine_that_does_not_say_what_memory_is_available(monkeypatch):
@@ -363,7 +356,7 @@ class Gpu:
 )
 def test_gpus_that_jax_does_not_find_are_missed_by_the_one_process_of_a_node(monkeypatch, found, environment, verdict, says):
     monkeypatch.setattr(devices.machine, "accelerators", lambda: [pathlib.Path(f"/dev/nvidia{i}") for i in range(8)])
-    (check,) = devices._found([Gpu()] * found, [], environment)
+    check = devices._found([Gpu()] * found, [], environment)
     assert check.verdict == verdict and says in check.text
 
 
@@ -372,31 +365,26 @@ def device(platform, **more):
 
 
 @pytest.mark.parametrize(
-    ("paths", "chips", "environment", "verdict", "says"),
+    ("paths", "vendors", "environment", "verdict", "says"),
     [
-        (["vfio/0", "vfio/1"], 2, {}, FAIL, "this machine has 2 TPU chips"),
-        (["vfio/0", "vfio/1"], 0, {}, OK, "1 × cpu"),  # a host of virtual machines
-        (["vfio/0", "vfio/1"], 2, {"JAX_PLATFORMS": "cpu"}, OK, "1 × cpu"),
-        (["kfd"], 0, {}, WARN, "an AMD GPU (/dev/kfd)"),
-        (["kfd"], 0, {"JAX_PLATFORMS": "cpu"}, OK, "1 × cpu"),
+        (["vfio/0", "vfio/1"], ["0x1ae0", "0x1ae0"], {}, FAIL, "this machine has 2 TPU chips"),
+        (["accel0"], [], {}, FAIL, "this machine has 1 TPU chips"),
+        (["vfio/0", "vfio/1"], ["0x10de", "0x8086"], {}, OK, "1 × cpu"),  # a host of virtual machines
+        (["vfio/0", "vfio/1"], [], {}, OK, "1 × cpu"),
+        (["vfio/0"], ["0x1ae0"], {"JAX_PLATFORMS": "cpu"}, OK, "1 × cpu"),
+        (["kfd"], [], {}, OK, "1 × cpu"),
     ],
 )
-def test_accelerators_that_jax_leaves_alone_are_seen(monkeypatch, paths, chips, environment, verdict, says):
+def test_accelerators_that_jax_leaves_alone_are_seen(tmp_path, monkeypatch, paths, vendors, environment, verdict, says):
+    for group, vendor in enumerate(vendors):
+        place = tmp_path / "kernel" / "iommu_groups" / str(group) / "devices" / "0000:00:05.0"
+        place.mkdir(parents=True)
+        (place / "vendor").write_text(f"{vendor}\n")
     monkeypatch.setattr(devices.machine, "accelerators", lambda: [pathlib.Path("/dev", path) for path in paths])
-    monkeypatch.setattr("jax._src.hardware_utils.num_available_tpu_chips_and_device_id", lambda: (chips, None))
-    (check,) = devices._found([device("cpu")], [], environment)
+    found = devices.accelerators(str(tmp_path))
+    monkeypatch.setattr(devices, "accelerators", lambda: found)
+    check = devices._found([types.SimpleNamespace(platform="cpu", device_kind="cpu")], [], environment)
     assert check.verdict == verdict and says in check.text
-
-
-@pytest.mark.parametrize(
-    ("chips", "cores", "environment", "verdict"),
-    [(4, 1, {}, OK), (4, 2, {}, OK), (2, 2, {}, WARN), (2, 1, {"TPU_VISIBLE_CHIPS": "0,1"}, OK)],
-)
-def test_chips_of_a_tpu_host_that_jax_does_not_find_are_missed(monkeypatch, chips, cores, environment, verdict):
-    """A chip of v2 and v3 is two devices, at one place."""
-    monkeypatch.setattr(devices.machine, "accelerators", lambda: [pathlib.Path(f"/dev/accel{i}") for i in range(4)])
-    (check,) = devices._found([device("tpu", coords=[i, 0, 0]) for i in range(chips) for _ in range(cores)], [], environment)
-    assert check.verdict == verdict and (verdict == OK or "on 2 chips, and this machine has 4" in check.text)
 
 
 def reports(*facts):
@@ -440,16 +428,10 @@ def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):
     (package / "hang.py").write_text("import time\ndef examine():\n    time.sleep(60)\n")
     more = f"import jaxtrain.doctor; jaxtrain.doctor.__path__.append({str(package)!r})\nimport jaxtrain.doctor.apart"
     monkeypatch.setattr(apart, "PROGRAM", apart.PROGRAM.replace("import jaxtrain.doctor.apart", more))
-    (check,), _ = apart.Apart("crash", {}).result(within=30, remedy="see dmesg")
+    (check,), _ = apart.examine("crash", {}, within=100, remedy="see dmesg")
     assert check.verdict == FAIL and "ended by SIGABRT: the driver says no" in check.text and check.remedy == "see dmesg"
-    (check,), _ = apart.Apart("hang", {}).result(within=1, remedy="mount it again")
+    (check,), _ = apart.examine("hang", {}, within=1, remedy="mount it again")
     assert check.verdict == FAIL and "no answer within 1 s" in check.text
-    (package / "begin.py").write_text("def examine(path):\n    open(path, 'w').close()\n    return [], {}\n")
-    looking, deadline = apart.Apart("begin", {"path": str(tmp_path / "begun")}), time.monotonic() + 60
-    while not (tmp_path / "begun").exists():
-        assert time.monotonic() < deadline, "it begins at once, before anybody asks for its result"
-        time.sleep(0.05)
-    assert looking.result(within=60, remedy="") == ([], {})
 
 
 def test_findings_of_many_processes_are_one_line_where_they_are_the_same():
@@ -466,12 +448,12 @@ def test_findings_of_many_processes_are_one_line_where_they_are_the_same():
 
 
 @pytest.mark.slow
-def test_a_healthy_pair_is_looked_at_within_a_minute(folder, corpus):  # noqa: F811
-    port, began = free_port(), time.monotonic()
+def test_a_healthy_pair(folder, corpus):  # noqa: F811
+    port = free_port()
     config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram")
     both = [start(folder, *config, **at(port, p)) for p in range(2)]
     told, _ = (found(process, code=0) for process in both)
-    assert told["ok"] and not checks(told, FAIL) and time.monotonic() - began < 60
+    assert told["ok"] and not checks(told, FAIL)
     well = checks(told, OK)
     assert {
         ("disk", "shared"),
@@ -496,30 +478,13 @@ def between(names, folder, *arguments, **more):  # noqa: F811
 def test_two_hosts_and_a_cut_cable(folder, hosts):  # noqa: F811
     names, pull = hosts
     told, _ = (found(process, code=0) for process in between(names, folder))
-    links = [x for x in told["checks"] if x["name"] == "link"]
-    assert len(links) == 2 and all(x["verdict"] == OK for x in links), links
-    assert checks(told, OK)["network", "clocks"]
+    well = checks(told, OK)
+    assert well["network", "ports"]["processes"] == [0, 1] and well["network", "clocks"]
     pull()
     zero, one = (found(process, code=1) for process in between(names, folder, "--wait=5"))
-    assert "process 1 of 2 did not come" in checks(zero, FAIL)["processes", "present"]["text"]
+    assert "process 1 of 2 did not connect" in checks(zero, FAIL)["processes", "present"]["text"]
     problem = checks(one, FAIL)["processes", "meeting"]
     assert "10.77.0.1:27508" in problem["text"] and ("route" in problem["remedy"] or "firewall" in problem["remedy"])
-
-
-SLOWED = (
-    ("netem", "delay", "60ms"),
-    ("tbf", "rate", "10mbit", "burst", "32kbit", "latency", "400ms"),
-)  # kernels lack the first
-
-
-@pytest.mark.slow
-def test_a_slow_link_between_two_hosts(folder, hosts):  # noqa: F811
-    names, _ = hosts
-    add = ["tc", "-n", names[0], "qdisc", "add", "dev", "cable", "root"]
-    if not any(subprocess.run([*add, *how], capture_output=True).returncode == 0 for how in SLOWED):
-        pytest.skip("this kernel can make a link neither slow nor far: tc has no netem, and no tbf")
-    told, _ = (found(process, code=0) for process in between(names, folder))
-    assert "expected at least 20 MB/s, at most 20 ms" in checks(told, WARN)["network", "link"]["text"]
 
 
 @pytest.mark.slow
@@ -536,9 +501,9 @@ def test_a_firewall_that_drops_all_ports_but_the_coordinators(folder, hosts):  #
             pytest.skip(f"this kernel has no rules for ports: {done.stderr.strip()}")
     told, _ = (found(process, code=1) for process in between(names, folder))
     wrong = checks(told, FAIL)
-    assert set(wrong) == {("network", "link")}, "they met, and everything else is well"
-    text, remedy = (wrong["network", "link"][name] for name in ("text", "remedy"))
-    assert "cannot be reached" in text and "timed out" in text and "open all ports between the hosts" in remedy
+    assert set(wrong) == {("network", "ports")}, "they met, and everything else is well"
+    text, remedy = (wrong["network", "ports"][name] for name in ("text", "remedy"))
+    assert "process 0" in text and "cannot be reached" in text and "timed out" in text and "open all" in remedy
 
 
 @pytest.mark.slow
@@ -551,17 +516,18 @@ def test_a_clock_that_is_ahead_in_one_process(folder):  # noqa: F811
     told, _ = (found(process, code=1) for process in both)
     wrong = checks(told, FAIL)
     assert set(wrong) == {("network", "clocks")}
-    assert re.search(r"clock is (89|90)\.\d s (ahead|behind)", wrong["network", "clocks"]["text"])
+    assert re.search(r"clock is (89|90)\.\d s ahead of process 0's", wrong["network", "clocks"]["text"])
+    assert wrong["network", "clocks"]["processes"] == [1]
 
 
 @pytest.mark.slow
-def test_a_taken_port_is_told_with_who_has_it(folder):  # noqa: F811
+def test_a_taken_port_is_named_with_how_to_see_who_has_it(folder):  # noqa: F811
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         told = found(start(folder, "--wait=2", **at(port, 0)), code=1)
     problem = checks(told, FAIL)["processes", "meeting"]
-    assert f"cannot listen on port {port}" in problem["text"] and f"process {os.getpid()} (" in problem["text"]
-    assert "choose another port: JAXTRAIN_COORDINATOR=HOST:PORT" in problem["remedy"]
+    assert f"cannot listen on port {port}" in problem["text"] and "choose another port" in problem["text"]
+    assert f"ss -ltnp sport = :{port}" in problem["remedy"]
 
 
 @pytest.mark.slow
@@ -591,4 +557,5 @@ def test_a_workdir_that_the_other_host_does_not_see(folder, corpus):  # noqa: F8
     elsewhere = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none {folder}/runs && exec "$0" "$@"']
     both = [start(folder, *config, **at(port, 0)), start(folder, *config, inside=elsewhere, **at(port, 1))]
     told, _ = (found(process, code=1) for process in both)
-    assert "process 1" in checks(told, FAIL)["disk", "shared"]["text"]
+    blind = {x["processes"][0]: x["text"] for x in told["checks"] if x["name"] == "shared" and x["verdict"] == FAIL}
+    assert "what process 1 writes" in blind[0] and "what process 0 writes" in blind[1]

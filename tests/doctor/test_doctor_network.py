@@ -1,166 +1,149 @@
-"""Meeting and measuring over real sockets: threads stand for processes."""
+"""Names, interfaces, clocks and ports, and the meetings over real sockets: threads stand for processes."""
 
 import concurrent.futures
-import itertools
+import json
 import socket
-import subprocess
-import sys
-import time
+import threading
 
 import pytest
 
 from jaxtrain.doctor import network
-from jaxtrain.doctor.check import FAIL, OK, WARN
-from jaxtrain.doctor.meeting import Host, MeetingError, Visitor
+from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
+from jaxtrain.doctor.meetings import Meetings, unmet
+from jaxtrain.parallel.cluster import Cluster, RendezvousError
 from tests.test_train import free_port
 
-TOKEN = b"0123456789abcdef" * 2
+
+@pytest.fixture
+def met(monkeypatch):
+    """What ``then`` returns for each process, or the finding of the error that it has met; each is a machine of its own."""
+    monkeypatch.setattr(network, "machine_id", lambda: f"machine {threading.get_ident()}")
+
+    def met(port, *processes, of, wait=60.0, job="", then=lambda meetings: None):
+        def one(process):
+            name = job if isinstance(job, str) else job[process]
+            cluster = Cluster(of, process, f"127.0.0.1:{port}", launcher="test", job=name)
+            try:
+                return then(Meetings(cluster, wait=wait))
+            except RendezvousError as error:
+                return unmet(error, cluster)
+
+        with concurrent.futures.ThreadPoolExecutor(len(processes)) as pool:
+            return list(pool.map(one, processes))
+
+    return met
 
 
-def met(port, *processes, of, wait=1.0, job="", secret="", then=lambda meeting, process: None):
-    """What each process gets of ``then``, or its error."""
-
-    def one(process):
-        kind, more = (Host, {}) if process == 0 else (Visitor, {"process": process, "answer": 60})
-        try:
-            meeting = kind(
-                f"127.0.0.1:{port}",
-                processes=of,
-                job=job if isinstance(job, str) else job[process],
-                secret=secret if isinstance(secret, str) else secret[process],
-                wait=wait,
-                **more,
-            )
-        except MeetingError as error:
-            return error
-        try:
-            return then(meeting, process)
-        except MeetingError as error:
-            return error
-        finally:
-            meeting.close()
-
-    with concurrent.futures.ThreadPoolExecutor(len(processes)) as pool:
-        return list(pool.map(one, processes))
+def whole(meetings):
+    """All meetings of a process that has found something, and its facts."""
+    process = meetings.process
+    checks = [list(fail("disk", "workdir", "it is full", "free some") if process == 2 else ok("disk", "workdir", "well"))]
+    facts = {"commit": "abc", "packages": {"optax": str(process == 1)}}
+    own = {"machine": f"host{process}", "port": 1, "folder": "/runs/x" if process else "/runs/y", "checks": checks}
+    plan = meetings.hold("what each found", own | {"facts": facts}, meetings.found, 60.0)
+    return meetings.token, plan, meetings.hold("what they see", {"checks": []}, meetings.saw, 60.0), meetings
 
 
-def test_values_are_gathered_and_shared_in_rounds():
-    def rounds(meeting, process):
-        first = meeting.gather({"mine": process}, within=5)
-        told = meeting.share(sorted(first) if process == 0 else None)
-        second = meeting.gather(process * 10, within=5)
-        meeting.share(None)
-        return told, second
-
-    found = met(free_port(), 0, 1, 2, of=3, wait=5, then=rounds)
-    assert [told for told, _ in found] == [[0, 1, 2]] * 3 and found[0][1] == {0: 0, 1: 10, 2: 20}
-
-
-def test_who_is_missing_leaves_or_belongs_elsewhere_is_known_and_the_others_go_on():
-    def rounds(meeting, process):
-        if process == 1:
-            return "left"  # and its connection with it
-        found = meeting.gather(process, within=1.0)
-        shared = meeting.share(1)
-        return (meeting.met, sorted(found), meeting.refused) if process == 0 else shared
-
-    zero, one, two, four = met(free_port(), 0, 1, 2, 4, of=5, job={0: "a", 1: "a", 2: "a", 4: "b"}, then=rounds)
-    assert zero[0] == [0, 1, 2] and zero[1] == [0, 2] and "process 4" in zero[2][0] and "belongs to another job" in zero[2][0]
-    assert (one, two) == ("left", 1) and "belongs to another job" in str(four)
+def test_process_0_hears_what_all_found_compares_it_and_tells_all_whether_it_is_well(met):
+    zero, one, two = met(free_port(), 0, 1, 2, of=3, then=whole)
+    told = [json.loads(json.dumps(each[:3])) for each in (zero, one, two)]
+    assert told[0] == told[1] == told[2] and not zero[2]
+    _, plan, _, meetings = zero
+    host = socket.gethostname()
+    assert meetings.several and plan["places"] == [(p, host, "127.0.0.1", 1) for p in range(3)]
+    assert plan["shared"] == [0], "the others have another folder"
+    found = {(check.group, check.name, process): check for process, check in meetings.checks}
+    assert found["disk", "workdir", 2].verdict == FAIL and found["disk", "workdir", 1].verdict == OK
+    packages = found["software", "same packages", 0]
+    assert packages.verdict == FAIL and packages.text.startswith("process 1 (")
+    assert found["network", "clocks", 2].verdict == OK
+    text = found["processes", "present", 0].text
+    assert text.startswith("all 3 processes met at 127.0.0.1:") and text.endswith(" (test)")
 
 
-def test_why_process_0_is_not_met_is_told_with_what_to_do():
-    began = time.monotonic()
-    (error,) = met(free_port(), 1, of=2)
-    assert "was not met" in str(error) and "refused" in str(error) and "nothing listens" in error.remedy
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        (error,) = met(silent.getsockname()[1], 0, of=2)
-        assert "cannot listen" in str(error)
-    zero, one = met(free_port(), 0, 1, of=2, secret={0: "a" * 16, 1: "b" * 16}, then=lambda meeting, process: meeting.met)
-    assert zero == [0] and "another JAXTRAIN_SECRET" in str(one) and "JAXTRAIN_SECRET differs" in one.remedy
-    assert time.monotonic() - began < 20
+def test_a_process_that_never_comes_and_one_that_goes_are_named_and_the_others_go_on(met):
+    def then(meetings):
+        if meetings.process == 2:
+            return "left"
+        own = {"machine": "host", "port": 1, "folder": "", "checks": [], "facts": {"commit": "abc"}}
+        meetings.hold("what each found", own, meetings.found, 60.0 if meetings.process else 1.0)
+        return meetings.hold("what they see", {"checks": []}, meetings.saw, 60.0), meetings.checks
+
+    zero, one, two = met(free_port(), 0, 1, 2, of=4, wait=3.0, then=then)
+    assert two == "left" and zero[0] is one[0] is False
+    never, gone = [check for _, check in zero[1] if check.name == "present"]
+    assert never.verdict == gone.verdict == FAIL
+    assert never.text.startswith("process 3 of 4 did not connect to ")
+    assert gone.text.startswith("process 2 of 4 did not connect to ")
 
 
-def test_who_has_the_port_is_named():
-    code = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
-    with subprocess.Popen([sys.executable, "-S", "-c", code], stdin=-1, stdout=-1, text=True) as process:
-        owner = network.port_owner(int(process.stdout.readline()))
-        process.stdin.close()
-    assert owner.startswith(f"process {process.pid} (") and "socket" in owner
-    assert network.port_owner(free_port()) == ""
+def test_a_process_that_does_not_meet_process_0_says_why(met):
+    (check,) = met(free_port(), 1, of=2, wait=0.5)
+    assert "found no process 0" in check.text and "refused" in check.text and "start process 0 on 127.0.0.1" in check.remedy
+    zero, one = met(port := free_port(), 0, 1, of=2, wait=3.0, job={0: "a", 1: "b"}, then=whole)
+    assert "another run's process 0" in one.text and "the doctor of a" in one.text and "a port of its own" in one.remedy
+    assert any("process 1 of 2 did not connect" in check.text for _, check in zero[3].checks)
+    with socket.create_server(("127.0.0.1", port)):
+        (check,) = met(port, 0, of=2, wait=0.5)
+    assert f"cannot listen on port {port}" in check.text and f"ss -ltnp sport = :{port}" in check.remedy
 
 
-def test_a_link_is_measured_and_a_clock_that_is_ahead_is_seen(monkeypatch):
-    monkeypatch.setattr(network, "SENDING", 0.05)
-    listener = network.Listener("127.0.0.1", TOKEN, clock=lambda: time.time() + 90)
-    try:
-        link = network.measure("127.0.0.1", listener.port, TOKEN)
-        with pytest.raises(OSError):
-            network.measure("127.0.0.1", listener.port, TOKEN[::-1])
-    finally:
-        listener.close()
-    assert 0 < link.latency < 1 and link.rate > 1e5 and abs(link.ahead - 90) < 1
-    speed, clock = network.judge("0 to 1", network.Link(1e-4, 1e9, 90.0))
-    assert speed.verdict == OK and clock.verdict == FAIL and "90.0 s ahead" in clock.text and "time server" in clock.remedy
-    slow, clock = network.judge("0 to 1", network.Link(0.05, 1e6, 0.0))
-    assert slow.verdict == WARN and "1 MB/s" in slow.text and (clock.name, clock.verdict) == ("clocks", OK)
+def test_processes_with_other_secrets_say_so(met, monkeypatch):
+    secrets = iter("ab")
+    monkeypatch.setattr("jaxtrain.doctor.meetings.discover.secret_of", lambda *given: next(secrets) * 16)
+    zero, one = met(free_port(), 0, 1, of=2, wait=2.0, then=whole)
+    assert "another JAXTRAIN_SECRET" in one.text and "JAXTRAIN_SECRET alike" in one.remedy
+    assert any("process 1 of 2 did not connect" in check.text for _, check in zero[3].checks)
 
 
-def test_a_far_host_is_asked_until_the_time_is_up(monkeypatch):
-    monkeypatch.setattr(network, "SENDING", 0.05)
-    monkeypatch.setattr(network, "PINGING", 0.0)
-    asked = []
-    listener = network.Listener("127.0.0.1", TOKEN, clock=lambda: asked.append(1) or time.time())
-    try:
-        link = network.measure("127.0.0.1", listener.port, TOKEN)
-    finally:
-        listener.close()
-    assert len(asked) == 1 and link.latency < 1
+def test_clocks_that_differ_are_judged_by_process():
+    assert [check.verdict for _, check in network.clocks({0: 0.0, 1: 0.3, 2: -0.4})] == [OK] * 3
+    _, (_, ahead), (process, behind) = network.clocks({0: 0.0, 1: 90.0, 2: -5.0})
+    assert ahead.verdict == FAIL and "90.0 s ahead of process 0's" in ahead.text and "time server" in ahead.remedy
+    assert (process, behind.verdict) == (2, WARN) and "5.0 s behind process 0's" in behind.text
 
 
-def test_every_host_measures_every_other_once_in_turns():
-    for n in (2, 3, 6, 7):
-        found = network.rounds(list(range(n)), most=100)
-        assert sorted(pair for pairs in found for pair in pairs) == sorted(itertools.permutations(range(n), 2))
-        for pairs in found:
-            busy = [station for pair in pairs for station in pair]
-            assert len(busy) == len(set(busy))
-    assert len(network.rounds(list(range(64)))) == network.MOST_ROUNDS
+def test_hosts_are_connected_to_and_those_that_cannot_be_reached_are_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        places = [(4 * i, f"host{i}", "127.0.0.1", listener.getsockname()[1]) for i in range(4)]
+        (check,) = network.ports(4, places)
+        assert check.verdict == OK and check.text == "3 of 3 other hosts reached, at ports that they picked"
+        assert not list(network.ports(1, places)), "another process of its host connects"
+        assert not list(network.ports(0, places[:1])), "there is no other host"
+        monkeypatch.setattr(network, "NEIGHBOURS", 2)
+        (check,) = network.ports(8, places)
+        assert check.text.startswith("2 of 3 other hosts")
+        places[0] = (0, "host0", "127.0.0.1", free_port())
+        (check,) = network.ports(12, places)
+        assert check.verdict == FAIL and "process 0 (host0) cannot be reached at 127.0.0.1:" in check.text
+        assert "refused" in check.text and "open all" in check.remedy
 
 
 @pytest.mark.parametrize(
-    ("given", "chosen"),
-    [
-        ("eth", ["eth0", "eth1"]),
-        ("=eth0", ["eth0"]),
-        ("^eth", ["ib0"]),
-        ("^=eth0", ["eth1", "ib0"]),
-        ("en", []),
-        ("ib,eth1", ["eth1", "ib0"]),
-    ],
+    ("given", "verdict"),
+    [("", OK), ("eth", OK), ("=eth0", OK), ("^eth", OK), ("en", FAIL), ("ib,eth1", OK), ("=eth", FAIL)],
 )
-def test_interfaces_are_chosen_as_nccl_does(given, chosen):
-    assert sorted(network._chosen(given, ["lo", "eth0", "eth1", "ib0"])) == chosen
+def test_an_interface_that_nccl_would_not_find_fails(monkeypatch, given, verdict):
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(["lo", "eth0", "eth1"], 1)))
+    check = network.interface({"NCCL_SOCKET_IFNAME": given})
+    assert check.verdict == verdict and (verdict == OK or f"{given!r} names no interface" in check.text)
 
 
-def test_an_interface_that_is_not_there_and_a_name_that_leads_home_fail(monkeypatch):
-    (check,) = network.interfaces({"NCCL_SOCKET_IFNAME": "nothere"}, "")
-    assert check.verdict == FAIL and "names no interface" in check.text
-    (check,) = network.interfaces({"GLOO_SOCKET_IFNAME": "nothere"}, "")
-    assert check.verdict == OK and "not set" in check.text, "JAX's Gloo reads no such variable"
-    (check,) = network.names(several_hosts=True, resolve=lambda name: ["127.0.1.1"])
+def test_a_host_name_that_leads_home_fails(monkeypatch):
+    def leads_to(address):
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: [(socket.AF_INET, 1, 6, "", (address, 0))])
+
+    leads_to("127.0.1.1")
+    check = network.host_name(several_hosts=True)
     assert check.verdict == FAIL and "/etc/hosts" in check.remedy
+    assert network.host_name(several_hosts=False).verdict == OK
+    leads_to("10.77.0.1")
+    assert network.host_name(several_hosts=True).verdict == OK
 
-    def unknown(name):
+    def unknown(*given, **more):
         raise socket.gaierror(-2, "Name or service not known")
 
-    def nobody(address):
-        raise socket.herror(1, "Unknown host")
-
-    monkeypatch.setattr(socket, "gethostbyaddr", nobody)
-    (check,) = network.names(several_hosts=True, resolve=lambda name: ["10.77.0.1"])
-    assert check.verdict == WARN and "no name belongs to that address" in check.text
-    (check,) = network.names(several_hosts=False, resolve=lambda name: ["10.77.0.1"])
-    assert check.verdict == OK and "no name belongs to that address; that matters only to a job on several hosts" in check.text
-    (check,) = network.names(several_hosts=False, resolve=unknown)
-    assert check.verdict == WARN and "leads nowhere" in check.text
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    for several, verdict in ((True, FAIL), (False, WARN)):
+        check = network.host_name(several_hosts=several)
+        assert check.verdict == verdict and "leads nowhere" in check.text

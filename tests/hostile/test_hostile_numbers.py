@@ -64,7 +64,8 @@ def test_a_bomb_in_a_codec_is_refused(tmp_path):
 )
 def test_numbers_of_a_config(changes, where, tmp_path):
     with pytest.raises(config_lib.ConfigError, match=where):
-        config_lib.from_dict({"workdir": str(tmp_path), **changes})
+        names = {"workload": "jaxtrain.workloads.bird", "loader": "loaders.audio.spectrogram"}
+        config_lib.from_dict({**names, "workdir": str(tmp_path), **changes})
 
 
 @pytest.mark.parametrize("field, value", [("n_frames", 10**30), ("threads", -(2**63) - 1), ("clip_seconds", 10**400)])

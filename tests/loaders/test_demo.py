@@ -131,7 +131,7 @@ def test_the_outline_says_of_the_corpus_what_the_corpus_says(corpus, monkeypatch
 def test_nothing_is_made_for_a_run_that_is_refused(config, monkeypatch, tmp_path):
     """Neither birds nor film, where the mesh does not fit the devices."""
     from jaxtrain import config as config_lib
-    from jaxtrain import train
+    from jaxtrain import loop
     from jaxtrain.parallel import layout
 
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
@@ -141,7 +141,7 @@ def test_nothing_is_made_for_a_run_that_is_refused(config, monkeypatch, tmp_path
     run = config_lib.load(config, given.items())
     assert run.model.n_classes == 12 if config == "xcm" else run.model.n_voxels == 2000, "facts are there all the same"
     with pytest.raises(layout.LayoutError, match="3"):
-        train.run(run)
+        loop.run(run)
     assert not list((tmp_path / "cache").glob("*"))
 
 

@@ -20,7 +20,7 @@ def cgroup(tmp_path, monkeypatch):
     def limits(**texts) -> float:
         for name, text in texts.items():
             (tmp_path / ("job" if name == "job" else "job/step") / "cpu.max").write_text(text)
-        return machine._quota(str(tmp_path / "cgroup"), str(tmp_path))
+        return machine._quota(machine.cgroups(str(tmp_path / "cgroup"), str(tmp_path)))
 
     return limits
 
@@ -35,13 +35,13 @@ def test_the_smallest_quota_on_the_way_to_the_root_binds(cgroup):
 @pytest.mark.parametrize("quota, expected", [(math.inf, 6), (2.5, 3), (0.1, 1), (64.0, 6)])
 def test_cores_are_those_of_the_mask_within_the_quota(monkeypatch, quota, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    monkeypatch.setattr(machine, "_quota", lambda: quota)
+    monkeypatch.setattr(machine, "_quota", lambda folders: quota)
     assert machine.cores() == expected
 
 
 def test_without_affinity_all_cores_count(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(machine, "_quota", lambda: math.inf)
+    monkeypatch.setattr(machine, "_quota", lambda folders: math.inf)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
     assert machine.cores() == 5
     monkeypatch.setattr(os, "cpu_count", lambda: None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import specs, train
+from jaxtrain import loop, specs
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.workloads.bird import log_mel
 from jaxtrain.workloads.bird import model as bird
@@ -23,6 +23,7 @@ from tests.support import corpus
 HERE = pathlib.Path(__file__).parents[1] / "data" / "fbank"
 SHARED = pathlib.Path(__file__).parents[2] / ".." / "shared" / "golden" / "fbank"
 TOLERANCES = json.loads((HERE / "tolerances.json").read_text())
+NAMES = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 
 
 def load(case):
@@ -93,6 +94,7 @@ def test_a_run_on_waveforms_has_the_loss_of_spectrograms(tmp_path):
         encoded = [corpus.wav(i + 100 * n, 0.2) for i in range(n)]
         corpus.save_to_disk(tmp_path / name, [corpus.table(encoded, [i % 2 for i in range(n)])])
     tree = dict(
+        **NAMES,
         model=dict(embed=16, depth=1, heads=2, patch=(8, 32), dtype="float32", n_frames=16,
                    augment=dict(background=0.5, gain=0.1)),
         data=dict(train=str(tmp_path / "birds"), background=str(tmp_path / "noise"), label="label", test_share=0.3, views=2,
@@ -107,7 +109,7 @@ def test_a_run_on_waveforms_has_the_loss_of_spectrograms(tmp_path):
         for form in ("waveform", "spectrogram")
     )
     assert (waves.model.form, rows.model.form) == ("waveform", "spectrogram")
-    last = train.run(waves)
+    last = loop.run(waves).evaluation
     assert math.isfinite(last["objective_loss"]) and list((tmp_path / "run" / "pictures").iterdir())
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     first = next(line for line in lines if line["split"] == "train")
@@ -134,6 +136,11 @@ def test_a_form_that_does_not_go_together_is_refused(tmp_path):
         (dict(model=dict(form="waveform")), "config.model.form is 'waveform', and data.form is 'spectrogram'"),
         (dict(model=dict(form="mel")), "config.model.form is 'mel'; expected one of: spectrogram, waveform"),
     ):
-        tree = {"data": {**data, **changes.get("data", {})}, "model": changes.get("model", {}), "workdir": str(tmp_path / "x")}
+        tree = {
+            **NAMES,
+            "data": {**data, **changes.get("data", {})},
+            "model": changes.get("model", {}),
+            "workdir": str(tmp_path / "x"),
+        }
         with pytest.raises(config_lib.ConfigError, match=re.escape(said)):
             config_lib.from_dict(tree)

@@ -18,7 +18,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.parallel import cluster as cluster_lib
 from jaxtrain.parallel import lease as lease_lib
 from jaxtrain.parallel.lease import Lease, WorkdirError
-from jaxtrain.process_context import Host
+from jaxtrain.process_context import ProcessContext
 from jaxtrain.telemetry import writers
 from tests.support import object_store
 from tests.test_reliability import cluster, wait_for
@@ -362,21 +362,21 @@ def test_a_file_that_went_with_its_workdir_is_no_error_of_the_file(tmp_path, cap
     picture = workdir / "pictures" / "augmented_3.png"
     with (
         pytest.raises(WorkdirError, match="was deleted or moved while the run"),
-        Host(config_lib.Config(workdir=str(workdir))) as h,
+        ProcessContext(config_lib.Config(workdir=str(workdir))) as h,
     ):
         with where(h):
             workdir.rename(tmp_path / "moved")
             writers.write_pictures(picture.parent, {"augmented": np.zeros((4, 8, 8))})
     assert not workdir.exists(), "a folder in its place would keep it from being moved back"
     assert "goodput" not in caplog.text  # of no time, as its file is gone
-    with pytest.raises(FileNotFoundError), Host(config_lib.Config(workdir=str(workdir))) as h:
+    with pytest.raises(FileNotFoundError), ProcessContext(config_lib.Config(workdir=str(workdir))) as h:
         with where(h):
             picture.touch()
 
 
 def test_what_process_0_lost_is_lost_for_all(monkeypatch):
     def process(found):
-        host = Host(config_lib.Config(workdir="runs/tiny"))
+        host = ProcessContext(config_lib.Config(workdir="runs/tiny"))
         host._processes, host._signals = 2, cluster_lib.StopSignals(())
         host._signals.close()
         host.lease = types.SimpleNamespace(confirm=lambda saving=False: found() if found else None)

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import plan, train
+from jaxtrain import loop, plan
 from tests.plan.cases import ROOT, load, on
 
 MODULES = ("refuse", "report")  # that estimate a step (the package's names of them are functions)
@@ -138,7 +138,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_pat
     config = load("bird", tmp_path, monkeypatch, *TIGHT, ("train.batch", "4096"), ("model.dtype", "float32"))
     before = len(jax.live_arrays())
     with pytest.raises(plan.PlanError, match="a step needs at least .* GB on each device, .* too little"):
-        train.run(config)
+        loop.run(config)
     assert len(jax.live_arrays()) == before and not (tmp_path / "checkpoints").exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from jaxtrain import config as config_lib
-from jaxtrain import specs, train
+from jaxtrain import loop, specs
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.nn.hugging_face import HuggingFaceError
@@ -112,7 +112,7 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
 
     # Trained on from there, by nothing, it is exported as the same bits again.
     changes = {"workdir": "more", "train.steps": "1", "train.eval_every": "0", "checkpoint.every": "1", "optim.lr": "1e-30"}
-    train.run(config_lib.load(f"{folder / 'higgs.py'}:merged", list(changes.items())))
+    loop.run(config_lib.load(f"{folder / 'higgs.py'}:merged", list(changes.items())))
     assert export.main(["more", "--out", "again"]) == 0
     again = safetensors.numpy.load_file(folder / "again" / "model.safetensors")
     assert again.keys() == merged.keys()

@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from jaxtrain import config as config_lib
-from jaxtrain import train
+from jaxtrain import loop
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.workloads.language import hugging_face as language_files
 from tests import test_train
@@ -84,7 +84,7 @@ def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
     source, made = DATA / "qwen2", []
     for name, rate in (("first", "1e-2"), ("second", "1e-30")):
         overrides = fields | {"workdir": name, "optim.lr": rate}
-        train.run(config_lib.load(f"{ROOT / 'configs' / 'lm.py'}:{source}", list(overrides.items())))
+        loop.run(config_lib.load(f"{ROOT / 'configs' / 'lm.py'}:{source}", list(overrides.items())))
         assert export.main([name, "--out", f"{name}-out"]) == 0
         source = folder / f"{name}-out"
         made.append(safetensors.numpy.load_file(source / "model.safetensors"))

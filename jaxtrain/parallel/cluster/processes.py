@@ -148,7 +148,7 @@ def versions() -> dict[str, str]:
 
 def digest_of_files() -> str:
     """Of the Python files of jaxtrain and loaders, which two installations of one version or commit may not share."""
-    here = pathlib.Path(__file__).resolve().parents[2]
+    here = pathlib.Path(jaxtrain.__file__).resolve().parents[1]
     named = [path.relative_to(here) for package in ("jaxtrain", "loaders") for path in (here / package).rglob("*.py")]
     # What begins with "." was left by an editor, and is imported by nobody.
     named = sorted(path for path in named if not any(part.startswith(".") for part in path.parts) and (here / path).is_file())
@@ -166,7 +166,7 @@ def digest_of_extension() -> str:
 
 def commit() -> str:
     """The commit of jaxtrain's checkout, with "-dirty" behind it where files differ from it; "" for an installed package."""
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    here = os.path.dirname(os.path.abspath(jaxtrain.__file__))
     git = ["git", "-C", here]
     try:
         if subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=5).returncode:

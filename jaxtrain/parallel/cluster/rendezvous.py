@@ -5,7 +5,7 @@ lets two runs that share a port mix. So the processes meet here first, on the sa
 names the process and the reason. Both ends prove that they know the job's secret (`handshake`); then a process sends one
 message, and gets one back once the roll call is over:
 
-    → {"job": "…", "process": 3, "processes": 4, "host": "node7", "facts": {"config": {…}, "versions": {…}}}
+    → {"job": "…", "process": 3, "processes": 4, "host": "node7", "clock": 1.7e9, "facts": {"config": {…}, "versions": {…}}}
     ← {"error": "", "stopped": false}    all are present and agree; or the reason, the same for all
 
 A process that a signal asks to stop while it waits sends one more message, and the roll call ends for all. Strangers are
@@ -20,13 +20,14 @@ import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.parallel.cluster.handshake import Guest, HandshakeError, Line, prove
 
 STRANGERS = 128  # connections that may be open without having proven anything
 PATIENCE = 10.0  # [s] for a connection to prove that it knows the secret, and to say who it is
+Conclude = Callable[[Sequence[dict[str, Any]], str], Any]  # (messages, late) -> what all are told
 
 
 class RendezvousError(RuntimeError):
@@ -48,8 +49,13 @@ def meet(
     leave: Callable[[], Any] = lambda: False,
     secret: str = "",
     refusal: str = "",
-) -> None:
+    awaited: Collection[int] | None = None,
+    conclude: Conclude | None = None,
+) -> Any:
     """Returns once all processes have reported that they are present, with equal facts.
+
+    With ``conclude`` the facts may differ. After ``timeout`` process 0 goes on with those present,
+    and every one of them returns its conclusion.
 
     Args:
       coordinator: host:port, where process 0 listens.
@@ -59,6 +65,10 @@ def meet(
       leave: called repeatedly during the wait, which ends when it returns true.
       secret: of the job, the same in all processes, and known to nobody else; "" = whoever connects is believed.
       refusal: why process 0 cannot begin, which becomes the error of all.
+      awaited: the processes that process 0 waits for. By default all.
+      conclude: called by process 0 with the messages of all present, its own first, and with the
+        names of those late, or "". Those of others have two more fields: "ahead", the seconds by
+        which the clock is ahead of process 0's, and "address", from which the process connected.
 
     Raises:
       RendezvousError: processes, by number, did not connect, or differ in named facts; the port is taken; ``refusal``.
@@ -68,12 +78,14 @@ def meet(
     host, _, port = coordinator.rpartition(":")
     deadline, key = time.monotonic() + timeout, secret.encode()
     if process == 0:
-        roll_call = RollCall(hello, key, timeout=timeout, leave=leave, refusal=refusal)
+        others = set(range(processes) if awaited is None else awaited) - {0}
+        roll_call = RollCall(hello, key, timeout, leave, refusal, others, conclude)
         verdict = roll_call.hold(host.strip("[]"), int(port), deadline)
     else:
         verdict = _answer_roll_call(hello, host.strip("[]"), int(port), key, deadline, timeout, leave)
     if verdict["error"]:
         raise (Stopped if verdict["stopped"] else RendezvousError)(verdict["error"])
+    return verdict.get("conclusion")
 
 
 def is_loopback(host: str) -> bool:
@@ -113,8 +125,18 @@ def _is_own(address: str) -> bool:
 class RollCall:
     """The roll call as process 0 holds it."""
 
-    def __init__(self, hello: dict, secret: bytes, *, timeout: float, leave: Callable[[], Any], refusal: str):
+    def __init__(
+        self,
+        hello: dict,
+        secret: bytes,
+        timeout: float,
+        leave: Callable[[], Any],
+        refusal: str,
+        awaited: set[int],
+        conclude: Conclude | None,
+    ):
         self._hello, self._secret, self._timeout, self._leave, self._refusal = hello, secret, timeout, leave, refusal
+        self._awaited, self._conclude = awaited, conclude
         self._selector = selectors.DefaultSelector()
         self._guests: dict[Guest, float] = {}  # who has not said yet who it is, and since when [s]
         self._present: dict[int, tuple[dict, Guest]] = {}
@@ -138,15 +160,14 @@ class RollCall:
         return verdict
 
     def _verdict(self, port: int, deadline: float) -> dict:
-        hello, present = self._hello, self._present
-        while len(present) < hello["processes"] - 1:
+        hello, present, late = self._hello, self._present, ""
+        while missing := sorted(self._awaited - set(present)):
             if self._leave():
                 return {"error": f"process 0 ({hello['host']}) was asked to stop while it waited for others", "stopped": True}
             if time.monotonic() > deadline:
-                late = _numbered([p for p in range(1, hello["processes"]) if p not in present])
-                where = f"{hello['host']}:{port}"
-                error = f"{late} of {hello['processes']} did not connect to {where} within {self._timeout:g} s"
-                return {"error": self._refusal or error, "stopped": False}
+                late = f"{_numbered(missing)} of {hello['processes']} did not connect to {hello['host']}:{port}"
+                late += f" within {self._timeout:g} s"
+                break
             for guest in [g for g, since in self._guests.items() if time.monotonic() - since > PATIENCE]:
                 self._drop(guest)
             for key, _ in self._selector.select(0.2):
@@ -156,7 +177,9 @@ class RollCall:
                 elif (stopped := self._receive(key.data)) is not None:
                     return {"error": f"process {stopped} was asked to stop while it waited for others", "stopped": True}
         reports = [hello, *(present[p][0] for p in sorted(present))]
-        return {"error": self._refusal or differences(reports), "stopped": False}
+        if self._conclude:
+            return {"error": "", "stopped": False, "conclusion": self._conclude(reports, late)}
+        return {"error": self._refusal or late or differences(reports), "stopped": False}
 
     def _admit(self, listener: socket.socket) -> None:
         """Takes a connection; the oldest stranger makes way where there are many, or no descriptors left."""
@@ -191,6 +214,8 @@ class RollCall:
                     _reply(guest, {"error": refusal, "stopped": False})
                     raise HandshakeError(refusal)
                 known = message["process"]
+                message["ahead"] = message["clock"] - time.time()
+                message["address"] = guest.connection.getpeername()[0].removeprefix("::ffff:")
                 self._present[known] = (message, guest)
                 self._guests.pop(guest)
         except OSError:
@@ -202,7 +227,7 @@ class RollCall:
     def _problem(self, other: Any) -> str:
         """Why a process is not admitted; "" when it is."""
         hello, present = self._hello, self._present
-        kinds = {"job": str, "process": int, "processes": int, "host": str, "facts": dict}
+        kinds = {"job": str, "process": int, "processes": int, "host": str, "clock": float, "facts": dict}
         # Exactly these: True, 0.5 and 1.0 are no numbers of processes.
         if type(other) is not dict or any(type(other.get(name)) is not kind for name, kind in kinds.items()):
             return "this was not a process of a run"
@@ -224,7 +249,7 @@ def listen(host: str, port: int, deadline: float, leave: Callable[[], Any]) -> l
     while True:
         listeners: list[socket.socket] = []
         try:
-            for listener in _sockets(addresses(host, port), port):
+            for listener in sockets(addresses(host, port), port):
                 listener.setblocking(False)
                 listeners.append(listener)
             return listeners
@@ -239,7 +264,8 @@ def listen(host: str, port: int, deadline: float, leave: Callable[[], Any]) -> l
         time.sleep(0.5)
 
 
-def _sockets(places: Sequence[str], port: int) -> Iterator[socket.socket]:
+def sockets(places: Sequence[str], port: int) -> Iterator[socket.socket]:
+    """Listen at each of ``places``, or on every interface if there are none. Raises OSError."""
     # create_server sets SO_REUSEADDR: another listener is an error, connections left by an earlier run are not.
     for place in places:
         family = socket.AF_INET6 if ":" in place else socket.AF_INET
@@ -261,15 +287,15 @@ def _answer_roll_call(
     hello: dict, host: str, port: int, secret: bytes, deadline: float, timeout: float, leave: Callable[[], Any]
 ) -> dict:
     """Reports to process 0, as any other process, and waits for its reply. Returns the verdict."""
-    name, reason = f"process {hello['process']} ({hello['host']})", "no answer"
+    name, last = f"process {hello['process']} ({hello['host']})", OSError("no answer")
     while not leave():
         if time.monotonic() > deadline:
-            error = f"{name} found no process 0 at {host}:{port} within {timeout:g} s: {reason}"
-            return {"error": error, "stopped": False}
+            reason = last.strerror or str(last) or type(last).__name__
+            raise RendezvousError(f"{name} found no process 0 at {host}:{port} within {timeout:g} s: {reason}") from last
         try:
             with socket.create_connection((host, port), timeout=5) as connection:
                 line = prove(connection, secret)
-                connection.sendall(line.pack(hello))
+                connection.sendall(line.pack(hello | {"clock": time.time()}))
                 # Process 0 names those who are late; it may have begun to wait later than this process.
                 if verdict := _wait(connection, line, deadline + 10, leave):
                     return verdict
@@ -277,7 +303,7 @@ def _answer_roll_call(
                     break
                 return {"error": f"{name} waited for the others, and process 0 no longer answers", "stopped": False}
         except OSError as error:
-            reason = error.strerror or str(error) or type(error).__name__
+            last = last if isinstance(last, HandshakeError) else error  # it says more than the end of what listened
         time.sleep(0.3)
     return {"error": f"{name} was asked to stop while it waited for others", "stopped": True}
 

@@ -171,7 +171,7 @@ class Run:
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
-        """Owner -> seconds, over all processes."""
+        """Phase -> seconds, over all processes."""
         return goodput.of_run(self.processes)
 
     @functools.cached_property

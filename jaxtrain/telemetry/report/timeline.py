@@ -57,16 +57,16 @@ def traced(name: str, trace: Trace) -> str:
 def _bar(seconds: Mapping[str, float], colours: Mapping[str, str] = COLOURS) -> str:
     whole = sum(seconds.values()) or 1.0
     parts = sorted(seconds.items(), key=lambda item: -item[1])
-    told = "; ".join(f"{owner} {s / whole:.1%}" for owner, s in parts)
+    told = "; ".join(f"{phase} {s / whole:.1%}" for phase, s in parts)
     bar = "".join(
-        f'<i style="width:{100 * s / whole:.3f}%;background:{colours[owner]}" title="{owner}: {duration(s)}, '
+        f'<i style="width:{100 * s / whole:.3f}%;background:{colours[phase]}" title="{phase}: {duration(s)}, '
         f'{s / whole:.1%}"></i>'
-        for owner, s in parts
+        for phase, s in parts
     )
     key = "".join(
-        f'<span><i style="background:{colours[owner]}"></i>{owner} {duration(s)} '
+        f'<span><i style="background:{colours[phase]}"></i>{phase} {duration(s)} '
         f'<span class="soft">{s / whole:.1%}</span></span>'
-        for owner, s in parts
+        for phase, s in parts
     )
     return f'<div class="bar" role="img" aria-label="{told}">{bar}</div><div class="key">{key}</div>'
 
@@ -81,12 +81,12 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
     rows = []
     for y, start in enumerate(drawn):
         x = (start.began - begin) * scale
-        for owner in goodput.OWNERS:
-            if s := start.seconds.get(owner, 0.0):
-                tip = f"{owner}: {duration(s)}"
+        for phase in goodput.PHASES:
+            if s := start.seconds.get(phase, 0.0):
+                tip = f"{phase}: {duration(s)}"
                 rows.append(
                     f'<rect x="{x:.2f}" y="{y * ROW + 3}" width="{max(s * scale, 0.3):.2f}" height="{ROW - 6}" '
-                    f'fill="{COLOURS[owner]}"><title>{tip}</title></rect>'
+                    f'fill="{COLOURS[phase]}"><title>{tip}</title></rect>'
                 )
                 x += s * scale
     height = len(drawn) * ROW
@@ -112,7 +112,7 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
 
 
 def _ending(start: goodput.Start, alive: bool) -> str:
-    heard = f"last heard of at {time.strftime('%H:%M:%S', time.localtime(start.now))}, at: {start.owner}"
+    heard = f"last heard of at {time.strftime('%H:%M:%S', time.localtime(start.now))}, at: {start.phase}"
     return start.end or (f"trains; {heard}" if alive else f"killed; {heard}")
 
 

@@ -10,7 +10,7 @@ from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, Restored
 from jaxtrain.data.stream import Data
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import WorkdirError
-from jaxtrain.process_context import Host
+from jaxtrain.process_context import ProcessContext
 from jaxtrain.schedule import Due
 from jaxtrain.step.guard import Streak
 from jaxtrain.step.state import TrainState
@@ -19,20 +19,20 @@ from jaxtrain.telemetry import goodput
 log = logging.getLogger("jaxtrain")
 
 
-class Saves:
+class CheckpointManager:
     """A context: saves are asynchronous, and leaving it waits for the last one. Every process calls the same methods.
 
     Attributes:
-      history: facts about the run that are saved with its state.
+      history: facts about the run that are saved with its state; the run sets it to what it began with.
     """
 
-    def __init__(self, assembly: Assembly, data: Data, host: Host):
-        self._host, self._clock = host, host.clock
+    def __init__(self, assembly: Assembly, data: Data, process: ProcessContext):
+        self._process, self._clock = process, process.clock
         self._config, self._abstract, self._data = assembly.config, assembly.abstract, data
         self._checkpointer = Checkpointer(assembly.config, assembly.task)
         self.history = History()
 
-    def __enter__(self) -> "Saves":
+    def __enter__(self) -> "CheckpointManager":
         return self
 
     def __exit__(
@@ -67,17 +67,14 @@ class Saves:
 
         Raises CheckpointError: there are some, and none can be read, or they are of another model or other data.
         """
-        restored = self._checkpointer.restore(self._abstract, self._data.fingerprints(), path)
-        if restored:
-            self.history = restored.history
-        return restored
+        return self._checkpointer.restore(self._abstract, self._data.fingerprints(), path)
 
     def save(self, step: int, state: TrainState) -> Saved:
         """Starts to save a state, unless its step is saved already; waits for the save before this one.
 
         Raises WorkdirError: another run has the workdir meanwhile, or it was deleted.
         """
-        self._host.confirm(saving=True)
+        self._process.confirm(saving=True)
         with self._clock.during(goodput.SAVES), self._in_own_workdir():
             return self._checkpointer.save(step, state, self._data.state(step), self.history)
 
@@ -87,7 +84,7 @@ class Saves:
             with self._in_own_workdir():
                 self._checkpointer.poll()
         except WorkdirError as error:
-            self._host.lose(error)
+            self._process.lose(error)
 
     @contextlib.contextmanager
     def _in_own_workdir(self) -> Iterator[None]:
@@ -95,12 +92,12 @@ class Saves:
         try:
             yield
         except CheckpointError:
-            self._host.lease.confirm()
+            self._process.lease.confirm()
             raise
 
     def score(self, step: int, record: Mapping[str, float]) -> None:
         """Notes an evaluation, by which config.checkpoint.best may keep its step."""
-        self._host.confirm()
+        self._process.confirm()
         self._checkpointer.score(step, record)
 
     def stalled(self, step: int) -> bool:

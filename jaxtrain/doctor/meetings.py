@@ -1,0 +1,117 @@
+"""The meetings of a doctor's processes, on the coordinator's port and with the job's secret.
+
+There are three, each a `jaxtrain.parallel.cluster.rendezvous` of processes that may differ:
+
+    who is present       which clocks differ, and whether there are several machines
+    what each found      process 0 compares it, and says what the processes look at together
+    what they see        of each other's ports and files: all learn whether anything failed
+"""
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtrain.doctor import network, software
+from jaxtrain.doctor.check import FAIL, Check, fail, from_json, ok
+from jaxtrain.parallel.cluster import Cluster, RendezvousError, discover, rendezvous
+from jaxtrain.parallel.cluster.handshake import HandshakeError
+
+Messages = Sequence[dict[str, Any]]
+Conclude = Callable[[Messages], Any]
+
+
+class Meetings:
+    """The meetings as one process holds them. Those that conclude are called by process 0 alone.
+
+    Attributes:
+      process: of this job.
+      several: whether the processes are on several machines.
+      token: the same in all processes.
+      checks, hosts: all findings, and the names of the hosts, by process, at process 0.
+    """
+
+    def __init__(self, membership: Cluster, *, wait: float):
+        """Hold the first meeting. Raises RendezvousError, or ClusterError if there is no secret."""
+        self.process, self._membership = membership.process, membership
+        self._secret = discover.secret_of(os.environ, membership.coordinator)
+        self._present: Sequence[int] = range(membership.processes)
+        self._late: list[str] = []
+        self.checks: list[tuple[int, Check]] = []
+        self.hosts: dict[int, str] = {}
+        facts = {"machine": network.machine_id()}
+        self.token, self.several = self.hold("who is present", facts, self.met, wait)
+
+    def hold(self, subject: str, facts: Any, conclude: Conclude, within: float) -> Any:
+        """Return what process 0 concludes from the facts of all present. Raises RendezvousError."""
+
+        def concluded(messages: Messages, late: str) -> Any:
+            self._present = [message["process"] for message in messages]
+            self._late += [late] if late else []
+            for message in messages:
+                checks = [from_json(check) for check in message["facts"].get("checks", [])]
+                self.checks += [(message["process"], check) for check in checks]
+            return conclude(messages)
+
+        member = self._membership
+        return rendezvous.meet(
+            member.coordinator,
+            process=member.process,
+            processes=member.processes,
+            job=f"the doctor of {member.job or 'a job'}, {subject}",
+            facts=facts,
+            timeout=within,
+            secret=self._secret,
+            awaited=self._present,
+            conclude=concluded,
+        )
+
+    def met(self, messages: Messages) -> tuple[str, bool]:
+        """Conclude who is present, of {"machine": `network.machine_id`}."""
+        self.hosts = {message["process"]: message["host"] for message in messages}
+        self.checks += network.clocks({m["process"]: m.get("ahead", 0.0) for m in messages})
+        machines = {message["facts"]["machine"] for message in messages}
+        return secrets.token_hex(8), len(machines) > 1
+
+    def found(self, messages: Messages) -> dict[str, Any]:
+        """Conclude what to look at, of {"machine", "port", "folder", "facts", "checks"}."""
+        reports = [message | {"facts": message["facts"]["facts"]} for message in messages]
+        self.checks += [(0, check) for check in software.compare(reports)]
+        places: dict[str, Any] = {}  # of the first process of each machine
+        for m in messages:
+            address = m.get("address", self._membership.coordinator.rpartition(":")[0].strip("[]"))
+            place = (m["process"], m["host"], address, m["facts"]["port"])
+            places.setdefault(m["facts"]["machine"], place)
+        folders = {message["process"]: message["facts"]["folder"] for message in messages}
+        shared = [p for p, folder in folders.items() if folder and folder == folders[0]]
+        return {"places": list(places.values()), "shared": shared}
+
+    def saw(self, messages: Messages) -> bool:
+        """Conclude whether nothing failed, of {"checks"}."""
+        member = self._membership
+        for late in self._late:
+            remedy = f"start it; each that cannot reach {member.coordinator} prints why"
+            self.checks.append((0, fail("processes", "present", late, remedy)))
+        if not self._late:
+            text = f"all {member.processes} processes met at {member.coordinator}"
+            self.checks.append((0, ok("processes", "present", f"{text} ({member.launcher})")))
+        return all(check.verdict != FAIL for _, check in self.checks)
+
+
+def unmet(error: RendezvousError, membership: Cluster) -> Check:
+    """The finding of a process that could not meet the others."""
+    host, _, port = membership.coordinator.rpartition(":")
+    cause = error.__cause__
+    if membership.process == 0:
+        remedy = f"see who listens there: ss -ltnp sport = :{port}; end it, or choose another port"
+    elif isinstance(cause, socket.gaierror):
+        remedy = f"the name {host} is unknown here: correct DNS or /etc/hosts, or use an address"
+    elif isinstance(cause, HandshakeError):
+        remedy = "set JAXTRAIN_SECRET alike in all processes, or choose another port"
+    elif not isinstance(cause, OSError):
+        remedy = "give every job a port of its own, and every process its number"
+    else:
+        remedy = f"start process 0 on {host}, or correct JAXTRAIN_COORDINATOR, the route to {host} "
+        remedy += f"(ip route get {host}), or the firewall for port {port}"
+    return fail("processes", "meeting", str(error), remedy)

@@ -1,0 +1,145 @@
+"""The whole program, on one page: assemble, then the loop."""
+
+import contextlib
+import logging
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxtrain import assembly as assembly_lib
+from jaxtrain import checkpoint, optim, plan
+from jaxtrain.checkpoint import warm_start
+from jaxtrain.checkpoint.init_or_restore import init_or_restore
+from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.compile.step_compiler import StepCompiler
+from jaxtrain.config import Config, ConfigError
+from jaxtrain.data.stream import Data
+from jaxtrain.evaluate import Evaluator, is_missed
+from jaxtrain.nn import lora
+from jaxtrain.parallel import cluster
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.parallel.lease import WorkdirError
+from jaxtrain.process_context import Preempted, ProcessContext
+from jaxtrain.schedule import Schedule
+from jaxtrain.step.state import TrainState
+from jaxtrain.telemetry import goodput, metrics
+from jaxtrain.telemetry.metrics_logger import MetricsLogger
+from loaders.base import DataError
+from loaders.io import machine
+
+__all__ = ["USER_ERRORS", "Preempted", "Result", "run"]
+
+log = logging.getLogger("jaxtrain")
+
+# Mistakes that a user can fix: the message says how, so that no traceback is shown.
+USER_ERRORS = (
+    ConfigError,
+    cluster.ClusterError,
+    cluster.RendezvousError,
+    WorkdirError,
+    layout_lib.LayoutError,
+    plan.PlanError,
+    optim.OptimError,
+    lora.LoraError,
+    checkpoint.CheckpointError,
+    warm_start.WarmStartError,
+    DataError,
+)
+
+
+class Result(NamedTuple):
+    """The end of a run."""
+
+    state: TrainState | None  # None: the run had ended before, with weights only
+    step: int
+    evaluation: dict[str, float]  # the last one; empty without a test split, or if this start evaluated nothing
+
+
+def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({})) -> Result:
+    """Trains ``config`` to its last step, resuming from the newest checkpoint in its workdir.
+
+    ``command``: how the run was launched ("source" of the config, "overrides"), stored for the report.
+
+    Raises:
+      USER_ERRORS: a mistake with its remedy.
+      Preempted: one of config.preemption.signals came, to this process or another.
+      FloatingPointError: config.guard.patience steps in a row were not finite, or spikes, and no rewind is left.
+    """
+    with contextlib.ExitStack() as closing:
+        process = closing.enter_context(ProcessContext(config, command))
+        assembly = assembly_lib.assemble(config)
+        assembly.compiler_options()  # the compiler refuses unknown ones before data is read
+        log.info("%s", assembly_lib.describe(assembly))
+        with process.phase(goodput.PLAN):
+            plan.refuse_if_too_large(assembly)  # before anything is allocated
+        with process.phase(goodput.INDEX):
+            data = closing.enter_context(Data(assembly, process.clock))
+        with process.phase(goodput.RESTORE):
+            checkpoints = closing.enter_context(CheckpointManager(assembly, data, process))
+            if checkpoints.finished():
+                log.info("the run has already ended at step %d, with weights only", config.train.steps)
+                return Result(None, config.train.steps, {})
+        with process.phase(goodput.COMPILATION, "its compilation"):
+            peak = metrics.peak_flops()  # measured, perhaps, and therefore while nothing else computes
+            # The compilation takes the longest. The state is made or restored at the same time.
+            programs = closing.enter_context(StepCompiler(assembly, data, process.clock, likely=checkpoints.likely()))
+        with process.phase(goodput.RESTORE, "its checkpoint"):
+            state, step, checkpoints.history = init_or_restore(assembly, checkpoints)
+            process.clock.resumed(step)
+        due = Schedule(config, tests=data.test.n_batches > 0)
+        if step >= due.steps:
+            log.info("the run has already reached step %d; raise config.train.steps to train on", step)
+            if not is_missed(config, step, due=due.at(step).evaluate):
+                return Result(state, step, {})  # and nothing is compiled
+        with process.phase(goodput.COMPILATION, "its compilation"):
+            data.start(step, checkpoints.history.offset)
+            metrics_logger = closing.enter_context(MetricsLogger(assembly, data, process, first=step, peak=peak))
+            programs.ready(step)
+            machine.give_back_freed_memory()  # what compiling and restoring took
+            evaluate = Evaluator(assembly, data, programs, metrics_logger, checkpoints, process)
+        with process.phase(goodput.OTHERS):
+            process.meet("compiled")
+        metrics_logger.start_clock(step)
+
+        last = evaluate.if_missed(state, step, due=due.at(step).evaluate)  # killed between a save and its evaluation
+        while step < due.steps and not checkpoints.stalled(step):
+            # 1. Fetch the next batch. If a stop was requested while the loader is stalled, reuse the previous
+            #    batch: that step is a no-op that only carries the stop flag.
+            batch = data.next(unless=process.stopping)
+            step, stop = batch.step, programs.stop[process.stopping()]
+            with jax.transfer_guard("disallow"):
+                state, out = programs.at(batch)(state, batch.arrays, stop)
+            # 2. Read the step before this one, while the device computes this one. All processes agree to stop inside a step.
+            if metrics_logger.push(out, batch):
+                break
+            checkpoints.poll()
+            now = due.at(step)
+            # 3. If the host waits anyway, read this step too.
+            waits = now.save or now.evaluate or metrics_logger.streak.broken
+            if waits and metrics_logger.flush():
+                break
+            # 4. Rewind before a save: a bad state never reaches the disk.
+            if metrics_logger.streak.broken:
+                state = checkpoints.rewind(state, step, metrics_logger.streak)
+            # 5. Save, then evaluate: a kill between the two costs one evaluation.
+            if now.save and now.resumable:
+                metrics_logger.saved(step, checkpoints.save(step, state))
+            if now.evaluate:
+                last = evaluate(state, step)
+            # 6. Save the final, weights-only checkpoint after the evaluation. It cannot be resumed.
+            if checkpoints.owes(now, step):
+                metrics_logger.saved(step, checkpoints.save(step, state))
+            if waits:
+                metrics_logger.start_clock(step)
+        else:
+            if step < due.steps:
+                best, patience = config.checkpoint.best, config.train.patience
+                log.info("ended at step %d: no progress of %s for %d evaluations", step, best, patience)
+            return Result(state, step, last)
+
+        # 7. The step that was refused has changed nothing: the state is that of the step before.
+        step = int(state.step)
+        checkpoints.save(step, state)
+        raise Preempted(f"ended by {process.reason} after step {step}, saved in {config.workdir}")

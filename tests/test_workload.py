@@ -1,0 +1,78 @@
+"""Workloads as the trainer sees them: one value each, found by a dotted name."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from jaxtrain import cli, commands, workload
+
+ROOT = pathlib.Path(__file__).parent.parent
+NAMES = [name.rpartition(".")[2] for name in workload.shipped()]
+
+
+def module(folder: pathlib.Path, name: str, text: str) -> None:
+    (folder / f"{name}.py").write_text(f"from jaxtrain.workload import Command, Workload\n{text}")
+
+
+@pytest.mark.parametrize("name", workload.shipped())
+def test_every_reference_of_a_shipped_workload_can_be_imported(name):
+    found = workload.of(name)
+    for field in ("config", "make_task", "make_specs", "glossary", "export"):
+        assert found.get(field) is not None, field
+    for reference in (*found.formats.values(), *found.foreign.values()):
+        assert workload.resolved(reference)
+    assert found.commands and all(command.module.startswith(f"{name}.") for command in found.commands.values())
+
+
+def test_a_command_of_a_taken_name_is_an_error_that_names_both(tmp_path, monkeypatch, capsys):
+    module(tmp_path, "twice", 'WORKLOAD = Workload(None, None, commands={"train": Command("x", "train", "y")})\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(commands.CommandError, match="the command 'train' of twice is one of the trainer already"):
+        commands.table("twice")
+    assert cli.main(["--workload=twice", "train"]) == 2
+    assert "--workload twice: the command 'train'" in capsys.readouterr().err
+
+
+def test_a_workload_that_does_not_exist_is_one_line(capsys):
+    assert cli.main(["--workload", "nothing_here", "runs"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["error: --workload nothing_here: No module named 'nothing_here'"]
+
+
+def test_a_module_without_a_value_has_no_commands(tmp_path, monkeypatch):
+    module(tmp_path, "plain", "class Config: ...\ndef make_task(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = workload.of("plain")
+    assert (found.config.__name__, found.make_task.__name__, dict(found.commands), found.glossary) == (
+        "Config", "make_task", {}, (),
+    )  # fmt: skip
+
+
+# Imports every module that is left. Configs name what they train, and those of the workload that is gone cannot be imported.
+IMPORT = """
+import importlib, pkgutil, sys
+for top in ("jaxtrain", "loaders"):
+    package = importlib.import_module(top)
+    for each in pkgutil.walk_packages(package.__path__, f"{top}."):
+        if each.name not in ("jaxtrain.main", "loaders._rust") and not each.name.startswith("jaxtrain.configs"):
+            importlib.import_module(each.name)
+from jaxtrain import cli
+sys.exit(cli.main([]))
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rest_works_without_a_workload(name, tmp_path):
+    """The folder of a workload is deleted: all else is imported, and `jaxtrain` lists the commands that are left."""
+    for part in ("jaxtrain", "loaders", "configs"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(tmp_path / "jaxtrain" / "workloads" / name)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", IMPORT], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    gone = workload.of(f"{workload.PACKAGE}.{name}").commands
+    listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
+    assert set(commands.table()) - set(gone) <= listed and not set(gone) & listed
