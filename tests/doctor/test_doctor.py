@@ -47,7 +47,8 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F8
 
     Process 1 has another optax, another line in a file of jaxtrain's, another XLA_FLAGS, and too few open files.
     """
-    (folder / "here.py").write_text("def get_config():\n    return {}\n")
+    given = {"workload": "jaxtrain.workloads.giblet", "loader": "loaders.film.multimodal"}
+    (folder / "here.py").write_text(f"def get_config():\n    return {given}\n")
     edited = folder / "edited"
     for package in ("jaxtrain", "loaders"):
         shutil.copytree(ROOT / package, edited / package, ignore=shutil.ignore_patterns("__pycache__"))
