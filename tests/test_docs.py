@@ -11,6 +11,7 @@ import tomllib
 
 import pytest
 
+from tests.support.contributing import examples
 from tools import write_reference
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -51,12 +52,6 @@ def test_the_reference_is_what_the_configs_say():
     assert write_reference.PAGE.read_text() == write_reference.page()
 
 
-def examples() -> dict[str, str]:
-    """The files that CONTRIBUTING shows: the first line of each block of Python names its own."""
-    blocks = re.findall(r"^```python\n# (\S+\.py)[^\n]*\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
-    return dict(blocks)
-
-
 def python(folder: pathlib.Path, *arguments: str) -> str:
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": f"{folder}:{ROOT}"}
     done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
@@ -92,7 +87,7 @@ def test_the_workload_of_contributing_has_a_command_and_a_glossary(tmp_path):
 
 
 def test_examples_parse():
-    assert len(examples()) == 5
+    assert len(examples()) == 6
     for text in examples().values():
         ast.parse(text)
 

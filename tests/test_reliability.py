@@ -85,11 +85,11 @@ def step_of(workdir):
     return max((json.loads(line)["step"] for line in lines[:-1]), default=0)
 
 
-def test_promise_8_a_bad_step_is_skipped_counted_and_its_recordings_are_named(unruly, corpus):  # noqa: F811
+def test_promise_8_a_bad_step_is_skipped_counted_and_its_examples_are_named(unruly, corpus):  # noqa: F811
     """NaN in one row of one of four devices. The steps around it are those of a run that never had it."""
     overrides = ("--config.loader=unruly", "--config.train.steps=4", "--config.train.eval_every=0", "--config.mesh.data=4")
     output = run(unruly, f"tiny.py:{corpus}", *overrides, devices=4, POISON="3")
-    assert "step 3 skipped" in output and "recordings [" in output
+    assert "step 3 skipped" in output and "examples [" in output
     found = records(unruly / "runs" / "tiny", "train")
     assert [found[s]["skipped"] for s in (1, 2, 3, 4)] == [0, 0, 1, 0]
     assert found[3]["loss"] is None and found[4]["loss"] > 0

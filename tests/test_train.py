@@ -339,7 +339,8 @@ def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):
 
             def get_config(path):
                 return ConfigDict(dict(
-                    workload="spectrum", data=dict(train=path), train=dict(steps=3, batch=8), metrics=dict(every=1)
+                    workload="spectrum", loader="loaders.audio.spectrogram",
+                    data=dict(train=path), train=dict(steps=3, batch=8), metrics=dict(every=1)
                 ))
             """
         )

@@ -33,7 +33,7 @@ from jaxtrain.config import Config as RunConfig
 from jaxtrain.nn import transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
-from jaxtrain.workloads.audio_language.model import Config, decode, make_specs, states, step_flops
+from jaxtrain.workloads.audio_language.model import Config, audio_logits, decode, make_specs, states, step_flops, text_logits
 
 
 def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
@@ -50,6 +50,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         full_flops=int(flops[1]),
         finish=functools.partial(finish, c),
         tokens=batch * sum(b[4] * (b[0] + b[1]) for b in c.buckets or ()),
+        predict=functools.partial(predict, c, shard),
     )
 
 
@@ -58,6 +59,12 @@ def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) 
     x_bud = decode(c, variables.params, batch, shard)
     total, metrics = measure(c, variables.params, x_bud, batch, shard)
     return LossOut(Mean(total, jnp.float32(batch["row"].shape[0])), metrics)
+
+
+def predict(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """Logits ``text`` [B, U, V] and ``audio`` [B, U, K, codes] of every place, for the fields of the loader's batches."""
+    x_bud = decode(c, variables.params, batch, shard)
+    return {"text": text_logits(c, variables.params, x_bud), "audio": audio_logits(variables.params, x_bud)}
 
 
 def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Mean]:

@@ -45,6 +45,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         progress=functools.partial(progress, model),
         advance=functools.partial(advance, model),
         terms=(_objective_term(c), "probe_loss") if c.n_classes else (),
+        predict=functools.partial(predict, model),
     )
 
 
@@ -125,6 +126,15 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
         total = sum(c.section(name).weight * metrics[f"{name}_loss"].total for name in terms)
         metrics["objective_loss"] = Mean(total, weight_b.sum())
     return metrics
+
+
+def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """Features [B, D] of ``spectrogram`` [B, n_frames, n_mels], normalised as in training; ``scores`` [B, C] by the probe."""
+    c, encoder = model.c, variables.params["encoder"]
+    encoded = vit.encode(c, encoder, batch["spectrogram"].astype(jnp.float32), model.shard)
+    features_bd = views.pooled(c, encoder, encoded)
+    scores = {"scores": probe.scores(variables.params["probe"], features_bd)} if c.n_classes else {}
+    return {"features": features_bd, **scores}
 
 
 def inputs(

@@ -61,6 +61,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         pictures=functools.partial(pictures, c),
         progress=functools.partial(progress, model),
         finish=voxels.finish,
+        predict=functools.partial(predict, model),
     )
 
 
@@ -79,6 +80,11 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
     n = weight_b.sum()
     metrics = {_loss_name(name): Mean((value_b * weight_b).sum(), n) for name, value_b in each.items()}
     return LossOut(metrics.pop("total_loss"), metrics, running)
+
+
+def predict(model: Model, variables: Variables, batch: Batch) -> Outputs:
+    """Reconstructions and fMRI [B, V] of ``video``, ``audio`` and ``text``, [B, values] each, as the loader gives them."""
+    return forward(model.c, variables.params, variables.carry, batch, model.shard)[0]
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:

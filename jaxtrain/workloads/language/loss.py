@@ -24,7 +24,7 @@ from jaxtrain.nn import transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
 from jaxtrain.workloads.language import evals
-from jaxtrain.workloads.language.model import Config, forward, forward_flops, make_specs
+from jaxtrain.workloads.language.model import Config, forward, forward_flops, logits, make_specs
 
 
 def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
@@ -41,6 +41,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         finish=functools.partial(finish, c),
         trials=tuple(evals.trials(c, shard, config.seed)),
         terms=("cross_entropy", "z_loss") if c.z_loss else (),
+        predict=functools.partial(predict, c, shard),
     )
 
 
@@ -50,6 +51,13 @@ def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) 
     total, metrics = measure(c, shard, variables.params, x_bsd, batch, batch["mask"].astype(jnp.float32))
     metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))  # valid ones in a row
     return LossOut(total, metrics)
+
+
+def predict(c: Config, shard: Shard, variables: Variables, batch: Batch) -> Array:
+    """Logits [B, S, V] of ``tokens`` [B, S]."""
+    tokens_bs = batch["tokens"]
+    positions_bs = jnp.broadcast_to(jnp.arange(tokens_bs.shape[1])[None], tokens_bs.shape)
+    return logits(c, variables.params, {"tokens": tokens_bs, "positions": positions_bs}, shard)
 
 
 def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Mean]:

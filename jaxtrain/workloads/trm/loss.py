@@ -131,6 +131,7 @@ def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
         advance=lambda params, carry, step: {**carry, "step": step + 1},
         stage=functools.partial(curriculum, c),
         progress=functools.partial(progress, model),
+        predict=functools.partial(predict, model),
     )
 
 
@@ -189,6 +190,13 @@ def solve(
     start = (z, jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
     (_, logits_bsv, q_b2), kept = jax.lax.scan(step, start, length=c.halt_steps)
     return logits_bsv, q_b2, kept
+
+
+def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """Symbols ``answer`` [B, S] of the cells, for ``inputs`` [B, S] and, if it has ids, ``puzzle`` [B]; ``confidence`` [B]."""
+    n = batch["inputs"].shape[0]
+    logits_bsv, q_b2, _ = solve(model, variables, {"puzzle": jnp.zeros(n, jnp.int32), **batch})
+    return {"answer": logits_bsv.argmax(-1), "confidence": jax.nn.sigmoid(q_b2[:, 0])}
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:

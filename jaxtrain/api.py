@@ -1,0 +1,139 @@
+"""jaxtrain in a script or a notebook: `train` a config, `load` a run and call its model. `jaxtrain` has both names.
+
+A mistake is an exception whose message is the line that the command would print. Nothing here ends the process.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain import config as config_lib
+from jaxtrain import loop, specs
+from jaxtrain.arrays import run_workload, stored_params
+from jaxtrain.arrays import source as source_lib
+from jaxtrain.arrays.stored import StoredError
+from jaxtrain.config import Config
+from jaxtrain.parallel import cluster
+from jaxtrain.step.state import TrainState
+from jaxtrain.types import PyTree, Task, Variables
+
+
+class Trained(NamedTuple):
+    """What `train` returns."""
+
+    state: TrainState | None  # parameters are in state.variables.params; None: the run had ended before, with weights only
+    step: int
+    evaluation: dict[str, float]  # the last one
+    records: list[dict[str, Any]]  # of all starts of the run, as metrics.jsonl has them: {"step": 1, "split": "train", …}
+    workdir: str
+
+
+def train(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any] | None = None) -> Trained:
+    """Trains a config to its last step, resuming from its workdir, as the command does. Ctrl-C interrupts it.
+
+    Args:
+      config: a `Config`; a ConfigDict or a dictionary of sections; or what --config takes: "xcm:/path", "my_config.py".
+      overrides: dotted fields and their values, {"train.steps": 20}.
+
+    Raises:
+      ConfigError: every mistake of the config, and each other error of `loop.USER_ERRORS`.
+      Preempted: a signal asked the run to end; it is saved.
+    """
+    cluster.use_compilation_cache()
+    resolved = _resolve(config, overrides or {})
+    source = config if isinstance(config, str) else "a Python program"
+    result = loop.run(resolved, {"source": source, "overrides": {k: str(v) for k, v in (overrides or {}).items()}})
+    metrics = pathlib.Path(resolved.workdir) / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return Trained(*result, [json.loads(line) for line in lines], resolved.workdir)
+
+
+def _resolve(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any]) -> Config:
+    if isinstance(config, str):
+        return config_lib.load(config, [(path, str(value)) for path, value in overrides.items()])
+    if isinstance(config, Config):
+        tree = json.loads(config_lib.to_json(config)) if overrides else None
+        if tree is None:
+            return config
+    else:
+        tree = config.to_dict() if hasattr(config, "to_dict") else dict(config)  # a ConfigDict has the method
+    for path, value in overrides.items():
+        *parents, last = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return config_lib.from_dict(tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A trained model on this process's first device.
+
+    Attributes:
+      config: the run's, as it was saved.
+      task: the workload's functions and its table of parameters.
+      variables: its parameters, and the model state that belongs to it.
+    """
+
+    config: Mapping[str, Any]
+    task: Task
+    variables: Variables
+    name: str
+    _predict: Any = dataclasses.field(repr=False)
+
+    def __call__(self, **arrays: Any) -> Any:
+        """Computes the model's outputs for named arrays, rows first, as its workload's `Task.predict` documents."""
+        return self._predict(self.variables, {name: jnp.asarray(x) for name, x in arrays.items()})
+
+    @property
+    def params(self) -> PyTree:
+        """The parameters."""
+        return self.variables.params
+
+
+def load(run: str, *, step: int | None = None, ema: bool = False, workload: str = "") -> Model:
+    """Reads a run's workdir, one of its steps or an export.
+
+    Args:
+      step: of a run; None = its newest.
+      ema: whether to take the run's average of the parameters.
+      workload: the dotted name of your own workload, whose code is imported; the shipped ones are known.
+
+    Raises StoredError: there is no such run or step, it is damaged, or its workload is not known or has no `Task.predict`.
+    """
+    source = source_lib.find(run, step)
+    saved = source.config()
+    found = run_workload.of_run(saved, workload)
+    if found is None:
+        raise StoredError(f"{run_workload.unknown(saved).replace('--workload', 'workload=')}")
+    model = run_workload.section_of(saved, "model", found.get("config"))
+    settings = run_workload.section_of(saved, "train", config_lib.Train)
+    layout = stored_params.one_device()
+    task = found.get("make_task")(Config(model=model, train=settings), layout.shard, settings.batch)
+    if task.predict is None:
+        raise StoredError(f"{source.path}: {saved.get('workload')} has no Task.predict, which computes outputs of arrays")
+    params = stored_params.read(source, task.specs.params, layout, ema=ema)
+    kept = run_workload.export_of(saved, workload).carry
+    table = _matching(task.specs.carry, kept) if kept else ()
+    carry = stored_params.read(source, table, layout, carry=True) if table else ()
+    return Model(saved, task, Variables(params, carry=carry), source.name(ema=ema), jax.jit(task.predict))
+
+
+def _matching(table: PyTree, pattern: str) -> dict[str, Any]:
+    """The entries of a table of Spec whose paths match: the model state that belongs to the model."""
+    found: dict[str, Any] = {}
+    for path, spec in zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True):
+        if re.search(pattern, path):
+            *parents, last = path.split("/")
+            node = found
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = spec
+    return found
