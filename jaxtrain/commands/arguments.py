@@ -193,5 +193,8 @@ def run_model(action: Callable[[], int]) -> int:
     from jaxtrain.parallel import cluster
     from loaders.base import DataError
 
-    cluster.use_compilation_cache()
-    return run(action, mistakes=(DataError, stored.StoredError, warm_start.WarmStartError, config.ConfigError))
+    def cached() -> int:
+        cluster.use_compilation_cache()
+        return action()
+
+    return run(cached, mistakes=(DataError, stored.StoredError, warm_start.WarmStartError, config.ConfigError))

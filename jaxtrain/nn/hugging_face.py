@@ -28,6 +28,15 @@ LAYER = {
     "w_down": "mlp.down_proj.weight",
 }
 
+# Fields of `Decoder`, and of its `Rope` if that is stretched: ours -> theirs, in config.json.
+SIZES = {
+    "embed": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads", "mlp": "intermediate_size",
+    "eps": "rms_norm_eps",
+}  # fmt: skip
+ROPE = {
+    "factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor", "original": "original_max_position_embeddings",
+}  # fmt: skip
+
 
 class HuggingFaceError(ValueError):
     """A config.json that this model cannot be."""
@@ -128,19 +137,12 @@ def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[
     if problems:
         raise HuggingFaceError(f"{path}: {'; '.join(problems)}")
     heads = h["num_attention_heads"]
-    scaled = {
-        "factor": float(rope["factor"]),
-        "low": float(rope["low_freq_factor"]),
-        "high": float(rope["high_freq_factor"]),
-        "original": rope["original_max_position_embeddings"],
-    } if kind == "llama3" else {}  # fmt: skip
+    scaled = {ours: float(rope[theirs]) for ours, theirs in ROPE.items()} if kind == "llama3" else {}
+    if scaled:
+        scaled["original"] = rope[ROPE["original"]]  # a whole number
     return dict(
-        embed=h["hidden_size"],
-        depth=h["num_hidden_layers"],
-        heads=heads,
+        {ours: h[theirs] for ours, theirs in SIZES.items()},
         kv_heads=h.get("num_key_value_heads") or heads,
         head_dim=h.get("head_dim") or h["hidden_size"] // heads,
-        mlp=h["intermediate_size"],
-        eps=h["rms_norm_eps"],
         rope=dict(theta=float(rope["rope_theta"]), **scaled),
     )

@@ -129,7 +129,7 @@ class Layout(NamedTuple):
                     "config.mesh.axis_rules"
                 )
             rule = self.axis_rules[axis]
-            names = tuple(name for name in rule.rstrip("?").split(",") if name and self.mesh.shape[name] > 1)
+            names = self.names(axis)
             places = int(np.prod([self.mesh.shape[name] for name in names]))
             if size % places:
                 if not rule.endswith("?"):

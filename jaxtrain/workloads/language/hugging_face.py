@@ -144,25 +144,15 @@ EXPORT = Export(export_names, export_shape, export_files, export_hub)
 def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, least_context: int) -> dict[str, Any]:
     """A model section as fields of config.json."""
     rope = model["rope"]
-    scaling = {
-        "rope_type": "llama3",
-        "factor": rope["factor"],
-        "low_freq_factor": rope["low"],
-        "high_freq_factor": rope["high"],
-        "original_max_position_embeddings": rope["original"],
-    }
+    scaling = {"rope_type": "llama3", **{theirs: rope[ours] for ours, theirs in hugging_face.ROPE.items()}}
     return {
+        **{theirs: model[ours] for ours, theirs in hugging_face.SIZES.items()},
         "architectures": [_FAMILIES[family]],
         "model_type": family,
         "hidden_act": "silu",
-        "hidden_size": model["embed"],
-        "intermediate_size": model["mlp"],
-        "num_hidden_layers": model["depth"],
-        "num_attention_heads": model["heads"],
         "num_key_value_heads": model["kv_heads"] or model["heads"],
         "head_dim": model["head_dim"] or model["embed"] // model["heads"],
         "max_position_embeddings": max(model["context"], least_context),
-        "rms_norm_eps": model["eps"],
         "rope_theta": rope["theta"],
         "rope_scaling": scaling if rope["factor"] != 1 else None,
         "tie_word_embeddings": model["tied"],
