@@ -6,7 +6,7 @@ The path is a folder that `jaxtrain prepare-giblet` made of the film, its codes 
 "blank" has the published shapes and holds nothing, to plan with. Without one, `demo` is trained, a hundredth of the size.
 
 Parameters, gradients and the optimizer's state; a step on eight TPU v4 needs 0.1 GB on each besides, by the compiler
-(``pytest tests/workloads/test_giblet_size.py``; ``--plan`` estimates it for other devices and settings):
+(``pytest tests/workloads/test_giblet_size.py``; ``--plan`` has the figures of other devices and settings):
 
     float32                             133.8 GB    16.7 GB on each of eight, of 48 GB for example
     model.param_dtype=bfloat16          100.3 GB    with optim.masters=true float32 ones too: as many bytes as float32 alone

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
-import optax
 
 from jaxtrain import config as config_lib
 from jaxtrain import optim, specs, workload
@@ -29,7 +28,7 @@ class Assembly:
     config: config_lib.Config
     layout: layout_lib.Layout
     task: Task
-    tx: optax.GradientTransformationExtraArgs
+    tx: optim.Optimizer
     abstract: state_lib.Abstract
     _traces: dict[Hashable, jax.stages.Traced] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 

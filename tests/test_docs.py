@@ -59,10 +59,11 @@ def python(folder: pathlib.Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_workload_and_the_loader_of_contributing_train(tmp_path):
-    for name in ("my_workload.py", "my_config.py", "my_loader.py"):
+@pytest.mark.parametrize("optim", [(), ("name=my_optim:optimizer", "arguments.weight_decay=0.2", "schedule=my_optim:triangle")])
+def test_the_workload_the_loader_and_the_optimizer_of_contributing_train(tmp_path, optim):
+    for name in ("my_workload.py", "my_config.py", "my_loader.py", "my_optim.py"):
         (tmp_path / name).write_text(examples()[name])
-    output = python(tmp_path, "-m", "jaxtrain.main", "--config=my_config.py")
+    output = python(tmp_path, "-m", "jaxtrain.main", "--config=my_config.py", *(f"--config.optim.{x}" for x in optim))
     last = float(re.findall(r"step 200 test  loss ([\d.]+)", output)[-1])
     assert last < 0.5, "the variance of the sum of eight numbers is 0.67"
 

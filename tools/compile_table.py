@@ -6,10 +6,11 @@
     python -m tools.compile_table --targets tpu:v5e:4x4 --workloads bird language --meshes fsdp
     python -m tools.compile_table --targets gpu:b200x8 gpu:h100x8*2 --sizes small
 
-"published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth (the whole of it takes minutes
-to compile: --sizes whole); "small" is the same program with small arrays. A row has the compiler's answer and, next to it, what
-the estimate of --plan says, then the least time by the datasheet (`jaxtrain.plan.roofline`). Nothing is tuned without a card,
-so no time of a row is a chip's. --form docs has a row for each step and a column for each mesh: bytes, and what overlaps.
+"published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth. The
+whole of it takes minutes to compile: --sizes whole. "small" is the same program with small arrays.
+A row has the compiler's answer, then the least time by the datasheet (`jaxtrain.plan.roofline`).
+Nothing is tuned without a card, so no time of a row is a chip's. --form docs has a row for each step
+and a column for each mesh: bytes, and what overlaps.
 """
 
 import argparse
@@ -118,17 +119,15 @@ def jobs(
 
 def row(target: str, key: Key, answer: worker.Answer) -> str:
     name, size, mesh = key
-    step, needed = answer.compiled, answer.estimate
-    estimated = f"{needed.peak / 1e9:.2f}" if needed else ""
+    step = answer.compiled
     if step is None:
-        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | {estimated} | | | | | {answer.error} |"
+        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | | | | {answer.error} |"
     calls = ", ".join(f"{n} {call}" for call, n in sorted(step.library_calls.items()))
     sent = [
-        f"{times} {kind} over {'+'.join(over)} ({step.overlapping[kind, over]} async), {size / 1e6:,.0f} MB"
-        for (kind, over), (times, size) in sorted((step.collectives or {}).items())
+        f"{times} {kind} over {'+'.join(over)} ({early} async), {size / 1e6:,.0f} MB"
+        for (kind, over), (times, size, early) in sorted((step.collectives or {}).items())
     ]
-    off = f"{100 * (needed.peak / step.peak - 1):+.0f} %"
-    figures = f"{step.peak / 1e9:.2f} | {estimated} | {off} | {' | '.join(bound(target, answer))} | {step.seconds:.0f} s"
+    figures = f"{step.peak / 1e9:.2f} | {' | '.join(bound(target, answer))} | {step.seconds:.0f} s"
     return f"| {name}, {size} | {target} | {mesh} | {figures} | {calls}; {'; '.join(sent)} |"
 
 
@@ -141,10 +140,10 @@ def bound(target: str, answer: worker.Answer) -> tuple[str, str]:
 
 
 COLUMNS = (
-    "step", "devices", "mesh", "compiled [GB]", "estimated [GB]", "", "bound [ms]", "waits, of exchanges [ms]", "compiled in",
+    "step", "devices", "mesh", "compiled [GB]", "bound [ms]", "waits, of exchanges [ms]", "compiled in",
     "calls, and what one device sends",
 )  # fmt: skip
-HEAD = f"| {' | '.join(COLUMNS)} |\n|---|---|---|{'---:|' * 6}---|"
+HEAD = f"| {' | '.join(COLUMNS)} |\n|---|---|---|{'---:|' * 4}---|"
 
 
 def answers(args: argparse.Namespace, target: str, folder: pathlib.Path) -> Iterator[tuple[Key, worker.Answer]]:
@@ -165,7 +164,7 @@ def tables(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
     """For each target, bytes and what overlaps, with a row for each step and a column for each mesh."""
     for target in args.targets:
         found = dict(answers(args, target, folder))
-        for title, cell in ((f"{target}, GB of each device: compiled (estimated)", _bytes), ("waits, of exchanges", _overlap)):
+        for title, cell in ((f"{target}, GB of each device", _bytes), ("waits, of exchanges", _overlap)):
             yield from ("", f"| {title} | {' | '.join(args.meshes)} |", f"|---|{'---:|' * len(args.meshes)}")
             for name, size in dict.fromkeys((name, size) for name, size, _ in found):
                 cells = [cell(target, found[name, size, mesh]) for mesh in args.meshes]
@@ -174,8 +173,7 @@ def tables(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
 
 def _bytes(target: str, answer: worker.Answer) -> str:
     del target
-    estimated = f" ({answer.estimate.peak / 1e9:.2f})" if answer.estimate else ""
-    return f"{answer.compiled.peak / 1e9:.2f}{estimated}" if answer.compiled else f"does not compile{estimated}"
+    return f"{answer.compiled.peak / 1e9:.2f}" if answer.compiled else "does not compile"
 
 
 def _overlap(target: str, answer: worker.Answer) -> str:
@@ -185,9 +183,9 @@ def _overlap(target: str, answer: worker.Answer) -> str:
         return ""
     together, waits = bound(target, answer)
     kinds: dict[str, list[int]] = {}
-    for (kind, axes), (times, _) in sorted(step.collectives.items()):
+    for (kind, _), found in sorted(step.collectives.items()):
         early, every = kinds.get(kind, (0, 0))
-        kinds[kind] = [early + step.overlapping[kind, axes], every + times]
+        kinds[kind] = [early + found.early, every + found.times]
     counts = ", ".join(f"{early:,} of {every:,} {kind}" for kind, (early, every) in kinds.items())
     return f"{waits} ms of {together}; {counts}"
 

@@ -7,7 +7,7 @@
 
     ceilings      products of matrices, copies in memory and from the host: what the chip itself does
     correctness   the five workloads against the CPU of the same machine, kernels against formulas, and more (tools/chip)
-    speed         steps a second, MFU, memory next to the plan's prediction, time to compile
+    speed         steps a second, MFU, memory next to the plan's lower bound, time to compile
     feeding       from Arrow shards through the loader to the step: does the device wait for data?
     state         what a save costs the run, a restore, the time from the command to the first step
     profile       which operations a step spends its time in, and what would be the next thing to look at

@@ -70,7 +70,7 @@ PARTS = {
         "every workload in 1, 2 and 4 processes",
         ("tests/test_matrix.py::test_steps_of_several_processes_are_those_of_one_device",),
     ),
-    "plan": Part("estimates against the compilers of chips", ("tests/plan/test_estimate.py",)),
+    "plan": Part("lower bounds of steps against the compilers of chips", ("tests/plan/test_bound.py",)),
     "compiled": Part(
         "steps and kernels compiled for GPUs and TPUs",
         (

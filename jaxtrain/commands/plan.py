@@ -9,7 +9,8 @@
     jaxtrain plan --config=trm_sudoku 'tpu:v4:2x2x4*2'   two such slices
     jaxtrain plan --setup gpu                            fetches the compiler for GPUs (or tpu), once
 
-With the target's compiler, which needs no such chip, the real step is compiled; without it, its memory is estimated.
+With the target's compiler, which needs no such chip, the real step is compiled. Without it, the plan
+has exact bytes between steps and a lower bound of a step's.
 
 Ends with 1 when the plan finds a problem, for example that the run does not fit into memory.
 """
@@ -42,7 +43,8 @@ def show(given: config.Arguments) -> int:
     from jaxtrain.telemetry import console
 
     def report() -> int:
-        plan.refuse_unknown(given.plan or "")  # a misspelt one is reported before any data are read or made
+        if given.plan:
+            plan.parse_target(given.plan)  # an unknown one is reported before any data are read or made
         text, well = plan.report(config.load(given.source, given.overrides), given.plan or "")
         print(text)
         return 0 if well else 1

@@ -69,12 +69,6 @@ TABLE = (
 )
 
 
-def ynnpack_multiplies(own: Mapping[str, Any]) -> bool:
-    """Whether a step for this machine's CPUs, with a config's options ``own``, has YNNPACK multiply its matrices."""
-    table = {o.name: o.value for o in TABLE if "cpu" in o.kinds and machine.cores() >= o.cores}
-    return "LIBRARY_FUSION_TYPE_DOT" in str((table | dict(own)).get("xla_cpu_experimental_ynn_fusion_type"))
-
-
 def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None) -> dict[str, Any]:
     """What a step for ``count`` devices of a ``device_kind`` is compiled with: the table's options, and over them ``own``.
 

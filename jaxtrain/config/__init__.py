@@ -3,6 +3,7 @@
 schema      the sections and their fields: value, unit, meaning
 build       a config file and overrides -> `Config`; `Config` -> JSON
 checks      mistakes between sections, or on this machine
+factories   functions that a config names as module:function
 explain     every field with its value, unit and meaning
 sweep       the points of a sweep
 arguments   the command line of a run
@@ -14,7 +15,10 @@ from jaxtrain.config.checks import ArgumentError, ConfigError
 from jaxtrain.config.explain import explain, gloss
 from jaxtrain.config.schema import (
     AXIS_RULES,
+    OF_RULES,
+    OF_SCHEDULE,
     RESHAPE,
+    UPDATE_RULES,
     Card,
     Checkpoint,
     Config,
@@ -29,6 +33,7 @@ from jaxtrain.config.schema import (
     Preemption,
     Resume,
     Train,
+    UpdateRule,
     WarmStart,
 )
 from jaxtrain.config.sweep import sweeps
@@ -36,7 +41,10 @@ from loaders.io.checks import DataSection, Section
 
 __all__ = [
     "AXIS_RULES",
+    "OF_RULES",
+    "OF_SCHEDULE",
     "RESHAPE",
+    "UPDATE_RULES",
     "ArgumentError",
     "Arguments",
     "Card",
@@ -56,6 +64,7 @@ __all__ = [
     "Resume",
     "Section",
     "Train",
+    "UpdateRule",
     "WarmStart",
     "explain",
     "from_dict",

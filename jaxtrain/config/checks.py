@@ -10,7 +10,8 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jaxtrain.config.schema import AXIS_RULES, Config, Optim, Train
+from jaxtrain.config import factories
+from jaxtrain.config.schema import AXIS_RULES, OF_SCHEDULE, ONLY_BUILT_IN, Config, Optim, Train
 from loaders.io import checks
 from loaders.io.checks import Problems
 
@@ -85,6 +86,50 @@ def between_sections(config: Config) -> Problems:
     if train.patience and not config.checkpoint.best:
         yield "train.patience", f"is {train.patience}, and checkpoint.best names no metric, for example '-loss'"
     yield from _schedule_problems(train, optim)
+    yield from checks.under("optim", _factory_problems(optim, train.steps))
+    yield from checks.under("optim", _unread(optim))
+
+
+def _factory_problems(optim: Optim, steps: int) -> Problems:
+    """Yields the errors of an optimizer and of a schedule that are named as module:factory."""
+    if factories.is_factory(optim.schedule):
+        yield from factories.problems(
+            optim.schedule, optim.schedule_arguments, field="schedule", check=factories.of_schedule,
+            steps=steps, learning_rate=optim.lr,
+        )  # fmt: skip
+    if factories.is_factory(optim.name):
+        yield from factories.problems(
+            optim.name, optim.arguments, field="name", check=factories.of_optimizer, learning_rate=lambda count: optim.lr
+        )
+
+
+def _unread(optim: Optim) -> Problems:
+    """Yields the fields that are set, and that the named optimizer or schedule does not read."""
+    unread: dict[str, str] = {}  # field -> the field that decides that it is not read
+    for name, arguments, of_built_in in (
+        ("schedule", "schedule_arguments", OF_SCHEDULE[3:]),
+        ("name", "arguments", ONLY_BUILT_IN),
+    ):
+        value = getattr(optim, name)
+        if not factories.is_factory(value):
+            unread[arguments] = name
+            continue
+        unread |= dict.fromkeys(of_built_in, name)
+        try:
+            if not factories.takes(value, "learning_rate"):
+                unread |= dict.fromkeys(OF_SCHEDULE if name == "name" else ("lr",), name)
+        except ValueError:
+            pass  # `_factory_problems` has it
+    for name, by in unread.items():
+        value, default = getattr(optim, name), getattr(Optim(), name)
+        if value != default:
+            yield name, f"is {value!r}, which {by}={getattr(optim, by)!r} does not read; leave it at {default!r}"
+    for i, group in enumerate(optim.groups):
+        for name, by in (("lr", "schedule"), ("lr", "name"), ("weight_decay", "name"), ("name", "name")):
+            if getattr(group, name) is not None and factories.is_factory(getattr(optim, by)):
+                text = f"is {getattr(group, name)!r}, which {by}={getattr(optim, by)!r} does not read; leave it out"
+                yield f"groups[{i}].{name}", text
+                break
 
 
 def _schedule_problems(train: Train, optim: Optim) -> Problems:

@@ -10,13 +10,13 @@ import re
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from jaxtrain.config import factories
 from loaders.io import checks
 from loaders.io.checks import Problems, Section
 
 MOST_STEPS = 2**31 - 1  # a step is an int32
-OPTIMIZERS = ("adamw", "adam_atan2", "adafactor", "lion", "muon", "sign_sgd")
 CORRECTIONS = ("outside", "inside")
 SCHEDULES = ("constant", "cosine", "wsd", "three_phase")
 MOMENTS = ("float32", "bfloat16", "int8")
@@ -84,6 +84,37 @@ class Train(Section):
             yield "patience", f"is {self.patience}, and eval_every=0 evaluates the last step only; set eval_every"
 
 
+class UpdateRule(NamedTuple):
+    """A built-in update rule: all that a config and an optimizer must know of it."""
+
+    factory: str  # module:function, which takes fields of `Optim` by their names
+    moments: tuple[str, ...] = ()  # fields of its state that optim.moments narrows
+    matrices: bool = False  # it updates hidden matrices only; optim.rest updates all else
+    sparse: bool = False  # it keeps no state, and leaves rows of a table alone if the step has not read them
+    repeatable: bool = True  # computing an update again costs less than keeping it
+
+
+# adamw       m_hat / (sqrt(v_hat) + eps) (Loshchilov & Hutter 2019)
+# adam_atan2  atan2(m_hat, sqrt(v_hat)) (Everett et al. 2024)
+# adafactor   g / sqrt(v) with v of rank one: rows + columns numbers instead of rows × columns (Shazeer & Stern 2018)
+# lion        sign(b1 m + (1 - b1) g), then m <- b2 m + (1 - b2) g (Chen et al. 2023)
+# muon        the orthogonal factor of each matrix of momentum (Jordan et al. 2024)
+# sign_sgd    sign(g): a table of millions of rows needs no moments
+UPDATE_RULES = {
+    "adamw": UpdateRule("optax:scale_by_adam", ("mu", "nu")),
+    "adam_atan2": UpdateRule("jaxtrain.optim.update_rules:scale_by_adam_atan2", ("mu", "nu")),
+    "adafactor": UpdateRule("jaxtrain.optim.update_rules:scale_by_adafactor"),
+    "lion": UpdateRule("optax:scale_by_lion", ("mu",)),
+    "muon": UpdateRule("jaxtrain.optim.update_rules:scale_by_muon", ("mu",), matrices=True, repeatable=False),
+    "sign_sgd": UpdateRule("optax:scale_by_sign", sparse=True),
+}
+# Fields of `Optim` that built-in rules take by name, and all that nothing but a built-in rule reads.
+OF_RULES = ("b1", "b2", "eps", "atan2_a", "atan2_b", "atan2_correction", "momentum", "muon_scale")
+ONLY_BUILT_IN = (*OF_RULES, "rest", "moments", "layer_decay", "weight_decay")
+# Fields that decide the learning rate. A schedule that is named as module:factory takes the place of the fourth and later ones.
+OF_SCHEDULE = ("lr", "schedule", "schedule_arguments", "warmup", "decay", "decay_shape", "lr_init", "lr_floor")
+
+
 @dataclass(frozen=True)
 class Group(Section):
     """Parameters that are optimised differently: those whose path contains a match of ``match``."""
@@ -92,68 +123,84 @@ class Group(Section):
     lr: float | None = None  # [1/step] peak learning rate; None = optim.lr
     weight_decay: float | None = None  # [1] None = optim.weight_decay
     clip: float | None = None  # [norm] largest norm of the group's own gradients, left out of the global one; None = optim.clip
-    name: str | None = None  # [name] update rule; None = optim.name
+    name: str | None = None  # [name] built-in update rule; None = optim.name
     freeze: bool = False  # [bool] leave these parameters as they were initialised
 
     def problems(self) -> Problems:
         yield from _regexes({"match": self.match})
         yield from checks.not_negative(self, *(n for n in ("lr", "weight_decay", "clip") if getattr(self, n) is not None))
         if self.name is not None:
-            yield from checks.choice(self, OPTIMIZERS, "name")
+            yield from checks.choice(self, UPDATE_RULES, "name")
 
 
 @dataclass(frozen=True)
 class Optim(Section):
-    """An update rule (`jaxtrain.optim.update_rules` has the formulas) behind a clip of the global gradient norm."""
+    """A clip of the global gradient norm, then a built-in update rule or any optimizer of optax, at a scheduled learning rate.
 
-    name: str = "adamw"  # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd (of a table: only the rows that are read)
+    ``name="module:factory"`` calls that function with ``arguments``, and with ``learning_rate`` (step -> rate) if it has a
+    parameter of this name. ``clip``, ``masters``, ``offload``, and ``freeze`` and ``clip`` of groups apply to it, too. The
+    fields of built-in rules do not, and are errors if they are set. ``schedule="module:factory"`` calls a function that
+    returns step -> learning rate, with ``schedule_arguments``, and with ``steps`` (train.steps) and ``learning_rate``
+    (``lr``) if it has such parameters.
+    """
+
+    name: str = "adamw"  # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd, or module:factory as optax:adamw
+    arguments: dict[str, Any] = field(default_factory=dict)  # [parameter: value] of the optimizer's module:factory
     lr: float = 1e-4  # [1/step] peak learning rate
-    schedule: str = "cosine"  # [name] constant, cosine, wsd (warm-up, stable, decay), three_phase (wsd in shares of the run)
+    schedule: str = "cosine"  # [name] constant, cosine, wsd (warm-up, stable, decay), three_phase (in shares) or module:factory
+    schedule_arguments: dict[str, Any] = field(default_factory=dict)  # [parameter: value] of the schedule's module:factory
     warmup: int = 0  # [steps] linear rise from lr_init to lr; 0.05 = the first 5 % of the run
     decay: int = 0  # [steps] length of wsd's decay, the last of the run; 0 = none, in three_phase 20 %; 0.2 = its last 20 %
     decay_shape: str = "linear"  # [name] of wsd's decay: linear, cosine, sqrt
     lr_init: float = 0.0  # [ratio of lr] learning rate of the first update when there is a warm-up
     lr_floor: float = 0.0  # [ratio of lr] learning rate at the end
-    b1: float = 0.9  # [1] decay of the first moment
-    b2: float = 0.999  # [1] decay of the second moment
-    eps: float = 1e-8  # [1] added to the root of the second moment
+    clip: float = 1.0  # [norm] largest global gradient norm; 0 = no clipping
+    weight_decay: float = 0.05  # [1] built-in rules: decoupled, times the learning rate
+    decayed: str = r"(^|/)w[^/]*$"  # [regex] parameters that weight decay applies to: the matrices
+    undecayed: str = r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"  # [regex] all others: each parameter must match one of the two
+    b1: float = 0.9  # [1] adamw, adam_atan2, lion: decay of the first moment
+    b2: float = 0.999  # [1] adamw, adam_atan2: decay of the second moment; lion: of the first
+    eps: float = 1e-8  # [1] adamw: added to the root of the second moment
     atan2_a: float = 1.0  # [1] adam_atan2: factor of the update; 1.27 makes atan2(1, 1) move by lr
     atan2_b: float = 1.0  # [1] adam_atan2: factor of the root of the second moment
     atan2_correction: str = "outside"  # [name] adam_atan2: where the first moment's bias is corrected, outside or inside atan2
     momentum: float = 0.95  # [1] muon: decay of the sum of gradients
     muon_scale: str = "rms"  # [name] muon: rms (moves as far as AdamW), or by fan-out / fan-in of kernels in_out or out_in
     rest: str = "adamw"  # [name] muon: update rule of all but the hidden matrices: tables, heads, vectors
-    moments: str = "float32"  # [name] how moments are kept: float32, bfloat16, int8 (8 bits, a scale for each row)
+    moments: str = "float32"  # [name] how built-in rules keep moments: float32, bfloat16, int8 (8 bits, a scale for each row)
     masters: bool = False  # [bool] optimise float32 copies of the parameters: bfloat16 loses what is below a 256th of a value
     offload: bool = False  # [bool] keep the optimizer's state in host memory, and copy it to the device for each update
-    layer_decay: float = 1.0  # [1] factor of the learning rate from each layer to the one below; 1 = none
+    layer_decay: float = 1.0  # [1] built-in rules: factor of the learning rate from each layer to the one below; 1 = none
     layer_first: str = r"(^|/)(w_patch|b_patch|embed|pos|cls)[^/]*$"  # [regex] layer_decay: parameters below the first layer
-    weight_decay: float = 0.05  # [1] decoupled, times the learning rate
-    clip: float = 1.0  # [norm] largest global gradient norm; 0 = no clipping
-    decayed: str = r"(^|/)w[^/]*$"  # [regex] parameters that weight decay applies to: the matrices
-    undecayed: str = r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"  # [regex] all others: each parameter must match one of the two
     groups: tuple[Group, ...] = ()  # [groups] exceptions, tried in order
 
     def problems(self) -> Problems:
         yield from _regexes({name: getattr(self, name) for name in ("decayed", "undecayed", "layer_first")})
         for i, group in enumerate(self.groups):
             yield from checks.under(f"groups[{i}]", group.problems())
-        yield from checks.choice(self, OPTIMIZERS, "name")
-        yield from checks.choice(self, SCHEDULES, "schedule")
+        for name, built_in in (("name", UPDATE_RULES), ("schedule", SCHEDULES)):
+            if not factories.is_factory(getattr(self, name)):
+                yield from checks.choice(self, (*built_in, "module:factory"), name)
         yield from checks.choice(self, DECAY_SHAPES, "decay_shape")
         yield from checks.choice(self, CORRECTIONS, "atan2_correction")
         yield from checks.choice(self, MOMENTS, "moments")
         yield from checks.choice(self, MUON_SCALES, "muon_scale")
-        yield from checks.choice(self, [name for name in OPTIMIZERS if name != "muon"], "rest")
-        used = {self.name, *(group.name for group in self.groups if group.name), *([self.rest] if self.name == "muon" else [])}
-        if self.moments != "float32" and used <= {"adafactor", "sign_sgd"}:
-            yield "moments", f"is {self.moments!r}, and {' and '.join(sorted(used))} keep no such moments; leave it unset"
+        yield from checks.choice(self, [name for name, rule in UPDATE_RULES.items() if not rule.matrices], "rest")
+        rules = {name: UPDATE_RULES[name] for name in self.rules() if name in UPDATE_RULES}
+        if self.moments != "float32" and rules and not any(rule.moments for rule in rules.values()):
+            yield "moments", f"is {self.moments!r}, and {' and '.join(sorted(rules))} keep no such moments; leave it unset"
         yield from checks.not_negative(self, "warmup", "decay", "weight_decay", "clip", "lr_init", "lr_floor")
         yield from checks.positive(self, "lr", "atan2_a", "atan2_b")
-        if self.decay and self.schedule not in ("wsd", "three_phase"):
+        if self.decay and self.schedule in SCHEDULES and self.schedule not in ("wsd", "three_phase"):
             yield "decay", f"is {self.decay}, and only schedule='wsd' has a decay phase; schedule is {self.schedule!r}"
         yield from checks.within(self, "(0, 1]", "layer_decay")
         yield from checks.within(self, "[0, 1)", "b1", "b2", "momentum")
+
+    def rules(self) -> set[str]:
+        """Names of the rules, or of the optimizer, that may update a parameter."""
+        rule = UPDATE_RULES.get(self.name)
+        rest = {self.rest} if rule and rule.matrices else set()
+        return {self.name, *rest, *(group.name for group in self.groups if group.name)}
 
 
 # The mesh axes that each logical axis of an array is split over, in the notation of `jaxtrain.parallel.layout`.
@@ -168,10 +215,10 @@ AXIS_RULES: dict[str, str] = {
     "seq": "",
     "head_dim": "",
     "patch": "",
-    "puzzle": "fsdp?",  # rows of an embedding table: as many as there are puzzles
+    "item": "fsdp?",  # rows of an embedding table of the data's examples: often prime
     "rows": "data",  # of a batch, where the devices of a group work on all of its rows together
-    "pixel": "fsdp",  # inputs of a matrix that reads a whole film window
-    "voxel": "model?",  # as many as a brain mask has
+    "input": "fsdp",  # inputs of a wide first matrix
+    "output": "model?",  # outputs of a wide last matrix: as many as the data say
 }
 
 

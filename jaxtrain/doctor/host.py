@@ -115,7 +115,8 @@ def _open_files(processes: int) -> Check:
 def _threads() -> Check:
     """Check what a container leaves for the threads of XLA, gRPC and the loader."""
     needed, (limit, used) = 64 + 8 * machine.cores(), of_cgroup("pids", machine.cgroups())
-    text = f"a container leaves {limit - used:g} more, and a run needs about {needed}"
+    free = f"leaves {limit - used:g}" if limit < float("inf") else "limits no"
+    text = f"a container {free} threads, and a run needs about {needed}"
     if limit - used >= needed:
         return ok(GROUP, "threads", text)
     return fail(GROUP, "threads", text, "docker run --pids-limit=-1, podPidsLimit of the kubelet")

@@ -1,14 +1,23 @@
 """The optimizer of a run, made from config.optim and the parameter table.
 
 schedules      learning rate by step
-update_rules   from gradients to updates
+update_rules   from gradients to updates, if optax has it not
 moments        what a rule keeps between steps, in how many bits
 param_groups   which parameters decay, are frozen, have their own rate or rule
 make           all of it, in order
 """
 
-from jaxtrain.optim.make import global_norm, make_optimizer, root_of_sum, square_sums
+from jaxtrain.optim.make import Optimizer, global_norm, make_optimizer, root_of_sum, square_sums
 from jaxtrain.optim.param_groups import OptimError
-from jaxtrain.optim.schedules import make_schedule
+from jaxtrain.optim.schedules import learning_rates, make_schedule
 
-__all__ = ["OptimError", "global_norm", "make_optimizer", "make_schedule", "root_of_sum", "square_sums"]
+__all__ = [
+    "OptimError",
+    "Optimizer",
+    "global_norm",
+    "learning_rates",
+    "make_optimizer",
+    "make_schedule",
+    "root_of_sum",
+    "square_sums",
+]

@@ -1,73 +1,117 @@
-"""The optimizer: clip, each parameter's update rule, decoupled decay, each parameter's own rate."""
+"""The optimizer: clip, each parameter's update rule, decoupled decay, each parameter's own rate; or clip and one of optax."""
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config import Optim
+from jaxtrain.config import OF_RULES, UPDATE_RULES, Optim, factories
 from jaxtrain.optim import moments as moments_lib
 from jaxtrain.optim.param_groups import OptimError, group_of_each, rate_factors, update_rule_of_each
-from jaxtrain.optim.schedules import Schedule, make_schedule
-from jaxtrain.optim.update_rules import UPDATE_RULES
+from jaxtrain.optim.schedules import Schedule, make_schedule, peak
 from jaxtrain.specs import is_spec, map_specs, path_name, paths
-from jaxtrain.types import Array, PyTree
+from jaxtrain.types import Array, PyTree, Spec
 
 
-def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> optax.GradientTransformationExtraArgs:
+class Optimizer(NamedTuple):
+    """A transformation of gradients in optax's terms, from the clip to the learning rate."""
+
+    init: Callable[[PyTree], PyTree]
+    # (gradients, state, parameters, touched=) -> updates, state; ``touched`` as `types.LossOut` has it
+    update: Callable[..., tuple[PyTree, PyTree]]
+    repeatable: bool = False  # computing an update again costs less than keeping it
+
+
+def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> Optimizer:
     """Makes the optimizer: clip the global norm, apply each update rule, add decoupled decay, scale by each parameter's rate.
 
-    p -= lr(s) (u + weight_decay p), where u comes from one of `UPDATE_RULES`. ``update`` takes ``touched`` (`types.LossOut`):
-    of a table under sign_sgd that is named there, only the rows that the step has read move or decay.
+    p -= lr(s) (u + weight_decay p), where u comes from one of `UPDATE_RULES`. Of a table under sign_sgd that ``touched``
+    names, only the rows that the step has read move or decay. An optimizer that optim.name names as module:factory takes
+    the place of all that follows the clip.
 
     Raises:
       OptimError: a parameter that neither or both of optim.decayed and optim.undecayed match, a group without parameters, a
-        rule that a parameter cannot have, masters or layer_decay that no parameter asks for.
+        rule that a parameter cannot have, masters or layer_decay that no parameter asks for, an optimizer of one's own that
+        fails on these parameters.
     """
-    groups, depths = group_of_each(optim, specs), rate_factors(optim, specs)
-    schedule = make_schedule(optim, steps)
+    groups = group_of_each(optim, specs)
+    frozen = jax.tree.map(lambda g: g.freeze, groups)
+    is_named = factories.is_factory(optim.name)
+    rest = [_named(optim, frozen, steps)] if is_named else _built_in(optim, specs, groups, steps)
+    tx = optax.chain(
+        # Frozen gradients are dropped first: they must not count in the norm that the others are clipped by.
+        optax.masked(optax.set_to_zero(), frozen) if any(jax.tree.leaves(frozen)) else optax.identity(),
+        *_clips(optim, groups),
+        *rest,
+    )
+    if optim.masters:
+        if all(jnp.dtype(spec.dtype) == jnp.float32 for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
+            raise OptimError("optim.masters=True, but every parameter is float32 already; unset it, or make them bfloat16")
+        tx = moments_lib.with_masters(tx)
+    if is_named:
+        _try(optim.name, tx, specs)
+    repeatable = not is_named and all(UPDATE_RULES[name].repeatable for name in optim.rules())
+    return Optimizer(tx.init, tx.update, repeatable)
+
+
+def _built_in(optim: Optim, specs: PyTree, groups: PyTree, steps: int) -> Iterator[optax.GradientTransformation]:
+    """Yields each rule for its own parameters, decay, rates, and the rows of sparse tables that stay."""
     decays = map_specs(lambda path, _: re.search(optim.decayed, path) is not None, specs)
-    rates = jax.tree.map(lambda g, d: (0.0 if g.freeze else optim.lr if g.lr is None else g.lr) * d, groups, depths)
+    depths, top = rate_factors(optim, specs), peak(optim)
+    rates = jax.tree.map(lambda g, d: (0.0 if g.freeze else top if g.lr is None else g.lr) * d, groups, depths)
     weights = jax.tree.map(
         lambda g, decay: (optim.weight_decay if g.weight_decay is None else g.weight_decay) * decay * (not g.freeze),
         groups,
         decays,
     )
-    frozen = jax.tree.map(lambda g: g.freeze, groups)
     names = update_rule_of_each(optim, specs, groups)
-    tx = optax.chain(
-        # Frozen gradients are dropped first: they must not count in the norm that the others are clipped by.
-        optax.masked(optax.set_to_zero(), frozen) if any(jax.tree.leaves(frozen)) else optax.identity(),
-        *_clips(optim, groups),
-        *_by_rule(optim, specs, names),
-        _add_decayed(weights),
-        _scale_by_rates(rates, schedule),
-        _only_touched(jax.tree.map(lambda name: name == "sign_sgd", names)),
-    )
-    if not optim.masters:
-        return tx
-    if all(jnp.dtype(spec.dtype) == jnp.float32 for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
-        raise OptimError("optim.masters=True, but every parameter is float32 already; unset it, or make them bfloat16")
-    return moments_lib.with_masters(tx)
-
-
-def _by_rule(optim: Optim, specs: PyTree, names: PyTree) -> list[optax.GradientTransformation]:
-    """Applies each rule to its own parameters, and keeps moments of these alone, as optim.moments says."""
     table = dict(zip(paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True))
     used = sorted(set(jax.tree.leaves(names)))
-    made = {name: UPDATE_RULES[name](optim, table) for name in used}
-    made = {
-        name: tx
-        if name == "sign_sgd"
-        else moments_lib.in_float32(tx if name == "adafactor" else moments_lib.stored(tx, optim.moments))
-        for name, tx in made.items()
-    }
-    if len(used) == 1:
-        return [made[used[0]]]
-    return [optax.masked(made[rule], jax.tree.map(lambda name, rule=rule: name == rule, names)) for rule in used]
+    for rule in used:
+        tx = _rule(optim, rule, table)
+        yield tx if len(used) == 1 else optax.masked(tx, jax.tree.map(lambda name, rule=rule: name == rule, names))
+    yield _add_decayed(weights)
+    yield _scale_by_rates(rates, make_schedule(optim, steps))
+    yield _only_touched(jax.tree.map(lambda name: UPDATE_RULES[name].sparse, names))
+
+
+def _rule(optim: Optim, name: str, table: Mapping[str, Spec]) -> optax.GradientTransformation:
+    """A built-in rule, which keeps its moments as optim.moments says."""
+    rule = UPDATE_RULES[name]
+    tx = factories.call(rule.factory, {}, specs=table, **{field: getattr(optim, field) for field in OF_RULES})
+    return tx if rule.sparse else moments_lib.in_float32(moments_lib.stored(tx, optim.moments, rule.moments))
+
+
+def _named(optim: Optim, frozen: PyTree, steps: int) -> optax.GradientTransformation:
+    """The optimizer that optim.name names as module:factory, for all but frozen parameters."""
+    schedule, top = make_schedule(optim, steps), peak(optim)
+    tx = factories.call(optim.name, optim.arguments, learning_rate=lambda count: top * schedule(count))
+    return optax.masked(tx, jax.tree.map(lambda f: not f, frozen)) if any(jax.tree.leaves(frozen)) else tx
+
+
+def _try(name: str, tx: optax.GradientTransformation, specs: PyTree) -> None:
+    """Raises OptimError if an optimizer of one's own cannot update these parameters twice. No array is made."""
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype)), specs, is_leaf=is_spec)
+
+    def updated(params: PyTree) -> tuple[PyTree, PyTree]:
+        state = tx.init(params)
+        updates, new = optax.with_extra_args_support(tx).update(params, state, params, touched={})
+        optax.apply_updates(params, updates)
+        return state, new
+
+    try:
+        states = jax.eval_shape(updated, params)
+    except Exception as error:  # whatever its functions raise
+        raise OptimError(f"config.optim.name={name!r} cannot update these parameters: {factories.first_line(error)}") from error
+    before, after = (
+        {path_name(path): (x.shape, x.dtype.name) for path, x in jax.tree.leaves_with_path(state)} for state in states
+    )
+    if changed := [path for path in sorted(before | after) if before.get(path) != after.get(path)]:
+        old, new = before.get(changed[0]), after.get(changed[0])
+        raise OptimError(f"config.optim.name={name!r} changes its state {changed[0]!r} from {old} to {new}; expected the same")
 
 
 def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformation]:
@@ -112,7 +156,7 @@ def _only_touched(sparse: PyTree) -> optax.GradientTransformationExtraArgs:
     The gradient itself is dense. It does not show which rows were read, since the gradients of one row's readers may cancel,
     and that row still decays; so the workload counts the reads. A gradient of indices and values would need rules of its own
     in microbatches, the reduction over data, clipping and norms. The dense one passes through all of them like any other, is
-    split over devices like its table, and costs a few passes over it: for 876,406 puzzles of 512 values 1.8 GB, some
+    split over devices like its table, and costs a few passes over it: for 876,406 rows of 512 values 1.8 GB, some
     milliseconds of a step that takes seconds.
     """
 

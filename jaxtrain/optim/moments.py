@@ -5,7 +5,9 @@ Both smaller forms are rounded at random, without bias: an average that moves by
 the nearest number is half a hundredth away. The draws are a hash of (step, place), so that no mesh changes a number.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,43 +42,34 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
     return optax.GradientTransformation(
-        lambda params: tx.init(wide(params)), lambda grads, state, params=None: tx.update(wide(grads), state, params)
+        lambda params: tx.init(wide(params)), lambda grads, state, params: tx.update(wide(grads), state, wide(params))
     )
 
 
-def stored(tx: optax.GradientTransformation, how: str) -> optax.GradientTransformation:
-    """Makes a rule keep its moments (fields ``mu`` and ``nu`` of its state, float32) as "bfloat16" or "int8"."""
-    if how == "float32":
+def stored(tx: optax.GradientTransformation, how: str, names: tuple[str, ...]) -> optax.GradientTransformation:
+    """Makes a rule keep its moments (the fields ``names`` of its state, float32) as "bfloat16" or "int8"."""
+    if how == "float32" or not names:
         return tx
 
-    def put(state: Any, salt: Array) -> Any:
-        names = [name for name in LAWS if name in state._fields]
+    def of_each(f: Callable[..., Any], *states: Any) -> dict[str, PyTree]:
+        """f(name, moment of each state) for every array of every moment."""
+        return {name: jax.tree.map(functools.partial(f, name), *(state[name] for state in states)) for name in names}
+
+    def put(state: Any, step: Array) -> Any:
+        salts = {name: step + np.uint32(i << 30) for i, name in enumerate(names)}
+        kept = {name: getattr(state, name) for name in names}
         if how == "bfloat16":
-            narrow = {
-                name: jax.tree.map(lambda x, i=i: round_to_bfloat16(x, salt + np.uint32(i << 30)), getattr(state, name))
-                for i, name in enumerate(names)
-            }
-            return state._replace(**narrow)
-        scales = {name: jax.tree.map(row_scales, getattr(state, name)) for name in names}
-        codes = {
-            name: jax.tree.map(
-                lambda x, s, name=name, i=i: quantise(x, s, salt + np.uint32(i << 30), name), getattr(state, name), scales[name]
-            )
-            for i, name in enumerate(names)
-        }
+            return state._replace(**of_each(lambda name, x: round_to_bfloat16(x, salts[name]), kept))
+        scales = of_each(lambda name, x: row_scales(x), kept)
+        codes = of_each(lambda name, x, s: quantise(x, s, salts[name], name), kept, scales)
         return StoredState(state._replace(**codes), scales)
 
     def get(state: Any) -> Any:
         if how == "bfloat16":
-            return state._replace(
-                **{n: jax.tree.map(lambda x: x.astype(jnp.float32), getattr(state, n)) for n in LAWS if n in state._fields}
-            )
-        return state.rule._replace(
-            **{
-                name: jax.tree.map(lambda c, s, name=name: dequantise(c, s, name), getattr(state.rule, name), scale)
-                for name, scale in state.scales.items()
-            }
-        )
+            kept = {name: getattr(state, name) for name in names}
+            return state._replace(**of_each(lambda name, x: x.astype(jnp.float32), kept))
+        codes = {name: getattr(state.rule, name) for name in names}
+        return state.rule._replace(**of_each(lambda name, c, s: dequantise(c, s, name), codes, state.scales))
 
     def init(params: PyTree) -> Any:
         return put(tx.init(params), jnp.uint32(0))

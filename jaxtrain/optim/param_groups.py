@@ -8,7 +8,7 @@ import re
 import jax
 import numpy as np
 
-from jaxtrain.config import Group, Optim
+from jaxtrain.config import UPDATE_RULES, Group, Optim, factories
 from jaxtrain.optim.update_rules import RuleError, is_hidden_matrix, matrix_axes
 from jaxtrain.specs import is_spec, map_specs, paths
 from jaxtrain.types import PyTree, Spec
@@ -19,9 +19,12 @@ class OptimError(ValueError):
 
 
 def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
-    """Returns the `Group` of every parameter. Raises OptimError unless the patterns cover the table."""
+    """Returns the `Group` of every parameter. Raises OptimError unless the patterns cover the table.
+
+    Whether a parameter decays is a question to built-in rules only.
+    """
     names, rest, problems = paths(specs), Group(), []
-    for path in names:
+    for path in () if factories.is_factory(optim.name) else names:
         matches = [bool(re.search(pattern, path)) for pattern in (optim.decayed, optim.undecayed)]
         if sum(matches) != 1:
             which = "both" if all(matches) else "neither"
@@ -39,23 +42,25 @@ def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
 
 
 def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
-    """Returns the name of every parameter's update rule. optim.name="muon" leaves what is no hidden matrix to optim.rest.
+    """Returns the name of every parameter's update rule. A rule for matrices leaves all but hidden ones to optim.rest.
 
     Raises OptimError for a rule that a parameter cannot have.
     """
     problems = []
 
     def name(path: str, spec: Spec, group: Group) -> str:
-        if group.name == "muon" and not group.freeze:
+        rule = group.name or optim.name
+        if not UPDATE_RULES[rule].matrices:
+            return rule
+        if group.name is None:
+            # Positions, CLS tokens and biases of several heads have two dimensions too; but what decay spares is no matrix.
+            return rule if is_hidden_matrix(path, spec) and re.search(optim.decayed, path) else optim.rest
+        if not group.freeze:
             try:
                 matrix_axes(path, spec)
             except RuleError as error:
                 problems.append(str(error))
-        # Positions, CLS tokens and biases of several heads have two dimensions too; but what decay spares is no matrix.
-        hidden = is_hidden_matrix(path, spec) and re.search(optim.decayed, path)
-        if group.name is None and optim.name == "muon" and not hidden:
-            return optim.rest
-        return group.name or optim.name
+        return rule
 
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
     names = [name(*each) for each in zip(paths(specs), leaves, jax.tree.leaves(groups), strict=True)]

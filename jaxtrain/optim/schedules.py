@@ -1,25 +1,45 @@
-"""Learning-rate schedules."""
+"""Learning-rate schedules: built-in ones as ratios of a peak, and any function of one's own."""
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxtrain.config import Optim
+from jaxtrain.config import Optim, factories
 
 Schedule = Callable[[Any], Any]  # step -> ratio, of jax's arrays or of numpy's
 
 
+def peak(optim: Optim) -> float:
+    """The learning rate that a schedule's ratios are of: 1 if the schedule is one's own, which gives learning rates."""
+    return 1.0 if factories.is_factory(optim.schedule) else optim.lr
+
+
+def learning_rates(optim: Optim, steps: int, at: np.ndarray) -> np.ndarray | None:
+    """The learning rates of updates ``at``; None if the optimizer is one's own and takes none."""
+    if factories.is_factory(optim.name) and not factories.takes(optim.name, "learning_rate"):
+        return None
+    if factories.is_factory(optim.schedule):
+        return np.asarray(jax.vmap(make_schedule(optim, steps))(at))
+    return np.broadcast_to(optim.lr * make_schedule(optim, steps, np)(at), at.shape)
+
+
 def make_schedule(optim: Optim, steps: int, xp: Any = jnp) -> Schedule:
-    """Makes update s = 0, 1, … -> ratio of the peak learning rate: 1 at s = warmup, the floor from s = steps on.
+    """Makes update s = 0, 1, … -> ratio of `peak`: 1 at s = warmup, the floor from s = steps on.
 
     cosine: floor + (1 - floor) (1 + cos(pi x)) / 2 with x = (s - warmup) / (steps - warmup) (Loshchilov & Hutter 2017).
     wsd: 1 until s = steps - decay, then 1 - (1 - floor) falls as 1 - x, (1 + cos(pi x)) / 2 or 1 - sqrt(x) (Hu et al. 2024).
     three_phase: wsd in shares of the run, as in prime-rl: a warm-up from 1e-8 in the first 5 %, a decay in the last 20 %,
     unless optim sets them.
+    module:factory: what that function returns, called with optim.schedule_arguments.
 
-    ``xp``: numpy makes it a function of numpy's arrays, for those who draw it.
+    ``xp``: numpy makes a built-in one a function of numpy's arrays, for those who draw it.
     """
+    if factories.is_factory(optim.schedule):
+        rate = factories.call(optim.schedule, optim.schedule_arguments, steps=steps, learning_rate=optim.lr)
+        return lambda s: jnp.asarray(rate(s), jnp.float32)
     warmup, decay, init, floor = optim.warmup, optim.decay, optim.lr_init, optim.lr_floor
     if optim.schedule == "three_phase":
         warmup, decay, init = warmup or round(0.05 * steps), decay or round(0.2 * steps), init or 1e-8

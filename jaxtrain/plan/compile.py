@@ -1,5 +1,6 @@
 """The real step, compiled for a target by the target's own compiler."""
 
+import collections
 import contextlib
 import importlib.util
 import os
@@ -13,9 +14,8 @@ from jaxtrain import config as config_lib
 from jaxtrain.assembly import Assembly
 from jaxtrain.compile import xla_options
 from jaxtrain.parallel import layout
-from jaxtrain.plan import gpu_specs, hlo, kept
-from jaxtrain.plan.errors import PlanError
-from jaxtrain.plan.target import Target
+from jaxtrain.plan import gpu_specs, hlo, plan_cache
+from jaxtrain.plan.target import PlanError, Target
 
 # Without a card nothing is tuned, and untuned, XLA's own products (by Triton) find no tiles for some shapes.
 UNTUNED = {"xla_gpu_enable_triton_gemm": False}
@@ -27,9 +27,8 @@ class Compiled(NamedTuple):
     arguments: int  # [bytes] on one device
     temporaries: int
     peak: int
-    collectives: dict[tuple[str, tuple[str, ...]], tuple[int, float]] | None  # hlo.summary; None: its text cannot be read
+    collectives: hlo.Exchanges | None  # None: the program's text cannot be read
     seconds: float  # that compiling took
-    overlapping: Mapping[tuple[str, tuple[str, ...]], int] = {}  # hlo.overlapping
     library_calls: Mapping[str, int] = {}  # target -> executions in a step
     products: Mapping[str, float] = {}  # types of the operands, as "bf16 x bf16" -> FLOP in a step
     workspace: int = 0  # [bytes] that a library will ask for besides, estimated
@@ -137,14 +136,12 @@ def compiled(
     if said.text is None:
         return found
     module, shape = hlo.Program(said.text), dict(mesh.shape)
-    moves = hlo.collectives(module)
-    products: dict[str, float] = {}
+    products: dict[str, float] = collections.defaultdict(float)
     for one in module.products():
-        types = " x ".join(one.operands)
-        products[types] = products.get(types, 0.0) + one.flops
+        products[" x ".join(one.operands)] += one.flops
     return found._replace(
-        collectives=hlo.summary(moves, shape), overlapping=hlo.overlapping(moves, shape), library_calls=module.library_calls(),
-        products=products, workspace=module.workspace(), text=said.text,
+        collectives=hlo.summary(hlo.collectives(module), shape), library_calls=module.library_calls(), products=dict(products),
+        workspace=module.workspace(), text=said.text,
     )  # fmt: skip
 
 
@@ -155,28 +152,27 @@ def ask(
     *,
     own: Mapping[str, Any] | None = None,
     versions: str = "",
-) -> tuple[kept.Said, bool]:
+) -> tuple[plan_cache.Said, bool]:
     """What a compiler says of a program for these devices, and whether that was kept (`compiled`).
 
     Raises ConfigError when it refuses ``own``, those of the options that are the config's.
     """
-    name = kept.key(lowered.as_text(), devices, options, versions) if versions else ""
-    if name and (known := kept.find(name)):
+    name = plan_cache.key(lowered.as_text(), devices, options, versions) if versions else ""
+    if name and (known := plan_cache.find(name)):
         return known, True
-    said = _ask(lowered, options, own or {}, devices[0].platform)
-    if name:
-        kept.keep(name, said)
-    return said, False
-
-
-def _ask(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any], platform: str) -> kept.Said:
     began = time.perf_counter()
     try:
-        program = xla_options.compile(lowered, options, own)
+        said = _read(xla_options.compile(lowered, options, own or {}), devices[0].platform, began)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return kept.Said(0, 0, 0, time.perf_counter() - began, None, refusal=str(error).splitlines()[0])
+        said = plan_cache.Said(0, 0, 0, time.perf_counter() - began, None, refusal=str(error).splitlines()[0])
+    if name:
+        plan_cache.keep(name, said)
+    return said, False
+
+
+def _read(program: jax.stages.Compiled, platform: str, began: float) -> plan_cache.Said:
     seconds = time.perf_counter() - began
     memory: Any = program.memory_analysis()  # None only where a backend has none, and those that plan have one
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
@@ -190,4 +186,4 @@ def _ask(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[s
         text = program.as_text() or ""
     except jax.errors.JaxRuntimeError:  # a libtpu newer than jaxlib can write what jaxlib does not know
         text = None
-    return kept.Said(arguments, temporaries, peak, seconds, text)
+    return plan_cache.Said(arguments, temporaries, peak, seconds, text)

@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Iterator
 
 from jaxtrain.config.arguments import COMPILERS
-from jaxtrain.plan.errors import PlanError
+from jaxtrain.plan.target import PlanError
 from loaders.io import checks, machine
 
 MARK = "whole.json"
@@ -52,11 +52,6 @@ def find(kind: str) -> pathlib.Path | None:
     return place if versions(place := folder(kind)) else None
 
 
-def how_to_get(kind: str) -> str:
-    """For a person: the command that makes it."""
-    return f"jaxtrain plan --setup {kind}"
-
-
 def set_up(kind: str) -> str:
     """Makes the environment, unless it is there. Returns a line for a person.
 
@@ -69,7 +64,7 @@ def set_up(kind: str) -> str:
     if not importlib.util.find_spec("pip"):  # an environment that uv made has none
         raise PlanError(f"{sys.executable} has no pip, which fetches the compiler; say {sys.executable} -m ensurepip")
     place = folder(kind)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), *requirements(kind)]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *requirements(kind), "--target"]
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with _only_one(place) as alone, tempfile.TemporaryDirectory(prefix=f"{place.name}.part-", dir=place.parent) as part:
@@ -78,16 +73,15 @@ def set_up(kind: str) -> str:
             for left in place.parent.glob(f"{place.name}.part-*") if alone else ():
                 if left != pathlib.Path(part):  # of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
-            here = [str(pathlib.Path(part, "packages")) if word == str(place) else word for word in command]
-            done = subprocess.run(here, capture_output=True, text=True)
+            made = pathlib.Path(part, "packages")
+            done = subprocess.run([*pip, str(made)], capture_output=True, text=True)
             if done.returncode:
                 said = [line for line in done.stderr.splitlines() if line.strip()]
                 why = next((line for line in said if line.startswith("ERROR")), said[-1] if said else "it said nothing")
                 raise PlanError(
                     f"the environment for --plan={kind}:… could not be made: {why.removeprefix('ERROR: ')}. It needs the "
-                    f"network once; this was: {' '.join(command)}"
+                    f"network once; this was: {' '.join([*pip, str(place)])}"
                 )
-            made = pathlib.Path(part, "packages")
             (made / MARK).write_text(json.dumps({"requirements": requirements(kind), "python": sys.version.split()[0]}) + "\n")
             _rename(made, place)
     except OSError as error:

@@ -10,8 +10,55 @@ import numpy as np
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 # Custom calls that compute nothing.
 MARKS = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement", "MoveToHost", "MoveToDevice"}
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "c64": 64, "c128": 128}  # others end in their bits
-_SHAPE = re.compile(r"\b(pred|bf16|[fsuc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+SHAPE = re.compile(r"\b(pred|bf16|[fsuc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{[\d,]*(:[^}]*)?\})?")
+_CALLED = re.compile(r"\b(calls|to_apply|body|branch_computations|true_computation|false_computation)=\{?([%\w.\-, ]+)")
+
+
+class Instruction(NamedTuple):
+    name: str
+    op: str
+    result: str  # its type as text
+    operands: tuple[str, ...]
+    line: str
+
+    @property
+    def called(self) -> list[tuple[str, str]]:
+        """(how, computation) of those that it executes."""
+        found = _CALLED.findall(self.line)
+        return [(how, name) for how, names in found for name in re.findall(r"[\w.\-]+", names)]
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(dtype, dims) of its results."""
+        return [(dtype, _dims(dims)) for dtype, dims, _ in SHAPE.findall(self.result)]
+
+    @property
+    def is_root(self) -> bool:
+        return self.line.startswith("ROOT ")
+
+
+def instruction(line: str) -> Instruction | None:
+    """One line of a computation; None for what is none."""
+    line = line.strip()
+    left, equals, right = line.removeprefix("ROOT ").partition(" = ")
+    if not equals or " " in left:
+        return None
+    result, rest = _split(right) if right.startswith("(") else right.split(" ", 1)
+    match = re.match(r"\s*([\w\-]+)(?=\()", rest)
+    if not match:
+        return None
+    inside, _ = _split(rest[match.end() :])
+    return Instruction(left.lstrip("%"), match[1], result, tuple(re.findall(r"%([\w.\-]+)", inside)), line)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """A text that begins with a parenthesis: to where it closes, and what comes after."""
+    depth = 0
+    for i, c in enumerate(text):
+        depth += (c == "(") - (c == ")")
+        if not depth:
+            return text[: i + 1], text[i + 1 :]
+    return text, ""
 
 
 class Collective(NamedTuple):
@@ -23,7 +70,7 @@ class Collective(NamedTuple):
     groups: list[list[int]]  # devices that exchange values, as places in the mesh
     times: int  # how often a step executes it: loops around it counted
     in_loop: bool
-    line: str
+    name: str  # of its instruction
     is_async: bool = False  # computation goes on beside it: it begins, and ends later, or it is a part of a product
 
     @property
@@ -40,12 +87,23 @@ class Collective(NamedTuple):
         return tuple(name for i, name in enumerate(mesh) if any(len(set(places[i].tolist())) > 1 for places in spans))
 
 
+class Exchanged(NamedTuple):
+    """All collectives of one kind over the same mesh axes."""
+
+    times: int  # executions in a step
+    sent: float  # [bytes] by one device
+    early: int  # those of the executions that overlap computation
+
+
+Exchanges = dict[tuple[str, tuple[str, ...]], Exchanged]  # (kind, mesh axes) ->
+
+
 class Product(NamedTuple):
     """One product of matrices: an instruction, a call of a library or of a generated kernel."""
 
     operands: tuple[str, ...]  # types
-    result: str
     flops: float  # in a step: loops around it counted
+    name: str  # of its instruction
     line: str
 
 
@@ -53,7 +111,7 @@ class Program:
     """A compiled module's text (``compiled.as_text()``), taken apart.
 
     Attributes:
-      bodies: computation -> its lines.
+      bodies: computation -> its instructions.
       times: computation -> how often a step executes it, for those that it does.
       loops: computations inside of loops.
       begun: computations that begin at one place and are waited for at another.
@@ -63,7 +121,7 @@ class Program:
     def __init__(self, text: str):
         # A kernel of Pallas has a text of several lines, of which one may begin with "}}".
         parts = re.findall(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}(?!\})", text, re.M | re.S)
-        self.bodies = {name: body.splitlines() for _, name, body in parts}
+        self.bodies = {name: [i for line in body.splitlines() if (i := instruction(line))] for _, name, body in parts}
         self.devices = max((int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:4000])), default=1)
         self.times: dict[str, int] = {}
         self.loops: set[str] = set()
@@ -77,29 +135,27 @@ class Program:
         self.times[name] = self.times.get(name, 0) + n
         if in_loop:
             self.loops.add(name)
-        for line in self.bodies.get(name, ()):
-            n_trips = trips(line, self.bodies) if " while(" in line else 1
-            for kind, called in re.findall(r"\b(calls|to_apply|body|branch_computations)=\{?([%\w.\-, ]+)", line):
-                for target in re.findall(r"[\w.\-]+", called):
-                    if target in self.bodies:
-                        if " async-start(" in line and '"is_sync":true' not in line:
-                            self.begun.add(target)
-                        if " fusion(" in line:
-                            self.fused.add(target)
-                        of_loop = kind == "body"
-                        self._visit(target, n * (n_trips if of_loop else 1), in_loop or of_loop)
+        for i in self.bodies.get(name, ()):
+            n_trips = trips(i, self.bodies) if i.op == "while" else 1
+            for how, target in i.called:
+                if target in self.bodies:
+                    if i.op == "async-start" and '"is_sync":true' not in i.line:
+                        self.begun.add(target)
+                    if i.op == "fusion":
+                        self.fused.add(target)
+                    is_body = how == "body"
+                    self._visit(target, n * (n_trips if is_body else 1), in_loop or is_body)
 
-    def lines(self) -> Iterator[tuple[str, str]]:
-        """(computation, line) of all that a step executes."""
-        for name, lines in self.bodies.items():
-            if name in self.times:
-                yield from ((name, line) for line in lines)
+    def executed(self) -> Iterator[tuple[str, Instruction]]:
+        """(computation, instruction) of all that a step executes."""
+        for name, body in self.bodies.items():
+            yield from ((name, i) for i in body if name in self.times)
 
     def library_calls(self) -> dict[str, int]:
         """Target of a custom call -> its executions in a step, without those that only mark something for the compiler."""
         calls: dict[str, int] = {}
-        for name, line in self.lines():
-            if (match := re.search(r'custom_call_target="([^"]+)"', line)) and match[1] not in MARKS:
+        for name, i in self.executed():
+            if (match := re.search(r'custom_call_target="([^"]+)"', i.line)) and match[1] not in MARKS:
                 calls[match[1]] = calls.get(match[1], 0) + self.times[name]
         return calls
 
@@ -110,11 +166,9 @@ class Program:
         [B, T, H, K] (fitted to one shape), the forward pass next to nothing.
         """
         sizes = [0]
-        for _, line in self.lines():
-            if re.search(r'custom_call_target="__cudnn\$fmha\w*Backward"', line) and re.search(r"\bu8\[0\]", line):
-                result = re.search(r"\[([\d,]+)\]", line.partition(" = ")[2])
-                assert result is not None, line  # every instruction has a type
-                dims = _numbers(result[1])
+        for _, i in self.executed():
+            if re.search(r'custom_call_target="__cudnn\$fmha\w*Backward"', i.line) and "u8[0]" in i.line:
+                dims = i.shapes[0][1]
                 size = math.prod(dims)
                 sizes.append(4 * size + 4 * size // dims[-1] + 256)
         return max(sizes)
@@ -122,35 +176,22 @@ class Program:
     def products(self) -> list[Product]:
         """Every product of matrices, kernels of Pallas aside; convolutions too, as which TPUs write them."""
         every_product = []
-        for name, lines in self.bodies.items():
-            if name not in self.times:
+        shapes = {(name, i.name): i.shapes[0] for name, i in self.executed() if i.shapes}
+        for name, i in self.executed():
+            is_call = i.op == "custom-call" and 'custom_call_target="__cublas' in i.line
+            if not (is_call or i.op in ("dot", "convolution")) or len(i.operands) < 2 or not i.shapes:
                 continue
-            shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-            for line in lines:
-                left, _, right = line.strip().removeprefix("ROOT ").partition(" = ")
-                results = _SHAPE.findall(
-                    right[: right.find("(", 1) + 1] if not right.startswith("(") else right[: right.find(")")]
-                )
-                if results:
-                    shapes[left.lstrip("%")] = (results[0][0], _dims(results[0][1]))
-                match = re.search(r" (dot|convolution|custom-call)\(([^)]*)\)", line)
-                if not match or match[1] == "custom-call" and not re.search(r'custom_call_target="__cublas', line):
-                    continue
-                operands = [shapes.get(x, ("", ())) for x in re.findall(r"%([\w.\-]+)", match[2])][:2]
-                if len(operands) < 2 or not results:
-                    continue
-                dims = [dims for _, dims in operands]
-                depth = _depth_of_convolution(line, *dims) if match[1] == "convolution" else _depth(line, dims[0])
-                flops = 2.0 * math.prod(_dims(results[0][1])) * depth * self.times[name]
-                every_product.append(Product(tuple(dtype for dtype, _ in operands), results[0][0], flops, line.strip()))
+            types, dims = zip(*(shapes.get((name, x), ("", ())) for x in i.operands[:2]), strict=True)
+            depth = _depth_of_convolution(i.line, *dims) if i.op == "convolution" else _depth(i.line, dims[0])
+            flops = 2.0 * math.prod(i.shapes[0][1]) * depth * self.times[name]
+            every_product.append(Product(types, flops, i.name, i.line))
         return every_product
 
 
 def _depth(line: str, left: Sequence[int]) -> int:
     """How many numbers a product adds up for each of its results."""
     summed = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)', line)
-    places = [int(n) for n in re.findall(r"\d+", summed[1])] if summed else []
-    return math.prod(left[i] for i in places) if places and left else 1
+    return math.prod(left[i] for i in _dims(summed[1])) if summed and left else 1
 
 
 def _depth_of_convolution(line: str, image: Sequence[int], kernel: Sequence[int]) -> float:
@@ -163,10 +204,10 @@ def _depth_of_convolution(line: str, image: Sequence[int], kernel: Sequence[int]
     window = re.search(r"window=\{([^}]*)\}", line)
     given = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
     depth: float = kernel[labels[2].index("i")]
-    for i, size in enumerate(_by_x(given.get("size", ""))):
+    for i, size in enumerate(_dims(given.get("size", ""))):
 
         def of(name: str, i: int = i) -> int:
-            return _by_x(given[name])[i] if name in given else 1
+            return _dims(given[name])[i] if name in given else 1
 
         low, high = (int(n) for n in given["pad"].split("x")[i].split("_")) if "pad" in given else (0, 0)
         stride, spread, gap = of("stride"), of("rhs_dilate"), of("lhs_dilate")
@@ -181,33 +222,29 @@ def _depth_of_convolution(line: str, image: Sequence[int], kernel: Sequence[int]
     return depth
 
 
-def _by_x(text: str) -> list[int]:
-    return [int(n) for n in text.split("x") if n]
-
-
 def collectives(text: str | Program) -> list[Collective]:
     """Every collective of a compiled module."""
     program = text if isinstance(text, Program) else Program(text)
     every_collective = []
-    pattern = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
-    for name, line in program.lines():
-        if match := pattern.search(line):
-            kind, start = match.groups()
-            is_async = bool(start) and '"is_sync":true' not in line or name in program.begun
-            # TPUs gather inside of a product that needs something else.
-            is_async |= name in program.fused and any(re.search(r" (convolution|dot)\(", text) for text in program.bodies[name])
-            results = _SHAPE.findall(line[: match.start()].partition(" = ")[2])
-            if start and kind != "all-reduce":  # the others start with (operands, results)
-                results = [r for r in results if r[0] != "u32" or r[1]] if kind == "collective-permute" else results
-                results = results[len(results) // 2 :]
-            if name.startswith("all-reduce-scatter"):  # how TPUs write it: a fusion of a sum and each device's part of it
-                last = program.bodies[name][-1].partition(" = ")[2]
-                kind, results = "reduce-scatter", [r for r in _SHAPE.findall(last)[:1]]
-            shapes = tuple(_dims(dims) for _, dims in results)
-            size = sum(math.prod(s) * bits(t) // 8 for s, (t, _) in zip(shapes, results, strict=True))
-            within = groups(line, program.devices)
-            times, in_loop = program.times[name], name in program.loops
-            every_collective.append(Collective(kind, shapes, size, within, times, in_loop, line.strip(), is_async))
+    for name, i in program.executed():
+        kind, start = i.op.removesuffix("-start"), i.op.endswith("-start")
+        if kind not in KINDS:
+            continue
+        is_async = start and '"is_sync":true' not in i.line or name in program.begun
+        # TPUs gather inside of a product that needs something else.
+        products = (other.op in ("convolution", "dot") for other in program.bodies[name])
+        is_async |= name in program.fused and any(products)
+        results = i.shapes
+        if start and kind != "all-reduce":  # the others start with (operands, results)
+            if kind == "collective-permute":
+                results = [(dtype, dims) for dtype, dims in results if dtype != "u32" or dims]
+            results = results[len(results) // 2 :]
+        if name.startswith("all-reduce-scatter"):  # how TPUs write it: a fusion of a sum and each device's part of it
+            kind, results = "reduce-scatter", program.bodies[name][-1].shapes[:1]
+        size = sum(math.prod(dims) * bits(dtype) // 8 for dtype, dims in results)
+        shapes, within = tuple(dims for _, dims in results), groups(i.line, program.devices)
+        times, in_loop = program.times[name], name in program.loops
+        every_collective.append(Collective(kind, shapes, size, within, times, in_loop, i.name, is_async))
     return every_collective
 
 
@@ -216,7 +253,7 @@ def groups(line: str, devices: int) -> list[list[int]]:
     if explicit := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", line):
         return [[int(i) for i in group.split(",")] for group in re.findall(r"\{(.*?)\}", explicit[1])]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        return _places(*iota.group(2, 3)).reshape(_numbers(iota[1])).tolist()
+        return _places(*iota.group(2, 3)).reshape(_dims(iota[1])).tolist()
     if mesh := re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}:]*)\}", line
     ):
@@ -230,67 +267,55 @@ def groups(line: str, devices: int) -> list[list[int]]:
     raise ValueError(f"an unknown notation of groups: {line}")
 
 
-def trips(line: str, bodies: Mapping[str, list[str]]) -> int:
+def trips(loop: Instruction, bodies: Mapping[str, list[Instruction]]) -> int:
     """Of a loop with a fixed length: as the compiler notes it, else its condition's bound by the step of its counter.
 
     The rings that TPUs make of products and gathers count by twos.
     """
-    if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
+    if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
         return int(noted[1])
-    condition, body = (re.search(rf"{name}=%?([\w.\-]+)", line) for name in ("condition", "body"))
-    tested = bodies.get(condition[1] if condition else "", ())
-    bounds = [int(n) for text in tested for n in re.findall(r" constant\((\d+)\)", text)]
-    return math.ceil(max(bounds, default=1) / _step(tested, bodies.get(body[1] if body else "", ())))
+    called = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.line))
+    tested, body = (bodies.get(called.get(part, ""), []) for part in ("condition", "body"))
+    return math.ceil(max(filter(None, map(_constant, tested)), default=1) / _step(tested, body))
 
 
-def _step(condition: Sequence[str], body: Sequence[str]) -> int:
+def _constant(i: Instruction) -> int:
+    """A positive integer; 0 for what is none."""
+    found = re.search(r" constant\((\d+)\)", i.line)
+    return int(found[1]) if found else 0
+
+
+def _step(condition: Sequence[Instruction], body: Sequence[Instruction]) -> int:
     """By how much a loop's counter, the only part of its state that the condition reads, grows in each round; 1 if unclear."""
-    read = {m[1] for text in condition if (m := re.search(r" get-tuple-element\([^)]*\), index=(\d+)", text))}
-    root = next((text for text in body if re.match(r"\s*ROOT .* tuple\(", text)), "")
-    operands = re.findall(r"%([\w.\-]+)", root[root.rfind(" tuple(") :].partition(")")[0])
-    lines = {m[1]: text for text in body if (m := re.match(r"\s*%([\w.\-]+) = ", text))}
-    if len(read) != 1 or len(operands) <= int(min(read)):
+    read = {int(m[1]) for i in condition if (m := re.search(r" get-tuple-element\(.*\), index=(\d+)", i.line))}
+    state = next((i.operands for i in body if i.is_root and i.op == "tuple"), ())
+    if len(read) != 1 or len(state) <= (at := min(read)):
         return 1
-    grown = re.search(r" add\(([^)]*)\)", lines.get(operands[int(min(read))], ""))
-    added = [lines.get(name, "") for name in re.findall(r"%([\w.\-]+)", grown[1])] if grown else []
-    return next((int(m[1]) for text in added if (m := re.search(r" constant\(([1-9]\d*)\)", text))), 1)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]
+    named = {i.name: i for i in body}
+    grown = named.get(state[at])
+    added = [named[x] for x in grown.operands if x in named] if grown and grown.op == "add" else []
+    return next(filter(None, map(_constant, added)), 1)
 
 
 def _dims(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
+    return tuple(int(n) for n in re.findall(r"\d+", text))
 
 
 def _places(dims: str, order: str | None) -> np.ndarray:
-    places = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
-    return places.transpose(_numbers(order)) if order else places
+    places = np.arange(math.prod(_dims(dims))).reshape(_dims(dims))
+    return places.transpose(_dims(order)) if order else places
 
 
 def bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    number = re.match(r"[fsuc](\d+)", dtype)
-    assert number is not None, dtype
-    return int(number[1])
+    """Of one value: the number in the name of its type."""
+    return 8 if dtype == "pred" else _dims(dtype)[0]
 
 
-def summary(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
-    """(kind, axes) -> (executions per step, bytes that a device sends)."""
-    table: dict = {}
+def summary(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> Exchanges:
+    """What a step exchanges, by kind and mesh axes."""
+    table: Exchanges = {}
     for c in exchanges:
         key = (c.kind, c.axes(mesh))
-        n, sent = table.get(key, (0, 0.0))
-        table[key] = (n + c.times, sent + c.sent)
-    return table
-
-
-def overlapping(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> dict[tuple[str, tuple[str, ...]], int]:
-    """(kind, axes) -> those of `summary`'s executions that overlap computation."""
-    table: dict = {}
-    for c in exchanges:
-        key = (c.kind, c.axes(mesh))
-        table[key] = table.get(key, 0) + c.times * c.is_async
+        n, sent, early = table.get(key, Exchanged(0, 0.0, 0))
+        table[key] = Exchanged(n + c.times, sent + c.sent, early + c.times * c.is_async)
     return table

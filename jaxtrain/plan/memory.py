@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -27,18 +27,17 @@ def device_bytes(x: jax.ShapeDtypeStruct, *, tiled: bool) -> int:
     return padded(shape, size) if tiled else math.prod(shape) * size
 
 
-def padded(shape: Sequence[int], size: int, *, in_order: bool = False) -> int:
-    """Bytes of an array of values of ``size`` bytes in a TPU's memory; ``in_order``: the last two dimensions are the tiles'."""
+def padded(shape: Sequence[int], size: int) -> int:
+    """Bytes of an array of values of ``size`` bytes in a TPU's memory."""
     packed = max(1, 4 // size)  # values in a word
     if 0 in shape:
         return 0
     if len(shape) < 2:
         n = math.prod(shape)
         return _up(n, min(max(_power(n), 128 * packed), 1024)) * size
-    tiles: Iterable[Sequence[int]] = [shape[-2:]] if in_order else itertools.permutations(shape, 2)
     ways = [
         math.prod(shape) // (rows * columns) * _up(rows, min(max(_power(rows), packed), 8)) * _up(columns, 128)
-        for rows, columns in tiles
+        for rows, columns in itertools.permutations(shape, 2)
     ]
     return min(ways) * size
 

@@ -1,4 +1,4 @@
-"""Single changes of a config with which a step fits."""
+"""Single changes of a config with which a step may fit."""
 
 import functools
 import math
@@ -6,30 +6,33 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxtrain import config as config_lib
+from jaxtrain.config import factories
 from jaxtrain.parallel import layout as layout_lib
-from jaxtrain.plan.abstract import abstractly
-from jaxtrain.plan.estimate import estimate
-from jaxtrain.plan.memory import held, in_bytes
-from jaxtrain.plan.target import Target
+from jaxtrain.plan.bound import bound
+from jaxtrain.plan.memory import held, in_bytes, least
+from jaxtrain.plan.target import Target, abstractly
 
 
-def remedies(config: config_lib.Config, target: Target, *, factor: float = 1.0) -> list[str]:
-    """Single changes of the config with which the step fits, each planned anew.
+def remedies(config: config_lib.Config, target: Target, beyond: float | None = None) -> list[str]:
+    """Single changes of the config whose step may fit, each with the memory that it would need.
 
-    ``factor``: by which a compiler's figure for the config was larger than the estimate.
+    Args:
+      beyond: bytes that the compiler found the config's step to need beyond its lower bound. They
+        count in proportion to the rows of a microbatch. None = not known: each change has its
+        lower bound.
     """
 
     @functools.cache
     def needed(text: str) -> float:
-        """Bytes on a device; NaN where the change does not go with the rest of the config."""
+        """Bytes on a device; NaN if the change does not go with the rest of the config."""
         try:
             assembly = abstractly(changed[text], target)
             parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
-            whole = parts["parameters"] + parts["optimizer"] + parts["average of the parameters"]
-            if factor * whole > memory:  # hopeless: seen without a trace
+            if least(parts) > memory:  # seen without a trace
                 return math.inf
-            stage = assembly.task.stage(config.train.steps - 1)
-            return factor * estimate(assembly, assembly.trace(stage), target).peak
+            traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
+            rows = config.train.accumulate / changed[text].train.accumulate
+            return bound(assembly, traced, target).peak + rows * (beyond or 0.0)
         except (ValueError, TypeError):
             return math.nan
 
@@ -37,21 +40,24 @@ def remedies(config: config_lib.Config, target: Target, *, factor: float = 1.0) 
     kinds: dict[str, list[str]] = {}
     for text in changed:
         kinds.setdefault(text.partition("=")[0], []).append(text)
-    fitting = []
+    fitting, how = [], "at least" if beyond is None else "about"
     for texts in kinds.values():
         for text in texts:
             if needed(text) <= memory:
-                fitting.append(f"{text} would make it {in_bytes(needed(text))}")
+                fitting.append(f"{text} would make it {how} {in_bytes(needed(text))}")
                 break
-            # The last changes most: where that does not fit, none of its kind does.
-            if needed(text) > memory and next(n for n in map(needed, reversed(texts)) if not math.isnan(n)) > memory:
+            # The last changes most: if that does not fit, none of its kind does.
+            every = map(needed, reversed(texts))
+            if needed(text) > memory and next(n for n in every if not math.isnan(n)) > memory:
                 break
     return fitting
 
 
-def ways(config: config_lib.Config, target: Target, factor: float = 1.0) -> str:
-    changes = remedies(config, target, factor=factor)
-    return f"One of these would do: {'; '.join(changes)}" if changes else "No single change would make it fit"
+def ways(config: config_lib.Config, target: Target, beyond: float | None = None) -> str:
+    """Words `remedies` as a sentence without its full stop."""
+    if not (changes := remedies(config, target, beyond)):
+        return "No single change would make it fit"
+    return f"One of these may do: {'; '.join(changes)}"
 
 
 def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, config_lib.Config]]:
@@ -68,7 +74,8 @@ def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, c
     if getattr(config.model, "dtype", "") == "float32":
         yield "--config.model.dtype=bfloat16", replace(config, model=replace(config.model, dtype="bfloat16"))
     o = config.optim
-    for moments in ("bfloat16", "int8") if o.moments == "float32" else ("int8",) if o.moments == "bfloat16" else ():
+    narrower = {"float32": ("bfloat16", "int8"), "bfloat16": ("int8",)}.get(o.moments, ())
+    for moments in () if factories.is_factory(o.name) else narrower:
         yield f"--config.optim.moments={moments}", replace(config, optim=replace(o, moments=moments))
     if not o.offload:
         yield "--config.optim.offload=true", replace(config, optim=replace(o, offload=True))

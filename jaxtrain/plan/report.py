@@ -4,27 +4,23 @@ import importlib
 import pathlib
 import shutil
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
-from jaxtrain.assembly import Assembly, assemble
+from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import disk_usage
 from jaxtrain.data import feed
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import environment, hlo, roofline, worker
-from jaxtrain.plan.abstract import abstractly
-from jaxtrain.plan.compile import ask_for_no_chips, compiled, compiler_options, is_at_hand, tpu_devices
-from jaxtrain.plan.errors import PlanError
-from jaxtrain.plan.estimate import SLACK, Estimate, estimate
-from jaxtrain.plan.graph import Moved
+from jaxtrain.plan.bound import Bound, bound
+from jaxtrain.plan.compile import ask_for_no_chips, compiler_options, is_at_hand
 from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, least, offloaded
-from jaxtrain.plan.refuse import certain
 from jaxtrain.plan.remedies import ways
-from jaxtrain.plan.target import GPUS_PER_NODE, Target, parse_target
+from jaxtrain.plan.target import GPUS_PER_NODE, Target, abstractly, parse_target
 from jaxtrain.step import state as state_lib
 
 MFU = 0.4  # share of the peak that hours are projected with
@@ -36,16 +32,14 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     if not target.here:
         ask_for_no_chips()
     assembly = abstractly(config, target)
-    lines: list[str] = []
     problems: list[str] = []
-    mesh = dict(assembly.layout.mesh.shape)
+    mesh = " × ".join(f"{name} {size}" for name, size in assembly.layout.mesh.shape.items())
     count = specs.count(assembly.task.specs.params)
-    lines += [f"{count:,} parameters on {target.name}, mesh {_mesh(mesh)}, {config.train.batch} rows a step"]
+    lines = [f"{count:,} parameters on {target.name}, mesh {mesh}, {config.train.batch} rows a step"]
     if options := compiler_options(config, target):
         shown = [f"{name}={value!r}" if value == "" else f"{name}={value}" for name, value in options.items()]
         lines += [f"compiled with {', '.join(shown)}"]
-    lines += [""]
-    lines += ["held by each device between steps"]
+    lines += ["", "held by each device between steps"]
     parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
     lines += [f"  {name:28}{in_bytes(size):>12}" for name, size in parts.items() if size]
     lines += [f"  {'together':28}{in_bytes(sum(parts.values())):>12}   of {in_bytes(target.memory)}"]
@@ -53,7 +47,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
         lines += [f"  {'in host memory: optimizer':28}{in_bytes(away):>12}   on the device during the update"]
     # Clipping by the global norm, and the guard, need all of them before the first parameter moves.
     lines += [f"  {'with gradients':28}{in_bytes(least(parts)):>12}", ""]
-    lines += _step_lines(config, assembly, target, problems)
+    lines += _step_lines(assembly, target, text, problems)
 
     flops, chip = assembly.task.flops, target.chip
     lines += ["a step computes", f"  {flops:.3e} FLOP of the model"]
@@ -84,121 +78,81 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     return "\n".join(lines), not problems
 
 
-def _step_lines(config: config_lib.Config, assembly: Assembly, target: Target, problems: list[str]) -> Iterator[str]:
-    """The fullest stage's fullest moment."""
-    each = {stage: estimate(assembly, assembly.trace(stage), target) for stage in assembly.stages()}
+def _step_lines(assembly: Assembly, target: Target, text: str, problems: list[str]) -> Iterator[str]:
+    """The lower bound of the stage with the largest one, and the compiler's figures of each stage."""
+    config = assembly.config
+    each = {stage: bound(assembly, assembly.trace(stage), target) for stage in assembly.stages()}
     stage, needed = max(each.items(), key=lambda item: item[1].peak)
-    gradients = sum(device_bytes(x, tiled=target.tiled) for x in jax.tree.leaves(assembly.abstract.state.variables.params))
-    yield "a step at its fullest moment, estimated" + ("" if stage is None else f" (stage {stage})")
+    yield "a step needs at least" + ("" if stage is None else f" (stage {stage})")
     yield f"  {'state and batch that it reads':32}{in_bytes(needed.arguments):>12}"
-    yield f"  {'activations, gradients':32}{in_bytes(needed.temporaries.bytes):>12}   (gradients alone {in_bytes(gradients)})"
-    for size, what in needed.temporaries.largest[:5]:
+    beside = "gradients" if needed.temporaries == needed.update else "arrays that its loops keep"
+    yield f"  {beside:32}{in_bytes(needed.temporaries):>12}"
+    for size, what in needed.kept[:5]:
         yield f"      {in_bytes(size):>12}  {what}"
     yield f"  {'together':32}{in_bytes(needed.peak):>12}   of {in_bytes(target.memory)}"
     yield ""
-    if target.count > 1:
-        yield "a step sends between devices, estimated"
-        yield from _collective_lines(needed.temporaries.moved, target)
-        yield ""
-    over, doubtful = needed.peak - target.memory, (1 + SLACK) * needed.peak > target.memory
-    excess = f"{in_bytes(over)} too much, as estimated. {ways(config, target)}" if over > 0 else ""
-    missing = "" if target.here else _missing(assembly, target)
-    if (sure := certain(assembly, needed, target)) > target.memory:
-        why = f"state and gradients alone are {in_bytes(sure - target.memory)} more than a device has"
-        problems.append(f"it does not fit: {why}, and with activations it is {excess}")
-    elif (target.here and doubtful) or not (target.here or missing):
-        for each_stage, answer in _compile(config, target, each).items():
-            yield from _compiled_lines(config, target, each_stage, assembly.stages()[each_stage], answer, each, problems)
+    over = needed.certain - target.memory
+    if over > 0:
+        problems.append(
+            f"it does not fit: state and gradients alone are {in_bytes(over)} more than a device has. {ways(config, target)}"
+        )
+    elif missing := "" if target.here else _missing(assembly, target):
+        yield from (f"not compiled for it: {missing}", "this is a lower bound: what one layer needs comes on top", "")
+        if (over := needed.peak - target.memory) > 0:
+            problems.append(f"it does not fit: at least {in_bytes(over)} too much. {ways(config, target)}")
     else:
-        if not target.here:
-            yield from (f"not compiled for it: {missing}", "")
-        if needed.surely() > target.memory:
-            problems.append(f"it does not fit: {excess}")
-        elif over > 0:
-            yield from (f"it may not fit: {excess}", "")
+        jobs = [worker.Job(config, text, stage) for stage in each]
+        answers = [worker.answer(job) for job in jobs] if is_at_hand(target) else worker.ask(jobs)
+        for (stage, first), answer in zip(assembly.stages().items(), answers, strict=True):
+            title = "compiled for it" + ("" if stage is None else f", stage {stage} from step {first}")
+            yield from _compiled_lines(config, target, title, answer, each[stage], problems)
 
 
 def _missing(assembly: Assembly, target: Target) -> str:
     """Why a step cannot be compiled for devices elsewhere; "" where it can."""
     if not (is_at_hand(target) or environment.find(target.kind)):
-        return f"its compiler is not here; {environment.how_to_get(target.kind)} fetches it"
+        return f"its compiler is not here; jaxtrain plan --setup {target.kind} fetches it"
     if target.kind == "gpu" and offloaded(assembly.abstract):
         return "without a card, XLA's compiler for GPUs knows no host memory, and takes what is offloaded for the device's"
     return ""
 
 
-def _compile(config: config_lib.Config, target: Target, stages: Iterable[Hashable]) -> dict[Hashable, worker.Answer]:
-    """The step of each stage, by this process where it has the compiler, else by one of its own."""
-    if not is_at_hand(target):
-        jobs = [worker.Job(config, target.name, stage) for stage in stages]
-        return dict(zip(stages, worker.ask(jobs), strict=True))
-    devices = None if target.here else tpu_devices(target)
-    mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices=devices)
-    assembly, answers = assemble(config, mesh), {}
-    for stage in stages:
-        try:
-            answers[stage] = worker.Answer(compiled(assembly, assembly.trace(stage)), None)
-        except PlanError as error:
-            answers[stage] = worker.Answer(None, None, str(error), too_large=True)
-    return answers
-
-
-def _collective_lines(
-    table: Moved, target: Target, overlapping: Mapping[tuple[str, tuple[str, ...]], int] | None = None
-) -> Iterator[str]:
-    """What one device sends in a step, the most first (`hlo.summary`, or the estimate of the same form).
-
-    ``overlapping``: how many of them overlap computation, where that is known.
-    """
-    for key, (times, sent) in sorted(table.items(), key=lambda item: -item[1][1]):
-        kind, axes = key
-        took = f", {1e3 * sent / target.chip.links:.2f} ms of the links" if target.chip else ""
-        overlap = "" if overlapping is None else f", {overlapping.get(key, 0)} of them asynchronous"
-        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took}{overlap}"
-
-
 def _compiled_lines(
-    config: config_lib.Config,
-    target: Target,
-    stage: Hashable,
-    start: int,
-    answer: worker.Answer,
-    estimates: Mapping[Hashable, Estimate],
-    problems: list[str],
+    config: config_lib.Config, target: Target, title: str, answer: worker.Answer, needed: Bound, problems: list[str]
 ) -> Iterator[str]:
-    """What the compiler says, which counts where the estimate says something else."""
-    title = "compiled for it" if stage is None else f"compiled for it, stage {stage} from step {start}"
-    compiled_step, needed = answer.compiled, estimates[stage]
-    if compiled_step is None:
-        remedy = f". {ways(config, target, max(1.0, target.memory / needed.peak))}" if answer.too_large else ""
+    """The compiler's figures."""
+    if (step := answer.compiled) is None:
+        remedy = f". {ways(config, target)}" if answer.too_large else ""
         problems.append(f"it does not {'fit' if answer.too_large else 'compile'}: {answer.error}{remedy}")
         yield from (f"not {title}: {answer.error}", "")
         return
-    peak = compiled_step.peak + compiled_step.workspace
+    peak = step.peak + step.workspace
     if (over := peak - target.memory) > 0:
-        problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, peak / needed.peak)}")
-    before = " by an earlier plan, whose answer was kept" if compiled_step.again else ""
-    yield f"{title}, in {compiled_step.seconds:.0f} s{before}"
-    yield f"  {'arguments':28}{in_bytes(compiled_step.arguments):>12}"
-    yield f"  {'while it runs':28}{in_bytes(compiled_step.temporaries):>12}"
-    if compiled_step.workspace:
-        yield f"  {'cuDNN, estimated':28}{in_bytes(compiled_step.workspace):>12}   workspace of its attention"
+        problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, peak - needed.peak)}")
+    before = " by an earlier plan, whose answer was kept" if step.again else ""
+    yield f"{title}, in {step.seconds:.0f} s{before}"
+    yield f"  {'arguments':28}{in_bytes(step.arguments):>12}"
+    yield f"  {'while it runs':28}{in_bytes(step.temporaries):>12}"
+    if step.workspace:
+        yield f"  {'cuDNN, estimated':28}{in_bytes(step.workspace):>12}   workspace of its attention"
     yield f"  {'together':28}{in_bytes(peak):>12}   of {in_bytes(target.memory)}"
-    if compiled_step.library_calls:
-        calls = sorted(compiled_step.library_calls.items(), key=lambda item: -item[1])
+    if step.library_calls:
+        calls = sorted(step.library_calls.items(), key=lambda item: -item[1])
         yield f"  calls of libraries and kernels: {', '.join(f'{n} × {name}' for name, n in calls)}"
-    if compiled_step.products:
-        most = sorted(compiled_step.products.items(), key=lambda item: -item[1])
+    if step.products:
+        most = sorted(step.products.items(), key=lambda item: -item[1])
         yield f"  products of matrices, by operands: {', '.join(f'{flops:.2e} FLOP {types}' for types, flops in most)}"
-    if compiled_step.text and target.chip:
-        bound = roofline.times(hlo.Program(compiled_step.text), target.chip)
+    if step.text and target.chip:
+        bound = roofline.times(hlo.Program(step.text), target.chip)
         yield (
             f"  at the datasheet's peaks, in the program's order: {1e3 * bound.together:.2f} ms, of which "
             f"{1e3 * bound.waiting:.2f} ms wait for exchanges (they take {1e3 * bound.sending:.2f} ms)"
         )
-    if compiled_step.collectives is None:
+    if step.collectives is None:
         yield "  what moves between devices cannot be read: this jaxlib does not know all that this libtpu writes"
-    yield from _collective_lines(compiled_step.collectives or {}, target, compiled_step.overlapping)
+    for (kind, axes), (times, sent, early) in sorted((step.collectives or {}).items(), key=lambda item: -item[1].sent):
+        took = f", {1e3 * sent / target.chip.links:.2f} ms of the links" if target.chip else ""
+        yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took}, {early} of them asynchronous"
     yield ""
 
 
@@ -299,7 +253,3 @@ def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str
         count = f"{loader.n_batches:,} batches, the first of them" if loader.n_batches > 1 else "1 batch,"
         findings.append(f"{split} has {count} read in {time.perf_counter() - began:.1f} s")
     return "data", "; ".join(findings), True
-
-
-def _mesh(mesh: Mapping[str, int]) -> str:
-    return " × ".join(f"{name} {size}" for name, size in mesh.items())

@@ -9,7 +9,7 @@ latency is counted, no kernel reaches the peaks, and no time here was compared w
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxtrain.parallel.chips import Chip
@@ -17,7 +17,6 @@ from jaxtrain.plan import hlo
 
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "domain"}
 SLICES = {"slice", "dynamic-slice", "gather"}  # they read of an operand what they return
-_SHAPE = re.compile(r"\b(pred|bf16|[fsuc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{[\d,]*(:[^}]*)?\})?")
 
 
 class Times(NamedTuple):
@@ -30,14 +29,6 @@ class Times(NamedTuple):
     @property
     def together(self) -> float:
         return self.computing + self.waiting
-
-
-class Instruction(NamedTuple):
-    name: str
-    op: str
-    result: str  # its type as text
-    operands: tuple[str, ...]
-    line: str
 
 
 class Clock:
@@ -79,18 +70,15 @@ class Roofline:
 
     def __init__(self, program: hlo.Program, chip: Chip):
         self._program, self._chip = program, chip
-        self._bodies = {name: [i for line in lines if (i := instruction(line))] for name, lines in program.bodies.items()}
-        self._exchanges = {_name(c.line): c.sent / max(c.times, 1) / chip.links for c in hlo.collectives(program)}
+        self._bodies = program.bodies
+        self._exchanges = {c.name: c.sent / max(c.times, 1) / chip.links for c in hlo.collectives(program)}
         self._products: dict[str, float] = {}
         for one in program.products():
             wide = "f32" in one.operands and chip.kind.startswith("NVIDIA")  # as TF32, at half the speed
-            self._products[_name(one.line)] = one.flops * (2 if wide else 1)
+            self._products[one.name] = one.flops * (2 if wide else 1)
         self._known: dict[str, Times] = {}
 
-    def times(self) -> Times:
-        return self._of(next(iter(self._program.times)))  # the entry is visited first
-
-    def _of(self, name: str) -> Times:
+    def of(self, name: str) -> Times:
         if name not in self._known:
             clock = Clock()
             self._run(name, clock)
@@ -100,57 +88,51 @@ class Roofline:
     def _run(self, name: str, clock: Clock) -> None:
         shapes = {i.name: i.result for i in self._bodies.get(name, ())}
         for i in self._bodies.get(name, ()):
-            called = _called(i.line)
             if i.op in FREE:
                 continue
             elif i.op == "while":
-                body = next(c for kind, c in called if kind == "body")
-                clock.inside(self._of(body), hlo.trips(i.line, self._program.bodies))
+                body = next(c for kind, c in i.called if kind == "body")
+                clock.inside(self.of(body), hlo.trips(i, self._bodies))
             elif i.op == "conditional":
-                clock.inside(max((self._of(c) for _, c in called), key=lambda t: t.together, default=Times(0, 0, 0)), 1)
+                clock.inside(max((self.of(c) for _, c in i.called), key=lambda t: t.together, default=Times(0, 0, 0)), 1)
             elif i.op == "call":
-                for _, c in called:
+                for _, c in i.called:
                     self._run(c, clock)
+            elif i.op.endswith("-update") and i.operands[0] in clock.ends:
+                clock.ends[i.name] = clock.ends.pop(i.operands[0])
             elif i.op.endswith(("-done", "-update")):
-                self._end(i, clock)
-            elif seconds := self._exchange(i, called):
+                clock.wait(i.operands[0])
+            elif seconds := self._exchange(i):
                 clock.start(i.name, "links", seconds)
                 if i.op == "fusion":  # a product that a TPU gathers inside of
-                    clock.compute(self._seconds(name, i, shapes, called))
+                    clock.compute(self._seconds(name, i, shapes))
                 if not i.op.endswith("-start") or '"is_sync":true' in i.line:
                     clock.wait(i.name)
             elif i.op.endswith("-start"):
                 clock.start(i.name, "copies", _copied(i) / self._chip.bandwidth)
             else:
-                clock.compute(self._seconds(name, i, shapes, called))
+                clock.compute(self._seconds(name, i, shapes))
 
-    def _end(self, i: Instruction, clock: Clock) -> None:
-        for operand in i.operands[:1]:
-            if i.op.endswith("-update") and operand in clock.ends:
-                clock.ends[i.name] = clock.ends.pop(operand)
-            else:
-                clock.wait(operand)
-
-    def _exchange(self, i: Instruction, called: Sequence[tuple[str, str]]) -> float:
+    def _exchange(self, i: hlo.Instruction) -> float:
         """Seconds that an instruction, or what it is made of, takes on the links; 0 for what sends nothing."""
-        inner = [j for _, c in called for j in self._bodies.get(c, ())] if i.op in ("fusion", "async-start") else []
+        inner = [j for _, c in i.called for j in self._bodies.get(c, ())] if i.op in ("fusion", "async-start") else []
         own = self._exchanges.get(i.name, 0.0)
-        return own + sum(self._exchange(j, _called(j.line)) for j in inner)
+        return own + sum(self._exchange(j) for j in inner)
 
-    def _seconds(self, name: str, i: Instruction, shapes: Mapping[str, str], called: Sequence[tuple[str, str]]) -> float:
+    def _seconds(self, name: str, i: hlo.Instruction, shapes: Mapping[str, str]) -> float:
         n = self._program.times.get(name, 1)
-        moved = self._moved(i, shapes, called)
+        moved = self._moved(i, shapes)
         flops = self._products.get(i.name, 0.0) / n
-        flops += sum(self._flops(c) for _, c in called if i.op == "fusion") + _kernel_flops(i, shapes)
+        flops += sum(self._flops(c) for _, c in i.called if i.op == "fusion") + _kernel_flops(i, shapes)
         return max(flops / self._chip.flops, moved / self._chip.bandwidth)
 
     def _flops(self, name: str) -> float:
         """Of one execution of a fused computation."""
         n = self._program.times.get(name, 1)
         own = sum(self._products.get(i.name, 0.0) for i in self._bodies.get(name, ())) / n
-        return own + sum(self._flops(c) for i in self._bodies.get(name, ()) if i.op == "fusion" for _, c in _called(i.line))
+        return own + sum(self._flops(c) for i in self._bodies.get(name, ()) if i.op == "fusion" for _, c in i.called)
 
-    def _moved(self, i: Instruction, shapes: Mapping[str, str], called: Sequence[tuple[str, str]]) -> float:
+    def _moved(self, i: hlo.Instruction, shapes: Mapping[str, str]) -> float:
         """Bytes that an instruction reads and writes."""
         sizes = [_bytes(shapes.get(x, "")) for x in i.operands]
         if i.op in SLICES:
@@ -159,8 +141,8 @@ class Roofline:
             return 2 * sizes[1]
         if i.op == "scatter":
             return 3 * sum(sizes[len(sizes) // 2 + 1 :]) + sizes[len(sizes) // 2]
-        if i.op == "fusion" and called:
-            body = called[0][1]
+        if i.op == "fusion" and i.called:
+            body = i.called[0][1]
             read = sum(self._read(body, k, size) for k, size in enumerate(sizes))
             return read + self._written(body, _bytes(i.result))
         return sum(sizes) + _bytes(i.result)
@@ -180,9 +162,7 @@ class Roofline:
             elif i.op == "dynamic-update-slice" and i.operands[0] in names:
                 pass  # written in its place
             elif i.op == "fusion":
-                total += sum(
-                    self._read(c, at, size) for _, c in _called(i.line) for at, x in enumerate(i.operands) if x in names
-                )
+                total += sum(self._read(c, at, size) for _, c in i.called for at, x in enumerate(i.operands) if x in names)
             else:
                 return size
         return min(total, size)
@@ -190,7 +170,7 @@ class Roofline:
     def _written(self, body: str, size: float) -> float:
         """Bytes that a fused computation writes: of what it updates in place, the updates."""
         inner = {i.name: i for i in self._bodies.get(body, ())}
-        root = next((i for i in inner.values() if i.line.lstrip().startswith("ROOT")), None)
+        root = next((i for i in inner.values() if i.is_root), None)
         if root is None:
             return size
         total = 0.0
@@ -206,66 +186,34 @@ class Roofline:
 
 def times(program: hlo.Program, chip: Chip) -> Times:
     """Of a compiled, scheduled program on one chip."""
-    return Roofline(program, chip).times()
-
-
-def instruction(line: str) -> Instruction | None:
-    """One line of a computation; None for what is none."""
-    left, equals, right = line.strip().removeprefix("ROOT ").partition(" = ")
-    if not equals or " " in left:
-        return None
-    result, rest = _split(right) if right.startswith("(") else right.split(" ", 1)
-    match = re.match(r"\s*([\w\-]+)(?=\()", rest)
-    if not match:
-        return None
-    inside, _ = _split(rest[match.end() :])
-    return Instruction(left.lstrip("%"), match[1], result, tuple(re.findall(r"%([\w.\-]+)", inside)), line)
-
-
-def _split(text: str) -> tuple[str, str]:
-    """A text that begins with a parenthesis: to where it closes, and what comes after."""
-    depth = 0
-    for i, c in enumerate(text):
-        depth += (c == "(") - (c == ")")
-        if not depth:
-            return text[: i + 1], text[i + 1 :]
-    return text, ""
-
-
-def _name(line: str) -> str:
-    return line.strip().removeprefix("ROOT ").partition(" = ")[0].lstrip("%")
-
-
-def _called(line: str) -> list[tuple[str, str]]:
-    found = re.findall(r"\b(calls|to_apply|body|branch_computations|true_computation|false_computation)=\{?([%\w.\-, ]+)", line)
-    return [(kind, name) for kind, names in found for name in re.findall(r"[\w.\-]+", names)]
+    return Roofline(program, chip).of(next(iter(program.times)))  # the entry is visited first
 
 
 def _bytes(text: str) -> float:
     """Of a type's arrays in the device's large memory: those near the cores, "S(1)", take none of its time."""
     return sum(
         math.prod(int(n) for n in dims.split(",") if n) * hlo.bits(dtype) / 8
-        for dtype, dims, layout in _SHAPE.findall(text)
+        for dtype, dims, layout in hlo.SHAPE.findall(text)
         if "S(" not in layout
     )
 
 
-def _copied(i: Instruction) -> float:
+def _copied(i: hlo.Instruction) -> float:
     """Bytes of the large memory that a copy beside the device's work reads and writes; of part of an array, that part."""
     if i.op == "copy-start":
         return _bytes(i.result)
-    sizes = [_bytes(f"{dtype}[{dims}]") for dtype, dims, _ in _SHAPE.findall(i.result) if dims]
+    sizes = [_bytes(f"{dtype}[{dims}]") for dtype, dims, _ in hlo.SHAPE.findall(i.result) if dims]
     return min(sizes, default=0.0)
 
 
-def _kernel_flops(i: Instruction, shapes: Mapping[str, str]) -> float:
+def _kernel_flops(i: hlo.Instruction, shapes: Mapping[str, str]) -> float:
     """Of attention's kernels, as though nothing were masked."""
     if i.op != "custom-call":
         return 0.0
     products = next((n for name, n in KERNELS.items() if re.search(name, i.line)), 0)
     if not products or len(i.operands) < 2:
         return 0.0
-    given = [_SHAPE.findall(shapes.get(x, "")) for x in i.operands[:2]]
+    given = [hlo.SHAPE.findall(shapes.get(x, "")) for x in i.operands[:2]]
     q, k = ([int(n) for n in found[0][1].split(",") if n] if found else [] for found in given)
     if len(q) != 4 or len(k) != 4:
         return 0.0

@@ -3,20 +3,20 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
-import jaxlib.version
-import numpy as np
 
-from jaxtrain.compile import xla_options
+from jaxtrain import config as config_lib
+from jaxtrain.assembly import Assembly, assemble
 from jaxtrain.parallel import chips
-from jaxtrain.plan.errors import PlanError
-from jaxtrain.plan.graph import Compiler
-from jaxtrain.plan.memory import host_memory, padded
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.plan.memory import host_memory
 
 GPUS_PER_NODE = 8
+
+
+class PlanError(ValueError):
+    """An unknown target, or a run that does not fit. The message has the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,38 +52,6 @@ class Target:
             return stats["bytes_limit"]
         return self.chip.memory if self.chip else host_memory() / jax.local_device_count()
 
-    def compiler(self, own: Mapping[str, Any] | None = None) -> Compiler:
-        """How XLA compiles for it, with a config's options ``own``."""
-        known = self.chip is not None
-
-        def size(shape: Sequence[int], dtype: np.dtype, in_order: bool) -> int:
-            return padded(shape, dtype.itemsize, in_order=in_order) if self.tiled else math.prod(shape) * dtype.itemsize
-
-        newer = self.kind == "gpu" or self.chip is not None and self.chip.name in ("v5e", "v6e")
-        jaxlib_is = jaxlib.version.__version_info__
-        return Compiler(
-            size,
-            self.tiled,
-            recomputes=known,
-            recomputes_more=newer,
-            halves=known,
-            widens_products=not known and xla_options.ynnpack_multiplies(own or {}),
-            widens_stacks=not known and jaxlib_is < (0, 11, 2),  # 0.10.2 to 0.11.1 do; 0.11.2 and 0.12.0.1 do not
-            merges=not known,
-            checkpoints=known or jaxlib_is >= (0, 11, 1),  # on CPUs 0.10.2 and 0.11.0 merge them with the first
-            breadth_first=not known,
-            copies=not known,
-            apart=self.kind == "gpu",
-            rings=self.chip is not None and self.chip.name == "v5e",
-            rounds_rows=self.tiled,
-        )
-
-
-def refuse_unknown(text: str) -> None:
-    """Raises PlanError for a target that is unknown. Asks no device, unlike `parse_target` of this machine's."""
-    if text:
-        parse_target(text)
-
 
 def parse_target(text: str) -> Target:
     """Raises PlanError for a target that is unknown, with those that are."""
@@ -106,3 +74,12 @@ def parse_target(text: str) -> Target:
         f"--plan={text} is unknown; expected for example --plan=tpu:v4:2x2x4 ({', '.join(known['tpu'])}) or --plan=gpu:h100x8 "
         f"({', '.join(known['gpu'])}), followed by *2 for two slices or nodes"
     )
+
+
+def abstractly(config: config_lib.Config, target: Target) -> Assembly:
+    """Puts a run together on an abstract mesh of the target's devices. Raises as `assemble` does."""
+    m = config.mesh
+    mesh = layout_lib.abstract_mesh(m.data, m.fsdp, m.model, count=target.count, what=target.name)
+    here = target.here
+    devices = layout_lib.devices_like(jax.devices()[0]) if here else layout_lib.devices_of(target.known.kind)
+    return assemble(config, mesh, devices=devices)

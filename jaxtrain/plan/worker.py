@@ -5,6 +5,7 @@
 Jobs and answers are pickles in a folder of their own, written and read by this code, by the same Python.
 """
 
+import contextlib
 import os
 import pathlib
 import pickle
@@ -19,9 +20,7 @@ from jaxtrain.config import Config
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import environment
 from jaxtrain.plan.compile import UNTUNED, Compiled, ask_for_no_chips, compiled, for_kernels, gpu_devices, tpu_devices
-from jaxtrain.plan.errors import PlanError
-from jaxtrain.plan.estimate import Estimate, estimate
-from jaxtrain.plan.target import parse_target
+from jaxtrain.plan.target import PlanError, parse_target
 
 # Not "-m": the module would be __main__ there, and its classes others than those here.
 START = "import sys; from jaxtrain.plan import worker; worker.main(*sys.argv[1:])"
@@ -42,7 +41,6 @@ class Answer(NamedTuple):
     """What came of a job."""
 
     compiled: Compiled | None
-    estimate: Estimate | None  # of the same trace
     error: str = ""  # why there is no program
     too_large: bool = False  # the compiler found that it does not fit
 
@@ -55,7 +53,7 @@ def ask(jobs: Sequence[Job]) -> list[Answer]:
     [kind] = {parse_target(job.target).kind for job in jobs}
     place = environment.find(kind)
     if place is None:
-        raise PlanError(f"no compiler for --plan={kind}:… is here; {environment.how_to_get(kind)} fetches it, once")
+        raise PlanError(f"no compiler for --plan={kind}:… is here; jaxtrain plan --setup {kind} fetches it, once")
     with tempfile.TemporaryDirectory(prefix="jaxtrain-plan-") as folder:
         asked, answered = pathlib.Path(folder, "jobs"), pathlib.Path(folder, "answers")
         asked.write_bytes(pickle.dumps(list(jobs)))
@@ -71,27 +69,27 @@ def ask(jobs: Sequence[Job]) -> list[Answer]:
 
 def answer(job: Job, versions: str = "") -> Answer:
     """Traces and compiles a step here. ``versions``: as for `compiled`."""
-    target, needed = parse_target(job.target), None
+    target, is_traced = parse_target(job.target), False
+    of_gpus = target.kind == "gpu" and not target.here
     try:
-        devices = tpu_devices(target) if target.kind == "tpu" else gpu_devices(target)
-        mesh = layout_lib.make_mesh(job.config.mesh.data, job.config.mesh.fsdp, job.config.mesh.model, devices=devices)
+        devices = None if target.here else gpu_devices(target) if of_gpus else tpu_devices(target)
+        m = job.config.mesh
+        mesh = layout_lib.make_mesh(m.data, m.fsdp, m.model, devices=devices)
         assembly = assemble(job.config, mesh)
         stage = assembly.task.stage(job.config.train.steps - 1) if job.stage == LAST else job.stage
-        with for_kernels(devices[0]):
+        with for_kernels(mesh.devices.flat[0]) if of_gpus else contextlib.nullcontext():
             traced = assembly.trace(stage)
-            needed = estimate(assembly, traced, target)
-            options = UNTUNED if target.kind == "gpu" else None
-            return Answer(compiled(assembly, traced, options=options, versions=versions), needed)
+            is_traced = True
+            options = UNTUNED if of_gpus else None
+            return Answer(compiled(assembly, traced, options=options, versions=versions))
     except PlanError as error:
-        return Answer(None, needed, str(error), too_large=needed is not None)
+        return Answer(None, str(error), too_large=is_traced)
     except Exception as error:  # the compiler's own, or the tracer's: it ends no other job
         lines = str(error).strip().splitlines() or [""]
-        return Answer(None, needed, f"{type(error).__name__}: {lines[0][:300]}")
+        return Answer(None, f"{type(error).__name__}: {lines[0][:300]}")
 
 
 def main(jobs: str, answers: str, versions: str) -> None:
     ask_for_no_chips()
-    all_answers = [answer(job, versions) for job in pickle.loads(pathlib.Path(jobs).read_bytes())]
-    part = pathlib.Path(f"{answers}.part")
-    part.write_bytes(pickle.dumps(all_answers))
-    part.rename(answers)
+    every = [answer(job, versions) for job in pickle.loads(pathlib.Path(jobs).read_bytes())]
+    pathlib.Path(answers).write_bytes(pickle.dumps(every))

@@ -1,21 +1,22 @@
 """The state of a run, before it exists (`Abstract`) and after (`TrainState`)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain import specs
+from jaxtrain.optim import Optimizer
 from jaxtrain.parallel.layout import Layout, LayoutError
 from jaxtrain.step.guard import GuardState
 from jaxtrain.types import Array, Key, PyTree, Task, Variables
 
+WHOLE = 4096  # [elements] of an optimizer's array that may be whole on every device, whatever its parameter
 HOST = "pinned_host"  # memory kind of what is offloaded
 # How initial values are compiled on CPUs: they are computed once, and LLVM's second level takes longer than that by far. The
 # numbers are the same, with jax 0.12 but for a last bit here and there (tests/test_state.py); at level 0 they are not.
@@ -41,7 +42,7 @@ class Abstract(NamedTuple):
 
 def make_abstract(
     task: Task,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     layout: Layout,
     fields: Mapping[str, Any],
     *,
@@ -92,11 +93,11 @@ def make_batch(task: Task, layout: Layout, fields: Mapping[str, Any], batch: int
     }
 
 
-def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout, *, offload: bool) -> PyTree:
-    """Moments live where their parameter does; counters are everywhere.
+def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offload: bool) -> PyTree:
+    """Lays the state of any optimizer out by the parameters: an array belongs to the parameter whose path ends its own.
 
-    Other statistics of an update rule (means of rows, scales of blocks) have their parameter's rank, and are split as it is
-    along each dimension that still divides.
+    Moments live where their parameter does. Other arrays of a parameter (means of rows, scales of blocks) are split along
+    each dimension that they share with it and that still divides. Counters are everywhere.
     """
     if offload and isinstance(layout.mesh, jax.sharding.Mesh):  # a plan's mesh may be of devices that are not here
         device = layout.mesh.devices.flat[0]
@@ -105,32 +106,58 @@ def _abstract_opt_state(tx: optax.GradientTransformation, params: PyTree, layout
             raise LayoutError(
                 f"optim.offload=True needs memory of kind {HOST!r}, and {device.device_kind} has {kinds}; unset it"
             )
+    table = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
 
-    def absent(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)  # another group's rule keeps no moments of this parameter
+    def place(keys: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        path = specs.path_name(keys)
+        owner = max((name for name in table if f"/{path}".endswith(f"/{name}")), key=len, default=None)
+        if owner is None:
+            x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.replicated())
+        else:
+            spec = _divisible(layout.mesh, _shared_parts(table[owner], x.shape), x.shape)
+            x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
+        _require_split(path, x, owner, table)
+        return x.update(sharding=x.sharding.with_memory_kind(HOST)) if offload and owner is not None else x
 
-    def place(moment: Any, param: jax.ShapeDtypeStruct) -> Any:
-        if absent(moment):
-            return moment
-        sharding = param.sharding
-        if moment.shape != param.shape:
-            sharding = NamedSharding(layout.mesh, _divisible(layout.mesh, sharding.spec, moment.shape))
-        if offload:
-            sharding = sharding.with_memory_kind(HOST)
-        return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=sharding)
+    return jax.tree.map_with_path(place, jax.eval_shape(tx.init, params))
 
-    return optax.tree_map_params(
-        tx,
-        place,
-        jax.eval_shape(tx.init, params),
-        params,
-        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.replicated()),
-        is_leaf=absent,
+
+def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[Any]:
+    """The partition of a parameter along the dimensions that an array of its statistics shares with it.
+
+    An array of the parameter's rank has all of them, in order. One of another rank has those of the same sizes in the same
+    order, the first that match: it is a mean over the others, or has dimensions of its own before them.
+    """
+    parts = [*param.sharding.spec, *[None] * (param.ndim - len(param.sharding.spec))]
+    if len(shape) == param.ndim:
+        return parts
+    if len(shape) > param.ndim:
+        return [None] * (len(shape) - param.ndim) + parts
+    left = iter(zip(param.shape, parts, strict=True))
+    return [next((part for n, part in left if n == size), None) for size in shape]
+
+
+def _require_split(path: str, x: jax.ShapeDtypeStruct, owner: str | None, table: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises LayoutError for a large array of an optimizer's state that is split less than its parameter."""
+
+    def size(x: jax.ShapeDtypeStruct) -> int:
+        return math.prod(x.sharding.shard_shape(x.shape))
+
+    def parts(x: jax.ShapeDtypeStruct) -> int:
+        return math.prod(x.shape) // max(1, size(x))
+
+    params = list(table.values()) if owner is None else [table[owner]]
+    if parts(x) >= max(map(parts, params)) or size(x) <= max(WHOLE, 0 if owner is None else size(params[0])):
+        return
+    of = "no parameter" if owner is None else f"parameter {owner!r} of shape {params[0].shape}"
+    raise LayoutError(
+        f"optim.name: the optimizer's state {path!r} of shape {x.shape} belongs to {of}, and cannot be split over the mesh "
+        f"{dict(x.sharding.mesh.shape)} as parameters are; set mesh.fsdp=1 and mesh.model=1, or use another optimizer"
     )
 
 
 def _divisible(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: PartitionSpec, shape: tuple[int, ...]
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: Sequence[Any], shape: tuple[int, ...]
 ) -> PartitionSpec:
     """The parts of ``spec`` that divide ``shape``."""
     parts = []
@@ -151,7 +178,7 @@ def to_memory(tree: PyTree, shardings: PyTree, kind: str | None = None) -> PyTre
 
 def init_state(
     task: Task,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     abstract: Abstract,
     key: Key,
     *,
@@ -169,7 +196,7 @@ def init_state(
 
 
 def make_init(
-    task: Task, tx: optax.GradientTransformation, abstract: Abstract, *, start: Callable[[PyTree, PyTree], PyTree]
+    task: Task, tx: Optimizer, abstract: Abstract, *, start: Callable[[PyTree, PyTree], PyTree]
 ) -> Callable[[Key, PyTree], TrainState]:
     """`init_state`, jitted and not called."""
 

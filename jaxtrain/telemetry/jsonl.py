@@ -4,7 +4,6 @@ A kill, a full disk or another program can leave a line there that is no record.
 with ``.odd`` at its end, and reported; what is read is the rest.
 """
 
-import contextlib
 import errno
 import json
 import logging
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtrain.parallel.lease import WorkdirError
+from loaders.io import atomic_write
 
 log = logging.getLogger("jaxtrain")
 
@@ -66,16 +66,8 @@ def rewrite(path: pathlib.Path, lines: Sequence[bytes], odd: Sequence[tuple[byte
             file.write(b"".join(line + b"\n" for line, _ in odd))
         which = "; ".join(reason for _, reason in odd[:3]) + ("; …" if len(odd) > 3 else "")
         log.warning("%s: %d lines are no records and were moved to %s (%s)", path, len(odd), aside.name, which)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "xb") as file:
-            file.write(b"".join(line + b"\n" for line in lines))
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    with atomic_write.file(path) as file:
+        file.write(b"".join(line + b"\n" for line in lines))
 
 
 def opened(path: pathlib.Path, mode: str = "ab") -> Any:
@@ -100,10 +92,9 @@ def opened(path: pathlib.Path, mode: str = "ab") -> Any:
 def is_there(path: pathlib.Path, file: int) -> bool:
     """Whether the open ``file`` is still what has the name ``path``."""
     try:
-        named, own = os.stat(path, follow_symlinks=False), os.fstat(file)
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(file))
     except FileNotFoundError:
         return False
-    return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
 
 
 def _parse(line: bytes, problem: Check) -> tuple[dict[str, Any] | None, str]:
@@ -113,7 +104,5 @@ def _parse(line: bytes, problem: Check) -> tuple[dict[str, Any] | None, str]:
         return None, "it is not UTF-8"
     except (ValueError, RecursionError):
         return None, "it is not JSON, or cut short"
-    if type(record) is not dict:
-        return None, "it is no object"
-    reason = problem(record)
+    reason = problem(record) if type(record) is dict else "it is no object"
     return (None, reason) if reason else (record, "")

@@ -1,5 +1,6 @@
 """What a run says and writes about its steps. Every step is read one step late, so that the device never waits for the host."""
 
+import functools
 import logging
 import math
 import os
@@ -46,8 +47,8 @@ class MetricsLogger:
         process.confirm()
         if cluster.is_main():
             config_lib.save(config, config.workdir)
-            rate = optim.make_schedule(config.optim, config.train.steps, np)
-            writers.write_schedule(config.workdir, config.train.steps, lambda step: config.optim.lr * rate(step))
+            rates = functools.partial(optim.learning_rates, config.optim, config.train.steps)
+            writers.write_schedule(config.workdir, config.train.steps, rates)
         self._writers = writers.make_writers(config, first) if cluster.is_main() else []
         self._lines = writers.Lines(config.workdir)
         self._traces = traces.Traces(config.workdir, config.metrics.profile, process=jax.process_index())

@@ -341,10 +341,11 @@ class Lines:
             log.error("what the evaluation after step %d found was never written into %s", step, name)
 
 
-def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray]) -> None:
-    """workdir/schedule.json: the learning rate of update number 0, 1, …, at some of them, for those who draw it."""
+def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray | None]) -> None:
+    """Writes workdir/schedule.json: the learning rate of update number 0, 1, …, at some of them, unless ``rate`` gives None."""
     step = np.unique(np.linspace(0, steps, 401).astype(int))
-    rates = np.broadcast_to(rate(step), step.shape)  # a constant schedule gives one number
+    if (rates := rate(step)) is None:
+        return
     content = {"step": step.tolist(), "lr": [_rounded(float(x)) for x in rates]}
     (pathlib.Path(workdir) / "schedule.json").write_text(json.dumps(content) + "\n")
 

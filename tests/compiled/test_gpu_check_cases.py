@@ -16,10 +16,8 @@ def test_every_case_compiles_for_an_h100(case, tmp_path, gpu_compiler):
     target, data = plan.parse_target("gpu:h100x1"), cases.Data(tmp_path, small=False)
     for choice in case.choices:
         config = case.config(data, choice, {"mesh.data": "1", "mesh.fsdp": "1"})
-        assembly = plan.abstractly(config, target)
-        traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
-        if plan.estimate(assembly, traced, target).peak <= cases.ROOM * target.memory:
-            break
-    [answer] = worker.ask([worker.Job(config, target.name, worker.LAST)])
-    assert answer.compiled, answer.error
-    assert answer.compiled.peak + answer.compiled.workspace <= target.memory
+        [answer] = worker.ask([worker.Job(config, target.name, worker.LAST)])
+        assert answer.compiled, answer.error
+        if answer.compiled.peak + answer.compiled.workspace <= target.memory:
+            return
+    pytest.fail("no size fits")

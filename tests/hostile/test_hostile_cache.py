@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from jaxtrain.plan import kept
+from jaxtrain.plan import plan_cache
 from loaders.audio import remote, shards
 from loaders.film import film_files
 from loaders.io import machine
@@ -45,18 +45,18 @@ def damage(path, kind: str, ran) -> None:
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "MOST", 1 << 20)
+    monkeypatch.setattr(plan_cache, "MOST", 1 << 20)
     sudoku._kept.cache_clear()
     return tmp_path / "cache"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_kept_is_read_or_made_anew(cache, tmp_path, kind):
-    said = kept.Said(1, 2, 3, 0.5, "text")
-    kept.keep("a", said)
-    assert kept.find("a") == said
-    damage(machine.cache_folder(kept.FOLDER, "a.json.gz"), kind, tmp_path / "ran")
-    assert kept.find("a") is None
+    said = plan_cache.Said(1, 2, 3, 0.5, "text")
+    plan_cache.keep("a", said)
+    assert plan_cache.find("a") == said
+    damage(machine.cache_folder(plan_cache.FOLDER, "a.json.gz"), kind, tmp_path / "ran")
+    assert plan_cache.find("a") is None
 
     source = sudoku.Source(kind="sudoku4", n_train=4, n_test=2)
     boards = sudoku._kept(source, 0)["train"].inputs

@@ -167,7 +167,7 @@ def test_a_sparse_table_moves_only_its_touched_rows(devices):
     """Duplicates are summed; a sum of zero still decays; a row that no id names keeps its bits. Split over devices too."""
     ids, grads, expected = (RULES[f"sparse/{name}"] for name in ("ids", "grads", "table_float64"))
     layout = make_layout(make_mesh(1, devices, 1, devices=jax.devices()[:devices]), {})
-    rows = layout.sharding(("puzzle", None), expected[0].shape)
+    rows = layout.sharding(("item", None), expected[0].shape)
     assert len(rows.device_set) == devices
     optim = Optim(name="sign_sgd", lr=0.01, weight_decay=1.0, schedule="constant", clip=0.0)
     params = jax.device_put({"w": RULES["sparse/table0"]}, rows)

@@ -1,4 +1,4 @@
-"""Plans here estimate for GPUs: none depends on a compiler that the cache may have (tests/compiled asks those)."""
+"""No plan here depends on a compiler that the cache may have (tests/compiled asks those)."""
 
 import pytest
 

@@ -68,7 +68,7 @@ def test_what_is_executed_how_often_over_which_axes_and_how_much():
     assert gather.sent == 3 / 4 * 128
     assert (scatter.bytes, scatter.sent, scatter.axes(MIXED)) == (64, 3 * 64, ("data", "fsdp"))
     table = hlo.summary(list(found.values()), MIXED)
-    assert table["all-reduce", ("model",)] == (15, 240.0)
+    assert table["all-reduce", ("model",)] == (15, 240.0, 0)
 
 
 GPU = """HloModule jit_step, num_partitions=8
@@ -120,7 +120,8 @@ def test_calls_products_and_what_is_asynchronous_are_read_off_a_gpus_program():
     assert program.workspace() == 4 * 2 * 64 * 4 * 32 + 4 * 2 * 64 * 4 + 256
     found = {c.kind: c.is_async for c in hlo.collectives(program)}
     assert found == {"reduce-scatter": True, "all-reduce": False}
-    assert hlo.overlapping(hlo.collectives(program), {"data": 8}) == {
+    table = hlo.summary(hlo.collectives(program), {"data": 8})
+    assert {key: exchanged.early for key, exchanged in table.items()} == {
         ("reduce-scatter", ("data",)): 1,
         ("all-reduce", ("data",)): 0,
     }
@@ -212,5 +213,5 @@ ENTRY %main (x: bf16[8,8], s: bf16[1,8]) -> (bf16[8,8], bf16[8,8]) {
   ROOT %fusion = (bf16[8,8]{1,0}, bf16[8,8]{1,0}) fusion(%alone, %s), kind=kOutput, calls=%both
 }
 """
-    assert hlo.overlapping(hlo.collectives(text), {"fsdp": 8}) == {("all-gather", ("fsdp",)): 1}
-    assert hlo.summary(hlo.collectives(text), {"fsdp": 8})["all-gather", ("fsdp",)][0] == 2
+    [(key, found)] = hlo.summary(hlo.collectives(text), {"fsdp": 8}).items()
+    assert key == ("all-gather", ("fsdp",)) and (found.times, found.early) == (2, 1)

@@ -29,7 +29,7 @@ def test_the_small_form_prints_a_table_and_writes_every_number(tmp_path):
     trm = found["models"]["trm"]
     assert trm["units_per_second"] == pytest.approx(trm["rows"] / trm["seconds_per_step"])
     assert trm["flops_per_second"] == pytest.approx(trm["flops_per_step"] / trm["seconds_per_step"])
-    assert trm["memory"]["planned"] == pytest.approx(trm["memory"]["compiler"], rel=0.3)
+    assert 0 < trm["memory"]["least"] <= trm["memory"]["compiler"]
     assert math.isfinite(trm["loss"]) and found["ceilings"]["product"]["flops_per_second"] > 1e9
     assert 0 < trm["profile"]["matrix"] < 1 and trm["profile"]["next"]
     for text in (
@@ -181,7 +181,7 @@ def found_on(platform, chip=None):
         "choice": {"train.batch": "1024"}, "parameters": 22e6, "rows": 1024, "unit": "spectrograms",
         "units_per_second": 14_000.0, "seconds_per_step": 0.0731, "flops_per_second": 200e12, "full_flops_per_second": 300e12,
         "refused": [],
-        "memory": {"planned": 40e9, "compiler": 41e9, "allocator": 42e9, "of": 75e9},
+        "memory": {"least": 40e9, "compiler": 41e9, "allocator": 42e9, "of": 75e9},
         "compile_seconds": {"cold": 30.0, "cached": 3.0},
     }  # fmt: skip
     return {
@@ -196,7 +196,7 @@ def test_readme_tells_what_a_chip_was_measured_at_and_what_was_not():
     text = report.markdown(found_on("gpu", "h100"))
     assert "one NVIDIA H100 80GB HBM3 with 16 cores" in text and "14,000 spectrograms/s" in text
     assert "MFU causal 20.2% full 30.3%" in text and "of the product causal 28.6% full 42.9%" in text
-    assert "goal 13,000 spectrograms/s: reached" in text and "planned 40, compiler 41, allocator 42" in text
+    assert "goal 13,000 spectrograms/s: reached" in text and "least 40, compiler 41, allocator 42" in text
     [missing] = [line for line in text.splitlines() if line.startswith("Not measured on a chip yet: ")]
     names = {part.split(" of ")[0]: part.partition(" of ")[2].rstrip(".").split(", ") for part in missing[28:].split("; ")}
     assert "lm-1b-8k" in names["speed"] and "vit-s" not in names["speed"]

@@ -290,7 +290,7 @@ def test_adapters_move_and_the_base_keeps_its_bytes():
     }
     assert split["blocks/audio/w_up"] == (2, 24, 16) and split["blocks/w_q"] == (2, 4, 4, 16)
     found = [c for c in hlo.collectives(run.step.as_text()) if "data" in c.axes(run.layout.mesh.shape)]
-    assert not [c.line for c in found if c.in_loop], "before the last microbatch"
+    assert not [c.name for c in found if c.in_loop], "before the last microbatch"
     reduced = sum(math.prod(shape) for c in found if c.kind == "all-reduce" for shape in c.shapes)
     sizes = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(run.abstract.state.variables.params))
     assert sizes <= reduced <= sizes + 64, "and loss and metrics"

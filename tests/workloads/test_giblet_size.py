@@ -81,37 +81,36 @@ def test_state_and_gradients_fit_where(load, target, overrides, fits):
 @pytest.mark.parametrize(
     ("target", "overrides", "peak"),
     [
-        # On GPUs products of 16-bit weights and float32 activations are float32: 26.9 GB for the first matrix's gradient.
-        ("gpu:h100x1", BFLOAT16, 93.8e9),
-        ("gpu:h100x1", (NARROW,), 127.3e9),
+        ("gpu:h100x1", BFLOAT16, 66.9e9),
         ("gpu:h200x1", (), 133.8e9),
         ("gpu:a6000x8", (), 16.7e9),
         ("tpu:v4:2x2x2", (), 16.7e9),
-        ("tpu:v4:2x2x2", (*BFLOAT16, ("optim.offload", "true")), 8.4e9),
     ],
 )
-def test_a_step_at_its_fullest_moment_is_the_known_arithmetic(load, target, overrides, peak):
-    """The estimate of the whole step, with which the compiler agrees below, is state and gradients and nothing more."""
+def test_the_lower_bound_of_a_step_is_the_known_arithmetic(load, target, overrides, peak):
+    """State and gradients: the compiler's figure below is little more."""
     where = plan_lib.parse_target(target)
     assembly = plan_lib.abstractly(load(*overrides), where)
-    needed = plan_lib.estimate(assembly, assembly.trace(None), where)
+    needed = plan_lib.bound(assembly, assembly.trace(None), where)
     assert needed.peak == pytest.approx(peak, rel=0.01)
-    assert sum(sent for _, sent in needed.temporaries.moved.values()) < 0.2e9, "activations travel"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "overrides", "verdict"),
     [
-        ("gpu:h100x1", BFLOAT16, ""),  # state and gradients do; the whole step is an estimate, and no verdict
+        ("gpu:h100x1", BFLOAT16, ""),  # state and gradients fit; what a step needs beside them, a compiler says
         ("gpu:h200x1", (), ""),
         ("gpu:a6000x8", (), ""),
-        ("gpu:h100x1", (NARROW,), "optim.moments=int8 would make it 77.12 GB"),
+        ("gpu:h100x1", (NARROW,), "optim.moments=int8 would make it at least 50.25 GB"),
         ("gpu:h100x1", (), "No single change would make it fit"),
     ],
 )
-def test_the_command_says_what_fits(load, tmp_path, capsys, target, overrides, verdict):
+def test_without_a_compiler_the_command_says_what_certainly_does_not_fit(
+    load, tmp_path, capsys, monkeypatch, target, overrides, verdict
+):
     load()
+    monkeypatch.setattr(plan_lib.environment, "find", lambda kind: None)
     settings = [f"--config.{name}={value}" for name, value in (("workdir", tmp_path / "run"), ("train.batch", 16), *overrides)]
     main.main(["--config=configs/giblet.py:blank", f"--plan={target}", *settings])
     text = capsys.readouterr().out
@@ -148,7 +147,7 @@ def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything
     assert found.peak - found.arguments - found.temporaries < 1e6, "the whole state is donated"
     assert found.temporaries < beside * held["parameters"]
     if found.collectives is not None:
-        assert sum(sent for _, sent in found.collectives.values()) < 0.1e9, "activations travel"
+        assert sum(exchanged.sent for exchanged in found.collectives.values()) < 0.1e9, "activations travel"
 
 
 @pytest.mark.usefixtures("libtpu")

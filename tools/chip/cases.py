@@ -29,7 +29,7 @@ from loaders.audio import demo
 from loaders.text import token_files
 
 ROOT = pathlib.Path(__file__).parents[2]
-ROOM = 0.9  # [share] of a device's memory that the plan may fill: its estimate is no bound
+ROOM = 0.9  # [share] of a device's memory that the plan's lower bound may fill
 Overrides = Mapping[str, str]
 
 
@@ -164,7 +164,7 @@ class Chosen(NamedTuple):
     """A case, put together on one device."""
 
     assembly: plan_lib.Assembly
-    estimate: plan_lib.Estimate
+    bound: plan_lib.Bound
     choice: Overrides
 
     @property
@@ -182,7 +182,7 @@ def choose(case: Case, data: Data, device: jax.Device) -> Chosen:
     memory = plan_lib.parse_target("").memory
     for choice in [{}] if data.small else case.choices:
         assembly = put_together(case.config(data, choice), device, choice)
-        if assembly.estimate.peak <= ROOM * memory:
+        if assembly.bound.peak <= ROOM * memory:
             break
     return assembly
 
@@ -191,7 +191,7 @@ def put_together(config: config_lib.Config, device: jax.Device, choice: Override
     """Raises LayoutError and OptimError."""
     assembly = plan_lib.assemble(config, on(device))
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
-    return Chosen(assembly, plan_lib.estimate(assembly, traced, plan_lib.parse_target("")), choice)
+    return Chosen(assembly, plan_lib.bound(assembly, traced, plan_lib.parse_target("")), choice)
 
 
 def smaller(chosen: Chosen) -> config_lib.Config | None:

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxtrain import specs
 from jaxtrain.nn import attention as attention_lib
+from jaxtrain.step import accumulate
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.telemetry import metrics
@@ -88,7 +89,7 @@ def gradients(chosen: cases.Chosen, variables: PyTree, batch: PyTree) -> tuple[f
 
     def run(variables: PyTree, batch: PyTree) -> tuple:
         key = jax.random.fold_in(jax.random.key(a.config.seed), 0)
-        return step_lib.gradients(task, a.layout, variables, step_lib.with_rows(batch, a.layout), key, accumulate=1)
+        return accumulate.gradients(task, a.layout, variables, step_lib.with_rows(batch, a.layout), key, accumulate=1)
 
     # Where attention asks which kernel to take, the answer is: that of this device.
     with jax.default_device(device), jax.default_matmul_precision("highest"):

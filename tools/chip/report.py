@@ -70,7 +70,7 @@ def correctness(found: Found) -> Iterator[Row]:
 
 def speed(name: str, one: Found, found: Found) -> Row:
     units, memory, compiled = one["units_per_second"], one["memory"], one["compile_seconds"]
-    used = [f"{part} {_gb(memory[part])}" for part in ("planned", "compiler", "allocator") if memory[part]]
+    used = [f"{part} {_gb(memory[part])}" for part in ("least", "compiler", "allocator") if memory[part]]
     took = f"compile {compiled['cold']:.1f} s" + (f", cached {compiled['cached']:.1f} s" if compiled["cached"] else "")
     halved = "; halved, for it did not fit where the plan said so" if one["refused"] else ""
     compared = [*mfu(one, found), f"GB: {', '.join(used)}", took + halved, *goal(name, one, found)]

@@ -1,4 +1,4 @@
-"""One case at full speed: steps a second, memory next to the plan's prediction, time to compile, and a profile of its step."""
+"""One case at full speed: steps a second, memory next to the plan's lower bound, time to compile, and a profile of its step."""
 
 import pathlib
 import tempfile
@@ -35,7 +35,7 @@ def measure(case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bo
             config = cases.smaller(chosen)
             if "RESOURCE_EXHAUSTED" not in str(error) or config is None or len(refused) == 3:
                 raise
-            refused.append({"rows": chosen.assembly.config.train.batch, "planned_bytes": chosen.estimate.peak})
+            refused.append({"rows": chosen.assembly.config.train.batch, "least_bytes": chosen.bound.peak})
         chosen = cases.put_together(config, device, chosen.choice)
 
 
@@ -69,7 +69,7 @@ def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quic
             "flops_per_second": task.flops / seconds,
             "full_flops_per_second": found["full_flops_per_step"] / seconds,
             "memory": {
-                "planned": chosen.estimate.peak,
+                "least": chosen.bound.peak,
                 "compiler": analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + fresh,
                 "allocator": (device.memory_stats() or {}).get("peak_bytes_in_use"),
                 "of": (device.memory_stats() or {}).get("bytes_limit"),

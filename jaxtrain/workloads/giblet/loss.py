@@ -129,7 +129,7 @@ def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
         start = c.frame % c.n_frames * c.frame_size
         video_bi = video_bi[:, start : start + c.frame_size]
     else:
-        video_bi = shard(video_bi, "rows", "pixel")
+        video_bi = shard(video_bi, "rows", "input")
     return {"video": entry(video_bi), **{name: entry(batch[name]) for name in ("audio", "text", "fmri")}}
 
 

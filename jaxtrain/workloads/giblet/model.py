@@ -6,7 +6,7 @@ Every hidden layer is a matrix product, batch norm, ReLU, dropout (which commute
 Integers become floats in one place, `entry`.
 
 The batch is small and the matrices are not: of 8.36 billion parameters the first matrix alone (1,641,600 × 4,096) has 6.7.
-So weights stay where they are and activations move. A matrix is split over its input rows ("pixel" or "embed", by fsdp) and
+So weights stay where they are and activations move. A matrix is split over its input rows ("input" or "embed", by fsdp) and
 each device multiplies its slice of the inputs of *all* rows of its group along "data"; what travels are sums [B, width]. No
 matrix is gathered, forward or backward.
 
@@ -148,7 +148,7 @@ def layers(c: Config) -> dict[str, dict[str, list[Layer]]]:
     size, out = c.inputs, c.outputs
     joined = c.video_widths[-1] + c.audio_widths[-1] + c.text_widths[-1]
     # The last matrix of a whole window is as large as the first; it is split over the same pixels.
-    pixels: Axes = ("mlp", "pixel") if c.reconstruct == "window" else ("embed", "mlp")
+    pixels: Axes = ("mlp", "input") if c.reconstruct == "window" else ("embed", "mlp")
 
     def head(name: str, widths: tuple[int, int], axes: Axes = ("embed", "mlp")) -> list[Layer]:
         hidden = chain(c.decoder_widths[-1], widths, (0.3, 0.3))
@@ -156,7 +156,7 @@ def layers(c: Config) -> dict[str, dict[str, list[Layer]]]:
 
     return {
         "encoder": {
-            "video": chain(size["video"], c.video_widths, (0.3, 0.3, 0.2), ("pixel", "mlp")),
+            "video": chain(size["video"], c.video_widths, (0.3, 0.3, 0.2), ("input", "mlp")),
             "audio": chain(size["audio"], c.audio_widths, (0.3, 0.2)),
             "text": chain(size["text"], c.text_widths, (0.2, 0.2)),
             "trunk": [
@@ -165,7 +165,7 @@ def layers(c: Config) -> dict[str, dict[str, list[Layer]]]:
             ],
             "fmri": [
                 Layer(c.bottleneck, c.head_width, 0.3),
-                Layer(c.head_width, c.n_voxels, norm=False, relu=False, axes=("embed", "voxel")),
+                Layer(c.head_width, c.n_voxels, norm=False, relu=False, axes=("embed", "output")),
             ],
         },
         "decoder": {
@@ -200,7 +200,7 @@ def make_specs(c: Config) -> PyTree:
         matrix, bias = uniform(layer.n_in**-0.5), uniform(layer.n_in**-0.5)
         if part == "decoder":  # He et al. 2015, by outputs
             matrix, bias = normal((2 / layer.n_out) ** 0.5), zeros
-        wide: Axes = ("pixel",) if layer.axes[1] == "pixel" else (None,)
+        wide: Axes = ("input",) if layer.axes[1] == "input" else (None,)
         norm = {name: Spec((layer.n_out,), (None,), init, c.param_dtype) for name, init in (("scale", ones), ("bias", zeros))}
         return {
             "w": Spec((layer.n_in, layer.n_out), layer.axes, matrix, c.param_dtype),
@@ -268,7 +268,7 @@ def forward(
 
     encoder, decoder = {}, {}  # the new running statistics
     # Bytes travel to where the pixels' weights are; there they become floats.
-    video, encoder["video"] = run("encoder", "video", entry(shard(inputs["video"], "rows", "pixel")))
+    video, encoder["video"] = run("encoder", "video", entry(shard(inputs["video"], "rows", "input")))
     audio, encoder["audio"] = run("encoder", "audio", entry(inputs["audio"]))
     text, encoder["text"] = run("encoder", "text", entry(inputs["text"]))
     joined = jnp.concatenate([shard(x_bi, "rows", None) for x_bi in (video, audio, text)], axis=1)

@@ -161,7 +161,7 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
     touched = {}
     if c.puzzle_embed:
         # The rows that the slots hold, not those that the batch brings.
-        touched[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "puzzle")
+        touched[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "item")
     return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, touched)
 
 

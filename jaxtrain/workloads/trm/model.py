@@ -139,7 +139,7 @@ def make_specs(c: Config) -> PyTree:
         "w_q": Spec((d, 2), ("embed", None), zeros),
         "b_q": Spec((2,), (None,), _q_bias),
         **({"pos": Spec((t, d), ("seq", "embed"), fan_in(d))} if c.positions == "learned" else {}),
-        **({"puzzle": {"w_rows": Spec((c.n_puzzles, c.puzzle_embed), ("puzzle", None), zeros)}} if c.puzzle_embed else {}),
+        **({"puzzle": {"w_rows": Spec((c.n_puzzles, c.puzzle_embed), ("item", None), zeros)}} if c.puzzle_embed else {}),
     }
 
 

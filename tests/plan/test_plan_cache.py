@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain import plan
 from jaxtrain.compile import xla_options
 from jaxtrain.plan import compile as compile_lib
-from jaxtrain.plan import kept
+from jaxtrain.plan import plan_cache
 from tests.plan.cases import on
 
 
@@ -53,10 +53,10 @@ def test_a_program_is_compiled_once_for_its_devices_options_and_compilers(asked,
     whole = path.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], whole[:40] + b"\0" * 40 + whole[80:], b"[]"):
         path.write_bytes(damaged)
-        assert kept.find(path.name.split(".")[0]) is None
-    assert take()._replace(seconds=first.seconds) == first and kept.find(path.name.split(".")[0]) and take().again
+        assert plan_cache.find(path.name.split(".")[0]) is None
+    assert take()._replace(seconds=first.seconds) == first and plan_cache.find(path.name.split(".")[0]) and take().again
 
-    monkeypatch.setattr(kept, "LIMIT", 2 * path.stat().st_size)
+    monkeypatch.setattr(plan_cache, "LIMIT", 2 * path.stat().st_size)
     take(xla_cpu_enable_fast_min_max=True)
     assert len(list(path.parent.iterdir())) < 4 and take(xla_cpu_enable_fast_min_max=True).again
 

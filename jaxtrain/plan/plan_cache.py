@@ -10,20 +10,17 @@ import gzip
 import hashlib
 import json
 import os
-import pathlib
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from loaders.io import files, machine
+from loaders.io import atomic_write, files, machine
 
 LIMIT = 1 << 29  # [bytes] of all files together; those that were not asked for longest are removed
 MOST = 2 << 30  # [bytes] of a file that are unpacked
 FOLDER = "plans"
-COUNTED = {"tpu": "its peak"}  # platform -> how its answers are counted, where that is another way than it was
 
 
 class Said(NamedTuple):
@@ -44,8 +41,7 @@ def key(program: str, devices: Sequence[Any], options: Mapping[str, Any], versio
     """Hexadecimal: what decides the compiler's answer. ``program``: as lowered; ``versions``: of the compilers."""
     placed = [(device.id, getattr(device, "coords", None), device.process_index) for device in devices]
     surroundings = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    counted = [COUNTED[devices[0].platform]] if devices[0].platform in COUNTED else []
-    what = [devices[0].device_kind, placed, sorted(options.items()), versions, jax.__version__, surroundings, *counted]
+    what = [devices[0].device_kind, placed, sorted(options.items()), versions, jax.__version__, surroundings]
     return hashlib.sha256(json.dumps(what, default=str).encode() + b"\0" + program.encode()).hexdigest()
 
 
@@ -69,12 +65,6 @@ def keep(name: str, said: Said) -> None:
     path = machine.cache_folder(FOLDER, f"{name}.json.gz")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as file:
-            part = pathlib.Path(file.name)
-            try:
-                file.write(gzip.compress(json.dumps(said._asdict()).encode(), 1))
-            except OSError:
-                part.unlink()
-                raise
-        part.rename(path)
+        with atomic_write.file(path) as file:
+            file.write(gzip.compress(json.dumps(said._asdict()).encode(), 1))
         machine.trim(path.parent, LIMIT)

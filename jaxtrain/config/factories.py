@@ -1,0 +1,140 @@
+"""Functions that a config names as ``module:function``: factories of an optimizer (optim.name) or a schedule (optim.schedule).
+
+A factory is called with the arguments that the config has for it, and with those values of the run that it has a parameter
+for. Its errors are found before a device is touched: by its signature, and by a call under `jax.eval_shape`, which makes no
+array.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from loaders.io import checks
+from loaders.io.checks import Problems
+
+
+class FactoryError(ValueError):
+    """A name of no function. The message continues the path of the field: "is 'optax:adam_w', and …"."""
+
+
+def is_factory(name: str) -> bool:
+    """Whether a name is that of a factory, and not of a built-in rule or schedule."""
+    return ":" in name
+
+
+def find(name: str) -> Callable[..., Any]:
+    """Imports the function of ``module:function``. Raises FactoryError."""
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the module raises while it is executed
+        raise FactoryError(f"is {name!r}, and importing {module_name!r} failed: {first_line(error)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = [n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n))]
+        near = checks.nearest(function_name, names)
+        raise FactoryError(f"is {name!r}, and {module_name} has no function {function_name!r}{near}")
+    return function
+
+
+def takes(name: str, parameter: str) -> bool:
+    """Whether the factory ``name`` has a parameter of this name. Raises FactoryError."""
+    return parameter in inspect.signature(find(name)).parameters
+
+
+def call(name: str, arguments: Mapping[str, Any], **given: Any) -> Any:
+    """Calls the factory ``name`` with ``arguments``, and with each value of ``given`` that it has a parameter for."""
+    taken = {parameter: value for parameter, value in given.items() if takes(name, parameter)}
+    return find(name)(**taken, **{key: _frozen(value) for key, value in arguments.items()})
+
+
+def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Callable[[Any], str], **given: Any) -> Problems:
+    """Yields the errors of a factory and of its arguments.
+
+    Args:
+      field: that holds ``name``.
+      check: result of the call -> what is wrong with it, for example "expected …"; "" = nothing.
+      given: as of `call`, each under the name of the parameter.
+    """
+    where = "arguments" if field == "name" else f"{field}_arguments"
+    try:
+        parameters = inspect.signature(find(name)).parameters
+    except ValueError as error:  # FactoryError, or a function of C without a signature
+        yield field, str(error) if isinstance(error, FactoryError) else f"is {name!r}, whose parameters are not known"
+        return
+    kinds = {parameter.kind for parameter in parameters.values()}
+    allowed = [p for p, kind in parameters.items() if kind.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)]
+    wrong = False
+    for key, value in arguments.items():
+        if text := _argument_problem(name, key, value, allowed, given, any_key=inspect.Parameter.VAR_KEYWORD in kinds):
+            wrong = True
+            yield f"{where}.{key}", text
+    needed = [p for p in allowed if parameters[p].default is inspect.Parameter.empty and p not in (*arguments, *given)]
+    if needed:
+        yield where, f"lacks {', '.join(map(repr, needed))}, which {name} needs"
+    if wrong or needed:
+        return
+    try:
+        text = _abstractly(lambda: check(call(name, arguments, **given)))
+    except Exception as error:
+        yield where, f"is {dict(arguments)!r}, and {name} failed: {first_line(error)}"
+    else:
+        if text:
+            yield field, f"is {name!r}, which {text}"
+
+
+def of_optimizer(found: Any) -> str:
+    """What is wrong with the result of an optimizer's factory, as the ``check`` of `problems`."""
+    if all(callable(getattr(found, name, None)) for name in ("init", "update")):
+        return ""
+    return f"returned a {type(found).__name__}; expected an optax.GradientTransformation"
+
+
+def of_schedule(found: Any) -> str:
+    """What is wrong with the result of a schedule's factory, as the ``check`` of `problems`."""
+    import jax  # here: most configs name no factory
+
+    if not callable(found):
+        return f"returned a {type(found).__name__}; expected a function from the step to the learning rate"
+    rate = jax.eval_shape(found, jax.ShapeDtypeStruct((), "int32"))
+    shape = getattr(rate, "shape", None)
+    return "" if shape == () else f"gives {rate} at a step; expected a number, the learning rate"
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _argument_problem(name: str, key: str, value: Any, allowed: list[str], given: Mapping[str, Any], *, any_key: bool) -> str:
+    if key in given:
+        return f"is {value!r}, which the other fields of optim decide; leave it out"
+    if key not in allowed and not any_key:
+        return f"is no parameter of {name}; {checks.expected(key, [p for p in allowed if p not in given])}"
+    if not _is_plain(value):
+        return f"is {value!r} ({type(value).__name__}); expected numbers, strings, None, and tuples or dictionaries of them"
+    return ""
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether config.json can hold the value."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(x) for key, x in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _frozen(value: Any) -> Any:
+    """Makes tuples of lists, which config.json has for both."""
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _abstractly(function: Callable[[], str]) -> str:
+    """Calls a function whose arrays stay abstract: no device is looked for."""
+    import jax  # here: most configs name no factory
+
+    found: list[str] = []
+    jax.eval_shape(lambda: found.append(function()))
+    return found[0]

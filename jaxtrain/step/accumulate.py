@@ -1,0 +1,166 @@
+"""Gradients of a global batch: sums over microbatches (a scan) and over the data axis of the mesh, reduced once.
+
+Under plain jit the reduction over "data" would sit inside the scan, once per microbatch. Here the scan runs under
+`jax.shard_map`, manual over "data" alone, so that each group of devices keeps partial sums and they are reduced after it.
+For that the parameters are first cast to varying over "data": else the transpose of their broadcast puts the reduction back
+inside. The axes "fsdp" and "model" stay automatic.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxtrain import specs
+from jaxtrain.parallel.layout import DATA, Layout
+from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Spec, Task, Variables
+
+
+def gradients(
+    task: Task, layout: Layout, variables: Variables, batch: Batch, key: Key, *, accumulate: int
+) -> tuple[PyTree, LossOut]:
+    """Gradients of the global mean loss, and the global sums. Reduces over the data axis once."""
+    # If these are all rows, a CPU divides by the sum of weights at the loss, not in every gradient: a pass over them less.
+    # On GPUs and TPUs the step stays the one whose memory was held against their compilers.
+    divided = accumulate == 1 and layout.mesh.shape[DATA] == 1 and layout.devices.platform == "cpu"
+    if layout.mesh.shape[DATA] > 1:
+        whole: Any = PartitionSpec()
+        carry = _carry_partitions(task)
+        sums = jax.shard_map(
+            functools.partial(_reduced, task, layout, accumulate),
+            mesh=layout.mesh,
+            in_specs=(Variables(whole, whole, carry), PartitionSpec(DATA), whole),
+            out_specs=(whole, LossOut(whole, whole, carry, whole)),
+            axis_names={DATA},
+        )
+    else:  # a manual axis of size 1 has nothing to reduce, and XLA's partitioner stumbles over it (jax 0.10.2: a RET_CHECK)
+        sums = functools.partial(_summed, task, layout, accumulate, divided=divided)
+    grads, out = sums(variables, batch, key)
+    if out.carry is None:
+        out = out._replace(carry=variables.carry)
+    if not divided:  # in their own types: narrow ones are as many bytes as the parameters, and no more
+        grads = jax.tree.map(lambda g: (g / out.loss.weight).astype(g.dtype), grads)
+    return grads, out
+
+
+def _reduced(
+    task: Task, layout: Layout, accumulate: int, variables: Variables, batch: Batch, key: Key
+) -> tuple[PyTree, LossOut]:
+    """The sums of all data groups, where "data" is manual: those of this group, then one reduction."""
+    params, frozen, key = jax.lax.pcast((variables.params, variables.frozen, key), (DATA,), to="varying")
+    local = Variables(params, frozen, jax.tree.map(_varying, variables.carry))
+    grads, out = _summed(task, layout, accumulate, local, batch, key, cast=_varying)
+    grads, loss, metrics, touched = jax.lax.psum((grads, out.loss, out.metrics, out.touched), DATA)
+    carry = variables.carry  # if the loss does not touch it, it is identical on every group already
+    if out.carry is not None:
+        carry = jax.tree.map(lambda x, p: x if DATA in p else _equalised(x), out.carry, _carry_partitions(task))
+    return grads, LossOut(loss, metrics, carry, touched)
+
+
+def _summed(
+    task: Task,
+    layout: Layout,
+    n: int,
+    variables: Variables,
+    batch: Batch,
+    key: Key,
+    *,
+    divided: bool = False,
+    cast: Callable[[Array], Array] = lambda x: x,
+) -> tuple[PyTree, LossOut]:
+    """Sums over n microbatches. A carry with a batch axis is split like the batch; any other is handed on.
+
+    Microbatch j takes the rows r with r mod n = j: a reshape to (rows / n, n) that leaves every row on its device, where
+    (n, rows / n) would move them between the shards of "fsdp".
+    """
+    if n == 1:
+        return _microbatch(task, layout, variables, batch, key, divided=divided)
+
+    def of_part(rows: Batch, own: PyTree, shared: PyTree) -> tuple[PyTree, LossOut]:
+        return _microbatch(task, layout, variables._replace(carry=_joined(own, shared)), rows, key)
+
+    def body(state: tuple, xs: tuple) -> tuple[tuple, PyTree]:
+        (sums, shared), (rows, own) = state, xs
+        grads, out = of_part(rows, own, shared)
+        if out.carry is not None:
+            own, shared = _by_owner(task, out.carry)
+        sums = jax.tree.map(jnp.add, sums, (grads, out._replace(carry=None)))
+        return jax.tree.map(cast, (sums, shared)), own
+
+    own, shared = _by_owner(task, variables.carry)
+    xs = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0), (dict(batch), own))
+    grads, out = jax.eval_shape(of_part, *jax.tree.map(lambda x: x[0], xs), shared)
+    zeros = jax.tree.map(lambda x: cast(jnp.zeros(x.shape, x.dtype)), (grads, out._replace(carry=None)))
+    (sums, shared), own = jax.lax.scan(body, (zeros, shared), xs)
+    if out.carry is None:
+        return sums
+    own = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), own)
+    return sums[0], sums[1]._replace(carry=_joined(own, shared))
+
+
+def _microbatch(
+    task: Task, layout: Layout, variables: Variables, rows: Batch, key: Key, *, divided: bool = False
+) -> tuple[PyTree, LossOut]:
+    """Gradients of the sum of losses, or if ``divided`` of their mean; and the sums."""
+
+    def total(params: PyTree) -> tuple[Array, LossOut]:
+        out = task.loss(variables._replace(params=params), rows, key)
+        if not isinstance(out, LossOut):
+            raise TypeError(f"the loss returned a {type(out).__name__}; expected a jaxtrain.types.LossOut")
+        require_means("loss", {"loss": out.loss, **out.metrics})
+        if jnp.shape(out.loss.total):
+            raise TypeError(f"the loss's total has the shape {jnp.shape(out.loss.total)}; expected a sum over rows")
+        return out.loss.total, out
+
+    loss, pullback, out = jax.vjp(total, variables.params, has_aux=True)
+    (grads,) = pullback((1 / out.loss.weight).astype(loss.dtype) if divided else jnp.ones_like(loss))
+    # Sums are kept where the parameters are: a shard of them on each device, not a replica.
+    return jax.tree.map(lambda spec, g: layout.shard(g, *spec.axes), task.specs.params, grads, is_leaf=specs.is_spec), out
+
+
+def require_means(source: str, metrics: dict[str, Any]) -> None:
+    """Raises TypeError for a metric that is not a `Mean`, while the step is traced and a traceback still shows the workload."""
+    for name, value in metrics.items():
+        if not isinstance(value, Mean):
+            raise TypeError(
+                f"metric {name!r} of the {source} is a {type(value).__name__}; expected a jaxtrain.types.Mean, "
+                "a sum over rows and the sum of their weights (law 5 of docs/ARCHITECTURE.md)"
+            )
+
+
+def _by_owner(task: Task, carry: PyTree) -> tuple[PyTree, PyTree]:
+    """The arrays of a carry that have a batch axis, which are the rows' own; and those that all rows share. Others are None."""
+
+    def pick(own: bool) -> PyTree:
+        return jax.tree.map(
+            lambda spec, x: x if ("batch" in spec.axes) == own else None, task.specs.carry, carry, is_leaf=specs.is_spec
+        )
+
+    return pick(True), pick(False)
+
+
+def _joined(own: PyTree, shared: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: b if a is None else a, own, shared, is_leaf=lambda x: x is None)
+
+
+def _carry_partitions(task: Task) -> PyTree:
+    def of(spec: Spec) -> PartitionSpec:
+        return PartitionSpec(*(DATA if axis == "batch" else None for axis in spec.axes))
+
+    return jax.tree.map(of, task.specs.carry, is_leaf=specs.is_spec)
+
+
+def _equalised(x: Array) -> Array:
+    """An array that is not a row's own, made the same on every group: by its mean, which leaves equal arrays as they are.
+
+    A count has no mean of its own type, and is the same everywhere already.
+    """
+    return jax.lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax(x, DATA)
+
+
+def _varying(x: Array) -> Array:
+    """Casts to varying over "data", also what already is: a scan's carry keeps its type, whichever the workload returns."""
+    return jnp.where(jax.lax.pcast(jnp.ones((), bool), (DATA,), to="varying"), x, x)
