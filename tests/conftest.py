@@ -1,14 +1,22 @@
 """Eight CPU devices for every test; broadcasts between ranks are errors; compiled programs are kept between runs."""
 
 import ctypes
+import gc
 import logging
 import os
 import pathlib
 import re
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 
-from tests.support.xla import SOON
+import pytest
+
+pytest.register_assert_rewrite("tests.support")
+
+from tests.support.xla import SOON  # noqa: E402
 
 # Before jax is imported: afterwards neither has an effect.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -21,7 +29,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the ba
 os.environ["NO_GCE_CHECK"] = "true"  # the tests' runs, on whatever machine, ask no metadata server
 
 import jax  # noqa: E402
-import pytest  # noqa: E402
 
 from jaxtrain.parallel import cluster  # noqa: E402
 
@@ -85,6 +92,75 @@ def gpu_compiler():
 @pytest.fixture(scope="session")
 def tpu_compiler():
     return fetched("tpu")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Recordings of 12 synthetic birds: 24 to train, 13 to test."""
+    from loaders.audio import demo
+
+    return demo.ensure(tmp_path_factory.mktemp("corpus"), n_train=24, n_test=13)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with tiny.py, a small run of the bird encoder."""
+    from tests.support import small_runs
+
+    return small_runs.tiny(tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Makes a disk of so many kilobytes. It is unmounted afterwards, or ``lazily``: once no process has it open."""
+    mounted = []
+
+    def make(kilobytes, *, lazily=False):
+        disk = tmp_path / f"disk{len(mounted)}"
+        disk.mkdir()
+        if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", disk]).returncode:
+            pytest.skip("only root may mount a small file system")
+        mounted.append(["umount", *(["--lazy"] if lazily else []), disk])
+        return disk
+
+    yield make
+    gc.collect()  # Python 3.12 keeps the frames of an error that a context manager changed, and what a test mapped in them
+    for command in mounted:
+        subprocess.run(command, check=True)
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts: network namespaces, joined by a cable that can be pulled. Their names, and a function that pulls it."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and iproute2")
+    name = f"jt{os.getpid()}"
+    names = [f"{name}-0", f"{name}-1"]
+    made = subprocess.run(["ip", "netns", "add", names[0]], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
+    folders = []
+
+    def ip(*arguments):
+        subprocess.run(["ip", *arguments], check=True)
+
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for i, n in enumerate(names):
+            ip("-n", n, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                ip("-n", n, "link", "set", device, "up")
+            # `ip netns exec` shows these as /etc/hosts: each host is known by its own address, which collectives publish.
+            folders.append(pathlib.Path("/etc/netns") / n)
+            folders[-1].mkdir(parents=True)
+            (folders[-1] / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.{i + 1} {socket.gethostname()}\n")
+        yield names, lambda: ip("-n", names[0], "link", "set", "cable", "down")
+    finally:
+        for n in names:
+            subprocess.run(["ip", "netns", "del", n], capture_output=True)
+        for path in folders:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import soundfile
 
 from loaders.chat import demo_chat
-from loaders.film import film_files
 from loaders.text import tokenise
-from tests.support import chat, corpus
+from tests.support import chat, corpus, small_runs
 
 TESTS = pathlib.Path(__file__).parent
 NAMES = ("blackbird", "chiffchaff", "wren")
@@ -29,7 +28,7 @@ def make(folder: pathlib.Path) -> None:
     recordings(folder)
     texts(folder)
     sounds(folder)
-    film(folder)
+    small_runs.film(folder / "data" / "film")
     shutil.copytree(TESTS / "data" / "lm" / "qwen2", folder / "path" / "to" / "Qwen2.5-0.5B")
     weights = folder / "path" / "to" / "weights"
     weights.mkdir(parents=True)
@@ -130,18 +129,6 @@ def sounds(folder: pathlib.Path) -> None:
     # What another codec would have written: 4 codebooks of 32, as path/to/weights has them.
     rng = np.random.default_rng(0)
     np.savez(folder / "codes.npz", **{f"sounds/{i}.wav": rng.integers(0, 32, (4, 25), np.int16) for i in range(6)})
-
-
-def film(folder: pathlib.Path) -> None:
-    """data/film: what `jaxtrain prepare-giblet` would make of a film of a minute and two viewers."""
-    rng, out = np.random.default_rng(0), folder / "data" / "film"
-    (out / "fmri").mkdir(parents=True)
-    np.save(out / "video.npy", rng.integers(0, 256, (240, 6, 8, 3), np.uint8))
-    np.save(out / "audio.npy", rng.integers(0, 1024, (240, 2), np.int16))
-    np.save(out / "text.npy", rng.standard_normal((60, 8), np.float32))
-    for name in "ab":
-        np.save(out / "fmri" / f"{name}.npy", rng.standard_normal((60, 12)).astype(np.float16))
-    film_files.write(out, {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "codes", "subjects": ["a", "b"]})
 
 
 if __name__ == "__main__":

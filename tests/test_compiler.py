@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain import config, loop, plan
 from jaxtrain.compile import xla_options
-from tests.test_train import corpus, folder, run  # noqa: F401
+from tests.support.processes import run
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCHEDULER, MERGER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_dot_merger_threshold_mb"
@@ -87,7 +87,7 @@ def test_a_run_says_what_is_wrong_before_any_data_is_read(tmp_path):
 
 
 @pytest.mark.slow  # it compiles all anew: programs in the cache leave no dump
-def test_a_run_compiles_its_step_with_them(folder, corpus):  # noqa: F811
+def test_a_run_compiles_its_step_with_them(folder, corpus):
     run(
         folder,
         f"tiny.py:{corpus}",

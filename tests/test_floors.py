@@ -172,6 +172,13 @@ def test_nothing_imports_the_tools():
     assert not {str(p) for p in everything if any(m.split(".")[0] == "tools" for m in imports(p))}
 
 
+def test_tests_share_through_support_and_fixtures():
+    """A test imports no other: what several need is in tests/support/, their fixtures in a conftest.py above them."""
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if "data" not in path.parts]
+    assert [path for path in tests if any(part.startswith("test_") for m in imports(path) for part in m.split("."))] == []
+    assert [path for path in tests if not (path.parent / "__init__.py").exists()] == [], "a folder of tests is a package"
+
+
 def test_no_module_is_a_drawer():
     everything = [p for top in ("jaxtrain", "loaders", "configs", "tools") for p in (ROOT / top).rglob("*.py")]
     assert not [str(p) for p in everything if {p.stem, *p.relative_to(ROOT).parts} & NO_ROOMS]

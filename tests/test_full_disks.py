@@ -1,7 +1,6 @@
 """Commands on small, full disks: one line that names a file, and nothing there that looks finished."""
 
 import contextlib
-import gc
 import os
 import pathlib
 import subprocess
@@ -18,22 +17,6 @@ from jaxtrain.workloads.trm.commands import sudoku
 from loaders.chat import codec
 from loaders.io import atomic_write
 from tests.support import runs
-from tests.test_reliability import small_disk
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """Makes a disk of so many kilobytes."""
-    mounted = []
-
-    def make(kilobytes):
-        mounted.append(small_disk(tmp_path / f"disk{len(mounted)}", kilobytes))
-        return mounted[-1]
-
-    yield make
-    gc.collect()  # Python 3.12 keeps the frames of an error that a context manager changed, and what a test mapped in them
-    for folder in mounted:
-        subprocess.run(["umount", folder], check=True)
 
 
 def files(folder):
@@ -47,8 +30,8 @@ def assert_told(capsys, path):
 
 
 @pytest.mark.parametrize("how", ["csv", "npy"])
-def test_sudoku(disk, capsys, how):
-    folder = disk(8)
+def test_sudoku(small_disk, capsys, how):
+    folder = small_disk(8)
     assert sudoku.main(["--train=100", "--test=2", f"--format={how}", str(folder)]) == 2
     assert_told(capsys, folder)
     for name in files(folder):  # what is there is whole
@@ -67,10 +50,10 @@ def sounds(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_tokens(disk, tmp_path, capsys, workers):
+def test_tokens(small_disk, tmp_path, capsys, workers):
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text("so many words " * 1000)
-    folder = disk(60)
+    folder = small_disk(60)
     command = [str(folder / "out"), *(str(tmp_path / f"{i}.txt") for i in range(3)), "--tokenizer=bytes"]
     assert tokens.main([*command, f"--workers={workers}"]) == 2
     told = capsys.readouterr()
@@ -81,24 +64,24 @@ def test_tokens(disk, tmp_path, capsys, workers):
     assert tokens.main(command) == 0 and "resuming: " in capsys.readouterr().err
 
 
-def test_a_codec(disk, sounds, capsys):
-    folder = disk(8)
+def test_a_codec(small_disk, sounds, capsys):
+    folder = small_disk(8)
     small = "--codebooks=1 --size=4 --components=8 --rounds=1 --test-share=0".split()
     assert train_codec.main([str(folder / "c.npz"), str(sounds), *small]) == 2
     assert_told(capsys, folder / "c.npz")
     assert list(folder.iterdir()) == []
 
 
-def test_a_recording_that_a_codec_makes(disk, sounds, capsys):
-    folder, options = disk(8), "--codebooks=1 --codebook-size=4".split()
+def test_a_recording_that_a_codec_makes(small_disk, sounds, capsys):
+    folder, options = small_disk(8), "--codebooks=1 --codebook-size=4".split()
     listened = ["--listen", str(sounds / "0.wav"), "--codec", str(sounds.parent / "c.npz"), *options]
     assert encode_audio.main([*listened, "--out", str(folder / "again.wav")]) == 2
     assert_told(capsys, folder / "again.wav")
     assert list(folder.iterdir()) == []
 
 
-def test_an_index(disk, sounds, capsys):
-    folder = disk(8)
+def test_an_index(small_disk, sounds, capsys):
+    folder = small_disk(8)
     assert index.main([str(sounds), "--labels=none", "--out", str(folder / "out")]) == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith(f"error: {folder / 'out'} could not be written: No space left on device; free some space"), told
@@ -106,20 +89,20 @@ def test_an_index(disk, sounds, capsys):
 
 
 @pytest.mark.parametrize("kilobytes", [4, 40, 100])
-def test_an_export(disk, tmp_path, capsys, kilobytes):
+def test_an_export(small_disk, tmp_path, capsys, kilobytes):
     runs.save(tmp_path / "run", 20, runs.state(0, 20))
-    folder = disk(kilobytes)
+    folder = small_disk(kilobytes)
     assert export.main([str(tmp_path / "run"), "--out", str(folder / "out")]) == 2
     assert_told(capsys, folder / "out")
     assert files(folder) == [] and list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("kilobytes", [16, 2000])
-def test_an_export_back_to_a_checkpoint(disk, tmp_path, capsys, kilobytes):
+def test_an_export_back_to_a_checkpoint(small_disk, tmp_path, capsys, kilobytes):
     runs.save(tmp_path / "run", 20, runs.state(0, 20))
     assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     capsys.readouterr()
-    folder = disk(kilobytes)
+    folder = small_disk(kilobytes)
     if kilobytes > 16:
         (folder / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(folder)) - 30_000))
     assert export.main(["--reverse", str(tmp_path / "out"), "--out", str(folder / "back")]) == 2
@@ -127,15 +110,15 @@ def test_an_export_back_to_a_checkpoint(disk, tmp_path, capsys, kilobytes):
     assert not (folder / "back" / "checkpoints" / "20").exists()
 
 
-def test_embeddings_reserve_their_space_and_are_partial_until_they_are_whole(disk):
+def test_embeddings_reserve_their_space_and_are_partial_until_they_are_whole(small_disk):
     import jax
 
     shapes = {"mean": jax.ShapeDtypeStruct((100, 32), np.float32), "cls": jax.ShapeDtypeStruct((100, 64), np.float32)}
-    folder = disk(32)
+    folder = small_disk(32)
     with pytest.raises(OSError, match="No space left on device.*cls.npy"):
         embed._open(folder, shapes, 0)
     assert files(folder) == []
-    folder = disk(64)
+    folder = small_disk(64)
     made = embed._open(folder, shapes, 0)
     assert files(folder) == ["cls.npy.partial", "mean.npy.partial"]
     with contextlib.suppress(OSError):  # whatever fills the disk meanwhile
@@ -146,8 +129,8 @@ def test_embeddings_reserve_their_space_and_are_partial_until_they_are_whole(dis
     assert all((x == 1).all() for x in embed._open(folder, shapes, 50).values())
 
 
-def test_a_probes_report(disk, capsys):
-    folder = disk(8)
+def test_a_probes_report(small_disk, capsys):
+    folder = small_disk(8)
     (folder / "ballast").write_bytes(bytes(8192 - 4096))
     score = {"value": 0.5, "low": 0.4, "high": 0.6}
 

@@ -3,10 +3,8 @@
 import http.server
 import json
 import math
-import os
 import pathlib
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,18 +20,9 @@ from jaxtrain.parallel.cluster import notices
 from loaders import _rust
 from loaders.audio import spectrogram
 from loaders.base import Rows
-from tests.test_reliability import cluster, step_of, wait_for
-from tests.test_train import ROOT, command, corpus, folder, free_port, records, run  # noqa: F401
+from tests.support.processes import ROOT, at, cluster, command, free_port, records, run, step_of, wait_for
 
 QUIET = ("--config.train.eval_every=0", "--config.checkpoint.every=1000")
-
-
-def at(port, process, processes=2):
-    return {
-        "JAXTRAIN_COORDINATOR": f"127.0.0.1:{port}",
-        "JAXTRAIN_PROCESSES": str(processes),
-        "JAXTRAIN_PROCESS": str(process),
-    }
 
 
 def ended(processes, *, within):
@@ -43,7 +32,7 @@ def ended(processes, *, within):
     return outputs
 
 
-def test_promise_14_a_late_process_is_named(folder, corpus):  # noqa: F811
+def test_promise_14_a_late_process_is_named(folder, corpus):
     port = free_port()
     both = [
         command(folder, f"tiny.py:{corpus}", "--config.distributed.init_timeout=4", **at(port, i, processes=4)) for i in (0, 2)
@@ -55,7 +44,7 @@ def test_promise_14_a_late_process_is_named(folder, corpus):  # noqa: F811
     assert "process 2 of 4" in (logs / "process-2.log").read_text()
 
 
-def test_promise_14_a_taken_port_is_told(folder, corpus):  # noqa: F811
+def test_promise_14_a_taken_port_is_told(folder, corpus):
     port = free_port()
     with socket.create_server(("", port)):
         process = command(folder, f"tiny.py:{corpus}", "--config.distributed.init_timeout=2", **at(port, 0))
@@ -63,7 +52,7 @@ def test_promise_14_a_taken_port_is_told(folder, corpus):  # noqa: F811
     assert process.returncode == 2 and f"process 0 ({socket.gethostname()}) cannot listen on port {port}" in output
 
 
-def test_promise_14_processes_that_differ_are_named_with_what_differs(folder, corpus):  # noqa: F811
+def test_promise_14_processes_that_differ_are_named_with_what_differs(folder, corpus):
     port = free_port()
     both = [
         command(folder, f"tiny.py:{corpus}", f"--config.optim.lr={lr}", **at(port, i)) for i, lr in enumerate(("1e-3", "2e-3"))
@@ -72,14 +61,14 @@ def test_promise_14_processes_that_differ_are_named_with_what_differs(folder, co
         assert process.returncode == 2 and "process 1" in output and "config.optim.lr is 0.002, elsewhere 0.001" in output
 
 
-def test_promise_14_processes_with_different_numbers_of_devices(folder, corpus):  # noqa: F811
+def test_promise_14_processes_with_different_numbers_of_devices(folder, corpus):
     port = free_port()
     both = [command(folder, f"tiny.py:{corpus}", devices=1 + i // 2, **at(port, i, processes=3)) for i in range(3)]
     for process, output in zip(both, ended(both, within=120), strict=True):
         assert process.returncode == 2 and "process 2 has 2, the others 1" in output, output
 
 
-def test_promise_14_a_process_with_another_program_is_named_before_it_is_compiled(folder, corpus):  # noqa: F811
+def test_promise_14_a_process_with_another_program_is_named_before_it_is_compiled(folder, corpus):
     """One process multiplies matrices in another precision: without a comparison they would wait for each other for ever."""
     both = cluster(folder, f"tiny.py:{corpus}", processes=2, only1={"JAX_DEFAULT_MATMUL_PRECISION": "highest"})
     for process, output in zip(both, ended(both, within=240), strict=True):
@@ -87,14 +76,14 @@ def test_promise_14_a_process_with_another_program_is_named_before_it_is_compile
         assert "data's hash" not in output and "Traceback" not in output
 
 
-def test_promise_14_an_ssh_into_an_allocation_is_one_process(folder, corpus):  # noqa: F811
+def test_promise_14_an_ssh_into_an_allocation_is_one_process(folder, corpus):
     partial = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
     output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=1", *QUIET, **partial)
     assert "not a task of a step of SLURM job 77" in output and "one process" in output
     assert list(records(folder / "runs" / "tiny", "train")) == [1]
 
 
-def test_promise_9_a_signal_to_one_process_while_it_waits_for_the_others(folder, corpus):  # noqa: F811
+def test_promise_9_a_signal_to_one_process_while_it_waits_for_the_others(folder, corpus):
     port = free_port()
     both = [command(folder, f"tiny.py:{corpus}", **at(port, i, processes=3)) for i in range(2)]
     logs = [folder / "runs" / "tiny" / "logs" / f"process-{i}.log" for i in range(2)]
@@ -127,7 +116,7 @@ def metadata():
         server.shutdown()
 
 
-def test_promise_9_a_notice_of_maintenance_saves_and_ends(folder, corpus, metadata):  # noqa: F811
+def test_promise_9_a_notice_of_maintenance_saves_and_ends(folder, corpus, metadata):
     host, answers = metadata
     overrides = ("--config.train.steps=100000", *QUIET)
     process = command(folder, f"tiny.py:{corpus}", *overrides, NO_GCE_CHECK="", GCE_METADATA_HOST=host)
@@ -195,7 +184,7 @@ def test_native_code_stops_no_other_thread(name):
     assert ticks >= 10 * seconds, f"{ticks} in {seconds:.2f} s"
 
 
-def test_a_loader_that_one_waits_for_stops_no_other_thread(corpus):  # noqa: F811
+def test_a_loader_that_one_waits_for_stops_no_other_thread(corpus):
     config = spectrogram.Config(train=str(corpus), threads=1)
 
     def batch(n):
@@ -231,7 +220,7 @@ def test_what_is_compiled_behind_the_first_batch_has_the_time_of_a_start(tmp_pat
 
 
 @pytest.mark.slow
-def test_promise_10_one_of_four_that_is_stuck(folder, corpus):  # noqa: F811
+def test_promise_10_one_of_four_that_is_stuck(folder, corpus):
     overrides = ("--config.train.steps=100000", *QUIET, "--config.distributed.step_timeout=15")
     four = cluster(folder, f"tiny.py:{corpus}", *overrides, processes=4)
     try:
@@ -250,8 +239,9 @@ def test_promise_10_one_of_four_that_is_stuck(folder, corpus):  # noqa: F811
 WEIGHING_LOADER = """
 import concurrent.futures, ctypes, gc, json, os, re
 from jaxtrain.compile import step_compiler as programs
-from loaders.audio.spectrogram import Config, facts, fields
 from loaders.audio import spectrogram
+from tests.support import proxy_loader
+from tests.support.proxy_loader import Config, facts, fields
 
 def weigh(what, name):
     kilobytes = int(re.search(rf"{name}:\\s+(\\d+)", open("/proc/self/status").read())[1])
@@ -263,11 +253,7 @@ def wait_for_programs():  # whose compilation, or reading from the cache, takes 
         if isinstance(pool, concurrent.futures.ThreadPoolExecutor) and pool._thread_name_prefix == programs.THREAD:
             pool.submit(int).result()  # after what its one thread has to do
 
-class Weighing:
-    def __init__(self, loader, split):
-        self._loader, self._split = loader, split
-    def __getattr__(self, name):
-        return getattr(self._loader, name)
+class Weighing(proxy_loader.Proxy):
     def state(self, position):  # the last that a run asks before it restores
         if self._split == "train" and not os.path.exists("weights.jsonl"):
             wait_for_programs()
@@ -285,13 +271,13 @@ class Weighing:
         return next(self._loader)
 
 def make_loader(config, *, split, rows, seed):
-    return Weighing(spectrogram.make_loader(config, split=split, rows=rows, seed=seed), split)
+    return Weighing(spectrogram.make_loader(config, split=split, rows=rows, seed=seed), split, rows)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saves", [10, 110])
-def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_second_copy(folder, corpus, saves):  # noqa: F811
+def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_second_copy(folder, corpus, saves):
     if not pathlib.Path("/proc/self/clear_refs").exists():
         pytest.skip("/proc tells the memory of a process on Linux")
     (folder / "weighing.py").write_text(WEIGHING_LOADER)
@@ -325,40 +311,7 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
 # Two hosts: network namespaces, joined by a cable that can be pulled.
 
 
-@pytest.fixture
-def hosts(tmp_path):
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and iproute2")
-    name = f"jt{os.getpid()}"
-    names = [f"{name}-0", f"{name}-1"]
-    made = subprocess.run(["ip", "netns", "add", names[0]], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
-    folders = []
-
-    def ip(*arguments):
-        subprocess.run(["ip", *arguments], check=True)
-
-    try:
-        ip("netns", "add", names[1])
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for i, n in enumerate(names):
-            ip("-n", n, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "cable")
-            for device in ("lo", "cable"):
-                ip("-n", n, "link", "set", device, "up")
-            # `ip netns exec` shows these as /etc/hosts: each host is known by its own address, which collectives publish.
-            folders.append(pathlib.Path("/etc/netns") / n)
-            folders[-1].mkdir(parents=True)
-            (folders[-1] / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.{i + 1} {socket.gethostname()}\n")
-        yield names, lambda: ip("-n", names[0], "link", "set", "cable", "down")
-    finally:
-        for n in names:
-            subprocess.run(["ip", "netns", "del", n], capture_output=True)
-        for path in folders:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def on_hosts(names, folder, source, *overrides, port=27508):  # noqa: F811
+def on_hosts(names, folder, source, *overrides, port=27508):
     """One process on each host, told of the first one's address."""
     started = []
     for i, name in enumerate(names):
@@ -372,7 +325,7 @@ BOUNDS = ("--config.distributed.heartbeat_timeout=8", "--config.distributed.init
 
 
 @pytest.mark.parametrize("phase", ["a step", pytest.param("a save", marks=pytest.mark.slow)])
-def test_promise_16_a_host_that_drops_off_the_network_ends_the_job_and_the_rest_goes_on(folder, corpus, hosts, phase):  # noqa: F811
+def test_promise_16_a_host_that_drops_off_the_network_ends_the_job_and_the_rest_goes_on(folder, corpus, hosts, phase):
     names, pull = hosts
     workdir = folder / "runs" / "tiny"
     overrides = ("--config.train.eval_every=0", "--config.checkpoint.every=3", *BOUNDS)
@@ -395,7 +348,7 @@ def test_promise_16_a_host_that_drops_off_the_network_ends_the_job_and_the_rest_
     assert "resuming from step" in output and step_of(workdir) >= steps - 1
 
 
-def test_promise_16_a_host_that_is_off_the_network_at_the_start_is_named(folder, corpus, hosts):  # noqa: F811
+def test_promise_16_a_host_that_is_off_the_network_at_the_start_is_named(folder, corpus, hosts):
     names, pull = hosts
     pull()
     both = on_hosts(names, folder, f"tiny.py:{corpus}", "--config.distributed.init_timeout=5")

@@ -9,8 +9,7 @@ from collections import Counter
 import pytest
 
 from jaxtrain.checkpoint import checksums
-from tests.test_reliability import cluster
-from tests.test_train import command, corpus, folder, hashes, ids, records, run  # noqa: F401
+from tests.support.processes import cluster, command, hashes, ids, records, run
 
 KILLS = 200
 STEPS = 60
@@ -19,8 +18,7 @@ STEPS = 60
 # what Orbax and the checksums do. What C++ does in between (the arrays' bytes) is left to kills by the clock.
 KILLING_LOADER = """
 import os, signal, sys, threading
-import recording_loader
-from recording_loader import Config, facts, fields, make_loader
+from tests.support.proxy_loader import Config, facts, fields, make_loader
 
 left, lock = int(os.environ.get("KILL_EVENT", 0)), threading.Lock()
 
@@ -49,7 +47,7 @@ def _steps(workdir):
 
 
 @pytest.mark.slow
-def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, record_property):  # noqa: F811
+def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, record_property):
     """Runs are killed and started again until they are through; each then equals the undisturbed one, bit for bit."""
     (folder / "killing.py").write_text(KILLING_LOADER)
     args = (
@@ -96,7 +94,7 @@ def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, re
 
 
 @pytest.mark.slow
-def test_promises_4_and_5_one_sequence_whatever_the_processes(folder, corpus):  # noqa: F811
+def test_promises_4_and_5_one_sequence_whatever_the_processes(folder, corpus):
     """1 device, then 4 processes of 2 (2 x 2 x 2) and two microbatches, then 2 processes of 4: recordings in one order."""
     args = (f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=4")
     args = (*args, "--config.optim.schedule=constant")  # the parts have other numbers of steps
@@ -117,7 +115,7 @@ def test_promises_4_and_5_one_sequence_whatever_the_processes(folder, corpus):  
     lines = {line for path in parts for line in path.read_text().splitlines()}
     (folder / "all.jsonl").write_text("\n".join(sorted(lines)) + "\n")
     whole, found = ids(folder, "whole.jsonl"), {}
-    for position, rows, index in map(json.loads, (folder / "all.jsonl").read_text().splitlines()):
+    for _, position, rows, index, *_ in map(json.loads, (folder / "all.jsonl").read_text().splitlines()):
         for row, one in zip(range(*rows), index, strict=True):
             assert found.setdefault((position, row), one) == one
     assert {k: i for k, i in found.items() if k[0] <= 12} == {

@@ -29,7 +29,7 @@ from jaxtrain.workloads.language import model as language
 from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from tests.support import runs
-from tests.workloads import test_language as language_test
+from tests.support.cases import language as language_case
 
 DATA = pathlib.Path(__file__).parent / "data"
 RANK4 = Lora(rank=4, alpha=8.0)
@@ -41,15 +41,15 @@ class Golden:
     def __init__(self):
         self.g = np.load(DATA / "lora" / "lora.npz")
         rows, context = self.g["input_ids"].shape
-        self.config, self.base = language_test.load(DATA / "lm" / "llama3", context)
+        self.config, self.base = language_case.load(DATA / "lm" / "llama3", context)
         self.adapter = safetensors.numpy.load_file(DATA / "lora" / "adapter" / "adapter_model.safetensors")
-        self.plain = language_loss.make_task(config_lib.Config(model=self.config), language_test.alone(), rows)
+        self.plain = language_loss.make_task(config_lib.Config(model=self.config), language_case.alone(), rows)
         self.task = lora.adapt(self.plain, RANK4)
         params = specs_lib.map_specs(self._read, self.task.specs.params)
         frozen = {path: x for path, x in zip(specs_lib.paths(self.base), jax.tree.leaves(self.base), strict=True)}
         frozen = specs_lib.map_specs(lambda path, spec: frozen[path], self.task.specs.frozen)
         self.variables = Variables(params, frozen)
-        self.batch = language_test.batch_of(self.g["input_ids"])
+        self.batch = language_case.batch_of(self.g["input_ids"])
 
     def _names(self, path):
         matrix, _, side = path.rpartition("/")
@@ -75,7 +75,7 @@ def golden():
 def test_logits_equal_peft_with_and_without_the_adapter(golden):
     def logits(variables):
         params = lora.combine(RANK4, golden.plain.specs.params, variables).params
-        return language.logits(golden.config, params, golden.batch, language_test.alone())
+        return language.logits(golden.config, params, golden.batch, language_case.alone())
 
     found = jax.jit(logits)(golden.variables)
     for name in ("logits_adapter", "logits_merged"):
@@ -132,7 +132,7 @@ def test_exports_are_pefts_adapter_and_merged_weights(golden, tmp_path):
 
 
 def test_every_parameter_must_be_sorted():
-    table = language.make_specs(language_test.TINY)
+    table = language.make_specs(language_case.TINY)
     kinds = lora.sort(Lora(rank=1, adapt=r"w_[qv]$", train="^scale$", freeze=r"/(scale|w_[^qv])|embed|w_head"), table)
     assert {path for path, kind in kinds.items() if kind == "adapt"} == {"blocks/w_q", "blocks/w_v"}
     assert kinds["scale"] == "train" and kinds["embed"] == "freeze"
@@ -185,18 +185,18 @@ def test_a_step_moves_the_adapters_alone_and_alike_on_every_mesh(mesh):
 
     def run(mesh):
         config = config_lib.Config(
-            model=language_test.TINY,
-            train=config_lib.Train(steps=2, batch=language_test.BATCH, accumulate=2),
+            model=language_case.TINY,
+            train=config_lib.Train(steps=2, batch=language_case.BATCH, accumulate=2),
             optim=config_lib.Optim(lr=0.01, schedule="constant", eps=1e-3),
             lora=RANK4,
         )
         devices = layout_lib.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
-        run = assemble(config, devices, make_task=language_loss.make_task, fields=language_test.FIELDS)
+        run = assemble(config, devices, make_task=language_loss.make_task, fields=language_case.FIELDS)
         layout, plan = run.layout, run.abstract
         step = run.trace(None).lower().compile({"xla_backend_optimization_level": 0})
         state = state_lib.init_state(run.task, run.tx, plan, jax.random.key(0))
         before = jax.tree.map(np.asarray, state.variables)
-        batch = language_test.packed_batch(0)
+        batch = language_case.packed_batch(0)
         rows = {name: jax.device_put(batch[name], x.sharding) for name, x in plan.batch.items()}
         for _ in range(2):
             state, out = step(state, rows, step_lib.put_stop(layout, False))

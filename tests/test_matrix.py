@@ -12,31 +12,27 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain.parallel import cluster
-from jaxtrain.workloads.bird import masked
-from jaxtrain.workloads.bird import model as bird
-from tests import test_train
-from tests.support.steps import Run, assert_alike
-from tests.workloads import test_audio_language, test_bird, test_giblet, test_language, test_trm
+from jaxtrain.workloads.bird import masked, model
+from tests.support.cases import Run, assert_alike, audio_language, bird, giblet, language, trm
+from tests.support.processes import ROOT, at, free_port, xla_flags
 
 STEPS = 5
 # Eight devices along "model" want so many heads.
-BIRD = replace(test_bird.EVERY, heads=8, mae=bird.Mae(), teacher=bird.Teacher())
+BIRD = replace(bird.EVERY, heads=8, mae=model.Mae(), teacher=model.Teacher())
 PREDICTOR = masked.Decoder(16, 1, 8)
-MASKED = replace(
-    BIRD, mae=replace(test_bird.EVERY.mae, decoder=PREDICTOR), teacher=replace(test_bird.EVERY.teacher, decoder=PREDICTOR)
-)
+MASKED = replace(BIRD, mae=replace(bird.EVERY.mae, decoder=PREDICTOR), teacher=replace(bird.EVERY.teacher, decoder=PREDICTOR))
 CASES = {
     # SIGReg and batch norm over the global batch, mixup, masks, dropped layers, recordings in parts.
-    "bird": test_bird.CASE._replace(model=BIRD),
+    "bird": bird.CASE._replace(model=BIRD),
     # And decoders, and a teacher.
-    "bird_masked": test_bird.CASE._replace(model=MASKED),
-    "language": test_language.CASE,
+    "bird_masked": bird.CASE._replace(model=MASKED),
+    "language": language.CASE,
     # Slots that halt, at random too; a table whose rows are updated by signs; an average of the parameters.
-    "trm": test_trm.CASE._replace(model=replace(test_trm.TINY, heads=8)),
+    "trm": trm.CASE._replace(model=replace(trm.TINY, heads=8)),
     # Two means in the loss.
-    "audio_language": test_audio_language.CASE,
+    "audio_language": audio_language.CASE,
     # Dropout, batch statistics, losses that are normalised over the batch, moments of each voxel at an evaluation.
-    "giblet": test_giblet.CASE,
+    "giblet": giblet.CASE,
 }
 SOON = {("bird", (2, 2, 2)), ("giblet", (2, 2, 2))}  # the others are in `make test` in parts, each in a file of its own
 SLOW = pytest.mark.slow
@@ -64,19 +60,15 @@ def test_steps_on_a_mesh_are_those_of_one_device(name, mesh):
 )
 @pytest.mark.parametrize("name", CASES)
 def test_steps_of_several_processes_are_those_of_one_device(name, processes, mesh, tmp_path):
-    port, running = test_train.free_port(), []
+    port, running = free_port(), []
     try:
         for i in range(processes):
             env = {k: v for k, v in os.environ.items() if not k.startswith("XLA")}
             env |= {
-                "XLA_FLAGS": test_train.xla_flags(8 // processes),
-                "PYTHONPATH": str(test_train.ROOT),
+                "XLA_FLAGS": xla_flags(8 // processes),
+                "PYTHONPATH": str(ROOT),
             }
-            env |= {
-                "JAXTRAIN_COORDINATOR": f"127.0.0.1:{port}",
-                "JAXTRAIN_PROCESSES": f"{processes}",
-                "JAXTRAIN_PROCESS": f"{i}",
-            }
+            env |= at(port, i, processes)
             command = [sys.executable, "-m", "tests.test_matrix", name, str(tmp_path), *map(str, mesh)]
             running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         for process in running:

@@ -13,8 +13,7 @@ from jaxtrain.arrays import safetensors, stored
 from jaxtrain.arrays import source as source_lib
 from loaders.io import files
 from tests.support import object_store, runs
-from tests.test_reliability import cluster, wait_for
-from tests.test_train import ROOT, corpus, folder, free_port, records, run  # noqa: F401
+from tests.support.processes import ROOT, cluster, free_port, records, run, wait_for
 
 RUN = "gs://bucket/tiny/checkpoints"
 
@@ -31,12 +30,12 @@ def bucket(tmp_path):
         server.wait()
 
 
-def tool(folder, environment, *arguments):  # noqa: F811
+def tool(folder, environment, *arguments):
     command = [sys.executable, "-m", *arguments]
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
 
 
-def test_promises_1_and_6_and_7_in_an_object_store(folder, corpus, bucket):  # noqa: F811
+def test_promises_1_and_6_and_7_in_an_object_store(folder, corpus, bucket):
     """Killed while the objects of a step are written: that step is not there, and the run ends as the undisturbed one."""
     environment, store = bucket
     args = (folder, f"tiny.py:{corpus}", "--config.train.steps=6", "--config.train.eval_every=2", "--config.checkpoint.every=2")
@@ -107,7 +106,7 @@ def test_what_is_read_of_a_store_is_read_as_on_a_disk(tmp_path, bucket, monkeypa
 
 
 @pytest.mark.slow
-def test_promise_4_two_processes_share_a_bucket(folder, corpus, bucket):  # noqa: F811
+def test_promise_4_two_processes_share_a_bucket(folder, corpus, bucket):
     environment, _ = bucket
     args = (folder, f"tiny.py:{corpus}", f"--config.checkpoint.folder={RUN}", "--config.train.eval_every=0")
     both = cluster(*args, "--config.train.steps=2", processes=2, only0=environment, only1=environment)

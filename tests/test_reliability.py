@@ -6,126 +6,53 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 
 import pytest
 
-from tests.test_train import command, corpus, folder, free_port, hashes, ids, records, run  # noqa: F401
-
-# A loader that can poison a batch, and that can stop to deliver.
-UNRULY_LOADER = """
-import os, signal, time
-import numpy as np
-from loaders.audio.spectrogram import Config, facts, fields
-from loaders.audio import spectrogram
-
-class Unruly:
-    def __init__(self, loader, split):
-        self._loader, self._split = loader, split
-    def __getattr__(self, name):
-        return getattr(self._loader, name)
-    def __next__(self):
-        position, batch = next(self._loader)
-        if self._split == "train":
-            if position == int(os.environ.get("STALL_AT", 0)):
-                open(os.environ["STALLED"], "w").close()
-                time.sleep(300)
-            if position == int(os.environ.get("UNRULY_KILL_AT", 0)):
-                while not os.path.isdir(os.environ["KILL_AFTER"]):
-                    time.sleep(0.01)
-                os.kill(os.getpid(), signal.SIGKILL)
-            if position in [int(p) for p in os.environ.get("POISON", "").split(",") if p]:
-                # In the last shard of rows only: one device sees it, all must skip.
-                parts = [np.array(x) for x in batch["spectrogram"]]
-                parts[-1][-1] = np.nan
-                batch = {**batch, "spectrogram": parts}
-        return position, batch
-
-def make_loader(config, *, split, rows, seed):
-    return Unruly(spectrogram.make_loader(config, split=split, rows=rows, seed=seed), split)
-"""
+from tests.support.processes import at, cluster, command, free_port, hashes, ids, records, run, step_of, wait_for
 
 
-@pytest.fixture
-def unruly(folder):  # noqa: F811
-    (folder / "unruly.py").write_text(UNRULY_LOADER)
-    return folder
-
-
-def cluster(folder, source, *overrides, processes, devices=1, **environment):  # noqa: F811
-    port = free_port()
-    return [
-        command(
-            folder,
-            source,
-            *overrides,
-            devices=devices,
-            IDS=str(folder / f"ids{i}.jsonl"),
-            JAXTRAIN_COORDINATOR=f"127.0.0.1:{port}",
-            JAXTRAIN_PROCESSES=str(processes),
-            JAXTRAIN_PROCESS=str(i),
-            **environment.get(f"only{i}", {}),
-        )
-        for i in range(processes)
-    ]
-
-
-def wait_for(condition, *, seconds=240, watch=()):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        ended = [p.communicate()[0] for p in watch if p.poll() is not None]
-        assert not ended, ended
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def step_of(workdir):
-    path = workdir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return max((json.loads(line)["step"] for line in lines[:-1]), default=0)
-
-
-def test_promise_8_a_bad_step_is_skipped_counted_and_its_examples_are_named(unruly, corpus):  # noqa: F811
+def test_promise_8_a_bad_step_is_skipped_counted_and_its_examples_are_named(folder, corpus):
     """NaN in one row of one of four devices. The steps around it are those of a run that never had it."""
-    overrides = ("--config.loader=unruly", "--config.train.steps=4", "--config.train.eval_every=0", "--config.mesh.data=4")
-    output = run(unruly, f"tiny.py:{corpus}", *overrides, devices=4, POISON="3")
+    overrides = ("--config.train.steps=4", "--config.train.eval_every=0", "--config.mesh.data=4")
+    output = run(folder, f"tiny.py:{corpus}", *overrides, devices=4, POISON="3")
     assert "step 3 skipped" in output and "examples [" in output
-    found = records(unruly / "runs" / "tiny", "train")
+    found = records(folder / "runs" / "tiny", "train")
     assert [found[s]["skipped"] for s in (1, 2, 3, 4)] == [0, 0, 1, 0]
     assert found[3]["loss"] is None and found[4]["loss"] > 0
     assert found[4]["param_norm_after"] == pytest.approx(found[2]["param_norm_after"], rel=1e-3)
 
 
-def test_promise_8_too_many_bad_steps_in_a_row_end_the_run(unruly, corpus):  # noqa: F811
-    output = run(unruly, f"tiny.py:{corpus}", "--config.loader=unruly", "--config.guard.patience=3", POISON="2,3,4,5,6", code=1)
+def test_promise_8_too_many_bad_steps_in_a_row_end_the_run(folder, corpus):
+    output = run(folder, f"tiny.py:{corpus}", "--config.guard.patience=3", POISON="2,3,4,5,6", code=1)
     assert "3 steps in a row after 1 were skipped" in output
 
 
 @pytest.mark.slow
-def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(unruly, corpus):  # noqa: F811
+def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(folder, corpus):
     """Batches 8 to 10 are bad, the last checkpoint is 6: its state goes on after 11. A kill on the way changes nothing."""
-    args = (unruly, f"tiny.py:{corpus}", "--config.loader=unruly", "--config.train.eval_every=0", "--config.checkpoint.every=6")
+    args = (folder, f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=6")
     args = (*args, "--config.train.steps=18")
     rewinding = (*args, "--config.guard.patience=3", "--config.guard.rewinds=1")
     output = run(*rewinding, "--config.workdir=rewound", POISON="8,9,10")
     assert "3 steps in a row after 7 were skipped: the state is again that of step 6, and batches 7 to 11 count" in output
     run(*args, "--config.workdir=skipped", POISON="7,8,9,10,11")
-    assert hashes(unruly / "rewound", 18) == hashes(unruly / "skipped", 18)
-    found = records(unruly / "rewound", "train")
+    assert hashes(folder / "rewound", 18) == hashes(folder / "skipped", 18)
+    found = records(folder / "rewound", "train")
     assert sorted(found) == list(range(1, 19)) and [s for s in found if found[s]["skipped"]] == [8, 9, 10]
 
-    killed, after = (*rewinding, "--config.workdir=killed"), str(unruly / "killed" / "checkpoints" / "6")
-    run(*killed, code=-signal.SIGKILL, POISON="8,9,10", UNRULY_KILL_AT="14", KILL_AFTER=after)
+    killed, after = (*rewinding, "--config.workdir=killed"), str(folder / "killed" / "checkpoints" / "6")
+    run(*killed, code=-signal.SIGKILL, POISON="8,9,10", KILL_AT="14", KILL_AFTER=after)
     run(*killed, POISON="8,9,10")
-    assert hashes(unruly / "killed", 18) == hashes(unruly / "rewound", 18)
-    assert records(unruly / "killed", "train") == found
+    assert hashes(folder / "killed", 18) == hashes(folder / "rewound", 18)
+    assert records(folder / "killed", "train") == found
 
     output = run(*rewinding, "--config.workdir=twice", "--config.guard.patience=2", POISON="8,9,12,13", code=1)
     assert "the run has rewound 1 times" in output
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.slow)])
-def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, corpus, name):  # noqa: F811
+def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, corpus, name):
     """And what goes on from there ends where the undisturbed run does, bit for bit."""
     overrides = ("--config.train.steps=30", "--config.checkpoint.every=1000", "--config.train.eval_every=0")
     each = {"JAXTRAIN_CACHE": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -152,25 +79,24 @@ def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, 
     assert records(folder / "runs" / "tiny", "train") == records(folder / "whole", "train")
 
 
-def test_promise_9_a_signal_while_the_data_stall(unruly, corpus):  # noqa: F811
-    stalled = unruly / "stalled"
+def test_promise_9_a_signal_while_the_data_stall(folder, corpus):
+    stalled = folder / "stalled"
     process = command(
-        unruly,
+        folder,
         f"tiny.py:{corpus}",
-        "--config.loader=unruly",
         "--config.checkpoint.every=1000",
         STALL_AT="4",
         STALLED=str(stalled),
     )
     # The second step is written while the third computes; the fourth has no data.
-    wait_for(lambda: stalled.exists() and step_of(unruly / "runs" / "tiny") >= 2, watch=[process])
+    wait_for(lambda: stalled.exists() and step_of(folder / "runs" / "tiny") >= 2, watch=[process])
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75 and "after step 3" in output, output
-    assert "resuming from step 3" in run(unruly, f"tiny.py:{corpus}", "--config.loader=unruly", "--config.train.steps=5")
+    assert "resuming from step 3" in run(folder, f"tiny.py:{corpus}", "--config.train.steps=5")
 
 
-def test_promise_10_a_stuck_process_ends_the_job_by_name_with_every_stack(folder, corpus):  # noqa: F811
+def test_promise_10_a_stuck_process_ends_the_job_by_name_with_every_stack(folder, corpus):
     overrides = ("--config.train.steps=100000", "--config.train.eval_every=0", "--config.distributed.step_timeout=8")
     both = cluster(folder, f"tiny.py:{corpus}", *overrides, processes=2)
     try:
@@ -185,7 +111,7 @@ def test_promise_10_a_stuck_process_ends_the_job_by_name_with_every_stack(folder
         both[1].communicate()
 
 
-def test_promises_6_and_7_a_damaged_newest_step_falls_back_loudly_and_all_damaged_ends(folder, corpus):  # noqa: F811
+def test_promises_6_and_7_a_damaged_newest_step_falls_back_loudly_and_all_damaged_ends(folder, corpus):
     args = (folder, f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=2")
     run(*args, "--config.train.steps=4")
     workdir = folder / "runs" / "tiny"
@@ -204,7 +130,7 @@ def test_promises_6_and_7_a_damaged_newest_step_falls_back_loudly_and_all_damage
 
 
 @pytest.mark.slow
-def test_changed_data_start_again_when_told_to_and_go_on_from_there(folder, corpus):  # noqa: F811
+def test_changed_data_start_again_when_told_to_and_go_on_from_there(folder, corpus):
     args = (folder, f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=2")
     run(*args, "--config.train.steps=2")
     changed = (*args, "--config.data.exclude=(3,)", "--config.resume.data=restart")
@@ -219,7 +145,7 @@ def test_changed_data_start_again_when_told_to_and_go_on_from_there(folder, corp
 
 
 @pytest.mark.slow
-def test_a_final_step_of_weights_is_explicit(folder, corpus):  # noqa: F811
+def test_a_final_step_of_weights_is_explicit(folder, corpus):
     args = (folder, f"tiny.py:{corpus}", "--config.checkpoint.every=4", "--config.checkpoint.final=weights")
     run(*args, "--config.train.steps=6")
     workdir = folder / "runs" / "tiny"
@@ -236,43 +162,33 @@ def test_a_final_step_of_weights_is_explicit(folder, corpus):  # noqa: F811
     assert "warm start from" in warm
 
 
-def small_disk(folder, kilobytes):  # noqa: F811
-    folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", folder]).returncode:
-        pytest.skip("only root may mount a small file system")
-    return folder
-
-
 @pytest.mark.parametrize(
     ("policy", "processes"),
     [("continue", 1), pytest.param("continue", 2, marks=pytest.mark.slow), pytest.param("stop", 1, marks=pytest.mark.slow)],
 )
-def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(folder, corpus, policy, processes):  # noqa: F811
+def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(folder, corpus, policy, processes, small_disk):
     def run(*args, code=0):
         several = cluster(folder, f"tiny.py:{corpus}", *args, f"--config.mesh.data={processes}", processes=processes)
         outputs = [process.communicate(timeout=300)[0] for process in several]
         assert [process.returncode for process in several] == [code] * processes, outputs
         return outputs[0]
 
-    disk = small_disk(folder / "disk", 20_000)
-    try:
-        args = (f"--config.workdir={disk}/run", "--config.train.eval_every=0", "--config.metrics.tensorboard=true")
-        args = (*args, "--config.checkpoint.every=2", f"--config.checkpoint.on_error={policy}")
-        run(*args, "--config.train.steps=2")
-        before = hashes(disk / "run", 2)
-        (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 80_000))
-        output = run(*args, "--config.train.steps=8", code=0 if policy == "continue" else 2)
-        assert "could not be written" in output and "the newest complete one is 2" in output
-        assert ("training continues" if policy == "continue" else "Make room") in output
-        # Orbax's threads fail one by one, and each used to print a traceback of its own.
-        assert output.count("Traceback") == output.count("Event loop is closed") == 0, output
-        assert hashes(disk / "run", 2) == before
-        (disk / "ballast").unlink()
-        output = run(*args, "--config.train.steps=10")
-        assert "resuming from step 2" in output
-        assert sorted(records(disk / "run", "train")) == list(range(1, 11))
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    disk = small_disk(20_000)
+    args = (f"--config.workdir={disk}/run", "--config.train.eval_every=0", "--config.metrics.tensorboard=true")
+    args = (*args, "--config.checkpoint.every=2", f"--config.checkpoint.on_error={policy}")
+    run(*args, "--config.train.steps=2")
+    before = hashes(disk / "run", 2)
+    (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 80_000))
+    output = run(*args, "--config.train.steps=8", code=0 if policy == "continue" else 2)
+    assert "could not be written" in output and "the newest complete one is 2" in output
+    assert ("training continues" if policy == "continue" else "Make room") in output
+    # Orbax's threads fail one by one, and each used to print a traceback of its own.
+    assert output.count("Traceback") == output.count("Event loop is closed") == 0, output
+    assert hashes(disk / "run", 2) == before
+    (disk / "ballast").unlink()
+    output = run(*args, "--config.train.steps=10")
+    assert "resuming from step 2" in output
+    assert sorted(records(disk / "run", "train")) == list(range(1, 11))
 
 
 # Of the saves of two processes, that of step 4 fails in process 0 at its end, and that of step 6 in process 1 at its beginning.
@@ -280,7 +196,7 @@ FAILING_LOADER = """
 import errno, os
 from orbax.checkpoint._src.checkpointers import async_checkpointer as orbax
 from jaxtrain.checkpoint import checksums
-from recording_loader import Config, facts, fields, make_loader
+from tests.support.proxy_loader import Config, facts, fields, make_loader
 
 def failing(function, step, process, number):
     def call(folder, *args, **kwargs):
@@ -295,7 +211,7 @@ orbax._background_wait_for_commit_futures = failing(orbax._background_wait_for_c
 
 
 @pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
-def test_promise_12_a_save_that_fails_in_one_process_fails_in_all(folder, corpus, policy):  # noqa: F811
+def test_promise_12_a_save_that_fails_in_one_process_fails_in_all(folder, corpus, policy):
     """None waits for the one that will not come, neither process 0 for another nor another for process 0."""
     (folder / "failing.py").write_text(FAILING_LOADER)
     args = (f"tiny.py:{corpus}", "--config.mesh.data=2", "--config.loader=failing", "--config.train.steps=8")
@@ -314,20 +230,17 @@ def test_promise_12_a_save_that_fails_in_one_process_fails_in_all(folder, corpus
     assert sorted(records(folder / "run", "train")) == list(range(1, 9))
 
 
-def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, corpus):  # noqa: F811
-    disk = small_disk(folder / "disk", 20_000)
-    try:
-        (disk / "run").mkdir()
-        (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 8192))
-        output = run(folder, f"tiny.py:{corpus}", f"--config.workdir={disk}/run", code=2)
-        assert f"error: {disk}/run" in output and "No space left on device; free some space" in output, output
-        assert "Traceback" not in output, output
-    finally:
-        subprocess.run(["umount", disk], check=True)
+def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, corpus, small_disk):
+    disk = small_disk(20_000)
+    (disk / "run").mkdir()
+    (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 8192))
+    output = run(folder, f"tiny.py:{corpus}", f"--config.workdir={disk}/run", code=2)
+    assert f"error: {disk}/run" in output and "No space left on device; free some space" in output, output
+    assert "Traceback" not in output, output
 
 
 @pytest.mark.slow
-def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder, corpus):  # noqa: F811
+def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder, corpus):
     """Process 1 in a mount namespace of its own, where the workdir is another disk: as on two hosts without a shared one."""
     unshare = ["unshare", "--mount", "--propagation", "private"]
     if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run([*unshare, "true"]).returncode:
@@ -343,9 +256,7 @@ def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder, corpus):  #
             f"tiny.py:{corpus}",
             inside=prefix,
             IDS=str(folder / f"ids{i}.jsonl"),
-            JAXTRAIN_COORDINATOR=f"127.0.0.1:{port}",
-            JAXTRAIN_PROCESSES="2",
-            JAXTRAIN_PROCESS=str(i),
+            **at(port, i),
         )
         for i, prefix in enumerate(prefixes)
     ]
@@ -354,7 +265,7 @@ def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder, corpus):  #
     assert "is not the same folder for all processes: 1 of 2 do not see" in outputs[0]
 
 
-def test_retention_keeps_the_last_the_milestones_and_the_best(folder, corpus):  # noqa: F811
+def test_retention_keeps_the_last_the_milestones_and_the_best(folder, corpus):
     run(
         folder,
         f"tiny.py:{corpus}",

@@ -9,30 +9,13 @@ import optax
 import pytest
 
 from jaxtrain import specs
-from jaxtrain.config import Group, Guard, Optim
+from jaxtrain.config import Guard, Optim
 from jaxtrain.optim import make_optimizer
 from jaxtrain.parallel.layout import LayoutError, make_layout, make_mesh
 from jaxtrain.step import state, train_step
-from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
-from loaders.base import Field
+from jaxtrain.types import LossOut, Mean, Spec, Variables
 from tests.support import xla
-
-TASK = Task(
-    specs=Variables(
-        params={
-            "body": {"w": Spec((8, 6), ("embed", "mlp"), specs.fan_in(8)), "scale": Spec((8,), ("embed",), specs.ones)},
-            "head": {"w": Spec((8, 5), ("embed", "vocab"), specs.fan_in(8), "bfloat16")},
-        },
-        frozen={"base": Spec((4, 8), (None, "embed"), specs.ones, "bfloat16")},
-        carry={"latent": Spec((16, 8), ("batch", "embed"), specs.zeros), "count": Spec((), (), specs.zeros, "int32")},
-    ),
-    loss=lambda variables, batch, key: LossOut(None, {}),
-    evaluate=lambda variables, batch: {},
-    axes={"x": ("batch", None), "label": ("batch",)},
-    flops=0,
-)
-FIELDS = {"x": Field((3,), np.dtype("f4")), "label": Field((), np.dtype("i4")), "unused": Field((9,), np.dtype("f4"))}
-TX = make_optimizer(Optim(groups=(Group("^head/", freeze=True),)), TASK.specs.params, steps=10)
+from tests.support.toy_task import FIELDS, TASK, TX
 
 
 def make(sizes, *, ema=True, fields=FIELDS, **rules):

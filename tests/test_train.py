@@ -1,6 +1,5 @@
 """The program as a user meets it: real processes, real recordings, real kills."""
 
-import hashlib
 import json
 import os
 import pathlib
@@ -12,11 +11,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from jaxtrain import cli
@@ -27,152 +24,14 @@ from jaxtrain.data import feed
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
-from jaxtrain.telemetry import glossary, goodput
+from jaxtrain.telemetry import goodput
 from jaxtrain.telemetry.report import trace
 from jaxtrain.workloads.bird import model as bird
-from loaders.audio import demo, spectrogram
-from loaders.base import Rows
-from tests.support import forked
-from tests.support.xla import SOON
-
-ROOT = pathlib.Path(__file__).parent.parent
-TRACED = "--config.metrics.profile=(2, 2)"
-
-# A loader that writes down which recordings it hands out, and that can end its process there and then.
-RECORDING_LOADER = """
-import json, os, signal, time
-from loaders.audio.spectrogram import Config, facts, fields
 from loaders.audio import spectrogram
+from loaders.base import Rows
+from tests.support.processes import ROOT, command, free_port, hashes, ids, records, run
 
-class Recording:
-    def __init__(self, loader, split, rows):
-        self._loader, self._split, self._rows = loader, split, rows
-    def __getattr__(self, name):
-        return getattr(self._loader, name)
-    def __next__(self):
-        position, batch = next(self._loader)
-        if self._split == "train":
-            kill_at, after = os.environ.get("KILL_AT"), os.environ.get("KILL_AFTER")
-            if kill_at and position >= int(kill_at):
-                while not os.path.isdir(after):
-                    time.sleep(0.01)
-                os.kill(os.getpid(), signal.SIGKILL)
-            with open(os.environ["IDS"], "a") as file:
-                for rows, index in zip(self._rows.ranges, batch["index"], strict=True):
-                    file.write(json.dumps([position, rows, index.tolist()]) + "\\n")
-        return position, batch
-
-def make_loader(config, *, split, rows, seed):
-    return Recording(spectrogram.make_loader(config, split=split, rows=rows, seed=seed), split, rows)
-"""
-
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config(path):
-    return ConfigDict(dict(
-        workload="jaxtrain.workloads.bird",
-        loader="recording_loader",
-        model=dict(embed=32, depth=2, heads=4, patch=(32, 32), dtype="float32",
-                   augment=dict(shift=50, time_masks=1, mel_masks=1)),
-        data=dict(train=path, threads=2),
-        train=dict(steps=20, batch=8, eval_every=8, ema=0.9),
-        optim=dict(lr=1e-3),
-        checkpoint=dict(every=10),
-        metrics=dict(every=1),
-    ))
-"""
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> pathlib.Path:
-    return demo.ensure(tmp_path_factory.mktemp("corpus"), n_train=24, n_test=13)
-
-
-@pytest.fixture
-def folder(tmp_path) -> pathlib.Path:
-    (tmp_path / "recording_loader.py").write_text(RECORDING_LOADER)
-    (tmp_path / "tiny.py").write_text(CONFIG)
-    return tmp_path
-
-
-def xla_flags(devices: int) -> str:
-    return f"--xla_force_host_platform_device_count={devices} {SOON}"
-
-
-def command(
-    folder: pathlib.Path, source: str, *overrides: str, devices: int = 1, inside: Sequence[str] = (), **environment: str
-) -> subprocess.Popen | forked.Process:
-    """python -m jaxtrain.main, as a user would start it, on ``devices`` host devices; ``inside`` another command.
-
-    It is a fork that has its imports (forked.py), but inside another command, or where JAXTRAIN_TESTS_FORK=0 says otherwise.
-    """
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
-    cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
-    env = inherited | cache | {"IDS": str(folder / "ids.jsonl"), "PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu"}
-    env |= {"XLA_FLAGS": xla_flags(devices)} | environment
-    arguments = [f"--config={source}", *overrides]
-    if not inside and forked.starts(environment) and os.environ.get("JAXTRAIN_TESTS_FORK") != "0":
-        return forked.Process(arguments, cwd=folder, env=env)
-    arguments = [*inside, sys.executable, "-m", "jaxtrain.main", *arguments]
-    return subprocess.Popen(arguments, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def run(*args, code: int = 0, within: float = 300, **kwargs) -> str:
-    process = command(*args, **kwargs)
-    try:
-        output, _ = process.communicate(timeout=within)
-    finally:
-        if process.poll() is None:
-            process.kill()  # else it computes on beside the tests that follow
-    assert process.returncode == code, output
-    return output
-
-
-def records(workdir: pathlib.Path, split: str) -> dict[int, dict[str, float]]:
-    """metrics.jsonl without the rates, which are about this machine."""
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    rates = {"steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "goodput", "eta_seconds"}
-    steps = [r["step"] for r in lines if r["split"] == split]
-    assert steps == sorted(set(steps)), "steps rise, and none is there twice"
-    return {r["step"]: {k: v for k, v in r.items() if k not in rates} for r in lines if r["split"] == split}
-
-
-def unexplained(workdir: pathlib.Path) -> set[str]:
-    """Names in metrics.jsonl that the glossary has no meaning for."""
-    workload = json.loads((workdir / "config.json").read_text())["workload"]
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return {
-        name for r in lines for name in r.keys() - {"step", "split"}
-        if not glossary.meaning(name, workload=workload, split=r["split"])
-    }  # fmt: skip
-
-
-def hashes(workdir: pathlib.Path, step: int) -> dict[str, str]:
-    """sha256 of every leaf of a checkpoint."""
-    path = workdir.absolute() / "checkpoints" / str(step) / "state"
-    checkpointer = ocp.PyTreeCheckpointer()
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), checkpointer.metadata(path).item_metadata.tree)
-    tree = checkpointer.restore(path, restore_args=as_numpy)  # whatever the devices that wrote it
-    return {
-        jax.tree_util.keystr(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
-        for path, x in jax.tree.leaves_with_path(tree)
-    }
-
-
-def ids(folder: pathlib.Path, name: str = "ids.jsonl") -> dict[int, list[int]]:
-    """Recordings of every global batch, in row order; what was read again after a kill must be the same again."""
-    found: dict[int, dict[tuple, list[int]]] = {}
-    for line in (folder / name).read_text().splitlines():
-        position, rows, index = json.loads(line)
-        assert found.setdefault(position, {}).setdefault(tuple(rows), index) == index
-    return {p: [i for rows in sorted(parts) for i in parts[rows]] for p, parts in found.items()}
+TRACED = "--config.metrics.profile=(2, 2)"
 
 
 def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_the_undisturbed_one(folder, corpus):
@@ -339,8 +198,8 @@ def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):
 
             def get_config(path):
                 return ConfigDict(dict(
-                    workload="spectrum", loader="loaders.audio.spectrogram",
-                    data=dict(train=path), train=dict(steps=3, batch=8), metrics=dict(every=1)
+                    workload="spectrum", loader="loaders.audio.spectrogram", data=dict(train=path),
+                    train=dict(steps=3, batch=8), metrics=dict(every=1),
                 ))
             """
         )

@@ -15,8 +15,9 @@ from orbax.checkpoint._src.handlers.json_checkpoint_handler import JsonCheckpoin
 
 from jaxtrain import config as config_lib
 from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, checksums
+from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.step import state as state_lib
-from tests.test_state import FIELDS, TASK, TX, make_layout, make_mesh
+from tests.support.toy_task import FIELDS, TASK, TX
 
 DATA = {"position": 0, "fingerprint": "a"}
 MESHES = [(2, 2, 2), (1, 1, 1), (8, 1, 1), (1, 8, 1), (4, 1, 2), (1, 1, 2)]

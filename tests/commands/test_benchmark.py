@@ -13,8 +13,7 @@ import pytest
 from jaxtrain import cli
 from jaxtrain.workloads.bird.commands import benchmark as command
 from jaxtrain.workloads.bird.inference import benchmark
-from tests.commands import test_detect
-from tests.support import corpus
+from tests.support import birds, corpus
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "benchmark"
 RATE = 32_000
@@ -23,7 +22,7 @@ RATE = 32_000
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of one step that knows three classes."""
-    return test_detect.make_run(tmp_path_factory.mktemp("run"), class_names=test_detect.NAMES)
+    return birds.make_run(tmp_path_factory.mktemp("run"), class_names=birds.NAMES)
 
 
 def test_measures_are_torchmetrics():
@@ -74,7 +73,7 @@ def test_a_set_of_birdset_as_its_archive_publishes_it(run, tmp_path, capsys):
     out = tmp_path / "own" / "embeddings" / "test_5s"
     logits, y = np.load(out / "scores.npy"), np.load(out / "labels.npy")
     assert json.loads((out / "embeddings.json").read_text())["class_names"] == ["chiffchaff", "owl", "wren"]
-    order = {name: i for i, name in enumerate(test_detect.NAMES)}
+    order = {name: i for i, name in enumerate(birds.NAMES)}
     ap = []
     for c, name in enumerate(("chiffchaff", "owl", "wren")):
         score = logits[:, order[name]] if name in order else np.zeros(len(logits))

@@ -1,6 +1,5 @@
 """jaxtrain detect: scores equal the head's, tables that come back as the same rows, resuming, broken files, refusals."""
 
-import csv
 import json
 import os
 import pathlib
@@ -11,27 +10,22 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import soundfile
 
-from jaxtrain import cli, specs
-from jaxtrain import config as config_lib
-from jaxtrain.workloads.bird import model as bird
+from jaxtrain import cli
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.inference import detect, detections, embed, heads
 from loaders.audio import spectrogram
 from loaders.audio.recordings import windows
-from tests.support import corpus, runs
-from tests.test_reliability import small_disk
+from tests.support import corpus
+from tests.support.birds import CLIP, NAMES, make_run, run_detect, scores_of, table
 
 BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 ROOT = pathlib.Path(__file__).parents[2]
-RATE, CLIP, HOP = 32_000, 0.5, 0.25
-MODEL = dict(embed=32, depth=1, heads=2, patch=(16, 32), n_frames=64, dtype="float32", pool="patches")
-NAMES = ("blackbird", "chiffchaff", "wren")
+RATE, HOP = 32_000, 0.25
 # name, seconds, rate, channels, format
 FILES = (
     ("a/20240501_053000.wav", 3.1, 32_000, 1, "WAV"),
@@ -47,25 +41,6 @@ def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("run"))
 
 
-def make_run(folder, **model):
-    shard = corpus.table([corpus.wav(i, 0.6) for i in range(4)], [i % 3 for i in range(4)], NAMES)
-    corpus.write(folder / "shards" / "data-train.arrow", shard)
-    data = dict(train=str(folder / "shards"), label="label", n_frames=64, clip_seconds=CLIP, threads=1, test_share=0.0)
-    config = config_lib.from_dict(
-        dict(
-            workload="jaxtrain.workloads.bird",
-            loader="loaders.audio.spectrogram",
-            model={**MODEL, **model},
-            data=data,
-            workdir=str(folder / "run"),
-        )
-    )
-    params = specs.materialise(bird.make_specs(config.model), jax.random.key(0))
-    state = {"step": jnp.array(1, jnp.int32), "params": params, "carry": (), "opt_state": ()}
-    runs.save(folder / "run", 1, state, run=json.loads(config_lib.to_json(config)))
-    return folder / "run"
-
-
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recordings")
@@ -76,21 +51,8 @@ def recordings(tmp_path_factory):
     return folder
 
 
-def scores_of(out) -> list[dict]:
-    return [row for path in sorted((out / "scores").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
-
-
-def table(path) -> list[dict]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file, delimiter="\t" if path.suffix == ".txt" else ","))
-
-
 def contents(out) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
-
-
-def run_detect(*argv, code=0) -> None:
-    assert cli.main(["detect", *map(str, argv), "--batch", "8", "--threads", "1"]) == code
 
 
 @pytest.fixture(scope="module")
@@ -203,25 +165,22 @@ def test_a_killed_command_goes_on_to_the_same_bytes(run, recordings, found, tmp_
     assert tables == {name: text for name, text in of_whole.items() if name != detect.ABOUT}, "parts change no table"
 
 
-def test_a_full_disk_keeps_what_was_done(run, recordings, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_keeps_what_was_done(run, recordings, tmp_path, capsys, monkeypatch, small_disk):
     monkeypatch.setattr(detect, "PART", 8)
     argv = (run, recordings, "--overlap", 0.4, "--threshold", 0.3)
     run_detect(*argv, "--out", tmp_path / "whole")
-    disk = small_disk(tmp_path / "disk", 400)
-    try:
-        free = (lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk))
-        (disk / "ballast").write_bytes(bytes(free - 36_000))
-        capsys.readouterr()
-        run_detect(*argv, "--out", disk / "out", code=2)
-        told = capsys.readouterr().err.splitlines()[-1]
-        assert told.startswith("error: ") and "No space left on device; free some space, then rerun the command" in told
-        kept = len(list((disk / "out" / "scores").glob("part-*")))
-        assert 0 < kept < len(list((tmp_path / "whole" / "scores").glob("part-*")))
-        (disk / "ballast").unlink()
-        run_detect(*argv, "--out", disk / "out")
-        assert contents(disk / "out") == contents(tmp_path / "whole")
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
+    disk = small_disk(400, lazily=True)
+    free = (lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk))
+    (disk / "ballast").write_bytes(bytes(free - 36_000))
+    capsys.readouterr()
+    run_detect(*argv, "--out", disk / "out", code=2)
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("error: ") and "No space left on device; free some space, then rerun the command" in told
+    kept = len(list((disk / "out" / "scores").glob("part-*")))
+    assert 0 < kept < len(list((tmp_path / "whole" / "scores").glob("part-*")))
+    (disk / "ballast").unlink()
+    run_detect(*argv, "--out", disk / "out")
+    assert contents(disk / "out") == contents(tmp_path / "whole")
 
 
 def test_broken_files_are_listed_and_end_nothing(run, recordings, tmp_path, capsys):

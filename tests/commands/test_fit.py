@@ -2,7 +2,6 @@
 
 import csv
 import json
-import subprocess
 import sys
 import time
 
@@ -15,9 +14,7 @@ import soundfile
 from jaxtrain import cli
 from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, probe, review
 from loaders.audio.front_end import DEFAULT
-from tests.commands import test_detect, test_review
-from tests.support import chromium, corpus
-from tests.test_reliability import small_disk
+from tests.support import birds, chromium, corpus
 
 RATE, CLIP = 32_000, 0.5
 TONES = {"low": (200.0, 3_000.0), "high": (6_000.0, 14_000.0)}  # [Hz] of bands
@@ -36,7 +33,7 @@ def call(name: str, seconds: float, rng: np.random.Generator) -> np.ndarray:
 def world(tmp_path_factory):
     """A run; recordings of 4 s in which each window of 0.5 s holds a tone, the other, or none; their embeddings."""
     folder = tmp_path_factory.mktemp("world")
-    run = test_detect.make_run(folder, embed=64, patch=(16, 16))
+    run = birds.make_run(folder, embed=64, patch=(16, 16))
     truth = []
     rng = np.random.default_rng(0)
     for n in range(8):
@@ -75,19 +72,19 @@ def test_a_head_of_few_examples_detects_in_new_recordings(world, tmp_path, metho
     told = capsys.readouterr().out
     assert "5 folds" in told and "high" in told
     argv = [run, folder / "recordings" / "new", "--out", tmp_path / "out", "--model", tmp_path / "head.npz", "--no-merge"]
-    test_detect.run_detect(*argv)
-    rows = test_detect.scores_of(tmp_path / "out")
+    birds.run_detect(*argv)
+    rows = birds.scores_of(tmp_path / "out")
     expected = {(file, start): what or "nothing" for file, start, _, what in truth}
     y = np.array([[expected[row["file"], row["start_time"]] == what for what in ("high", "low")] for row in rows], np.float32)
     z = np.array([[row[what] for what in ("high", "low")] for row in rows])
     average = [probe.average_precision(z[:, c], y[:, c], np.ones((1, len(y))))[0] for c in range(2)]
     assert min(average) > 0.95, average
     # The thresholds that the head brings keep what it was asked for.
-    found = [row for row in test_detect.table(tmp_path / "out" / "detections.csv") if row["Common name"] in TONES]
+    found = [row for row in birds.table(tmp_path / "out" / "detections.csv") if row["Common name"] in TONES]
     right = [expected[row["File"].rpartition("/")[2], float(row["Start (s)"])] == row["Common name"] for row in found]
     assert len(right) >= 8 and np.mean(right) >= 0.85
     # Another run's encoder is refused.
-    other = test_detect.make_run(tmp_path)
+    other = birds.make_run(tmp_path)
     argv = [
         "detect",
         str(other),
@@ -100,17 +97,14 @@ def test_a_head_of_few_examples_detects_in_new_recordings(world, tmp_path, metho
     assert cli.main(argv) == 2 and "was fitted on 64 features" in capsys.readouterr().err
 
 
-def test_a_full_disk_leaves_no_head(world, tmp_path, capsys):
+def test_a_full_disk_leaves_no_head(world, tmp_path, capsys, small_disk):
     folder, _, truth = world
-    disk, table = small_disk(tmp_path / "disk", 8), labels(tmp_path / "labels.csv", truth, 5)
-    try:
-        (disk / "ballast").write_bytes(bytes(8192))
-        argv = ["fit", str(folder / "emb"), "--labels", str(table), "--method", "prototypes", "--out", str(disk / "head.npz")]
-        assert cli.main(argv) == 2 and [path.name for path in disk.iterdir()] == ["ballast"]
-        told = capsys.readouterr().err
-        assert told.startswith(f"error: {disk / 'head.npz'} could not be written: No space left on device"), told
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    disk, table = small_disk(8), labels(tmp_path / "labels.csv", truth, 5)
+    (disk / "ballast").write_bytes(bytes(8192))
+    argv = ["fit", str(folder / "emb"), "--labels", str(table), "--method", "prototypes", "--out", str(disk / "head.npz")]
+    assert cli.main(argv) == 2 and [path.name for path in disk.iterdir()] == ["ballast"]
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {disk / 'head.npz'} could not be written: No space left on device"), told
 
 
 def test_a_head_of_an_index_is_that_of_its_embeddings(world, tmp_path, capsys):
@@ -262,14 +256,14 @@ def test_search_finds_what_sounds_alike(world, tmp_path, capsys):
     query = f"{folder / 'recordings' / 'new' / new[0]}@{new[1]}"
     argv = ["search", emb, "--like", query, "--run", str(run), "--top", "8", "--out", str(tmp_path / "hits.csv")]
     assert cli.main(argv) == 0
-    hits = test_detect.table(tmp_path / "hits.csv")
+    hits = birds.table(tmp_path / "hits.csv")
     assert len(hits) == 8 and sum((row["file"], float(row["start"])) in high for row in hits) >= 7
     # The scores are the cosines of all rows, and an example of another folder is found again.
     x = np.load(folder / "emb" / "mean.npy")
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     at = int(hits[0]["row"])
     assert cli.main(["search", emb, "--like", f"{emb}@{at}", "--out", str(tmp_path / "again.csv"), "--top", "99"]) == 0
-    again = test_detect.table(tmp_path / "again.csv")
+    again = birds.table(tmp_path / "again.csv")
     order = np.argsort(-(x @ x[at]), kind="stable")
     assert int(again[0]["row"]) == at and len(again) == len(x)
     np.testing.assert_allclose([float(row["score"]) for row in again], (x @ x[at])[order], atol=2e-4)
@@ -280,8 +274,8 @@ def test_search_finds_what_sounds_alike(world, tmp_path, capsys):
         cli.main(["search", emb, "--model", str(tmp_path / "h.npz"), "--class", "low", "--out", str(tmp_path / "low.csv")]) == 0
     )
     low = [(file, start) for file, start, _, what in truth if what == "low"]
-    assert all((row["file"], float(row["start"])) in low for row in test_detect.table(tmp_path / "low.csv")[:8])
-    other = test_detect.make_run(tmp_path)
+    assert all((row["file"], float(row["start"])) in low for row in birds.table(tmp_path / "low.csv")[:8])
+    other = birds.make_run(tmp_path)
     capsys.readouterr()
     for argv, text in (
         (["--like", query, "--run", str(other)], "is of the encoder"),
@@ -317,17 +311,17 @@ def test_an_approximate_search_finds_the_same_rows_or_says_what_it_needs(tmp_pat
     for name in ("first.csv", "second.csv"):  # made, and read again
         assert cli.main([*argv, str(tmp_path / name), "--approximate"]) == 0
     assert ("rows are in the index" in capsys.readouterr().err) and len(list((tmp_path / "cache" / "search").iterdir())) == 1
-    exact, first, second = (test_detect.table(tmp_path / f"{name}.csv") for name in ("exact", "first", "second"))
+    exact, first, second = (birds.table(tmp_path / f"{name}.csv") for name in ("exact", "first", "second"))
     assert first == second and len({row["row"] for row in exact} & {row["row"] for row in first}) >= 9
     assert first[0]["row"] == "9" and "7" not in {row["row"] for row in first}
 
 
 def by_keys(items, out, judge) -> None:
     """Answers every window in the page, in a real browser, by its keys."""
-    with test_review.served(items, out) as server, chromium.Browser() as browser:
+    with birds.served(items, out) as server, chromium.Browser() as browser:
         browser.open(server.address)
         for number, item in enumerate(items):
-            browser.until(test_review.shown(number))
+            browser.until(birds.shown(number))
             answer, label = judge(item)
             browser.press("c" if label else answer[0])
             if label:
@@ -335,7 +329,7 @@ def by_keys(items, out, judge) -> None:
                 for key in (*label, "Enter"):
                     browser.press(key)
         until = time.monotonic() + 20
-        while len(test_detect.table(out)) < len(items) and time.monotonic() < until:
+        while len(birds.table(out)) < len(items) and time.monotonic() < until:
             time.sleep(0.05)
 
 
@@ -362,8 +356,8 @@ def test_answers_of_a_review_make_the_head_better(world, tmp_path, page):
 
     def precision(model) -> float:
         out = tmp_path / f"new-{model}"
-        test_detect.run_detect(run, new, "--out", out, "--model", tmp_path / model)
-        rows = test_detect.scores_of(out)
+        birds.run_detect(run, new, "--out", out, "--model", tmp_path / model)
+        rows = birds.scores_of(out)
         each = [
             probe.average_precision(
                 np.array([r[what] for r in rows]),
@@ -376,9 +370,7 @@ def test_answers_of_a_review_make_the_head_better(world, tmp_path, page):
 
     argv = ["fit", emb, "--method", "linear", "--out"]
     assert cli.main([*argv, str(tmp_path / "first.npz"), "--labels", str(tmp_path / "labels.csv")]) == 0
-    test_detect.run_detect(
-        run, old, "--out", tmp_path / "found", "--model", tmp_path / "first.npz", "--threshold", 0, "--no-merge"
-    )
+    birds.run_detect(run, old, "--out", tmp_path / "found", "--model", tmp_path / "first.npz", "--threshold", 0, "--no-merge")
     items = review.read(str(tmp_path / "found"), order="diverse")
 
     def judge(item) -> tuple[str, str]:

@@ -20,7 +20,6 @@ from jaxtrain.workloads.trm import model as trm
 from jaxtrain.workloads.trm import solve
 from loaders.sudoku import sudoku
 from tests.support import runs
-from tests.test_reliability import small_disk
 
 LANGUAGE = dict(embed=32, depth=2, heads=2, kv_heads=1, mlp=32, vocab=256, context=48, dtype="float32")
 PUZZLES = dict(
@@ -137,7 +136,7 @@ def test_an_export_of_a_run_solves_as_the_run_does(solver, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["generate", "solve"])
-def test_a_disk_that_fills_midway_keeps_what_was_done(writer, solver, tmp_path, monkeypatch, capsys, what):
+def test_a_disk_that_fills_midway_keeps_what_was_done(writer, solver, tmp_path, monkeypatch, capsys, what, small_disk):
     if what == "generate":
         (tmp_path / "in").write_text("".join(f"{i:03}\n" for i in range(64)))
         argv = ["generate", str(writer), "--prompts", str(tmp_path / "in"), "--tokens", "4"]
@@ -145,23 +144,20 @@ def test_a_disk_that_fills_midway_keeps_what_was_done(writer, solver, tmp_path, 
         (tmp_path / "in").write_text("".join("." * 8 + SOLUTION[i % 8 : i % 8 + 8] + "\n" for i in range(192)))
         argv = ["solve", str(solver), str(tmp_path / "in")]
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
-    disk, module = small_disk(tmp_path / "disk", 8), {"generate": generate, "solve": solve}[what]
-    try:
-        assert cli.main([*argv, "--out", str(disk / "out")]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("error: ") and told.count("\n") == 1 and f"{disk / 'out'} could not be written" in told
-        assert not (disk / "out").exists()
-        subprocess.run(["mount", "-o", "remount,size=100k", disk], check=True)
-        original, given = getattr(module, what), []
-        monkeypatch.setattr(module, what, lambda *a, **k: given.append((a, k)) or original(*a, **k))
-        assert cli.main([*argv, "--out", str(disk / "out")]) == 0
-        (args, options), everything = given[0], len((tmp_path / "in").read_text().splitlines())
-        left = everything - options["first"] if what == "generate" else len(args[1])
-        assert 0 < left < everything, "what was done is not computed again"
-        assert (disk / "out").read_bytes() == (tmp_path / "whole").read_bytes()
-        assert [p.name for p in disk.iterdir()] == ["out"]
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    disk, module = small_disk(8), {"generate": generate, "solve": solve}[what]
+    assert cli.main([*argv, "--out", str(disk / "out")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and f"{disk / 'out'} could not be written" in told
+    assert not (disk / "out").exists()
+    subprocess.run(["mount", "-o", "remount,size=100k", disk], check=True)
+    original, given = getattr(module, what), []
+    monkeypatch.setattr(module, what, lambda *a, **k: given.append((a, k)) or original(*a, **k))
+    assert cli.main([*argv, "--out", str(disk / "out")]) == 0
+    (args, options), everything = given[0], len((tmp_path / "in").read_text().splitlines())
+    left = everything - options["first"] if what == "generate" else len(args[1])
+    assert 0 < left < everything, "what was done is not computed again"
+    assert (disk / "out").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert [p.name for p in disk.iterdir()] == ["out"]
 
 
 def test_a_table_that_excel_marked_as_utf_8_is_read_as_the_loader_reads_it(tmp_path):

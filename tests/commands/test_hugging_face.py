@@ -18,9 +18,9 @@ from jaxtrain.commands import export as tool
 from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.language import model as language
 from tests.support import runs
-from tests.workloads import test_language as language_test
+from tests.support.cases import language as language_case
 
-DATA = language_test.DATA
+DATA = language_case.DATA
 
 
 def numpy_logits(folder: pathlib.Path, ids: np.ndarray) -> np.ndarray:
@@ -75,11 +75,11 @@ def numpy_logits(folder: pathlib.Path, ids: np.ndarray) -> np.ndarray:
     return logits
 
 
-@pytest.fixture(scope="module", params=language_test.MODELS)
+@pytest.fixture(scope="module", params=language_case.MODELS)
 def exported(request, tmp_path_factory):
     """A run that began with the golden weights and ended there, exported."""
     source, folder = DATA / request.param, tmp_path_factory.mktemp(request.param)
-    c, params = language_test.load(source, language_test.context_of(request.param))
+    c, params = language_case.load(source, language_case.context_of(request.param))
     (folder / "source").mkdir()
     for file in source.iterdir():
         (folder / "source" / file.name).write_bytes(file.read_bytes())
@@ -131,7 +131,7 @@ def test_the_card_says_that_transformers_loads_it(exported):
 
 def test_the_card_asks_for_no_tokenizer_that_is_not_there():
     model = dataclasses.asdict(
-        language_test.load(DATA / language_test.MODELS[0], language_test.context_of(language_test.MODELS[0]))[0]
+        language_case.load(DATA / language_case.MODELS[0], language_case.context_of(language_case.MODELS[0]))[0]
     )
     for texts, said in (("bytes", 'list(b"One morning")'), (None, "torch.tensor([[0]])")):
         code = language_files.export_hub({"model": {**model, "tokenizer": texts}, "data": {}}, ["config.json"]).example

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from jaxtrain import config as config_lib
-from tests.test_reliability import cluster, step_of
-from tests.test_train import CONFIG, RECORDING_LOADER, ROOT, corpus, hashes, records, xla_flags  # noqa: F401
+from tests.support import small_runs
+from tests.support.processes import ROOT, cluster, hashes, records, step_of, xla_flags
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed (extra: slurm)")
 from jaxtrain.commands import launch as launch_command  # noqa: E402
@@ -28,8 +28,7 @@ def sweeps():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "recording_loader.py").write_text(RECORDING_LOADER)
-    (tmp_path / "tiny.py").write_text(CONFIG + SWEEPS)
+    (tmp_path / "tiny.py").write_text(small_runs.TINY + SWEEPS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -46,7 +45,7 @@ def options(script):
     return dict(line.partition("=")[::2] for line in lines)
 
 
-def test_the_script_of_a_run(folder, corpus, capsys):  # noqa: F811
+def test_the_script_of_a_run(folder, corpus, capsys):
     script = launch(
         capsys,
         "--config",
@@ -86,7 +85,7 @@ def test_the_script_of_a_run(folder, corpus, capsys):  # noqa: F811
     assert not (folder / "runs").exists(), "a dry run leaves nothing"
 
 
-def test_processes_of_a_job_know_each_other_by_a_secret_that_only_its_owner_reads(folder, corpus, capsys, monkeypatch):  # noqa: F811
+def test_processes_of_a_job_know_each_other_by_a_secret_that_only_its_owner_reads(folder, corpus, capsys, monkeypatch):
     arguments = (f"--config=tiny.py:{corpus}", "--tasks-per-node=2")
     assert "SECRET" not in launch(capsys, arguments[0], "--dry-run"), "one process meets nobody"
     assert "JAXTRAIN_SECRET=$(cat " in launch(capsys, *arguments, "--dry-run")
@@ -122,12 +121,12 @@ def test_processes_of_a_job_know_each_other_by_a_secret_that_only_its_owner_read
     ],
     ids=lambda option: ascii(option),
 )
-def test_a_line_break_never_ends_a_comment_of_the_script(folder, corpus, capsys, option):  # noqa: F811
+def test_a_line_break_never_ends_a_comment_of_the_script(folder, corpus, capsys, option):
     message = launch(capsys, f"--config=tiny.py:{corpus}", "--dry-run", option, code=2)
     assert option.removeprefix("--").split("=")[0] in message and "Traceback" not in message
 
 
-def test_cores_are_one_number(folder, corpus, capsys):  # noqa: F811
+def test_cores_are_one_number(folder, corpus, capsys):
     """Whatever name it is given by, and whatever the memory; never a second line, nor another number for srun."""
 
     def cores(*arguments):
@@ -165,20 +164,20 @@ def test_cores_are_one_number(folder, corpus, capsys):  # noqa: F811
         ("pyxis", ["--container-image=image.sif", "--container-workdir=", "python3 -u -m submitit"]),
     ],
 )
-def test_containers(folder, corpus, capsys, runtime, parts):  # noqa: F811
+def test_containers(folder, corpus, capsys, runtime, parts):
     arguments = ("--gpus-per-node=1", "--container=image.sif", f"--container-runtime={runtime}", "--dry-run")
     script = launch(capsys, f"--config=tiny.py:{corpus}", *arguments)
     srun = next(line for line in script.splitlines() if line.startswith("srun "))
     assert all(part in srun for part in [*parts, str(ROOT), str(folder)])
 
 
-def test_the_notice_and_the_code_are_those_of_the_config(folder, corpus, capsys):  # noqa: F811
+def test_the_notice_and_the_code_are_those_of_the_config(folder, corpus, capsys):
     overrides = ("--config.preemption.signals=('SIGTERM', 'SIGUSR1')", "--config.preemption.exit_code=99")
     script = launch(capsys, f"--config=tiny.py:{corpus}", *overrides, "--notice=60", "--dry-run")
     assert options(script)["signal"] == "USR1@60" and "case $code in 99|143|138)" in script
 
 
-def test_a_sweep_is_an_array_of_checked_points(folder, corpus, capsys):  # noqa: F811
+def test_a_sweep_is_an_array_of_checked_points(folder, corpus, capsys):
     script = launch(capsys, f"--config=tiny.py:{corpus}", "--sweep", "--parallel=2", "--dry-run")
     assert options(script)["array"] == "0-2%2" and "%A_%a_%t_log.out" in script
     points = [config for config, _ in config_lib.sweeps(f"tiny.py:{corpus}")]
@@ -189,10 +188,10 @@ def test_a_sweep_is_an_array_of_checked_points(folder, corpus, capsys):  # noqa:
     assert [c.workdir for c in points] == [str(base / "000"), str(base / "001"), "elsewhere"]
 
 
-def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder, corpus, capsys, monkeypatch):  # noqa: F811
+def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder, corpus, capsys, monkeypatch):
     monkeypatch.setattr(submitit.SlurmExecutor, "_submit_command", None)  # would fail
     points = ("{'optim.lr': 1e-3}", "{'optim.leraning_rate': 1}", "{'train.batch': 7.5}")
-    stale = CONFIG + "\ndef sweeps():\n" + "".join(f"    yield {point}\n" for point in points)
+    stale = small_runs.TINY + "\ndef sweeps():\n" + "".join(f"    yield {point}\n" for point in points)
     (folder / "stale.py").write_text(stale)
     told = launch(capsys, f"--config=stale.py:{corpus}", "--sweep", code=2)
     assert "config.optim.leraning_rate does not exist" in told and "(sweep 1)" in told
@@ -206,7 +205,7 @@ def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder,
         ("\ndef sweeps():\n    yield 3\n", "expected a dictionary"),
         ("\ndef sweeps():\n    yield {'workdir': 'a'}\n    yield {'workdir': './a'}\n", "in more than one sweep"),
     ):
-        (folder / "other.py").write_text(CONFIG + body)
+        (folder / "other.py").write_text(small_runs.TINY + body)
         assert reason in launch(capsys, f"--config=other.py:{corpus}", "--sweep", code=2)
     with pytest.raises(SystemExit, match="2"):
         launch(capsys, f"--config=tiny.py:{corpus}", "--nodse=2")
@@ -217,7 +216,7 @@ def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder,
     assert not (folder / "runs").exists()
 
 
-def test_without_slurm_the_missing_command_and_the_remedy_are_one_line(folder, corpus, capsys, monkeypatch):  # noqa: F811
+def test_without_slurm_the_missing_command_and_the_remedy_are_one_line(folder, corpus, capsys, monkeypatch):
     """Nothing is written before."""
     source, before = f"--config=tiny.py:{corpus}", sorted(folder.iterdir())
     assert "#SBATCH" in launch(capsys, source, "--dry-run")
@@ -250,15 +249,11 @@ def slurm_of_one() -> str:
 def slurm(folder, capsys):
     if reason := slurm_of_one():
         pytest.skip(reason)
-    # A step takes its time, so that there is time to do something to it.
-    read = "position, batch = next(self._loader)"
-    slow = RECORDING_LOADER.replace(read, f"{read}; time.sleep(float(os.environ['PAUSE']))")
-    (folder / "slow_loader.py").write_text(slow)
     submitted = []
 
     def submit(*arguments, pause):
         environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(2), "NO_GCE_CHECK": "true"}
-        environment |= {"PYTHONPATH": f"{ROOT}:{folder}", "IDS": str(folder / "ids.jsonl"), "PAUSE": str(pause)}
+        environment |= {"PYTHONPATH": f"{ROOT}:{folder}", "IDS": str(folder / "ids.jsonl"), "PAUSE": str(pause)}  # of each step
         if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
             environment["JAX_COMPILATION_CACHE_DIR"] = cache
         variables = [f"--env={k}={v}" for k, v in environment.items()]
@@ -287,7 +282,7 @@ def until(condition, folder, job, *, seconds=240):
         time.sleep(0.3)
 
 
-def test_a_job_that_waits_is_listed(folder, corpus, capsys, slurm):  # noqa: F811
+def test_a_job_that_waits_is_listed(folder, corpus, capsys, slurm):
     """`jaxtrain runs` says so before the job has made its workdir, and no more once it is cancelled."""
     job = slurm(f"--config=tiny.py:{corpus}", "--sbatch=hold", pause=0)
     assert runs_command.main(["runs"]) == 0
@@ -298,10 +293,10 @@ def test_a_job_that_waits_is_listed(folder, corpus, capsys, slurm):  # noqa: F81
 
 
 @pytest.mark.slow
-def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_numbers(folder, corpus, capsys, slurm):  # noqa: F811
+def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_numbers(folder, corpus, capsys, slurm):
     overrides = ("--config.train.steps=40", "--config.train.eval_every=0", "--config.checkpoint.every=1000")
     source, workdir = f"tiny.py:{corpus}", folder / "runs" / "tiny"
-    job = slurm(f"--config={source}", *overrides, "--config.loader=slow_loader", "--time=10", pause=0.3)
+    job = slurm(f"--config={source}", *overrides, "--time=10", pause=0.3)
     until(lambda: step_of(workdir) >= 3, folder, job)
     assert launch_command.state_of(job)["JobState"] == "RUNNING"
     subprocess.run(["scancel", "--signal=USR2", job], check=True)
@@ -314,9 +309,7 @@ def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_num
     assert (
         "ended by SIGUSR2 after step" in log and "ended by SIGTERM after step" in log and log.count("resuming from step") == 2
     )
-    whole = cluster(
-        folder, source, *overrides, "--config.workdir=whole", "--config.loader=recording_loader", processes=2, devices=2
-    )
+    whole = cluster(folder, source, *overrides, "--config.workdir=whole", processes=2, devices=2)
     outputs = [p.communicate(timeout=240)[0] for p in whole]
     assert [p.returncode for p in whole] == [0, 0], outputs
     assert hashes(workdir, 40) == hashes(folder / "whole", 40)
@@ -327,17 +320,17 @@ def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_num
 
 
 @pytest.mark.slow
-def test_a_job_that_reaches_its_time_limit_goes_on_and_a_cancelled_one_does_not(folder, corpus, capsys, slurm):  # noqa: F811
+def test_a_job_that_reaches_its_time_limit_goes_on_and_a_cancelled_one_does_not(folder, corpus, capsys, slurm):
     overrides = ("--config.train.steps=100", "--config.train.eval_every=0", "--config.checkpoint.every=1000")
     source, workdir = f"tiny.py:{corpus}", folder / "runs" / "tiny"
-    job = slurm(f"--config={source}", *overrides, "--config.loader=slow_loader", "--time=2", pause=1.2)
+    job = slurm(f"--config={source}", *overrides, "--time=2", pause=1.2)
     until(lambda: launch_command.state_of(job)["JobState"] == "COMPLETED", folder, job, seconds=600)
     assert "resuming from step" in log_of(folder, job) and int(launch_command.state_of(job)["Restarts"]) >= 1
     whole = cluster(folder, source, *overrides, "--config.workdir=whole", processes=2, devices=2)
     assert [p.wait(timeout=240) for p in whole] == [0, 0]
     assert hashes(workdir, 100) == hashes(folder / "whole", 100)
 
-    job = slurm(f"--config={source}", *overrides, "--config.train.steps=1000", "--config.loader=slow_loader", pause=0.3)
+    job = slurm(f"--config={source}", *overrides, "--config.train.steps=1000", pause=0.3)
     until(lambda: step_of(workdir) >= 102, folder, job)
     subprocess.run(["scancel", job], check=True)
     deadline = time.monotonic() + 60
@@ -348,8 +341,9 @@ def test_a_job_that_reaches_its_time_limit_goes_on_and_a_cancelled_one_does_not(
 
 
 @pytest.mark.slow
-def test_a_sweep_runs_as_an_array(folder, corpus, capsys, slurm):  # noqa: F811
-    (folder / "tiny.py").write_text(CONFIG + "\ndef sweeps():\n    yield {'optim.lr': 1e-3}\n    yield {'optim.lr': 2e-3}\n")
+def test_a_sweep_runs_as_an_array(folder, corpus, capsys, slurm):
+    sweeps = "\ndef sweeps():\n    yield {'optim.lr': 1e-3}\n    yield {'optim.lr': 2e-3}\n"
+    (folder / "tiny.py").write_text(small_runs.TINY + sweeps)
     job = slurm(f"--config=tiny.py:{corpus}", "--sweep", "--parallel=1", "--config.train.steps=2", pause=0)
     until(lambda: launch_command.state_of(job)["JobState"] == "COMPLETED", folder, job, seconds=400)
     assert {launch_command.state_of(j["job"])["JobState"] for j in launch_command._jobs("runs/tiny")} == {"COMPLETED"}
@@ -361,7 +355,7 @@ def test_a_sweep_runs_as_an_array(folder, corpus, capsys, slurm):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_the_doctor_under_srun_gives_one_report(folder, corpus):  # noqa: F811
+def test_the_doctor_under_srun_gives_one_report(folder, corpus):
     if reason := slurm_of_one():
         pytest.skip(reason)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "SLURM"))}

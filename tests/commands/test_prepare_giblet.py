@@ -5,7 +5,6 @@ import datetime
 import json
 import pathlib
 import re
-import subprocess
 import sys
 
 import av
@@ -17,7 +16,6 @@ import pytest
 from jaxtrain.workloads.giblet.commands import prepare_giblet as tool
 from loaders.base import DataError, Rows
 from loaders.film import fmri, media, multimodal, segments
-from tests.test_reliability import small_disk
 
 TR, VOLUMES, FPS = 1.5, 8, 10
 GRID = (4, 5, 3)
@@ -415,19 +413,16 @@ def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, c
 
 
 @pytest.mark.parametrize("kilobytes", [4, 16, 48])
-def test_a_full_disk_is_told_and_left_empty(sources, tmp_path, capsys, kilobytes):
+def test_a_full_disk_is_told_and_left_empty(sources, tmp_path, capsys, kilobytes, small_disk):
     """Full at the text, at a scan, at the film."""
-    disk = small_disk(tmp_path / "disk", kilobytes)
-    try:
-        assert call(sources, disk / "out") == 2
-        told = capsys.readouterr().err
-        assert (
-            told
-            == f"error: {disk / 'out'} could not be written: No space left on device; free some space, then rerun the command\n"
-        )
-        assert list(disk.iterdir()) == []
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    disk = small_disk(kilobytes)
+    assert call(sources, disk / "out") == 2
+    told = capsys.readouterr().err
+    assert (
+        told
+        == f"error: {disk / 'out'} could not be written: No space left on device; free some space, then rerun the command\n"
+    )
+    assert list(disk.iterdir()) == []
 
 
 def test_an_output_that_is_a_file_is_refused(sources, tmp_path, capsys):

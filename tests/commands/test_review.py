@@ -7,7 +7,6 @@ import io
 import json
 import os
 import pathlib
-import threading
 import time
 import urllib.parse
 
@@ -19,8 +18,9 @@ import soundfile
 from PIL import Image
 
 from jaxtrain import cli
-from jaxtrain.workloads.bird.inference import embeddings, neighbours, review, review_server
+from jaxtrain.workloads.bird.inference import embeddings, neighbours, review
 from tests.support import chromium, corpus
+from tests.support.birds import served, shown
 
 RATE = 32_000
 KEYS = ("file", "start", "end", "label", "answer", "asked", "score")
@@ -44,24 +44,6 @@ def serving(table, out, **options):
     items = review.read(str(table), root=str(table.parent / "recordings"), **options)
     with served(items, out) as server:
         yield server
-
-
-@contextlib.contextmanager
-def served(items, out):
-    server = review_server.Server(review.Session(items, out))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def shown(number) -> str:
-    """That a window is shown, as the page says it."""
-    return f"document.body.dataset.number === '{number}' && document.getElementById('picture').naturalWidth > 100"
 
 
 def ask(server, path, body=None, token=None, host="127.0.0.1"):

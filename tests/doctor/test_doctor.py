@@ -20,11 +20,12 @@ from jaxtrain.doctor import apart, config, data, devices, host, report, software
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
 from loaders.audio import demo, remote, spectrogram
 from loaders.film import demo_film, multimodal
-from tests.test_hosts import at, hosts  # noqa: F401  # a fixture
-from tests.test_train import ROOT, corpus, folder, free_port  # noqa: F401
+from tests.support.processes import ROOT, at, free_port
+
+NAMED = {"workload": "jaxtrain.workloads.giblet", "loader": "loaders.film.multimodal"}  # data that are not made
 
 
-def start(folder, *arguments, inside=(), limits=None, **environment):  # noqa: F811
+def start(folder, *arguments, inside=(), limits=None, **environment):
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "GLOO", "NCCL"))}
     env = inherited | {"PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu", "NO_GCE_CHECK": "true"}
     env |= {"JAXTRAIN_CACHE": str(folder / "cache")} | environment
@@ -42,13 +43,12 @@ def checks(told, verdict):
     return {(x["group"], x["name"]): x for x in told["checks"] if x["verdict"] == verdict}
 
 
-def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F811
+def test_a_pair_with_faults_gets_one_report_that_names_them(folder):
     """Process 0 lacks the config, which is a finding, too: it comes to the meeting.
 
     Process 1 has another optax, another line in a file of jaxtrain's, another XLA_FLAGS, and too few open files.
     """
-    given = {"workload": "jaxtrain.workloads.giblet", "loader": "loaders.film.multimodal"}
-    (folder / "here.py").write_text(f"def get_config():\n    return {given}\n")
+    (folder / "here.py").write_text(f"def get_config():\n    return {NAMED}\n")
     edited = folder / "edited"
     for package in ("jaxtrain", "loaders"):
         shutil.copytree(ROOT / package, edited / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -86,14 +86,14 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):  # noqa: F8
     assert well["network", "clocks"]["processes"] == [0, 1]
 
 
-def tiny(folder, corpus, process=0, processes=1, wanted=0.0):  # noqa: F811
+def tiny(folder, corpus, process=0, processes=1, wanted=0.0):
     """The arguments of the data's group."""
     overrides = [["loader", "loaders.audio.spectrogram"], ["data.threads", "1"]]
     given = {"source": f"{folder}/tiny.py:{corpus}", "overrides": overrides}
     return given | {"process": process, "processes": processes, "wanted": wanted}
 
 
-def test_alone_with_a_config(folder, corpus, monkeypatch):  # noqa: F811
+def test_alone_with_a_config(folder, corpus, monkeypatch):
     """In this process: the groups that need one of their own are tested by the pair."""
     monkeypatch.setattr(data, "COUNTING", 0.2)
     (index, train, test, rate), facts = data.examine(**tiny(folder, corpus, wanted=1e9))
@@ -102,7 +102,7 @@ def test_alone_with_a_config(folder, corpus, monkeypatch):  # noqa: F811
     assert rate.verdict == WARN and "a step asks this process for 1,000,000,000" in rate.text
 
 
-def test_a_batch_that_takes_longer_than_the_count_counts(folder, corpus, monkeypatch):  # noqa: F811
+def test_a_batch_that_takes_longer_than_the_count_counts(folder, corpus, monkeypatch):
     """And where the time was up before the first sample, none was found to be well."""
     monkeypatch.setattr(data, "COUNTING", 0.0)
     monkeypatch.setattr(data, "SAMPLING", -1.0)
@@ -112,7 +112,7 @@ def test_a_batch_that_takes_longer_than_the_count_counts(folder, corpus, monkeyp
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):  # noqa: F811
+def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):
     monkeypatch.setattr(data, "COUNTING", 0.0)
     broken = folder / "broken"
     shutil.copytree(corpus, broken)
@@ -129,14 +129,14 @@ def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):  # 
 @pytest.mark.parametrize(
     ("text", "name", "says"),
     [
-        ("def get_config():\n    return dict(train=dict(stepps=3))\n", "fields", "stepps"),
+        (f"def get_config():\n    return dict(train=dict(stepps=3), **{NAMED})\n", "fields", "stepps"),
         ("def get_config(:\n", "file", "wrong.py, line 1"),
         ("import nothing_of_this_name\n", "file", "wrong.py, line 1"),
         ("def get_config():\n    return undefined\n", "file", "wrong.py, line 2"),
         ("import sys\nsys.exit(3)\n", "file", "wrong.py: SystemExit: 3"),
     ],
 )
-def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, name, says):  # noqa: F811
+def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, name, says):
     (folder / "wrong.py").write_text(text)
     looked, facts = config.examine(source=f"{folder}/wrong.py", overrides=[], count=2, kind="cpu")
     (wrong,) = [check for check in looked if check.verdict == FAIL]
@@ -144,9 +144,10 @@ def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, na
     assert not facts
 
 
-def test_each_mistake_of_a_config_is_a_finding_and_the_last_is_not_lost(folder):  # noqa: F811
+def test_each_mistake_of_a_config_is_a_finding_and_the_last_is_not_lost(folder):
     names = [f"no_such_field_of_this_name_{i}" for i in range(30)]
-    (folder / "wrong.py").write_text(f"def get_config():\n    return dict(train=dict.fromkeys({names}, 3))\n")
+    text = f"def get_config():\n    return dict(train=dict.fromkeys({names}, 3), **{NAMED})\n"
+    (folder / "wrong.py").write_text(text)
     looked, _ = config.examine(source=f"{folder}/wrong.py", overrides=[], count=2, kind="cpu")
     assert [name for check in looked for name in names if f"config.train.{name} does not exist" in check.text] == names
     assert all(check.verdict == FAIL and len(check.text.split("does not exist")) == 2 for check in looked)
@@ -162,7 +163,7 @@ def test_a_long_list_is_whole_in_json_and_cut_in_a_line():
     assert len(line) < 700 and line.endswith("… (--json has the rest) → use one")
 
 
-def test_a_loader_that_fails_is_not_blamed_on_the_file_system(folder, corpus, monkeypatch):  # noqa: F811
+def test_a_loader_that_fails_is_not_blamed_on_the_file_system(folder, corpus, monkeypatch):
     def make_loader(*given, **named):
         raise KeyError("no such column")
 
@@ -173,7 +174,7 @@ def test_a_loader_that_fails_is_not_blamed_on_the_file_system(folder, corpus, mo
     assert "file system" not in wrong.remedy and "report it" in wrong.remedy
 
 
-def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):  # noqa: F811
+def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):
     given = {name: tiny(folder, corpus)[name] for name in ("source", "overrides")}
     given["overrides"].append(["mesh.data", "8"])
     (_, wrong), facts = config.examine(**given, count=2, kind="cpu")
@@ -186,7 +187,7 @@ def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):  # noqa:
     assert place == "~/saves" and n == 4 and each > 1000
 
 
-def test_folders_of_the_sources_of_a_language_model_are_known(folder):  # noqa: F811
+def test_folders_of_the_sources_of_a_language_model_are_known(folder):
     (folder / "text.txt").write_text("ROMEO: to be or not to be\n" * 1000)
     looked, facts = config.examine(
         source=f"shakespeare_char:{folder}/text.txt", overrides=[["workdir", f"{folder}/runs"]], count=0, kind=""
@@ -203,7 +204,7 @@ def test_built_in_data_are_not_made_to_look_at_a_config(tmp_path, monkeypatch, l
     assert loader.Config().exists() and not loader.Config().missing()
 
 
-def test_what_is_wrong_with_jax_and_with_a_config_is_told_apart(folder):  # noqa: F811
+def test_what_is_wrong_with_jax_and_with_a_config_is_told_apart(folder):
     """The wrong wheel, and a config that cannot be imported: neither is blamed on the driver, and the rest is looked at."""
     (folder / "broken.py").write_text("import nothing_of_this_name\n")
     told = found(start(folder, "--config=broken.py", JAX_PLATFORMS="cuda"), code=1)
@@ -216,7 +217,7 @@ def test_what_is_wrong_with_jax_and_with_a_config_is_told_apart(folder):  # noqa
     assert ("disk", "cache") in {(x["group"], x["name"]) for x in told["checks"]}
 
 
-def test_data_in_a_store_are_not_copied(folder, monkeypatch):  # noqa: F811
+def test_data_in_a_store_are_not_copied(folder, monkeypatch):
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(remote, "fetch", None)  # would fail
     given = tiny(folder, "http://127.0.0.1:9/birds")
@@ -248,7 +249,7 @@ def test_a_device_that_computes_wrongly_is_seen(monkeypatch, wrong):
     assert check.verdict == FAIL and "computed a product of small integers wrongly" in check.text and len(calls) == 2
 
 
-def nvidia_smi(folder, monkeypatch, *lines):  # noqa: F811
+def nvidia_smi(folder, monkeypatch, *lines):
     """A stand-in, since the machines of the tests have none: of the GPUs that ``--id`` names, if it is given."""
     rows = "".join(f'[ -n "$3" ] && [ "$3" != --id={line[0]} ] || echo \'{line}\'\n' for line in lines)
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{rows}exit 0\n")
@@ -449,7 +450,7 @@ def test_findings_of_many_processes_are_one_line_where_they_are_the_same():
 
 
 @pytest.mark.slow
-def test_a_healthy_pair(folder, corpus):  # noqa: F811
+def test_a_healthy_pair(folder, corpus):
     port = free_port()
     config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram")
     both = [start(folder, *config, **at(port, p)) for p in range(2)]
@@ -467,7 +468,7 @@ def test_a_healthy_pair(folder, corpus):  # noqa: F811
     assert "config" in well["software", "the same"]["text"] and "data" in well["software", "the same"]["text"]
 
 
-def between(names, folder, *arguments, **more):  # noqa: F811
+def between(names, folder, *arguments, **more):
     environment = {"JAXTRAIN_COORDINATOR": "10.77.0.1:27508", "JAXTRAIN_SECRET": "5e" * 16}
     return [
         start(folder, *arguments, inside=["ip", "netns", "exec", name], **at(27508, p) | environment, **more)
@@ -476,7 +477,7 @@ def between(names, folder, *arguments, **more):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_two_hosts_and_a_cut_cable(folder, hosts):  # noqa: F811
+def test_two_hosts_and_a_cut_cable(folder, hosts):
     names, pull = hosts
     told, _ = (found(process, code=0) for process in between(names, folder))
     well = checks(told, OK)
@@ -489,7 +490,7 @@ def test_two_hosts_and_a_cut_cable(folder, hosts):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_firewall_that_drops_all_ports_but_the_coordinators(folder, hosts):  # noqa: F811
+def test_a_firewall_that_drops_all_ports_but_the_coordinators(folder, hosts):
     """What comes to host 0 at a port that a system picks gets no answer, as behind most firewalls."""
     names, _ = hosts
     for rule in (
@@ -508,7 +509,7 @@ def test_a_firewall_that_drops_all_ports_but_the_coordinators(folder, hosts):  #
 
 
 @pytest.mark.slow
-def test_a_clock_that_is_ahead_in_one_process(folder):  # noqa: F811
+def test_a_clock_that_is_ahead_in_one_process(folder):
     library = next(iter(sorted(glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1"))), "")
     if not library:
         pytest.skip("no libfaketime here: apt-get install faketime")
@@ -522,7 +523,7 @@ def test_a_clock_that_is_ahead_in_one_process(folder):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_taken_port_is_named_with_how_to_see_who_has_it(folder):  # noqa: F811
+def test_a_taken_port_is_named_with_how_to_see_who_has_it(folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         told = found(start(folder, "--wait=2", **at(port, 0)), code=1)
@@ -532,7 +533,7 @@ def test_a_taken_port_is_named_with_how_to_see_who_has_it(folder):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_process_without_the_config_and_one_that_stands_elsewhere(folder, corpus):  # noqa: F811
+def test_a_process_without_the_config_and_one_that_stands_elsewhere(folder, corpus):
     """The workdir of a config is relative: in another folder it is another one, which a run refuses."""
     port, elsewhere = free_port(), folder / "elsewhere"
     elsewhere.mkdir()
@@ -550,7 +551,7 @@ def test_a_process_without_the_config_and_one_that_stands_elsewhere(folder, corp
 
 
 @pytest.mark.slow
-def test_a_workdir_that_the_other_host_does_not_see(folder, corpus):  # noqa: F811
+def test_a_workdir_that_the_other_host_does_not_see(folder, corpus):
     """Process 1 has another file system where the runs go, as on nodes without a shared one."""
     port = free_port()
     (folder / "runs").mkdir()

@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain.doctor import disk
 from jaxtrain.doctor.check import FAIL, OK, WARN
-from tests.test_train import ROOT
+from tests.support.processes import ROOT
 
 # What `mount` changes is seen by this process and its children alone.
 LOOK = (

@@ -11,7 +11,7 @@ from jaxtrain.doctor import network
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
 from jaxtrain.doctor.meetings import Meetings, unmet
 from jaxtrain.parallel.cluster import Cluster, RendezvousError
-from tests.test_train import free_port
+from tests.support.processes import free_port
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from loaders import _rust
-from tests.loaders.test_source import LABELS, ROWS, check, rows
 from tests.support import corpus
+from tests.support.corpus import LABELS, ROWS, check, rows
 
 CODECS = ["none", "snappy", "gzip", "brotli", "zstd", "lz4"]
 

@@ -11,21 +11,7 @@ import pytest
 
 from loaders import _rust
 from tests.support import corpus
-
-ROWS = [b"first", b"", b"third recording", None, b"fifth"]
-LABELS = [0, None, 1, 1, 0]
-
-
-def rows(names=("a", "b")) -> pa.Table:
-    return corpus.table(ROWS, LABELS, names)
-
-
-def check(index) -> None:
-    assert index.n_rows == len(index) == 5
-    assert index.labels.tolist() == [0, -1, 1, 1, 0]
-    assert index.class_names == ["a", "b"]
-    assert [index.encoded(i) for i in (0, 1, 2, 4)] == [b"first", b"", b"third recording", b"fifth"]
-    assert [index.path(i) for i in range(5)] == [f"{i}.wav" for i in range(5)]
+from tests.support.corpus import LABELS, ROWS, check, rows
 
 
 @pytest.mark.parametrize("options", [{}, {"use_legacy_format": True}], ids=["current", "before-0.15"])

@@ -14,7 +14,7 @@ from jaxtrain.types import Variables
 from jaxtrain.workloads.language import environments
 from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
-from tests.workloads import test_language as language_test
+from tests.support.cases import language as language_case
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3", "gpt2", "window"])
@@ -25,11 +25,11 @@ def test_the_cache_gives_what_the_whole_sequence_gives(kind):
         "window": dict(window=3),
     }
     if kind in changes:
-        c = dataclasses.replace(language_test.TINY, **{"qk_norm": False, **changes[kind]})
+        c = dataclasses.replace(language_case.TINY, **{"qk_norm": False, **changes[kind]})
         params = specs.materialise(language.make_specs(c), jax.random.key(0))
     else:
-        c, params = language_test.load(language_test.DATA / kind, language_test.context_of(kind))
-    shard, n_new = language_test.alone(), 7
+        c, params = language_case.load(language_case.DATA / kind, language_case.context_of(kind))
+    shard, n_new = language_case.alone(), 7
     length = np.array([5, 1, 8])
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, c.vocab, (3, 8), dtype="i4")
@@ -47,12 +47,12 @@ def test_the_cache_gives_what_the_whole_sequence_gives(kind):
 
 
 def test_a_rows_draw_does_not_depend_on_the_other_rows_and_ends_at_the_end():
-    c = language_test.TINY
+    c = language_case.TINY
     params = specs.materialise(language.make_specs(c), jax.random.key(0))
     prompt = np.arange(12, dtype="i4").reshape(3, 4)
     run = jax.jit(
         lambda x, n, end: sampling.generate(
-            c, params, x, n, jax.random.key(5), language_test.alone(), n_new=8, temperature=1.0, top_p=0.9, end=end
+            c, params, x, n, jax.random.key(5), language_case.alone(), n_new=8, temperature=1.0, top_p=0.9, end=end
         ),
         static_argnums=2,
     )
@@ -103,22 +103,22 @@ def test_an_environment_that_cannot_be_used_is_a_mistake_of_the_config():
         (language.Target(module=__name__, arguments={"m": "3"}), "load_environment"),
         (language.Target(module=__name__, arguments={"n": 0}), "0 prompts, 2 functions"),
     ):
-        c = dataclasses.replace(language_test.TINY, targets=(target,))
+        c = dataclasses.replace(language_case.TINY, targets=(target,))
         assert [text in problem for _, problem in c.problems()] == [True]
-    c = dataclasses.replace(language_test.TINY, samples=language.Samples(prompts=("aé",), tokens=8), symbols="abc")
+    c = dataclasses.replace(language_case.TINY, samples=language.Samples(prompts=("aé",), tokens=8), symbols="abc")
     assert ["'é'" in text for _, text in c.data_problems({})] == [True]
 
 
 def test_an_evaluation_has_samples_scores_perplexity_and_bits_per_byte():
     c = dataclasses.replace(
-        language_test.TINY,
+        language_case.TINY,
         samples=language.Samples(prompts=("0", "01"), tokens=4),
         targets=(language.Target(module=__name__, prompts=2, tokens=4),),
         symbols="".join(map(chr, range(48, 48 + 64))),
         bytes_per_token=2.0,
         n_test=(3, 4),
     )
-    task = language_loss.make_task(config_lib.Config(model=c), language_test.alone(), language_test.BATCH)
+    task = language_loss.make_task(config_lib.Config(model=c), language_case.alone(), language_case.BATCH)
     variables = Variables(specs.materialise(task.specs.params, jax.random.key(0)))
     found, lines = {}, []
     for trial in task.trials:
@@ -127,7 +127,7 @@ def test_an_evaluation_has_samples_scores_perplexity_and_bits_per_byte():
         lines += some
     assert [line["prompt"] for line in lines] == ["0", "01", "0", "1"] and all(len(x["continuation"]) == 4 for x in lines)
     assert found.keys() == {f"{__name__}/{k}" for k in ("reward", "same_length", "is_right")}
-    batch = language_test.packed_batch(0) | {"source": np.arange(language_test.BATCH) % 3 == 0}
+    batch = language_case.packed_batch(0) | {"source": np.arange(language_case.BATCH) % 3 == 0}
     sums = jax.jit(task.evaluate)(
         variables, {k: jnp.asarray(x, jnp.int32 if k == "source" else None) for k, x in batch.items()}
     )

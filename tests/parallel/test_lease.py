@@ -21,8 +21,7 @@ from jaxtrain.parallel.lease import Lease, WorkdirError
 from jaxtrain.process_context import ProcessContext
 from jaxtrain.telemetry import writers
 from tests.support import object_store
-from tests.test_reliability import cluster, wait_for
-from tests.test_train import ROOT, command, corpus, folder, free_port  # noqa: F401
+from tests.support.processes import ROOT, cluster, command, free_port, wait_for
 
 # A process that takes the lease, says so, and does what its standard input says.
 PROGRAM = """
@@ -99,7 +98,7 @@ def content(**fields):
     return json.dumps(lease_lib.this_process()._asdict() | fields).encode()
 
 
-def dead(folder, **fields):  # noqa: F811
+def dead(folder, **fields):
     """The lease of a process that is no more."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -153,7 +152,7 @@ def test_the_number_of_a_process_that_is_gone_may_be_anothers_now(tmp_path):
 
 def test_of_many_contenders_for_an_expired_lease_one_takes_over(tmp_path, start):
     for trial in range(3):
-        folder = tmp_path / str(trial)  # noqa: F811
+        folder = tmp_path / str(trial)
         dead(folder)
         many = [start(folder, DELAY="0.3") for _ in range(4)]
         said = [process.says() for process in many]
@@ -333,7 +332,7 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch):
         Lease(["gs://bucket/run"]).__enter__()
 
 
-def test_a_second_run_in_a_workdir_is_refused_in_all_its_processes(folder, corpus, start):  # noqa: F811
+def test_a_second_run_in_a_workdir_is_refused_in_all_its_processes(folder, corpus, start):
     workdir = folder / "runs" / "tiny"
     first = start(workdir)
     assert first.says() == "holder"
@@ -345,7 +344,7 @@ def test_a_second_run_in_a_workdir_is_refused_in_all_its_processes(folder, corpu
     assert first.do() == "confirmed" and {p.name for p in workdir.iterdir()} - before <= {"logs"}
 
 
-def test_a_workdir_that_is_deleted_ends_the_run_with_a_code(folder, corpus):  # noqa: F811
+def test_a_workdir_that_is_deleted_ends_the_run_with_a_code(folder, corpus):
     process = command(folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0")
     workdir = folder / "runs" / "tiny"
     wait_for(lambda: (workdir / "metrics.jsonl").exists(), watch=[process])
@@ -406,7 +405,7 @@ def test_what_process_0_lost_is_lost_for_all(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_workdir_that_is_deleted_ends_every_process_with_a_code(folder, corpus):  # noqa: F811
+def test_a_workdir_that_is_deleted_ends_every_process_with_a_code(folder, corpus):
     args = (folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0")
     both = cluster(*args, processes=2)
     workdir = folder / "runs" / "tiny"

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.telemetry.report import classes
-
-
-def counted(own, answer, n):
-    """Rows, right ones and answers of each class, and the confusions, as an evaluation counts them."""
-    confusions = np.zeros((n, n))
-    np.add.at(confusions, (own, answer), 1.0)
-    return np.stack([confusions.sum(1), confusions.diagonal(), confusions.sum(0)]), confusions
+from tests.support.reports import counted
 
 
 def test_a_line_holds_the_counts_of_many_classes_in_few_bytes():

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -14,11 +13,10 @@ from PIL import Image
 from jaxtrain import cli
 from jaxtrain.telemetry.report import classes, compare
 from jaxtrain.telemetry.report import records as records_lib
-from tests.report.test_classes import counted
-from tests.report.test_run import make
+from tests.support import chromium
+from tests.support.reports import assert_drawn, counted, data_of, make
 
 pytest.importorskip("plotly")
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
 LINK = '<a href="https:evil.example">b'  # for plotly.js
 
@@ -94,10 +92,6 @@ def sweep(tmp_path_factory):
         (path / "classes.jsonl").write_text(json.dumps({"step": 100, **classes.line(counts, None)}) + "\n")
     assert cli.main(["report", *(str(top / f"{i:03}") for i in range(12)), "--out", str(top / "page.html")]) == 0
     return top / "page.html"
-
-
-def data_of(page):
-    return json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.S)[1])
 
 
 def test_the_page_says_what_the_files_say(page):
@@ -177,24 +171,8 @@ def test_pictures_that_have_no_room_are_told_in_one_line(tmp_path):
     assert "left out: 00: input, " in note and f"and {24 - shown - 8} more; the page of one run alone" in note and shown > 0
 
 
-def assert_drawn(page, folder):
-    """Opens a page in a browser: every chart has marks in it, and nothing is said on the console."""
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}"]
-    command += ["--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom", f"file://{page}#all"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert not [line for line in done.stderr.splitlines() if ":CONSOLE" in line], done.stderr
-    assert not re.search(r"<(a|img)\b[^>]*(evil|onerror)", done.stdout), "names are texts"
-    charts = data_of(page)["charts"]
-    assert f'data-drawn="{len(charts)}"' in done.stdout and "<title>owned" not in done.stdout
-    drawn = dict(re.findall(r'data-chart="(\d+)"(.*?)(?=data-chart="|</section>)', done.stdout, re.S))
-    assert len(drawn) == len(charts)
-    for i, chart in enumerate(charts):
-        expected = len(chart.get("curves", chart.get("names")))
-        assert len(re.findall(r'class="js-line"[^>]* d="M[^"]+[LCQ]|class="point"', drawn[str(i)])) >= expected, chart["title"]
-
-
 @pytest.mark.parametrize("which", ["page", "sweep"])
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed here")
+@pytest.mark.skipif(not chromium.PROGRAM, reason="no Chromium is installed here")
 def test_a_browser_draws_every_chart_without_an_error(which, request, tmp_path):
     assert_drawn(request.getfixturevalue(which), tmp_path)
 

@@ -9,18 +9,12 @@ import signal
 import pytest
 
 from jaxtrain import cli
-from tests import test_train
-from tests.report.test_page import CHROMIUM, assert_drawn, data_of
-from tests.test_reliability import cluster, step_of, wait_for
-from tests.test_train import corpus  # noqa: F401
-from tests.test_train import folder as tiny  # noqa: F401
-from tests.workloads.test_audio_language_run import folder as higgs  # noqa: F401
-from tests.workloads.test_giblet_run import folder as giblet  # noqa: F401
-from tests.workloads.test_language_run import folder as lm  # noqa: F401
-from tests.workloads.test_trm_run import folder as trm  # noqa: F401
+from tests.support import chromium, small_runs
+from tests.support.processes import cluster, records, run, step_of, wait_for
+from tests.support.reports import assert_drawn, data_of
 
 pytest.importorskip("plotly")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed here")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not chromium.PROGRAM, reason="no Chromium is installed here")]
 KILLS, EVERY = 14, 4
 TOLD = {"tiny": "Classes", "trm": "Pictures", "lm": "Samples", "giblet": "Pictures", "higgs": "Gradients and parameters"}
 
@@ -35,35 +29,36 @@ def page_of(workdir, folder):
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_every_workload_has_its_page(name, request):
-    folder = request.getfixturevalue(name)
-    source = f"tiny.py:{request.getfixturevalue('corpus')}" if name == "tiny" else f"{name}.py"
-    test_train.run(folder, source, "--config.metrics.every=1")
+def test_every_workload_has_its_page(name, tmp_path, corpus):
+    folder = getattr(small_runs, name)(tmp_path)
+    source = f"tiny.py:{corpus}" if name == "tiny" else f"{name}.py"
+    run(folder, source, "--config.metrics.every=1")
     workdir = folder / "runs" / name
     text = page_of(workdir, folder)
     sections = re.findall(r"<h2 [^>]*>(.*?)</h2>", text)
     assert {TOLD[name], "Results", "Speed", "Where the time went", "Configuration"} <= set(sections)
     charts = data_of(folder / "page.html")["charts"]
     for split in ("train", "test"):
-        records = test_train.records(workdir, split)
-        for metric in {name for record in records.values() for name in record} - {"step", "split"}:
-            known = {s: r[metric] for s, r in records.items() if r.get(metric) is not None}
+        found = records(workdir, split)
+        for metric in {name for record in found.values() for name in record} - {"step", "split"}:
+            known = {s: r[metric] for s, r in found.items() if r.get(metric) is not None}
             if metric == "skipped" or not known:
                 continue
             [curve] = [c for chart in charts if chart["title"] == metric for c in chart["curves"] if c["split"] == split]
             assert dict(zip(curve["x"], curve["y"], strict=True)) == pytest.approx(known, rel=1e-4), metric
 
 
-def test_a_run_that_ended_fourteen_times(trm):  # noqa: F811
+def test_a_run_that_ended_fourteen_times(tmp_path):
     """Twelve times by SIGKILL, twice by SIGTERM: the page shows each end, with its reason, and where it was resumed."""
+    trm = small_runs.trm(tmp_path)
     command = (trm, "trm.py", f"--config.train.steps={EVERY * (KILLS + 2)}", f"--config.checkpoint.every={EVERY}")
     for i in range(1, KILLS + 1):
         saved = str(trm / "runs" / "trm" / "checkpoints" / str(EVERY * i))
         asked = i % 7 == 0
         sent, code = (signal.SIGTERM, 75) if asked else (signal.SIGKILL, -signal.SIGKILL)
         at = {"KILL_AT": str(EVERY * i + 2), "KILL_AFTER": saved, "KILL_SIGNAL": str(int(sent))}
-        test_train.run(*command, code=code, **at)
-    test_train.run(*command)
+        run(*command, code=code, **at)
+    run(*command)
     text = page_of(trm / "runs" / "trm", trm)
     assert '<div class="card"><b>14</b><span>restarts</span>' in text
     ends = re.findall(r"<td>(killed; last heard of|ended by SIGTERM|ended)", text)
@@ -74,10 +69,10 @@ def test_a_run_that_ended_fourteen_times(trm):  # noqa: F811
     assert loss["restarts"] == first[1:]
 
 
-def test_every_process_of_a_live_run_is_traced(tiny, corpus, capsys):  # noqa: F811
+def test_every_process_of_a_live_run_is_traced(folder, corpus, capsys):
     """Each traces its own next steps; neither waits for the other's trace, and the page shows both."""
-    both = cluster(tiny, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0", processes=2)
-    workdir = tiny / "runs" / "tiny"
+    both = cluster(folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0", processes=2)
+    workdir = folder / "runs" / "tiny"
     wait_for(lambda: step_of(workdir) >= 3, watch=both)
     assert cli.main(["profile", str(workdir), "--steps", "2", "--all", "--timeout", "60"]) == 0
     told = capsys.readouterr().out
@@ -86,5 +81,5 @@ def test_every_process_of_a_live_run_is_traced(tiny, corpus, capsys):  # noqa: F
     both[1].send_signal(signal.SIGTERM)
     outputs = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [75, 75], outputs
-    text = page_of(workdir, tiny)
+    text = page_of(workdir, folder)
     assert all(f"<h3>{name}</h3>" in text for name in names) and "of 2 processes" in text

@@ -13,22 +13,7 @@ from jaxtrain import cli
 from jaxtrain.parallel.lease import Lease
 from jaxtrain.telemetry import goodput
 from jaxtrain.telemetry.report import run as run_lib
-
-
-def make(path, *, steps=100, reached=100, scores=(), end="ended", **config):
-    """A workdir as a run leaves it; ``end`` None: without goodput, as an older version wrote it."""
-    path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps({"workdir": str(path), "train": {"steps": steps}, **config}))
-    lines = [{"step": s, "split": "train", "loss": 1 / s, "eta_seconds": 65.0} for s in range(10, reached + 1, 10)]
-    lines += [{"step": s, "split": "test", "loss": 1.0, **record} for s, record in scores]
-    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in sorted(lines, key=lambda x: x["step"])))
-    if end is not None:
-        clock = goodput.Clock()
-        clock.open(str(path), process=0, processes=1, facts={"commit": "abc-dirty"})
-        clock.steps(0)
-        clock.read(reached, 0.0)
-        clock.close(end)
-    return path
+from tests.support.reports import make
 
 
 def shown(folder, capsys, *options, code=0):

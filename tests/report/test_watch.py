@@ -17,7 +17,7 @@ import pytest
 from jaxtrain import cli
 from jaxtrain.commands import watch
 from jaxtrain.telemetry import loopback
-from tests.report.test_run import make
+from tests.support.reports import make
 
 pytest.importorskip("plotly")
 

@@ -69,3 +69,20 @@ def write_parquet(path: pathlib.Path, rows: pa.Table, **options) -> pathlib.Path
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(rows, path, **options)
     return path
+
+
+# Five recordings, some of them odd, whose bytes are their names.
+ROWS = [b"first", b"", b"third recording", None, b"fifth"]
+LABELS = [0, None, 1, 1, 0]
+
+
+def rows(names=("a", "b")) -> pa.Table:
+    return table(ROWS, LABELS, names)
+
+
+def check(index) -> None:
+    assert index.n_rows == len(index) == 5
+    assert index.labels.tolist() == [0, -1, 1, 1, 0]
+    assert index.class_names == ["a", "b"]
+    assert [index.encoded(i) for i in (0, 1, 2, 4)] == [b"first", b"", b"third recording", b"fifth"]
+    assert [index.path(i) for i in range(5)] == [f"{i}.wav" for i in range(5)]

@@ -16,41 +16,17 @@ from jaxtrain.workloads.audio_language import generate_audio as inference
 from jaxtrain.workloads.audio_language import hugging_face as higgs
 from jaxtrain.workloads.audio_language import model as audio_language
 from jaxtrain.workloads.audio_language.commands import generate_audio
-from tests import test_train
-from tests.support import chat
-from tests.test_reliability import cluster
-
-CONFIG = """
-import os
-from ml_collections import ConfigDict
-from jaxtrain.workloads.audio_language import hugging_face as higgs
-from jaxtrain.workloads.audio_language import model as audio_language
-
-def get_config(base=""):
-    sizes = dict(embed=32, depth=2, heads=4, kv_heads=2, head_dim=8, mlp=32, vocab=272, codebooks=2, codebook_size=16)
-    model, warm_start = higgs.from_hugging_face(base) if base else (sizes, {})
-    lora = dict(higgs.ADAPTERS, rank=2, alpha=4.0) if base else {}
-    return ConfigDict(dict(
-        workload="jaxtrain.workloads.audio_language", loader=os.environ.get("LOADER", "loaders.chat.chat_audio"),
-        model=dict(model, dtype="float32"),
-        data=dict(manifest="manifest.json", tokenizer="tokenizer.json", codec="codec.npz", buckets=2, test_share=0.25),
-        train=dict(steps=8, batch=8, eval_every=4),
-        optim=dict(lr=1e-2, schedule="constant"), lora=lora, warm_start=warm_start,
-        checkpoint=dict(every=4), metrics=dict(every=1),
-    ))
-"""
+from tests.support import processes, small_runs
 
 
 @pytest.fixture
 def folder(tmp_path):
-    chat.corpus(tmp_path, n=40)
-    (tmp_path / "higgs.py").write_text(CONFIG)
-    return tmp_path
+    return small_runs.higgs(tmp_path)
 
 
 def base_of(folder):
     """A base in the original's format: what a first run made, as it is exported, and its config.json."""
-    test_train.run(folder, "higgs.py", "--config.workdir=base", "--config.train.steps=4", "--config.checkpoint.final=weights")
+    processes.run(folder, "higgs.py", "--config.workdir=base", "--config.train.steps=4", "--config.checkpoint.final=weights")
     assert export.main([str(folder / "base"), "--dtype", "bf16", "--out", str(folder / "weights")]) == 0
     text = dict(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=32,
@@ -67,16 +43,16 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
     monkeypatch.chdir(folder)
     base = base_of(folder)
     bytes_before = (folder / "weights" / "model.safetensors").read_bytes()
-    whole = test_train.run(folder, "higgs.py:weights", "--config.workdir=whole")
+    whole = processes.run(folder, "higgs.py:weights", "--config.workdir=whole")
     assert "parameters loaded: blocks/audio/scale_attention, " in whole and "0 freshly initialised" in whole
     assert "2 programs" in whole and "bucket 2 of 2" in whole
-    test_train.run(folder, "higgs.py:weights", "--config.workdir=parts", "--config.train.steps=4")
-    assert "resuming from step 4" in test_train.run(folder, "higgs.py:weights", "--config.workdir=parts")
-    saved = test_train.hashes(folder / "parts", 8)
-    assert saved == test_train.hashes(folder / "whole", 8)
+    processes.run(folder, "higgs.py:weights", "--config.workdir=parts", "--config.train.steps=4")
+    assert "resuming from step 4" in processes.run(folder, "higgs.py:weights", "--config.workdir=parts")
+    saved = processes.hashes(folder / "parts", 8)
+    assert saved == processes.hashes(folder / "whole", 8)
     assert {path.rpartition("[")[2] for path in saved if "params" in path and "opt" not in path} == {"'w_a']", "'w_b']"}
-    assert not test_train.unexplained(folder / "whole")
-    found = test_train.records(folder / "whole", "test")
+    assert not processes.unexplained(folder / "whole")
+    found = processes.records(folder / "whole", "test")
     assert found[8]["loss"] == pytest.approx(found[8]["text"] + found[8]["audio"]) and found[8]["loss"] < found[4]["loss"] + 0.5
     assert found[8]["audio"] == pytest.approx((found[8]["audio_0"] + found[8]["audio_1"]) / 2)
 
@@ -138,49 +114,22 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
         assert all((folder / "played" / a["file"].replace("npy", suffix)).stat().st_size > 50 for suffix in ("wav", "png"))
 
 
-# A loader that writes down what it hands out, and is slow in one process.
-SLOW_LOADER = """
-import json, os, time
-from loaders.chat import chat_audio
-from loaders.chat.chat_audio import Config, facts, fields
-
-class Slow:
-    def __init__(self, loader, split, rows):
-        self._loader, self._split, self._rows, self._at = loader, split, rows, 0
-    def __getattr__(self, name):
-        return getattr(self._loader, name)
-    def seek(self, position):
-        self._at = position
-        self._loader.seek(position)
-    def __next__(self):
-        position, batch = next(self._loader)
-        time.sleep(float(os.environ.get("SLOW", 0)) if self._split == "train" else 0)
-        with open(os.environ["IDS"], "a") as file:
-            for rows, *fields in zip(self._rows.ranges, batch["index"], batch["weight"], batch["epoch"], strict=True):
-                file.write(json.dumps([self._split, position, rows, *(x.tolist() for x in fields)]) + "\\n")
-        return position, batch
-
-def make_loader(config, *, split, rows, seed):
-    return Slow(chat_audio.make_loader(config, split=split, rows=rows, seed=seed), split, rows)
-"""
-
-
 def lines(folder, i):
     return [json.loads(line) for line in (folder / f"ids{i}.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_share_the_samples_and_one_writes(folder, processes):
+@pytest.mark.parametrize("number", [2, 4])
+def test_several_processes_share_the_samples_and_one_writes(folder, number, monkeypatch):
     """Training and evaluation cover each sample once over all devices; the slow one is waited for; one file of each kind."""
-    (folder / "slow_loader.py").write_text(SLOW_LOADER)
-    overrides = ("--config.train.eval_every=0", "--config.train.accumulate=2", "--config.loader=slow_loader")
-    slow = {"only1": {"SLOW": "0.3"}}
-    mesh = ["--config.mesh.fsdp=2"] if processes == 4 else []
-    both = cluster(folder, "higgs.py", *overrides, *mesh, processes=processes, **slow)
+    monkeypatch.setenv("PROXIED", "loaders.chat.chat_audio")
+    overrides = ("--config.train.eval_every=0", "--config.train.accumulate=2", "--config.loader=tests.support.proxy_loader")
+    slow = {"only1": {"PAUSE": "0.3"}}
+    mesh = ["--config.mesh.fsdp=2"] if number == 4 else []
+    both = processes.cluster(folder, "higgs.py", *overrides, *mesh, processes=number, **slow)
     outputs = [p.communicate(timeout=300)[0] for p in both]
-    assert [p.returncode for p in both] == [0] * processes, outputs
-    alone = test_train.run(
+    assert [p.returncode for p in both] == [0] * number, outputs
+    alone = processes.run(
         folder, "higgs.py", *overrides, "--config.workdir=alone", "--config.mesh.data=1", IDS=str(folder / "ids.jsonl")
     )
     assert "encoding 3 recordings" in "".join([*outputs, alone]), "by one process, once"
@@ -188,7 +137,7 @@ def test_several_processes_share_the_samples_and_one_writes(folder, processes):
 
     workdir = folder / "runs" / "higgs"
     tested, trained = [], {}
-    for i in range(processes):
+    for i in range(number):
         for split, position, _, index, weight, epoch in lines(folder, i):
             if split == "test":
                 tested += [k for k, w in zip(index, weight, strict=True) if w]
@@ -203,13 +152,13 @@ def test_several_processes_share_the_samples_and_one_writes(folder, processes):
     single = [json.loads(line) for line in (folder / "ids.jsonl").read_text().splitlines()]
     for split, position, _, index, _, epoch in single:
         if split == "train" and position <= 8:
-            assert sorted(zip(index, epoch, strict=True)) == sorted(trained[position]), "whatever the number of processes"
+            assert sorted(zip(index, epoch, strict=True)) == sorted(trained[position]), "whatever the number of number"
     # One writer: no line twice, and one folder of each step.
-    ours, theirs = (test_train.records(w, "train") for w in (workdir, folder / "alone"))
+    ours, theirs = (processes.records(w, "train") for w in (workdir, folder / "alone"))
     assert sorted(ours) == list(range(1, 9))
     numbers = lambda record: {name: x for name, x in record.items() if name != "split"}  # noqa: E731
     for step, record in theirs.items():
         assert numbers(ours[step]) == pytest.approx(numbers(record), rel=2e-3, abs=2e-3), step
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["4", "8"]
-    ends = [test_train.records(w, "test")[8] for w in (workdir, folder / "alone")]
+    ends = [processes.records(w, "test")[8] for w in (workdir, folder / "alone")]
     assert numbers(ends[0]) == pytest.approx(numbers(ends[1]), rel=2e-3, abs=2e-3)

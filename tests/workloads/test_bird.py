@@ -18,11 +18,11 @@ from jaxtrain.types import Variables
 from jaxtrain.workloads.bird import augment, masked, vit
 from jaxtrain.workloads.bird import model as bird
 from loaders.base import Field
-from tests.support.steps import Case, Run
+from tests.support.cases import Run
+from tests.support.cases.bird import CASE, DECODER, EVERY, ROWS, TINY, every_batch
 
 # Machine code that is soon there rather than fast.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-TINY = bird.Config(n_classes=5, n_frames=64, n_mels=32, embed=32, depth=2, heads=4, dtype="float32")
 BATCH = 6
 
 
@@ -192,29 +192,6 @@ def test_a_model_that_goes_with_its_data_has_no_problems():
 
 
 # Every objective.
-
-DECODER = masked.Decoder(16, 1, 2)
-EVERY = replace(
-    TINY, depth=2, heads=4, n_registers=1, drop_path=0.3, views=2, n_recordings=300, pool="patches",
-    mask=bird.Mask(0.5, 2), mae=bird.Mae(0.7, DECODER), teacher=bird.Teacher(0.6, 0.5, DECODER),
-    lejepa=bird.Lejepa(0.5, size=8, hidden=32, slices=16), diet=bird.Diet(0.4, rank=8, label_smoothing=0.1, chunk=3),
-    supervised=bird.Supervised(0.3, label_smoothing=0.1), augment=augment.Config(mixup=0.5, gain=0.1),
-)  # fmt: skip
-ROWS = 32
-
-
-def every_batch(seed, rows=ROWS):
-    rng = np.random.default_rng(seed)
-    return {
-        "spectrogram": rng.normal(size=(rows, 2, 64, 32)).astype("f4"),
-        "label": rng.integers(-1, 5, rows, dtype="i4"),  # -1: without a label
-        "index": rng.permutation(300)[:rows].astype("i4"),
-        "epoch": np.full(rows, seed, "i4"),
-        "weight": (np.arange(rows) % 5 != 3).astype("f4"),
-    }
-
-
-CASE = Case(bird, EVERY, config_lib.Optim(lr=0.01, schedule="constant", eps=1e-3), every_batch)
 
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 4, 1)])

@@ -16,8 +16,9 @@ from jaxtrain.nn.batch_norm import member
 from jaxtrain.types import Variables
 from jaxtrain.workloads.giblet import loss as giblet_loss
 from jaxtrain.workloads.giblet import model as giblet
-from jaxtrain.workloads.giblet import voxels
-from tests.support.steps import Case, Run, assert_alike
+from jaxtrain.workloads.giblet import voxels as giblet_voxels
+from tests.support.cases import Run, assert_alike
+from tests.support.cases.giblet import CASE, ROWS, SMALL, random_batch
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "giblet"
 GOLDEN = json.loads((DATA / "config.json").read_text())
@@ -145,8 +146,8 @@ def test_evaluation_equals_the_originals(head):
     found, prefix = jax.jit(task.evaluate)(variables, batch), f"{head}.eval"
     for name in (*giblet.MODALITIES, "fmri", "total"):
         np.testing.assert_allclose(value(found, f"{name}_loss"), RESULTS[f"{prefix}.loss.{name}_loss"], rtol=5e-5)
-    close(voxels.pearson(out.fmri, batch["fmri"]), RESULTS[f"{prefix}.fmri_correlation"], 2e-5)
-    close(voxels.r_squared(out.fmri, batch["fmri"]), RESULTS[f"{prefix}.fmri_r2"], 2e-5)
+    close(giblet_voxels.pearson(out.fmri, batch["fmri"]), RESULTS[f"{prefix}.fmri_correlation"], 2e-5)
+    close(giblet_voxels.r_squared(out.fmri, batch["fmri"]), RESULTS[f"{prefix}.fmri_r2"], 2e-5)
     np.testing.assert_allclose(value(found, "fmri_r"), RESULTS[f"{prefix}.fmri_correlation"].mean(), atol=2e-5)
     np.testing.assert_allclose(value(found, "fmri_r2"), RESULTS[f"{prefix}.fmri_r2"].mean(), atol=2e-5)
     for kind, theirs in (("mae", "mae"), ("cosine", "correlation")):
@@ -237,13 +238,13 @@ def test_the_null_pairs_rows_that_count_of_other_moments(n):
     rng = np.random.default_rng(n)
     y, t = rng.standard_normal((2, 8, 50)).astype("f4")
     weight, volume = (np.arange(8) < n).astype("f4"), np.array([5, 6, 5, 7, 5, 1, 2, 3])
-    other, has = voxels.shuffled(jnp.asarray(t), jnp.asarray(weight), jnp.asarray(volume))
+    other, has = giblet_voxels.shuffled(jnp.asarray(t), jnp.asarray(weight), jnp.asarray(volume))
     expected = [(i + n // 2) % n for i in range(n)]
     np.testing.assert_allclose(other[:n], t[expected], rtol=1e-6)
     wanted = [float(volume[i] != volume[j]) for i, j in enumerate(expected)] + [0.0] * (8 - n)
     np.testing.assert_array_equal(has, wanted)
     assert sum(wanted) == {1: 0, 2: 2, 3: 2, 8: 6}[n]
-    r = voxels.pearson(jnp.asarray(y), other)[:n]
+    r = giblet_voxels.pearson(jnp.asarray(y), other)[:n]
     np.testing.assert_allclose(r, [np.corrcoef(y[i], t[j])[0, 1] for i, j in enumerate(expected)], atol=1e-5)
 
 
@@ -264,16 +265,16 @@ def test_r_of_voxels_is_of_those_that_vary_and_the_null_of_its_own_rows():
     t[:, 3], y[:, 5] = 0, 30.1
     has = (np.arange(60) % 6 > 0).astype("f4")
     other = np.roll(t, 30, axis=0)
-    found = voxels.finish(averages(y, t, other, has) | {"fmri_r": 0.25})
-    varying = [v for v in range(30) if v != 3]
-    r = [np.corrcoef(y[:, v], t[:, v])[0, 1] if v != 5 else 0 for v in varying]
-    null = [np.corrcoef(y[has > 0, v], other[has > 0, v])[0, 1] if v != 5 else 0 for v in varying]
-    r2 = 1 - np.square(y - t)[:, varying].mean(0) / t[:, varying].var(0)
+    found = giblet_voxels.finish(averages(y, t, other, has) | {"fmri_r": 0.25})
+    voxels = [v for v in range(30) if v != 3]
+    r = [np.corrcoef(y[:, v], t[:, v])[0, 1] if v != 5 else 0 for v in voxels]
+    null = [np.corrcoef(y[has > 0, v], other[has > 0, v])[0, 1] if v != 5 else 0 for v in voxels]
+    r2 = 1 - np.square(y - t)[:, voxels].mean(0) / t[:, voxels].var(0)
     assert found["voxel_r"] == pytest.approx(np.mean(r), abs=2e-3) and found["fmri_r"] == 0.25
     assert found["voxel_r_null"] == pytest.approx(np.mean(null), abs=2e-3) and abs(np.mean(null)) < 0.1
     assert found["voxel_r_best"] == pytest.approx(np.quantile(r, 0.9), abs=2e-3)
     assert found["voxel_r2"] == pytest.approx(r2.mean(), rel=1e-3)
-    alone = voxels.finish(averages(y[:1], t[:1], other[:1], np.zeros(1, "f4") + 1e-30))
+    alone = giblet_voxels.finish(averages(y[:1], t[:1], other[:1], np.zeros(1, "f4") + 1e-30))
     assert all(np.isnan(alone[name]) for name in ("voxel_r", "voxel_r2", "voxel_r_best", "voxel_r_null"))
 
 
@@ -292,29 +293,6 @@ def test_a_batch_without_text_is_divided_by_nothing():
 
 
 # On meshes and in parts, through the real step.
-
-SMALL = giblet.Config(
-    n_frames=4, height=4, width=8, codebooks=2, audio_frames=8, n_text=24, n_voxels=41, audio="codes",
-    video_widths=(32, 24, 16), audio_widths=(16, 8), text_widths=(16, 8), trunk_widths=(40, 32), bottleneck=16, head_width=32,
-    decoder_widths=(32, 24, 24, 16), decode_video_widths=(16, 32), decode_audio_widths=(16, 16), decode_text_widths=(16, 16),
-    dtype="float32", normalised=True,
-)  # fmt: skip
-ROWS = 16
-
-
-def random_batch(c, seed):
-    rng = np.random.default_rng(seed)
-    return {
-        "video": rng.integers(0, 256, (ROWS, c.inputs["video"]), dtype="u1"),
-        "audio": rng.integers(0, 1024, (ROWS, c.inputs["audio"]), dtype="i2"),
-        "text": rng.standard_normal((ROWS, c.n_text), "f4"),
-        "fmri": rng.standard_normal((ROWS, c.n_voxels), "f4"),
-        **{name: np.arange(ROWS, dtype="i4") for name in ("index", "volume")},
-        "weight": np.ones(ROWS, "f4"),
-    }
-
-
-CASE = Case(giblet_loss, SMALL, config_lib.Optim(lr=1e-3, eps=1e-3), functools.partial(random_batch, SMALL))
 
 
 @functools.cache

@@ -2,54 +2,25 @@
 
 import json
 
-import numpy as np
 import pytest
 import safetensors.numpy
 
 from jaxtrain.arrays import stored
 from jaxtrain.commands import export
-from loaders.film import film_files
-from tests import test_train
-
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config():
-    return ConfigDict(dict(
-        workload="jaxtrain.workloads.giblet",
-        loader="loaders.film.multimodal",
-        model=dict(video_widths=(16, 16, 16), audio_widths=(8, 8), text_widths=(8, 8), trunk_widths=(16, 16), bottleneck=8,
-                   head_width=16, decoder_widths=(16, 16, 16, 16), decode_video_widths=(16, 16), decode_audio_widths=(16, 16),
-                   decode_text_widths=(16, 16), dtype="float32", normalised=True),
-        data=dict(path="film", hrf=("text",), hrf_seconds=6.0),
-        train=dict(steps=50, batch=8, eval_every=2, patience=3, min_delta=100.0),
-        checkpoint=dict(every=4, keep=1, best="fmri_r"),
-    ))
-"""
+from tests.support import processes, small_runs
 
 
 @pytest.fixture
 def folder(tmp_path):
-    rng = np.random.default_rng(0)
-    film = tmp_path / "film"
-    (film / "fmri").mkdir(parents=True)
-    np.save(film / "video.npy", rng.integers(0, 256, (240, 6, 8, 3), np.uint8))
-    np.save(film / "audio.npy", rng.integers(0, 1024, (240, 2), np.int16))
-    np.save(film / "text.npy", rng.standard_normal((60, 8), np.float32))
-    for name in "ab":
-        np.save(film / "fmri" / f"{name}.npy", rng.standard_normal((60, 12)).astype(np.float16))
-    info = {"tr": 1.0, "fps": 4.0, "audio_rate": 4.0, "audio": "codes", "subjects": ["a", "b"]}
-    film_files.write(film, info)
-    (tmp_path / "giblet.py").write_text(CONFIG)
-    return tmp_path
+    return small_runs.giblet(tmp_path)
 
 
 def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
-    output = test_train.run(folder, "giblet.py")
+    output = processes.run(folder, "giblet.py")
     # The first evaluation is progress; three more, at steps 4, 6 and 8, are none.
     assert "ended at step 8: no progress of fmri_r for 3 evaluations" in output
     workdir = folder / "runs" / "giblet"
-    tests = test_train.records(workdir, "test")
+    tests = processes.records(workdir, "test")
     assert sorted(tests) == [2, 4, 6, 8]
     assert {"fmri_r", "fmri_r_null", "fmri_r2", "voxel_r", "voxel_r_null", "voxel_r2", "voxel_r_best"} <= tests[8].keys()
     best = json.loads((workdir / "best.json").read_text())
@@ -64,24 +35,24 @@ def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
     carry = [path for path in state if path.startswith("carry/")]
     assert carry and all((arrays[path.replace("/", ".")] == state[path].read(())).all() for path in carry)
     warm = (f"--config.warm_start.source={exported}", "--config.workdir=runs/warm", "--config.train.steps=1")
-    assert "warm start from" in test_train.run(folder, "giblet.py", *warm, "--config.train.eval_every=1")
+    assert "warm start from" in processes.run(folder, "giblet.py", *warm, "--config.train.eval_every=1")
     assert export.main(["--reverse", str(exported), "--out", str(folder / "back")]) == 0
     back = stored.open_step(stored.find_step(folder / "back", None))
     assert all((back[path].read(()) == state[path].read(())).all() for path in state if path.startswith(("carry/", "params/")))
-    again = test_train.run(folder, "giblet.py")
-    assert "ended at step 8" in again and sorted(test_train.records(workdir, "test")) == [2, 4, 6, 8]
+    again = processes.run(folder, "giblet.py")
+    assert "ended at step 8" in again and sorted(processes.records(workdir, "test")) == [2, 4, 6, 8]
 
 
 def test_a_best_metric_that_no_evaluation_has_is_told_at_the_start(folder):
-    output = test_train.run(folder, "giblet.py", "--config.checkpoint.best=-total_los", code=2)
+    output = processes.run(folder, "giblet.py", "--config.checkpoint.best=-total_los", code=2)
     assert "config.checkpoint.best names 'total_los'; expected one of: audio_loss, " in output and "total_loss" in output
-    output = test_train.run(folder, "giblet.py", "--config.data.test_share=0", code=2)
+    output = processes.run(folder, "giblet.py", "--config.data.test_share=0", code=2)
     assert "config.checkpoint.best is 'fmri_r', and there is no test split" in output
 
 
 def test_what_a_model_and_its_data_disagree_about_is_told_before_a_device_is_touched(folder):
     wrong = ("--config.model.n_voxels=13", "--config.model.reconstruct=frame", "--config.model.frame=4")
-    output = test_train.run(folder, "giblet.py", *wrong, "--config.checkpoint.best=", code=2)
+    output = processes.run(folder, "giblet.py", *wrong, "--config.checkpoint.best=", code=2)
     assert "config.model.n_voxels is 13, and the data have 12; nothing is cut or padded to fit" in output
     assert "config.model.frame is 4, and a window has the frames 0 … 3" in output
     assert "config.train.patience is 3, and checkpoint.best names no metric" in output

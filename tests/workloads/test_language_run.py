@@ -11,49 +11,32 @@ from jaxtrain import config as config_lib
 from jaxtrain import loop
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.workloads.language import hugging_face as language_files
-from tests import test_train
+from tests.support import processes, small_runs
 
 ROOT = pathlib.Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "lm"
-CONFIG = f"""
-from ml_collections import ConfigDict
-from jaxtrain.workloads.language import hugging_face as language_files
-
-def get_config():
-    model, warm_start = language_files.from_hugging_face({str(DATA / "qwen2")!r})
-    return ConfigDict(dict(
-        workload="jaxtrain.workloads.language", loader="loaders.text.tokens",
-        model=dict(model, dtype="float32", tokenizer="bytes", samples=dict(prompts=("one ",), tokens=4)),
-        data=dict(sources=(dict(path="text.txt"),), context=32, text="bytes", packing="random"),
-        train=dict(steps=6, batch=8, eval_every=3),
-        optim=dict(lr=1e-2, schedule="constant"),
-        lora=dict(rank=2), warm_start=warm_start, checkpoint=dict(every=3), metrics=dict(every=1),
-    ))
-"""
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 200)
-    (tmp_path / "lm.py").write_text(CONFIG)
-    return tmp_path
+    return small_runs.lm(tmp_path)
 
 
 def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
     """The frozen weights, which no checkpoint holds, are read again; the end is the same bit for bit."""
-    whole = test_train.run(folder, "lm.py", "--config.workdir=whole")
+    whole = processes.run(folder, "lm.py", "--config.workdir=whole")
     assert "parameters loaded" in whole
-    test_train.run(folder, "lm.py", "--config.workdir=parts", "--config.train.steps=3")
-    assert "resuming from step 3" in test_train.run(folder, "lm.py", "--config.workdir=parts")
-    saved = test_train.hashes(folder / "parts", 6)
-    assert saved == test_train.hashes(folder / "whole", 6)
+    processes.run(folder, "lm.py", "--config.workdir=parts", "--config.train.steps=3")
+    assert "resuming from step 3" in processes.run(folder, "lm.py", "--config.workdir=parts")
+    saved = processes.hashes(folder / "parts", 6)
+    assert saved == processes.hashes(folder / "whole", 6)
     assert not [path for path in saved if path.endswith(("['w_q']", "['embed']"))]
     assert any(path.endswith("['w_q']['w_a']") for path in saved)
-    records = test_train.records(folder / "whole", "train")
+    records = processes.records(folder / "whole", "train")
     assert records[6]["loss"] < records[1]["loss"] - 1
-    last = test_train.records(folder / "whole", "test")[6]
+    last = processes.records(folder / "whole", "test")[6]
     assert last["perplexity"] == pytest.approx(np.exp(last["cross_entropy"]), rel=1e-6) and last["bits_per_byte"] > 0
-    assert not test_train.unexplained(folder / "whole")
+    assert not processes.unexplained(folder / "whole")
     lines = [json.loads(line) for line in (folder / "whole" / "samples.jsonl").read_text().splitlines()]
     assert [(x["step"], x["prompt"]) for x in lines] == [(3, "one "), (6, "one ")]
 

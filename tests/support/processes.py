@@ -1,0 +1,141 @@
+"""Runs as a user starts them, in processes of their own: their start, their end, and what they leave."""
+
+import hashlib
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxtrain.telemetry import glossary
+from tests.support import forked
+from tests.support.xla import SOON
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def xla_flags(devices: int) -> str:
+    return f"--xla_force_host_platform_device_count={devices} {SOON}"
+
+
+def command(
+    folder: pathlib.Path, source: str, *overrides: str, devices: int = 1, inside: Sequence[str] = (), **environment: str
+) -> subprocess.Popen | forked.Process:
+    """python -m jaxtrain.main, as a user would start it, on ``devices`` host devices; ``inside`` another command.
+
+    It is a fork that has its imports (forked.py), but inside another command, or where JAXTRAIN_TESTS_FORK=0 says otherwise.
+    """
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
+    cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
+    env = inherited | cache | {"IDS": str(folder / "ids.jsonl"), "PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu"}
+    env |= {"XLA_FLAGS": xla_flags(devices)} | environment
+    arguments = [f"--config={source}", *overrides]
+    if not inside and forked.starts(environment) and os.environ.get("JAXTRAIN_TESTS_FORK") != "0":
+        return forked.Process(arguments, cwd=folder, env=env)
+    arguments = [*inside, sys.executable, "-m", "jaxtrain.main", *arguments]
+    return subprocess.Popen(arguments, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def at(port, process, processes=2):
+    """The environment of one of several processes on this machine."""
+    return {
+        "JAXTRAIN_COORDINATOR": f"127.0.0.1:{port}",
+        "JAXTRAIN_PROCESSES": str(processes),
+        "JAXTRAIN_PROCESS": str(process),
+    }
+
+
+def run(*args, code: int = 0, within: float = 300, **kwargs) -> str:
+    process = command(*args, **kwargs)
+    try:
+        output, _ = process.communicate(timeout=within)
+    finally:
+        if process.poll() is None:
+            process.kill()  # else it computes on beside the tests that follow
+    assert process.returncode == code, output
+    return output
+
+
+def cluster(folder, source, *overrides, processes, devices=1, **environment):
+    port = free_port()
+    return [
+        command(
+            folder,
+            source,
+            *overrides,
+            devices=devices,
+            IDS=str(folder / f"ids{i}.jsonl"),
+            **at(port, i, processes),
+            **environment.get(f"only{i}", {}),
+        )
+        for i in range(processes)
+    ]
+
+
+def wait_for(condition, *, seconds=240, watch=()):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        ended = [p.communicate()[0] for p in watch if p.poll() is not None]
+        assert not ended, ended
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def step_of(workdir):
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines[:-1]), default=0)
+
+
+def records(workdir: pathlib.Path, split: str) -> dict[int, dict[str, float]]:
+    """metrics.jsonl without the rates, which are about this machine."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    rates = {"steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "goodput", "eta_seconds"}
+    steps = [r["step"] for r in lines if r["split"] == split]
+    assert steps == sorted(set(steps)), "steps rise, and none is there twice"
+    return {r["step"]: {k: v for k, v in r.items() if k not in rates} for r in lines if r["split"] == split}
+
+
+def unexplained(workdir: pathlib.Path) -> set[str]:
+    """Names in metrics.jsonl that the glossary has no meaning for."""
+    workload = json.loads((workdir / "config.json").read_text())["workload"]
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        name for r in lines for name in r.keys() - {"step", "split"}
+        if not glossary.meaning(name, workload=workload, split=r["split"])
+    }  # fmt: skip
+
+
+def hashes(workdir: pathlib.Path, step: int) -> dict[str, str]:
+    """sha256 of every leaf of a checkpoint."""
+    path = workdir.absolute() / "checkpoints" / str(step) / "state"
+    checkpointer = ocp.PyTreeCheckpointer()
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), checkpointer.metadata(path).item_metadata.tree)
+    tree = checkpointer.restore(path, restore_args=as_numpy)  # whatever the devices that wrote it
+    return {
+        jax.tree_util.keystr(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
+
+
+def ids(folder: pathlib.Path, name: str = "ids.jsonl") -> dict[int, list[int]]:
+    """Recordings of every global batch, in row order; what was read again after a kill must be the same again."""
+    found: dict[int, dict[tuple, list[int]]] = {}
+    for line in (folder / name).read_text().splitlines():
+        split, position, rows, index, *_ = json.loads(line)
+        if split == "train":
+            assert found.setdefault(position, {}).setdefault(tuple(rows), index) == index
+    return {p: [i for rows in sorted(parts) for i in parts[rows]] for p, parts in found.items()}

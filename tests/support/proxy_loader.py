@@ -1,0 +1,61 @@
+"""A loader in front of another, which does to a run what a test's environment asks for.
+
+PROXIED            the module of the loader behind it; default: loaders.audio.spectrogram
+IDS                a file for what it hands out, a JSON line for each range of rows
+PAUSE              seconds that each training batch takes longer
+KILL_AT, KILL_AFTER, KILL_SIGNAL   a training position, a folder that is waited for there, and the signal; default: SIGKILL
+STALL_AT, STALLED  a training position, and a file that is made there before nothing comes any more
+POISON             training positions, by commas, whose last row is not a number
+"""
+
+import importlib
+import json
+import os
+import signal
+import time
+
+import numpy as np
+
+proxied = importlib.import_module(os.environ.get("PROXIED", "loaders.audio.spectrogram"))
+Config, facts, fields = proxied.Config, proxied.facts, proxied.fields
+
+
+class Proxy:
+    def __init__(self, loader, split, rows):
+        self._loader, self._split, self._rows = loader, split, rows
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def __next__(self):
+        position, batch = next(self._loader)
+        if self._split == "train":
+            batch = disturbed(position, batch)
+        if "index" in batch and "IDS" in os.environ:
+            columns = [batch[name] for name in ("index", "weight", "epoch") if name in batch]
+            with open(os.environ["IDS"], "a") as file:
+                for rows, *values in zip(self._rows.ranges, *columns, strict=True):
+                    file.write(json.dumps([self._split, position, rows, *(x.tolist() for x in values)]) + "\n")
+        return position, batch
+
+
+def disturbed(position, batch):
+    time.sleep(float(os.environ.get("PAUSE", 0)))
+    if position == int(os.environ.get("STALL_AT", 0)):
+        open(os.environ["STALLED"], "w").close()
+        time.sleep(300)
+    if position >= int(os.environ.get("KILL_AT", position + 1)):
+        while not os.path.isdir(os.environ["KILL_AFTER"]):
+            time.sleep(0.01)
+        del os.environ["KILL_AT"]  # a signal that a run survives is sent once
+        os.kill(os.getpid(), int(os.environ.get("KILL_SIGNAL", signal.SIGKILL)))
+    if str(position) in os.environ.get("POISON", "").split(","):
+        # In the last shard of rows only: one device sees it, all must skip.
+        parts = [np.array(x) for x in batch["spectrogram"]]
+        parts[-1][-1] = np.nan
+        return {**batch, "spectrogram": parts}
+    return batch
+
+
+def make_loader(config, *, split, rows, seed):
+    return Proxy(proxied.make_loader(config, split=split, rows=rows, seed=seed), split, rows)
