@@ -28,7 +28,7 @@ from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Initializer, Key, PyTree, Shard, Spec
 from loaders.io import checks
 
-EPS = 1e-5  # of the layer norms, where no config says otherwise
+EPS = 1e-5  # of the layer norms, if no config says otherwise
 DTYPES = ("float32", "bfloat16")
 POSITIONS = ("learned", "rope")
 MLPS = ("gelu", "gelu_exact", "swiglu")
@@ -144,7 +144,7 @@ class Stack(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """float32, after the last layer norm where it is of the tokens."""
+    """float32, after the last layer norm if it is of the tokens."""
 
     cls: Array  # [B, n_cls, D]
     patches: Array  # [B, N, D], or of the visible ones [B, V, D]
