@@ -223,8 +223,8 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain checkpoint inspect ", Run(says=r"encoder/blocks/")),
     (r"^jaxtrain checkpoint verify ", Run(says=r"checkpoints/1")),
     (r"^jaxtrain export .*encoder", Run(leaves=("xcm-encoder/model.safetensors", "xcm-encoder/example.py"))),
-    (r"^jaxtrain fit .*answers\.csv", Why("people make its table; tests/commands/test_fit.py answers and fits")),
-    (r"^jaxtrain review ", Why("it serves a page until it is ended; tests/commands/test_review.py uses it in a browser")),
+    (r"^jaxtrain fit .*answers\.csv", Why("people make its table; tests/workloads/bird/test_fit.py answers and fits")),
+    (r"^jaxtrain review ", Why("it serves a page until it is ended; tests/workloads/bird/test_review.py uses it in a browser")),
     (r"^jaxtrain (fit|search) ", Run()),
     (
         r"^jaxtrain generate ",

@@ -88,7 +88,7 @@ def test_the_workload_of_contributing_has_a_command_and_a_glossary(tmp_path):
 
 
 def test_examples_parse():
-    assert len(examples()) == 6
+    assert len(examples()) == 7
     for text in examples().values():
         ast.parse(text)
 

@@ -11,7 +11,7 @@ import pytest
 from jaxtrain.commands import arguments, export
 from jaxtrain.workloads.audio_language.commands import encode_audio, train_codec
 from jaxtrain.workloads.bird.commands import index
-from jaxtrain.workloads.bird.inference import embed, probe
+from jaxtrain.workloads.bird.inference import embed, measures, probe
 from jaxtrain.workloads.language.commands import tokens
 from jaxtrain.workloads.trm.commands import sudoku
 from loaders.chat import codec
@@ -135,7 +135,9 @@ def test_a_probes_report(small_disk, capsys):
     score = {"value": 0.5, "low": 0.4, "high": 0.6}
 
     def act():
-        probe.report({f"run {i}": {"linear": {m: score for m in probe.MEASURES}, "few shot": {}} for i in range(100)}, folder)
+        probe.report(
+            {f"run {i}": {"linear": {m: score for m in measures.MEASURES}, "few shot": {}} for i in range(100)}, folder
+        )
         return 0
 
     assert arguments.run(act) == 2

@@ -12,13 +12,15 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain.parallel import cluster
-from jaxtrain.workloads.bird import masked, model
+from jaxtrain.workloads.bird import masked
+from jaxtrain.workloads.bird.objectives.mae import Mae
+from jaxtrain.workloads.bird.objectives.teacher import Teacher
 from tests.support.cases import Run, assert_alike, audio_language, bird, giblet, language, trm
 from tests.support.processes import ROOT, at, free_port, xla_flags
 
 STEPS = 5
 # Eight devices along "model" want so many heads.
-BIRD = replace(bird.EVERY, heads=8, mae=model.Mae(), teacher=model.Teacher())
+BIRD = replace(bird.EVERY, heads=8, mae=Mae(), teacher=Teacher())
 PREDICTOR = masked.Decoder(16, 1, 8)
 MASKED = replace(BIRD, mae=replace(bird.EVERY.mae, decoder=PREDICTOR), teacher=replace(bird.EVERY.teacher, decoder=PREDICTOR))
 CASES = {

@@ -22,13 +22,14 @@ from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
 from jaxtrain.workloads.bird import augment
 from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird.objectives.supervised import Supervised
 from loaders.base import Field
 
 BATCH = 32
 MESHES = {"alone": (1, 1, 1), "mixed": (2, 2, 2), "data": (8, 1, 1), "fsdp": (1, 8, 1), "model": (1, 1, 8)}
 MODEL = bird.Config(
     n_classes=8, n_frames=64, n_mels=32, embed=32, depth=2, heads=8, dtype="float32",
-    supervised=bird.Supervised(label_smoothing=0.1),
+    supervised=Supervised(label_smoothing=0.1),
     augment=augment.Config(shift=8, time_masks=2, time_mask=8, mel_masks=1, mel_mask=4, gain=0.1, noise=0.05),
 )  # fmt: skip
 FIELDS = {

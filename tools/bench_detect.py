@@ -20,18 +20,18 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxtrain.workloads.bird.inference import detect, embed
+from jaxtrain.workloads.bird.inference import detect, encoder
 from loaders.audio.recordings import windows as windows_lib
 from tools import bench_windows
 
 
 def measured(
-    model: embed.Model, windows: windows_lib.Windows, folder: pathlib.Path, batch: int, threads: int
+    model: encoder.Model, windows: windows_lib.Windows, folder: pathlib.Path, batch: int, threads: int
 ) -> dict[str, float]:
     """One round. Returns name -> windows/s."""
     head = detect.head_of(model, [str(i) for i in range(_classes(model))])
     chosen = range(len(head.names))
-    data = embed.data_config(model, label="", multilabel=False, test="", threads=threads, audio_root=windows.root)
+    data = encoder.data_config(model, label="", multilabel=False, test="", threads=threads, audio_root=windows.root)
 
     def rate(action: Callable[[], object]) -> float:
         begun = time.perf_counter()
@@ -43,12 +43,12 @@ def measured(
         out = pathlib.Path(place) / "out"
         windows.write(pathlib.Path(place) / "index")
         of_windows = dataclasses.replace(data, train=f"{place}/index")
-        setup = embed.set_up(model, of_windows, batch=batch, compute=detect.compute_of(head, chosen), weights=dict(head.arrays))
+        setup = encoder.set_up(model, of_windows, detect.compute_of(head, chosen), dict(head.arrays), batch=batch)
         last: dict[str, jax.Array] = {}
 
         def load() -> None:
             setup.loader.seek(0)
-            for _, arrays in setup.feed():
+            for _, arrays in setup.stream():
                 last.update(jax.block_until_ready(arrays))
 
         rates["loader"] = rate(load)
@@ -63,7 +63,7 @@ def measured(
     return rates
 
 
-def _classes(model: embed.Model) -> int:
+def _classes(model: encoder.Model) -> int:
     head = model.head or model.probe
     return int(head["b"].shape[0]) if head else 0
 
@@ -80,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--keep", type=pathlib.Path, help="where the recordings are kept; default: nowhere")
     args = parser.parse_args(argv)
-    model = embed.load(args.run)
-    seconds = embed.data_config(model).clip_seconds
+    model = encoder.load(args.run)
+    seconds = encoder.data_config(model).clip_seconds
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or pathlib.Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,13 +21,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxtrain.workloads.bird.inference import embed
-from loaders.audio import shards
+from jaxtrain.workloads.bird.inference import embed, encoder
+from loaders.audio import shards, spectrogram
 
 
-def measured(model: embed.Model, data: embed.spectrogram.Config, *, batch: int) -> dict[str, float]:
+def measured(model: encoder.Model, data: spectrogram.Config, *, batch: int) -> dict[str, float]:
     """Runs one pass of each part. Returns name -> recordings/s."""
-    setup = embed.set_up(model, data, batch=batch)
+    setup = encoder.set_up(model, data, embed.features(model.config, ("mean", "cls"), data.views), model.head, batch=batch)
 
     def rate(run: Callable[[], object]) -> float:
         begun = time.perf_counter()
@@ -36,7 +36,7 @@ def measured(model: embed.Model, data: embed.spectrogram.Config, *, batch: int) 
 
     def load() -> jax.Array:
         setup.loader.seek(0)
-        stream = setup.feed()
+        stream = setup.stream()
         return [jax.block_until_ready(arrays) for _, arrays in stream][-1]
 
     rates, last = {}, {}
@@ -64,13 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
-    model = embed.load(args.run)
+    model = encoder.load(args.run)
     with tempfile.TemporaryDirectory() as folder:
         for i in range(args.repeat):
             for shard in shards.find_shards(args.data, "train"):
                 name = "-".join(pathlib.Path(shard).parts[-2:])
                 (pathlib.Path(folder) / f"{i}-{name}").symlink_to(pathlib.Path(shard).absolute())
-        data = embed.data_config(model, train=f"{folder}/*.arrow", test="", views=args.views, threads=args.threads)
+        data = encoder.data_config(model, train=f"{folder}/*.arrow", test="", views=args.views, threads=args.threads)
         rounds = [measured(model, data, batch=args.batch) for _ in range(args.rounds)]
     for name in rounds[0]:
         rate, share = (statistics.median(each) for each in zip(*((r[name], r["embed"] / r[name]) for r in rounds), strict=True))

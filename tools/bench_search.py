@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.workloads.bird.inference import embeddings, search
+from jaxtrain.workloads.bird.inference import InferenceError, embeddings, search
 
 CHUNK = 100_000  # rows that are made together
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         try:
             timed("an index is made", lambda: search.nearest_by_index([folder], queries[0], kind="mean", top=20))
-        except embeddings.EmbeddingsError as error:
+        except InferenceError as error:
             raise SystemExit(str(error)) from error
         found = [
             timed("the index", lambda query=query: search.nearest_by_index([folder], query, kind="mean", top=20))

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.parallel import cluster
-from jaxtrain.workloads.bird.inference import embed, probe
+from jaxtrain.workloads.bird.inference import embed, encoder, measures, probe
 
 FOLDS = (1, 2, 3, 4, 5)
 OBJECTIVES = ("mae", "lejepa", "diet", "teacher", "supervised")
@@ -59,17 +59,17 @@ def train(path: str, objective: str, fold: int, out: pathlib.Path, overrides: Se
 
 
 def embedded(path: str, source: pathlib.Path, fold: int, out: pathlib.Path, *, random: bool) -> probe.Features:
-    model = embed.load(str(source), ema=not random, random=fold if random else None)
-    data = embed.data_config(model, train=f"{path}/*/*.arrow", views=VIEWS)
+    model = encoder.load(str(source), ema=not random, random=fold if random else None)
+    data = encoder.data_config(model, train=f"{path}/*/*.arrow", views=VIEWS)
     embed.embed(model, data, out, columns=("fold",), batch=40)
     return probe.read(out, group="fold")
 
 
 def margins(found: dict[str, list[np.ndarray]], y: np.ndarray, draws: int) -> dict[str, dict[str, float]]:
     """Accuracy of each beyond that of "random", of the same bootstrap draws. ``found``: whether each recording was right."""
-    weight = probe.bootstrap(len(y), draws)
+    weight = measures.bootstrap(len(y), draws)
     rate = {name: weight @ right / weight.sum(1) for name, right in found.items()}
-    return {name: probe.summary(x - rate["random"]) for name, x in rate.items() if name != "random"}
+    return {name: measures.summary(x - rate["random"]) for name, x in rate.items() if name != "random"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, probe
+from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, measures
 
 METHODS = ("linear", "prototypes", "patches")
 SAMPLES = 200  # bootstrap samples of the test rows, of each draw
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, held = examples.own([train]), examples.own([test])
     if given.names != held.names or not given.exclusive or not held.exclusive:
         raise SystemExit(f"{args.train} and {args.test}: expected the same classes in both, one for each row")
-    weight = probe.bootstrap(len(held.y), SAMPLES)
+    weight = measures.bootstrap(len(held.y), SAMPLES)
     print(f"{len(given.names)} classes, {len(given.y)} rows to draw from, {len(held.y)} to score, {args.draws} draws\n")
     print("| examples a class | method | accuracy, % | mean average precision, % |\n|---|---|---|---|")
     for n in args.examples:
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 some = drawn(given, n, np.random.default_rng([n, draw]))
                 head = fit.fit([train], some, method=method, pool=args.pool, seed=draw).head
                 z = scored(head, test, held.rows[0])
-                average = [probe.average_precision(z[:, c], held.y[:, c], weight) for c in range(z.shape[1])]
-                found.append((probe.accuracy(z, held.y, weight), np.nanmean(average, axis=0)))
+                average = [measures.average_precision(z[:, c], held.y[:, c], weight) for c in range(z.shape[1])]
+                found.append((measures.accuracy(z, held.y, weight), np.nanmean(average, axis=0)))
             cells = []
             for values in zip(*found, strict=True):
                 all_ = 100 * np.stack(values)

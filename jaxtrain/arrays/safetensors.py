@@ -11,6 +11,7 @@ import collections
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import math
 import pathlib
@@ -173,7 +174,7 @@ def export(
 
 
 def _formats(source: Source, config: Mapping[str, Any], named: str, names: Sequence[str]) -> Iterator[Format]:
-    """The formats of a run's workload by their names. Raises StoredError: an unknown name."""
+    """The formats of a run's workload by their names. Raises StoredError: an unknown name, or a package that is missing."""
     if not names:
         return
     workload = run_workload.of_run(config, named)
@@ -184,7 +185,10 @@ def _formats(source: Source, config: Mapping[str, Any], named: str, names: Seque
                 f"{source.path} is a run of {config.get('workload')!r}, whose formats do not include {name!r}; "
                 f"{checks.expected(name, known) if known else 'it has none'}"
             )
-        yield resolved(known[name])
+        found: Format = resolved(known[name])
+        if found.package and importlib.util.find_spec(found.package) is None:
+            raise StoredError(f"--format {name}: needs {found.package}; pip install 'jaxtrain[{found.extra}]'")
+        yield found
 
 
 def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str) -> dict[str, Stored]:

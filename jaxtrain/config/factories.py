@@ -1,8 +1,8 @@
-"""Functions that a config names as ``module:function``: factories of an optimizer (optim.name) or a schedule (optim.schedule).
+"""Factories that a config names as ``module:function``: of an optimizer, or of a schedule.
 
-A factory is called with the arguments that the config has for it, and with those values of the run that it has a parameter
-for. Its errors are found before a device is touched: by its signature, and by a call under `jax.eval_shape`, which makes no
-array.
+A factory is called with the arguments that the config has for it. It also gets each value of the
+run that it has a parameter for. Its errors are found before a device is touched, by its signature
+and by a call under `jax.eval_shape`, which makes no array.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from loaders.io.checks import Problems
 
 
 class FactoryError(ValueError):
-    """A name of no function. The message continues the path of the field: "is 'optax:adam_w', and …"."""
+    """A name of no function. The message continues the path of the field: "is 'optax:x', and …"."""
 
 
 def is_factory(name: str) -> bool:
@@ -44,7 +44,7 @@ def takes(name: str, parameter: str) -> bool:
 
 
 def call(name: str, arguments: Mapping[str, Any], **given: Any) -> Any:
-    """Calls the factory ``name`` with ``arguments``, and with each value of ``given`` that it has a parameter for."""
+    """Calls the factory with ``arguments``, and each value of ``given`` that it has a parameter for."""
     taken = {parameter: value for parameter, value in given.items() if takes(name, parameter)}
     return find(name)(**taken, **{key: _frozen(value) for key, value in arguments.items()})
 

@@ -13,7 +13,7 @@ Schedule = Callable[[Any], Any]  # step -> ratio, of jax's arrays or of numpy's
 
 
 def peak(optim: Optim) -> float:
-    """The learning rate that a schedule's ratios are of: 1 if the schedule is one's own, which gives learning rates."""
+    """The learning rate that a schedule's ratios are of; 1 for module:factory, which gives rates."""
     return 1.0 if factories.is_factory(optim.schedule) else optim.lr
 
 

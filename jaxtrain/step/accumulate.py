@@ -1,9 +1,10 @@
-"""Gradients of a global batch: sums over microbatches (a scan) and over the data axis of the mesh, reduced once.
+"""Gradients of a global batch: sums over microbatches (a scan) and over "data", reduced once.
 
-Under plain jit the reduction over "data" would sit inside the scan, once per microbatch. Here the scan runs under
-`jax.shard_map`, manual over "data" alone, so that each group of devices keeps partial sums and they are reduced after it.
-For that the parameters are first cast to varying over "data": else the transpose of their broadcast puts the reduction back
-inside. The axes "fsdp" and "model" stay automatic.
+Under plain jit the reduction over "data" would sit inside the scan, once per microbatch. Here the
+scan runs under `jax.shard_map`, manual over "data" alone. Each group of devices keeps partial sums,
+which are reduced after the scan. For that the parameters are first cast to varying over "data".
+Without the cast, the transpose of their broadcast puts the reduction back inside. The axes "fsdp"
+and "model" stay automatic.
 """
 
 import functools
@@ -23,8 +24,9 @@ def gradients(
     task: Task, layout: Layout, variables: Variables, batch: Batch, key: Key, *, accumulate: int
 ) -> tuple[PyTree, LossOut]:
     """Gradients of the global mean loss, and the global sums. Reduces over the data axis once."""
-    # If these are all rows, a CPU divides by the sum of weights at the loss, not in every gradient: a pass over them less.
-    # On GPUs and TPUs the step stays the one whose memory was held against their compilers.
+    # If these are all rows, a CPU divides by the sum of weights at the loss, not in every gradient:
+    # a pass over them less. On GPUs and TPUs the step stays the one whose memory was held against
+    # their compilers.
     divided = accumulate == 1 and layout.mesh.shape[DATA] == 1 and layout.devices.platform == "cpu"
     if layout.mesh.shape[DATA] > 1:
         whole: Any = PartitionSpec()
@@ -36,12 +38,12 @@ def gradients(
             out_specs=(whole, LossOut(whole, whole, carry, whole)),
             axis_names={DATA},
         )
-    else:  # a manual axis of size 1 has nothing to reduce, and XLA's partitioner stumbles over it (jax 0.10.2: a RET_CHECK)
+    else:  # XLA's partitioner fails on a manual axis of size 1 (jax 0.10.2: a RET_CHECK)
         sums = functools.partial(_summed, task, layout, accumulate, divided=divided)
     grads, out = sums(variables, batch, key)
     if out.carry is None:
         out = out._replace(carry=variables.carry)
-    if not divided:  # in their own types: narrow ones are as many bytes as the parameters, and no more
+    if not divided:  # in their own dtype: narrow ones take as many bytes as the parameters
         grads = jax.tree.map(lambda g: (g / out.loss.weight).astype(g.dtype), grads)
     return grads, out
 
@@ -49,7 +51,7 @@ def gradients(
 def _reduced(
     task: Task, layout: Layout, accumulate: int, variables: Variables, batch: Batch, key: Key
 ) -> tuple[PyTree, LossOut]:
-    """The sums of all data groups, where "data" is manual: those of this group, then one reduction."""
+    """Sums over all data groups, under a manual "data": those of this group, then one reduction."""
     params, frozen, key = jax.lax.pcast((variables.params, variables.frozen, key), (DATA,), to="varying")
     local = Variables(params, frozen, jax.tree.map(_varying, variables.carry))
     grads, out = _summed(task, layout, accumulate, local, batch, key, cast=_varying)
@@ -71,10 +73,10 @@ def _summed(
     divided: bool = False,
     cast: Callable[[Array], Array] = lambda x: x,
 ) -> tuple[PyTree, LossOut]:
-    """Sums over n microbatches. A carry with a batch axis is split like the batch; any other is handed on.
+    """Sums over n microbatches. A carry with a batch axis is split like the batch.
 
-    Microbatch j takes the rows r with r mod n = j: a reshape to (rows / n, n) that leaves every row on its device, where
-    (n, rows / n) would move them between the shards of "fsdp".
+    Microbatch j takes the rows r with r mod n = j. This reshape to (rows / n, n) leaves every row
+    on its device. A reshape to (n, rows / n) would move rows between the shards of "fsdp".
     """
     if n == 1:
         return _microbatch(task, layout, variables, batch, key, divided=divided)
@@ -122,7 +124,7 @@ def _microbatch(
 
 
 def require_means(source: str, metrics: dict[str, Any]) -> None:
-    """Raises TypeError for a metric that is not a `Mean`, while the step is traced and a traceback still shows the workload."""
+    """Raises TypeError for a metric that is not a `Mean`, while a traceback shows the workload."""
     for name, value in metrics.items():
         if not isinstance(value, Mean):
             raise TypeError(
@@ -132,7 +134,7 @@ def require_means(source: str, metrics: dict[str, Any]) -> None:
 
 
 def _by_owner(task: Task, carry: PyTree) -> tuple[PyTree, PyTree]:
-    """The arrays of a carry that have a batch axis, which are the rows' own; and those that all rows share. Others are None."""
+    """A carry's arrays with a batch axis, and those without one; None for each of the others."""
 
     def pick(own: bool) -> PyTree:
         return jax.tree.map(
@@ -154,13 +156,13 @@ def _carry_partitions(task: Task) -> PyTree:
 
 
 def _equalised(x: Array) -> Array:
-    """An array that is not a row's own, made the same on every group: by its mean, which leaves equal arrays as they are.
+    """The mean over data groups of an array that all rows share, which leaves equal arrays as they are.
 
-    A count has no mean of its own type, and is the same everywhere already.
+    A count has no mean of its own dtype, and is the same everywhere already.
     """
     return jax.lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax(x, DATA)
 
 
 def _varying(x: Array) -> Array:
-    """Casts to varying over "data", also what already is: a scan's carry keeps its type, whichever the workload returns."""
+    """Casts to varying over "data", also arrays that are: a scan's carry must keep its type."""
     return jnp.where(jax.lax.pcast(jnp.ones((), bool), (DATA,), to="varying"), x, x)

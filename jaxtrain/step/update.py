@@ -1,8 +1,8 @@
-"""The update of a step: new parameters and moments where the old ones were, and the norms before and after it.
+"""The update of a step: new parameters and moments in place of the old ones, and their norms.
 
-`update` is the definition. A donated array that is still read when its new values are written is copied first, so that two
-platforms have an order of their own, to the same numbers: `update_on_gpu` and `update_on_one_cpu`. `choose` takes one of
-the three when a step is made.
+`update` is the definition. XLA copies a donated array first if the array is still read when its
+new values are written. `update_on_gpu` and `update_on_one_cpu` compute the same numbers in an order
+that avoids these copies. `choose` takes one of the three when a step is made.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,14 +46,14 @@ def choose(layout: Layout, opt_state: PyTree, params: PyTree) -> Update:
 
 
 def update(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
-    """Applies the optimizer, in the order that the compiler finds best: TPUs, and CPU devices that share a state."""
+    """Applies the optimizer. The compiler chooses the order: on TPUs, and on several CPU devices."""
     updates, moments = tx.update(given.grads, opt_state, params, touched=given.touched)
     new = _applied(params, updates, given.accepted)
     return Moved(new, moments, _norms_of_move(new, params) | norms("param_norm_after", new))
 
 
 def update_on_gpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
-    """Measures first, and computes the update again when the norms are there: one fusion then writes all outputs.
+    """Measures first, then computes the update again, so that one fusion writes all outputs.
 
     An optimizer that is not repeatable keeps its first update, which is an array anyway.
     """
@@ -67,10 +67,10 @@ def update_on_gpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params: Py
 
 
 def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
-    """Writes parameters once the norms are there, and then the moments, which the update was made of.
+    """Writes parameters after the norms, and then the moments, which the update is made of.
 
-    The compiler makes each output in a loop of its own. Without that order it copied the whole state in each step. Norms
-    that nobody reads are left out.
+    XLA for CPUs makes each output in a loop of its own. Without this order it copied the whole
+    state in each step. Norms that nobody reads are left out.
     """
 
     def proposed(opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -101,21 +101,21 @@ def norms(name: str, tree: PyTree) -> dict[str, Mean]:
 
 
 def _applied(params: PyTree, updates: PyTree, accepted: Array) -> PyTree:
-    # -0.0 is what every number, -0.0 too, keeps its bits with. XLA for GPUs shared zeros with those that gradients are
-    # accumulated in, and held both for the whole step.
+    # Adding -0.0 keeps the bits of every number, also of -0.0. XLA for GPUs shared 0.0 with the
+    # arrays that gradients are accumulated in, and held both for the whole step.
     some = jax.tree.map(lambda u: jnp.where(accepted, u, jnp.full_like(u, -0.0)), updates)
     return optax.apply_updates(params, some)
 
 
 def _norms_of_move(new: PyTree, old: PyTree) -> dict[str, Mean]:
-    # Measured on the parameters, rounded as they are. The update itself has one reader only, its addition: with another it
-    # would be an array, as large as the gradient.
+    # Measured on the rounded parameters. The update itself has one reader only, its addition: with
+    # another reader it would be an array as large as the gradient.
     moved = jax.tree.map(lambda n, o: n.astype(jnp.float32) - o.astype(jnp.float32), new, old)
     return norms("update_norm", moved) | norms("param_norm_before", old)
 
 
 def _is_elementwise(opt_state: PyTree, params: PyTree) -> bool:
-    """Whether each moment has a parameter's shape, in floats. Moments that are kept in rows are not worth making twice."""
+    """Whether each moment is floats of a parameter's shape. Others are not worth making twice."""
     shapes = {x.shape for x in jax.tree.leaves(params)}
     moments = [x for x in jax.tree.leaves(opt_state) if x.ndim]
     return all(x.shape in shapes and jnp.issubdtype(x.dtype, jnp.floating) for x in moments)

@@ -9,6 +9,12 @@ from jaxtrain.config import Config, Group
 from jaxtrain.nn.layers import Rope
 from jaxtrain.workloads.bird import augment, masked
 from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird.objectives.diet import Diet
+from jaxtrain.workloads.bird.objectives.lejepa import Lejepa
+from jaxtrain.workloads.bird.objectives.mae import Mae
+from jaxtrain.workloads.bird.objectives.supervised import Supervised
+from jaxtrain.workloads.bird.objectives.teacher import Teacher
+from jaxtrain.workloads.bird.settings import Mask
 from jaxtrain.workloads.language import model as language
 from loaders.audio import spectrogram
 from tests.config.toys import load
@@ -17,7 +23,7 @@ from tests.config.toys import load
 def sections():
     """Every dataclass of a real run's config."""
     own = [f.default_factory for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default_factory)]
-    parts = [bird.Supervised, bird.Mask, bird.Mae, bird.Lejepa, bird.Diet, bird.Teacher, augment.Config, masked.Decoder]
+    parts = [Supervised, Mask, Mae, Lejepa, Diet, Teacher, augment.Config, masked.Decoder]
     return [Config, Group, bird.Config, *parts, language.Config, Rope, spectrogram.Config, *own]
 
 

@@ -30,7 +30,7 @@ from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry.console import plain
 from jaxtrain.telemetry.report import classes, records, trace
 from jaxtrain.workloads.bird.export import timm_names
-from jaxtrain.workloads.bird.inference import embeddings, heads
+from jaxtrain.workloads.bird.inference import InferenceError, embeddings, heads
 from jaxtrain.workloads.giblet import predict
 from jaxtrain.workloads.giblet.commands import prepare_giblet
 from jaxtrain.workloads.language import model as language
@@ -48,8 +48,8 @@ from tests.hostile.harness import ROOT, Watch
 SECONDS = 10.0  # [s] of CPU time that a small file may take
 MEMORY = 600 << 20  # [bytes] that all damaged files of a reader together may add to what it takes of whole files
 REFUSALS = (
-    DataError, stored.StoredError, warm_start.WarmStartError, heads.HeadError, hugging_face.HuggingFaceError, solve.SolveError,
-    embeddings.EmbeddingsError, chatml.SampleError, WorkdirError,
+    DataError, stored.StoredError, warm_start.WarmStartError, InferenceError, hugging_face.HuggingFaceError, solve.SolveError,
+    chatml.SampleError, WorkdirError,
 )  # fmt: skip
 # What a reader opens besides its files: the program's, the cache's, and what Python looks up of the system.
 INSTALLED = tuple(

@@ -22,7 +22,7 @@ from jaxtrain.specs import zeros
 from jaxtrain.types import Spec
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
-from jaxtrain.workloads.bird.inference import embed
+from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder
 from loaders.audio import shards
 from loaders.io import files
 from tests.hostile import inputs
@@ -208,8 +208,8 @@ def test_a_head_that_does_not_fit_its_encoder_is_refused(tmp_path, w, b):
     head = {name: Spec(shape, (None,) * len(shape), zeros) for name, shape in (("w", w), ("b", b))}
     table = lambda c: {"encoder": vit.make_specs(c), "objective": {"supervised": head}}  # noqa: E731
     inputs._run(tmp_path, bird, inputs.BIRDS, {}, table)
-    with pytest.raises(embed.EmbedError, match="objective/supervised/[wb] is .*expect"):
-        embed.load(str(tmp_path))
+    with pytest.raises(InferenceError, match="objective/supervised/[wb] is .*expect"):
+        encoder.load(str(tmp_path))
 
 
 @pytest.mark.parametrize("data, reason", [({"clip_seconds": 1e-320}, "clip_seconds"), ({"n_frames": "x"}, "n_frames")])
@@ -217,7 +217,7 @@ def test_a_run_that_no_clip_fits_embeds_no_query(tmp_path, capsys, adapted, data
     inputs.whole_rows(tmp_path)
     run = changed(adapted / "birds", tmp_path / "run", "data", **data)
     about = json.loads((tmp_path / "embeddings.json").read_text())
-    (tmp_path / "embeddings.json").write_text(json.dumps({**about, "encoder": embed.load(str(run)).digest}))
+    (tmp_path / "embeddings.json").write_text(json.dumps({**about, "encoder": encoder.load(str(run)).digest}))
     (tmp_path / "clip.wav").write_bytes(inputs.tone())
     assert reason in refused(capsys, "search", str(tmp_path), "--like", str(tmp_path / "clip.wav"), "--run", str(run))
 
@@ -379,7 +379,7 @@ def test_embeddings_are_not_written_through_a_link(tmp_path):
     (tmp_path / "out" / "mean.npy.partial").unlink()
     np.save(tmp_path / "mine.npy", np.zeros((10, 4), np.float32))
     (tmp_path / "out" / "mean.npy").symlink_to("../mine.npy")
-    with pytest.raises(embed.EmbedError, match="leads out of"):
+    with pytest.raises(InferenceError, match="leads out of"):
         embed._open(tmp_path / "out", shapes, 5)
 
 

@@ -10,8 +10,8 @@ import torch
 
 from jaxtrain import config as config_lib
 from jaxtrain.types import PyTree
-from jaxtrain.workloads.bird import config as bird
-from jaxtrain.workloads.bird import task, vit
+from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.objectives import supervised
 from tools.torch_steps import steps
 
@@ -79,7 +79,7 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
         dtype="float32", unroll=size["depth"], n_classes=12, supervised=supervised.Supervised(label_smoothing=0.1),
     )  # fmt: skip
     batch, o = make_batch(c, size["batch"]), config_lib.Optim(lr=1e-3, schedule="constant")
-    ours = steps.Ours(task.make_task, c, o, batch)
+    ours = steps.Ours(bird.make_task, c, o, batch)
     inputs = torch.from_numpy(batch["spectrogram"]), torch.from_numpy(batch["label"]).long()
     params = ours.params()
 

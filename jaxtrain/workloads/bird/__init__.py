@@ -32,7 +32,7 @@ WORKLOAD = Workload(
         ),
         "embed": Command(f"{_HERE}.commands.embed", "evaluate", "embed any dataset with a trained encoder", caches=True),
         "probe": Command(
-            f"{_HERE}.commands.probe", "evaluate", "measure how good embeddings are: linear probe, k-NN, few shot", caches=True
+            f"{_HERE}.commands.probe", "evaluate", "measure how good embeddings are: linear probe, k-NN, few shot"
         ),
         "benchmark": Command(
             f"{_HERE}.commands.benchmark",
@@ -42,9 +42,8 @@ WORKLOAD = Workload(
         ),
     },
     glossary=f"{_HERE}.glossary:GLOSSARY",
-    export=f"{_HERE}.model:EXPORT",
+    export=f"{_HERE}.export:EXPORT",
     formats={"timm": f"{_HERE}.export.timm:FORMAT", "onnx": f"{_HERE}.export.onnx:FORMAT"},
-    needs={"onnx": "onnx"},
     foreign={r"(^|/)patch_embed/proj/weight$": f"{_HERE}.export.timm:FOREIGN"},
     next_steps=(("jaxtrain embed {run} --out {run}-embeddings", "for the features of recordings"),),
 )

@@ -1,4 +1,4 @@
-"""Classes of recordings: labels of rows and views, losses of scores, the accuracy.
+"""Classes of recordings: labels of rows and views, losses of scores, the accuracy, and the online probe.
 
 Shapes: B rows, R spectrograms, C classes, D embed.
 """
@@ -8,8 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.specs import fan_in, zeros
+from jaxtrain.nn.layers import layer_norm
+from jaxtrain.specs import fan_in, ones, zeros
 from jaxtrain.types import Array, Mean, PyTree, Spec
+from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.settings import Settings
 
 
@@ -19,7 +21,7 @@ class Labels(NamedTuple):
     own: Array  # int32 [R]; or of several classes uint8 [R, C]
     other: Array | None  # the partner's
     share: Array | None  # float32 [R]: weight of `own`, of which `other` has the rest
-    weight: Array  # float32 [R]; 0 where there is no label
+    weight: Array  # float32 [R]; 0 = no label
 
 
 def specs(c: Settings) -> PyTree:
@@ -66,7 +68,7 @@ def _power(x: Array, exponent: float) -> Array:
     return jnp.ones_like(x) if exponent == 0 else x if exponent == 1 else jnp.maximum(x, 1e-12) ** exponent
 
 
-MOST_CONFUSED = 512  # classes up to which confusions are counted: 1 MB
+MAX_CONFUSED = 512  # classes up to which confusions are counted: 1 MB
 
 
 def counts(c: Settings, logits_bc: Array, labels: Labels) -> dict[str, Mean]:
@@ -79,7 +81,7 @@ def counts(c: Settings, logits_bc: Array, labels: Labels) -> dict[str, Mean]:
     own_bc, answer_bc, n = own_bc * labels.weight[:, None], answer_bc.astype(jnp.float32), labels.weight.sum()
     answers_bc = answer_bc * labels.weight[:, None]
     found = {"classes": Mean(jnp.stack([x_bc.sum(0) for x_bc in (own_bc, own_bc * answer_bc, answers_bc)]), n)}
-    if not c.multilabel and logits_bc.shape[1] <= MOST_CONFUSED:
+    if not c.multilabel and logits_bc.shape[1] <= MAX_CONFUSED:
         found["confusions"] = Mean(jnp.einsum("bc,bd->cd", own_bc, answer_bc), n)
     return found
 
@@ -92,3 +94,24 @@ def accuracy(c: Settings, logits_rc: Array, labels: Labels) -> Mean:
     right_r = ((jnp.arange(c.n_classes)[None] == best_r[:, None]) & (labels.own > 0)).any(-1)
     weight_r = labels.weight * (labels.own > 0).any(-1)
     return Mean((right_r * weight_r).sum(), weight_r.sum())
+
+
+def probe_specs(c: Settings) -> PyTree:
+    """The online probe: layer norm and a linear layer on the features of any objective, which it does not train."""
+    d = c.embed
+    return {"scale": Spec((d,), ("embed",), ones), "bias": Spec((d,), ("embed",), zeros), **specs(c)}
+
+
+def probe_scores(params: PyTree, pooled_rd: Array) -> Array:
+    """Logits [R, C]."""
+    # Without this the probe's loss trains the encoder, and every objective becomes half a supervised one.
+    pooled_rd = jax.lax.stop_gradient(pooled_rd)
+    return scores(params, layer_norm(pooled_rd, params["scale"], params["bias"], vit.EPS))
+
+
+def probe_loss(c: Settings, logits_rc: Array, labels: Labels) -> Array:
+    """Cross-entropy with the recording's own class, or binary ones with each of its classes, [R]."""
+    if c.multilabel:
+        target_rc = labels.own.astype(jnp.float32)
+        return asymmetric_loss(logits_rc, target_rc, gamma_positive=0.0, gamma_negative=0.0, clip=0.0)
+    return cross_entropy(logits_rc, labels.own)

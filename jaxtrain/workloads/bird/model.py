@@ -1,6 +1,6 @@
-"""Bird audio: a vision transformer over log-mel spectrograms, trained with labels or without, and an online probe.
+"""Bird sound: a vision transformer over log-mel spectrograms, trained with labels or without, and an online probe.
 
-The loss is a weighted sum of objectives, each on where its weight is above 0; each is one file of `objectives`:
+The loss is a weighted sum of objectives, each on if its weight is above 0; each is one file of `objectives`:
 
     supervised  cross-entropy with the class, or the asymmetric loss of several (Ridnik et al. 2021)
     lejepa      views of a recording agree, and embeddings are spread like a Gaussian (Balestriero & LeCun 2025)
@@ -12,23 +12,291 @@ mae and teacher share masks and the pass over visible patches; the others share 
 linear) reads the same features without passing gradients back: it has its own learning rate, and is comparable between
 objectives. A row of the batch may hold several views of its recording (data.views); every view is encoded.
 
-Modules, each of which imports only those before it: export, timm, settings, classes, probe and heads, objective, views,
-objectives, config, task.
+The section ``model`` of a run comes first, then its parameters, then the functions of its `Task`. Modules of this folder, each
+of which imports only those before it: vit, log_mel, augment, masked, settings, classes, objective, views, objectives, model.
+
+Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, N patches, C classes.
 """
 
-from jaxtrain.workloads.bird.classes import asymmetric_loss, cross_entropy
-from jaxtrain.workloads.bird.config import Config, forward_flops, make_specs, train_flops
-from jaxtrain.workloads.bird.export import EXPORT
-from jaxtrain.workloads.bird.objectives import OBJECTIVES
-from jaxtrain.workloads.bird.objectives.diet import Diet
-from jaxtrain.workloads.bird.objectives.lejepa import Lejepa
-from jaxtrain.workloads.bird.objectives.mae import Mae
-from jaxtrain.workloads.bird.objectives.supervised import Supervised
-from jaxtrain.workloads.bird.objectives.teacher import Teacher
-from jaxtrain.workloads.bird.settings import POOLS, Mask
-from jaxtrain.workloads.bird.task import make_task
+import functools
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-__all__ = [
-    "EXPORT", "OBJECTIVES", "POOLS", "Config", "Diet", "Lejepa", "Mae", "Mask", "Supervised", "Teacher", "asymmetric_loss",
-    "cross_entropy", "forward_flops", "make_specs", "make_task", "train_flops",
-]  # fmt: skip
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config import Config as RunConfig
+from jaxtrain.types import Array, Axes, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
+from jaxtrain.workloads.bird import augment as augment_lib
+from jaxtrain.workloads.bird import classes, views, vit
+from jaxtrain.workloads.bird.classes import Labels
+from jaxtrain.workloads.bird.objective import ALL, VISIBLE, Features, Inputs, Objective
+from jaxtrain.workloads.bird.objectives import OBJECTIVES
+from jaxtrain.workloads.bird.settings import Settings
+from loaders.io import checks
+
+log = logging.getLogger("jaxtrain")
+
+
+def with_objectives(cls: type) -> type:
+    """Declares a field for the section of each objective, so that config and command line know them all."""
+    for name, objective in OBJECTIVES.items():
+        cls.__annotations__[name] = objective.section
+        setattr(cls, name, field(default_factory=objective.section))
+    return cls
+
+
+@dataclass(frozen=True)
+@with_objectives
+class Config(Settings):
+    """Supervised by default; an objective is on if its weight is above 0."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        for name, objective in OBJECTIVES.items():
+            section = self.section(name)
+            yield from checks.under(name, checks.not_negative(section, "weight"))
+            yield from checks.under(name, objective.problems(self, section))
+        if not self.on:
+            first, *others = OBJECTIVES
+            yield f"{first}.weight", f"is 0, as are those of {', '.join(others)}; nothing would be learned"
+
+    def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        yield from super().data_problems(facts)
+        for name, objective in self.on.items():
+            yield from objective.data_problems(self, self.section(name), facts)
+
+    def section(self, name: str) -> Any:
+        """The fields of an objective."""
+        return getattr(self, name)
+
+    @property
+    def on(self) -> dict[str, Objective]:
+        """The objectives that the loss consists of."""
+        return {name: objective for name, objective in OBJECTIVES.items() if self.section(name).weight > 0}
+
+    def reads(self, needs: str) -> bool:
+        """Whether some objective reads this pass of the encoder."""
+        return any(objective.needs == needs for objective in self.on.values())
+
+
+def make_specs(c: Config) -> PyTree:
+    """encoder, objective/NAME for each that is on, probe if there are classes."""
+    table = {
+        "encoder": vit.make_specs(c),
+        "objective": {name: objective.specs(c, c.section(name)) for name, objective in c.on.items()},
+    }
+    return {**table, "probe": classes.probe_specs(c)} if c.n_classes else table
+
+
+def make_carry(c: Config, table: PyTree) -> PyTree:
+    """A table for each objective that keeps something; () if none does."""
+    return {name: objective.carry(table) for name, objective in c.on.items() if objective.carry} or ()
+
+
+def forward_flops(c: Config) -> int:
+    """Floating-point operations of the matrix products for one spectrogram through the encoder and the heads for classes."""
+    heads = (("supervised" in c.on) + 1) * bool(c.n_classes)
+    return vit.forward_flops(c) + heads * 2 * c.embed * (c.n_classes or 0)
+
+
+def train_flops(c: Config) -> int:
+    """Of one view in a training step: three times the encoder's passes and the probe forward, and the objectives."""
+    forward = 2 * c.embed * (c.n_classes or 0)
+    if c.reads(ALL):
+        forward += vit.forward_flops(c)
+    if c.reads(VISIBLE):
+        forward += vit.forward_flops(c, c.n_patches - c.n_masked)
+    return 3 * forward + sum(objective.flops(c, c.section(name)) for name, objective in c.on.items())
+
+
+class Model(NamedTuple):
+    """The part of the run that every function of the task reads."""
+
+    c: Config
+    shard: Shard
+    seed: int
+    steps: int  # of the whole run
+
+
+def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
+    c: Config = config.model
+    announce_microbatches(c, batch, config.train.accumulate)
+    model, table = Model(c, shard, config.seed, config.train.steps), make_specs(c)
+    return Task(
+        specs=Variables(table, carry=make_carry(c, table)),
+        loss=functools.partial(loss, model),
+        evaluate=functools.partial(evaluate, model),
+        axes=batch_axes(c),
+        flops=batch * c.n_views * train_flops(c),
+        pictures=functools.partial(pictures, model),
+        progress=functools.partial(progress, model),
+        advance=functools.partial(advance, model),
+        terms=(_objective_term(c), "probe_loss") if c.n_classes else (),
+        predict=functools.partial(predict, model),
+    )
+
+
+def _objective_term(c: Config) -> str:
+    """The metric of all that the loss has besides the probe's: the objective's own if it is the only one, with weight 1."""
+    name = next(iter(c.on))
+    return f"{name}_loss" if len(c.on) == 1 and c.section(name).weight == 1 else "objective_loss"
+
+
+def announce_microbatches(c: Config, batch: int, accumulate: int) -> None:
+    """Logs what is not the same with train.accumulate > 1: what does not decompose over microbatches."""
+    if accumulate == 1:
+        return
+    for name, objective in c.on.items():
+        if statistic := objective.batch_statistic(c.section(name)):
+            log.warning("%s is over a microbatch's %d rows, not the batch's %d", statistic, batch // accumulate, batch)
+    if c.augment.mixup:
+        log.warning("with train.accumulate=%d rows are mixed within microbatches", accumulate)
+
+
+def batch_axes(c: Config) -> dict[str, Axes]:
+    view = (None,) * (c.n_views > 1)
+    clip = ("batch", *view, None) if c.form == "waveform" else ("batch", *view, None, None)
+    axes: dict[str, Axes] = {c.form or "spectrogram": clip, **({"background": clip} if c.augment.background else {})}
+    if c.n_classes:
+        axes |= {"labels": ("batch", None)} if c.multilabel else {"label": ("batch",)}
+    return {**axes, **{name: ("batch",) for name in ("index", "epoch", "weight")}}
+
+
+def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
+    c, params, weight_b = model.c, variables.params, batch["weight"]
+    batch = views.with_spectrograms(c, batch, model.shard)
+    augmented = augment_lib.augment(c.augment, model.seed, batch, c.spectrograms)
+    labels = views.labels_of_views(c, batch, augmented.own) if c.n_classes else None
+    make = functools.partial(inputs, model, variables, batch, augmented.x, key=key, labels=labels, share_bv=augmented.own)
+    passes = {needs: make(needs) for needs in (ALL, VISIBLE) if c.reads(needs)}
+    # Sums over the rows: the term of each objective.
+    sums: dict[str, Array] = {}
+    metrics: dict[str, Mean] = {}
+    for name, objective in c.on.items():
+        with jax.named_scope(name):
+            sums[name], more = objective.loss(c.section(name), of_objective(passes[objective.needs], variables, name))
+        metrics |= more
+    total, n = sum(c.section(name).weight * x for name, x in sums.items()), weight_b.sum()
+    metrics |= {f"{name}_loss": Mean(x, n) for name, x in sums.items()}
+    metrics["objective_loss"] = Mean(total, n)
+    if labels is not None:
+        # The features of all patches if some objective reads them, else of the visible ones.
+        logits_rc = classes.probe_scores(params["probe"], next(iter(passes.values())).features.pooled_rd)
+        probe_total = (classes.probe_loss(c, logits_rc, labels) * labels.weight).sum()
+        metrics["probe_loss"] = Mean(probe_total, labels.weight.sum())
+        metrics["probe_accuracy"] = classes.accuracy(c, logits_rc, labels)
+        total += probe_total
+    return LossOut(Mean(total, n), metrics, None)
+
+
+def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
+    """Scores are averaged over the views of a recording. Terms that only a training batch has are left out."""
+    c, weight_b = model.c, batch["weight"]
+    batch = views.with_spectrograms(c, batch, model.shard)
+    labels = views.labels_of_rows(c, batch) if c.n_classes else None
+    make = functools.partial(inputs, model, variables, batch, batch["spectrogram"], labels=labels)
+    terms = {name: (o.needs, o.evaluate) for name, o in c.on.items() if o.evaluate}
+    needed = {needs for needs, _ in terms.values()} | ({ALL} if labels is not None else set())
+    passes = {needs: make(needs) for needs in (ALL, VISIBLE) if needs in needed}
+    metrics: dict[str, Mean] = {}
+    if labels is not None:
+        logits_bc = passes[ALL].by_view(classes.probe_scores(variables.params["probe"], passes[ALL].features.pooled_rd)).mean(1)
+        metrics["probe_loss"] = Mean((classes.probe_loss(c, logits_bc, labels) * labels.weight).sum(), labels.weight.sum())
+        metrics["probe_accuracy"] = classes.accuracy(c, logits_bc, labels)
+        if "supervised" not in c.on:  # which counts the answers of its own head
+            metrics |= classes.counts(c, logits_bc, labels)
+    for name, (needs, term_of) in terms.items():
+        with jax.named_scope(name):
+            term, more = term_of(c.section(name), of_objective(passes[needs], variables, name))
+        metrics |= {f"{name}_loss": term, **more}
+    if terms.keys() == c.on.keys():
+        total = sum(c.section(name).weight * metrics[f"{name}_loss"].total for name in terms)
+        metrics["objective_loss"] = Mean(total, weight_b.sum())
+    return metrics
+
+
+def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """Features [B, D] of ``spectrogram`` [B, n_frames, n_mels], normalised as in training; ``scores`` [B, C] by the probe."""
+    c, encoder = model.c, variables.params["encoder"]
+    encoded = vit.encode(c, encoder, batch["spectrogram"].astype(jnp.float32), model.shard)
+    features_bd = views.pooled(c, encoder, encoded)
+    scores = {"scores": classes.probe_scores(variables.params["probe"], features_bd)} if c.n_classes else {}
+    return {"features": features_bd, **scores}
+
+
+def inputs(
+    model: Model,
+    variables: Variables,
+    batch: Batch,
+    x: Array,
+    needs: str,
+    *,
+    key: Key | None = None,
+    labels: Labels | None = None,
+    share_bv: Array | None = None,
+) -> Inputs:
+    """One pass of the encoder over the spectrograms ``x``; `of_objective` adds what belongs to one objective.
+
+    Args:
+      key: of the step; None = no stochastic depth, in an evaluation.
+    """
+    c, x_rfw = model.c, views.flat(c=model.c, x=x)
+    masks = views.masks(c, model.seed, batch) if needs == VISIBLE else None
+    keep = views.survival(c, batch, key, needs) if key is not None else None
+    visible_rvn = masks.visible if masks else None
+    encoder = variables.params["encoder"]
+    encoded = vit.encode(c, encoder, x_rfw, model.shard, visible_bvn=visible_rvn, keep_l2b=keep)
+    weight_b = batch["weight"]
+    return Inputs(
+        c=c, shard=model.shard, params=(), carry=(), key=key, batch=batch, x_rfw=x_rfw, weight_b=weight_b,
+        weight_r=views.repeated(c, weight_b) / c.n_views, labels=labels,
+        features=Features(encoded, views.pooled(c, encoder, encoded)), masks=masks, share_bv=share_bv,
+    )  # fmt: skip
+
+
+def of_objective(shared: Inputs, variables: Variables, name: str) -> Inputs:
+    """The same with the objective's own parameters and carry."""
+    carry = variables.carry[name] if name in variables.carry else ()
+    return shared._replace(params=variables.params["objective"][name], carry=carry)
+
+
+def advance(model: Model, params: PyTree, carry: PyTree, step: Array) -> PyTree:
+    """The carry after a step, by the new parameters."""
+    c = model.c
+    moved = {
+        name: objective.advance(c.section(name), params, carry[name], step, model.steps)
+        for name, objective in c.on.items()
+        if objective.advance
+    }
+    return {**carry, **moved} if moved else carry
+
+
+def pictures(model: Model, batch: Batch) -> dict[str, Array]:
+    """The first view of the first rows, mel up and time to the right, from the quietest to the loudest value of each."""
+    c = model.c
+    first = views.with_spectrograms(c, {name: x[:8] for name, x in batch.items()}, model.shard)
+    shown = {"input": first["spectrogram"], "augmented": augment_lib.augment(c.augment, model.seed, first, c.spectrograms).x}
+    if c.reads(VISIBLE):
+        x_rnp = vit.patchify(c, views.flat(c, shown["augmented"]))
+        hidden_rn1 = views.masks(c, model.seed, first).masked[:, :, None]
+        shown["masked"] = views.unpatchify(c, jnp.where(hidden_rn1 > 0, x_rnp.min((1, 2), keepdims=True), x_rnp))
+    return {name: views.as_picture(views.flat(c, x)[:: c.n_views]) for name, x in shown.items()}
+
+
+def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """The pictures of each objective that draws some, of the first rows of an evaluation."""
+    c = model.c
+    images: dict[str, Array] = {}
+    drawing = {name: (o.needs, o.progress) for name, o in c.on.items() if o.progress}
+    if not drawing:
+        return images
+    n = math.lcm(4, model.shard.size("batch", next(iter(batch.values())).shape[0]))  # rows that divide over the devices
+    first = views.with_spectrograms(c, {name: x[:n] for name, x in batch.items()}, model.shard)
+    for name, (needs, draw) in drawing.items():
+        shared = inputs(model, variables, first, first["spectrogram"], needs)
+        images |= draw(c.section(name), of_objective(shared, variables, name))
+    return images

@@ -2,21 +2,26 @@
 
 A file of `jaxtrain.workloads.bird.objectives` defines ``OBJECTIVE``. The file's name, say "mae", is the name of everything that
 belongs to it: its section of the config (model.mae.weight), its parameters (objective/mae/…), its carry (mae/…) and its metric
-(mae_loss). It is part of the loss where its weight is above 0.
+(mae_loss). It is part of the loss if its weight is above 0.
 
-Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, D embed, N patches.
+Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, D embed, H hidden values, N patches.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jaxtrain import config as config_lib
+from jaxtrain.nn.batch_norm import batch_norm
+from jaxtrain.nn.layers import layer_norm
 from jaxtrain.types import Array, Batch, Key, Mean, PyTree, Shard
 from jaxtrain.workloads.bird import masked, vit
 from jaxtrain.workloads.bird.classes import Labels
 from jaxtrain.workloads.bird.settings import Settings
 
+NORMS = ("batch", "layer")  # of hidden values, by `normed`
 ALL, VISIBLE = "all", "visible"  # the passes of the encoder: over every patch, or over those that no mask hides
 
 
@@ -40,11 +45,11 @@ class Inputs(NamedTuple):
     c: Settings
     shard: Shard
     params: PyTree  # the objective's own parameters
-    carry: PyTree  # its own carry; () where it has none
+    carry: PyTree  # its own carry; () = none
     key: Key | None  # of the step; None in an evaluation, which draws nothing new
     batch: Batch  # the fields of B rows
     x_rfw: Array  # float32 [R, F, W]: augmented in training
-    weight_b: Array  # float32 [B]; 0 = padding, or a row that no loss shall see
+    weight_b: Array  # float32 [B]; 0 = padding, or a row that no loss sees
     weight_r: Array  # float32 [R]: the same, shared out to the views
     features: Features
     masks: masked.Masks | None  # of a pass over visible patches
@@ -89,3 +94,11 @@ class Objective(NamedTuple):
     advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = None  # (…, new params, carry, step, steps) -> carry
     progress: Callable[[Any, Inputs], dict[str, Array]] | None = None  # pictures at an evaluation
     batch_statistic: Callable[[Any], str] = no_batch_statistic  # name of a statistic of the global batch; "" = none
+
+
+def normed(norm: str, x_rh: Array, scale_h: Array, bias_h: Array, weight_r: Array) -> Array:
+    """Hidden values [R, H]: with "batch" each channel over the valid rows of the global batch, with "layer" each row."""
+    if norm == "layer":
+        return layer_norm(x_rh, scale_h, bias_h, vit.EPS)
+    zero, valid_r1 = jnp.zeros(x_rh.shape[1]), (weight_r > 0).astype(x_rh.dtype)[:, None]
+    return batch_norm(x_rh, scale_h, bias_h, {"mean": zero, "var": zero}, valid_r1, momentum=0.0, eps=vit.EPS)[0]

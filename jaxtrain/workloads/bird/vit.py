@@ -28,7 +28,7 @@ from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import Array, Axes, Initializer, Key, PyTree, Shard, Spec
 from loaders.io import checks
 
-EPS = 1e-5  # of the layer norms, where no config says otherwise
+EPS = 1e-5  # of the layer norms, if no config says otherwise
 DTYPES = ("float32", "bfloat16")
 POSITIONS = ("learned", "rope")
 MLPS = ("gelu", "gelu_exact", "swiglu")
@@ -144,7 +144,7 @@ class Stack(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """float32, after the last layer norm where it is of the tokens."""
+    """float32, after the last layer norm if it is of the tokens."""
 
     cls: Array  # [B, n_cls, D]
     patches: Array  # [B, N, D], or of the visible ones [B, V, D]
@@ -228,7 +228,8 @@ def read_exported(path: str | os.PathLike) -> PyTree:
     return {**params, "blocks": {leaf: np.stack([each[i] for i in sorted(each)]) for leaf, each in layers.items()}}
 
 
-class Whole(NamedTuple):
+@dataclass(frozen=True)
+class Whole:
     """The shards of one device, which are the arrays themselves; what a `jaxtrain.parallel.layout.Sharder` is to several."""
 
     def __call__(self, x: Array, *axes: str | None) -> Array:
@@ -268,17 +269,7 @@ class Whole(NamedTuple):
         del axes, out, constant_axes
         return f(*args, *constants)
 
-    def kernel(
-        self,
-        f: Callable,
-        args: Sequence[Array],
-        axes: Sequence[Axes],
-        out: PartitionSpec,
-        *,
-        constants: Sequence[Array] = (),
-        constant_axes: Sequence[Axes] = (),
-    ) -> Array:
-        return self.differentiable(f, args, axes, out, constants=constants, constant_axes=constant_axes)
+    kernel = differentiable
 
 
 whole = Whole()

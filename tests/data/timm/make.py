@@ -2,7 +2,7 @@
 
 image/, pooled/    a folder as timm, and one as Bird-MAE is published: model.safetensors, config.json
 image.npz, pooled.npz    x float32 [B, 1, frames, mels]; tokens float32 [B, 1 + registers + N, D], and features [B, D], by timm
-out.npz            of the export that tests/commands/test_timm.py makes: x, features and logits by timm, which loaded it; what
+out.npz            of the export that test_timm.py makes: x, features and logits by timm, which loaded it; what
                    it loaded: config.json, and the shapes of its arrays by their names
 """
 
@@ -58,7 +58,7 @@ def main() -> None:
     write("pooled", state, about)
     np.savez_compressed(HERE / "pooled.npz", x=x.numpy(), tokens=tokens.numpy(), features=features.numpy())
 
-    from tests.commands import test_timm
+    from tests.workloads.bird import test_timm
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = test_timm.exported(pathlib.Path(scratch))

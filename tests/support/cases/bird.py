@@ -7,15 +7,21 @@ import numpy as np
 from jaxtrain import config as config_lib
 from jaxtrain.workloads.bird import augment, masked
 from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird.objectives.diet import Diet
+from jaxtrain.workloads.bird.objectives.lejepa import Lejepa
+from jaxtrain.workloads.bird.objectives.mae import Mae
+from jaxtrain.workloads.bird.objectives.supervised import Supervised
+from jaxtrain.workloads.bird.objectives.teacher import Teacher
+from jaxtrain.workloads.bird.settings import Mask
 from tests.support.cases import Case
 
 TINY = bird.Config(n_classes=5, n_frames=64, n_mels=32, embed=32, depth=2, heads=4, dtype="float32")
 DECODER = masked.Decoder(16, 1, 2)
 EVERY = replace(
     TINY, depth=2, heads=4, n_registers=1, drop_path=0.3, views=2, n_recordings=300, pool="patches",
-    mask=bird.Mask(0.5, 2), mae=bird.Mae(0.7, DECODER), teacher=bird.Teacher(0.6, 0.5, DECODER),
-    lejepa=bird.Lejepa(0.5, size=8, hidden=32, slices=16), diet=bird.Diet(0.4, rank=8, label_smoothing=0.1, chunk=3),
-    supervised=bird.Supervised(0.3, label_smoothing=0.1), augment=augment.Config(mixup=0.5, gain=0.1),
+    mask=Mask(0.5, 2), mae=Mae(0.7, DECODER), teacher=Teacher(0.6, 0.5, DECODER),
+    lejepa=Lejepa(0.5, size=8, hidden=32, slices=16), diet=Diet(0.4, rank=8, label_smoothing=0.1, chunk=3),
+    supervised=Supervised(0.3, label_smoothing=0.1), augment=augment.Config(mixup=0.5, gain=0.1),
 )  # fmt: skip
 ROWS = 32
 

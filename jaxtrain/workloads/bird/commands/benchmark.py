@@ -12,7 +12,8 @@ shards of Hugging Face `datasets`, or an index of `jaxtrain index`.
 
 BirdSet: cmAP, AUROC and top-1 on the segments of 5 s, by the run's own head (of the set's classes alone) or with --probe by a
 linear probe on the set's train split. ESC: the accuracy of a linear probe and of nearest neighbours, in five folds. Each has an
-interval of 95 % over bootstrap draws. DIR gets results.json and the embeddings, from which the same command resumes.
+interval of 95 % over bootstrap draws. DIR gets results.json and the embeddings, from which the same command resumes. ESC
+and --probe need scikit-learn: pip install 'jaxtrain[probe]'.
 """
 
 import argparse
@@ -34,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "birdset":
             action.add_argument("set", metavar="SET", choices=SETS, help=f"one of {', '.join(SETS)}")
             action.add_argument("--probe", action="store_true", help="by a linear probe on its train split")
-            action.add_argument(
-                "--names", default="", metavar="FILE", help="the run's classes, one a line, where it has no names"
-            )
+            action.add_argument("--names", default="", metavar="FILE", help="the run's classes, one a line, if it has no names")
         else:
             action.add_argument("--views", type=arguments.positive, default=1, help="of each clip, averaged; default: 1")
         arguments.add_run(action, ema=True)
@@ -46,23 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         action.add_argument("--batch", type=arguments.positive, default=64, help="recordings computed together; default: 64")
     args = parser.parse_args(argv)
 
-    from jaxtrain import config
-    from jaxtrain.arrays import stored
-    from jaxtrain.workloads.bird.inference import benchmark
+    if (args.name != "birdset" or args.probe) and (wrong := arguments.missing("sklearn", "pip install 'jaxtrain[probe]'")):
+        arguments.report(wrong)
+        return arguments.MISTAKE
 
-    return arguments.run(
-        functools.partial(_benchmark, args), mistakes=(*benchmark.MISTAKES, stored.StoredError, config.ConfigError)
-    )
+    from jaxtrain.workloads.bird import inference
+
+    return arguments.run(functools.partial(_benchmark, args), mistakes=inference.errors())
 
 
 def _benchmark(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
-    from jaxtrain.workloads.bird.inference import benchmark, detect, embed
+    from jaxtrain.workloads.bird.inference import benchmark, detect, encoder
     from loaders.io import machine
 
     cluster.use_compilation_cache()
     machine.keep_freed_memory()
-    model, out = embed.load(args.run, step=args.step, ema=args.ema), pathlib.Path(args.out).expanduser()
+    model, out = encoder.load(args.run, step=args.step, ema=args.ema), pathlib.Path(args.out).expanduser()
     options = {"draws": args.draws, "batch": args.batch}
     if args.name == "birdset":
         names = detect.read_classes(args.names) if args.names else ()

@@ -10,7 +10,7 @@ the clips that the run was trained on; the last one lies at its end. Scores are 
 trained, or those of a head by `jaxtrain fit` (--model).
 
     DIR/
-      detections.csv                 BirdNET-Analyzer's columns, and the time of day where header or name tell it
+      detections.csv                 BirdNET-Analyzer's columns, and the time of day if header or name tell it
       raven/NAME.selections.txt      selection tables
       audacity/NAME.txt              label tracks
       recordings.csv                 every recording, with its windows and detections
@@ -51,20 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--formats", type=_formats, default=",".join(FORMATS), help="default: raven,audacity,csv")
     parser.add_argument("--root", default="", metavar="FOLDER", help="of names, in tables too; default: what holds all")
     parser.add_argument("--follow-links", action="store_true", help="links in it may lead out of it")
-    parser.add_argument("--names", default="", metavar="FILE", help="names of the run's classes in order, where it has none")
+    parser.add_argument("--names", default="", metavar="FILE", help="names of the run's classes in order, if it has none")
     parser.add_argument("--batch", type=arguments.positive, default=64, help="windows computed together; default: 64")
     parser.add_argument("--threads", type=int, default=0, help="that decode; default: one for each core")
     args = parser.parse_args(argv)
 
-    from jaxtrain import config
-    from jaxtrain.arrays import stored
-    from jaxtrain.parallel import cluster
-    from jaxtrain.workloads.bird.inference import detect, embed, heads
-    from loaders.base import DataError
+    from jaxtrain.workloads.bird import inference
 
-    mistakes: tuple[type[Exception], ...] = (detect.DetectError, embed.EmbedError, heads.HeadError)
-    mistakes += (DataError, stored.StoredError, config.ConfigError, cluster.ClusterError)
-    return arguments.run(functools.partial(_detect, args), mistakes=mistakes)
+    return arguments.run(functools.partial(_detect, args), mistakes=inference.errors())
 
 
 def _detect(args: argparse.Namespace) -> int:
@@ -72,18 +66,17 @@ def _detect(args: argparse.Namespace) -> int:
 
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry import console as console_lib
-    from jaxtrain.workloads.bird.inference import detect, detections, embed, heads
-    from loaders.audio.recordings import windows as windows_lib
+    from jaxtrain.workloads.bird.inference import InferenceError, detect, detections, encoder, heads
 
     membership = cluster.find()
     if membership.local_devices:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, membership.local_devices)))
     cluster.use_compilation_cache()
     machine.keep_freed_memory()
-    model = embed.load(args.run, step=args.step, ema=args.ema)
+    model = encoder.load(args.run, step=args.step, ema=args.ema)
     changes: dict[str, Any] = {"threads": args.threads, "follow_links": args.follow_links, "label": "", "multilabel": False}
     changes |= {"train": "", "test": ""}  # the windows are its data, and what the run was trained on is not opened
-    data = embed.data_config(model, **changes, views=1)
+    data = encoder.data_config(model, **changes, views=1)
     head = _head(args, model, data)
     chosen = list(range(len(head.names)))
     if args.classes:
@@ -91,47 +84,30 @@ def _detect(args: argparse.Namespace) -> int:
     fitted = None if head.thresholds is None else head.thresholds[chosen]
     names = [head.names[i] for i in chosen]
     bounds = detections.thresholds(args.threshold, names, fitted)
-    if not 0 <= args.overlap < data.clip_seconds:
-        raise detect.DetectError(f"--overlap is {args.overlap}; windows have {data.clip_seconds} s: use 0 or more, and less")
     if not 0 <= args.min_duration < float("inf"):
-        raise detect.DetectError(f"--min-duration is {args.min_duration}; it must be a number of seconds, at least 0")
-    mistakes = windows_lib.lenient()
-    windows = windows_lib.cut(
-        args.recordings,
-        seconds=data.clip_seconds,
-        hop=round(data.clip_seconds - args.overlap, 6),
-        root=args.root,
-        links=args.follow_links,
-        mistakes=mistakes,
-        note=functools.partial(print, file=sys.stderr) if membership.process == 0 else lambda text: None,
+        raise InferenceError(f"--min-duration is {args.min_duration}; it must be a number of seconds, at least 0")
+    note = functools.partial(print, file=sys.stderr) if membership.process == 0 else lambda text: None
+    windows, mistakes = encoder.cut_windows(
+        args.recordings, data.clip_seconds, overlap=args.overlap, root=args.root, links=args.follow_links, note=note
     )
-    data = embed.data_config(model, **changes, views=1, audio_root=windows.root)
+    data = encoder.data_config(model, **changes, views=1, audio_root=windows.root)
     parts, made_of = detect.prepare(model, head, windows, args.out, chosen=chosen, batch=args.batch)
     console = console_lib.start_console(process=membership.process)
     try:
-        done = detect.score(
-            model,
-            head,
-            data,
-            parts,
-            made_of,
-            chosen=chosen,
-            process=membership.process,
-            processes=membership.processes,
-            progress=console.progress,
-        )
+        share = (membership.process, membership.processes)
+        done = detect.score(model, head, data, parts, made_of, chosen=chosen, share=share, progress=console.progress)
     finally:
         console.finish()
     if done["windows"]:
-        share = windows.total * done["windows"] / windows.n
+        seconds = windows.total * done["windows"] / windows.n
         print(
-            f"{done['windows']} windows, {share / 3600:.2f} h of recordings in {done['seconds']:.0f} s: "
-            f"{share / done['seconds']:.0f} × real time, {done['waiting']:.0%} of the time waiting for the loader"
+            f"{done['windows']} windows, {seconds / 3600:.2f} h of recordings in {done['seconds']:.0f} s: "
+            f"{seconds / done['seconds']:.0f} × real time, {done['waiting']:.0%} of the time waiting for the loader"
         )
     if not detections.complete(parts):
         print(f"{args.out}: other processes have windows left; the last one to end writes the tables")
         return 0
-    options = detections.Options(bounds, not args.no_merge, args.min_duration, args.formats, detect.band(data))
+    options = detections.Options(bounds, not args.no_merge, args.min_duration, args.formats, (0.0, data.highest))
     with open(parts.folder / ".lock", "a") as lock:  # of processes that end together, one writes the tables
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,12 +125,12 @@ def _detect(args: argparse.Namespace) -> int:
 
 
 def _head(args: argparse.Namespace, model: Any, data: Any) -> Any:
-    from jaxtrain.workloads.bird.inference import detect, embed, heads
+    from jaxtrain.workloads.bird.inference import detect, encoder, heads
 
     if not args.model:
         return detect.head_of(model, detect.read_classes(args.names) if args.names else ())
     head = heads.read(args.model)
-    settings = data.settings | embed.clips(data)
+    settings = data.settings | encoder.clips(data)
     heads.refuse_other(head, digest=model.digest, width=model.config.embed, front_end=settings, run=model.name)
     return head
 

@@ -14,7 +14,7 @@ long as the run's clips, and each is a row.
       mean.npy      float32 [n, D]         mean of the patches                     (--kinds mean,cls,patches: which of these)
       cls.npy       float32 [n, D]         mean of the CLS tokens
       patches.npy   float16 [n, V, N, D]   every patch of every view
-      scores.npy    float32 [n, C]         of the run's supervised head, where it has one
+      scores.npy    float32 [n, C]         of the run's supervised head, if it has one
       label.npy     int64 [n]; or labels.npy uint8 [n, C] with --multilabel
       rows.parquet  path, start, end [s], clock of every row, as far as the data say them
       index.npy     int64 [n]              the recording's row in its split's shards
@@ -28,6 +28,8 @@ Rerun the same command to resume after an interruption; DIR is refused when it w
 import argparse
 import functools
 import pathlib
+import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,22 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.overlap and not args.recordings:
         parser.error("--overlap belongs to --recordings")
 
-    from jaxtrain import config
-    from jaxtrain.arrays import stored
-    from jaxtrain.workloads.bird.inference import embed
-    from loaders.base import DataError
+    from jaxtrain.workloads.bird import inference
 
-    mistakes = (embed.EmbedError, DataError, stored.StoredError, config.ConfigError)
-    return arguments.run(functools.partial(_embed, args), mistakes=mistakes)
+    return arguments.run(functools.partial(_embed, args), mistakes=inference.errors())
 
 
 def _embed(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
-    from jaxtrain.workloads.bird.inference import embed
+    from jaxtrain.workloads.bird.inference import embed, encoder
 
     cluster.use_compilation_cache()
     machine.keep_freed_memory()
-    model = embed.load(args.run, step=args.step, ema=args.ema, random=args.random)
+    model = encoder.load(args.run, step=args.step, ema=args.ema, random=args.random)
     changes: dict[str, Any] = {"views": args.views, "multilabel": args.multilabel}
     changes |= {"audio_root": args.audio_root, "follow_links": args.follow_links}
     changes |= {"train": args.data, "test": ""} if args.data else {}
@@ -89,7 +87,7 @@ def _embed(args: argparse.Namespace) -> int:
     if args.recordings:
         done, code = _embed_windows(args, model, changes, options)
     else:
-        done = embed.embed(model, embed.data_config(model, **changes), args.out, **options)
+        done = embed.embed(model, encoder.data_config(model, **changes), args.out, **options)
     print(
         f"{args.out}: {done['done']} recordings ({done['unreadable']} unreadable), {done['samples_per_second']:.0f} a "
         f"second, {done['waiting']:.0%} of the time waiting for the loader"
@@ -100,31 +98,19 @@ def _embed(args: argparse.Namespace) -> int:
 def _embed_windows(
     args: argparse.Namespace, model: Any, changes: dict[str, Any], options: dict[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """Embeds windows of recordings. Returns what embeddings.json says, and 1 where a recording cannot be read."""
-    import shutil
-    import sys
-
-    from jaxtrain.workloads.bird.inference import embed
-    from loaders.audio.recordings import windows
+    """Embeds windows of recordings. Returns what embeddings.json says, and 1 if a recording cannot be read."""
+    from jaxtrain.workloads.bird.inference import embed, encoder
 
     changes = {**changes, "label": "", "test": ""}
-    seconds = embed.data_config(model, **changes).clip_seconds
-    if not 0 <= args.overlap < seconds:
-        raise embed.EmbedError(f"--overlap is {args.overlap}; windows have {seconds} s: use 0 or more, and less")
-    mistakes = windows.lenient()
-    cut = windows.cut(
-        args.recordings,
-        seconds=seconds,
-        hop=round(seconds - args.overlap, 6),
-        root=args.audio_root,
-        links=args.follow_links,
-        mistakes=mistakes,
+    seconds = encoder.data_config(model, **changes).clip_seconds
+    cut, mistakes = encoder.cut_windows(
+        args.recordings, seconds, overlap=args.overlap, root=args.audio_root, links=args.follow_links
     )
     place = pathlib.Path(args.out).expanduser() / ".windows"  # always the same: the loader keeps what it read of large ones
     shutil.rmtree(place, ignore_errors=True)
     try:
         cut.write(place)
-        data = embed.data_config(model, **{**changes, "train": str(place), "audio_root": cut.root})
+        data = encoder.data_config(model, **{**changes, "train": str(place), "audio_root": cut.root})
         done = embed.embed(model, data, args.out, **options)
     finally:
         shutil.rmtree(place, ignore_errors=True)

@@ -15,7 +15,7 @@ other; --background adds rows that the table does not name as counter-examples.
     patches      cosine of the nearest patch with learned prototypes (arXiv 2504.12880); embed with --kinds patches
 
 The penalty is chosen by cross-validation over recordings, whose held-out rows also calibrate the scores and give each class the
-threshold that reaches --precision.
+threshold that reaches --precision. The command needs scikit-learn: pip install 'jaxtrain[probe]'.
 """
 
 import argparse
@@ -52,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.background < 0 or (args.background and not args.labels):
         parser.error("--background draws rows that --labels does not name; give it at least 0, and --labels")
 
-    from jaxtrain import config
-    from jaxtrain.arrays import stored
-    from jaxtrain.workloads.bird.inference import embed, embeddings
-    from loaders.base import DataError
+    if wrong := arguments.missing("sklearn", "pip install 'jaxtrain[probe]'"):
+        arguments.report(wrong)
+        return arguments.MISTAKE
 
-    mistakes = (embeddings.EmbeddingsError, DataError, embed.EmbedError, stored.StoredError, config.ConfigError)
-    return arguments.run(functools.partial(_fit, args), mistakes=mistakes)
+    from jaxtrain.workloads.bird import inference
+
+    return arguments.run(functools.partial(_fit, args), mistakes=inference.errors())
 
 
 def _fit(args: argparse.Namespace) -> int:
@@ -76,15 +76,8 @@ def _fit(args: argparse.Namespace) -> int:
     examples.refuse_one_sided(given)
     pool = args.kind or str(folders[0].about.get("pool"))
     pool = pool if pool in heads.POOLS and folders[0].has(pool) else "mean"
-    fitted = fit.fit(
-        folders,
-        given,
-        method=args.method,
-        pool=pool,
-        prototypes=args.prototypes,
-        precision=args.precision,
-        seed=args.seed,
-    )
+    options = {"prototypes": args.prototypes, "precision": args.precision, "seed": args.seed}
+    fitted = fit.fit(folders, given, method=args.method, pool=pool, **options)
     heads.save(args.out, fitted.head)
     width = max(len(name) for name in (*given.names, "class"))
     print(f"{'class':{width}}  examples  others  average precision  threshold")
@@ -102,27 +95,27 @@ def _fit(args: argparse.Namespace) -> int:
 
 def _embedded(args: argparse.Namespace) -> list[pathlib.Path]:
     """The folders of embeddings, of which those of indexes are made, or made to their end."""
-    from jaxtrain.workloads.bird.inference import embed
+    from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder
     from loaders.audio.recordings import store
     from loaders.io import machine
 
     given = [pathlib.Path(each).expanduser() for each in args.embeddings]
     indexes = [folder for folder in given if (folder / "index.json").is_file()]
     if indexes and not args.run:
-        raise embed.EmbedError(f"{indexes[0]} is an index of recordings; name the run that embeds it: --run RUN")
+        raise InferenceError(f"{indexes[0]} is an index of recordings; name the run that embeds it: --run RUN")
     if args.run and not indexes:
-        raise embed.EmbedError("--run is given, and none of the folders is an index of `jaxtrain index`")
+        raise InferenceError("--run is given, and none of the folders is an index of `jaxtrain index`")
     if not indexes:
         return given
     machine.keep_freed_memory()
-    model = embed.load(args.run, ema=args.ema)
+    model = encoder.load(args.run, ema=args.ema)
     kinds = ["mean", "patches"] if args.method == "patches" else ["mean", "cls"]
     place = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-embeddings")
     made = {}
     for number, index in enumerate(indexes):
         has_labels = not args.labels and bool(store.read(index)["classes"])
         changes = {"train": str(index), "test": "", "audio_root": args.audio_root, "views": 1}
-        data = embed.data_config(model, **changes, label="labels" if has_labels else "", multilabel=has_labels)
+        data = encoder.data_config(model, **changes, label="labels" if has_labels else "", multilabel=has_labels)
         made[index] = place if len(indexes) == 1 else place.with_name(f"{place.name}-{number}")
         done = embed.embed(model, data, made[index], split=args.split, kinds=kinds, batch=args.batch)
         print(f"{made[index]}: {done['done']} rows of {index} embedded ({done['unreadable']} unreadable)")

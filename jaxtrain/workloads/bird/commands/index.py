@@ -21,10 +21,12 @@ See docs/recordings.md.
 """
 
 import argparse
+import dataclasses
 import functools
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jaxtrain.commands import arguments
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     row.add_argument("--windows", type=float, default=0.0, metavar="S", help="cut recordings into windows of S seconds")
     row.add_argument("--hop", type=float, default=0.0, metavar="S", help="from window to window; default: their length")
     row.add_argument("--min-overlap", type=float, default=0.25, metavar="S", help="of an event in its window; default: 0.25")
-    row.add_argument("--no-empty", action="store_true", help="leave out windows without an event")
+    row.add_argument("--no-empty", dest="empty", action="store_false", help="leave out windows without an event")
     row.add_argument("--channels", default="mean", help="mean, each as a row, table (as it says), or a number; default: mean")
     row.add_argument("--split", default="", metavar="HOW", help="recording=0.2, site=0.2, date=DAY, column=NAME, folder")
     row.add_argument("--seed", type=int, default=0, help="of the split; default: 0")
@@ -87,38 +89,15 @@ def _make(args: argparse.Namespace) -> int:
     given = list(args.sources)
     if args.unpack:
         given = _unpack(given, pathlib.Path(args.unpack))
-    mistakes = Mistakes(args.on)
-    reading = sources.Options(
-        audio=args.audio,
-        labels=args.labels,
-        file_column=args.file_column,
-        start_column=args.start_column,
-        end_column=args.end_column,
-        label_column=args.label_column,
-        separator=args.separator,
-    )
-    options = rows.Options(
-        windows=args.windows,
-        hop=args.hop,
-        min_overlap=args.min_overlap,
-        empty=not args.no_empty,
-        channels=args.channels,
-        min_count=args.min_count,
-        split=args.split,
-        seed=args.seed,
-    )
+    mistakes, named = Mistakes(args.on), vars(args)
+
+    def chosen(kind: Any) -> Any:
+        return kind(**{field.name: named[field.name] for field in dataclasses.fields(kind) if field.name in named})
+
+    options = {"reading": chosen(sources.Options), "options": chosen(rows.Options), "class_file": args.classes}
     note = functools.partial(print, file=sys.stderr)
     try:
-        about = make.make(
-            given,
-            args.out,
-            reading=reading,
-            options=options,
-            class_file=args.classes,
-            root=args.root,
-            mistakes=mistakes,
-            note=note,
-        )
+        about = make.make(given, args.out, root=args.root, mistakes=mistakes, note=note, **options)
     finally:
         for line in mistakes.report():
             print(line, file=sys.stderr)
@@ -129,7 +108,7 @@ def _make(args: argparse.Namespace) -> int:
 
 
 def _unpack(given: Sequence[str], folder: pathlib.Path) -> list[str]:
-    """Unpacks archives that are sources, or lie in one. Returns the sources without them, and the folder where it is new."""
+    """Unpacks archives that are sources, or lie in one. Returns the sources without them, and the folder if it is new."""
     from loaders.audio.recordings import make
 
     archives: list[str] = []

@@ -10,12 +10,13 @@ EMBEDDINGS are folders of `jaxtrain embed`. On features that stay as they are:
     linear     logistic regression: softmax, or one for each of several classes; its penalty chosen on a part of the train rows
     knn        the k nearest by cosine, weighted by exp(cosine / 0.07) (Wu et al. 2018)
     few shot   nearest mean of 1, 2, 4 … examples of each class, of many draws (Snell et al. 2017)
-    scores     the run's supervised head as it is, where there is one
+    scores     the run's supervised head as it is, if there is one
 
 With --folds COLUMN (kept by `jaxtrain embed --columns`) every fold of --train is predicted from the others instead. Measures
 are accuracy, cmAP and AUROC, with percentile intervals of 95 % over bootstrap draws of the test recordings.
 
-DIR gets results.json, results.md, and with matplotlib (extra: plots) measures.png and few_shot.png.
+DIR gets results.json, results.md, and with matplotlib (extra: plots) measures.png and few_shot.png. The command needs
+scikit-learn: pip install 'jaxtrain[probe]'.
 """
 
 import argparse
@@ -39,16 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (args.test is None) == (args.folds is None) or (args.test and len(args.test) != len(args.train)):
         parser.error("give as many --test as --train, or --folds")
 
-    from jaxtrain.workloads.bird.inference import probe
+    if wrong := arguments.missing("sklearn", "pip install 'jaxtrain[probe]'"):
+        arguments.report(wrong)
+        return arguments.MISTAKE
 
-    return arguments.run(functools.partial(_probe, args), mistakes=(probe.ProbeError,))
+    from jaxtrain.workloads.bird import inference
+
+    return arguments.run(functools.partial(_probe, args), mistakes=inference.errors())
 
 
 def _probe(args: argparse.Namespace) -> int:
-    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.bird.inference import probe
 
-    cluster.use_compilation_cache()
     results = {}
     for i, folder in enumerate(args.train):
         train = probe.read(folder, kind=args.kind, group=args.folds)

@@ -38,19 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= args.port < 65536:
         parser.error(f"--port is {args.port}; expected 0 to 65535")
 
-    from jaxtrain.workloads.bird.inference import embeddings, review
-    from loaders.base import DataError
+    from jaxtrain.workloads.bird import inference
 
-    return arguments.run(functools.partial(_review, args), mistakes=(review.ReviewError, embeddings.EmbeddingsError, DataError))
+    return arguments.run(functools.partial(_review, args), mistakes=inference.errors())
 
 
 def _review(args: argparse.Namespace) -> int:
-    from jaxtrain.workloads.bird.inference import embeddings, neighbours, review, review_server
+    from jaxtrain.workloads.bird.inference import InferenceError, embeddings, neighbours, review, review_server
 
     items = review.read(args.table, root=args.root, order=args.order, label=args.label)
     near = None
     if args.embeddings:
-        near = neighbours.Alike([embeddings.read(each) for each in args.embeddings], [(i.path, i.start, i.end) for i in items])
+        near = neighbours.Neighbours(
+            [embeddings.read(each) for each in args.embeddings], [(i.path, i.start, i.end) for i in items]
+        )
         if near.missing:
             print(f"{near.missing} of {len(items)} windows are in no embeddings, and have no neighbours")
     session = review.Session(items, args.out, near)
@@ -59,7 +60,7 @@ def _review(args: argparse.Namespace) -> int:
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
-        raise review.ReviewError(f"--port {args.port} is in use, or not allowed; choose another, or omit it") from error
+        raise InferenceError(f"--port {args.port} is in use, or not allowed; choose another, or omit it") from error
     with server:
         print(f"{len(items)} windows; answers go to {args.out}; Ctrl-C ends\n{server.address}", flush=True)
         try:

@@ -14,6 +14,7 @@ Every row is compared: answers are exact. --approximate, for many millions of ro
 import argparse
 import csv
 import functools
+import io
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -41,21 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.approximate and args.model:
         parser.error("--approximate belongs to --like; --model scores every row")
 
-    from jaxtrain import config
-    from jaxtrain.arrays import stored
-    from jaxtrain.workloads.bird.inference import embed, embeddings, heads
-    from loaders.base import DataError
+    from jaxtrain.workloads.bird import inference
 
-    mistakes: tuple[type[Exception], ...] = (embeddings.EmbeddingsError, heads.HeadError, embed.EmbedError)
-    mistakes += (stored.StoredError, config.ConfigError, DataError)
-    return arguments.run(functools.partial(_search, args), mistakes=mistakes)
+    return arguments.run(functools.partial(_search, args), mistakes=inference.errors())
 
 
 def _search(args: argparse.Namespace) -> int:
     import numpy as np
 
     from jaxtrain.parallel import cluster
-    from jaxtrain.workloads.bird.inference import embeddings, heads, search
+    from jaxtrain.workloads.bird.inference import InferenceError, embeddings, heads, search
     from loaders.io import atomic_write
 
     cluster.use_compilation_cache()
@@ -64,7 +60,7 @@ def _search(args: argparse.Namespace) -> int:
     if args.model:
         head = heads.read(args.model)
         if not args.label and len(head.names) > 1:
-            raise heads.HeadError(f"{args.model} knows {', '.join(head.names[:20])}; name one of them: --class")
+            raise InferenceError(f"{args.model} knows {', '.join(head.names[:20])}; name one of them: --class")
         names = [args.label or head.names[0]]
         hits = search.by_head(folders, head, heads.read_names(names, head.names, "--class")[0], top=args.top)
     else:
@@ -74,7 +70,7 @@ def _search(args: argparse.Namespace) -> int:
             name, number = search.split_query(text)
             if pathlib.Path(name).expanduser().is_dir():
                 if number is None:
-                    raise embeddings.EmbeddingsError(f"the query {text!r} is a folder; name a row of it: {text}@0")
+                    raise InferenceError(f"the query {text!r} is a folder; name a row of it: {text}@0")
                 queries.append(search.of_row(embeddings.read(name), number, args.kind))
                 continue
             encoder = encoder or search.Encoder(args.run or search.run_of(folders[0]), folders[0], args.kind)
@@ -93,21 +89,11 @@ def _search(args: argparse.Namespace) -> int:
         where = (place.paths[hit.row], *times, place.clock[hit.row])
         rows.append((*where, f"{hit.score:.4f}", names[hit.query], str(folders[hit.folder].folder), str(hit.row)))
     if args.out:
-        with atomic_write.file(args.out) as file:
-            lines = _Text(file)
-            csv.writer(lines, lineterminator="\n").writerows([COLUMNS, *rows])
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
+        atomic_write.write(args.out, text.getvalue())
     for file_name, start, end, clock, score, query, _, _ in rows[: max(args.top if not args.out else 20, 0)]:
         print(f"{score}  {file_name}  {start or '?'} to {end or '?'} s{f'  {clock}' if clock else ''}  ({query})")
     if args.out:
         print(f"{args.out}: {len(rows)} windows", file=sys.stderr)
     return 0
-
-
-class _Text:
-    """A binary file that csv may write text to."""
-
-    def __init__(self, file):
-        self._file = file
-
-    def write(self, text: str) -> int:
-        return self._file.write(text.encode())

@@ -19,7 +19,7 @@ from jaxtrain.arrays import run_workload
 from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.types import Format
 from jaxtrain.workloads.bird import log_mel, vit
-from jaxtrain.workloads.bird.config import Config
+from jaxtrain.workloads.bird.model import Config
 from loaders.audio import front_end
 from loaders.audio.front_end import FrontEnd
 
@@ -306,4 +306,4 @@ def _of_run(config: Mapping[str, Any], arrays: Mapping[str, Stored], about: Mapp
     return files(run_workload.section_of(config, "model", Config), config.get("data") or {}, arrays, about)
 
 
-FORMAT = Format(files=_of_run, example=COMMAND)
+FORMAT = Format(files=_of_run, example=COMMAND, package="onnx", extra="onnx")

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.workloads.bird.inference import detect, embed, probe
-from jaxtrain.workloads.bird.inference.embeddings import Embeddings, EmbeddingsError
+from jaxtrain.workloads.bird.inference import InferenceError, detect, embed, encoder, measures
+from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from jaxtrain.workloads.bird.inference.embeddings import read as read_embeddings
 from loaders.audio.recordings import make, rows, sources
 from loaders.audio.recordings.annotations import Mistakes
@@ -33,25 +33,21 @@ from loaders.io import atomic_write, columnar, files
 
 SETS = {"POW": 48, "PER": 132, "NES": 89, "UHH": 27, "HSN": 21, "NBP": 51, "SSW": 81, "SNE": 56}  # BirdSet's, and their classes
 SEGMENT = 5.0  # [s]
-MOST_VIEWS = 100  # of a segment, which are in memory together
-MOST_FOLDS = 1000
+MAX_VIEWS = 100  # of a segment, which are in memory together
+MAX_FOLDS = 1000
 UNKNOWN = -1e9  # the score of a class that a run has no output for
 NAMES = {"cmAP": "cmAP", "AUROC": "AUROC", "accuracy": "top-1"}
 
 
-class BenchmarkError(ValueError):
-    """Data or a run that a benchmark cannot use."""
-
-
 class Result(NamedTuple):
-    """What a benchmark found, and lines for people."""
+    """The results of a benchmark, and lines for people."""
 
     content: dict[str, Any]
     lines: list[str]
 
 
 def birdset(
-    model: embed.Model,
+    model: encoder.Model,
     name: str,
     data: str,
     out: pathlib.Path,
@@ -67,33 +63,34 @@ def birdset(
       linear: fit a linear probe on the set's train split instead of using the run's own head.
       names: of the run's classes; empty: as the run, or its data, name them.
 
-    Raises BenchmarkError, DataError, EmbedError, EmbeddingsError.
+    Raises InferenceError, DataError.
     """
     place = _archive(name, data, out, splits=("train", "test_5s") if linear else ("test_5s",))
-    config = embed.data_config(
+    config = encoder.data_config(
         model, train=place, test="", label="ebird_code_multilabel", multilabel=True, views=1, time_expansion=1.0
     )
-    for where, text in embed.of_split(config, "test_5s").problems():
+    for where, text in encoder.of_split(config, "test_5s").problems():
         raise DataError(f"data.{where} {text}")
     views = max(1, math.ceil(SEGMENT / config.clip_seconds - 1e-6))
-    if views > MOST_VIEWS:
-        raise BenchmarkError(
+    if views > MAX_VIEWS:
+        raise InferenceError(
             f"{model.name} hears {config.clip_seconds:g} s at a time, of which a segment of {SEGMENT:g} s has {views:,}; "
-            f"at most {MOST_VIEWS} are scored"
+            f"at most {MAX_VIEWS} are scored"
         )
     config = dataclasses.replace(config, views=views)
-    pool = "cls" if model.config.pool == "cls" else "mean"
+    pool = encoder.pool_of(model)
     folders = {split: out / "embeddings" / split for split in (("train", "test_5s") if linear else ("test_5s",))}
     for split, folder in folders.items():
         embed.embed(model, config, folder, split=split, kinds=(pool,), batch=batch)
     test = read_embeddings(folders["test_5s"])
-    y = (np.array(test.array("labels", 2)) > 0).astype(np.uint8)
-    decoded = np.array(test.array("weight", 1)) > 0
+    y, decoded = test.labels()
     missing: list[str] = []
     if linear:
+        from jaxtrain.workloads.bird.inference import probe  # which needs scikit-learn
+
         train = probe.read(folders["train"], kind=pool)
         if train.names != test.names:
-            raise BenchmarkError(f"{data}: its train split has other classes than test_5s")
+            raise InferenceError(f"{data}: its train split has other classes than test_5s")
         scores = probe.linear(train.x, train.y, np.asarray(test.array(pool, 2), np.float32), multilabel=True)
     else:
         scores, missing = _own(model, test, names)
@@ -118,38 +115,34 @@ def birdset(
 
 
 def scored(scores: np.ndarray, y: np.ndarray, draws: int) -> dict[str, dict[str, float]]:
-    """accuracy, cmAP and AUROC of scores [n, C] of labels [n, C], each with value, low and high. Raises BenchmarkError."""
+    """accuracy, cmAP and AUROC of scores [n, C] of labels [n, C], each with value, low and high. Raises InferenceError."""
     if not y.any():
-        raise BenchmarkError("no segment has a label; name the data with their split test_5s")
-    measured = probe.measure(scores, y, probe.bootstrap(len(y), draws))
-    return {name: probe.summary(values) for name, values in measured.items()}
+        raise InferenceError("no segment has a label; name the data with their split test_5s")
+    measured = measures.measure(scores, y, measures.bootstrap(len(y), draws))
+    return {name: measures.summary(values) for name, values in measured.items()}
 
 
 def table(content: Mapping[str, Any]) -> str:
     """The measures, in percent."""
-    cells = [f"{name} {_percent(content[name])}" for name in NAMES.values() if name in content]
+    cells = [f"{name} {measures.percent(content[name], 2)}" for name in NAMES.values() if name in content]
     return "   ".join(cells)
 
 
-def _percent(m: Mapping[str, float]) -> str:
-    return f"{100 * m['value']:.2f} [{100 * m['low']:.2f}, {100 * m['high']:.2f}]"
-
-
-def _own(model: embed.Model, test: Embeddings, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+def _own(model: encoder.Model, test: Embeddings, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
     """The logits [n, C] of the set's classes by a run's own head, and those that it does not have."""
     if not test.has("scores"):
-        raise BenchmarkError(
+        raise InferenceError(
             f"{model.name} has no head for classes: it was trained without labels, or is an encoder alone; add --probe"
         )
     logits = np.array(test.array("scores", 2), np.float32)
     known = tuple(names) or detect.class_names(model)
     if len(known) != logits.shape[1]:
         what = f"{len(known)} names" if known else "no names"
-        raise BenchmarkError(f"{model.name} has {logits.shape[1]} classes and {what}; list them, one a line: --names FILE")
+        raise InferenceError(f"{model.name} has {logits.shape[1]} classes and {what}; list them, one a line: --names FILE")
     places = {each: i for i, each in enumerate(known)}
     missing = [each for each in test.names if each not in places]
     if len(missing) == len(test.names):
-        raise BenchmarkError(
+        raise InferenceError(
             f"{model.name} has none of the classes {', '.join(test.names[:5])} …, but {', '.join(known[:5])} …; add --probe"
         )
     scores = np.full((len(logits), len(test.names)), UNKNOWN, np.float32)
@@ -166,11 +159,11 @@ def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) 
     if not tables:
         others = sorted(folder.glob("*_metadata_*")) if folder.is_dir() else []
         if others:
-            raise BenchmarkError(f"{folder} holds {others[0].name}, and nothing of {name}; name the set that is there")
+            raise InferenceError(f"{folder} holds {others[0].name}, and nothing of {name}; name the set that is there")
         return data
     chosen = [path for path in tables if re.search(rf"_metadata_({'|'.join(splits)})\.", path.name)]
     if len(chosen) < len(splits):
-        raise BenchmarkError(
+        raise InferenceError(
             f"{folder} holds {', '.join(p.name for p in tables)}; expected the metadata of {', '.join(splits)}"
         )
     shards = "|".join({"test_5s": "test_?5s"}.get(split, split) for split in splits)
@@ -187,7 +180,7 @@ def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) 
                     codes |= {value} if isinstance(value, str) and value else set()
                     codes |= {str(each) for each in value} if isinstance(value, list | tuple) else set()
         except (ValueError, OSError) as error:
-            raise BenchmarkError(f"{path} cannot be read: {error}") from error
+            raise InferenceError(f"{path} cannot be read: {error}") from error
     classes = out / "classes.txt"
     out.mkdir(parents=True, exist_ok=True)
     atomic_write.write(classes, "".join(f"{code}\n" for code in sorted(codes)))
@@ -205,15 +198,17 @@ def _index(given: Sequence[str], out: pathlib.Path, *, audio: str, classes: str 
 
 
 def esc(
-    model: embed.Model, name: str, data: str, out: pathlib.Path, *, draws: int = 200, batch: int = 64, views: int = 1
+    model: encoder.Model, name: str, data: str, out: pathlib.Path, *, draws: int = 200, batch: int = 64, views: int = 1
 ) -> Result:
     """Scores the frozen features of a run on ESC-10 or ESC-50, in their five folds.
 
-    Raises BenchmarkError, DataError, EmbedError, EmbeddingsError, ProbeError.
+    Raises InferenceError, DataError.
     """
+    from jaxtrain.workloads.bird.inference import probe  # which needs scikit-learn
+
     folder = pathlib.Path(data).expanduser()
     about = folder / "meta" / "esc50.csv"
-    pool = "cls" if model.config.pool == "cls" else "mean"
+    pool = encoder.pool_of(model)
     place, columns = data, ["fold"]
     by_file: dict[str, int] = {}
     if about.is_file():
@@ -222,12 +217,12 @@ def esc(
         place, columns = str(out / "index"), []
     elif folder.is_dir() and list(folder.glob("*/*.arrow")):
         place = f"{data}/*/*.arrow"
-    config = embed.data_config(model, train=place, test="", label="label", multilabel=False, views=views, time_expansion=1.0)
+    config = encoder.data_config(model, train=place, test="", label="label", multilabel=False, views=views, time_expansion=1.0)
     embed.embed(model, config, out / "embeddings", kinds=(pool,), columns=columns, batch=batch)
     if by_file:
         names = [path.rpartition("/")[2] for path in read_embeddings(out / "embeddings").places().paths]
         if unnamed := [name for name in names if name not in by_file]:
-            raise BenchmarkError(f"{about} has no line for {unnamed[0]!r}; write its names as the files have them")
+            raise InferenceError(f"{about} has no line for {unnamed[0]!r}; write its names as the files have them")
         atomic_write.save(out / "embeddings" / "fold.npy", np.array([by_file[name] for name in names], np.int64))
     features = probe.read(out / "embeddings", kind=pool, group="fold")
     expected = 10 if name == "esc10" else 50
@@ -244,7 +239,7 @@ def esc(
         accuracy = results[each]["accuracy"]
         content[each] = accuracy
         by_fold = ", ".join(f"{100 * x:.1f}" for x in accuracy.get("folds", []))
-        lines.append(f"{each:7} accuracy {_percent(accuracy)}   by fold: {by_fold}")
+        lines.append(f"{each:7} accuracy {measures.percent(accuracy, 2)}   by fold: {by_fold}")
     if (content["classes"], content["folds"]) != (expected, 5):
         lines.append(f"the published {name} has {expected} classes in 5 folds: compare with no table")
     return Result(content, lines)
@@ -257,12 +252,12 @@ def _esc_table(path: pathlib.Path, out: pathlib.Path, *, only_ten: bool) -> dict
         chosen = [line for line in lines if not only_ten or line["esc10"].strip().lower() == "true"]
         folds = {line["filename"]: int(line["fold"]) for line in chosen}
         labels = [(line["filename"], line["category"]) for line in chosen]
-        if odd := [name for name, fold in folds.items() if "/" in name or not 0 <= fold < MOST_FOLDS]:
+        if odd := [name for name, fold in folds.items() if "/" in name or not 0 <= fold < MAX_FOLDS]:
             raise ValueError(f"{odd[0][:80]!r} in fold {str(folds[odd[0]])[:20]}")
     except (files.FileError, KeyError, ValueError, csv.Error, AttributeError) as error:
-        raise BenchmarkError(f"{path} is not ESC's table (filename, fold, category, esc10): {error!r}") from error
+        raise InferenceError(f"{path} is not ESC's table (filename, fold, category, esc10): {error!r}") from error
     if not folds:
-        raise BenchmarkError(f"{path} names no clip of {'ESC-10' if only_ten else 'ESC-50'}")
+        raise InferenceError(f"{path} names no clip of {'ESC-10' if only_ten else 'ESC-50'}")
     out.mkdir(parents=True, exist_ok=True)
     content = io.StringIO()
     csv.writer(content).writerows([("file", "label"), *labels])
@@ -273,6 +268,3 @@ def _esc_table(path: pathlib.Path, out: pathlib.Path, *, only_ten: bool) -> dict
 def write(result: Result, out: pathlib.Path) -> None:
     """Writes results.json, whole."""
     atomic_write.write(out / "results.json", json.dumps(result.content, indent=2) + "\n")
-
-
-MISTAKES: tuple[type[Exception], ...] = (BenchmarkError, DataError, EmbeddingsError, embed.EmbedError, probe.ProbeError)

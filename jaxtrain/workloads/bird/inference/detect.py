@@ -1,4 +1,4 @@
-"""What is heard when in recordings of any length: scores of all windows, written so that a command can be resumed.
+"""Scores of all windows of recordings of any length, written so that a command can be resumed.
 
 The folder that `detect` writes (`jaxtrain.workloads.bird.inference.detections` makes the tables):
 
@@ -11,6 +11,7 @@ Processes share the parts among themselves, and need not know of each other.
 
 import concurrent.futures
 import dataclasses
+import datetime
 import json
 import os
 import pathlib
@@ -26,8 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxtrain.types import PyTree
-from jaxtrain.workloads.bird.inference import embed, heads
-from jaxtrain.workloads.bird.inference.heads import Head, HeadError
+from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder, heads
+from jaxtrain.workloads.bird.inference.heads import Head
 from loaders.audio import spectrogram
 from loaders.audio.recordings import classes as class_files
 from loaders.audio.recordings.windows import Windows
@@ -38,10 +39,6 @@ PART = 2048  # [windows] of a part, about: whole batches
 ABOUT = "detect.json"
 INDEX = ".windows-"  # the folder of each process's index, while it works
 META = ("file", "start_time", "end_time", "clock_time")
-
-
-class DetectError(ValueError):
-    """A run, recordings or a folder that cannot be used."""
 
 
 class Parts(NamedTuple):
@@ -74,7 +71,7 @@ class Parts(NamedTuple):
             return False
 
     def read(self, number: int) -> np.ndarray:
-        """The scores of a part, float32 [windows, classes]; nan where a window cannot be decoded. Raises DetectError."""
+        """The scores of a part, float32 [windows, classes]; nan if a window cannot be decoded. Raises InferenceError."""
         start, stop = self.between(number)
         try:
             with columnar.native(self.path(number)) as file:
@@ -84,19 +81,19 @@ class Parts(NamedTuple):
             columns = [column.to_numpy(zero_copy_only=False) for column in table.columns[len(META) :]]
             return np.stack(columns, 1).astype(np.float32) if columns else np.zeros((table.num_rows, 0), np.float32)
         except files.FileError as error:
-            raise DetectError(f"{error}; remove it, then rerun the same command") from error
+            raise InferenceError(f"{error}; remove it, then rerun the same command") from error
         except (pa.ArrowException, ValueError, TypeError) as error:
             text = f"{self.path(number)} cannot be read: {files.said(error)}"
-            raise DetectError(f"{text}; remove it, then rerun the same command") from error
+            raise InferenceError(f"{text}; remove it, then rerun the same command") from error
 
 
-def head_of(model: embed.Model, names: Sequence[str] = ()) -> Head:
+def head_of(model: encoder.Model, names: Sequence[str] = ()) -> Head:
     """The head that a run was trained with: its own, else its online probe.
 
     Args:
       names: of its classes; empty: as the run, or else its data, name them.
 
-    Raises HeadError: there is none, or no names.
+    Raises InferenceError: there is none, or no names.
     """
     c = model.config
     if model.head:
@@ -104,7 +101,7 @@ def head_of(model: embed.Model, names: Sequence[str] = ()) -> Head:
     elif model.probe:
         kind, arrays, softmax = "probe", model.probe, not c.multilabel
     else:
-        raise HeadError(
+        raise InferenceError(
             f"{model.name} has no head for classes: it is an export of the encoder alone, or was trained without labels; "
             "fit one with `jaxtrain fit`, and name it with --model"
         )
@@ -112,24 +109,20 @@ def head_of(model: embed.Model, names: Sequence[str] = ()) -> Head:
     found = tuple(names) or class_names(model)
     if len(found) != n:
         where = "--names lists" if names else "its data name" if found else "nothing names"
-        raise HeadError(
+        raise InferenceError(
             f"{model.name} has {n} classes, and {where} {len(found) or 'them'}; list them in order, one a line: --names FILE"
         )
-    pool = "cls" if c.pool == "cls" else "mean"
-    return Head(kind, pool, "softmax" if softmax else "sigmoid", arrays, found, model.name)
+    return Head(kind, encoder.pool_of(model), "softmax" if softmax else "sigmoid", arrays, found, model.name)
 
 
-def class_names(model: embed.Model) -> tuple[str, ...]:
-    """The names of a run's classes: its own, or else what its data name them; empty where neither is there."""
-    return tuple(model.config.class_names or ()) or _names_of_data(model)
-
-
-def _names_of_data(model: embed.Model) -> tuple[str, ...]:
-    """What the data that a run was trained on name its classes, for runs that do not keep them; empty where they are gone."""
+def class_names(model: encoder.Model) -> tuple[str, ...]:
+    """The names of a run's classes: its own, or else what its data name them; empty if neither is there."""
+    if model.config.class_names:
+        return tuple(model.config.class_names)
     section = model.run.get("data") or {}
     changes = {name: section[name] for name in ("label", "multilabel") if name in section}
     try:
-        return tuple(spectrogram.facts(embed.data_config(model, **changes)).get("class_names", ()))
+        return tuple(spectrogram.facts(encoder.data_config(model, **changes)).get("class_names", ()))
     except (DataError, ValueError, OSError):
         return ()
 
@@ -141,78 +134,60 @@ def read_classes(given: str) -> tuple[str, ...]:
     return tuple(name for name in (name.strip() for name in given.split(",")) if name)
 
 
-def band(data: spectrogram.Config) -> tuple[float, float]:
-    """The frequencies [Hz] between which the encoder hears."""
-    return 0.0, data.highest
-
-
 def prepare(
-    model: embed.Model, head: Head, windows: Windows, out: pathlib.Path, *, chosen: Sequence[int], batch: int
+    model: encoder.Model, head: Head, windows: Windows, out: pathlib.Path, *, chosen: Sequence[int], batch: int
 ) -> tuple[Parts, dict[str, Any]]:
     """Checks the folder ``out`` against what is to be in it. Returns its parts and what it is made of.
 
     Args:
       chosen: numbers of the classes whose scores are kept.
 
-    Raises DetectError: it holds other things, or scores that were made of something else.
+    Raises InferenceError: it holds other things, or scores that were made of something else.
     """
     batch = -(-batch // len(jax.devices())) * len(jax.devices())
     rows = -(-PART // batch) * batch
     if twice := {*META} & {head.names[i] for i in chosen}:
-        raise DetectError(f"the class {min(twice)!r} has the name of a column of the scores; rename it: --names FILE")
+        raise InferenceError(f"the class {min(twice)!r} has the name of a column of the scores; rename it: --names FILE")
     parts = Parts(windows, rows, tuple(head.names[i] for i in chosen), out / "scores")
     made_of = {
-        "encoder": model.digest,
-        "head": head.digest,
-        "recordings": windows.digest,
-        "windows": windows.n,
-        "seconds": windows.seconds,
-        "hop": windows.hop,
-        "batch": batch,
-        "part": rows,
-        "classes": list(parts.names),
-    }
+        "encoder": model.digest, "head": head.digest, "recordings": windows.digest, "windows": windows.n,
+        "seconds": windows.seconds, "hop": windows.hop, "batch": batch, "part": rows, "classes": list(parts.names),
+    }  # fmt: skip
     if out.exists() and not out.is_dir():
-        raise DetectError(f"--out {out} is not a folder")
+        raise InferenceError(f"--out {out} is not a folder")
     if not (out / ABOUT).exists():
         if out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
-            raise DetectError(f"--out {out} holds other things than detections; name a new folder")
+            raise InferenceError(f"--out {out} holds other things than detections; name a new folder")
         return parts, made_of
-    try:
-        before = files.read_json(files.inside(out, ABOUT))
-    except files.FileError as error:
-        raise DetectError(f"{error}; choose another --out") from error
-    if differing := [name for name, value in made_of.items() if before.get(name) != value]:
-        short = lambda value: str(value)[:60]  # noqa: E731
-        changes = ", ".join(f"{name} was {short(before.get(name))} and is {short(made_of[name])}" for name in differing)
-        raise DetectError(f"{out} holds scores of something else: {changes}; choose another --out")
+    embed.refuse_other(out / ABOUT, made_of, "scores")
     return parts, made_of
 
 
 def score(
-    model: embed.Model,
+    model: encoder.Model,
     head: Head,
     data: spectrogram.Config,
     parts: Parts,
     made_of: Mapping[str, Any],
     *,
     chosen: Sequence[int],
-    process: int = 0,
-    processes: int = 1,
+    share: tuple[int, int] = (0, 1),
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, float]:
-    """Writes the parts that are missing, of this process's share. Returns windows, seconds and the share spent waiting.
+    """Write the parts that are missing, of this process's share. Returns windows, seconds and the share spent waiting.
+
+    Args:
+      share: the number of this process, and of how many.
 
     Raises DataError, OSError.
     """
     out = parts.folder.parent
     parts.folder.mkdir(parents=True, exist_ok=True)
-    _put(
-        out / ABOUT,
-        lambda path: path.write_text(json.dumps({**made_of, "root": parts.windows.root}, indent=2, ensure_ascii=False) + "\n"),
-    )
-    share = range(parts.n * process // processes, parts.n * (process + 1) // processes)
-    todo = [number for number in share if not parts.is_there(number)]
+    about = json.dumps({**made_of, "root": parts.windows.root}, indent=2, ensure_ascii=False) + "\n"
+    _put(out / ABOUT, lambda path: path.write_text(about))
+    process, processes = share
+    mine = range(parts.n * process // processes, parts.n * (process + 1) // processes)
+    todo = [number for number in mine if not parts.is_there(number)]
     if not todo:
         return {"windows": 0, "seconds": 0.0, "waiting": 0.0}
     batch = made_of["batch"]
@@ -222,7 +197,7 @@ def score(
     try:
         parts.windows.write(folder)
         data = dataclasses.replace(data, train=str(folder))
-        setup = embed.set_up(model, data, batch=batch, compute=compute, weights=weights)
+        setup = encoder.set_up(model, data, compute, weights, batch=batch)
         meter = _Meter(parts.windows, sum(len(range(*parts.between(number))) for number in todo), progress)
         with concurrent.futures.ThreadPoolExecutor(1) as writer:
             writing: concurrent.futures.Future | None = None
@@ -238,44 +213,29 @@ def score(
 
 
 def _computed(
-    setup: embed.Setup, data: spectrogram.Config, parts: Parts, todo: Sequence[int], batch: int, meter: "_Meter"
+    setup: encoder.Setup, data: spectrogram.Config, parts: Parts, todo: Sequence[int], batch: int, meter: "_Meter"
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The scores of parts, in their order. The device has its next batch before the one before it is waited for."""
+    """The scores of parts, in their order."""
     steps = parts.rows // batch
     for first, last in _runs(todo):
         loader = setup.loader
         if first != todo[0]:  # a stream that was closed reads no more
-            loader = spectrogram.make_loader(
-                embed.of_split(data, "train"), split="train", rows=setup.rows, seed=0, in_order=True
-            )
+            split = encoder.of_split(data, "train")
+            loader = spectrogram.make_loader(split, split="train", rows=setup.rows, seed=0, in_order=True)
         loader.seek(first * steps)
-        stream = setup._replace(loader=loader).feed()
-        ends = parts.between(last)[1]
-        pending: list[tuple[int, dict[str, jax.Array]]] = []
+        stream, ends = setup._replace(loader=loader).stream(), parts.between(last)[1]
         found: list[np.ndarray] = []
-
-        def finish(position: int, outputs: dict[str, jax.Array], ends: int = ends) -> Iterator[tuple[int, np.ndarray]]:
-            values = jax.device_get(outputs)
-            stop = min(position * batch, ends)
-            n = stop - (position - 1) * batch
-            scores = np.where(values["weight"][:n, None] > 0, values["scores"][:n], np.nan)
-            found.append(scores)  # noqa: B023  used up before the next run of parts
-            meter.add(n, stop)
-            number = (position - 1) // steps
-            if stop == parts.between(number)[1]:
-                yield number, np.concatenate(found)  # noqa: B023
-                found.clear()  # noqa: B023
-
         try:
-            for position, arrays in stream:
-                pending.append((position, setup.run(setup.weights, arrays)))
+            for position, values in setup.outputs(stream, last=-(-ends // batch)):
+                stop = min(position * batch, ends)
+                n = stop - (position - 1) * batch
+                found.append(np.where(values["weight"][:n, None] > 0, values["scores"][:n], np.nan))
                 meter.waited = stream.waited
-                if len(pending) > 1:
-                    yield from finish(*pending.pop(0))
-                if position * batch >= ends:
-                    break
-            for item in pending:
-                yield from finish(*item)
+                meter.add(n, stop)
+                number = (position - 1) // steps
+                if stop == parts.between(number)[1]:
+                    yield number, np.concatenate(found)
+                    found.clear()
         finally:
             stream.close()
 
@@ -289,13 +249,11 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
             first = i
 
 
-def compute_of(head: Head, chosen: Sequence[int]) -> embed.Compute:
-    """What is computed of each window: the scores of these classes."""
+def compute_of(head: Head, chosen: Sequence[int]) -> encoder.Compute:
+    """Make the function that computes the scores of these classes."""
     columns = None if list(chosen) == list(range(len(head.names))) else np.asarray(chosen, np.int32)
 
-    def compute(
-        weights: PyTree, pooled: Mapping[str, jax.Array], patches: jax.Array, batch: Mapping[str, jax.Array]
-    ) -> dict[str, jax.Array]:
+    def compute(weights: PyTree, pooled: encoder.Arrays, patches: jax.Array, batch: encoder.Arrays) -> dict[str, jax.Array]:
         scores = heads.scores(head, weights, pooled, patches)
         return {"scores": scores if columns is None else scores[:, columns], "weight": batch["weight"]}
 
@@ -359,15 +317,9 @@ class _Meter:
     def add(self, n: int, stop: int) -> None:
         self.done += n
         seconds = max(time.perf_counter() - self.began, 1e-9)
-        left = (self._todo - self.done) * seconds / self.done
+        left = datetime.timedelta(seconds=round((self._todo - self.done) * seconds / self.done))
         name = self._windows.recordings[int(np.searchsorted(self._windows.first, stop - 1, side="right")) - 1].name
         self._progress(
-            f"{stop}/{self._windows.n} windows  {self.done * self._ratio / seconds:.0f} × real time  {_hours(left)} left  "
+            f"{stop}/{self._windows.n} windows  {self.done * self._ratio / seconds:.0f} × real time  {left} left  "
             f"waiting for the loader {self.waiting:.0%}  {name}"
         )
-
-
-def _hours(seconds: float) -> str:
-    minutes, s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{s:02}"

@@ -25,7 +25,8 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from jaxtrain.workloads.bird.inference.detect import DetectError, Parts, remove_partial
+from jaxtrain.workloads.bird.inference import InferenceError
+from jaxtrain.workloads.bird.inference.detect import Parts, remove_partial
 from jaxtrain.workloads.bird.inference.heads import read_names
 from loaders.audio.recordings import tables
 from loaders.audio.recordings.annotations import Mistakes
@@ -56,7 +57,7 @@ class Detection(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What counts as a detection, and how it is written."""
+    """The rules for a detection, and how it is written."""
 
     thresholds: np.ndarray  # float32 [classes]: a score from which on a class is there
     merge: bool = True  # neighbouring windows are one detection
@@ -72,7 +73,7 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
       given: a number, or a table with the columns class and threshold; empty: those of the model, or 0.5.
       fitted: the model's, for the same classes.
 
-    Raises DetectError.
+    Raises InferenceError.
     """
     found = np.full(len(names), THRESHOLD, np.float32) if fitted is None else np.array(fitted, np.float32)
     if not given:
@@ -81,15 +82,15 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
         try:
             value = float(given)
         except ValueError:
-            raise DetectError(f"--threshold is {given!r}, which is neither a number nor a file") from None
+            raise InferenceError(f"--threshold is {given!r}, which is neither a number nor a file") from None
         if not 0 <= value <= 1:
-            raise DetectError(f"--threshold is {given}; scores lie in [0, 1]")
+            raise InferenceError(f"--threshold is {given}; scores lie in [0, 1]")
         return np.full(len(names), value, np.float32)
     path = pathlib.Path(given).expanduser()
     table = tables.Table(path, tables.text_of(path))
     label, column = table.find("class", "label", "species"), table.find("threshold", "score", "min_conf")
     if not label or not column:
-        raise DetectError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected class and threshold")
+        raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected class and threshold")
     for number, row in table.rows():
         where = f"{path}:{number}"
         try:
@@ -97,7 +98,7 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
         except ValueError:
             bound = None
         if bound is None or not 0 <= bound <= 1:
-            raise DetectError(f"{where}: the threshold is {row.get(column, '')!r}; expected a number in [0, 1]")
+            raise InferenceError(f"{where}: the threshold is {row.get(column, '')!r}; expected a number in [0, 1]")
         found[read_names([row.get(label, "")], names, where)] = bound
     return found
 
@@ -129,7 +130,7 @@ def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
 def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
     """Writes the tables from the scores, in place of earlier ones. Returns counts: detections, unreadable (windows), mistakes.
 
-    Raises DetectError: scores that cannot be read; OSError.
+    Raises InferenceError: scores that cannot be read; OSError.
     """
     out, counts = parts.folder.parent, {"detections": 0, "unreadable": 0}
     remove_partial(out)
@@ -194,14 +195,14 @@ def _write_tables(
     if "detections" in writers:
         for each in found:
             name = names[each.label]
-            times = (_seconds(each.start), _seconds(each.end))
+            times = (seconds(each.start), seconds(each.end))
             writers["detections"].writerow((*times, name, name, f"{each.score:.4f}", path, recording.clock(each.start)))
     if "raven" in folders:
         lines = ["\t".join(RAVEN)]
         low, high = (f"{value:.1f}" for value in options.band)
         last = _plain(recording.name.rpartition("/")[2])
         for number, each in enumerate(found, 1):
-            start, end = _seconds(each.start), _seconds(each.end)
+            start, end = seconds(each.start), seconds(each.end)
             values = (number, "Spectrogram 1", 1, start, end, low, high, last, _plain(path), start, names[each.label])
             lines.append("\t".join(map(str, (*values, f"{each.score:.4f}"))))
         _put_text(folders["raven"] / f"{recording.name}.selections.txt", lines)
@@ -221,7 +222,8 @@ def _plain(text: str) -> str:
     return re.sub(r"[\x00-\x1f\x7f]+", " ", text)
 
 
-def _seconds(value: float) -> str:
+def seconds(value: float) -> str:
+    """Format a time, to the microsecond."""
     return repr(round(value, 6))
 
 

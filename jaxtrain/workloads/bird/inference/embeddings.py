@@ -8,21 +8,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxtrain.workloads.bird.inference import InferenceError
 from loaders.audio.front_end import DEFAULT
 from loaders.io import columnar, files
 
 ABOUT, ROWS = "embeddings.json", "rows.parquet"
-
-
-class EmbeddingsError(ValueError):
-    """A folder that holds no embeddings, or not those that are asked for."""
+MAX_CLASSES = 100_000  # of labels without names
+MAX_FEATURE = 1e18  # larger ones have squares that are no numbers of 32 bits
 
 
 class Places(NamedTuple):
     """Where the rows of a folder lie in recordings."""
 
     paths: list[str]  # relative to the root
-    start: np.ndarray  # float64 [n] s; nan where it is not known
+    start: np.ndarray  # float64 [n] s; nan if it is not known
     end: np.ndarray
     clock: list[str]  # ISO 8601, or ""
 
@@ -37,7 +36,7 @@ class Embeddings(NamedTuple):
 
     @property
     def root(self) -> str:
-        """The folder that recordings lie below; "" where none is known."""
+        """The folder that recordings lie below; "" if none is known."""
         return self._text("root")
 
     @property
@@ -59,23 +58,40 @@ class Embeddings(NamedTuple):
         return (self.folder / f"{name}.npy").exists()
 
     def array(self, name: str, *dimensions: int) -> np.ndarray:
-        """The array NAME.npy, mapped, of one of so many dimensions (1 or 2). Raises EmbeddingsError."""
+        """The array NAME.npy, mapped, of one of so many dimensions (1 or 2). Raises InferenceError."""
         path = self.folder / f"{name}.npy"
         if not path.exists():
             there = ", ".join(sorted(p.stem for p in self.folder.glob("*.npy")))
-            raise EmbeddingsError(f"{self.folder} has no {name}.npy; expected one of: {there}")
+            raise InferenceError(f"{self.folder} has no {name}.npy; expected one of: {there}")
         try:
             x = files.array(files.inside(self.folder, path.name))
         except files.FileError as error:
-            raise EmbeddingsError(f"{error}; embed again") from error
+            raise InferenceError(f"{error}; embed again") from error
         if x.ndim not in (dimensions or (1, 2)) or len(x) != self.n or x.dtype.kind not in "fiu" or 0 in x.shape[1:]:
-            raise EmbeddingsError(f"{path} holds {x.dtype} {x.shape}; expected {self.n} rows of numbers; embed again")
+            raise InferenceError(f"{path} holds {x.dtype} {x.shape}; expected {self.n} rows of numbers; embed again")
         return x
 
+    def features(self, kind: str, rows: np.ndarray) -> np.ndarray:
+        """The features of some rows, float32 [n, …]. Raises InferenceError."""
+        x = np.asarray(self.array(kind, 4 if kind == "patches" else 2)[rows], np.float32)
+        if not (np.abs(x) < MAX_FEATURE).all():
+            raise InferenceError(f"{self.folder} holds features that are no numbers, or too large ones; embed again")
+        return x
+
+    def labels(self) -> tuple[np.ndarray, np.ndarray]:
+        """The classes of every row, uint8 [n, C], and whether they are known, bool [n]. Raises InferenceError."""
+        known = np.array(self.array("weight", 1)) > 0
+        if self.about["multilabel"]:
+            return (np.array(self.array("labels", 2)) > 0).astype(np.uint8), known
+        label, n = np.array(self.array("label", 1)), len(self.names)
+        if label.dtype.kind not in "iu" or label.max(initial=0) >= (n or MAX_CLASSES):
+            raise InferenceError(f"{self.folder}/label.npy has class {label.max(initial=0)}, but names for {n}; embed again")
+        return (label[:, None] == np.arange(n or label.max() + 1)).astype(np.uint8), known & (label >= 0)
+
     def places(self) -> Places:
-        """Path, times and clock of every row. Raises EmbeddingsError."""
+        """Path, times and clock of every row. Raises InferenceError."""
         if not (self.folder / ROWS).exists():
-            raise EmbeddingsError(
+            raise InferenceError(
                 f"{self.folder} does not say where its rows lie (no {ROWS}): an older version made it; embed again"
             )
         try:
@@ -88,31 +104,31 @@ class Embeddings(NamedTuple):
             if table.num_rows != self.n:
                 raise ValueError(f"it has {table.num_rows} rows, and there are {self.n}")
         except files.FileError as error:
-            raise EmbeddingsError(f"{error}; embed again") from error
+            raise InferenceError(f"{error}; embed again") from error
         except (pa.ArrowException, ValueError, KeyError) as error:
-            raise EmbeddingsError(f"{self.folder / ROWS} cannot be read: {files.said(error)}; embed again") from error
+            raise InferenceError(f"{self.folder / ROWS} cannot be read: {files.said(error)}; embed again") from error
         texts = {name: [value or "" for value in columns[name].to_pylist()] for name in ("path", "clock")}
         start, end = (columns[name].to_numpy(zero_copy_only=False).astype(np.float64) for name in ("start", "end"))
         return Places(texts["path"], start, end, texts["clock"])
 
 
 def read(folder: str | pathlib.Path) -> Embeddings:
-    """Opens a folder of `jaxtrain embed`. Raises EmbeddingsError: it is none, or is not finished."""
+    """Opens a folder of `jaxtrain embed`. Raises InferenceError: it is none, or is not finished."""
     folder = pathlib.Path(folder).expanduser()
     try:
         about = files.read_json(files.inside(folder, ABOUT))
     except files.FileError as error:
-        raise EmbeddingsError(f"{folder} holds no embeddings ({error}); make them with `jaxtrain embed`") from error
+        raise InferenceError(f"{folder} holds no embeddings ({error}); make them with `jaxtrain embed`") from error
     names = about.get("class_names")
     is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
     counts = all(type(about.get(key)) is int for key in ("done", "rows"))
     if not is_text or not counts or type(about.get("multilabel")) is not bool:
-        raise EmbeddingsError(f"{folder / ABOUT} does not describe embeddings; make them with `jaxtrain embed`")
+        raise InferenceError(f"{folder / ABOUT} does not describe embeddings; make them with `jaxtrain embed`")
     settings = about.get("front_end", DEFAULT.settings)  # of before it was a choice
     if not isinstance(settings, dict) or settings.keys() != DEFAULT.settings.keys():
-        raise EmbeddingsError(f"{folder / ABOUT} has front_end {str(settings)[:80]!r}; embed again")
+        raise InferenceError(f"{folder / ABOUT} has front_end {str(settings)[:80]!r}; embed again")
     if about["done"] < about["rows"]:
-        raise EmbeddingsError(
+        raise InferenceError(
             f"{folder} holds {about['done']} of {about['rows']} embeddings; rerun the same `jaxtrain embed` to resume"
         )
     return Embeddings(folder, about, about["rows"], tuple(names))

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.workloads.bird.inference.embeddings import Embeddings, EmbeddingsError, Places
+from jaxtrain.workloads.bird.inference import InferenceError
+from jaxtrain.workloads.bird.inference.embeddings import Embeddings, Places
 from loaders.audio.recordings import tables
 from loaders.audio.recordings.sources import END, FILE, LABEL, START
 
@@ -27,7 +28,7 @@ class Examples(NamedTuple):
 
     rows: Sequence[np.ndarray]  # of each folder, int64, in order
     y: np.ndarray  # float32 [n, C]: 1 for a class that is there
-    known: np.ndarray  # float32 [n, C]: 1 where that is known
+    known: np.ndarray  # float32 [n, C]: 1 if that is known
     group: np.ndarray  # int64 [n]: the recording, by which rows are held out
     names: tuple[str, ...]
 
@@ -38,40 +39,30 @@ class Examples(NamedTuple):
 
 
 def own(folders: Sequence[Embeddings]) -> Examples:
-    """The labels that the embeddings have. Raises EmbeddingsError."""
+    """The labels that the embeddings have. Raises InferenceError."""
     names = folders[0].names
     rows, ys, groups = [], [], []
     for each in folders:
         if each.names != names:
-            raise EmbeddingsError(f"{each.folder} has other classes than {folders[0].folder}; embed both with the same labels")
-        if each.has("labels"):
-            y = (np.array(each.array("labels", 2)) > 0).astype(np.float32)
-            known = np.array(each.array("weight", 1)) > 0
-        elif each.has("label"):
-            label = np.array(each.array("label", 1))
-            if label.dtype.kind not in "iu" or label.max(initial=0) >= len(names):
-                raise EmbeddingsError(
-                    f"{each.folder}/label.npy has a class {label.max(initial=0)}, and {len(names)} have names"
-                )
-            y = (label[:, None] == np.arange(len(names))).astype(np.float32)
-            known = (np.array(each.array("weight", 1)) > 0) & (label >= 0)
-        else:
-            raise EmbeddingsError(f"{each.folder} has no labels; name a table of them: --labels FILE")
+            raise InferenceError(f"{each.folder} has other classes than {folders[0].folder}; embed both with the same labels")
+        if not each.has("labels" if each.about["multilabel"] else "label"):
+            raise InferenceError(f"{each.folder} has no labels; name a table of them: --labels FILE")
+        y, known = each.labels()
         if y.shape[1] != len(names):
-            raise EmbeddingsError(f"{each.folder} has labels of {y.shape[1]} classes, and names for {len(names)}; embed again")
+            raise InferenceError(f"{each.folder} has labels of {y.shape[1]} classes, and names for {len(names)}; embed again")
         rows.append(np.flatnonzero(known))
-        ys.append(y[rows[-1]])
+        ys.append(y[rows[-1]].astype(np.float32))
         groups.append(_groups(each, rows[-1]))
     y = np.concatenate(ys)
     if not len(y):
-        raise EmbeddingsError(f"{folders[0].folder} has no row with a label; name a table of them: --labels FILE")
+        raise InferenceError(f"{folders[0].folder} has no row with a label; name a table of them: --labels FILE")
     return Examples(rows, y, np.ones_like(y), _numbers(groups), names)
 
 
 def of_table(folders: Sequence[Embeddings], path: str, *, background: int = 0, seed: int = 0) -> Examples:
     """The rows that a table speaks of, and ``background`` others, drawn by ``seed``, that are taken to have no class.
 
-    Raises EmbeddingsError: a table without the columns, with a line of no sense, or that names nothing of the embeddings.
+    Raises InferenceError: a table without the columns, with a line of no sense, or that names nothing of the embeddings.
     """
     parts = _read(path)
     names = tuple(sorted({label for _, _, _, label, _ in parts}))
@@ -104,19 +95,17 @@ def of_table(folders: Sequence[Embeddings], path: str, *, background: int = 0, s
         groups.append(_groups(each, rows[-1]))
     if not n_found:
         first = parts[0][0] if parts else "no file"
-        raise EmbeddingsError(f"{path} names {first!r} and others, and none of it is in {folders[0].folder}; check --labels")
+        raise InferenceError(f"{path} names {first!r} and others, and none of it is in {folders[0].folder}; check --labels")
     return Examples(rows, np.concatenate(ys), np.concatenate(knowns), _numbers(groups), names)
 
 
 def refuse_one_sided(given: Examples) -> None:
-    """Raises EmbeddingsError unless every class has rows with it and rows without it."""
+    """Raises InferenceError unless every class has rows with it and rows without it."""
     for c, name in enumerate(given.names):
         if not (given.y[:, c] * given.known[:, c]).any():
-            raise EmbeddingsError(f"the class {name!r} has no example; add one, or leave the class out")
+            raise InferenceError(f"the class {name!r} has no example; add one, or leave the class out")
         if not ((1 - given.y[:, c]) * given.known[:, c]).any():
-            raise EmbeddingsError(
-                f"the class {name!r} has no counter-example; add rows with another class, or --background 100"
-            )
+            raise InferenceError(f"the class {name!r} has no counter-example; add rows with another class, or --background 100")
 
 
 def _read(path: str) -> list[tuple[str, float, float, str, int]]:
@@ -126,24 +115,22 @@ def _read(path: str) -> list[tuple[str, float, float, str, int]]:
     file, start, end = table.find(*FILE), table.find(*START), table.find(*END)
     label, answer, asked = table.find(*LABEL), table.find("answer"), table.find("asked")
     if not file or not label:
-        raise EmbeddingsError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start, end, label")
+        raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start, end, label")
     found = []
     for number, row in table.rows():
         where = f"{path}:{number}"
         try:
             times = [tables.number(row.get(column or "")) for column in (start, end)]
         except ValueError:
-            raise EmbeddingsError(f"{where}: its times are no numbers; correct the line") from None
+            raise InferenceError(f"{where}: its times are no numbers; correct the line") from None
         said = row.get(answer or "", "").casefold()
         if said not in ANSWERS:
-            raise EmbeddingsError(f"{where}: the answer is {said!r}; expected yes, no or skip")
+            raise InferenceError(f"{where}: the answer is {said!r}; expected yes, no or skip")
         name = row.get(label) or (row.get(asked, "") if asked and said in ("no", "skip") else "")
         if name:
             begin, stop = (times[0] or 0.0), (float("inf") if times[1] is None else times[1])
             if not 0 <= begin < stop:
-                raise EmbeddingsError(
-                    f"{where}: the times {begin:g} to {stop:g} s are no part of a recording; correct the line"
-                )
+                raise InferenceError(f"{where}: the times {begin:g} to {stop:g} s are no part of a recording; correct the line")
             found.append((row.get(file, ""), begin, stop, name, ANSWERS[said]))
     return found
 
@@ -171,10 +158,10 @@ def _matches(places: Places, root: str, parts: Iterable[tuple[str, float, float,
 
 
 def _groups(folder: Embeddings, rows: np.ndarray) -> list[str]:
-    """The recording of each row; a row of its own where the embeddings do not say."""
+    """The recording of each row; a row of its own if the embeddings do not say."""
     try:
         paths = folder.places().paths
-    except EmbeddingsError:
+    except InferenceError:
         return [f"{folder.folder}:{row}" for row in rows.tolist()]
     return [f"{folder.root}:{paths[row]}" if paths[row] else f"{folder.folder}:{row}" for row in rows.tolist()]
 

@@ -1,6 +1,6 @@
 """Heads on frozen features, from few examples: linear, prototypes, and prototypes of patches.
 
-    linear       logistic regression: softmax where each row has one class, else one for each class; standardised features
+    linear       logistic regression: softmax if each row has one class, else one for each class; standardised features
     prototypes   the mean direction of a class; scores by cosine (Snell et al. 2017)
     patches      directions of patches, of which the nearest in a window counts (prototypical probing, Rauch et al. 2025,
                  arXiv 2504.12880): begins with the patches that tell a class best from the others, and learns from there
@@ -13,6 +13,7 @@ Shapes: n rows, C classes, D features, N patches, K prototypes of a class.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,21 +21,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from scipy.optimize import minimize
+from sklearn.metrics import average_precision_score, precision_recall_curve
+from sklearn.model_selection import StratifiedGroupKFold
 
-from jaxtrain.workloads.bird.inference import heads, probe
-from jaxtrain.workloads.bird.inference.embeddings import Embeddings, EmbeddingsError
+from jaxtrain.workloads.bird.inference import InferenceError, heads, logistic
+from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from jaxtrain.workloads.bird.inference.examples import Examples
 from jaxtrain.workloads.bird.inference.heads import Head
 
-PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of linear
 PULLS = (0.1, 1.0, 10.0)  # of patches: towards where the prototypes began
-USUAL = {"linear": 1e-2, "prototypes": 0.0, "patches": 1.0}  # where too few examples allow no choice
+USUAL = {"linear": 1e-2, "prototypes": 0.0, "patches": 1.0}  # if too few examples allow no choice
 FOLDS = 5
 STEPS, RATE = 150, 0.02  # of patches
 CANDIDATES = 128  # patches of a class that are tried as prototypes
-MOST = 4 << 30  # [bytes] of patches in memory
+MAX_BYTES = 4 << 30  # of patches in memory
 PRIOR = 1e-3  # of calibration: nats that a scale of e costs
-FEWEST = 5  # examples of a class from which its threshold is measured
+MIN_EXAMPLES = 5  # examples of a class from which its threshold is measured
 
 
 class Fitted(NamedTuple):
@@ -67,11 +70,11 @@ def fit(
       prototypes: of a class, of patches.
       precision: that thresholds are for.
 
-    Raises EmbeddingsError.
+    Raises InferenceError.
     """
     for each in folders[1:]:
         if (each.encoder, dict(each.front_end)) != (folders[0].encoder, dict(folders[0].front_end)):
-            raise EmbeddingsError(
+            raise InferenceError(
                 f"{each.folder} is of another encoder or front end than {folders[0].folder}; embed both by one run"
             )
     x = _features(folders, given, "patches" if method == "patches" else pool)
@@ -79,74 +82,65 @@ def fit(
     softmax = given.exclusive
     solve, penalties = _solver(method, x, y, softmax, prototypes, seed)
     fold = folds_of(given, seed)
-    n_folds = int(fold.max()) + 1
-    penalty, out = USUAL[method], None
-    if n_folds > 1:
-        penalty, out = _cross_validated(method, solve, penalties, x, y, known, fold, softmax)
-    (arrays,) = solve(known, [penalty])
-    scale, offset = (1.0, 0.0) if out is None else calibrated(out, y, known, softmax)
-    arrays = _scaled(method, arrays, scale, offset)
+    n_folds = int(fold.max()) + 1 if fold.any() else 0
+    penalty, scale, offset = USUAL[method], 1.0, 0.0
     bounds = np.full(len(given.names), precision, np.float32)
     average = np.full(len(given.names), np.nan)
-    if out is not None:
+    if n_folds:
+        penalty, out = _cross_validated(method, solve, penalties, x, y, known, fold, softmax)
+        scale, offset = calibrated(out, y, known, softmax)
         z = scale * out + offset
         scores = np.asarray(jax.nn.softmax(z) if softmax else jax.nn.sigmoid(z), np.float64)
         for c in range(len(given.names)):
             rows = known[:, c] > 0
-            average[c] = probe.average_precision(scores[rows, c], y[rows, c], np.ones((1, rows.sum())))[0]
-            if y[rows, c].sum() >= FEWEST:
+            average[c] = average_precision_score(y[rows, c], scores[rows, c])
+            if y[rows, c].sum() >= MIN_EXAMPLES:
                 bounds[c] = threshold(scores[rows, c], y[rows, c], precision)
+    (arrays,) = solve(known, [penalty])
+    arrays = _scaled(method, arrays, scale, offset)
     about = {
-        "method": method, "penalty": penalty, "precision": precision, "folds": n_folds if out is not None else 0,
+        "method": method, "penalty": penalty, "precision": precision, "folds": n_folds,
         "examples": [int(n) for n in (y * known).sum(0)], "rows": len(y), "embeddings": [str(e.folder) for e in folders],
     }  # fmt: skip
     head = Head(
         method, "mean" if method == "patches" else pool, "softmax" if softmax else "sigmoid", arrays, given.names, "", bounds,
-        folders[0].encoder, folders[0].front_end, about,
+        folders[0].encoder, dict(folders[0].front_end), about,
     )  # fmt: skip
-    return Fitted(head, average, n_folds if out is not None else 0, penalty)
+    return Fitted(head, average, n_folds, penalty)
 
 
 def _features(folders: Sequence[Embeddings], given: Examples, kind: str) -> np.ndarray:
     """float32 [n, D]; of patches [n, N, D], views side by side."""
     parts, size = [], 0
     for each, rows in zip(folders, given.rows, strict=True):
-        x = each.array(kind, 4) if kind == "patches" else each.array(kind, 2)
-        size += len(rows) * int(np.prod(x.shape[1:])) * 4
-        if size > MOST:
-            raise EmbeddingsError(f"the patches of {len(given.y)} rows take more than {MOST >> 30} GiB; give fewer examples")
-        parts.append(
-            np.asarray(x[rows], np.float32).reshape(len(rows), *((-1, x.shape[-1]) if kind == "patches" else x.shape[1:]))
-        )
+        shape = each.array(kind, 4 if kind == "patches" else 2).shape
+        size += len(rows) * int(np.prod(shape[1:])) * 4
+        if size > MAX_BYTES:
+            gib = MAX_BYTES >> 30
+            raise InferenceError(f"the patches of {len(given.y)} rows take more than {gib} GiB; give fewer examples")
+        x = each.features(kind, rows)
+        parts.append(x.reshape(len(rows), -1, shape[-1]) if kind == "patches" else x)
     if len({part.shape[1:] for part in parts}) > 1:
-        raise EmbeddingsError("the folders have features of different sizes; embed all by one run")
-    x = np.concatenate(parts)
-    if not np.isfinite(x).all():
-        raise EmbeddingsError(f"{folders[0].folder} holds features that are no numbers; embed again")
-    return x
+        raise InferenceError("the folders have features of different sizes; embed all by one run")
+    return np.concatenate(parts)
 
 
 def folds_of(given: Examples, seed: int) -> np.ndarray:
-    """The fold of each row, int64 [n]: rows of a recording in one fold, classes spread. All 0 where too few allow none.
+    """The fold of each row, int64 [n]: rows of a recording in one fold, classes spread. All 0 if too few allow none.
 
-    Where some class is in one recording only, its rows are spread instead.
+    If some class is in one recording only, its rows are spread instead.
     """
     y = given.y * given.known
-    by_class = [len(np.unique(given.group[y[:, c] > 0])) for c in range(y.shape[1])]
-    group = given.group if min(by_class) > 1 else np.arange(len(y))
-    n = int(min(FOLDS, *(len(np.unique(group[y[:, c] > 0])) for c in range(y.shape[1])), len(np.unique(group))))
+    fewest = lambda group: min(len(np.unique(group[each > 0])) for each in y.T)  # noqa: E731
+    group = given.group if fewest(given.group) > 1 else np.arange(len(y))
+    fold, n = np.zeros(len(y), np.int64), min(FOLDS, fewest(group))
     if n < 2:
-        return np.zeros(len(y), np.int64)
-    rng = np.random.default_rng(seed)
-    names, first = np.unique(group, return_index=True)
-    main = np.where(y[first].any(1), y[first].argmax(1), y.shape[1])
-    fold = np.zeros(len(names), np.int64)
-    at = 0
-    for c in np.unique(main):
-        rows = rng.permutation(np.flatnonzero(main == c))
-        fold[rows] = (at + np.arange(len(rows))) % n
-        at += len(rows)
-    return fold[np.searchsorted(names, group)]
+        return fold
+    main = np.where(y.any(1), y.argmax(1), y.shape[1])
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # rows without a class may be fewer than folds
+        for k, (_, rows) in enumerate(StratifiedGroupKFold(n, shuffle=True, random_state=seed).split(y, main, group)):
+            fold[rows] = k
+    return fold
 
 
 def _cross_validated(
@@ -167,7 +161,7 @@ def _cross_validated(
     losses = []
     for z in out:
         scale, offset = calibrated(z, y, known, softmax)  # a scale that is not learned must not decide
-        losses.append(loss(scale * z + offset, y, known, softmax))
+        losses.append(logistic.loss(scale * z + offset, y, softmax=softmax, known=known))
     best = int(np.argmin(losses))
     return penalties[best], out[best]
 
@@ -179,48 +173,28 @@ def _logits(method: str, arrays: dict[str, np.ndarray], x: np.ndarray) -> np.nda
     return np.concatenate([np.asarray(heads.logits(method, given, part[:, 0], part)) for part in parts])
 
 
-def loss(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -> float:
-    """Mean cross-entropy of logits, in nats; of sigmoids over what is known."""
-    z = z.astype(np.float64)
-    if softmax:
-        top = z.max(1)
-        return float((top + np.log(np.exp(z - top[:, None]).sum(1)) - (z * y).sum(1)).mean())
-    return float(((np.logaddexp(0, z) - y * z) * known).sum() / known.sum())
-
-
 def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -> tuple[float, float]:
-    """Scale and offset of logits that give the least loss, with a weak prior at 1 and 0; a softmax needs no offset."""
-    z = z.astype(np.float64)
-    grid = np.exp(np.linspace(np.log(0.02), np.log(50), 41))
-    total = lambda a, b: loss(a * z + b, y, known, softmax) + PRIOR * (np.log(a) ** 2 + b**2 / 100)  # noqa: E731
-    if softmax:
-        near = min(grid, key=lambda a: total(a, 0.0))
-        fine = np.exp(np.linspace(np.log(near) - 0.2, np.log(near) + 0.2, 41))
-        return float(min(fine, key=lambda a: total(a, 0.0))), 0.0
-    weight = known / known.sum()
-    best = (total(1.0, 0.0), 1.0, 0.0)
-    for a in grid:
-        b = 0.0
-        for _ in range(20):  # Newton's steps for the offset of this scale: the loss is convex in it
-            p = 1 / (1 + np.exp(-np.clip(a * z + b, -40, 40)))
-            slope, bend = (weight * (p - y)).sum() + PRIOR * b / 50, (weight * p * (1 - p)).sum() + PRIOR / 50
-            b -= float(np.clip(slope / bend, -3, 3))
-        best = min(best, (total(a, b), float(a), b))
-    return best[1], best[2]
+    """Scale and offset of logits that give the least loss, with a weak prior at 1 and 0; a softmax needs no offset.
+
+    They are of all classes together, which keeps scores comparable. scikit-learn calibrates each class alone, without a prior.
+    """
+
+    def total(at: np.ndarray) -> float:
+        fit = logistic.loss(np.exp(at[0]) * z + at[1], y, softmax=softmax, known=known)
+        return fit + PRIOR * (at[0] ** 2 + at[1] ** 2 / 100)
+
+    log_scale, offset = minimize(total, (0.0, 0.0), bounds=((-4, 4), (0, 0) if softmax else (None, None))).x
+    return float(np.exp(log_scale)), float(offset)
 
 
 def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
-    """The lowest score from which on the share of ``y`` reaches ``precision``; above all of them where none does."""
-    order = np.argsort(-scores, kind="stable")
-    ranked = scores[order]
-    hits = np.cumsum(y[order])
-    last = np.append(np.diff(ranked) != 0, True)  # of equal scores
-    good = np.flatnonzero(last & (hits / np.arange(1, len(y) + 1) >= precision))
+    """The lowest score from which on the share of ``y`` reaches ``precision``; above all of them if none does."""
+    reached, _, bounds = precision_recall_curve(y, scores)
+    good = np.flatnonzero(reached[:-1] >= precision)
     if not len(good):
-        return float(min(1.0, np.nextafter(np.float32(ranked[0]), np.float32(2))))
-    at = good[-1]
-    below = ranked[at + 1] if at + 1 < len(ranked) else 0.0
-    return float((ranked[at] + below) / 2)
+        return float(min(1.0, np.nextafter(np.float32(bounds[-1]), np.float32(2))))
+    below = bounds[good[0] - 1] if good[0] else 0.0
+    return float((bounds[good[0]] + below) / 2)
 
 
 def _scaled(method: str, arrays: dict[str, np.ndarray], scale: float, offset: float) -> dict[str, np.ndarray]:
@@ -233,16 +207,20 @@ def _scaled(method: str, arrays: dict[str, np.ndarray], scale: float, offset: fl
 def _solver(
     method: str, x: np.ndarray, y: np.ndarray, softmax: bool, prototypes: int, seed: int
 ) -> tuple[Solve, Sequence[float]]:
-    """What fits arrays to rows by their weights, and the penalties that it may be given."""
+    """The function that fits arrays to rows by their weights, and the penalties to try."""
     if method == "linear":
         mean, std = x.mean(0), x.std(0) + 1e-6
         standard = ((x - mean) / std).astype(np.float32)
 
         def linear(weight: np.ndarray, penalties: Sequence[float]) -> list[dict[str, np.ndarray]]:
-            w, b = map(np.asarray, _linear(standard, y, weight, np.asarray(penalties, np.float32), softmax=softmax))
-            return [{"w": w[i] / std[:, None], "b": b[i] - (mean / std) @ w[i]} for i in range(len(penalties))]
+            rows, found = weight.any(1), []
+            n = rows.sum() if softmax else weight.sum()
+            for penalty in penalties:
+                w, b = logistic.fit(standard[rows], y[rows], penalty, softmax=softmax, known=weight[rows], n=n)
+                found.append({"w": w / std[:, None], "b": b - (mean / std) @ w})
+            return found
 
-        return linear, PENALTIES
+        return linear, logistic.PENALTIES
     flat = x.reshape(-1, x.shape[-1])
     mean = flat.mean(0)
     directions = np.asarray(heads.unit(jnp.asarray(x - mean)))
@@ -265,32 +243,6 @@ def _solver(
         return found
 
     return patches, PULLS
-
-
-@functools.partial(jax.jit, static_argnames=("softmax", "steps"))
-def _linear(
-    x: jax.Array, y: jax.Array, weight: jax.Array, penalties: jax.Array, *, softmax: bool, steps: int = 100
-) -> tuple[jax.Array, jax.Array]:
-    """Weights [len(penalties), D, C] and biases, of penalty / 2 × |w|² + mean loss, by L-BFGS."""
-
-    def fit_penalty(penalty: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def total(wb: tuple[jax.Array, jax.Array]) -> jax.Array:
-            return _mean_loss(x @ wb[0] + wb[1][None], y, weight, softmax) + penalty / 2 * jnp.square(wb[0]).sum()
-
-        solver = optax.lbfgs()
-        wb = (jnp.zeros((x.shape[1], y.shape[1])), jnp.zeros(y.shape[1]))
-        value_and_grad = optax.value_and_grad_from_state(total)
-
-        def step(carry: tuple, _: None) -> tuple[tuple, None]:
-            wb, state = carry
-            value, grad = value_and_grad(wb, state=state)
-            updates, state = solver.update(grad, state, wb, value=value, grad=grad, value_fn=total)
-            return (optax.apply_updates(wb, updates), state), None
-
-        (wb, _), _ = jax.lax.scan(step, (wb, solver.init(wb)), length=steps)
-        return wb
-
-    return jax.lax.map(fit_penalty, penalties)
 
 
 def _mean_loss(z: jax.Array, y: jax.Array, weight: jax.Array, softmax: bool) -> jax.Array:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtrain.workloads.bird.inference.embeddings import Embeddings, EmbeddingsError
+from jaxtrain.workloads.bird.inference import InferenceError
+from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 
 CHUNK = 1 << 16  # rows that are read together
 
 
-class Alike:
+class Neighbours:
     """The embeddings of windows, in memory: float32 [windows that have any, D]."""
 
     def __init__(self, folders: Sequence[Embeddings], windows: Sequence[tuple[str, float, float]]):
@@ -21,12 +22,12 @@ class Alike:
         Args:
           windows: absolute path of the recording, start and end [s].
 
-        Raises EmbeddingsError: the folders are of several encoders, or hold none of the windows.
+        Raises InferenceError: the folders are of several encoders, or hold none of the windows.
         """
         rows: dict[str, list[tuple[float, float, int, int]]] = defaultdict(list)  # by path: start, end, folder, row
         for number, each in enumerate(folders):
             if each.encoder != folders[0].encoder:
-                raise EmbeddingsError(f"{each.folder} is of another encoder than {folders[0].folder}; embed both by one run")
+                raise InferenceError(f"{each.folder} is of another encoder than {folders[0].folder}; embed both by one run")
             places, good = each.places(), np.asarray(each.array("weight", 1)) > 0
             ends = np.where(np.isnan(places.end), np.inf, places.end).tolist()
             starts = np.nan_to_num(places.start).tolist()
@@ -44,13 +45,13 @@ class Alike:
             if (best := _most(rows.get(path, ()), longest.get(path, 0.0), start, end)) is not None:
                 self._at[i] = found.setdefault(best, len(found))
         if not found:
-            raise EmbeddingsError(f"{folders[0].folder} holds none of the windows; embed their recordings")
+            raise InferenceError(f"{folders[0].folder} holds none of the windows; embed their recordings")
         self._unit = np.empty((len(found), folders[0].array("mean", 2).shape[1]), np.float32)
         keys, places_of = np.array(list(found)), np.array(list(found.values()))
         for number, each in enumerate(folders):
             x, mine = each.array("mean", 2), np.flatnonzero(keys[:, 0] == number)
             if x.shape[1] != self._unit.shape[1]:
-                raise EmbeddingsError(f"{each.folder} has other features than {folders[0].folder}; embed both by one run")
+                raise InferenceError(f"{each.folder} has other features than {folders[0].folder}; embed both by one run")
             mine = mine[np.argsort(keys[mine, 1])]  # in the order of the file
             for part in (mine[k : k + CHUNK] for k in range(0, len(mine), CHUNK)):
                 self._unit[places_of[part]] = x[keys[part, 1]]

@@ -1,8 +1,8 @@
-"""Windows that people judge: what is shown of them, and the table of answers, which is written at each of them.
+"""Windows that people judge: their content on the page, and the table of answers, which is written after each answer.
 
-The table has a line for each answer: file, start, end, label, answer, asked, score. Where the answer is "yes" the label is what
-is heard; where it is "no" or "skip" it is empty, and ``asked`` has the class that was shown. `jaxtrain fit` and
-`jaxtrain index` read it.
+The table has a line for each answer: file, start, end, label, answer, asked, score. If the answer is "yes", the label is the
+class that is heard. If it is "no" or "skip", the label is empty, and ``asked`` has the class of the question.
+`jaxtrain fit` and `jaxtrain index` read it.
 """
 
 import csv
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import soundfile
 
-from jaxtrain.workloads.bird.inference import detect, embeddings
-from jaxtrain.workloads.bird.inference.neighbours import Alike
+from jaxtrain.workloads.bird.inference import InferenceError, detect, detections, embeddings
+from jaxtrain.workloads.bird.inference.neighbours import Neighbours
 from loaders import _rust
 from loaders.audio import spectrogram
 from loaders.audio.front_end import RATES, FrontEnd
@@ -34,11 +34,7 @@ LONGEST = 60.0  # [s] of a window that is played and drawn
 RATE = 48_000  # [Hz] that a browser is given at most
 PICTURE = 32_000  # [Hz] of a picture's sound, at least: lower rates would leave its low bands empty
 NEIGHBOURS = 6
-MOST_NAME = 200  # [characters] of a class
-
-
-class ReviewError(ValueError):
-    """A table, a recording or an answer that cannot be used."""
+MAX_NAME = 200  # [characters] of a class
 
 
 class Item(NamedTuple):
@@ -49,20 +45,20 @@ class Item(NamedTuple):
     start: float
     end: float
     label: str  # what it may be; "": nothing is claimed
-    score: float  # nan where there is none
+    score: float  # nan = none
     clock: str
 
 
 class Session:
     """The windows of a table in the order in which they are shown, and the answers so far. Safe for several threads."""
 
-    def __init__(self, items: Sequence[Item], out: pathlib.Path, alike: Alike | None = None):
-        """Reads earlier answers from ``out``. Raises ReviewError.
+    def __init__(self, items: Sequence[Item], out: pathlib.Path, neighbours: Neighbours | None = None):
+        """Reads earlier answers from ``out``. Raises InferenceError.
 
         Args:
-          alike: which windows sound alike; None: that is not shown.
+          neighbours: which windows sound most like each; None: the page does not show them.
         """
-        self.items, self._out, self._alike = items, out, alike
+        self.items, self._out, self._neighbours = items, out, neighbours
         self._lock = threading.Lock()
         self._answers: dict[tuple[str, str, str, str], dict[str, str]] = {}
         self._at = {self._key(item): i for i, item in enumerate(items)}
@@ -72,7 +68,7 @@ class Session:
         if out.exists():
             table = tables.Table(out, tables.text_of(out))
             if table.columns != list(COLUMNS):
-                raise ReviewError(f"--out {out} is no table of answers; name a new file")
+                raise InferenceError(f"--out {out} is no table of answers; name a new file")
             for _, row in table.rows():
                 self._answers[row["file"], row["start"], row["end"], row["asked"]] = dict(row)
         self.labels = sorted(
@@ -81,38 +77,27 @@ class Session:
 
     @staticmethod
     def _key(item: Item) -> tuple[str, str, str, str]:
-        return item.name, _seconds(item.start), _seconds(item.end), item.label
+        return item.name, detections.seconds(item.start), detections.seconds(item.end), item.label
 
     def about(self, number: int) -> dict[str, Any]:
-        """What the page shows of a window. Raises IndexError."""
+        """The content of the page for a window. Raises IndexError."""
+        item = self.items[number]
+        distance = lambda i: abs(self.items[i].start - item.start)  # noqa: E731
+        nearby = sorted(self._by_recording[item.name], key=distance)[1 : NEIGHBOURS + 1]
+        similar = self._neighbours.near(number, NEIGHBOURS) if self._neighbours else ()
+        return {
+            **self._brief(number), "file": item.name, "end": item.end, "clock": item.clock,
+            "nearby": [self._brief(i) for i in sorted(nearby, key=lambda i: self.items[i].start)],
+            "similar": [{**self._brief(i), "cosine": round(cosine, 3)} for i, cosine in similar],
+        }  # fmt: skip
+
+    def _brief(self, number: int) -> dict[str, Any]:
         item = self.items[number]
         found = self._answers.get(self._key(item), {})
-        near = sorted(self._by_recording[item.name], key=lambda i: abs(self.items[i].start - item.start))[1 : NEIGHBOURS + 1]
         return {
-            "number": number,
-            "file": item.name,
-            "start": item.start,
-            "end": item.end,
-            "label": item.label,
-            "score": None if np.isnan(item.score) else item.score,
-            "clock": item.clock,
-            "answer": found.get("answer", ""),
-            "said": found.get("label", ""),
-            "neighbours": [
-                {"number": i, "start": self.items[i].start, "label": self.items[i].label, "score": _number(self.items[i].score)}
-                for i in sorted(near, key=lambda i: self.items[i].start)
-            ],
-            "alike": [
-                {
-                    "number": i,
-                    "label": self.items[i].label,
-                    "cosine": round(cosine, 3),
-                    "answer": self._answers.get(self._key(self.items[i]), {}).get("answer", ""),
-                    "said": self._answers.get(self._key(self.items[i]), {}).get("label", ""),
-                }
-                for i, cosine in (self._alike.near(number, NEIGHBOURS) if self._alike else ())
-            ],
-        }
+            "number": number, "start": item.start, "label": item.label, "score": None if np.isnan(item.score) else item.score,
+            "answer": found.get("answer", ""), "said": found.get("label", ""),
+        }  # fmt: skip
 
     def counts(self) -> dict[str, int]:
         """How many windows there are, and how many answers of each kind."""
@@ -121,21 +106,21 @@ class Session:
         return {"items": len(self.items), **{kind: kinds.count(kind) for kind in ANSWERS}}
 
     def first_open(self) -> int:
-        """The first window without an answer; the last one where all have one."""
+        """The first window without an answer; the last one if all have one."""
         with self._lock:
             return next((i for i, item in enumerate(self.items) if self._key(item) not in self._answers), len(self.items) - 1)
 
     def answer(self, number: int, answer: str, label: str = "") -> None:
-        """Notes an answer, in the place of an earlier one, and writes the table. Raises ReviewError, IndexError, OSError."""
+        """Notes an answer, in the place of an earlier one, and writes the table. Raises InferenceError, IndexError, OSError."""
         if answer not in ANSWERS:
-            raise ReviewError(f"the answer is {answer[:20]!r}; expected one of: {', '.join(ANSWERS)}")
+            raise InferenceError(f"the answer is {answer[:20]!r}; expected one of: {', '.join(ANSWERS)}")
         label = " ".join(label.split())
-        if len(label) > MOST_NAME or any(ord(c) < 32 for c in label):
-            raise ReviewError(f"the class has {len(label)} characters; use at most {MOST_NAME}")
+        if len(label) > MAX_NAME or any(ord(c) < 32 for c in label):
+            raise InferenceError(f"the class has {len(label)} characters; use at most {MAX_NAME}")
         item = self.items[number]
         said = (label or item.label) if answer == "yes" else ""
         if answer == "yes" and not said:
-            raise ReviewError("nothing says which class it is; name one")
+            raise InferenceError("nothing says which class it is; name one")
         row = dict(zip(COLUMNS, (*self._key(item)[:3], said, answer, item.label, _text(item.score)), strict=True))
         with self._lock:
             before = self._answers.pop(self._key(item), None)
@@ -166,20 +151,20 @@ def read(given: str, *, root: str = "", order: str = "table", label: str = "") -
         that holds all.
       label: of these alone; of a table without labels: what all of them may be.
 
-    Raises ReviewError: a table without the columns, or that names recordings that are not there or not below the root.
+    Raises InferenceError: a table without the columns, or that names recordings that are not there or not below the root.
     """
     path = pathlib.Path(given).expanduser()
     if path.is_dir():
         root = root or _root_of(path)
         path = path / "detections.csv"
     if not path.is_file():
-        raise ReviewError(f"{path} does not exist; name a folder of `jaxtrain detect`, or a table of `jaxtrain search`")
+        raise InferenceError(f"{path} does not exist; name a folder of `jaxtrain detect`, or a table of `jaxtrain search`")
     table = tables.Table(path, tables.text_of(path))
     file, start, end = table.find(*FILE), table.find(*START), table.find(*END)
     names, score = table.find(*LABEL), table.find("score", "confidence")
     clock, of = table.find("clock"), table.find("embeddings")
     if not file or not start or not end:
-        raise ReviewError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start and end")
+        raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start and end")
     roots: dict[str, str] = {}
     rows = []
     for number, row in table.rows():
@@ -190,7 +175,7 @@ def read(given: str, *, root: str = "", order: str = "table", label: str = "") -
         except ValueError:
             times, value = [None, None], None
         if None in times or not 0 <= times[0] < times[1]:  # type: ignore[operator]
-            raise ReviewError(f"{where}: the times {row.get(start)!r} to {row.get(end)!r} are no part of a recording")
+            raise InferenceError(f"{where}: the times {row.get(start)!r} to {row.get(end)!r} are no part of a recording")
         folder = root
         if not folder and of:
             if row.get(of, "") not in roots:
@@ -201,7 +186,7 @@ def read(given: str, *, root: str = "", order: str = "table", label: str = "") -
         if not label or name == label:
             rows.append((place, times[0], times[1], name, float("nan") if value is None else value, row.get(clock or "", "")))
     if not rows:
-        raise ReviewError(f"{path} has no line{f' of the class {label!r}' if label else ''} to review")
+        raise InferenceError(f"{path} has no line{f' of the class {label!r}' if label else ''} to review")
     tops = set(roots.values()) - {""}
     top = os.path.abspath(os.path.expanduser(root or (tops.pop() if len(tops) == 1 else "")) or ".")
     if not root and not roots:
@@ -209,19 +194,19 @@ def read(given: str, *, root: str = "", order: str = "table", label: str = "") -
     for place in sorted({row[0] for row in rows}):
         inside = os.path.join(os.path.realpath(top), "")
         if not os.path.realpath(place).startswith(inside):
-            raise ReviewError(f"{path} names {place}, which is not below {top}; name the folder of the recordings: --root")
+            raise InferenceError(f"{path} names {place}, which is not below {top}; name the folder of the recordings: --root")
         if not os.path.isfile(place):
-            raise ReviewError(f"{path} names {place}, which is not there; name the folder of the recordings: --root")
+            raise InferenceError(f"{path} names {place}, which is not there; name the folder of the recordings: --root")
     items = [Item(row[0], os.path.relpath(row[0], top).replace(os.sep, "/"), *row[1:]) for row in rows]  # type: ignore[arg-type]
     return ordered(items, order)
 
 
 def _root_of(folder: pathlib.Path) -> str:
-    """The root of the recordings that a folder of `jaxtrain detect` is about; "" where it does not say."""
+    """The root of the recordings that a folder of `jaxtrain detect` is about; "" if it does not say."""
     try:
         found = files.read_json(files.inside(folder, detect.ABOUT)).get("root")
     except files.FileError as error:
-        raise ReviewError(f"{error}; name a folder of `jaxtrain detect`, or a table") from error
+        raise InferenceError(f"{error}; name a folder of `jaxtrain detect`, or a table") from error
     return found if isinstance(found, str) and "\0" not in found else ""
 
 
@@ -245,7 +230,7 @@ def ordered(items: Sequence[Item], order: str) -> list[Item]:
 def wave(item: Item) -> tuple[np.ndarray, int, float]:
     """The sound of a window and a little around it: float32 [n], its rate, and where the window begins in it [s].
 
-    Raises ReviewError.
+    Raises InferenceError.
     """
     try:
         if item.path.lower().endswith((".wav", ".flac", ".ogg", ".oga", ".mp3", ".rf64", ".w64")):
@@ -260,7 +245,7 @@ def wave(item: Item) -> tuple[np.ndarray, int, float]:
             first, length = _part(item, rate, n)
             x = spectrogram.decode(content, first, length)[0]
     except (OSError, ValueError, RuntimeError) as error:
-        raise ReviewError(f"{item.name}: {str(error)[:200]}") from error
+        raise InferenceError(f"{item.name}: {str(error)[:200]}") from error
     return np.nan_to_num(x).astype(np.float32), rate, item.start - first / rate
 
 
@@ -273,7 +258,7 @@ def _part(item: Item, rate: int, n: int) -> tuple[int, int]:
 
 
 def sound(item: Item) -> bytes:
-    """A WAV of 16 bits of `wave`, as loud as it can be. Raises ReviewError."""
+    """A WAV of 16 bits of `wave`, as loud as it can be. Raises InferenceError."""
     x, rate, _ = wave(item)
     if rate > RATE:
         x, rate = _rust.resample(np.ascontiguousarray(x), rate, RATE), RATE
@@ -285,7 +270,7 @@ def sound(item: Item) -> bytes:
 def picture(item: Item) -> bytes:
     """A PNG of the log-mel spectrogram of `wave`, low bands at the bottom, with lines where the window begins and ends.
 
-    It has all that the recording holds, up to half of its rate, whatever an encoder hears of it. Raises ReviewError.
+    It has all that the recording holds, up to half of its rate, whatever an encoder hears of it. Raises InferenceError.
     """
     from PIL import Image
 
@@ -305,14 +290,6 @@ def picture(item: Item) -> bytes:
     file = io.BytesIO()
     Image.fromarray(grey).resize((min(1200, max(300, 2 * grey.shape[1])), 256)).save(file, "PNG")
     return file.getvalue()
-
-
-def _seconds(value: float) -> str:
-    return repr(round(value, 6))
-
-
-def _number(value: float) -> float | None:
-    return None if np.isnan(value) else round(value, 4)
 
 
 def _text(value: float) -> str:

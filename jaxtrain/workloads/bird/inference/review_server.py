@@ -15,7 +15,7 @@ from jaxtrain.telemetry import loopback
 from jaxtrain.workloads.bird.inference import review
 
 PAGE = pathlib.Path(__file__).with_name("review_page.html")
-MOST_BODY = 10_000  # [bytes] of a request
+MAX_BODY = 10_000  # [bytes] of a request
 
 
 class Server(loopback.Server):
@@ -38,9 +38,9 @@ class _Handler(loopback.Handler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        self._length = int(length) if length.isdecimal() and len(length) < 10 else MOST_BODY + 1
+        self._length = int(length) if length.isdecimal() and len(length) < 10 else MAX_BODY + 1
         # Read before it is refused: a connection that is closed on unread bytes loses its answer.
-        self._body = self.rfile.read(min(self._length, 10 * MOST_BODY))
+        self._body = self.rfile.read(min(self._length, 10 * MAX_BODY))
         self._answer(self._post)
 
     def _answer(self, action: Any) -> None:
@@ -49,7 +49,7 @@ class _Handler(loopback.Handler):
             return self._send(403, {"error": "open the address that jaxtrain review printed: its token is missing or wrong"})
         try:
             action(path)
-        except (review.ReviewError, ValueError) as error:
+        except ValueError as error:
             self._send(400, {"error": str(error)})
         except IndexError:
             self._send(404, {"error": "there is no such window"})
@@ -80,8 +80,8 @@ class _Handler(loopback.Handler):
     def _post(self, path: str) -> None:
         if path != "/answer" or not self.headers.get("X-Token"):
             return self._send(404, {"error": "there is no such page"})
-        if self._length > MOST_BODY:
-            return self._send(413, {"error": f"a request has at most {MOST_BODY} bytes"})
+        if self._length > MAX_BODY:
+            return self._send(413, {"error": f"a request has at most {MAX_BODY} bytes"})
         given = json.loads(self._body)
         number, answer, label = (
             (given.get(name) for name in ("number", "answer", "label")) if isinstance(given, dict) else [None] * 3

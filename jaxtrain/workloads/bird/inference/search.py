@@ -17,8 +17,8 @@ import numpy as np
 from jaxtrain.arrays import stored
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.bird import vit
-from jaxtrain.workloads.bird.inference import embed, heads
-from jaxtrain.workloads.bird.inference.embeddings import Embeddings, EmbeddingsError
+from jaxtrain.workloads.bird.inference import InferenceError, encoder, heads
+from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from jaxtrain.workloads.bird.inference.heads import Head
 from loaders.audio import spectrogram
 from loaders.base import DataError
@@ -39,7 +39,7 @@ class Hit(NamedTuple):
 def nearest(folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int) -> list[Hit]:
     """The ``top`` rows whose features have the highest cosine with any of the queries, float32 [Q, D]; the best first.
 
-    Raises EmbeddingsError.
+    Raises InferenceError.
     """
     units = _unit(queries)
 
@@ -57,7 +57,7 @@ def nearest_by_index(
 ) -> list[Hit]:
     """`nearest`, with the candidates of an index of usearch, which is made once for each folder: a few rows may be missed.
 
-    Raises EmbeddingsError: usearch is not installed, too.
+    Raises InferenceError: usearch is not installed, too.
     """
     _refuse_width(folders, queries, kind)
     units, hits = _unit(queries), []
@@ -80,7 +80,7 @@ def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
     try:
         from usearch.index import Index
     except ImportError as error:
-        raise EmbeddingsError("--approximate needs usearch: pip install 'jaxtrain[search]'") from error
+        raise InferenceError("--approximate needs usearch: pip install 'jaxtrain[search]'") from error
     x, weight = folder.array(kind, 2), folder.array("weight", 1)
     stats = [(name, (found := (folder.folder / f"{name}.npy").stat()).st_size, found.st_mtime_ns) for name in (kind, "weight")]
     key = hashlib.sha256(f"{folder.folder.resolve()} {folder.encoder} {stats}".encode()).hexdigest()[:24]
@@ -109,11 +109,11 @@ def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
 def _refuse_width(folders: Sequence[Embeddings], queries: np.ndarray, kind: str) -> None:
     for each in folders:
         if (have := each.array(kind, 2).shape[1]) != queries.shape[1]:
-            raise EmbeddingsError(f"{each.folder} has {have} features, and the query {queries.shape[1]}; search with one run's")
+            raise InferenceError(f"{each.folder} has {have} features, and the query {queries.shape[1]}; search with one run's")
 
 
 def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) -> list[Hit]:
-    """The ``top`` rows by a head's score of a class; the best first. Raises EmbeddingsError, HeadError."""
+    """The ``top`` rows by a head's score of a class; the best first. Raises InferenceError."""
     kind = "patches" if head.kind == "patches" else head.pool
     for each in folders:
         width = each.array(kind, 4 if kind == "patches" else 2).shape[-1]
@@ -122,8 +122,8 @@ def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) 
 
     @jax.jit
     def compute(x: jax.Array) -> jax.Array:
-        z = heads.logits(head.kind, arrays, x.reshape(len(x), -1, x.shape[-1])[:, 0], x.reshape(len(x), -1, x.shape[-1]))
-        return (jax.nn.softmax(z) if head.scores == "softmax" else jax.nn.sigmoid(z))[:, label]
+        rows = x.reshape(len(x), -1, x.shape[-1])
+        return heads.scores(head, arrays, {head.pool: rows[:, 0]}, rows)[:, label]
 
     def score(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(compute(x)), np.zeros(len(x), np.int64)
@@ -153,7 +153,7 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def split_query(text: str) -> tuple[str, float | None]:
-    """A query's file or folder, and what is behind its last @: seconds, or a row. Raises EmbeddingsError."""
+    """A query's file or folder, and what is behind its last @: seconds, or a row. Raises InferenceError."""
     name, at, number = text.rpartition("@")
     if not at or pathlib.Path(text).expanduser().exists():
         return text, None
@@ -162,17 +162,17 @@ def split_query(text: str) -> tuple[str, float | None]:
     except ValueError:
         return text, None
     if not 0 <= value < float("inf"):
-        raise EmbeddingsError(f"the query {text!r} ends in @{number}; expected seconds, or the number of a row")
+        raise InferenceError(f"the query {text!r} ends in @{number}; expected seconds, or the number of a row")
     return name, value
 
 
 def run_of(folder: Embeddings) -> str:
-    """The run that a folder says it was made by. Raises EmbeddingsError: it names none, or an address."""
+    """The run that a folder says it was made by. Raises InferenceError: it names none, or an address."""
     run = folder.about.get("model")
     if not isinstance(run, str) or not run or "\0" in run:
-        raise EmbeddingsError(f"{folder.folder} does not say which run made it; name the run: --run")
+        raise InferenceError(f"{folder.folder} does not say which run made it; name the run: --run")
     if stored.is_address(run):
-        raise EmbeddingsError(
+        raise InferenceError(
             f"{folder.folder} was made by the address {run[:200]!r}, which is connected to only if you trust it and name it "
             "with --run"
         )
@@ -180,9 +180,9 @@ def run_of(folder: Embeddings) -> str:
 
 
 def of_row(folder: Embeddings, row: float, kind: str) -> np.ndarray:
-    """The features of a row, float32 [D]. Raises EmbeddingsError."""
+    """The features of a row, float32 [D]. Raises InferenceError."""
     if row != int(row) or not 0 <= row < folder.n:
-        raise EmbeddingsError(f"{folder.folder} has no row {row:g}; its rows are 0 to {folder.n - 1}")
+        raise InferenceError(f"{folder.folder} has no row {row:g}; its rows are 0 to {folder.n - 1}")
     return np.array(folder.array(kind, 2)[int(row)], np.float32)
 
 
@@ -190,16 +190,16 @@ class Encoder:
     """Embeds clips as a folder was embedded, by its run."""
 
     def __init__(self, run: str, folder: Embeddings, kind: str):
-        """Raises StoredError, EmbedError, ConfigError; EmbeddingsError: it is not the encoder of the folder."""
-        self._model, self._kind = embed.load(run), kind
+        """Raises StoredError, InferenceError, ConfigError; InferenceError: it is not the encoder of the folder."""
+        self._model, self._kind = encoder.load(run), kind
         if folder.encoder != self._model.digest:
-            raise EmbeddingsError(
+            raise InferenceError(
                 f"{folder.folder} is of the encoder {folder.encoder or '(unknown)'}, and {run} holds {self._model.digest}; "
                 "name the run, and step, that it was made by: --run"
             )
-        self._data = embed.data_config(self._model, label="", multilabel=False, train="demo", test="")  # which are not read
+        self._data = encoder.data_config(self._model, label="", multilabel=False, train="demo", test="")  # which are not read
         for where, text in self._data.problems():
-            raise EmbeddingsError(f"{run}: its config.data.{where} {text}")
+            raise InferenceError(f"{run}: its config.data.{where} {text}")
 
     def clip(self, path: str, start: float | None) -> np.ndarray:
         """The features of the window that begins at ``start`` [s], None: of the file's centre; float32 [D].

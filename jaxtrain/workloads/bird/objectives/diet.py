@@ -14,8 +14,7 @@ from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.specs import fan_in, ones, zeros
 from jaxtrain.types import Array, Mean, PyTree, Spec
 from jaxtrain.workloads.bird import augment, views
-from jaxtrain.workloads.bird.heads import NORMS, normed
-from jaxtrain.workloads.bird.objective import ALL, Inputs, Objective, Section
+from jaxtrain.workloads.bird.objective import ALL, NORMS, Inputs, Objective, Section, normed
 from jaxtrain.workloads.bird.settings import Settings
 from loaders.io import checks
 

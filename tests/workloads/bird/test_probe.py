@@ -1,12 +1,14 @@
 """Measures against their definitions, row by row; classifiers on features whose answer is known; reports."""
 
+import importlib.util
 import json
 
 import numpy as np
 import pytest
 
+from jaxtrain import cli
 from jaxtrain.workloads.bird.commands import probe as command
-from jaxtrain.workloads.bird.inference import probe
+from jaxtrain.workloads.bird.inference import logistic, measures, probe
 
 
 def toy(n=60, classes=3, seed=0, spread=1.0):
@@ -34,13 +36,13 @@ def slow_auroc(score, y):
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
-    ("fast", "slow"), [(probe.average_precision, slow_average_precision), (probe.area_under_roc, slow_auroc)]
+    ("fast", "slow"), [(measures.average_precision, slow_average_precision), (measures.area_under_roc, slow_auroc)]
 )
 def test_measures_equal_their_definitions_for_every_bootstrap_draw(fast, slow, ties):
     rng = np.random.default_rng(0)
     score, y = rng.normal(size=40), rng.integers(0, 2, 40)
     score = np.round(score) if ties else score
-    weight = probe.bootstrap(40, 20)
+    weight = measures.bootstrap(40, 20)
     for w, found in zip(weight, fast(score, y, weight), strict=True):
         rows = np.repeat(np.arange(40), w.astype(int))  # a draw is its rows, as often as they were drawn
         assert found == pytest.approx(slow(score[rows], y[rows]))
@@ -51,7 +53,7 @@ def test_classes_without_a_positive_do_not_count_and_no_call_rows_do():
     """As BirdSet has it: a recording without a bird is a negative of each class, and no row of the accuracy."""
     score = np.array([[0.9, 0.1, 0.5], [0.8, 0.7, 0.5], [0.3, 0.2, 0.5], [0.95, 0.1, 0.5]])
     y = np.array([[1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 0]], "u1")
-    found = {name: v[0] for name, v in probe.measure(score, y, np.ones((1, 4))).items()}
+    found = {name: v[0] for name, v in measures.measure(score, y, np.ones((1, 4))).items()}
     first, second = slow_average_precision(score[:, 0], y[:, 0]), slow_average_precision(score[:, 1], y[:, 1])
     assert found["cmAP"] == pytest.approx((first + second) / 2)
     assert found["AUROC"] == pytest.approx((slow_auroc(score[:, 0], y[:, 0]) + slow_auroc(score[:, 1], y[:, 1])) / 2)
@@ -63,7 +65,7 @@ def test_an_interval_is_as_wide_as_the_binomials():
     rng = np.random.default_rng(0)
     y = np.eye(2, dtype="u1")[np.zeros(400, int)]
     score = np.where(rng.random((400, 1)) < 0.7, [[1.0, 0.0]], [[0.0, 1.0]])
-    m = probe.summary(probe.accuracy(score, y, probe.bootstrap(400, 2000)))
+    m = measures.summary(measures.accuracy(score, y, measures.bootstrap(400, 2000)))
     half = 1.96 * np.sqrt(m["value"] * (1 - m["value"]) / 400)
     assert m["high"] - m["value"] == pytest.approx(half, rel=0.15) and m["value"] - m["low"] == pytest.approx(half, rel=0.15)
 
@@ -71,14 +73,43 @@ def test_an_interval_is_as_wide_as_the_binomials():
 @pytest.mark.parametrize("multilabel", [False, True])
 def test_the_linear_probe_is_at_its_minimum(multilabel):
     x, y = toy(spread=2.0)
-    w, b = (
-        np.asarray(z[0], np.float64) for z in probe._fit(x, y, np.ones(60, "f4"), np.array([0.1], "f4"), multilabel=multilabel)
-    )
+    w, b = logistic.fit(x, y, 0.1, softmax=not multilabel)
     logits = x @ w + b
     e = np.exp(logits - logits.max(1, keepdims=True))
     p = 1 / (1 + np.exp(-logits)) if multilabel else e / e.sum(1, keepdims=True)
     np.testing.assert_allclose(x.T @ (p - y) / 60 + 0.1 * w, 0, atol=2e-4)
     np.testing.assert_allclose((p - y).mean(0), 0, atol=2e-4)
+
+
+def test_a_class_without_examples_is_the_least_likely():
+    """A fold, or a part of the training rows, may lack a class that its held-out rows have."""
+    x, y = toy()
+    rows = y[:, 2] == 0
+    for softmax in (True, False):
+        w, b = logistic.fit(x[rows], y[rows], 0.1, softmax=softmax)
+        z = x @ w + b
+        assert (z.argmin(1) == 2).all() and (z[rows].argmax(1) == y[rows].argmax(1)).mean() > 0.9
+
+
+def test_two_classes_have_the_minimum_of_a_softmax():
+    x, y = toy(classes=2, spread=2.0)
+    w, b = logistic.fit(x, y, 0.1, softmax=True)
+    e = np.exp(x @ w + b)
+    p = e / e.sum(1, keepdims=True)
+    np.testing.assert_allclose(x.T @ (p - y) / 60 + 0.1 * w, 0, atol=2e-4)
+
+
+def test_without_scikit_learn_the_command_says_how_to_install_it(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "sklearn" else found(name, *more))
+    for argv in (
+        ["probe", "--train", "a", "--test", "b", "--out", "c"],
+        ["fit", "a", "--out", "b.npz"],
+        ["benchmark", "esc10", "run", "--data", "a", "--out", "b"],
+        ["benchmark", "birdset", "HSN", "run", "--data", "a", "--out", "b", "--probe"],
+    ):
+        assert cli.main(argv) == 2
+        assert capsys.readouterr().err == "error: the package sklearn is missing; pip install 'jaxtrain[probe]'\n"
 
 
 def test_classifiers_find_what_is_there_and_nothing_in_noise():
@@ -87,10 +118,10 @@ def test_classifiers_find_what_is_there_and_nothing_in_noise():
         probe.linear(x, y, x_test, multilabel=False), probe.linear(x, y, x_test, multilabel=True),
         probe.nearest(x, y, x_test), probe.prototypes(x, y, x_test, shots=8, seed=0),
     ):  # fmt: skip
-        assert probe.accuracy(score, y_test, np.ones((1, 60)))[0] > 0.9
+        assert measures.accuracy(score, y_test, np.ones((1, 60)))[0] > 0.9
     noise = np.random.default_rng(2).normal(size=x.shape).astype("f4")
     blind = probe.linear(noise, y, np.random.default_rng(3).normal(size=x.shape).astype("f4"), multilabel=False)
-    assert probe.accuracy(blind, y_test, np.ones((1, 60)))[0] < 0.6
+    assert measures.accuracy(blind, y_test, np.ones((1, 60)))[0] < 0.6
 
 
 def test_the_nearest_are_by_cosine():
@@ -102,7 +133,9 @@ def test_the_nearest_are_by_cosine():
 def test_more_examples_are_better_and_a_class_without_any_is_last():
     (x, y), (x_test, y_test) = toy(spread=3.0, n=300), toy(seed=1, spread=3.0, n=300)
     rates = [
-        np.mean([probe.accuracy(probe.prototypes(x, y, x_test, shots=n, seed=s), y_test, np.ones((1, 300))) for s in range(10)])
+        np.mean(
+            [measures.accuracy(probe.prototypes(x, y, x_test, shots=n, seed=s), y_test, np.ones((1, 300))) for s in range(10)]
+        )
         for n in (1, 4, 32)
     ]
     assert rates[0] < rates[1] < rates[2]

@@ -17,14 +17,14 @@ import soundfile
 
 from jaxtrain import cli
 from jaxtrain.workloads.bird import vit
-from jaxtrain.workloads.bird.inference import detect, detections, embed, heads
+from jaxtrain.workloads.bird.inference import detect, detections, encoder, heads
 from loaders.audio import spectrogram
 from loaders.audio.recordings import windows
 from tests.support import corpus
 from tests.support.birds import CLIP, NAMES, make_run, run_detect, scores_of, table
 
 BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 RATE, HOP = 32_000, 0.25
 # name, seconds, rate, channels, format
 FILES = (
@@ -65,7 +65,7 @@ def found(run, recordings, tmp_path_factory):
 
 def test_scores_are_the_heads_of_each_window(run, recordings, found):
     rows = scores_of(found)
-    model = embed.load(str(run))
+    model = encoder.load(str(run))
     at = [(row["file"], row["start_time"]) for row in rows]
     assert [t for name, t in at if name == "a/20240501_053000.wav"] == [*np.arange(0, 2.75, 0.25), 2.6], "the last at the end"
     assert [row["end_time"] for row in rows if row["file"] == "short.wav"] == [0.3]
@@ -299,7 +299,7 @@ def test_a_front_end_that_is_not_the_encoders_is_refused(run, recordings, tmp_pa
     (other / "checkpoints" / "1" / "manifest.json").unlink()
     meta = other / "checkpoints" / "1" / "meta" / "metadata"
     meta.write_text(meta.read_text().replace('"sample_rate": 32000', '"sample_rate": 22050', 1))
-    model = embed.load(str(run))
+    model = encoder.load(str(run))
     arrays = {"w": np.zeros((32, 1), np.float32), "b": np.zeros(1, np.float32)}
     settings = {**model.front_end.settings, "n_mels": 64}
     heads.save(tmp_path / "h.npz", heads.Head("linear", "mean", "sigmoid", arrays, ("owl",), "", None, model.digest, settings))

@@ -20,8 +20,8 @@ from loaders.audio.front_end import FrontEnd
 from loaders.base import Rows
 from tests.support import corpus
 
-HERE = pathlib.Path(__file__).parents[1] / "data" / "fbank"
-SHARED = pathlib.Path(__file__).parents[2] / ".." / "shared" / "golden" / "fbank"
+HERE = pathlib.Path(__file__).parents[2] / "data" / "fbank"
+SHARED = pathlib.Path(__file__).parents[3] / ".." / "shared" / "golden" / "fbank"
 TOLERANCES = json.loads((HERE / "tolerances.json").read_text())
 NAMES = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 

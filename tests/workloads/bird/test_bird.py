@@ -14,8 +14,13 @@ from jaxtrain.assembly import assemble
 from jaxtrain.optim import make_optimizer
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.types import Variables
-from jaxtrain.workloads.bird import augment, masked, vit
+from jaxtrain.workloads.bird import augment, classes, masked, vit
 from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird.objectives.diet import Diet
+from jaxtrain.workloads.bird.objectives.lejepa import Lejepa
+from jaxtrain.workloads.bird.objectives.mae import Mae
+from jaxtrain.workloads.bird.objectives.supervised import Supervised
+from jaxtrain.workloads.bird.settings import POOLS, Mask
 from loaders.base import Field
 from tests.support.cases import Run
 from tests.support.cases.bird import CASE, DECODER, EVERY, ROWS, TINY, every_batch
@@ -55,7 +60,7 @@ def variables():
     return jit(lambda key: specs.materialise(make_task(TINY).specs, key))(jax.random.key(1))
 
 
-@pytest.mark.parametrize("pool", bird.POOLS)
+@pytest.mark.parametrize("pool", POOLS)
 def test_flops_are_those_that_xla_counts(pool):
     """Depth 1, since XLA counts the body of a scan once; wide, so that products outweigh norms and softmax."""
     c = bird.Config(n_classes=16, n_frames=128, n_mels=64, embed=256, depth=1, heads=4, n_cls=2, pool=pool, dtype="float32")
@@ -118,12 +123,12 @@ def test_cross_entropy_equals_the_formula(smoothing):
     logits, label = rng.normal(size=(7, 5)) * 10, np.arange(7) % 5
     target = np.full((7, 5), smoothing / 5) + (1 - smoothing) * np.eye(5)[label]
     expected = -(target * (logits - np.log(np.exp(logits).sum(1, keepdims=True)))).sum(1)
-    found = bird.cross_entropy(jnp.asarray(logits, jnp.float32), jnp.asarray(label), smoothing=smoothing)
+    found = classes.cross_entropy(jnp.asarray(logits, jnp.float32), jnp.asarray(label), smoothing=smoothing)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_smoothing_is_for_training_only(variables, batch):
-    plain, smooth = make_task(TINY), make_task(replace(TINY, supervised=bird.Supervised(label_smoothing=0.3)))
+    plain, smooth = make_task(TINY), make_task(replace(TINY, supervised=Supervised(label_smoothing=0.3)))
     jax.tree.map(np.testing.assert_array_equal, plain.evaluate(variables, batch), smooth.evaluate(variables, batch))
     one, two = (t.loss(variables, batch, None) for t in (plain, smooth))
     assert float(one.metrics["objective_loss"].total) != float(two.metrics["objective_loss"].total)
@@ -149,19 +154,19 @@ def test_pictures_show_input_and_augmentation_mel_up(batch):
 
 @pytest.mark.parametrize(
     ("where", "section"),
-    [("pool", dict(pool="mean")), ("supervised.label_smoothing", dict(supervised=bird.Supervised(label_smoothing=1.0)))]
-    + [("supervised.loss", dict(supervised=bird.Supervised(loss="hinge"))), ("mae.weight", dict(mae=bird.Mae(-1.0)))]
-    + [("supervised.weight", dict(supervised=bird.Supervised(0.0))), ("mask.ratio", dict(mask=bird.Mask(1.0)))]
-    + [("augment.noise", dict(augment=augment.Config(noise=-0.1))), ("lejepa.norm", dict(lejepa=bird.Lejepa(norm="none")))]
-    + [("diet.norm", dict(diet=bird.Diet(norm="instance"))), ("diet.temperature", dict(diet=bird.Diet(temperature=-1.0)))]
-    + [("mae.decoder.heads", dict(mae=bird.Mae(1.0, masked.Decoder(32, 1, 5)))), ("heads", dict(heads=5))],
+    [("pool", dict(pool="mean")), ("supervised.label_smoothing", dict(supervised=Supervised(label_smoothing=1.0)))]
+    + [("supervised.loss", dict(supervised=Supervised(loss="hinge"))), ("mae.weight", dict(mae=Mae(-1.0)))]
+    + [("supervised.weight", dict(supervised=Supervised(0.0))), ("mask.ratio", dict(mask=Mask(1.0)))]
+    + [("augment.noise", dict(augment=augment.Config(noise=-0.1))), ("lejepa.norm", dict(lejepa=Lejepa(norm="none")))]
+    + [("diet.norm", dict(diet=Diet(norm="instance"))), ("diet.temperature", dict(diet=Diet(temperature=-1.0)))]
+    + [("mae.decoder.heads", dict(mae=Mae(1.0, masked.Decoder(32, 1, 5)))), ("heads", dict(heads=5))],
 )
 def test_a_model_that_makes_no_sense_names_the_field(where, section):
     assert where in dict(replace(TINY, **section).problems())
     assert not list(TINY.problems())
 
 
-ONLY = dict(supervised=bird.Supervised(0.0))
+ONLY = dict(supervised=Supervised(0.0))
 
 
 @pytest.mark.parametrize(
@@ -171,9 +176,9 @@ ONLY = dict(supervised=bird.Supervised(0.0))
         ("n_classes", dict(), {"n_unlabelled": 2}),
         ("n_classes", dict(n_classes=None), {}),
     ]
-    + [("lejepa.weight", dict(ONLY, lejepa=bird.Lejepa(1.0)), {"views": 1}), ("views", dict(views=2), {"views": 4})]
-    + [("n_recordings", dict(ONLY, diet=bird.Diet(1.0)), {}), ("n_frames", dict(), {"n_frames": 512})]
-    + [("n_recordings", dict(ONLY, diet=bird.Diet(1.0), n_recordings=9), {"n_recordings": 10})]
+    + [("lejepa.weight", dict(ONLY, lejepa=Lejepa(1.0)), {"views": 1}), ("views", dict(views=2), {"views": 4})]
+    + [("n_recordings", dict(ONLY, diet=Diet(1.0)), {}), ("n_frames", dict(), {"n_frames": 512})]
+    + [("n_recordings", dict(ONLY, diet=Diet(1.0), n_recordings=9), {"n_recordings": 10})]
     + [
         ("supervised.loss", dict(multilabel=True), {"multilabel": True}),
         ("multilabel", dict(multilabel=False), {"multilabel": True}),
@@ -186,7 +191,7 @@ def test_a_model_that_does_not_go_with_the_data_names_the_field(where, section, 
 
 def test_a_model_that_goes_with_its_data_has_no_problems():
     assert not list(TINY.data_problems({"n_classes": 5, "n_unlabelled": 0, "n_frames": 64}))
-    unlabelled = replace(TINY, **ONLY, n_classes=None, diet=bird.Diet(1.0), n_recordings=7)
+    unlabelled = replace(TINY, **ONLY, n_classes=None, diet=Diet(1.0), n_recordings=7)
     assert not list(unlabelled.data_problems({"n_recordings": 7})) and "probe" not in bird.make_specs(unlabelled)
 
 
@@ -196,7 +201,7 @@ def test_a_model_that_goes_with_its_data_has_no_problems():
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 4, 1)])
 def test_an_evaluation_draws_rows_for_every_device(mesh):
     """Four rows of one view do not divide over eight: the first evaluation of a masked autoencoder ended the run there."""
-    model = replace(TINY, mask=bird.Mask(0.5, 2), mae=bird.Mae(1.0, DECODER))
+    model = replace(TINY, mask=Mask(0.5, 2), mae=Mae(1.0, DECODER))
     rows = {name: x[:, 0] if name == "spectrogram" else x for name, x in every_batch(0).items()}
     fields = {name: Field(x.shape[1:], x.dtype) for name, x in rows.items()}
     config = config_lib.Config(model=model, optim=CASE.optim, train=config_lib.Train(batch=ROWS))
@@ -277,7 +282,7 @@ def test_recordings_are_told_apart_by_their_number_under_mixup_too(norm, tempera
         TINY,
         **ONLY,
         n_recordings=n,
-        diet=bird.Diet(1.0, rank=4, label_smoothing=0.2, chunk=2, norm=norm, temperature=temperature),
+        diet=Diet(1.0, rank=4, label_smoothing=0.2, chunk=2, norm=norm, temperature=temperature),
         augment=augment.Config(mixup=0.5),
     )
     task = bird.make_task(config_lib.Config(model=c), alone(), 4)
@@ -311,7 +316,7 @@ def test_asymmetric_loss_equals_the_formula():
     p = 1 / (1 + np.exp(-logits))
     q = np.maximum(p - 0.05, 0)
     expected = -(y * (1 - p) * np.log(p) + (1 - y) * q**4 * np.log(1 - q)).sum(1)
-    found = lambda z: bird.asymmetric_loss(z, jnp.asarray(y, jnp.float32), gamma_positive=1.0, gamma_negative=4.0, clip=0.05)  # noqa: E731
+    found = lambda z: classes.asymmetric_loss(z, jnp.asarray(y, jnp.float32), gamma_positive=1.0, gamma_negative=4.0, clip=0.05)  # noqa: E731
     np.testing.assert_allclose(found(jnp.asarray(logits, jnp.float32)), expected, rtol=1e-4)
     far = jnp.full((5, 7), 200.0) * jnp.where(jnp.asarray(y) > 0, -1, 1)
     assert jnp.isfinite(jax.grad(lambda z: found(z).sum())(far)).all()
@@ -319,7 +324,7 @@ def test_asymmetric_loss_equals_the_formula():
 
 def test_an_evaluation_tells_what_needs_no_training_batch():
     """And the whole objective where that is all of it; scores are means over the views."""
-    c = replace(EVERY, lejepa=bird.Lejepa(), diet=bird.Diet(), drop_path=0.0)
+    c = replace(EVERY, lejepa=Lejepa(), diet=Diet(), drop_path=0.0)
     task = bird.make_task(config_lib.Config(model=c), no_shard, 4)
     made = specs.materialise(task.specs, jax.random.key(0))
     batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items()} | {"label": jnp.arange(4)}
@@ -329,14 +334,14 @@ def test_an_evaluation_tells_what_needs_no_training_batch():
     features = vit.encode(c, made.params["encoder"], batch["spectrogram"].reshape(8, 64, 32)).patches.mean(1)
     head = made.params["objective"]["supervised"]
     logits = (features @ head["w"] + head["b"][None]).reshape(4, 2, 5).mean(1)
-    each = bird.cross_entropy(logits, batch["label"]) * batch["weight"]
+    each = classes.cross_entropy(logits, batch["label"]) * batch["weight"]
     counts = task.evaluate(made, batch)
     expected, answers = np.zeros((5, 5)), np.asarray(logits.argmax(-1))
     np.add.at(expected, (np.arange(4), answers), np.asarray(batch["weight"]))
     np.testing.assert_allclose(counts["confusions"].total, expected)
     np.testing.assert_allclose(counts["classes"].total, [expected.sum(1), expected.diagonal(), expected.sum(0)])
     assert found["supervised_loss"] == pytest.approx(float(each.sum() / batch["weight"].sum()), rel=1e-5)
-    others = bird.make_task(config_lib.Config(model=replace(c, diet=bird.Diet(1.0))), no_shard, 4)
+    others = bird.make_task(config_lib.Config(model=replace(c, diet=Diet(1.0))), no_shard, 4)
     variables = Variables(specs.materialise(others.specs, jax.random.key(0)).params, (), made.carry)
     assert "objective_loss" not in jax.eval_shape(others.evaluate, variables, batch)
 
@@ -360,7 +365,7 @@ def test_muon_takes_hidden_matrices_and_leaves_tables_and_heads():
 
 
 def test_several_classes_in_a_recording():
-    c = replace(TINY, multilabel=True, supervised=bird.Supervised(loss="asymmetric"), augment=augment.Config(mixup=0.5))
+    c = replace(TINY, multilabel=True, supervised=Supervised(loss="asymmetric"), augment=augment.Config(mixup=0.5))
     task = make_task(c)
     variables = specs.materialise(task.specs, jax.random.key(0))
     labels = np.random.default_rng(1).integers(0, 2, (4, 5), dtype="u1") * np.array([[1], [0], [1], [1]], "u1")
@@ -370,7 +375,7 @@ def test_several_classes_in_a_recording():
     head = variables.params["objective"]["supervised"]
     x = vit.encode(c, variables.params["encoder"], augment.augment(c.augment, 0, batch).x, no_shard).cls[:, 0]
     union = jnp.asarray(labels | labels[[1, 0, 3, 2]], jnp.float32)
-    each = bird.asymmetric_loss(x @ head["w"] + head["b"][None], union, gamma_positive=1.0, gamma_negative=4.0, clip=0.05)
+    each = classes.asymmetric_loss(x @ head["w"] + head["b"][None], union, gamma_positive=1.0, gamma_negative=4.0, clip=0.05)
     assert float(out.metrics["supervised_loss"].total) == pytest.approx(float((each * batch["weight"]).sum()), rel=1e-5)
     assert {"labels"} <= set(task.axes) and "label" not in task.axes
     # Right is who scores one of the classes best.

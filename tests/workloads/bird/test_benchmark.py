@@ -15,7 +15,7 @@ from jaxtrain.workloads.bird.commands import benchmark as command
 from jaxtrain.workloads.bird.inference import benchmark
 from tests.support import birds, corpus
 
-DATA = pathlib.Path(__file__).parents[1] / "data" / "benchmark"
+DATA = pathlib.Path(__file__).parents[2] / "data" / "benchmark"
 RATE = 32_000
 
 

@@ -18,7 +18,7 @@ import soundfile
 from PIL import Image
 
 from jaxtrain import cli
-from jaxtrain.workloads.bird.inference import embeddings, neighbours, review
+from jaxtrain.workloads.bird.inference import InferenceError, embeddings, neighbours, review
 from tests.support import chromium, corpus
 from tests.support.birds import served, shown
 
@@ -123,7 +123,7 @@ def test_answers_are_saved_at_each_and_go_on(table, tmp_path):
         found = ask(server, "/open")[1]
         assert found["item"]["number"] == 3 and found["counts"] == {"items": 10, "yes": 1, "no": 1, "skip": 1}
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(review.ReviewError, match="no table of answers"), serving(table, tmp_path / "other.csv"):
+    with pytest.raises(InferenceError, match="no table of answers"), serving(table, tmp_path / "other.csv"):
         pass
 
 
@@ -155,17 +155,17 @@ def test_what_sounds_alike_is_shown_with_what_was_said_of_it(table, tmp_path, ca
     (emb / "embeddings.json").write_text(json.dumps({**about, "root": str(tmp_path / "recordings")}))
     items = review.read(str(table), root=str(tmp_path / "recordings"))
     windows = [(item.path, item.start, item.end) for item in items]
-    near = neighbours.Alike([embeddings.read(emb)], windows)
+    near = neighbours.Neighbours([embeddings.read(emb)], windows)
     assert near.missing == 0
     session = review.Session(items, tmp_path / "out.csv", near)
     session.answer(4, "yes", "owl")
-    shown = session.about(6)["alike"]
+    shown = session.about(6)["similar"]
     assert (shown[0]["number"], shown[0]["answer"], shown[0]["said"]) == (4, "yes", "owl") and shown[0]["cosine"] > 0.99
     unit = x[::2] / np.linalg.norm(x[::2], axis=1, keepdims=True)  # the first half second of each window
     unit = np.concatenate([unit[:5], unit[6:11]])
     expected = [int(i) for i in np.argsort(-(unit @ unit[6])) if i != 6][: review.NEIGHBOURS]
     assert [each["number"] for each in shown] == expected
-    assert session.about(6)["neighbours"] and not review.Session(items, tmp_path / "out.csv").about(6)["alike"]
+    assert session.about(6)["nearby"] and not review.Session(items, tmp_path / "out.csv").about(6)["similar"]
     (emb / "embeddings.json").write_text(json.dumps({**about, "root": str(tmp_path)}))
     argv = ["review", str(table), "--root", str(tmp_path / "recordings"), "--out", str(tmp_path / "out.csv")]
     assert cli.main([*argv, "--embeddings", str(emb)]) == 2
@@ -178,7 +178,7 @@ def test_a_hundred_thousand_windows(table, tmp_path):
     items = [item._replace(start=i / 100, end=i / 100 + 1) for i in range(100_000)]
     session = review.Session(items, tmp_path / "out.csv")
     began = time.monotonic()
-    assert session.first_open() == 0 and len(session.about(50_000)["neighbours"]) == review.NEIGHBOURS
+    assert session.first_open() == 0 and len(session.about(50_000)["nearby"]) == review.NEIGHBOURS
     session.answer(0, "no")
     assert session.first_open() == 1 and session.counts()["no"] == 1
     assert time.monotonic() - began < 5, "far below what it takes to look at every pair"

@@ -20,11 +20,11 @@ from jaxtrain.checkpoint import warm_start
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.export import timm, timm_names
-from jaxtrain.workloads.bird.inference import embed
+from jaxtrain.workloads.bird.inference import embed, encoder
 from tests.support import corpus, runs
 
 BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
-DATA = pathlib.Path(__file__).parents[1] / "data" / "timm"
+DATA = pathlib.Path(__file__).parents[2] / "data" / "timm"
 NAMES = ("blackbird", "chiffchaff", "wren")
 MODEL = dict(
     embed=32, depth=2, heads=2, patch=(16, 16), n_frames=64, n_mels=32, dtype="float32", pool="patches", n_registers=2,
@@ -74,7 +74,7 @@ def test_features_of_weights_from_elsewhere_are_timms(name, tmp_path):
     """Registers, positions of CLS, queries' norms, scales, exact GELU; and the norm behind the pooling, as Bird-MAE has it."""
     folder = shutil.copytree(DATA / name, tmp_path / name)
     (folder / "front_end.json").write_text(json.dumps({"sample_rate": 16_000, "clip_seconds": 0.65}))
-    model = embed.load(str(folder))
+    model = encoder.load(str(folder))
     assert model.front_end.sample_rate == 16_000 and model.config.grid == (4, 2)
     golden = np.load(DATA / f"{name}.npz")
     found, tokens = jax.jit(lambda p, x: features(model.config, p, x))(model.params, golden["x"])
@@ -89,8 +89,8 @@ def test_an_export_has_the_features_that_timm_computed_of_it(out):
     arrays = safetensors.numpy.load_file(out / "model.safetensors")
     assert {name: list(x.shape) for name, x in arrays.items()} == json.loads(str(golden["shapes"]))
     assert (out / "config.json").read_text() == str(golden["config"])
-    model = embed.load(str(out))
-    assert model.digest == embed.load(str(out.parent / "run")).digest, "and back in, bit for bit"
+    model = encoder.load(str(out))
+    assert model.digest == encoder.load(str(out.parent / "run")).digest, "and back in, bit for bit"
     found = np.asarray(jax.jit(lambda p, x: features(model.config, p, x)[0])(model.params, golden["x"]))
     np.testing.assert_allclose(found, golden["features"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(found @ model.head["w"] + model.head["b"], golden["logits"], rtol=0, atol=1e-5)
@@ -109,7 +109,7 @@ def test_a_run_of_its_architecture_takes_every_array_of_it(out, tmp_path):
     leaves = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
     rules = config_lib.section(config_lib.WarmStart, start)
     matches = warm_start.match({path: (spec.shape, spec.dtype) for path, spec in leaves}, warm_start.open_source(rules), rules)
-    params = embed.load(str(out)).params
+    params = encoder.load(str(out)).params
     assert {f"encoder/{path}" for path in specs.paths(params)} == matches.loaded.keys()
     assert set(matches.unused) == {"head/bias", "head/weight"}
     for path, x in zip(specs.paths(params), jax.tree.leaves(params), strict=True):
@@ -204,7 +204,7 @@ def test_timm_itself_loads_an_export_and_its_example_runs(out, tmp_path):
     torch = pytest.importorskip("torch")
     make = runpy.run_path(str(DATA / "make.py"), run_name="made")
     x = np.random.default_rng(3).standard_normal((2, 1, 64, 32), np.float32)
-    model = embed.load(str(out))
+    model = encoder.load(str(out))
     found, _ = features(model.config, model.params, x)
     with torch.no_grad():
         theirs = make["load"](out)
@@ -215,7 +215,7 @@ def test_timm_itself_loads_an_export_and_its_example_runs(out, tmp_path):
     assert done.returncode == 0, done.stderr
     shards = tmp_path / "one"
     corpus.write(shards / "data-train.arrow", corpus.table([(tmp_path / "bird.wav").read_bytes()], [0], NAMES))
-    embed.embed(model, embed.data_config(model, train=str(shards), label="label"), tmp_path / "embedded", batch=8)
+    embed.embed(model, encoder.data_config(model, train=str(shards), label="label"), tmp_path / "embedded", batch=8)
     np.testing.assert_allclose(
         np.array(done.stdout.split(), float), np.load(tmp_path / "embedded" / "mean.npy")[0], rtol=0, atol=1e-3
     )

@@ -19,11 +19,11 @@ from jaxtrain.checkpoint import init_or_restore, warm_start
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.commands import embed as command
 from jaxtrain.workloads.bird.commands import probe
-from jaxtrain.workloads.bird.inference import embed
+from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder
 from loaders.audio import demo, spectrogram
 
 BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 MODEL = dict(embed=32, depth=2, heads=2, n_cls=2, patch=(32, 32), n_frames=256, dtype="float32", drop_path=0.2, pool="patches")
 FRONT_END = dict(sample_rate=16_000, n_mels=64, f_max=7_500.0, mean=-6.0)
 N = 20
@@ -55,7 +55,7 @@ def trained(tmp_path_factory, corpus):
 
 
 def made(model, corpus, out, **options):
-    data = embed.data_config(model, train=str(corpus), views=options.pop("views", 1), threads=2)
+    data = encoder.data_config(model, train=str(corpus), views=options.pop("views", 1), threads=2)
     return embed.embed(model, data, out, batch=8, **options)
 
 
@@ -69,7 +69,7 @@ def recordings(corpus):
 
 
 def test_features_are_the_encoders_of_each_recording_in_order(trained, corpus, tmp_path):
-    model = embed.load(str(trained))
+    model = encoder.load(str(trained))
     found = made(model, corpus, tmp_path / "out", kinds=command.KINDS, columns=("ebird_code",))
     assert found["done"] == N and found["unreadable"] == 0 and len(found["class_names"]) == 12
     got, rows = arrays(tmp_path / "out"), list(recordings(corpus))
@@ -88,14 +88,14 @@ def test_features_are_the_encoders_of_each_recording_in_order(trained, corpus, t
 
 
 def test_the_average_and_an_untrained_encoder_are_others(trained):
-    one, ema, random = (embed.load(str(trained), **o) for o in ({}, {"ema": True}, {"random": 3}))
+    one, ema, random = (encoder.load(str(trained), **o) for o in ({}, {"ema": True}, {"random": 3}))
     assert len({m.digest for m in (one, ema, random)}) == 3
-    assert embed.load(str(trained), random=3).digest == random.digest != embed.load(str(trained), random=4).digest
+    assert encoder.load(str(trained), random=3).digest == random.digest != encoder.load(str(trained), random=4).digest
 
 
 @pytest.mark.parametrize("views", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupted_run_goes_on_and_ends_alike(trained, corpus, tmp_path, views, monkeypatch):
-    model = embed.load(str(trained))
+    model = encoder.load(str(trained))
     whole = made(model, corpus, tmp_path / "whole", views=views)
     real, taken = spectrogram.Spectrograms.__next__, []
 
@@ -114,7 +114,7 @@ def test_an_interrupted_run_goes_on_and_ends_alike(trained, corpus, tmp_path, vi
     assert made(model, corpus, tmp_path / "parts", views=views)["done"] == N == whole["done"]
     for name, x in arrays(tmp_path / "whole").items():
         np.testing.assert_array_equal(np.load(tmp_path / "parts" / f"{name}.npy"), x, err_msg=name)
-    with pytest.raises(embed.EmbedError, match="views was"):
+    with pytest.raises(InferenceError, match="views was"):
         made(model, corpus, tmp_path / "parts", views=views + 1)
 
 
@@ -135,10 +135,10 @@ def test_the_command_names_what_is_wrong(trained, corpus, tmp_path, capsys):
 
 def test_another_front_end_is_refused_in_one_line(trained, corpus, tmp_path, capsys):
     """By embed's data section, by a config that says two things, by an export of it, and between folders of a probe."""
-    model = embed.load(str(trained))
+    model = encoder.load(str(trained))
     assert model.config.n_mels == 64 and model.config.front_end == spectrogram.FrontEnd(**FRONT_END)
-    with pytest.raises(embed.EmbedError, match="on other spectrograms than are asked for: n_mels 64 and 128, f_max"):
-        embed.data_config(model, n_mels=128, f_max=8000.0)
+    with pytest.raises(InferenceError, match="on other spectrograms than are asked for: n_mels 64 and 128, f_max"):
+        encoder.data_config(model, n_mels=128, f_max=8000.0)
     line = safetensors.export(str(trained), str(tmp_path / "export"), only="^encoder/")
     assert "step 1" in line
     for name in ("jaxtrain.json", "config.json"):
@@ -169,7 +169,14 @@ def test_a_start_from_an_encoder_of_another_front_end_is_refused(trained, corpus
         safetensors.export(str(trained), str(tmp_path / "export"))
     warm = dict(source=str(trained if source == "run" else tmp_path / "export"), skip=("^(objective|probe)/",))
     data = dict(train=str(corpus), n_frames=256, clip_seconds=2.5, threads=2, **{**FRONT_END, "mean": -5.0})
-    made = dict(model=MODEL, data=data, mesh=dict(data=8), train=dict(steps=1, batch=8, eval_every=0))
+    made = dict(
+        workload="jaxtrain.workloads.bird",
+        loader="loaders.audio.spectrogram",
+        model=MODEL,
+        data=data,
+        mesh=dict(data=8),
+        train=dict(steps=1, batch=8, eval_every=0),
+    )
     config = config_lib.from_dict({**made, "warm_start": warm, "workdir": str(tmp_path / "new")})
     with pytest.raises(warm_start.WarmStartError, match="trained on other spectrograms than this run's: mean -6 and -5; set"):
         init_or_restore._warm_start(assembly.assemble(config))
@@ -187,8 +194,8 @@ def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, 
     assert "ema of step 1" in line
     header = (tmp_path / "export" / "model.safetensors").read_bytes()
     assert b"encoder.blocks.1.w_qkv" in header and b"probe" not in header and b"objective" not in header
-    made(embed.load(str(trained), ema=True), corpus, tmp_path / "out")
-    assert embed.load(str(tmp_path / "export")).digest == embed.load(str(trained), ema=True).digest
+    made(encoder.load(str(trained), ema=True), corpus, tmp_path / "out")
+    assert encoder.load(str(tmp_path / "export")).digest == encoder.load(str(trained), ema=True).digest
     (tmp_path / "bird.ogg").write_bytes(next(recordings(corpus))["audio"]["bytes"])
     program = f"import sys, runpy\nfor n in {BLOCKED}: sys.modules[n] = None\nsys.argv = ['example.py', 'bird.ogg']\n"
     program += "runpy.run_path('export/example.py', run_name='__main__')"
@@ -209,5 +216,5 @@ def test_shards_side_by_side_have_a_training_split(corpus, tmp_path):
     flat.mkdir()
     for i, shard in enumerate(sorted(corpus.glob("train/*.arrow")) or sorted(corpus.rglob("*.arrow"))):
         (flat / f"data-{i:05}.arrow").write_bytes(shard.read_bytes())
-    data = embed.of_split(spectrogram.Config(train=str(flat)), "train")
+    data = encoder.of_split(spectrogram.Config(train=str(flat)), "train")
     assert not list(data.problems()) and spectrogram.facts(data)["n_train"]

@@ -20,7 +20,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.export import onnx as bird_onnx
-from jaxtrain.workloads.bird.inference import detect, embed, heads
+from jaxtrain.workloads.bird.inference import detect, encoder, heads
 from loaders.audio import spectrogram
 from tests.support import corpus, runs
 
@@ -74,7 +74,7 @@ def waves(n: int) -> np.ndarray:
 
 def ours(folder: pathlib.Path, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Features and scores as `jaxtrain embed` and `detect` compute them, from the loader's spectrograms."""
-    model = embed.load(str(folder))
+    model = encoder.load(str(folder))
     head = detect.head_of(model)
     made = np.stack([spectrogram.front_end(each, 16_000, clip_seconds=0.6, n_frames=64, of=model.front_end) for each in x])
 
@@ -123,7 +123,7 @@ def test_the_file_gives_our_features_and_scores(case, name):
 def test_the_folder_is_an_export_like_others(case):
     """The way back in, its checksums, and its card."""
     made, out = case("supervised")
-    assert embed.load(str(out)).digest == embed.load(str(made)).digest
+    assert encoder.load(str(out)).digest == encoder.load(str(made)).digest
     assert {"model.onnx", "example_onnx.py", "model.safetensors"} <= {
         line.split("  ")[1] for line in (out / "SHA256SUMS").read_text().splitlines()
     }

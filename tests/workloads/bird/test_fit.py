@@ -12,7 +12,7 @@ import pytest
 import soundfile
 
 from jaxtrain import cli
-from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, probe, review
+from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, measures, review
 from loaders.audio.front_end import DEFAULT
 from tests.support import birds, chromium, corpus
 
@@ -77,7 +77,7 @@ def test_a_head_of_few_examples_detects_in_new_recordings(world, tmp_path, metho
     expected = {(file, start): what or "nothing" for file, start, _, what in truth}
     y = np.array([[expected[row["file"], row["start_time"]] == what for what in ("high", "low")] for row in rows], np.float32)
     z = np.array([[row[what] for what in ("high", "low")] for row in rows])
-    average = [probe.average_precision(z[:, c], y[:, c], np.ones((1, len(y))))[0] for c in range(2)]
+    average = [measures.average_precision(z[:, c], y[:, c], np.ones((1, len(y))))[0] for c in range(2)]
     assert min(average) > 0.95, average
     # The thresholds that the head brings keep what it was asked for.
     found = [row for row in birds.table(tmp_path / "out" / "detections.csv") if row["Common name"] in TONES]
@@ -359,7 +359,7 @@ def test_answers_of_a_review_make_the_head_better(world, tmp_path, page):
         birds.run_detect(run, new, "--out", out, "--model", tmp_path / model)
         rows = birds.scores_of(out)
         each = [
-            probe.average_precision(
+            measures.average_precision(
                 np.array([r[what] for r in rows]),
                 np.array([expected[r["file"], r["start_time"]] == what for r in rows], np.float32),
                 np.ones((1, len(rows))),

@@ -1,0 +1,254 @@
+"""An encoder out of a run or an export, and its way over a split of recordings.
+
+The device computes while the loader's threads decode: the slower of the two sets the pace.
+"""
+
+import dataclasses
+import hashlib
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain import config as config_lib
+from jaxtrain import specs
+from jaxtrain.arrays import run_workload, stored
+from jaxtrain.arrays import source as source_lib
+from jaxtrain.data import feed
+from jaxtrain.parallel.layout import Layout, make_layout, make_mesh
+from jaxtrain.types import PyTree
+from jaxtrain.workloads.bird import model as bird
+from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.bird.inference import InferenceError
+from loaders.audio import front_end, shards, spectrogram
+from loaders.audio.front_end import FrontEnd
+from loaders.audio.recordings import windows
+from loaders.audio.recordings.annotations import Mistakes
+from loaders.base import DataError, Rows
+from loaders.io import checks
+
+AHEAD = 3  # [batches] that the loader may have on the device before it computes them
+# Fields of a run's data section that decide how a recording reaches the encoder.
+CLIPS = ("clip_seconds", "n_frames", "short", "short_fill", "time_expansion")
+
+
+class Model(NamedTuple):
+    """An encoder with its weights on the host."""
+
+    config: bird.Config
+    params: PyTree  # encoder
+    head: PyTree | None  # of the supervised objective: w, b
+    run: dict[str, Any]  # the run's whole config
+    name: str
+    probe: PyTree | None = None  # of the online probe: scale, bias, w, b
+
+    @property
+    def front_end(self) -> FrontEnd:
+        """The front end of its spectrograms. Raises InferenceError: the run's config has none, or says two things."""
+        try:
+            trained = front_end.saved(self.run.get("data") or {})
+        except ValueError as error:
+            raise InferenceError(f"{self.name}: its config's {error}") from error
+        if unlike := (self.config.front_end or trained).differences(trained):
+            raise InferenceError(f"{self.name}: its config's sections model and data name different front ends: {unlike}")
+        return trained
+
+    @property
+    def digest(self) -> str:
+        c, digest = self.config, hashlib.sha256()
+        # The settings besides shapes that decide features.
+        if (c.mlp == "gelu_exact", c.eps, c.norm) != (False, vit.EPS, "tokens"):
+            digest.update(repr((c.mlp, c.eps, c.norm)).encode())
+        for path, x in zip(specs.paths(self.params), jax.tree.leaves(self.params), strict=True):
+            digest.update(path.encode())
+            digest.update(np.ascontiguousarray(x).tobytes())
+        return digest.hexdigest()[:16]
+
+
+def load(run: str, *, step: int | None = None, ema: bool = False, random: int | None = None) -> Model:
+    """Reads the encoder of a run, a step or an export.
+
+    Args:
+      random: a seed, by which the run's encoder is initialised instead of read.
+
+    Raises StoredError and InferenceError.
+    """
+    source = source_lib.find(run, step)
+    config, arrays = source.config(bird.__package__), source.parameters(ema=ema)
+    c = config_lib.section(bird.Config, run_workload.model_of(config))
+    if problems := list(checks.under("model", c.problems())):
+        raise config_lib.ConfigError(problems)
+    table = vit.make_specs(c)
+    # A config may name any size: initialised or read, the encoder is no larger than what the run holds.
+    for path, spec in zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True):
+        _check(arrays, f"encoder/{path}", spec)
+    if random is not None:
+        made = specs.materialise({"encoder": table}, jax.random.key(random))["encoder"]
+        return Model(c, jax.tree.map(np.asarray, made), None, config, f"{run}, initialised with seed {random}")
+    params = specs.map_specs(lambda p, _: _read(arrays, f"encoder/{p}"), table)
+    name = f"{source.path}{' (ema)' if ema else ''}"
+    head = _leaves(arrays, "objective/supervised", c.embed, "w", "b")
+    probe = _leaves(arrays, "probe", c.embed, "scale", "bias", "w", "b")
+    return Model(c, params, head, config, name, probe)
+
+
+def _leaves(arrays: dict[str, stored.Stored], folder: str, width: int, *names: str) -> PyTree | None:
+    """The arrays of a head for features [width]; None unless all are there. Raises InferenceError: they do not fit together."""
+    if any(f"{folder}/{name}" not in arrays for name in names):
+        return None
+    classes = arrays[f"{folder}/b"].shape
+    fits = {"scale": (width,), "bias": (width,), "w": (width, *classes), "b": (math.prod(classes),)}
+    for name in names:
+        if (shape := arrays[f"{folder}/{name}"].shape) != fits[name] or 0 in shape:
+            raise InferenceError(f"{folder}/{name} is {shape}; {width} features and classes {classes} expect {fits[name]}")
+    return {name: _read(arrays, f"{folder}/{name}") for name in names}
+
+
+def _check(arrays: dict[str, stored.Stored], path: str, spec: Any) -> None:
+    if path not in arrays or arrays[path].shape != spec.shape:
+        shape = arrays[path].shape if path in arrays else "missing"
+        raise InferenceError(f"{path} is {shape}; the run's config expects {spec.shape}")
+
+
+def _read(arrays: dict[str, stored.Stored], path: str) -> np.ndarray:
+    return np.asarray(arrays[path].read(()), np.float32)
+
+
+def pool_of(model: Model) -> str:
+    """The kind of features that a run's own head reads: "cls" or "mean"."""
+    return "cls" if model.config.pool == "cls" else "mean"
+
+
+def data_config(model: Model, **changes: Any) -> spectrogram.Config:
+    """The run's own data section with ``changes``, by which nothing is held out, excluded or mixed in.
+
+    The run may be anyone's: ``changes`` alone says which files are recordings, whether links are followed, and which addresses
+    are read.
+
+    Raises StoredError for an address of the run's own, and InferenceError if the encoder was trained on other spectrograms.
+    """
+    known = spectrogram.Config.__dataclass_fields__
+    data = {name: value for name, value in (model.run.get("data") or {}).items() if name in known}
+    own = dict(audio_root="", follow_links=False, test_share=0.0, exclude=(), exclude_paths=(), background="", bad_budget=1.0)
+    for name in ("train", "test"):
+        if name not in changes:
+            source_lib.refuse_address(data.get(name), f"data.{name}", "--data")
+            if "**" in str(data.get(name)):  # it would be looked for on the whole disk, through links in circles
+                raise InferenceError(f"the run's config.data.{name} is {str(data[name])[:200]!r}; name the data with --data")
+    made = config_lib.section(spectrogram.Config, {**data, **own, "form": "spectrogram", **changes})
+    if unlike := model.front_end.differences(made.front_end):
+        raise InferenceError(
+            f"{model.name} was trained on other spectrograms than are asked for: {unlike}; omit those settings"
+        )
+    return made
+
+
+def clips(data: spectrogram.Config) -> dict[str, Any]:
+    """The settings besides the front end that decide how a recording reaches the encoder."""
+    return {name: getattr(data, name) for name in CLIPS}
+
+
+def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
+    """A data section whose training split is ``split``, any that the data have, and which reads no other.
+
+    "train" and "test" are those that the section trains and tests on.
+    """
+    name = {"train": data.train_split, "test": data.test_split}.get(split, split)
+    path = data.test if data.test and split in ("test", data.test_split) else data.train
+    # Shards that lie side by side are no splits by name: their test split is a share of them.
+    folder = pathlib.Path(path).expanduser()
+    other = "test" if folder.is_dir() and not shards.has_split(folder, name) else name
+    return dataclasses.replace(data, train=path, test="", train_split=name, test_split=other)
+
+
+Arrays = Mapping[str, jax.Array]
+
+
+def cut_windows(
+    recordings: Sequence[str], seconds: float, *, overlap: float, root: str, links: bool, note: Any = lambda text: None
+) -> tuple[windows.Windows, Mistakes]:
+    """Cut recordings into windows of so many seconds, each ``overlap`` seconds over the next.
+
+    Returns them, and the recordings that cannot be read. Raises InferenceError, DataError.
+    """
+    if not 0 <= overlap < seconds:
+        raise InferenceError(f"--overlap is {overlap}; windows have {seconds} s: use 0 or more, and less")
+    mistakes, hop = windows.lenient(), round(seconds - overlap, 6)
+    made = windows.cut(recordings, seconds=seconds, hop=hop, root=root, links=links, mistakes=mistakes, note=note)
+    return made, mistakes
+
+
+class Setup(NamedTuple):
+    """The compiled encoder, its weights and the loader of a split."""
+
+    run: Callable[[PyTree, Arrays], dict[str, jax.Array]]  # compiled: weights, a batch -> what is written
+    weights: PyTree
+    shapes: Mapping[str, jax.ShapeDtypeStruct]  # of what is written
+    abstract: Mapping[str, jax.ShapeDtypeStruct]  # a batch
+    rows: Rows
+    loader: spectrogram.Spectrograms
+    batch: int  # recordings
+    n: int  # recordings of the split
+    facts: Mapping[str, Any]
+
+    def stream(self) -> feed.Feed:
+        return feed.Feed(self.loader, self.abstract, self.rows, depth=AHEAD)
+
+    def outputs(self, stream: feed.Feed, last: int | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """Compute the batches of ``stream`` up to number ``last``, counted from 1: their numbers, and what is written of them.
+
+        The device has its next batch before one is waited for.
+        """
+        pending: tuple[int, Any] | None = None
+        for position, arrays in stream:
+            before, pending = pending, (position, self.run(self.weights, arrays))
+            if before:
+                yield before[0], jax.device_get(before[1])
+            if position == last:
+                break
+        if pending:
+            yield pending[0], jax.device_get(pending[1])
+
+
+# Weights of its own, features "mean" and "cls" [B × views, D], patches [B × views, N, D], a batch -> what is written.
+Compute = Callable[[PyTree, Arrays, jax.Array, Arrays], dict[str, jax.Array]]
+
+
+def set_up(
+    model: Model, data: spectrogram.Config, compute: Compute, weights: PyTree, *, split: str = "train", batch: int = 64
+) -> Setup:
+    """Open a split of the data, and compile the encoder for it with ``compute`` of these ``weights``. Raises DataError."""
+    data = of_split(data, split)
+    layout = make_layout(make_mesh(-1, 1, 1), {})
+    batch = -(-batch // len(jax.devices())) * len(jax.devices())
+    abstract = {
+        name: jax.ShapeDtypeStruct(
+            (batch, *f.shape), f.dtype, sharding=layout.sharding(("batch", *(None,) * len(f.shape)), (batch, *f.shape))
+        )
+        for name, f in spectrogram.fields(data).items()
+    }
+    rows = feed.rows_for(abstract)
+    for where, text in data.problems():
+        raise DataError(f"data.{where} {text}")
+    loader = spectrogram.make_loader(data, split="train", rows=rows, seed=0, in_order=True)
+    facts = spectrogram.facts(data)
+    weights = jax.device_put((model.params, weights), layout.replicated())
+    run = _program(model, layout, compute).lower(weights, abstract)
+    return Setup(run.compile(), weights, run.out_info, abstract, rows, loader, batch, facts["n_train"], facts)
+
+
+def _program(model: Model, layout: Layout, compute: Compute) -> Any:
+    c = dataclasses.replace(model.config, drop_path=0.0)
+
+    def run(weights: tuple, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        params, own = weights
+        x = batch["spectrogram"].astype(jnp.float32).reshape(-1, c.n_frames, c.n_mels)
+        cls, patches = vit.encode(c, params, x, layout.shard)
+        pooled = {name: vit.pooled(c, params, tokens) for name, tokens in (("mean", patches), ("cls", cls))}
+        return compute(own, pooled, patches, batch)
+
+    return jax.jit(run)

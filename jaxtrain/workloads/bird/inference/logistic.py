@@ -1,0 +1,65 @@
+"""Logistic regression of classes on frozen features, by scikit-learn (the extra ``probe``).
+
+Shapes: n rows, C classes, D features.
+"""
+
+import warnings
+
+import numpy as np
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+
+PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+NEVER = 20.0  # [nats] the logit of a class without examples is minus this
+MAX_STEPS = 300
+
+
+def fit(
+    x: np.ndarray, y: np.ndarray, penalty: float, *, softmax: bool, known: np.ndarray | None = None, n: float = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Minimise penalty / 2 × |w|² + sum of losses / n. Returns the weights [D, C] and biases [C].
+
+    Args:
+      softmax: each row has one class; otherwise each class has a regression of its own.
+      known: [n, C], without a softmax: the entries of ``y`` that count; None = all.
+      n: 0 = the number of rows.
+    """
+    w, b = np.zeros((x.shape[1], y.shape[1])), np.full(y.shape[1], -NEVER)
+    c = 1 / ((n or max(len(x), 1)) * penalty)
+    if softmax:
+        label = y.argmax(1)
+        classes = np.unique(label)
+        if len(classes) < 2:
+            b[classes] = 0
+        elif len(classes) == 2:  # scikit-learn fits the difference v of both: v / 2 and -v / 2 have half of its |v|²
+            coefficients, bias = _binary(x, label == classes[1], 2 * c)
+            w[:, classes], b[classes] = np.outer(coefficients, (-0.5, 0.5)), (-bias / 2, bias / 2)
+        else:
+            found = _regression(x, label, c)
+            w[:, classes], b[classes] = found.coef_.T, found.intercept_
+        return w, b
+    for i in range(y.shape[1]):
+        rows = slice(None) if known is None else known[:, i] > 0
+        positive = y[rows, i] > 0
+        if positive.any():
+            w[:, i], b[i] = (0, NEVER) if positive.all() else _binary(x[rows], positive, c)
+    return w, b
+
+
+def _binary(x: np.ndarray, positive: np.ndarray, c: float) -> tuple[np.ndarray, float]:
+    found = _regression(x, positive, c)
+    return found.coef_[0], found.intercept_[0]
+
+
+def _regression(x: np.ndarray, label: np.ndarray, c: float) -> LogisticRegression:
+    with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):  # weak penalties have far minima
+        return LogisticRegression(C=c, tol=1e-6, max_iter=MAX_STEPS).fit(x, label)
+
+
+def loss(z: np.ndarray, y: np.ndarray, *, softmax: bool, known: np.ndarray | None = None) -> float:
+    """Mean cross-entropy of logits [n, C], in nats; without a softmax over all entries that are ``known``."""
+    z = z.astype(np.float64)
+    if softmax:
+        return float((np.logaddexp.reduce(z, axis=1) - (z * y).sum(1)).mean())
+    each = np.logaddexp(0, z) - y * z
+    return float(each.mean() if known is None else (each * known).sum() / known.sum())

@@ -1,0 +1,84 @@
+"""Measures of scores against labels, each with its bootstrap draws.
+
+    accuracy   share of rows whose best score is of (one of) their classes; rows without a class are left out
+    cmAP       mean over classes of average precision (BirdSet; Rauch et al. 2024); classes without a positive are left out
+    AUROC      mean over classes of the area under the ROC curve, ties half; the same classes, if they have negatives
+
+scikit-learn's scores take one draw of weights at a time and sort for each: 5 to 10 times slower than one sort for all draws.
+
+Shapes: n rows, C classes, R draws. A weight is how often a row counts.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+MEASURES = ("accuracy", "cmAP", "AUROC")
+PART = 1000  # bootstrap draws whose sums are held at once, times a class
+
+
+def accuracy(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """[n, C], [n, C], [R, n] -> [R]."""
+    has = y.any(1)
+    right = y[np.arange(len(y)), score.argmax(1)] > 0
+    return (weight[:, has] @ right[has]) / np.maximum(weight[:, has].sum(1), 1e-9)
+
+
+def average_precision(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """sum_i (recall_i - recall_{i-1}) precision_i over the thresholds, [n], [n], [R, n] -> [R]; nan without a positive."""
+    w, y, last = _sorted(score, positive, weight)
+    hits, all_ = np.cumsum(w * y, 1)[:, last], np.cumsum(w, 1)[:, last]
+    gained = np.diff(hits, axis=1, prepend=0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(gained > 0, gained * hits / all_, 0).sum(1) / hits[:, -1]
+
+
+def area_under_roc(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Chance that a positive scores above a negative, ties half, [n], [n], [R, n] -> [R]; nan without both."""
+    w, y, last = _sorted(score, positive, weight)
+    hits, misses = (np.diff(np.cumsum(w * z, 1)[:, last], axis=1, prepend=0) for z in (y, 1 - y))
+    below = misses.sum(1, keepdims=True) - np.cumsum(misses, 1) + misses / 2
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (hits * below).sum(1) / (hits.sum(1) * misses.sum(1))
+
+
+def _sorted(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Weights and labels from the highest score down, and the last place of each distinct score."""
+    order = np.argsort(-score, kind="stable")
+    last = np.flatnonzero(np.append(np.diff(score[order]) != 0, True))
+    return weight[:, order], positive[order].astype(np.float64), last
+
+
+def over_classes(each: Callable, score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Mean of a measure over the classes that have it, [R]."""
+    by_class = np.stack([each(score[:, c], y[:, c], weight) for c in range(y.shape[1])], 1)
+    known = np.isfinite(by_class)
+    return np.where(known, by_class, 0).sum(1) / np.maximum(known.sum(1), 1)
+
+
+def measure(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> dict[str, np.ndarray]:
+    """Compute every one of `MEASURES`, [R] each."""
+    parts = [weight[i : i + PART].astype(np.float64) for i in range(0, len(weight), PART)]
+    return {
+        "accuracy": np.concatenate([accuracy(score, y, w) for w in parts]),
+        "cmAP": np.concatenate([over_classes(average_precision, score, y, w) for w in parts]),
+        "AUROC": np.concatenate([over_classes(area_under_roc, score, y, w) for w in parts]),
+    }
+
+
+def bootstrap(n: int, draws: int, *, seed: int = 0) -> np.ndarray:
+    """Draw weights, float32 [draws + 1, n]; the first row counts every row once."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.multinomial(n, np.full(n, 1 / n), size=draws)
+    return np.concatenate([np.ones((1, n)), drawn]).astype(np.float32)
+
+
+def summary(values: np.ndarray) -> dict[str, float]:
+    """Summarise `measure` over `bootstrap`: the value of all rows, and the middle 95 % of the draws."""
+    low, high = np.percentile(values[1:], [2.5, 97.5]) if len(values) > 1 else (np.nan, np.nan)
+    return {"value": float(values[0]), "low": float(low), "high": float(high)}
+
+
+def percent(m: dict[str, float], digits: int) -> str:
+    """Format a `summary`: 71.3 [70.2, 72.5]."""
+    return f"{100 * m['value']:.{digits}f} [{100 * m['low']:.{digits}f}, {100 * m['high']:.{digits}f}]"
