@@ -19,16 +19,16 @@ of the data delay=false; none of the three is how the published weights were mad
 
 from ml_collections import ConfigDict
 
-from jaxtrain.workloads.audio_language import model as audio_language
+from jaxtrain.workloads.audio_language import hugging_face as higgs
 
 
 def get_config(argument: str = "blank") -> ConfigDict:
     if argument == "blank":
         from loaders.chat import demo_chat
 
-        model, warm_start, data = audio_language.PRESETS["v2"], {}, demo_chat.blank()
+        model, warm_start, data = higgs.PRESETS["v2"], {}, demo_chat.blank()
     else:
-        (model, warm_start), data = audio_language.from_hugging_face(argument), {}
+        (model, warm_start), data = higgs.from_hugging_face(argument), {}
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.audio_language",
@@ -37,7 +37,7 @@ def get_config(argument: str = "blank") -> ConfigDict:
             data=data,
             train=dict(steps=2_000, batch=32, accumulate=8, eval_every=500),
             optim=dict(lr=2e-4, schedule="cosine", warmup=0.05, b2=0.95, weight_decay=0.01, clip=1.0),
-            lora=audio_language.ADAPTERS,
+            lora=higgs.ADAPTERS,
             warm_start=warm_start,
             checkpoint=dict(every=500),
             metrics=dict(every=30),

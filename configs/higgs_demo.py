@@ -9,7 +9,7 @@ the data lie.
 
 from ml_collections import ConfigDict
 
-from jaxtrain.workloads.audio_language import model as audio_language
+from jaxtrain.workloads.audio_language import hugging_face as higgs
 
 
 def get_config(argument: str = "base") -> ConfigDict:
@@ -23,7 +23,7 @@ def get_config(argument: str = "base") -> ConfigDict:
             data=dict(buckets=1),
             train=dict(steps=200 if adapters else 500, batch=16, eval_every=100),
             optim=dict(lr=2e-3, warmup=0.25 if adapters else 0.1, b2=0.95, weight_decay=0.05),
-            lora=dict(audio_language.ADAPTERS, rank=16, alpha=32.0) if adapters else {},
+            lora=dict(higgs.ADAPTERS, rank=16, alpha=32.0) if adapters else {},
             checkpoint=dict(every=50),
             metrics=dict(every=20),
         )

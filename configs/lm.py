@@ -4,8 +4,8 @@
     python -m jaxtrain.main --config=configs/lm.py:path/to/Qwen2.5-0.5B "--config.data.sources=({'path': 'tokens'},)" \
         --config.workdir=runs/qwen
 
-The argument is a size of `jaxtrain.workloads.language.PRESETS`, which is initialised, or a folder with config.json and
-safetensors, from Hugging Face or from `jaxtrain export`, whose weights the run begins with.
+The argument is a size of `jaxtrain.workloads.language.hugging_face.PRESETS`, which is initialised, or a folder with
+config.json and safetensors, from Hugging Face or from `jaxtrain export`, whose weights the run begins with.
 Sources are folders of token files, or texts (loaders/text/tokens.py). What it reached is exported for transformers by
 
     jaxtrain export runs/qwen --dtype bf16 --out Qwen2.5-0.5B-more
@@ -18,15 +18,15 @@ widths and vocabulary. Rows too long for one device are split over the mesh axis
 
 from ml_collections import ConfigDict
 
-from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.language import hugging_face as language_files
 
 
 def get_config(argument: str = "qwen3-0.6b") -> ConfigDict:
     context = 2048
-    if argument in language.PRESETS:
-        model, warm_start, lr = language.PRESETS[argument], {}, 6e-4
+    if argument in language_files.PRESETS:
+        model, warm_start, lr = language_files.PRESETS[argument], {}, 6e-4
     else:
-        (model, warm_start), lr = language.from_hugging_face(argument), 3e-5
+        (model, warm_start), lr = language_files.from_hugging_face(argument), 3e-5
         context = model.get("context", context)  # of an export whose positions are learned
     return ConfigDict(
         dict(

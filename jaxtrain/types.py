@@ -1,6 +1,6 @@
 """The types that every module agrees on."""
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Optional, Protocol, TypeVar
 
 import jax
@@ -23,14 +23,19 @@ OF_DATA: Any = None  # the default of such a field
 
 
 class Shard(Protocol):
-    """The part of the layout that a workload sees: `jaxtrain.parallel.layout.Sharder`.
+    """The part of the layout that a workload sees: a `jaxtrain.parallel.layout.Sharder`, or `one_device.shard`.
 
-    ``axes`` are logical axis names, one for each dimension; what is said of each method in
-    `jaxtrain.parallel.layout.Sharder` holds.
+    ``axes`` are logical axis names, one for each dimension. `jaxtrain.parallel.kernels` runs
+    functions on each device's own part of arrays.
     """
 
     def __call__(self, x: Array, /, *axes: str | None) -> Array:
         """Pins ``x`` to the layout: ``shard(x, "batch", "seq", "embed")``."""
+        ...
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+        """The mesh; None = one device, whose parts are the arrays themselves."""
         ...
 
     @property
@@ -48,36 +53,6 @@ class Shard(Protocol):
 
     def size(self, axis: str | None, size: int) -> int:
         """Into how many parts a dimension is split."""
-        ...
-
-    def local(self, f: Callable, args: Sequence[Any], axes: Sequence[Axes], out: Any) -> Any:
-        """f(*args) on every device's own part of the arguments, not differentiable."""
-        ...
-
-    def differentiable(
-        self,
-        f: Callable,
-        args: Sequence[Array],
-        axes: Sequence[Axes],
-        out: jax.sharding.PartitionSpec,
-        *,
-        constants: Sequence[Array] = (),
-        constant_axes: Sequence[Axes] = (),
-    ) -> Any:
-        """`local`, of f(*args, *constants), with a derivative by ``args``."""
-        ...
-
-    def kernel(
-        self,
-        f: Callable,
-        args: Sequence[Array],
-        axes: Sequence[Axes],
-        out: jax.sharding.PartitionSpec,
-        *,
-        constants: Sequence[Array] = (),
-        constant_axes: Sequence[Axes] = (),
-    ) -> Array:
-        """The same for kernels that XLA must not split."""
         ...
 
 

@@ -228,3 +228,9 @@ def run(n):
 """
     assert closures(ast.parse(text)) == ["run: report reads state"]
     assert not closures(ast.parse(text.replace("return state + fixed", "return fixed")))
+
+
+def test_a_step_of_the_language_model_is_read_in_twelve_files():
+    section = (ROOT / "docs" / "ARCHITECTURE.md").read_text().partition("## A step, in ")[2].partition("\n## ")[0]
+    paths = [ROOT / "jaxtrain" / name for name in re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE)]
+    assert 0 < len(paths) <= 12 and sum(len(path.read_text().splitlines()) for path in paths) <= 2_500

@@ -18,12 +18,15 @@ from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.config import Lora
 from jaxtrain.nn import lora
 from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.parallel import one_device
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import Variables
 from jaxtrain.workloads.bird import model as bird
-from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.language import hugging_face as language_files
+from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from tests.support import runs
 from tests.support.cases import language as language_case
@@ -40,7 +43,7 @@ class Golden:
         rows, context = self.g["input_ids"].shape
         self.config, self.base = language_case.load(DATA / "lm" / "llama3", context)
         self.adapter = safetensors.numpy.load_file(DATA / "lora" / "adapter" / "adapter_model.safetensors")
-        self.plain = language.make_task(config_lib.Config(model=self.config), language_case.alone(), rows)
+        self.plain = language_loss.make_task(config_lib.Config(model=self.config), language_case.alone(), rows)
         self.task = lora.adapt(self.plain, RANK4)
         params = specs_lib.map_specs(self._read, self.task.specs.params)
         frozen = {path: x for path, x in zip(specs_lib.paths(self.base), jax.tree.leaves(self.base), strict=True)}
@@ -50,7 +53,7 @@ class Golden:
 
     def _names(self, path):
         matrix, _, side = path.rpartition("/")
-        names = language.export_names(dataclasses.asdict(self.config), matrix)
+        names = language_files.export_names(dataclasses.asdict(self.config), matrix)
         return [f"base_model.model.{n.removesuffix('.weight')}.{peft.SIDES[side]}.weight" for n in names]
 
     def _read(self, path, spec):
@@ -103,7 +106,7 @@ def test_exports_are_pefts_adapter_and_merged_weights(golden, tmp_path):
         "train": {"steps": 9},
         "lora": dataclasses.asdict(RANK4),
         "warm_start": dataclasses.asdict(
-            config_lib.section(config_lib.WarmStart, language.from_hugging_face(DATA / "lm" / "llama3")[1])
+            config_lib.section(config_lib.WarmStart, language_files.from_hugging_face(DATA / "lm" / "llama3")[1])
         ),
     }  # fmt: skip
     runs.save(tmp_path, 10, runs.state(0, 10) | {"params": golden.variables.params, "opt_state": (), "ema": ()}, run=run)
@@ -154,10 +157,10 @@ def test_adapters_of_zero_leave_any_workload_as_it_is(workload):
             n_cells=4, vocab=4, n_puzzles=2, n_difficulties=1, embed=16, heads=2, inner_multiple=8, puzzle_embed=0,
             puzzle_tokens=1, cycles_high=1, cycles_low=1, dtype="float32",
         )  # fmt: skip
-        module, spared = trm, r"^(w_cells|w_symbols|w_q|b_q)$"
+        module, spared = trm_loss, r"^(w_cells|w_symbols|w_q|b_q)$"
         batch = {"inputs": jnp.ones((4, 4), jnp.int32), "labels": jnp.full((4, 4), 2), "puzzle": jnp.zeros(4, jnp.int32)}
         batch |= {"difficulty": jnp.zeros(4, jnp.int32), "weight": jnp.ones(4), "row": jnp.arange(4)}
-    plain = module.make_task(config_lib.Config(model=c), vit.whole, 4)
+    plain = module.make_task(config_lib.Config(model=c), one_device.shard, 4)
     task = lora.adapt(plain, Lora(rank=2, adapt=r"^net/w_|blocks/w_", freeze=spared))
     variables = specs_lib.materialise(task.specs, jax.random.key(0))
     params = specs_lib.materialise(plain.specs, jax.random.key(1)).params
@@ -188,7 +191,7 @@ def test_a_step_moves_the_adapters_alone_and_alike_on_every_mesh(mesh):
             lora=RANK4,
         )
         devices = layout_lib.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
-        run = assemble(config, devices, make_task=language.make_task, fields=language_case.FIELDS)
+        run = assemble(config, devices, make_task=language_loss.make_task, fields=language_case.FIELDS)
         layout, plan = run.layout, run.abstract
         step = run.trace(None).lower().compile({"xla_backend_optimization_level": 0})
         state = state_lib.init_state(run.task, run.tx, plan, jax.random.key(0))

@@ -4,7 +4,7 @@
     python -m tools.bench_train --model=bird [--embed=128] [--depth=3] [--heads=4] [--patch=32] [--batch=32] [--rounds=20]
     python -m tools.bench_train --model=giblet [--batch=32] [--rounds=10]
     python -m tools.bench_train --model=trm [--embed=128] [--batch=32] [--rounds=10] [--dtype=float32] [--cells=81] [--low=6]
-    python -m tools.bench_train --model=higgs [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=8] [--branches]
+    python -m tools.bench_train --model=higgs [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=8]
     python -m tools.bench_train --table [language-128 bird-demo …]      # of docs/performance.md; each row in its own process
     python -m tools.bench_train --model=bird --kernels                  # what the time of a step goes to, on both sides
 
@@ -143,8 +143,7 @@ def compiled_or_why(make: Callable[[], Callable[[], float]]) -> Callable[[], flo
 
 def compare(args: argparse.Namespace, size: Mapping[str, int]) -> int:
     model = importlib.import_module(f"tools.torch_steps.{args.model}")  # and PyTorch, which --table does not need
-    options = {"trm": {"dtype": args.dtype}, "higgs": {"branches": args.branches}}.get(args.model, {})
-    bench = model.sides(size, **options)
+    bench = model.sides(size, **({"dtype": args.dtype} if args.model == "trm" else {}))
     compiled = bench.others.get("torch.compile")
     sides = {"jaxtrain": bench.ours, **{name: make() for name, make in bench.others.items() if make is not compiled}}
     same = True
@@ -224,7 +223,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in sizes:
         parser.add_argument(f"--{name}", type=int, help="size; default: the model's own")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of trm")
-    parser.add_argument("--branches", action="store_true", help="of higgs: instead, one net for each place compared with both")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--kernels", action="store_true", help="instead, the ten that take longest, by each side's profiler")
     parser.add_argument("--row", metavar="LABEL", help="print a row of the table, called so, last")

@@ -39,8 +39,8 @@ from jaxtrain.arrays import peft, safetensors
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.telemetry import metrics
 from jaxtrain.types import Variables
-from jaxtrain.workloads.audio_language import generate_audio
-from jaxtrain.workloads.audio_language import model as audio_language
+from jaxtrain.workloads.audio_language import decoding, generate_audio
+from jaxtrain.workloads.audio_language import loss as audio_loss
 from jaxtrain.workloads.audio_language.commands import train_codec
 from loaders import _rust
 from loaders.audio import shards
@@ -191,7 +191,7 @@ def held_out(out: pathlib.Path, weights: str) -> Mapping[str, float]:
     speaker = generate_audio.load(str(out / weights))
     data = config_lib.section(chat_audio.Config, data_flags(out, "adapters"))
     layout = layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
-    task = audio_language.make_task(config_lib.Config(model=speaker.model), layout.shard, 32)
+    task = audio_loss.make_task(config_lib.Config(model=speaker.model), layout.shard, 32)
     evaluate = jax.jit(lambda params, batch: task.evaluate(Variables(params), batch))
     loader = chat_audio.make_loader(data, split="test", rows=Rows(32, ((0, 32),)), seed=0)
     sums = [evaluate(speaker.params, {name: batch[name][0] for name in task.axes}) for _, batch in loader]
@@ -255,7 +255,7 @@ def play(out: pathlib.Path, names: Sequence[str], judge: Classifier) -> list[tup
     """Plays every class. Returns (asked, heard as) of every clip, as classified from its WAV file."""
     speaker = generate_audio.load(str(out / "merged"))
     prompts = [name for name in names for _ in range(EACH)]
-    streams = audio_language.Streams(temperature=(0.6,))
+    streams = decoding.Streams(temperature=(0.6,))
     answers = generate_audio.speak(speaker, prompts, seconds=SECONDS, streams=streams)
     with contextlib.redirect_stdout(io.StringIO()):
         generate_audio.write(speaker, out / "played", prompts, answers, EACH)

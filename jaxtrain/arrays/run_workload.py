@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxtrain import config as config_lib
 from jaxtrain import workload
+from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.types import Export
 from jaxtrain.workload import Workload
@@ -59,6 +60,17 @@ def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
     if problems:
         raise StoredError(f"the run's config.{name}.{problems[0][0]} {problems[0][1]}")
     return section
+
+
+def model_section(config: Mapping[str, Any], cls: type, **changes: Any) -> Any:
+    """The section ``model`` as ``cls``, with some of its fields replaced. Raises StoredError."""
+    return section_of({"model": {**model_of(config), **changes}}, "model", cls)
+
+
+def exported_file(source: Source, name: str) -> str:
+    """The path of a file that an export holds, or "". It comes before a path that the run knew, perhaps elsewhere."""
+    path = source.path / name
+    return str(path) if source.is_export and path.exists() else ""
 
 
 def model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -183,3 +183,18 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
     except KeyboardInterrupt:
         report("interrupted")
         return INTERRUPTED
+
+
+def run_model(action: Callable[[], int]) -> int:
+    """`run` for a command that computes with a trained model: what can be wrong with its run or its data is a mistake."""
+    from jaxtrain import config
+    from jaxtrain.arrays import stored
+    from jaxtrain.checkpoint import warm_start
+    from jaxtrain.parallel import cluster
+    from loaders.base import DataError
+
+    def cached() -> int:
+        cluster.use_compilation_cache()
+        return action()
+
+    return run(cached, mistakes=(DataError, stored.StoredError, warm_start.WarmStartError, config.ConfigError))

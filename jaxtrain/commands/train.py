@@ -93,7 +93,11 @@ def _train(given: config.Arguments) -> int:
         )
         return arguments.MISTAKE
     except RuntimeError as error:
-        if not (reason := arguments.homeless(error)):
+        reason = arguments.homeless(error)
+        if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it
+            why = str(error).splitlines()[0]
+            reason = f"a device has too little memory: {why}; the same command with --plan names what may help"
+        if not reason:
             raise
         arguments.report(reason)
         return arguments.MISTAKE

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.nn.flash import NEVER
 from jaxtrain.nn.layers import shared_columns
+from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard
 
 
@@ -38,7 +39,7 @@ class Sums(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is the same for all tokens."""
+    """The settings that all tokens share."""
 
     z_loss: float
     smoothing: float
@@ -179,7 +180,7 @@ def _run(
     none: Any = PartitionSpec()  # where the sums' arrays will be
     of_dw = shard.spec((v, d), (of_rows, of_columns if columns else None))
     out = (Sums(none, none, none, none), (shard.spec((b, t, d), axes[0]), of_dw) if grads else ())
-    return shard.local(local, (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32)), axes, out)
+    return kernels.local(shard, local, (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32)), axes, out)
 
 
 def _over(reduce: Callable[..., Array], x: Array, names: tuple[str, ...]) -> Array:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtrain.types import Array
 
 NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that no softmax sees; -inf would make nan of an empty row
-NOBODY = jnp.iinfo(jnp.int32).min  # the document of what fills the last tile
+NO_DOCUMENT = jnp.iinfo(jnp.int32).min  # the document of what fills the last tile
 LOG2E = math.log2(math.e)
 
 
@@ -215,20 +215,23 @@ def _key_kernel(
 
 
 def _bounds(tiles: tuple[Array | int, Array | int], documents_s: Array, low_ref: Any, high_ref: Any) -> tuple[Array, Array]:
-    """Of tiles [from, to), those from the first to the last that may hold one of these documents; at least one's own."""
+    """The tiles of [from, to) that may hold one of these documents: from the first to the last, at least one's own."""
     n = jnp.arange(low_ref.shape[0])
     near_n = (low_ref[...] <= documents_s.max()) & (high_ref[...] >= documents_s.min()) & (n >= tiles[0]) & (n < tiles[1])
     return jnp.where(near_n, n, low_ref.shape[0]).min(), jnp.where(near_n, n + 1, 0).max()
 
 
 def _documents(segments_bt: Array, tile: int) -> tuple[Array, Array, Array]:
-    """Of every place, up to whole tiles; the smallest and the largest of each tile, up to a power of two of them."""
+    """The document of every place, up to whole tiles, and the smallest and the largest of each tile.
+
+    There are a power of two of tiles.
+    """
     b, t = segments_bt.shape
-    segments_bt = jnp.pad(segments_bt, ((0, 0), (0, -t % tile)), constant_values=NOBODY)
+    segments_bt = jnp.pad(segments_bt, ((0, 0), (0, -t % tile)), constant_values=NO_DOCUMENT)
     tiles_bnt = segments_bt.reshape(b, -1, tile)
     more = ((0, 0), (0, (1 << (tiles_bnt.shape[1] - 1).bit_length()) - tiles_bnt.shape[1]))
     low_bn = jnp.pad(tiles_bnt.min(2), more, constant_values=jnp.iinfo(jnp.int32).max)
-    return segments_bt, low_bn, jnp.pad(tiles_bnt.max(2), more, constant_values=NOBODY)
+    return segments_bt, low_bn, jnp.pad(tiles_bnt.max(2), more, constant_values=NO_DOCUMENT)
 
 
 def _whole(x_bthk: Array, tile: int) -> Array:
@@ -239,7 +242,7 @@ def _whole(x_bthk: Array, tile: int) -> Array:
 
 
 def _specs(pl: Any, t: int, k: int, tile: int, tiles: int, group: Any) -> tuple[Any, Any, list[Any]]:
-    """Where a program (tile of queries, row, head) finds its queries, all of its keys, and its row's documents."""
+    """The specs by which a program (tile of queries, row, head) finds its queries, all keys, and its row's documents."""
     row = [pl.BlockSpec((None, n), lambda i, b, h: (b, 0)) for n in (t, tiles, tiles)]
     of_queries = pl.BlockSpec((None, tile, None, k), lambda i, b, h: (b, i, h, 0))
     return of_queries, pl.BlockSpec((None, t, None, k), lambda i, b, h: (b, 0, group(h), 0)), row

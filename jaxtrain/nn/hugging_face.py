@@ -1,10 +1,12 @@
 """A decoder under Hugging Face's names: the same numbers in the same order, only names and shapes differ."""
 
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from jaxtrain import specs
 from jaxtrain.nn.transformer import Decoder
 from jaxtrain.types import EXPORT_FILE
 from loaders.io import checks, files
@@ -26,9 +28,58 @@ LAYER = {
     "w_down": "mlp.down_proj.weight",
 }
 
+# Fields of `Decoder`, and of its `Rope` if that is stretched: ours -> theirs, in config.json.
+SIZES = {
+    "embed": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads", "mlp": "intermediate_size",
+    "eps": "rms_norm_eps",
+}  # fmt: skip
+ROPE = {
+    "factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor", "original": "original_max_position_embeddings",
+}  # fmt: skip
+
 
 class HuggingFaceError(ValueError):
     """A config.json that this model cannot be."""
+
+
+class Names(NamedTuple):
+    """The names of a decoder's parameters in the weights of others."""
+
+    top: Mapping[str, str]  # path of a parameter outside the stack -> name
+    layer: Mapping[str, str]  # path below "blocks/" -> name within a layer
+    prefix: str = "layers"  # before a layer's number
+
+    def of(self, path: str, depth: int) -> str | list[str]:
+        """The name of a parameter, or one name for each layer of the stack."""
+        if path in self.top:
+            return self.top[path]
+        return [f"{self.prefix}.{i}.{self.layer[path.removeprefix('blocks/')]}" for i in range(depth)]
+
+    def renames(self, table: Any) -> tuple[tuple[str, str], ...]:
+        """config.warm_start.renames, from these names to the paths of a table."""
+        found = []
+        for path in specs.paths(table):
+            name = path.removeprefix("blocks/")
+            if name == path:
+                found.append((f"^{_slashes(self.top[path])}$", path))
+            else:
+                found.append((rf"^{_slashes(self.prefix)}/(\d+)/{_slashes(self.layer[name])}$", rf"{path}[\1]"))
+        return tuple(found)
+
+
+def _slashes(name: str) -> str:
+    return name.replace(".", "/")
+
+
+@contextlib.contextmanager
+def reading(path: pathlib.Path) -> Iterator[None]:
+    """A context in which whatever a broken config.json raises becomes a HuggingFaceError with its path."""
+    try:
+        yield
+    except (HuggingFaceError, files.FileError) as error:
+        raise HuggingFaceError(str(error)) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise HuggingFaceError(f"{path}: {error!r}") from error
 
 
 def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) -> dict[str, Any] | None:
@@ -55,8 +106,14 @@ def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) 
     return {name: value for name, value in model.items() if name in kept or name in names}
 
 
+def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
+    """The content of those of a folder's files that are there, by name. Raises FileError."""
+    there = [name for name in names if (folder / name).is_file()]
+    return {name: files.read(files.inside(folder, name), most=files.MOST_JSON) for name in there}
+
+
 def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of one layer's array ``name``: heads and their dimensions are one axis at Hugging Face."""
+    """The shape of one layer's array at Hugging Face, which has heads and their dimensions as one axis."""
     if name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v"):
         return (shape[0] * shape[1], *shape[2:])
     return (shape[0], shape[1] * shape[2]) if name == "w_out" else shape
@@ -80,19 +137,12 @@ def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[
     if problems:
         raise HuggingFaceError(f"{path}: {'; '.join(problems)}")
     heads = h["num_attention_heads"]
-    scaled = {
-        "factor": float(rope["factor"]),
-        "low": float(rope["low_freq_factor"]),
-        "high": float(rope["high_freq_factor"]),
-        "original": rope["original_max_position_embeddings"],
-    } if kind == "llama3" else {}  # fmt: skip
+    scaled = {ours: float(rope[theirs]) for ours, theirs in ROPE.items()} if kind == "llama3" else {}
+    if scaled:
+        scaled["original"] = rope[ROPE["original"]]  # a whole number
     return dict(
-        embed=h["hidden_size"],
-        depth=h["num_hidden_layers"],
-        heads=heads,
+        {ours: h[theirs] for ours, theirs in SIZES.items()},
         kv_heads=h.get("num_key_value_heads") or heads,
         head_dim=h.get("head_dim") or h["hidden_size"] // heads,
-        mlp=h["intermediate_size"],
-        eps=h["rms_norm_eps"],
         rope=dict(theta=float(rope["rope_theta"]), **scaled),
     )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Section
+from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard, Unmerged
 from loaders.io import checks
 
@@ -187,25 +188,6 @@ def _multiply_backward(axis: int, precision: jax.lax.Precision | None, kept: tup
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None) -> list[Array]:
-    """`product` with each of the matrices that lie side by side along w's dimension c.
-
-    For CPUs they are products of their own: of one that is cut, the gradient's parts are padded to its size and added up there.
-    Elsewhere one product fills the device better.
-
-    Args:
-      axes: the logical axes of a result.
-    """
-    of_y = equation.split("->")[1]
-    at_w, at_y = equation.split("->")[0].split(",")[1].index("c"), of_y.index("c")
-    each = range(w.shape[at_w])
-    if shard.devices[0] == "cpu":
-        one = equation.replace("c", "")
-        return [shard(product(one, x, jax.lax.index_in_dim(w, i, at_w, keepdims=False), shard), *axes) for i in each]
-    y = shard(product(equation, x, w, shard), *axes[:at_y], None, *axes[at_y:])
-    return [jax.lax.index_in_dim(y, i, at_y, keepdims=False) for i in each]
-
-
 def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array:
     """`product` with a matrix that may be adapted (`jaxtrain.nn.lora`), which is then not merged."""
     if isinstance(w, Unmerged):
@@ -247,9 +229,9 @@ def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab",
             rows_btd = jax.lax.all_to_all(rows_btd, columns, split_axis=split, concat_axis=2, tiled=True)
         return rows_btd
 
-    return shard.differentiable(
-        local, (w_vd,), ((axes[0], axes[1] if columns else None),), shard.spec((b, t, d), ("batch", "seq", None)),
-        constants=(index_bt,), constant_axes=(("batch", "seq"),),
+    return kernels.differentiable(
+        shard, local, (w_vd, index_bt), ((axes[0], axes[1] if columns else None), ("batch", "seq")),
+        shard.spec((b, t, d), ("batch", "seq", None)), constants=1,
     )  # fmt: skip
 
 

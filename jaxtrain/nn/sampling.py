@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.nn import attention, transformer
 from jaxtrain.types import Array, Key, PyTree, Shard
@@ -51,6 +52,15 @@ def generate(
 
     _, tokens_nb = jax.lax.scan(write, (logits_bv, cache, jnp.zeros(len(length_b), bool)), jnp.arange(n_new))
     return tokens_nb.T
+
+
+def pad(ids: Sequence[Sequence[int]], n: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as rows: int32 [B, P], with zeros after each prompt, and int32 [B], their lengths. P is ``n`` at least."""
+    length_b = np.array([len(i) for i in ids], np.int32)
+    prompt_bp = np.zeros((len(ids), max(n, length_b.max())), np.int32)
+    for row, i in enumerate(ids):
+        prompt_bp[row, : len(i)] = i
+    return prompt_bp, length_b
 
 
 def choose(logits_v: Array, key: Key, *, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Array:

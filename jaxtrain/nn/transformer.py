@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention as attention_lib
-from jaxtrain.nn import remat
+from jaxtrain.nn import remat, ring
 from jaxtrain.nn.layers import Rope, gelu, layer_norm, lookup, project, rms_norm, rope_angles, rotate, spread
 from jaxtrain.specs import ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, OfData, PyTree, Shard, Spec
@@ -260,20 +260,16 @@ def angles(c: Decoder, position_bt: Array) -> tuple[Array, Array] | None:
 
 
 def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool = True) -> Mix:
-    """Attention within a row, on whatever the layout splits: rows, heads, or the sequence (`attention.Ring`)."""
+    """Attention within a row, on whatever the layout splits: rows, heads, or the sequence (`nn.ring`)."""
 
     def mix(q_bthk: Array, k_bsgk: Array, v_bsgk: Array) -> tuple[Array, None]:
-        b, t, h, _ = q_bthk.shape
+        _, t, h, _ = q_bthk.shape
         parts, shared = shard.size("heads", h), k_bsgk.shape[2]
         if (repeats := math.lcm(shared, parts) // shared) > 1:
             # Fewer key heads than devices: as many copies as there are devices, each with those that its queries use.
             k_bsgk, v_bsgk = (shard(jnp.repeat(x, repeats, axis=2), "batch", "seq", "kv_heads", None) for x in (k_bsgk, v_bsgk))
-        if names := shard.names("seq", t):
-            if len(names) > 1:
-                raise ValueError(f"config.mesh.axis_rules: a sequence can be split over one mesh axis, and 'seq' has {names}")
-            segments = jnp.zeros((b, t), jnp.int32) if segments_bt is None else segments_bt
-            ring = attention_lib.Ring(names[0], shard.size("seq", t), 0, causal, c.window)
-            return _ring(shard, ring, q_bthk, k_bsgk, v_bsgk, segments), None
+        if shard.names("seq", t):
+            return ring.attention(shard, q_bthk, k_bsgk, v_bsgk, segments_bt, causal=causal, window=c.window), None
         y_bthk = attention_lib.within(
             shard, q_bthk, k_bsgk, v_bsgk, causal=causal, window=c.window, segments_bt=segments_bt, keep="attention",
             policy=c.remat,
@@ -281,44 +277,6 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
         return y_bthk, None
 
     return mix
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(shard: Shard, ring: attention_lib.Ring, q: Array, k: Array, v: Array, segments: Array) -> Array:
-    return _ring_forward(shard, ring, q, k, v, segments)[0]
-
-
-def _ring_forward(shard: Shard, ring: attention_lib.Ring, *args: Array) -> tuple[Array, tuple]:
-    axes, (query, _, _, log) = _ring_axes(shard, *args[:2])
-
-    def local(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:
-        return ring._replace(groups=k.shape[2]).forward(q, k, *rest)
-
-    y, log = (remat.name(x, "attention") for x in shard.local(local, args, axes, (query, log)))
-    return y, (*args, y, log)
-
-
-def _ring_backward(shard: Shard, ring: attention_lib.Ring, kept: tuple[Array, ...], dy: Array) -> tuple:
-    axes, (query, key, _, log) = _ring_axes(shard, *kept[:2])
-    log_axes = ("batch", "kv_heads", None, "seq")
-
-    def local(q: Array, k: Array, *rest: Array) -> tuple[Array, ...]:
-        return ring._replace(groups=k.shape[2]).backward(q, k, *rest)
-
-    grads = shard.local(local, (*kept, dy), (*axes, axes[0], log_axes, axes[0]), (query, key, key))
-    return (*grads, None)
-
-
-_ring.defvjp(_ring_forward, _ring_backward)
-
-
-def _ring_axes(shard: Shard, q: Array, k: Array) -> tuple[tuple, tuple]:
-    """Logical axes of q, k, v and segments; partitions of q, k, segments and the normaliser's logarithm."""
-    query, key, rows = ("batch", "seq", "heads", None), ("batch", "seq", "kv_heads", None), ("batch", "seq")
-    b, t, h, _ = q.shape
-    g = k.shape[2]
-    log = shard.spec((b, g, h // g, t), ("batch", "kv_heads", None, "seq"))
-    return (query, key, key, rows), (shard.spec(q.shape, query), shard.spec(k.shape, key), shard.spec((b, t), rows), log)
 
 
 def token_flops(c: Decoder, specs: PyTree) -> int:
@@ -331,7 +289,10 @@ def token_flops(c: Decoder, specs: PyTree) -> int:
 
 
 def attention_flops(c: Decoder, tokens: int, *, causal: bool) -> int:
-    """Of scores and weighted sums over one row of so many tokens, forward, with the places that are masked or without them."""
+    """Floating-point operations of scores and weighted sums over one row, forward.
+
+    With ``causal``, places that the mask or the window hides are left out.
+    """
     pairs = tokens * tokens
     if causal:
         seen = min(c.window or tokens, tokens)

@@ -1,15 +1,14 @@
-"""Where arrays live: the mesh of devices, and the rules from logical axes to mesh axes.
+"""The mesh of devices, and the rules from logical axes to mesh axes, by which arrays are laid out.
 
 An axis rule (`config.AXIS_RULES`, config.mesh.axis_rules) names the mesh axes that a logical axis is split over, in order:
 ``"fsdp"``, ``"data,fsdp"``, ``""`` (stays whole). A trailing ``?`` allows a dimension that does not divide to stay whole;
 without it that is an error, with the name of the parameter, never a silent replica.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -78,14 +77,14 @@ def abstract_mesh(data: int, fsdp: int, model: int, *, count: int, what: str) ->
 
 
 class Devices(NamedTuple):
-    """What a program must know of the devices that it is for, which need not be here."""
+    """The devices that a program is for, which need not be here."""
 
     platform: str = "cpu"  # cpu, gpu or tpu
     capability: str = ""  # of an NVIDIA GPU, as "9.0"; "" = unknown
 
 
 def devices_of(kind: str) -> Devices:
-    """Those of a ``device_kind``, as JAX spells it; what is neither a TPU nor an NVIDIA GPU is a CPU."""
+    """The devices of a ``device_kind``, as JAX spells it. Neither a TPU nor an NVIDIA GPU: a CPU."""
     if kind.startswith("TPU"):
         return Devices("tpu")
     if kind.startswith("NVIDIA"):
@@ -94,7 +93,7 @@ def devices_of(kind: str) -> Devices:
 
 
 def devices_like(device: jax.Device) -> Devices:
-    """Those of which there is one, here or in a topology."""
+    """Devices like one that is here or in a topology."""
     if device.platform in ("cuda", "rocm", "gpu"):
         return Devices("gpu", str(getattr(device, "compute_capability", "")) or devices_of(device.device_kind).capability)
     return Devices(device.platform)
@@ -130,7 +129,7 @@ class Layout(NamedTuple):
                     "config.mesh.axis_rules"
                 )
             rule = self.axis_rules[axis]
-            names = tuple(name for name in rule.rstrip("?").split(",") if name and self.mesh.shape[name] > 1)
+            names = self.names(axis)
             places = int(np.prod([self.mesh.shape[name] for name in names]))
             if size % places:
                 if not rule.endswith("?"):
@@ -169,23 +168,31 @@ class Layout(NamedTuple):
 
 
 class Sharder(NamedTuple):
-    """What a workload sees of a layout, inside a jitted function. Axes that are manual there (see step.py) are left out."""
+    """The part of a layout that a workload sees inside a jitted function: a `jaxtrain.types.Shard`.
+
+    Axes that are manual there (see step/train_step.py) are left out.
+    """
 
     layout: Layout
 
     def __call__(self, x: Array, *axes: str | None) -> Array:
         """Pins ``x`` to the layout."""
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), self.spec(x.shape, axes)))
+        mesh = jax.sharding.get_abstract_mesh() if manual_axes() else self.mesh
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self.spec(x.shape, axes)))
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+        return self.layout.mesh
 
     @property
     def devices(self) -> Devices:
-        """What the program is for. Never ask the host: a plan is traced where the devices are not."""
+        """The devices that the program is for. Never ask the host: a plan is traced elsewhere."""
         return self.layout.devices
 
     def spec(self, shape: Sequence[int], axes: Axes) -> PartitionSpec:
         """The partition of an array as it is seen here."""
-        manual = self._manual()
-        local = {name: self.layout.mesh.shape[name] for name in manual}
+        manual = manual_axes()
+        local = {name: self.mesh.shape[name] for name in manual}
         whole = [s * int(np.prod([local.get(n, 1) for n in self.layout.names(a)])) for s, a in zip(shape, axes, strict=True)]
         return PartitionSpec(*(_without(part, manual) for part in self.layout.spec(axes, whole)))
 
@@ -196,125 +203,13 @@ class Sharder(NamedTuple):
 
     def size(self, axis: str | None, size: int) -> int:
         """Into how many parts a dimension of that size is split, manual axes aside."""
-        return int(np.prod([self.layout.mesh.shape[n] for n in self.names(axis, size)]))
+        return int(np.prod([self.mesh.shape[n] for n in self.names(axis, size)]))
 
-    def local(self, f: Callable, args: Sequence[Any], axes: Sequence[Axes], out: Any) -> Any:
-        """f(*args) on every device's own part of the arguments; without more than one device, f as it is.
 
-        For what XLA cannot split by itself (gathers, kernels) or splits badly. Not differentiable: what one shard_map inside
-        another keeps for its backward pass gets a wrong sharding (jax 0.10), so a caller defines the derivative
-        (`jax.custom_vjp`) by calls of this, or says `differentiable` or `kernel`.
-
-        Args:
-          axes: logical axes of every argument.
-          out: a tree with, for every result, its PartitionSpec (`spec` makes them).
-        """
-        return self._map(f, args, self._specs(args, axes), out)
-
-    def differentiable(
-        self,
-        f: Callable,
-        args: Sequence[Array],
-        axes: Sequence[Axes],
-        out: PartitionSpec,
-        *,
-        constants: Sequence[Array] = (),
-        constant_axes: Sequence[Axes] = (),
-    ) -> Any:
-        """`local`, of f(*args, *constants), with a derivative by ``args``: the backward pass computes ``f`` again, in parts."""
-        n, everything = len(args), (*axes, *constant_axes)
-
-        def forward(*args: Array) -> Array:
-            return self.local(f, args, everything, out)
-
-        def backward(args: tuple, cotangent: Array) -> tuple:
-            def pull(cotangent: Array, *args: Array) -> tuple:
-                return jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])[1](cotangent)
-
-            ins = self._specs(args, everything)
-            grads = self._map(pull, (cotangent, *args), [out, *ins], tuple(ins[:n]))
-            return (*grads, *(_no_derivative(x) for x in args[n:]))
-
-        call = jax.custom_vjp(forward)
-        call.defvjp(lambda *args: (forward(*args), args), backward)
-        return call(*args, *constants)
-
-    def kernel(
-        self,
-        f: Callable,
-        args: Sequence[Array],
-        axes: Sequence[Axes],
-        out: PartitionSpec,
-        *,
-        constants: Sequence[Array] = (),
-        constant_axes: Sequence[Axes] = (),
-    ) -> Array:
-        """f(*args, *constants) for kernels that XLA must not split: on each device's own part, every axis of the mesh manual.
-
-        Where an axis were left to XLA, it would hand the call to the kernel's own partitioner, which knows no axes that are
-        manual already (cuDNN's), or to none (Pallas). The derivative by ``args`` is f's own, and what f keeps for it is kept:
-        the forward pass is not computed again. One that is an argument or the result is kept once.
-        """
-        n, everything = len(args), (*axes, *constant_axes)
-        free = tuple(name for name in self.layout.mesh.axis_names if name not in self._manual())
-        own = PartitionSpec(free)  # along a new first axis: each device's own, whatever its shape
-        traced: dict[str, Any] = {}  # how f's derivative takes what it keeps; `backward` is traced after `forward`
-
-        def local(*args: Array) -> tuple[Array, list[Array]]:
-            y, pull = jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])
-            leaves, traced["tree"] = jax.tree.flatten(pull)
-            known = (*args, y)
-            traced["known"] = [next((i for i, x in enumerate(known) if x is leaf), None) for leaf in leaves]
-            return y, [leaf[None] for leaf, i in zip(leaves, traced["known"], strict=True) if i is None]
-
-        def forward(*args: Array) -> tuple[Array, tuple]:
-            y, kept = self._map(local, args, self._specs(args, everything), (out, own), every=True)
-            known = (*args, y)
-            shared = {i: known[i] for i in traced["known"] if i is not None}
-            return y, (shared, kept)
-
-        def pull(cotangent: Array, shared: dict[int, Array], kept: list[Array]) -> tuple:
-            rest = iter(kept)
-            leaves = [next(rest)[0] if i is None else shared[i] for i in traced["known"]]
-            return jax.tree.unflatten(traced["tree"], leaves)(cotangent)
-
-        def backward(kept: tuple, cotangent: Array) -> tuple:
-            shared, kept = kept
-            specs = [*self._specs((*args, *constants), everything), out]
-            ins = [out, {i: specs[i] for i in shared}, [own] * len(kept)]
-            grads = self._map(pull, (cotangent, shared, kept), ins, tuple(specs[:n]), every=True)
-            return (*grads, *(_no_derivative(x) for x in constants))
-
-        call = jax.custom_vjp(lambda *args: self._map(f, args, self._specs(args, everything), out, every=True))
-        call.defvjp(forward, backward)
-        return call(*args, *constants)
-
-    def _specs(self, args: Sequence[Array], axes: Sequence[Axes]) -> list[PartitionSpec]:
-        return [self.spec(x.shape, a) for x, a in zip(args, axes, strict=True)]
-
-    def _map(self, f: Callable, args: Sequence[Any], ins: Sequence[Any], outs: Any, *, every: bool = False) -> Any:
-        """With ``every``, axes of one device are manual too, and JAX does not track along which axes arrays differ."""
-        sizes = {name: size for name, size in self.layout.mesh.shape.items() if name not in self._manual()}
-        # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK).
-        free = {name for name, size in sizes.items() if size > 1 or every}
-        if self.layout.mesh.size == 1 or not any(size > 1 for size in sizes.values()) and not every:
-            return f(*args)
-        nested = tuple(sorted(self._manual())) if every else ()
-        local = (lambda *xs: f(*jax.tree.map(_untracked, xs))) if nested else f
-        mapped = jax.shard_map(
-            local, mesh=self._mesh(), in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=not every
-        )
-        # In a loop over layers, JAX computes what depends on no layer (masks) before the loop, and would cut `f` in two; what
-        # goes from one part to the other is what it cannot place. Nothing is kept of what is under a checkpoint.
-        outputs = jax.checkpoint(mapped, prevent_cse=False)(*args)
-        return _varying(outputs, nested) if nested else outputs
-
-    def _mesh(self) -> Any:
-        return jax.sharding.get_abstract_mesh() if self._manual() else self.layout.mesh
-
-    def _manual(self) -> set[str]:
-        context = jax.sharding.get_abstract_mesh()
-        return set() if context.empty else set(context.manual_axes)
+def manual_axes() -> set[str]:
+    """The mesh axes that are manual where this is traced."""
+    context = jax.sharding.get_abstract_mesh()
+    return set() if context.empty else set(context.manual_axes)
 
 
 def make_layout(
@@ -335,21 +230,6 @@ def make_layout(
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         devices = devices_like(mesh.devices.flat[0])
     return Layout(mesh, merged, devices)
-
-
-def _untracked(x: Array) -> Array:
-    """Where JAX does not track along which axes arrays differ, arguments say it all the same. A reshape forgets it."""
-    return jnp.squeeze(x[None], 0)
-
-
-def _varying(tree: Any, names: tuple[str, ...]) -> Any:
-    """Says that arrays differ along manual axes, which JAX forgets in part where it does not track it. Nothing is computed."""
-    differs = jax.lax.pcast(jnp.ones((), bool), names, to="varying")
-    return jax.tree.map(lambda x: jnp.where(differs, x, x), tree)
-
-
-def _no_derivative(x: Array) -> np.ndarray:
-    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 def _without(part: str | tuple[str, ...] | None, manual: set[str]) -> tuple[str, ...] | None:

@@ -85,9 +85,10 @@ def _step_lines(assembly: Assembly, target: Target, text: str, problems: list[st
     stage, needed = max(each.items(), key=lambda item: item[1].peak)
     yield "a step needs at least" + ("" if stage is None else f" (stage {stage})")
     yield f"  {'state and batch that it reads':32}{in_bytes(needed.arguments):>12}"
-    beside = "gradients" if needed.temporaries == needed.update else "arrays that its loops keep"
+    is_loops = needed.temporaries > needed.update
+    beside = "arrays that its loops keep" if is_loops else "gradients"
     yield f"  {beside:32}{in_bytes(needed.temporaries):>12}"
-    for size, what in needed.kept[:5]:
+    for size, what in needed.kept[:5] if is_loops else ():
         yield f"      {in_bytes(size):>12}  {what}"
     yield f"  {'together':32}{in_bytes(needed.peak):>12}   of {in_bytes(target.memory)}"
     yield ""

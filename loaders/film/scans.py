@@ -13,8 +13,8 @@ from typing import Any
 from loaders.io import files
 from loaders.io.files import FileError
 
-MOST_GROWTH = 1032  # by which deflate packs at best: 258 bytes in two bits
-MOST_HEADER = 64 << 20  # [bytes] before the values, extensions included
+MAX_GROWTH = 1032  # by which deflate packs at best: 258 bytes in two bits
+MAX_HEADER = 64 << 20  # [bytes] before the values, extensions included
 
 
 def nifti(path: pathlib.Path) -> Any:
@@ -39,9 +39,9 @@ def nifti(path: pathlib.Path) -> Any:
             raise FileError(f"{path} does not begin as a NIfTI file does; save the scan again as .nii.gz")
         header: Any = kind.header_class(head[: kind.header_class.template_dtype.itemsize])
         shape, offset = header.get_data_shape(), int(header.get_data_offset())
-        if not 0 <= offset <= MOST_HEADER or min(shape, default=0) < 0:
+        if not 0 <= offset <= MAX_HEADER or min(shape, default=0) < 0:
             raise FileError(f"{path} cannot be read: its header claims the shape {shape}, {offset:,} bytes from its beginning")
-        claimed, most = offset + math.prod(shape) * header.get_data_dtype().itemsize, size * (MOST_GROWTH if packed else 1)
+        claimed, most = offset + math.prod(shape) * header.get_data_dtype().itemsize, size * (MAX_GROWTH if packed else 1)
         if claimed > most:
             holds = f"its {size:,} bytes cannot unpack to more than {most:,}" if packed else f"it has {size:,}"
             raise FileError(f"{path} cannot be read: its header claims {claimed:,} bytes, shape {shape}, and {holds}")

@@ -15,6 +15,7 @@ import tokenizers
 from jaxtrain import cli, specs
 from jaxtrain.workloads.language import generate
 from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from jaxtrain.workloads.trm import solve
 from loaders.sudoku import sudoku
@@ -112,7 +113,7 @@ def test_boards_are_those_of_the_model(solver, tmp_path, capsys):
     one = solve.load(str(solver))
     inputs = jnp.array([[1 if s == "." else int(s) + 1 for s in board] for board in boards])
     batch = {"inputs": inputs, "puzzle": jnp.zeros(5, jnp.int32)}
-    z, q, _ = trm.solve(one.model, one.variables, batch)
+    z, q, _ = trm_loss.solve(one.model, one.variables, batch)
     assert [row["question"] for row in rows] == boards
     for row, symbols, sure in zip(rows, np.asarray(z.argmax(-1)), np.asarray(q[:, 0]), strict=True):
         assert row["board"] == "".join(str(s - 1) if s >= 2 else "." for s in symbols)

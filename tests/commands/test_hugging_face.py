@@ -15,6 +15,7 @@ from jaxtrain import config as config_lib
 from jaxtrain import specs
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.commands import export as tool
+from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.language import model as language
 from tests.support import runs
 from tests.support.cases import language as language_case
@@ -104,7 +105,7 @@ def test_an_export_is_what_transformers_wrote(exported):
     for key in expected:
         assert (found[key].dtype, found[key].shape) == (expected[key].dtype, expected[key].shape), key
         np.testing.assert_array_equal(found[key], expected[key], err_msg=key)
-    assert language.read_config(folder / "out") == language.read_config(DATA / name)
+    assert language_files.read_config(folder / "out") == language_files.read_config(DATA / name)
     theirs = json.loads((DATA / name / "config.classic.json").read_text())
     ours = json.loads((folder / "out" / "config.json").read_text())
     assert {k: ours.get(k) for k in theirs if k != "transformers_version"} == {
@@ -133,7 +134,7 @@ def test_the_card_asks_for_no_tokenizer_that_is_not_there():
         language_case.load(DATA / language_case.MODELS[0], language_case.context_of(language_case.MODELS[0]))[0]
     )
     for texts, said in (("bytes", 'list(b"One morning")'), (None, "torch.tensor([[0]])")):
-        code = language.export_hub({"model": {**model, "tokenizer": texts}, "data": {}}, ["config.json"]).example
+        code = language_files.export_hub({"model": {**model, "tokenizer": texts}, "data": {}}, ["config.json"]).example
         assert said in code and "AutoTokenizer" not in code and compile(code, "card", "exec")
 
 
@@ -176,10 +177,10 @@ def test_what_cannot_be_read_is_told(tmp_path):
         ),
     ):
         (tmp_path / "config.json").write_text(json.dumps(h | change))
-        with pytest.raises(language.HuggingFaceError, match=text):
-            language.read_config(tmp_path)
-    with pytest.raises(language.HuggingFaceError, match="nowhere does not exist"):
-        language.read_config(tmp_path / "nowhere")
+        with pytest.raises(language_files.HuggingFaceError, match=text):
+            language_files.read_config(tmp_path)
+    with pytest.raises(language_files.HuggingFaceError, match="nowhere does not exist"):
+        language_files.read_config(tmp_path / "nowhere")
 
 
 def test_published_sizes():
@@ -189,7 +190,7 @@ def test_published_sizes():
         "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "qwen2.5-7b": 7_615_616_512, "llama-3.1-70b": 70_553_706_496,
         "llama-3.2-3b": 3_212_749_824, "qwen2.5-1.5b": 1_543_714_304, "qwen3-1.7b": 1_720_574_976,
     }  # fmt: skip
-    for name, preset in language.PRESETS.items():
+    for name, preset in language_files.PRESETS.items():
         c = config_lib.section(language.Config, {"context": 1024, **preset})
         assert not list(c.problems())
         assert specs.count(language.make_specs(c)) == expected[name], name
@@ -198,7 +199,7 @@ def test_published_sizes():
 def test_an_export_of_ours_is_a_start_like_one_from_elsewhere(exported):
     """`configs/lm.py:FOLDER`: every parameter is loaded, bit for bit, and nothing has to be renamed."""
     name, c, params, folder = exported
-    model, start = language.from_hugging_face(folder / "out")
+    model, start = language_files.from_hugging_face(folder / "out")
     again = config_lib.section(language.Config, model)
     assert language.make_specs(again).keys() == language.make_specs(c).keys()
     rules = config_lib.WarmStart(**start)
@@ -223,16 +224,16 @@ def test_an_export_of_characters_is_a_start_with_its_places(tmp_path):
     runs.save(tmp_path / "run", 10, runs.state(0, 10) | {"params": params, "opt_state": (), "ema": ()}, run=run)
     assert tool.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"model": {}}'
-    model, start = language.from_hugging_face(tmp_path / "out")
+    model, start = language_files.from_hugging_face(tmp_path / "out")
     assert (model["context"], model["vocab"], model["positions"]) == (12, 11, "learned")
     rules = config_lib.WarmStart(**start)
     source = warm_start.open_source(rules)
     np.testing.assert_array_equal(source["pos"].read(()), params["pos"])
     (tmp_path / "out" / "jaxtrain.json").write_text("{}")
-    with pytest.raises(language.HuggingFaceError, match="cannot be read as what `jaxtrain export` writes"):
-        language.from_hugging_face(tmp_path / "out")
+    with pytest.raises(language_files.HuggingFaceError, match="cannot be read as what `jaxtrain export` writes"):
+        language_files.from_hugging_face(tmp_path / "out")
     (tmp_path / "out" / "jaxtrain.json").write_text('{"config": {"workload": "jaxtrain.workloads.trm", "model": {}}}')
     with pytest.raises(
-        language.HuggingFaceError, match="of a run of jaxtrain.workloads.trm; expected one of jaxtrain.workloads.l"
+        language_files.HuggingFaceError, match="of a run of jaxtrain.workloads.trm; expected one of jaxtrain.workloads.l"
     ):
-        language.from_hugging_face(tmp_path / "out")
+        language_files.from_hugging_face(tmp_path / "out")

@@ -15,7 +15,7 @@ import pytest
 
 from jaxtrain.workloads.giblet.commands import prepare_giblet as tool
 from loaders.base import DataError, Rows
-from loaders.film import multimodal
+from loaders.film import fmri, media, multimodal, segments
 
 TR, VOLUMES, FPS = 1.5, 8, 10
 GRID = (4, 5, 3)
@@ -119,7 +119,7 @@ def test_frames_are_those_on_the_screen(prepared):
 
 def test_another_frame_rate_repeats_and_drops(sources, tmp_path):
     for fps, expected in ((25, lambda k: int(k / 25 * FPS + 1e-6)), (4, lambda k: int(k / 4 * FPS + 1e-6))):
-        n = tool.write_video(sources[0] / "film.mp4", tmp_path / f"{fps}.npy", fps, (16, 9), limit=10_000)
+        n = media.write_video(sources[0] / "film.mp4", tmp_path / f"{fps}.npy", fps, (16, 9), limit=10_000)
         grey = np.load(tmp_path / f"{fps}.npy").reshape(n, -1).mean(1)
         assert abs(n - 12 * fps) <= fps / FPS + 1
         np.testing.assert_allclose(grey, [level(expected(k)) for k in range(n)], atol=4)
@@ -176,7 +176,7 @@ def test_a_large_mean_is_taken_away_whole(tmp_path, mean, dtype):
     nibabel.save(nibabel.Nifti1Image(x, np.eye(4)), tmp_path / "a.nii")
     nibabel.save(nibabel.Nifti1Image(np.ones((50, 1, 1), "u1"), np.eye(4)), tmp_path / "mask.nii")
     (tmp_path / "fmri").mkdir()
-    assert tool.write_fmri(tmp_path, [tmp_path / "a.nii"], ["a"], tmp_path / "mask.nii", 900, np.float32) == 0
+    assert fmri.write(tmp_path, [tmp_path / "a.nii"], ["a"], tmp_path / "mask.nii", 900, np.float32) == 0
     z, wide = np.load(tmp_path / "fmri" / "a.npy"), x[:, 0, 0].astype("f8").T
     np.testing.assert_allclose(z, (wide - wide.mean(0)) / wide.std(0), atol=1e-5)
     assert abs(z.mean(0, dtype="f8")).max() < 1e-5
@@ -193,7 +193,7 @@ def test_a_constant_voxel_is_constant_whatever_its_value(tmp_path):
     nibabel.save(nibabel.Nifti1Image(np.ones((4, 1, 1), "u1"), np.eye(4)), tmp_path / "mask.nii")
     (tmp_path / "fmri").mkdir()
     where = (tmp_path, [tmp_path / "a.nii"], ["a"], tmp_path / "mask.nii")
-    assert tool.write_fmri(*where, 200, np.float32) == 3
+    assert fmri.write(*where, 200, np.float32) == 3
     found = np.load(tmp_path / "fmri" / "a.npy")
     assert found[:, 0].std() > 0.9 and not found[:, 1:].any()
 
@@ -232,7 +232,7 @@ def test_text_and_codes_are_where_their_windows_are(sources, tmp_path, table):
 
 def test_tables_as_others_write_them_say_the_same(sources, tmp_path):
     """Semicolons, Latin-1, decimal commas, hh:mm:ss; and a workbook's own times."""
-    folder, expected = sources[0], tool.read_annotations(sources[0] / "segments.csv", "start", "end")
+    folder, expected = sources[0], segments.read_annotations(sources[0] / "segments.csv", "start", "end")
     lines = [f"café;0:00:0{2 * i};{f'00:{2 * i + 2:02d},5' if i % 2 else f'{2 * i + 2},5'}" for i in range(5)]
     (tmp_path / "latin.csv").write_bytes("\n".join(["scene;start;end", *lines]).encode("latin-1"))
     book = openpyxl.Workbook()
@@ -242,11 +242,13 @@ def test_tables_as_others_write_them_say_the_same(sources, tmp_path):
         book.active.append((f"s{i}", datetime.time(0, 0, 2 * i), end))
     book.save(tmp_path / "times.xlsx")
     for name in ("latin.csv", "times.xlsx"):
-        np.testing.assert_allclose(tool.read_annotations(tmp_path / name, "start", "end"), expected, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            segments.read_annotations(tmp_path / name, "start", "end"), expected, atol=1e-6, err_msg=name
+        )
     for wrong in ("1:2:3:4", "0:61", "-1:00", "a:b"):
         (tmp_path / "wrong.csv").write_text(f"start,end\n0,{wrong}\n")
         with pytest.raises(DataError, match="nor hh:mm:ss"):
-            tool.read_annotations(tmp_path / "wrong.csv", "start", "end")
+            segments.read_annotations(tmp_path / "wrong.csv", "start", "end")
     assert folder.is_dir()
 
 
@@ -264,7 +266,7 @@ def test_tables_as_others_write_them_say_the_same(sources, tmp_path):
 def test_a_table_that_was_made_by_hand_says_the_same(tmp_path, text):
     """Headers in any case; Excel's first line; minutes above 59 where there are no hours; a separator behind the last cell."""
     (tmp_path / "a.csv").write_text(text)
-    assert tool.read_annotations(tmp_path / "a.csv", "start", "end").tolist() == [[60, 8100]]
+    assert segments.read_annotations(tmp_path / "a.csv", "start", "end").tolist() == [[60, 8100]]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,7 @@ def test_a_table_that_was_made_by_hand_says_the_same(tmp_path, text):
 def test_a_cell_that_could_mean_two_times_is_refused(tmp_path, text, message):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(DataError, match=f"a.csv: {message}"):
-        tool.read_annotations(tmp_path / "a.csv", "start", "end")
+        segments.read_annotations(tmp_path / "a.csv", "start", "end")
 
 
 @pytest.mark.parametrize("shape", [(*GRID, VOLUMES, 1), (*GRID, 1, VOLUMES)])
@@ -290,8 +292,8 @@ def test_a_scan_with_an_axis_of_one_is_the_scan(tmp_path, shape):
     image.header.set_zooms((3, 3, 3, *(TR if n > 1 else 1 for n in shape[3:])))
     image.header.set_xyzt_units("mm", "sec")
     nibabel.save(image, tmp_path / "five.nii.gz")
-    assert tool.check_fmri([tmp_path / "five.nii.gz"], None, None) == (TR, VOLUMES, ["five"])
-    np.testing.assert_array_equal(tool._volumes(tmp_path / "five.nii.gz", 5), plain[..., :5])
+    assert fmri.check([tmp_path / "five.nii.gz"], None, None) == (TR, VOLUMES, ["five"])
+    np.testing.assert_array_equal(fmri.read_volumes(tmp_path / "five.nii.gz", 5), plain[..., :5])
 
 
 def test_a_unit_that_does_not_exist_is_told(tmp_path):
@@ -300,14 +302,14 @@ def test_a_unit_that_does_not_exist_is_told(tmp_path):
     content[123] = 160  # xyzt_units of the header
     (tmp_path / "sub.nii").write_bytes(content)
     with pytest.raises(DataError, match=r"sub\.nii cannot be read: .*160"):
-        tool.check_fmri([tmp_path / "sub.nii"], None, None)
+        fmri.check([tmp_path / "sub.nii"], None, None)
 
 
 def test_sound_becomes_bands_that_hear_its_pitch(sources, tmp_path):
     assert call(sources, tmp_path / "out", codes=None, audio=sources[0] / "film.mp4") == 0
     features = np.load(tmp_path / "out" / "audio.npy")
     assert abs(len(features) - 12 * 75) <= 10 and features.shape[1] == 8
-    centres = np.array([np.argmax(row) for row in tool.mel_bank(8, 1024)]) * 24_000 / 1024
+    centres = np.array([np.argmax(row) for row in media.mel_bank(8, 1024)]) * 24_000 / 1024
     for pitch, part in ((3000, features[100:400]), (6000, features[500:800])):
         band = np.abs(centres - pitch).argmin()
         other = features[500:800] if pitch == 3000 else features[100:400]

@@ -32,14 +32,13 @@ from jaxtrain.telemetry.report import classes, records, trace
 from jaxtrain.workloads.bird.export import timm_names
 from jaxtrain.workloads.bird.inference import InferenceError, embeddings, heads
 from jaxtrain.workloads.giblet import predict
-from jaxtrain.workloads.giblet.commands import prepare_giblet
-from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.trm import solve
 from loaders.audio.recordings import sources, store
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.base import DataError
 from loaders.chat import chatml, codec
-from loaders.film import film_files
+from loaders.film import film_files, fmri, segments
 from loaders.io import files, machine
 from loaders.sudoku import sudoku
 from tests.hostile import damage, inputs, probes
@@ -48,7 +47,7 @@ from tests.hostile.harness import ROOT, Watch
 SECONDS = 10.0  # [s] of CPU time that a small file may take
 MEMORY = 600 << 20  # [bytes] that all damaged files of a reader together may add to what it takes of whole files
 REFUSALS = (
-    DataError, stored.StoredError, warm_start.WarmStartError, InferenceError, hugging_face.HuggingFaceError, solve.SolveError,
+    DataError, stored.StoredError, warm_start.WarmStartError, InferenceError, hugging_face.HuggingFaceError,
     chatml.SampleError, WorkdirError,
 )  # fmt: skip
 # What a reader opens besides its files: the program's, the cache's, and what Python looks up of the system.
@@ -180,12 +179,12 @@ def read_tables(folder: pathlib.Path) -> None:
 
 
 def read_scans(folder: pathlib.Path) -> None:
-    _each(folder, prepare_giblet.read_codes, "codes.*")
-    _each(folder, lambda path: prepare_giblet.read_annotations(path, "start", "end"), "words.*")
+    _each(folder, segments.read_codes, "codes.*")
+    _each(folder, lambda path: segments.read_annotations(path, "start", "end"), "words.*")
     scan_files = sorted(folder.glob("*.nii*"))
-    prepare_giblet.check_fmri(scan_files, None, 5)
+    fmri.check(scan_files, None, 5)
     for path in scan_files:
-        prepare_giblet._volumes(path, 5)
+        fmri.read_volumes(path, 5)
 
 
 def read_index(folder: pathlib.Path) -> None:
@@ -263,7 +262,7 @@ READERS = (
     Reader("an index", indexed, read_index),
     Reader("a checkpoint", inputs.birds, read_step),
     Reader("an export", inputs.export, read_export),
-    Reader("config.json", configs, lambda folder: _each(folder, language.read_config)),
+    Reader("config.json", configs, lambda folder: _each(folder, language_files.read_config)),
     Reader("a manifest and a codec", inputs.sounds, read_manifest),
     Reader("codes", inputs.codes, lambda folder: _each(folder, codec.read_many)),
     Reader("a film", inputs.masked_film, read_film),

@@ -22,10 +22,9 @@ from jaxtrain.arrays import stored
 from jaxtrain.telemetry import console
 from jaxtrain.telemetry.report import trace
 from jaxtrain.workloads.giblet import predict
-from jaxtrain.workloads.giblet.commands import prepare_giblet
 from loaders import base
 from loaders.audio import remote
-from loaders.film import scans
+from loaders.film import fmri, scans, segments
 from loaders.io import files, machine
 from loaders.text import tokenise
 
@@ -91,7 +90,7 @@ def test_a_scan_that_packs_best_is_read(tmp_path):
     image = nibabel.Nifti1Image(np.zeros((64, 64, 32, 20), np.int16), np.eye(4))
     nibabel.save(image, tmp_path / "a.nii.gz")
     assert (64 * 64 * 32 * 20 * 2) / (tmp_path / "a.nii.gz").stat().st_size > 100
-    assert prepare_giblet._volumes(tmp_path / "a.nii.gz", 20).shape == (64, 64, 32, 20)
+    assert fmri.read_volumes(tmp_path / "a.nii.gz", 20).shape == (64, 64, 32, 20)
 
 
 def test_a_sparse_scan_is_not_read_into_more_memory_than_there_is(tmp_path, monkeypatch):
@@ -99,7 +98,7 @@ def test_a_sparse_scan_is_not_read_into_more_memory_than_there_is(tmp_path, monk
     path = scan(tmp_path / "a.nii", (64, 64, 64, 8), b"")
     os.truncate(path, 544 + 8 * 64**3 * 8)
     with pytest.raises(base.DataError, match=f"{path} takes 16,777,216 bytes for 8 volumes, and this machine has 1,048,576"):
-        prepare_giblet._volumes(path, 8)
+        fmri.read_volumes(path, 8)
 
 
 @pytest.mark.parametrize("length", [-8, 32 << 20], ids=["to the end", "32 MiB"])
@@ -145,13 +144,13 @@ def cells(number: int, *values: str) -> str:
     ids=["one long cell", "bzip2", "a far row", "far columns"],
 )
 def test_a_sheet_that_would_grow_is_named(tmp_path, monkeypatch, rows, packing, reason):
-    monkeypatch.setattr(prepare_giblet, "MOST_ROWS", 10_000)
-    monkeypatch.setattr(prepare_giblet, "MOST_CELLS", 1_000_000)
+    monkeypatch.setattr(segments, "MAX_ROWS", 10_000)
+    monkeypatch.setattr(segments, "MAX_CELLS", 1_000_000)
     path = sheet(tmp_path / "a.xlsx", cells(1, "start", "end") + rows, packing=packing)
     tracemalloc.start()
     try:
         with pytest.raises(base.DataError, match=reason) as error:
-            prepare_giblet.read_annotations(path, "start", "end")
+            segments.read_annotations(path, "start", "end")
         assert str(path) in str(error.value)
         assert tracemalloc.get_traced_memory()[1] < 256 << 20, "[bytes]"
     finally:
@@ -160,7 +159,7 @@ def test_a_sheet_that_would_grow_is_named(tmp_path, monkeypatch, rows, packing, 
 
 def test_a_sheet_whose_size_is_a_claim_is_read(tmp_path):
     path = sheet(tmp_path / "a.xlsx", cells(1, "start", "end") + cells(90_000, "0:01", "2"))
-    np.testing.assert_array_equal(prepare_giblet.read_annotations(path, "start", "end"), [[1, 2]])
+    np.testing.assert_array_equal(segments.read_annotations(path, "start", "end"), [[1, 2]])
 
 
 def safetensors(folder, header: dict, size: int):

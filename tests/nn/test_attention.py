@@ -10,8 +10,9 @@ import pytest
 
 from jaxtrain import plan
 from jaxtrain.nn import attention as attention_lib
-from jaxtrain.nn import transformer
+from jaxtrain.nn import cudnn, splash, transformer
 from jaxtrain.nn.flash import flash
+from jaxtrain.nn.ring import Ring, over_mesh
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.plan.compile import for_kernels
 
@@ -73,7 +74,7 @@ def test_xla_equals_the_definition(case):
 def test_an_odd_length_sees_nothing_of_what_makes_it_even(case):
     """What cuDNN's kernel is given, by XLA: 127 places, as a ViT's patches and its CLS token are."""
     q, key, v, segments = (x[:, :127] for x in inputs())
-    found = attention_lib.fused(q, key, v, causal=case["causal"], window=case["window"], implementation="xla")
+    found = cudnn.fused(q, key, v, causal=case["causal"], window=case["window"], implementation="xla")
     assert found.shape == q.shape
     plainly = plain(q, key, v, np.zeros_like(segments), causal=case["causal"], window=case["window"])
     np.testing.assert_allclose(found, plainly, atol=1e-5)
@@ -123,8 +124,8 @@ def test_splash_equals_the_definition(case):
     """The kernel for TPUs, interpreted."""
     q, key, v, segments = inputs()
     segments = segments if case["packed"] else None
-    assert attention_lib.splash_fits(q.shape)
-    found = attention_lib.splash(q, key, v, causal=case["causal"], window=case["window"], segments_bt=segments, interpret=True)
+    assert splash.splash_fits(q.shape)
+    found = splash.splash(q, key, v, causal=case["causal"], window=case["window"], segments_bt=segments, interpret=True)
     np.testing.assert_allclose(found, expected(**case), rtol=0, atol=2e-5)
 
 
@@ -137,11 +138,11 @@ def test_a_ring_of_devices_equals_the_definition_and_its_gradients(case, mesh):
     shard = make_layout(make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]), rules).shard
     q, key, v, segments = inputs()
     segments = segments if case["packed"] else np.zeros_like(segments)
-    ring = attention_lib.Ring("fsdp", mesh[1], 0, case["causal"], case["window"], chunk=16)
+    ring = Ring("fsdp", mesh[1], 0, case["causal"], case["window"], chunk=16)
     dy = np.random.default_rng(1).normal(size=q.shape).astype("f4")
 
     def parts(q, key, v):
-        y = transformer._ring(shard, ring, q, key, v, jnp.asarray(segments))
+        y = over_mesh(shard, ring, q, key, v, jnp.asarray(segments))
         return (y * dy).sum(), y
 
     def whole(q, key, v):
@@ -160,10 +161,10 @@ def test_a_device_of_a_ring_holds_no_more_than_its_part_times_a_chunk():
     """Bytes that XLA plans for 8 devices, beside those of all weights at once: T × T of each head."""
     t, h = 4096, 2
     shard = make_layout(make_mesh(1, 8, 1), {"batch": "data", "seq": "fsdp"}).shard
-    ring = attention_lib.Ring("fsdp", 8, 0, chunk=64)
+    ring = Ring("fsdp", 8, 0, chunk=64)
 
     def loss(x):
-        return transformer._ring(shard, ring, x, x, x, jnp.zeros((1, t), jnp.int32)).sum()
+        return over_mesh(shard, ring, x, x, x, jnp.zeros((1, t), jnp.int32)).sum()
 
     x = jax.ShapeDtypeStruct((1, t, h, 8), jnp.float32, sharding=shard.layout.sharding((None, "seq", None, None), (1, t, h, 8)))
     temp = jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes

@@ -12,6 +12,7 @@ from jaxtrain import specs
 from jaxtrain.nn import sampling
 from jaxtrain.types import Variables
 from jaxtrain.workloads.language import environments
+from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
 from tests.support.cases import language as language_case
 
@@ -117,7 +118,7 @@ def test_an_evaluation_has_samples_scores_perplexity_and_bits_per_byte():
         bytes_per_token=2.0,
         n_test=(3, 4),
     )
-    task = language.make_task(config_lib.Config(model=c), language_case.alone(), language_case.BATCH)
+    task = language_loss.make_task(config_lib.Config(model=c), language_case.alone(), language_case.BATCH)
     variables = Variables(specs.materialise(task.specs.params, jax.random.key(0)))
     found, lines = {}, []
     for trial in task.trials:

@@ -9,6 +9,7 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain import loop, plan
+from jaxtrain.commands import train as train_command
 from jaxtrain.plan.bound import Array
 from tests.plan.cases import ROOT, load, on
 
@@ -133,6 +134,20 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_pat
     with pytest.raises(plan.PlanError, match="a step needs at least .* GB on each device, .* too little"):
         loop.run(config)
     assert len(jax.live_arrays()) == before and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_for_which_a_device_has_too_little_memory_names_the_plan(tmp_path, monkeypatch, capsys):
+    def exhaust(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nBuffers: …")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(loop, "run", exhaust)
+    (tmp_path / "text.txt").write_text("one two three\n" * 1000)
+    source = f"--config=configs/shakespeare_char.py:{tmp_path / 'text.txt'}"
+    prompts = "--config.model.samples.prompts=('one',)"
+    assert train_command.main([source, f"--config.workdir={tmp_path}", prompts]) == 2
+    told = "a device has too little memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes; the same"
+    assert f"{told} command with --plan names what may help" in capsys.readouterr().err
 
 
 def with_memory(monkeypatch, memory):

@@ -26,10 +26,10 @@ def get_config(path):
 QWEN = pathlib.Path(__file__).parents[1] / "data" / "lm" / "qwen2"
 LANGUAGE = f"""
 from ml_collections import ConfigDict
-from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.language import hugging_face
 
 def get_config():
-    model, warm_start = language.from_hugging_face({str(QWEN)!r})
+    model, warm_start = hugging_face.from_hugging_face({str(QWEN)!r})
     return ConfigDict(dict(
         workload="jaxtrain.workloads.language", loader="loaders.text.tokens",
         model=dict(model, dtype="float32", tokenizer="bytes", samples=dict(prompts=("one ",), tokens=4)),
@@ -76,12 +76,12 @@ def get_config():
 """
 HIGGS = """
 from ml_collections import ConfigDict
-from jaxtrain.workloads.audio_language import model as audio_language
+from jaxtrain.workloads.audio_language import hugging_face
 
 def get_config(base=""):
     sizes = dict(embed=32, depth=2, heads=4, kv_heads=2, head_dim=8, mlp=32, vocab=272, codebooks=2, codebook_size=16)
-    model, warm_start = audio_language.from_hugging_face(base) if base else (sizes, {})
-    lora = dict(audio_language.ADAPTERS, rank=2, alpha=4.0) if base else {}
+    model, warm_start = hugging_face.from_hugging_face(base) if base else (sizes, {})
+    lora = dict(hugging_face.ADAPTERS, rank=2, alpha=4.0) if base else {}
     return ConfigDict(dict(
         workload="jaxtrain.workloads.audio_language", loader="loaders.chat.chat_audio",
         model=dict(model, dtype="float32"),

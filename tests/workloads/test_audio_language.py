@@ -20,6 +20,9 @@ from jaxtrain.nn import lora
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.plan import hlo
 from jaxtrain.types import Variables
+from jaxtrain.workloads.audio_language import decoding
+from jaxtrain.workloads.audio_language import hugging_face as higgs
+from jaxtrain.workloads.audio_language import loss as audio_loss
 from jaxtrain.workloads.audio_language import model as audio_language
 from loaders.chat import chatml
 from tests.support.cases import Run, assert_alike
@@ -35,7 +38,7 @@ def alone():
 
 def open_folder(folder, **changes):
     """Config and parameters of a folder in the original's format, in float32."""
-    model, rules = audio_language.from_hugging_face(folder)
+    model, rules = higgs.from_hugging_face(folder)
     c = config_lib.section(audio_language.Config, {**model, "dtype": "float32", "context": 0, **changes})
     rules = config_lib.section(config_lib.WarmStart, rules)
     assert not list(c.problems()) and not list(rules.problems())
@@ -93,15 +96,14 @@ def total(task, params, batch):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("gathered", [True, False])
-def test_logits_equal_the_originals(folders, numbers, run, gathered):
+def test_logits_equal_the_originals(folders, numbers, run):
     c, params = open_folder(folders[run])
     assert c.audio_attention == (run == "audio_attention")
     batch = batch_of(laid_out(numbers))
     valid = numbers["expanded.attention_mask"]
 
     def logits(params, batch):
-        x_bud = audio_language.decode(c, params, batch, alone(), gathered=gathered)
+        x_bud = audio_language.decode(c, params, batch, alone())
         return audio_language.text_logits(c, params, x_bud), audio_language.audio_logits(params, x_bud)
 
     text, audio = (np.asarray(x)[:, : valid.shape[1]] for x in jax.jit(logits)(params, batch))
@@ -119,7 +121,7 @@ def test_losses_equal_the_originals_corrected(folders, numbers, run):
     if run not in RUNS:
         labels = numbers[f"{run}.audio_labels"]
         rows = [x._replace(audio_labels=labels[i, : len(x.tokens)]) for i, x in enumerate(rows)]
-    task = audio_language.make_task(config_lib.Config(model=c), alone(), len(rows))
+    task = audio_loss.make_task(config_lib.Config(model=c), alone(), len(rows))
     value, metrics = jax.jit(lambda p, b: total(task, p, b))(params, batch_of(rows))
     get = lambda name: numbers[f"losses.{run}.{name}"]  # noqa: E731
     np.testing.assert_allclose(value, get("total_loss"), rtol=1e-5)
@@ -140,7 +142,7 @@ def test_losses_equal_the_originals_corrected(folders, numbers, run):
 def test_gradients_equal_the_originals(folders, numbers):
     c, params = open_folder(folders["plain_rope"], remat="full")
     rows = laid_out(numbers)
-    task = audio_language.make_task(config_lib.Config(model=c), alone(), len(rows))
+    task = audio_loss.make_task(config_lib.Config(model=c), alone(), len(rows))
     grads = jax.jit(jax.grad(lambda p, b: total(task, p, b)[0]))(params, batch_of(rows))
     found = exported(c, grads)
     g = np.load(DATA / "grads.npz")
@@ -152,23 +154,23 @@ def exported(c, params):
     """Arrays under their exported names and shapes, by plain numpy."""
     section, found = dataclasses.asdict(c), {}
     for path, x in zip(specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True):
-        names = audio_language.export_names(section, path)
+        names = higgs.export_names(section, path)
         for name, part in zip(*([names], [x]) if isinstance(names, str) else (names, x), strict=True):
-            found[name] = part.reshape(audio_language.export_shape(section, path, part.shape))
+            found[name] = part.reshape(higgs.export_shape(section, path, part.shape))
     return found
 
 
 def test_the_published_size():
     """5.77 billion; without the audio's part, the text model's; and what the published adapters train."""
-    c = config_lib.section(audio_language.Config, {**audio_language.PRESETS["v2"], "context": 0})
+    c = config_lib.section(audio_language.Config, {**higgs.PRESETS["v2"], "context": 0})
     assert not list(c.problems()) and not (c.average_codes or c.audio_attention)
     table = audio_language.make_specs(c)
     audio = {"embed_audio": table["embed_audio"], "w_head_audio": table["w_head_audio"], "audio": table["blocks"]["audio"]}
     assert specs_lib.count(audio["audio"]) == 2_114_101_248
     assert specs_lib.count(table) - specs_lib.count(audio) == 3_606_752_256
     assert specs_lib.count(table) == 3_606_752_256 + 2_114_101_248 + 50_429_952
-    task = audio_language.make_task(config_lib.Config(model=c), alone(), 1)
-    adapted = lora.adapt(task, config_lib.section(config_lib.Lora, audio_language.ADAPTERS))
+    task = audio_loss.make_task(config_lib.Config(model=c), alone(), 1)
+    adapted = lora.adapt(task, config_lib.section(config_lib.Lora, higgs.ADAPTERS))
     assert specs_lib.count(adapted.specs.params) == 78_905_344
 
 
@@ -184,7 +186,7 @@ def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
     own = 30 * jnp.eye(width)  # every token and every code has a dimension of its own, and the heads read it off
     codes = own[n:].reshape(K, SIZE + 2, width)
     params |= {"scale": jnp.ones(width), "embed": own[:n], "w_head": own[:n], "embed_audio": codes, "w_head_audio": codes}
-    task = audio_language.make_task(config_lib.Config(model=c), alone(), len(rows))
+    task = audio_loss.make_task(config_lib.Config(model=c), alone(), len(rows))
     batch = batch_of(rows)
     copies = dict(batch)
     for kind, values in (("text", [x.tokens for x in rows]), ("audio", [x.codes for x in rows])):
@@ -221,7 +223,7 @@ def test_a_step_is_the_same_in_parts(mesh):
 
 def test_adapters_move_and_the_base_keeps_its_bytes():
     """In bfloat16, split over fsdp and model; adapters are float32, and what is reduced over data, once a step, is theirs."""
-    adapters = config_lib.section(config_lib.Lora, {**audio_language.ADAPTERS, "rank": 2})
+    adapters = config_lib.section(config_lib.Lora, {**higgs.ADAPTERS, "rank": 2})
     run = Run(CASE._replace(adapters=adapters), (2, 2, 2), 2)
     before = run.init().variables
     assert {x.dtype for x in jax.tree.leaves(before.frozen)} == {jnp.dtype("bfloat16")}
@@ -264,10 +266,10 @@ def test_place_by_place_gives_the_logits_of_the_whole_row(folders, numbers, run)
     rows, starts = laid_out(numbers), (15, 40)
     whole = jax.jit(lambda p, b: audio_language.decode(c, p, b, alone()))(params, batch_of(rows))
     n_new = 20
-    x_bd, cache = jax.jit(lambda p, b: audio_language.prefill(c, p, b, jnp.array(starts), alone(), n_new=n_new))(
+    x_bd, cache = jax.jit(lambda p, b: decoding.prefill(c, p, b, jnp.array(starts), alone(), n_new=n_new))(
         params, prompts(rows, starts)
     )
-    step = jax.jit(lambda p, *args: audio_language.extend(c, p, *args, alone()))
+    step = jax.jit(lambda p, *args: decoding.extend(c, p, *args, alone()))
     for i in range(n_new):
         at = [s + i for s in starts]
         expected = jnp.stack([whole[r, a - 1] for r, a in enumerate(at)])
@@ -285,9 +287,9 @@ def test_what_is_generated_is_a_conversation_again(folders, numbers):
     rows = [x._replace(tokens=np.where(np.arange(len(x.tokens)) == 46, opens, x.tokens)) for x in rows]
     rows = [x._replace(recording=np.where(np.arange(len(x.tokens)) == 46, -1, x.recording)) for x in rows]
     generate = jax.jit(
-        lambda p, b, longest: audio_language.generate(
+        lambda p, b, longest: decoding.generate(
             c, p, b, jnp.array(starts), jax.random.key(0), alone(), n_new=16, opens=opens, closes=closes, ends=ends,
-            longest=longest, streams=audio_language.Streams(0.0, 0, (0.0,)),
+            longest=longest, streams=decoding.Streams(0.0, 0, (0.0,)),
         ), static_argnums=2,
     )  # fmt: skip
     found = jax.tree.map(np.asarray, generate(params, prompts(rows, starts), 5))
@@ -329,18 +331,18 @@ def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers
         n = len(rows)
         return np.asarray(
             jax.jit(
-                lambda p, b: audio_language.generate(
+                lambda p, b: decoding.generate(
                     c, p, b, jnp.array(starts[:n]), jax.random.key(seed), alone(), n_new=12, opens=292, closes=293, ends=296,
                     streams=streams,
                 )
             )(params, prompts(rows, starts[:n])).columns
         )  # fmt: skip
 
-    free = audio_language.Streams(1.0, 0, (1.0,), (0,))
+    free = decoding.Streams(1.0, 0, (1.0,), (0,))
     both = written(rows, free)
     np.testing.assert_array_equal(written(rows[:1], free), both[:1])
     assert (written(rows, free, seed=1) != both).any()
-    cold = [audio_language.Streams(1.0, 0, (1.0, 1.0, 1.0, t), (0, 0, 0, k)) for t, k in ((0.0, 0), (1.0, 1))]
+    cold = [decoding.Streams(1.0, 0, (1.0, 1.0, 1.0, t), (0, 0, 0, k)) for t, k in ((0.0, 0), (1.0, 1))]
     first, second = (written(rows, streams) for streams in cold)
     np.testing.assert_array_equal(first, second)  # the likeliest of one is the likeliest
     np.testing.assert_array_equal(first[:, :4, 0], both[:, :4, 0])

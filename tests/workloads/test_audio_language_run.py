@@ -13,6 +13,7 @@ from jaxtrain.checkpoint import warm_start
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.nn.hugging_face import HuggingFaceError
 from jaxtrain.workloads.audio_language import generate_audio as inference
+from jaxtrain.workloads.audio_language import hugging_face as higgs
 from jaxtrain.workloads.audio_language import model as audio_language
 from jaxtrain.workloads.audio_language.commands import generate_audio
 from tests.support import processes, small_runs
@@ -75,7 +76,7 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
             np.testing.assert_array_equal(merged[name], base[name], err_msg=name)
 
     # What was exported is a start again: as a folder of weights, without a word about it.
-    model, start = audio_language.from_hugging_face(folder / "merged")
+    model, start = higgs.from_hugging_face(folder / "merged")
     table = audio_language.make_specs(config_lib.section(audio_language.Config, model))
     shapes = dict(
         zip(specs.paths(table), ((s.shape, s.dtype) for s in jax.tree.leaves(table, is_leaf=specs.is_spec)), strict=True)
@@ -96,7 +97,7 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
     (folder / "bare").mkdir()
     (folder / "bare" / "config.json").write_text("{}")
     with pytest.raises(HuggingFaceError, match="no text_config or text, no audio_num_codebooks, no audio_codebook_size; name"):
-        audio_language.from_hugging_face(folder / "bare")
+        higgs.from_hugging_face(folder / "bare")
 
     adapters = [str(folder / "whole"), "play", "--out", str(folder / "none")]
     assert generate_audio.main(adapters) == 2 and "merge them with `jaxtrain export`" in capsys.readouterr().err

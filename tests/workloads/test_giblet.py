@@ -12,8 +12,11 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
+from jaxtrain.nn.batch_norm import member
 from jaxtrain.types import Variables
+from jaxtrain.workloads.giblet import loss as giblet_loss
 from jaxtrain.workloads.giblet import model as giblet
+from jaxtrain.workloads.giblet import voxels as giblet_voxels
 from tests.support.cases import Run, assert_alike
 from tests.support.cases.giblet import CASE, ROWS, SMALL, random_batch
 
@@ -62,7 +65,7 @@ def tiny(head="first_frame", **changes):
 
 
 def task_of(config, batch=GOLDEN["batch"]):
-    return giblet.make_task(config_lib.Config(model=config, train=config_lib.Train(batch=batch)), same, batch)
+    return giblet_loss.make_task(config_lib.Config(model=config, train=config_lib.Train(batch=batch)), same, batch)
 
 
 def original(path):
@@ -99,7 +102,7 @@ def batch_of(name):
 
 def draws(batch, groups=1):
     n = len(batch["row"])
-    return giblet.Draws(jax.random.key(0), batch["row"], giblet.member(batch["row"], groups, n))
+    return giblet.Draws(jax.random.key(0), batch["row"], member(batch["row"], groups, n))
 
 
 def close(found, expected, atol, *, what=""):
@@ -143,12 +146,12 @@ def test_evaluation_equals_the_originals(head):
     found, prefix = jax.jit(task.evaluate)(variables, batch), f"{head}.eval"
     for name in (*giblet.MODALITIES, "fmri", "total"):
         np.testing.assert_allclose(value(found, f"{name}_loss"), RESULTS[f"{prefix}.loss.{name}_loss"], rtol=5e-5)
-    close(giblet.pearson(out.fmri, batch["fmri"]), RESULTS[f"{prefix}.fmri_correlation"], 2e-5)
-    close(giblet.r_squared(out.fmri, batch["fmri"]), RESULTS[f"{prefix}.fmri_r2"], 2e-5)
+    close(giblet_voxels.pearson(out.fmri, batch["fmri"]), RESULTS[f"{prefix}.fmri_correlation"], 2e-5)
+    close(giblet_voxels.r_squared(out.fmri, batch["fmri"]), RESULTS[f"{prefix}.fmri_r2"], 2e-5)
     np.testing.assert_allclose(value(found, "fmri_r"), RESULTS[f"{prefix}.fmri_correlation"].mean(), atol=2e-5)
     np.testing.assert_allclose(value(found, "fmri_r2"), RESULTS[f"{prefix}.fmri_r2"].mean(), atol=2e-5)
     for kind, theirs in (("mae", "mae"), ("cosine", "correlation")):
-        each = giblet.errors(replace(c, fmri_loss=kind), out, giblet.targets(c, batch, same), batch["weight"])
+        each = giblet_loss.errors(replace(c, fmri_loss=kind), out, giblet_loss.targets(c, batch, same), batch["weight"])
         np.testing.assert_allclose(each["fmri"].mean(), RESULTS[f"{prefix}.fmri_loss_{theirs}"], rtol=5e-5)
 
 
@@ -166,7 +169,7 @@ def test_training_equals_the_originals_and_statistics_move_once(head, remat):
             return out.loss.total / out.loss.weight, out
 
         outputs, _ = giblet.forward(c, variables.params, variables.carry, batch, same, draws(batch))
-        each = giblet.errors(replace(c, normalised=True), outputs, giblet.targets(c, batch, same), batch["weight"])
+        each = giblet_loss.errors(replace(c, normalised=True), outputs, giblet_loss.targets(c, batch, same), batch["weight"])
         return *jax.grad(total, has_aux=True)(variables.params), outputs, jax.tree.map(jnp.mean, each)
 
     for i in (1, 2):
@@ -223,10 +226,10 @@ def test_weights_of_the_losses_and_shapes_that_do_not_match():
     out = giblet.Outputs(*(jnp.ones((2, n)) for n in (5, 4, 3, 2, 1)))
     target = {"fmri": jnp.zeros((2, 4)), "video": jnp.zeros((2, 3)), "audio": 3 * jnp.ones((2, 2)), "text": jnp.ones((2, 1))}
     c = replace(SMALL, normalised=False, weight_video=2.0, weight_audio=0.5, weight_text=9.0, weight_fmri=7.0)
-    each = giblet.errors(c, out, target, jnp.ones(2))
+    each = giblet_loss.errors(c, out, target, jnp.ones(2))
     np.testing.assert_allclose(each["total"], 2 * 1 + 0.5 * 4 + 9 * 0 + 7 * 1)
     with pytest.raises(ValueError, match=r"video: the model makes \(2, 3\) and the target is \(2, 6\); nothing is cut"):
-        giblet.errors(c, out, {**target, "video": jnp.zeros((2, 6))}, jnp.ones(2))
+        giblet_loss.errors(c, out, {**target, "video": jnp.zeros((2, 6))}, jnp.ones(2))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
@@ -235,13 +238,13 @@ def test_the_null_pairs_rows_that_count_of_other_moments(n):
     rng = np.random.default_rng(n)
     y, t = rng.standard_normal((2, 8, 50)).astype("f4")
     weight, volume = (np.arange(8) < n).astype("f4"), np.array([5, 6, 5, 7, 5, 1, 2, 3])
-    other, has = giblet.shuffled(jnp.asarray(t), jnp.asarray(weight), jnp.asarray(volume))
+    other, has = giblet_voxels.shuffled(jnp.asarray(t), jnp.asarray(weight), jnp.asarray(volume))
     expected = [(i + n // 2) % n for i in range(n)]
     np.testing.assert_allclose(other[:n], t[expected], rtol=1e-6)
     wanted = [float(volume[i] != volume[j]) for i, j in enumerate(expected)] + [0.0] * (8 - n)
     np.testing.assert_array_equal(has, wanted)
     assert sum(wanted) == {1: 0, 2: 2, 3: 2, 8: 6}[n]
-    r = giblet.pearson(jnp.asarray(y), other)[:n]
+    r = giblet_voxels.pearson(jnp.asarray(y), other)[:n]
     np.testing.assert_allclose(r, [np.corrcoef(y[i], t[j])[0, 1] for i, j in enumerate(expected)], atol=1e-5)
 
 
@@ -262,7 +265,7 @@ def test_r_of_voxels_is_of_those_that_vary_and_the_null_of_its_own_rows():
     t[:, 3], y[:, 5] = 0, 30.1
     has = (np.arange(60) % 6 > 0).astype("f4")
     other = np.roll(t, 30, axis=0)
-    found = giblet.finish(averages(y, t, other, has) | {"fmri_r": 0.25})
+    found = giblet_voxels.finish(averages(y, t, other, has) | {"fmri_r": 0.25})
     voxels = [v for v in range(30) if v != 3]
     r = [np.corrcoef(y[:, v], t[:, v])[0, 1] if v != 5 else 0 for v in voxels]
     null = [np.corrcoef(y[has > 0, v], other[has > 0, v])[0, 1] if v != 5 else 0 for v in voxels]
@@ -271,7 +274,7 @@ def test_r_of_voxels_is_of_those_that_vary_and_the_null_of_its_own_rows():
     assert found["voxel_r_null"] == pytest.approx(np.mean(null), abs=2e-3) and abs(np.mean(null)) < 0.1
     assert found["voxel_r_best"] == pytest.approx(np.quantile(r, 0.9), abs=2e-3)
     assert found["voxel_r2"] == pytest.approx(r2.mean(), rel=1e-3)
-    alone = giblet.finish(averages(y[:1], t[:1], other[:1], np.zeros(1, "f4") + 1e-30))
+    alone = giblet_voxels.finish(averages(y[:1], t[:1], other[:1], np.zeros(1, "f4") + 1e-30))
     assert all(np.isnan(alone[name]) for name in ("voxel_r", "voxel_r2", "voxel_r_best", "voxel_r_null"))
 
 
@@ -282,7 +285,7 @@ def test_a_batch_without_text_is_divided_by_nothing():
     target = {name: jnp.asarray(rng.standard_normal((4, n)), jnp.float32) for name, n in shapes.items()}
     target |= {"text": jnp.zeros((4, c.n_text)), "video": jnp.full((4, shapes["video"]), 0.1)}
     out = giblet.Outputs(None, **{name: jnp.ones_like(x) for name, x in target.items()})
-    found = giblet.errors(c, out, target, jnp.ones(4))
+    found = giblet_loss.errors(c, out, target, jnp.ones(4))
     for name in ("text", "video"):
         np.testing.assert_allclose(found[name], found[f"{name}_raw"], rtol=1e-6)
     std = np.asarray(target["fmri"]).std(ddof=1)
@@ -309,7 +312,7 @@ def test_with_accumulation_statistics_are_of_the_same_rows_on_every_mesh(mesh):
 def test_statistics_of_groups_are_those_of_as_many_devices():
     """Two groups, on any mesh, are what two devices compute alone, with the mean of their running values."""
     c = replace(SMALL, dropout=0.0)
-    table = giblet.make_task(config_lib.Config(model=c), same, ROWS).specs
+    table = giblet_loss.make_task(config_lib.Config(model=c), same, ROWS).specs
     params, carry = (specs_lib.materialise(t, jax.random.key(0)) for t in (table.params, table.carry))
     batch = {name: jnp.asarray(x) for name, x in random_batch(c, 0).items()} | {"row": jnp.arange(ROWS, dtype=jnp.int32)}
     step = jax.jit(lambda b, d: giblet.forward(c, params, carry, b, same, d))
@@ -336,4 +339,4 @@ def test_groups_are_the_same_on_every_mesh():
 def test_batch_norm_of_one_row_is_refused(groups, accumulate):
     train = config_lib.Train(batch=8, accumulate=accumulate)
     with pytest.raises(config_lib.ConfigError, match=rf"model.groups is {groups}, and train.accumulate {accumulate}"):
-        giblet.make_task(config_lib.Config(model=replace(SMALL, groups=groups), train=train), lambda x, *_: x, 8)
+        giblet_loss.make_task(config_lib.Config(model=replace(SMALL, groups=groups), train=train), lambda x, *_: x, 8)

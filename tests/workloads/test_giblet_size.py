@@ -102,7 +102,7 @@ def test_the_lower_bound_of_a_step_is_the_known_arithmetic(load, target, overrid
         ("gpu:h100x1", BFLOAT16, ""),  # state and gradients fit; what a step needs beside them, a compiler says
         ("gpu:h200x1", (), ""),
         ("gpu:a6000x8", (), ""),
-        ("gpu:h100x1", (NARROW,), "optim.moments=int8 would make it at least 50.25 GB"),
+        ("gpu:h100x1", (NARROW,), "optim.moments=bfloat16 would make it at least 66.91 GB"),
         ("gpu:h100x1", (), "No single change would make it fit"),
     ],
 )

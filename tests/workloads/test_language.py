@@ -16,6 +16,8 @@ from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import Variables
+from jaxtrain.workloads.language import hugging_face as language_files
+from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
 from loaders.base import Field
 from tests.support.cases import Run, assert_alike
@@ -37,7 +39,7 @@ def golden(request):
     g = np.load(DATA / f"{request.param}.npz")
     rows, context = g["input_ids"].shape
     c, params = load(DATA / request.param, context)
-    task = language.make_task(config_lib.Config(model=c), alone(), rows)
+    task = language_loss.make_task(config_lib.Config(model=c), alone(), rows)
     return request.param, c, params, task, g
 
 
@@ -68,9 +70,9 @@ def exported(c, params):
     """Arrays under their exported names and shapes, by plain numpy."""
     section, found = dataclasses.asdict(c), {}
     for path, x in zip(specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True):
-        names = language.export_names(section, path)
+        names = language_files.export_names(section, path)
         for name, part in zip(*([names], [x]) if isinstance(names, str) else (names, x), strict=True):
-            found[name] = part.reshape(language.export_shape(section, path, part.shape))
+            found[name] = part.reshape(language_files.export_shape(section, path, part.shape))
     return found
 
 
@@ -87,7 +89,9 @@ def test_packed_documents_do_not_see_each_other(golden):
 
 def test_both_spellings_of_config_json_say_the_same():
     for name in MODELS:
-        assert language.read_config(DATA / name / "config.json") == language.read_config(DATA / name / "config.classic.json")
+        assert language_files.read_config(DATA / name / "config.json") == language_files.read_config(
+            DATA / name / "config.classic.json"
+        )
 
 
 # Through the real step, on meshes and in parts.
@@ -126,7 +130,7 @@ def test_flops_are_those_that_the_compiler_counts(changes):
     )  # fmt: skip
     c = dataclasses.replace(c, **changes)
     batch = 8
-    task = language.make_task(config_lib.Config(model=c), alone(), batch)
+    task = language_loss.make_task(config_lib.Config(model=c), alone(), batch)
     shapes = {n: jax.ShapeDtypeStruct((batch, c.context), jnp.dtype("f4" if n == "mask" else "i4")) for n in FIELDS}
     shapes["row"] = jax.ShapeDtypeStruct((batch,), jnp.int32)
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), task.specs.params, is_leaf=specs_lib.is_spec)
@@ -148,7 +152,7 @@ def test_a_step_for_tpus_compiles_and_has_their_kernel_where_data_is_not_split(m
     sizes = dict(embed=256, heads=4, head_dim=64, mlp=512, vocab=1024, context=256, depth=2)
     c = dataclasses.replace(TINY, **sizes, dtype="bfloat16", remat="full")
     layout = make_layout(make_mesh(*mesh, devices=devices), {})
-    task = language.make_task(config_lib.Config(model=c), layout.shard, 8)
+    task = language_loss.make_task(config_lib.Config(model=c), layout.shard, 8)
     tx = make_optimizer(OPTIM, task.specs.params, steps=10)
     fields = {name: Field((256,), field.dtype) for name, field in FIELDS.items()}
     plan = state_lib.make_abstract(task, tx, layout, fields, batch=8, ema=False)
@@ -176,11 +180,11 @@ def test_prompts_bind_the_context_where_there_are_prompts():
 
 def test_a_vocabulary_that_no_data_use_is_worth_a_word():
     """Shrunk from a preset, nearly all of the model would be rows that are never read."""
-    small = dict(language.PRESETS["qwen3-0.6b"], embed=64, depth=2, heads=4, head_dim=16, kv_heads=2, mlp=128, context=64)
+    small = dict(language_files.PRESETS["qwen3-0.6b"], embed=64, depth=2, heads=4, head_dim=16, kv_heads=2, mlp=128, context=64)
     c = config_lib.section(language.Config, small)
     ((name, text),) = c.data_notes({"vocab": 512})
     assert name == "vocab" and text.startswith("is 151,936, and the data have 512 tokens: 99% of the parameters are rows of")
     assert "--config.model.vocab=None" in text
     assert not list(dataclasses.replace(c, vocab=512).data_notes({"vocab": 512}))
-    whole = config_lib.section(language.Config, dict(language.PRESETS["qwen3-0.6b"], context=64))
+    whole = config_lib.section(language.Config, dict(language_files.PRESETS["qwen3-0.6b"], context=64))
     assert not list(whole.data_notes({"vocab": 512})), "a quarter of the published model"

@@ -10,7 +10,7 @@ import safetensors.numpy
 from jaxtrain import config as config_lib
 from jaxtrain import loop
 from jaxtrain.commands import export, lora_to_peft
-from jaxtrain.workloads.language import model as language
+from jaxtrain.workloads.language import hugging_face as language_files
 from tests.support import processes, small_runs
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -76,4 +76,4 @@ def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
     assert all(np.abs(made[0][key] - x).max() > 1e-3 for key, x in begun.items() if key.endswith("proj.weight"))
     for key, x in made[0].items():
         np.testing.assert_array_equal(made[1][key], x, err_msg=key)
-    assert language.read_config(folder / "second-out") == language.read_config(DATA / "qwen2")
+    assert language_files.read_config(folder / "second-out") == language_files.read_config(DATA / "qwen2")

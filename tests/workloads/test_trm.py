@@ -16,6 +16,8 @@ from jaxtrain.assembly import assemble
 from jaxtrain.optim import make_optimizer
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.types import Variables
+from jaxtrain.workloads.trm import boards as trm_boards
+from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from loaders.base import Field
 from tests.support.cases import Run, assert_alike
@@ -77,7 +79,7 @@ class Golden:
     def __init__(self, variant):
         self.config, self.batch = golden_config(variant), GOLDEN[variant]["batch_size"]
         self.run = config_lib.Config(model=self.config, train=config_lib.Train(batch=self.batch))
-        self.task = trm.make_task(self.run, one_device(), self.batch)
+        self.task = trm_loss.make_task(self.run, one_device(), self.batch)
         self.weights = load(f"{variant}_weights")
         self.params = from_original(self.config, self.weights)
         self.params["puzzle"] = {"w_rows": self.weights["puzzle_emb.weights"]}
@@ -129,7 +131,7 @@ def check_step(model, g, i, carry, out):
 
 def check_outputs(model, g, i, params, carry):
     """logits, guesses and q of the step that starts with this carry."""
-    rows = trm.begin(carry, batch_of(g, i if f"step{i}.batch.inputs" in g else 1))
+    rows = trm_loss.begin(carry, batch_of(g, i if f"step{i}.batch.inputs" in g else 1))
     _, _, logits, q = jax.jit(lambda p, r: trm.refine(model.config, p, r, model.config.cycles, one_device()))(params, rows)
     np.testing.assert_allclose(logits, g[f"step{i}.out.logits"], rtol=0, atol=1e-3)
     np.testing.assert_array_equal(logits.argmax(-1), g[f"step{i}.out.preds"])
@@ -162,7 +164,7 @@ def test_gradients_and_the_tables_step_equal_the_originals(golden):
         np.testing.assert_allclose(y, x, rtol=0, atol=1e-4 * np.abs(x).max(), err_msg=path)
     ids, summed = g["puzzle_emb.unique_ids"], g["puzzle_emb.grad_per_unique_id"]
     np.testing.assert_allclose(table[ids], summed, rtol=0, atol=1e-4 * np.abs(summed).max())
-    touched = out.touched[trm.TABLE]
+    touched = out.touched[trm_loss.TABLE]
     np.testing.assert_array_equal(touched, np.bincount(g["puzzle_emb.local_ids"], minlength=model.config.n_puzzles))
 
     optim = config_lib.Optim(
@@ -215,7 +217,7 @@ def test_stablemax_equals_float64_within_1e_6(name):
     if "ce/" in name:  # stored in float64: what float32 makes of the logits is not the loss's doing
         expected = reference(logits.astype("f8"), g["labels"])
         np.testing.assert_allclose(expected, g["stablemax_ce"], rtol=1e-6, atol=1e-6)
-    found = trm.cross_entropy(jnp.asarray(logits), jnp.asarray(g["labels"]), "stablemax")
+    found = trm_loss.cross_entropy(jnp.asarray(logits), jnp.asarray(g["labels"]), "stablemax")
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
@@ -230,10 +232,10 @@ def reference(logits, labels):
 def test_stablemax_of_extreme_logits_and_certain_answers():
     g = np.load(DATA / "ce" / "ce.npz")
     logits, labels = g["extreme_logits"].astype("f4"), g["extreme_labels"]
-    found = trm.cross_entropy(jnp.asarray(logits), jnp.asarray(labels), "stablemax")
+    found = trm_loss.cross_entropy(jnp.asarray(logits), jnp.asarray(labels), "stablemax")
     np.testing.assert_allclose(found, reference(logits.astype("f8"), labels), rtol=1e-6, atol=1e-6)
     certain = np.array([[1e6, -1e6, -1e6], [3e5, 0, -7]], "f4")  # -log p of 1e-12: a difference of logs would lose it whole
-    found = trm.cross_entropy(jnp.asarray(certain), jnp.zeros(2, jnp.int32), "stablemax")
+    found = trm_loss.cross_entropy(jnp.asarray(certain), jnp.zeros(2, jnp.int32), "stablemax")
     s = np.where(certain >= 0, certain + 1.0, 1 / (1 - np.minimum(certain, 0).astype("f8")))
     np.testing.assert_allclose(found, np.log1p(s[:, 1:].sum(-1) / s[:, 0]), rtol=1e-6)
 
@@ -244,7 +246,7 @@ def test_gradients_of_both_losses(kind):
     labels = jnp.asarray(g["labels"])
 
     def total(logits):
-        return trm.cross_entropy(logits, labels, kind).sum() / float(g["n_valid"])
+        return trm_loss.cross_entropy(logits, labels, kind).sum() / float(g["n_valid"])
 
     value, grad = jax.value_and_grad(total)(jnp.asarray(g["logits"], jnp.float32))
     np.testing.assert_allclose(value, g[f"{kind}_mean"], rtol=2e-6)
@@ -258,15 +260,15 @@ def test_gradients_of_both_losses(kind):
 def test_halting_takes_a_positive_q_the_last_step_or_neither():
     c = trm.Config(halt_steps=4)
     q = jnp.array([[1.0, 9], [-1, -9], [-1, -9], [0, 0], [2, 0], [2, 0]])
-    found = trm.halt(c, jnp.array([1, 1, 4, 2, 2, 4]), q, jnp.array([0, 0, 0, 0, 3, 9]))
+    found = trm_loss.halt(c, jnp.array([1, 1, 4, 2, 2, 4]), q, jnp.array([0, 0, 0, 0, 3, 9]))
     assert found.tolist() == [True, False, True, False, False, True]
-    by_comparison = trm.halt(replace(c, q_continue=True), jnp.array([1, 1]), q[:2], jnp.zeros(2, jnp.int32))
+    by_comparison = trm_loss.halt(replace(c, q_continue=True), jnp.array([1, 1]), q[:2], jnp.zeros(2, jnp.int32))
     assert by_comparison.tolist() == [False, True]
 
 
 def test_exploration_is_as_likely_as_told_and_uniform():
     c = trm.Config(halt_steps=5)
-    found = np.asarray(trm.least_steps(c, 0.3, jax.random.key(0), jnp.arange(20_000)))
+    found = np.asarray(trm_loss.least_steps(c, 0.3, jax.random.key(0), jnp.arange(20_000)))
     values, counts = np.unique(found, return_counts=True)
     assert values.tolist() == [0, 2, 3, 4, 5]
     np.testing.assert_allclose(counts / 20_000, [0.7, 0.075, 0.075, 0.075, 0.075], atol=0.01)
@@ -335,7 +337,7 @@ def test_what_cannot_run_in_the_original_learns_here(loss, q_continue):
 
 def test_curriculum_grows_to_the_full_cycles():
     c = replace(TINY, cycles_high=3, cycles_low=6, first_high=1, first_low=2, growth=100)
-    found = [trm.curriculum(c, step) for step in range(0, 130)]
+    found = [trm_loss.curriculum(c, step) for step in range(0, 130)]
     assert found[0] == (1, 2) and found[50] == (2, 4) and found[99] == (2, 5) and set(found[100:]) == {(3, 6)}
     assert len(set(found)) <= 3 + 6 and found == sorted(found)
 
@@ -346,7 +348,7 @@ def test_pictures_are_of_the_first_boards_on_every_mesh(mesh):
     fields = {name: Field(x.shape[1:], x.dtype) for name, x in random_batch(0).items()}
     config = config_lib.Config(model=TINY, optim=OPTIM, train=config_lib.Train(batch=WIDE))
     devices = jax.devices()[: np.prod(mesh)]
-    run = assemble(config, make_mesh(*mesh, devices=devices), make_task=trm.make_task, fields=fields)
+    run = assemble(config, make_mesh(*mesh, devices=devices), make_task=trm_loss.make_task, fields=fields)
     found = jax.eval_shape(run.task.progress, run.abstract.state.variables, run.abstract.batch)
     assert found["steps"].shape == (4, 36, 5 * 35)
 
@@ -355,7 +357,7 @@ def test_pictures_mark_wrong_cells():
     labels = jnp.asarray(np.arange(16)[None] % 4 + 2)
     inputs = labels.at[0, 0].set(1)
     guess = labels.at[0, 0].set(jnp.where(labels[0, 0] == 2, 3, 2))
-    image = np.asarray(trm.draw(inputs, labels, guess[None]))[0, ::-1]
+    image = np.asarray(trm_boards.draw(inputs, labels, guess[None]))[0, ::-1]
     assert image.shape == (36, 3 * 35)
     tile = [image[0:8, board * 35 : board * 35 + 6] for board in range(3)]
     assert tile[0].min() == 1, "a blank"

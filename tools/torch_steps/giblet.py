@@ -15,6 +15,7 @@ import torch
 
 from jaxtrain import config as config_lib
 from jaxtrain.types import PyTree
+from jaxtrain.workloads.giblet import loss as giblet_loss
 from jaxtrain.workloads.giblet import model as giblet
 from loaders.base import Field
 from loaders.film import multimodal
@@ -62,7 +63,7 @@ def chain(c: giblet.Config, layers: list[giblet.Layer], params: PyTree) -> torch
 def mean_error(y_bd: torch.Tensor, target_bd: torch.Tensor) -> torch.Tensor:
     """The mean square, over the standard deviation of the targets."""
     std, mean = torch.std_mean(target_bd)
-    return F.mse_loss(y_bd, target_bd) / torch.where(std > 1e-5 * mean.abs(), std + giblet.STD_EPS, 1.0)
+    return F.mse_loss(y_bd, target_bd) / torch.where(std > 1e-5 * mean.abs(), std + giblet_loss.STD_EPS, 1.0)
 
 
 class Autoencoder(torch.nn.Module):
@@ -100,7 +101,7 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
     inputs = tuple(torch.from_numpy(batch[name]) for name in (*giblet.MODALITIES, "fmri"))
 
     def pair(c: giblet.Config, o: config_lib.Optim) -> tuple[steps.Ours, Callable[[bool], steps.Step]]:
-        ours = steps.Ours(giblet.make_task, c, o, batch)
+        ours = steps.Ours(giblet_loss.make_task, c, o, batch)
         params = ours.params()
         return ours, lambda compiled: steps.adamw_step(Autoencoder(c, params), inputs, o, compiled=compiled)
 

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from jaxtrain import config as config_lib
+from jaxtrain.workloads.audio_language import hugging_face as higgs
+from jaxtrain.workloads.audio_language import loss as audio_loss
 from jaxtrain.workloads.audio_language import model as audio_language
 from loaders.chat import chatml
 from tools.torch_steps import steps
@@ -107,20 +109,15 @@ class Decoder(nn.Module):
         return torch.stack(each).mean()
 
 
-def sides(size: Mapping[str, int], *, branches: bool = False) -> steps.Sides:
-    """``branches``: places gathered for one net, compared with both nets on all of them, instead of with PyTorch."""
+def sides(size: Mapping[str, int]) -> steps.Sides:
     c = audio_language.Config(
         vocab=512, codebooks=8, codebook_size=1024, embed=size["embed"], depth=size["depth"], heads=size["heads"],
         kv_heads=size["heads"] // 2, mlp=4 * size["embed"], dtype="float32", unroll=size["depth"],
     )  # fmt: skip
     changes = {"rank": 8, "alpha": 16.0, "dtype": "float32"}
-    adapters = config_lib.section(config_lib.Lora, {**audio_language.ADAPTERS, **changes})
+    adapters = config_lib.section(config_lib.Lora, {**higgs.ADAPTERS, **changes})
     batch = make_batch(c, size["batch"], size["context"], size["context"])
     o = config_lib.Optim(lr=2e-4, b2=0.95, weight_decay=0.01, schedule="constant")
-
-    def mine(gathered: bool) -> steps.Ours:
-        make_task = functools.partial(audio_language.make_task, gathered=gathered)
-        return steps.Ours(make_task, c, o, batch, adapters=adapters)
 
     def make(compiled: bool) -> steps.Step:
         import peft
@@ -131,5 +128,5 @@ def sides(size: Mapping[str, int], *, branches: bool = False) -> steps.Sides:
         inputs = [torch.from_numpy(batch[name]).long() for name in ("text", "codes", "audio_at", "audio_target")]
         return steps.adamw_step(peft.get_peft_model(Decoder(c, inside), lora), inputs, o, compiled=compiled)
 
-    others = {"both, where": lambda: mine(False)} if branches else steps.theirs(make)
-    return steps.Sides(mine(True), others, size["batch"] * batch["place"].shape[1], "places")
+    ours = steps.Ours(audio_loss.make_task, c, o, batch, adapters=adapters)
+    return steps.Sides(ours, steps.theirs(make), size["batch"] * batch["place"].shape[1], "places")

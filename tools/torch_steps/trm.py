@@ -14,6 +14,7 @@ import torch
 
 from jaxtrain import config as config_lib
 from jaxtrain.types import PyTree
+from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from tools.torch_steps import steps
 
@@ -148,7 +149,7 @@ def sides(size: Mapping[str, int], dtype: str = "float32") -> steps.Sides:
         name="adam_atan2", lr=LR, b1=B1, b2=B2, weight_decay=DECAY, schedule="constant", clip=0.0, decayed=".", undecayed="^$"
     )
     batch = make_batch(size["cells"], size["batch"])
-    ours = steps.Ours(trm.make_task, c, o, batch, ema=EMA, stage=c.cycles)
+    ours = steps.Ours(trm_loss.make_task, c, o, batch, ema=EMA, stage=c.cycles)
     params, carry = ours.params(), ours.carry()
 
     def make(compiled: bool) -> steps.Step:

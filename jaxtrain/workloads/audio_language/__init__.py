@@ -6,7 +6,7 @@ _HERE = "jaxtrain.workloads.audio_language"
 
 WORKLOAD = Workload(
     config=f"{_HERE}.model:Config",
-    make_task=f"{_HERE}.model:make_task",
+    make_task=f"{_HERE}.loss:make_task",
     make_specs=f"{_HERE}.model:make_specs",
     commands={
         "train-codec": Command(f"{_HERE}.commands.train_codec", "data", "learn an audio codec from recordings"),
@@ -19,5 +19,5 @@ WORKLOAD = Workload(
         ),
     },
     glossary=f"{_HERE}.glossary:GLOSSARY",
-    export=f"{_HERE}.model:EXPORT",
+    export=f"{_HERE}.hugging_face:EXPORT",
 )

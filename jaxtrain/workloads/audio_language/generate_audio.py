@@ -15,15 +15,16 @@ from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.telemetry import writers
 from jaxtrain.types import PyTree
-from jaxtrain.workloads.audio_language import model as audio_language
+from jaxtrain.workloads.audio_language import decoding
+from jaxtrain.workloads.audio_language.model import Config, make_specs
 from loaders.chat import chat_audio, chat_samples, chatml, codec
-from loaders.io import atomic_write, checks
+from loaders.io import atomic_write
 
 
 class Speaker(NamedTuple):
     """A model, and what it reads and speaks through."""
 
-    model: audio_language.Config
+    model: Config
     params: PyTree
     tools: chat_samples.Tools
     tokenizer: Any
@@ -41,14 +42,11 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     Raises StoredError: it is none of them, or holds adapters alone. Raises WarmStartError, ConfigError, DataError.
     """
     source = source_lib.find(run, step)
-    run_config = source.config(audio_language.__package__)
-    model = config_lib.section(audio_language.Config, run_workload.model_of(run_config))
-    if problems := list(checks.under("model", model.problems())):
-        raise config_lib.ConfigError(problems)
+    run_config = source.config(__package__)
+    model = run_workload.model_section(run_config, Config)
     if missing := [name for name in ("vocab", "codebooks", "codebook_size") if getattr(model, name) is None]:
         raise StoredError(f"{source.path}: its config does not say model.{', model.'.join(missing)}: it is damaged")
-    own = source.path / "tokenizer.json"  # of an export, before the path that its run knew
-    chosen = tokenizer or (str(own) if source.is_export and own.exists() else "")
+    chosen = tokenizer or run_workload.exported_file(source, "tokenizer.json")
     changes = {"tokenizer": chosen} if chosen else {}
     changes |= {"codec": codec_path, "codes": ""} if codec_path else {}
     run_data = run_config.get("data") or {}
@@ -60,7 +58,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
             "trust its code, with --codec"
         )
     data = config_lib.section(chat_audio.Config, run_data | changes)
-    params = stored_params.read(source, audio_language.make_specs(model), stored_params.one_device(), ema=ema)
+    params = stored_params.read(source, make_specs(model), stored_params.one_device(), ema=ema)
     tools = chat_samples.tools_of(data, data.manifest)
     voice = chat_samples.open_codec(data) if data.codec else None
     return Speaker(model, params, tools, chat_samples.read_tokenizer(data.tokenizer), voice)
@@ -71,7 +69,7 @@ def speak(
     prompts: Sequence[str],
     *,
     seconds: float,
-    streams: audio_language.Streams,
+    streams: decoding.Streams,
     seed: int = 0,
     text_first: bool = False,
     batch: int = 16,
@@ -91,8 +89,8 @@ def speak(
     n_new = longest + 1 + c.codebooks + (64 if text_first else 8)
 
     @jax.jit
-    def run(params: PyTree, prompt: dict, length_b: jax.Array, key: jax.Array) -> audio_language.Written:
-        return audio_language.generate(
+    def run(params: PyTree, prompt: dict, length_b: jax.Array, key: jax.Array) -> decoding.Written:
+        return decoding.generate(
             c, params, prompt, length_b, key, layout.shard, n_new=n_new, opens=tools.ids[chatml.AUDIO_OUT_BOS],
             closes=tools.ids[chatml.AUDIO_EOS], ends=tools.ids[chatml.END_OF_TURN], delay=tools.delay, longest=longest,
             streams=streams,
@@ -111,7 +109,7 @@ def speak(
     return answers
 
 
-def _answers(speaker: Speaker, written: audio_language.Written) -> Iterator[Answer]:
+def _answers(speaker: Speaker, written: decoding.Written) -> Iterator[Answer]:
     tools = speaker.tools
     for tokens, columns in zip(np.asarray(written.tokens), np.asarray(written.columns), strict=True):
         is_audio = columns[:, 0] >= 0

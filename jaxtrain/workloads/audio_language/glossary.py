@@ -1,17 +1,9 @@
-"""What the metrics of this workload mean."""
+"""The meanings of this workload's metrics."""
 
 from jaxtrain.telemetry.glossary import Entry
 
 GLOSSARY = (
-    Entry(
-        "text, audio",
-        "text|audio",
-        "nats per label of text, and of sound: the mean over codebooks; their sum is the loss",
-    ),
+    Entry("text, audio", "text|audio", "nats per label of text, and of sound: the mean over codebooks; their sum is the loss"),
     Entry("audio_K", r"audio_(?P<K>\d+)", "nats per label of codebook K"),
-    Entry(
-        "text_accuracy, audio_accuracy_K",
-        r"text_accuracy|audio_accuracy_\d+",
-        "share of labels that were the likeliest",
-    ),
+    Entry("text_accuracy, audio_accuracy_K", r"text_accuracy|audio_accuracy_\d+", "share of labels that were the likeliest"),
 )

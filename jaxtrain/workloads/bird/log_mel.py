@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Shard
 from loaders.audio.front_end import DEFAULT, FrontEnd
 
@@ -40,7 +41,7 @@ def split(wave: Array, n_frames: int, shard: Shard, of: FrontEnd = DEFAULT) -> A
     axes = ("batch", *(None,) * (wave.ndim - 1))
     shape = (*wave.shape[:-1], n_frames, of.n_mels)
     make = functools.partial(spectrogram, n_frames=n_frames, of=of)
-    return shard.local(make, (wave,), (axes,), shard.spec(shape, (*axes, None)))
+    return kernels.local(shard, make, (wave,), (axes,), shard.spec(shape, (*axes, None)))
 
 
 def log_mel(x_rn: Array, of: FrontEnd = DEFAULT) -> Array:

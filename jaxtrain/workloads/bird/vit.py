@@ -12,7 +12,7 @@ dimension, M mlp, L layers.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxtrain.nn import attention, remat
 from jaxtrain.nn.layers import gelu, layer_norm, product, rotate, scaled, spread
+from jaxtrain.parallel import one_device
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
-from jaxtrain.types import Array, Axes, Initializer, Key, PyTree, Shard, Spec
+from jaxtrain.types import Array, Initializer, Key, PyTree, Shard, Spec
 from loaders.io import checks
 
 EPS = 1e-5  # of the layer norms, if no config says otherwise
@@ -228,58 +228,11 @@ def read_exported(path: str | os.PathLike) -> PyTree:
     return {**params, "blocks": {leaf: np.stack([each[i] for i in sorted(each)]) for leaf, each in layers.items()}}
 
 
-@dataclass(frozen=True)
-class Whole:
-    """The shards of one device, which are the arrays themselves; what a `jaxtrain.parallel.layout.Sharder` is to several."""
-
-    def __call__(self, x: Array, *axes: str | None) -> Array:
-        del axes
-        return x
-
-    @property
-    def devices(self) -> tuple[str, str]:
-        return attention.host()
-
-    def spec(self, shape: tuple[int, ...], axes: Axes) -> PartitionSpec:
-        del shape, axes
-        return PartitionSpec()
-
-    def names(self, axis: str | None, size: int) -> tuple[str, ...]:
-        del axis, size
-        return ()
-
-    def size(self, axis: str | None, size: int) -> int:
-        del axis, size
-        return 1
-
-    def local(self, f: Callable, args: Sequence[Any], axes: Sequence[Axes], out: Any) -> Any:
-        del axes, out
-        return f(*args)
-
-    def differentiable(
-        self,
-        f: Callable,
-        args: Sequence[Array],
-        axes: Sequence[Axes],
-        out: PartitionSpec,
-        *,
-        constants: Sequence[Array] = (),
-        constant_axes: Sequence[Axes] = (),
-    ) -> Any:
-        del axes, out, constant_axes
-        return f(*args, *constants)
-
-    kernel = differentiable
-
-
-whole = Whole()
-
-
 def encode(
     c: Config,
     params: PyTree,
     x_bfw: Array,
-    shard: Shard = whole,
+    shard: Shard = one_device.shard,
     *,
     visible_bvn: Array | None = None,
     keep_l2b: Array | None = None,

@@ -6,7 +6,7 @@ _HERE = "jaxtrain.workloads.giblet"
 
 WORKLOAD = Workload(
     config=f"{_HERE}.model:Config",
-    make_task=f"{_HERE}.model:make_task",
+    make_task=f"{_HERE}.loss:make_task",
     make_specs=f"{_HERE}.model:make_specs",
     commands={
         "prepare-giblet": Command(

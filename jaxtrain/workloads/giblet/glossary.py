@@ -1,4 +1,4 @@
-"""What the metrics of this workload mean."""
+"""The meanings of this workload's metrics."""
 
 from jaxtrain.telemetry.glossary import Entry
 
@@ -8,9 +8,7 @@ GLOSSARY = (
     Entry("fmri_r_null", "fmri_r_null", "fmri_r against another time's measurement: what chance gives"),
     Entry("fmri_r2", "fmri_r2", "share of the variance over voxels that is predicted"),
     Entry(
-        "voxel_r, voxel_r2",
-        "voxel_r2?",
-        "correlation over time in a voxel, and the share of its variance; mean over voxels",
+        "voxel_r, voxel_r2", "voxel_r2?", "correlation over time in a voxel, and the share of its variance; mean over voxels"
     ),
     Entry("voxel_r_best", "voxel_r_best", "voxel_r of a voxel among the best 10 %"),
     Entry("voxel_r_null", "voxel_r_null", "voxel_r against other times' measurements: what chance gives"),

@@ -16,39 +16,18 @@ with ``groups``, of runs of the batch's rows, as the original's devices do.
 Shapes: B rows, I inputs of a layer, O outputs, F frames, V voxels, D any width, G groups.
 """
 
-import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxtrain.config import Config as RunConfig
-from jaxtrain.config import ConfigError, ModelSection
+from jaxtrain.config import ModelSection
 from jaxtrain.nn import remat
-from jaxtrain.nn.batch_norm import batch_norm, member, over_data
+from jaxtrain.nn.batch_norm import batch_norm
 from jaxtrain.specs import fold_in_path, ones, zeros
-from jaxtrain.types import (
-    OF_DATA,
-    Array,
-    Axes,
-    Batch,
-    Export,
-    Hub,
-    Initializer,
-    Key,
-    LossOut,
-    Mean,
-    OfData,
-    PyTree,
-    Shard,
-    Spec,
-    Task,
-    Variables,
-)
+from jaxtrain.types import OF_DATA, Array, Axes, Export, Hub, Initializer, Key, OfData, PyTree, Shard, Spec
 from loaders.io import checks
 
 DTYPES = ("float32", "bfloat16")
@@ -58,7 +37,6 @@ FMRI_LOSSES = ("mse", "mae", "cosine")
 MODALITIES = ("video", "audio", "text")
 EPS = 1e-5  # of the norms
 MOMENTUM = 0.1  # of the running statistics
-STD_EPS = 1e-8  # added to a standard deviation that a loss is divided by
 METRICS = ("fmri_r", "fmri_r_null", "voxel_r", "voxel_r_null", "total_loss")  # that the card of an export has
 EXPORT = Export(carry=".", hub=lambda *_: Hub(metrics=METRICS))  # an evaluation needs the running statistics
 LARGEST_CODE = 1023.0
@@ -138,11 +116,7 @@ class Config(ModelSection):
     @property
     def inputs(self) -> dict[str, int]:
         """Values of each modality in a row."""
-        return {
-            "video": self.n_frames * self.frame_size,
-            "audio": self.codebooks * self.audio_frames,
-            "text": self.n_text,
-        }
+        return {"video": self.n_frames * self.frame_size, "audio": self.codebooks * self.audio_frames, "text": self.n_text}
 
     @property
     def outputs(self) -> dict[str, int]:
@@ -353,227 +327,6 @@ def drop(x_bd: Array, rate: float, key: Key, row_b: Array) -> Array:
     return jnp.where(keep_bd, x_bd / (1 - rate), 0)
 
 
-def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
-    """The target of each output, float32."""
-    video_bi = batch["video"]
-    if c.reconstruct == "frame":
-        start = c.frame % c.n_frames * c.frame_size
-        video_bi = video_bi[:, start : start + c.frame_size]
-    else:
-        video_bi = shard(video_bi, "rows", "input")
-    return {"video": entry(video_bi), **{name: entry(batch[name]) for name in ("audio", "text", "fmri")}}
-
-
-def scale(x_bd: Array, weight_b: Array) -> Array:
-    """The divisor of an error: the unbiased standard deviation of all values of the valid rows of the global batch, plus 1e-8.
-
-    Where the values are all equal (no text in a batch, a dark film) it is 1.
-    """
-    w_b1 = weight_b[:, None]
-    n = jnp.maximum(over_data(weight_b.sum()) * x_bd.shape[1], 2)
-    mean = over_data((x_bd * w_b1).sum()) / n
-    std = jnp.sqrt(over_data((jnp.square(x_bd - mean) * w_b1).sum()) / (n - 1))
-    return jnp.where(std > 1e-5 * jnp.abs(mean), std + STD_EPS, 1.0)
-
-
-def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array) -> dict[str, Array]:
-    """Each loss of each row, [B]: "video", "audio", "text" (mean squares), "fmri"; and "total", weighted.
-
-    With ``normalised``, "video" … are divided by `scale` (a cosine is not), and "video_raw" … are the undivided ones.
-
-    Raises ValueError when an output and its target differ in shape.
-    """
-    losses = {}
-    for name in (*MODALITIES, "fmri"):
-        y_bd, t_bd = getattr(out, name), target[name]
-        if y_bd.shape != t_bd.shape:
-            raise ValueError(f"{name}: the model makes {y_bd.shape} and the target is {t_bd.shape}; nothing is cut to fit")
-        kind = c.fmri_loss if name == "fmri" else "mse"
-        if kind == "mse":
-            losses[name] = jnp.square(y_bd - t_bd).mean(1)
-        elif kind == "mae":
-            losses[name] = jnp.abs(y_bd - t_bd).mean(1)
-        else:
-            lengths_b = jnp.sqrt(jnp.square(y_bd).sum(1) * jnp.square(t_bd).sum(1))
-            losses[name] = 1 - (y_bd * t_bd).sum(1) / jnp.maximum(lengths_b, 1e-8)
-        if c.normalised and kind != "cosine":
-            losses[f"{name}_raw"] = losses[name]
-            losses[name] = losses[name] / scale(t_bd, weight_b)
-    losses["total"] = sum(getattr(c, f"weight_{name}") * losses[name] for name in (*MODALITIES, "fmri"))
-    return losses
-
-
-def pearson(x_bv: Array, y_bv: Array) -> Array:
-    """Correlation of each row across voxels, [B]; 0 where one of them is constant."""
-    x_bv, y_bv = (z - z.mean(1, keepdims=True) for z in (x_bv, y_bv))
-    lengths_b = jnp.sqrt(jnp.square(x_bv).sum(1) * jnp.square(y_bv).sum(1))
-    return (x_bv * y_bv).sum(1) / jnp.maximum(lengths_b, 1e-12)
-
-
-def r_squared(y_bv: Array, target_bv: Array) -> Array:
-    """1 - SS_residual / SS_total of each row across voxels, [B]."""
-    total_b = jnp.square(target_bv - target_bv.mean(1, keepdims=True)).sum(1)
-    return 1 - jnp.square(target_bv - y_bv).sum(1) / jnp.maximum(total_b, 1e-12)
-
-
-class Model(NamedTuple):
-    """The part of the run that every function of the task reads."""
-
-    c: Config
-    shard: Shard
-    batch: int  # rows of the global batch
-
-
-def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
-    """Raises ConfigError where batch norm would get groups of fewer than two rows."""
-    c: Config = config.model
-    n_groups = c.groups * config.train.accumulate
-    if batch % n_groups or batch // n_groups < 2:
-        text = (
-            f"is {c.groups}, and train.accumulate {config.train.accumulate}: they do not divide train.batch={batch} into groups"
-        )
-        raise ConfigError([("model.groups", f"{text} of 2 rows or more, which batch norm needs")])
-    model = Model(c, shard, batch)
-    return Task(
-        specs=Variables(make_specs(c), carry=make_carry(c)),
-        loss=functools.partial(loss, model),
-        evaluate=functools.partial(evaluate, model),
-        axes={
-            **{name: ("batch", None) for name in (*MODALITIES, "fmri")},
-            **{name: ("batch",) for name in ("index", "volume", "weight")},
-        },
-        flops=6 * n_weights(c) * batch,
-        pictures=functools.partial(pictures, c),
-        progress=functools.partial(progress, model),
-        finish=finish,
-        predict=functools.partial(predict, model),
-    )
-
-
 def n_weights(c: Config) -> int:
     """Numbers in all matrices."""
     return sum(layer.n_in * layer.n_out for branches in layers(c).values() for chain in branches.values() for layer in chain)
-
-
-def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
-    c, shard = model.c, model.shard
-    draws = Draws(key, batch["row"], member(batch["row"], c.groups, model.batch))
-
-    def run(params: PyTree, running: PyTree, inputs: Mapping[str, Array]) -> tuple[Outputs, PyTree]:
-        return forward(c, params, running, inputs, shard, draws)
-
-    inputs = {name: batch[name] for name in MODALITIES}
-    out, running = (jax.checkpoint(run) if c.remat == "full" else run)(variables.params, variables.carry, inputs)
-    target, weight_b = targets(c, batch, shard), batch["weight"]
-    each = errors(c, out, target, weight_b)
-    each["fmri_r"] = pearson(jax.lax.stop_gradient(out.fmri), target["fmri"])
-    n = weight_b.sum()
-    metrics = {_loss_name(name): Mean((value_b * weight_b).sum(), n) for name, value_b in each.items()}
-    return LossOut(metrics.pop("total_loss"), metrics, running)
-
-
-def predict(model: Model, variables: Variables, batch: Batch) -> Outputs:
-    """Reconstructions and fMRI [B, V] of ``video``, ``audio`` and ``text``, [B, values] each, as the loader gives them."""
-    return forward(model.c, variables.params, variables.carry, batch, model.shard)[0]
-
-
-def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    """Losses, correlations and those of shuffled pairs of each row; and the sums of each voxel that `finish` needs."""
-    c, shard = model.c, model.shard
-    out, _ = forward(c, variables.params, variables.carry, batch, shard)
-    target, weight_b = targets(c, batch, shard), batch["weight"]
-    each = errors(c, out, target, weight_b)
-    y_bv, t_bv = out.fmri, target["fmri"]
-    partner_bv, has_partner_b = shuffled(t_bv, weight_b, batch["volume"])
-    each |= {"fmri_r": pearson(y_bv, t_bv), "fmri_r2": r_squared(y_bv, t_bv)}
-    null_b = weight_b * has_partner_b
-    metrics = {_loss_name(name): Mean((value_b * weight_b).sum(), weight_b.sum()) for name, value_b in each.items()}
-    metrics["fmri_r_null"] = Mean((pearson(y_bv, partner_bv) * null_b).sum(), null_b.sum())
-    for kind, x_bv, w_b in (("voxel", t_bv, weight_b), ("null", partner_bv, null_b)):
-        products = {"y": y_bv, "t": x_bv, "yy": y_bv * y_bv, "tt": x_bv * x_bv, "yt": y_bv * x_bv}
-        for name, product_bv in products.items():
-            metrics[f"{kind}/{name}"] = Mean((product_bv * w_b[:, None]).sum(0), w_b.sum())
-    return metrics
-
-
-def pictures(c: Config, batch: Batch) -> dict[str, Array]:
-    """The last frames of the first windows, in grey."""
-    frame = entry(batch["video"][:8, -c.frame_size :]).reshape(-1, c.height, c.width, CHANNELS)
-    return {"frame": frame.mean(-1)[:, ::-1]}
-
-
-def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Of the first rows: the number of voxels by measured (to the right) and predicted value (upwards), within ±3."""
-    out, _ = forward(model.c, variables.params, variables.carry, batch, model.shard)
-    return {"fmri": density(batch["fmri"][:4].astype(jnp.float32), out.fmri[:4])}
-
-
-def _loss_name(name: str) -> str:
-    return f"{name}_loss" if name in (*MODALITIES, "fmri", "total") else name
-
-
-def finish(record: Mapping[str, Any]) -> dict[str, float]:
-    """Adds what needs the whole split: r and R² of each voxel across moments, from its means, as averages over the voxels whose
-    measurement varies; nan when none does.
-
-    "voxel_r_best" is the 90 % quantile over the voxels, "voxel_r_null" the average with shuffled pairs.
-    """
-    voxel, null = spread(record, "voxel"), spread(record, "null")
-    r, r2 = correlation(voxel), 1 - voxel.residual / voxel.var_t
-    return {
-        **{name: x for name, x in record.items() if not name.startswith(("voxel/", "null/"))},
-        "voxel_r": _mean(r),
-        "voxel_r_null": _mean(correlation(null)),
-        "voxel_r2": _mean(r2),
-        "voxel_r_best": float(np.quantile(r, 0.9)) if r.size else math.nan,
-    }
-
-
-class Spread(NamedTuple):
-    """How predictions y and measurements t of voxels vary over moments; of the voxels whose measurement varies."""
-
-    covariance: np.ndarray
-    var_y: np.ndarray
-    var_t: np.ndarray
-    residual: np.ndarray  # mean square of t - y
-
-
-def spread(record: Mapping[str, Any], kind: str) -> Spread:
-    y, t, yy, tt, yt = (np.asarray(record[f"{kind}/{name}"]) for name in ("y", "t", "yy", "tt", "yt"))
-    # Of squares that were summed in float32, a difference of this size is rounding.
-    var_y, var_t = (np.where(zz - z * z > 1e-5 * zz, zz - z * z, 0) for z, zz in ((y, yy), (t, tt)))
-    varies = var_t > 0
-    return Spread(*(x[varies] for x in (yt - y * t, var_y, var_t, yy - 2 * yt + tt)))
-
-
-def correlation(s: Spread) -> np.ndarray:
-    """Pearson's r of each voxel; 0 where the prediction is constant."""
-    return np.clip(np.where(s.var_y > 0, s.covariance / np.sqrt(np.where(s.var_y > 0, s.var_y * s.var_t, 1)), 0), -1, 1)
-
-
-def _mean(x: np.ndarray) -> float:
-    return float(x.mean()) if x.size else math.nan
-
-
-def shuffled(x_bv: Array, weight_b: Array, volume_b: Array) -> tuple[Array, Array]:
-    """For the null: each row's partner, half of the valid rows away, [B, V], and whether it has one, [B].
-
-    A test split comes in a mixed order, so that partners are no neighbours in time. A row is no partner of itself, nor are two
-    viewers of one moment, who saw the same.
-    """
-    n = weight_b.sum().astype(jnp.int32)
-    place_b = jnp.cumsum(weight_b).astype(jnp.int32) - 1
-    partner_b = (place_b + n // 2) % jnp.maximum(n, 1)
-    pick_bb = (partner_b[:, None] == place_b[None]) * weight_b[:, None] * weight_b[None]
-    exactly = jax.lax.Precision.HIGHEST
-    other_b = (pick_bb * (volume_b[:, None] != volume_b[None])).sum(1)
-    return jnp.matmul(pick_bb, x_bv, precision=exactly), other_b
-
-
-def density(x_bv: Array, y_bv: Array, bins: int = 96, limit: float = 3.0) -> Array:
-    """[B, bins (y), bins (x)] in 0..1: the logarithm of the number of voxels in each cell, with the diagonal in grey."""
-    edges = jnp.arange(bins)[None, None]
-    place = lambda z: jnp.clip((z / limit + 1) * (bins / 2), 0, bins - 1).astype(jnp.int32)[..., None] == edges  # noqa: E731
-    count_byx = jnp.einsum("bvy,bvx->byx", place(y_bv).astype(jnp.float32), place(x_bv).astype(jnp.float32))
-    grey = jnp.log1p(count_byx) / jnp.log1p(jnp.maximum(count_byx.max((1, 2), keepdims=True), 1))
-    return jnp.maximum(grey, 0.3 * jnp.eye(bins)[None])

@@ -1,4 +1,4 @@
-"""What brains would do in a film, by a trained autoencoder: fMRI of every volume, as NIfTI in the scans' own space."""
+"""The fMRI of a film's viewers, predicted by a trained autoencoder, as NIfTI in the scans' own space."""
 
 import gzip
 import json
@@ -17,11 +17,11 @@ from jaxtrain.parallel.layout import Layout
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.giblet import model as giblet
 from loaders.base import DataError
-from loaders.film import multimodal, scans
+from loaders.film import multimodal, scans, sources
 from loaders.io import atomic_write, checks, files, records
 
 MASK = "mask.nii.gz"
-MOST = 1 << 31  # [voxels] of a grid
+MAX_VOXELS = 1 << 31  # [voxels] of a grid
 
 
 class Predictor(NamedTuple):
@@ -41,8 +41,8 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
     Raises StoredError, WarmStartError, ConfigError; DataError: the film is of another shape than the model's.
     """
     source = source_lib.find(run, step)
-    config = source.config(giblet.__package__)
-    c = run_workload.section_of(config, "model", giblet.Config)
+    config = source.config(__package__)
+    c = run_workload.model_section(config, giblet.Config)
     known = {
         name: value for name, value in (config.get("data") or {}).items() if name in multimodal.Config.__dataclass_fields__
     }
@@ -96,7 +96,7 @@ def volumes(predictor: Predictor, *, batch: int = 16, first: int = 0) -> Iterato
 
 
 class Brain(NamedTuple):
-    """Where voxels lie."""
+    """The places of voxels."""
 
     inside: np.ndarray  # bool [x, y, z]
     header: Any  # nibabel's, with its affine
@@ -111,20 +111,13 @@ class Brain(NamedTuple):
 
 def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     """The mask that `jaxtrain prepare-giblet` wrote. Raises DataError: there is none, or it has other voxels."""
-    try:
-        import nibabel  # noqa: F401  which `scans` needs
-    except ImportError as error:
-        raise DataError("predictions in the space of scans need nibabel: pip install 'jaxtrain[giblet]'") from error
+    sources.package("nibabel")
     place = files.inside(pathlib.Path(folder).expanduser(), MASK, links=links)
-    try:
+    with sources.reading(place):
         image = scans.nifti(place)
-        if len(image.shape) != 3 or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MOST:
+        if len(image.shape) != 3 or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MAX_VOXELS:
             raise ValueError(f"its shape is {image.shape}")
         inside = np.asanyarray(image.dataobj) > 0
-    except (files.FileError, MemoryError):
-        raise
-    except Exception as error:  # noqa: BLE001  nibabel raises what it likes for a broken file
-        raise DataError(f"{place} cannot be read: {files.said(error)}") from error
     if int(inside.sum()) != n_voxels:
         raise DataError(
             f"{place} has {int(inside.sum())} voxels, and the model predicts {n_voxels}; name the folder of its mask: --mask"

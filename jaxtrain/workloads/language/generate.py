@@ -8,34 +8,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import config as config_lib
 from jaxtrain.arrays import run_workload, stored_params
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.nn import sampling
 from jaxtrain.parallel.layout import Layout
 from jaxtrain.types import PyTree
-from jaxtrain.workloads.language import model as language
-from loaders.io import checks, files
+from jaxtrain.workloads.language.model import Config, make_specs
+from jaxtrain.workloads.language.text import Codec
+from loaders.base import DataError
+from loaders.io import files
 
-LONGEST = 64 << 20  # [bytes] of a file of prompts
-
-
-class GenerateError(ValueError):
-    """Prompts or options that cannot be used."""
+MAX_BYTES = 64 << 20  # [bytes] of a file of prompts
 
 
 class Writer(NamedTuple):
     """A model and what turns text into its tokens."""
 
-    model: language.Config
+    model: Config
     params: PyTree
-    codec: language.Codec
+    codec: Codec
     layout: Layout
     name: str  # of the step, and what it holds
 
 
 class Continuation(NamedTuple):
-    """What follows a prompt."""
+    """The text that follows a prompt."""
 
     prompt: str
     seed: int
@@ -47,55 +44,42 @@ class Continuation(NamedTuple):
 def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "") -> Writer:
     """Reads a run of jaxtrain.workloads.language, with the tokenizer that it was trained with, or another.
 
-    Raises StoredError, WarmStartError, ConfigError, CodecError; GenerateError: the tokenizer's file cannot be read.
+    Raises StoredError, WarmStartError; DataError: the tokenizer cannot be read.
     """
     source = source_lib.find(run, step)
-    config = source.config(language.__package__)
-    section = dict(run_workload.model_of(config))
-    own = source.path / "tokenizer.json"
-    data = config.get("data")
-    data = data if isinstance(data, dict) else {}
-    # That of an export before the path that its run knew, which may be on another machine.
-    exported = str(own) if source.is_export and own.exists() else ""
-    chosen = tokenizer or exported or section.get("tokenizer") or data.get("tokenizer")
-    if chosen:
-        section["tokenizer"] = chosen
-        if chosen != "bytes":
-            try:
-                files.read(pathlib.Path(str(chosen)).expanduser(), most=LONGEST)  # the run may be anyone's, and name any file
-            except files.FileError as error:
-                raise GenerateError(f"{error}; name a tokenizer.json: --tokenizer") from error
-    model = config_lib.section(language.Config, {**section, "targets": (), "samples": {}})
-    if problems := list(checks.under("model", model.problems())):
-        raise config_lib.ConfigError(problems)
-    codec = language.make_codec(model)
-    layout = stored_params.one_device()
-    params = stored_params.read(source, language.make_specs(model), layout, ema=ema)
+    config = source.config(__package__)
+    theirs = run_workload.model_of(config).get("tokenizer") or (config.get("data") or {}).get("tokenizer")
+    chosen = tokenizer or run_workload.exported_file(source, "tokenizer.json") or theirs
+    if chosen and chosen != "bytes":
+        try:
+            files.read(pathlib.Path(str(chosen)).expanduser(), most=MAX_BYTES)  # the run may be anyone's, and name any file
+        except files.FileError as error:
+            raise DataError(f"{error}; name a tokenizer.json: --tokenizer") from error
+    changes = {"tokenizer": chosen} if chosen else {}
+    model = run_workload.model_section(config, Config, **changes, targets=(), samples={})
+    codec, layout = model.codec(), stored_params.one_device()
+    params = stored_params.read(source, make_specs(model), layout, ema=ema)
     return Writer(model, params, codec, layout, f"{source.name(ema=ema)} {chosen}")
 
 
 def read_prompts(path: str) -> list[str]:
     """The prompts of a file: of .jsonl the "prompt" of each line, or the line where it is a string; else each line.
 
-    Raises GenerateError.
+    Raises DataError.
     """
     place = pathlib.Path(path).expanduser()
-    try:
-        lines = files.read_text(place, most=LONGEST).splitlines()
-        found = []
-        for number, line in enumerate(lines, 1):
-            if line.strip() and place.suffix != ".jsonl":
-                found.append(line)
-            elif line.strip():
-                tree: Any = files.parse(line, f"{path}:{number}", kind=object)
-                prompt = tree.get("prompt") if isinstance(tree, dict) else tree
-                if not isinstance(prompt, str) or not prompt:
-                    raise GenerateError(f'{path}:{number} has no "prompt" of text')
-                found.append(prompt)
-    except files.FileError as error:
-        raise GenerateError(str(error)) from error
+    found = []
+    for number, line in enumerate(files.read_text(place, most=MAX_BYTES).splitlines(), 1):
+        if line.strip() and place.suffix != ".jsonl":
+            found.append(line)
+        elif line.strip():
+            tree: Any = files.parse(line, f"{path}:{number}", kind=object)
+            prompt = tree.get("prompt") if isinstance(tree, dict) else tree
+            if not isinstance(prompt, str) or not prompt:
+                raise DataError(f'{path}:{number} has no "prompt" of text')
+            found.append(prompt)
     if not found:
-        raise GenerateError(f"{path} holds no prompt; expected one a line")
+        raise DataError(f"{path} holds no prompt; expected one a line")
     return found
 
 
@@ -115,25 +99,22 @@ def generate(
     A continuation depends on prompt and seed alone, up to rounding in other shapes: not on the other prompts, their order or
     ``batch``.
 
-    Raises GenerateError: a prompt too long for the model's context, or without tokens.
+    Raises DataError: a prompt too long for the model's context, or without tokens.
     """
     c, codec = writer.model, writer.codec
     if not 0 < tokens < c.context:
-        raise GenerateError(
+        raise DataError(
             f"--tokens is {tokens}; the model's context is {c.context}, prompt included: ask for {c.context - 1} at most"
         )
     ids = []
     for prompt in prompts:
-        try:
-            ids.append(codec.encode(prompt))
-        except language.CodecError as error:
-            raise GenerateError(str(error)) from error
+        ids.append(codec.encode(prompt))
         if max(ids[-1]) >= (c.vocab or 0):
-            raise GenerateError(
+            raise DataError(
                 f"the prompt {prompt[:40]!r} has a token {max(ids[-1])}, of {c.vocab}; name the model's own --tokenizer"
             )
         if len(ids[-1]) + tokens > c.context:
-            raise GenerateError(
+            raise DataError(
                 f"the prompt {prompt[:40]!r} has {len(ids[-1])} tokens, and {tokens} more are asked for; the context is "
                 f"{c.context}: ask for fewer (--tokens), or shorten it"
             )
@@ -153,11 +134,9 @@ def generate(
     for start in range(0, len(rows), batch):
         some = rows[start : start + batch]
         padded = [*some, *[some[0]] * (batch - len(some))]  # one program for all
-        prompt_bp = np.zeros((batch, longest), np.int32)
-        for row, (_, i, _) in enumerate(padded):
-            prompt_bp[row, : len(i)] = i
-        lengths, seeds_b = (np.array(x, np.int32) for x in ([len(i) for _, i, _ in padded], [s for _, _, s in padded]))
-        written = np.asarray(run(writer.params, jnp.asarray(prompt_bp), jnp.asarray(lengths), jnp.asarray(seeds_b)))
+        prompt_bp, length_b = sampling.pad([i for _, i, _ in padded], longest)
+        seed_b = np.array([seed for _, _, seed in padded], np.int32)
+        written = np.asarray(run(writer.params, *map(jnp.asarray, (prompt_bp, length_b, seed_b))))
         for (prompt, _, seed), new in zip(some, written.tolist(), strict=False):
             kept = new[: new.index(codec.end)] if codec.end in new else new
             yield Continuation(prompt, seed, codec.decode(kept), len(kept), len(kept) < len(new))

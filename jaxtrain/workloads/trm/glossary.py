@@ -1,4 +1,4 @@
-"""What the metrics of this workload mean."""
+"""The meanings of this workload's metrics."""
 
 from jaxtrain.telemetry.glossary import Entry
 

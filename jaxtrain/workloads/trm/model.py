@@ -1,35 +1,32 @@
 """The tiny recursive model (Jolicoeur-Martineau 2025): one small net, applied again and again to an answer and a thought.
 
-A row is a puzzle: S cells in, S cells out. Two states, z_h (the answer) and z_l (the thought), are refined in cycles:
-z_l <- net(z_l + z_h + x) some times, then z_h <- net(z_h + z_l). One supervision step is H such cycles, of which only the last
-is differentiated: the others run on stopped values, and nothing of them is kept for the backward pass. The states stay in
-the train state's carry, a slot for each row of the batch: the next step continues from them, until the q-head says that the
-answer is right, or ``halt_steps`` are over. Then the slot takes the row that the batch brings; rows that the batch brings to
-the other slots are dropped. All of it happens on the device.
+A row is a puzzle: S cells in, S cells out. Two states, z_h (the answer) and z_l (the thought), are
+refined in cycles: z_l <- net(z_l + z_h + x) some times, then z_h <- net(z_h + z_l). One supervision
+step is H such cycles, of which only the last is differentiated. The others run on stopped values,
+and nothing of them is kept for the backward pass. `loss` says how rows pass through such steps.
 
-The net is two post-norm blocks: a mixer over positions (a SwiGLU along the sequence, or attention), then a SwiGLU along the
-channels. Its norm has no weights.
+The net is two post-norm blocks: a mixer over positions (a SwiGLU along the sequence, or attention),
+then a SwiGLU along the channels. Its norm has no weights.
 
-Shapes: B batch, S cells, P puzzle tokens, T = P + S tokens, D embed, H heads, K head dimension, M inner width of the channel
-MLP, N inner width of the token MLP, V symbols, L layers.
+Shapes: B batch, S cells, P puzzle tokens, T = P + S tokens, D embed, H heads, K head dimension,
+M inner width of the channel MLP, N inner width of the token MLP, V symbols, L layers.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config import Config as RunConfig
 from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention, remat
-from jaxtrain.nn.layers import product, products
+from jaxtrain.nn.layers import product, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
-from jaxtrain.types import OF_DATA, Array, Batch, Export, Key, LossOut, Mean, OfData, PyTree, Shard, Spec, Task, Variables
+from jaxtrain.types import OF_DATA, Array, Export, Key, OfData, PyTree, Shard, Spec
 from loaders.io import checks
 
 MIXERS = ("mlp", "attention")
@@ -39,9 +36,7 @@ DTYPES = ("float32", "bfloat16")
 EPS = 1e-5  # of the norms
 IGNORED = -100  # a label that is left out of loss and accuracy
 Q_BIAS = -5.0  # the q-head starts closed: nothing halts before it has learned to
-TABLE = "puzzle/w_rows"  # the parameter whose touched rows the loss reports
 EXPORT = Export(carry="^init_[hl]$")  # the states that a board begins with
-ACCURACIES = ("accuracy", "exact_accuracy", "q_halt_accuracy")  # of finished rows
 Cycles = tuple[int, int]  # high, low
 
 
@@ -178,14 +173,31 @@ def rms_norm(x: Array, axis: int) -> Array:
     return (y * jax.lax.rsqrt((y * y).mean(axis, keepdims=True) + EPS)).astype(x.dtype)
 
 
-def rotate(x_bthk: Array, theta: float) -> Array:
-    """Rotary positions (Su et al. 2021): the pairs (i, i + K/2) turn by t theta^(-2i/K)."""
-    t, k = x_bthk.shape[1], x_bthk.shape[3]
-    angle_tf = np.arange(t)[:, None] * theta ** (-np.arange(0, k, 2) / k)[None]
+def angles(c: Config) -> tuple[Array, Array]:
+    """cos and sin [1, T, 1, K / 2] of the angles by which pairs turn, t theta^(-2i/K) (Su et al. 2021)."""
+    k = c.embed // c.heads
+    angle_tf = np.arange(c.n_tokens)[:, None] * c.rope_theta ** (-np.arange(0, k, 2) / k)[None]
     cos, sin = (jnp.asarray(f(angle_tf), jnp.float32)[None, :, None] for f in (np.cos, np.sin))
-    a, b = jnp.split(x_bthk.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.broadcast_to(cos, a.shape), jnp.broadcast_to(sin, a.shape)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
+    return cos, sin
+
+
+def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None) -> list[Array]:
+    """`product` with each of the matrices that lie side by side along w's dimension c.
+
+    For CPUs they are products of their own: of one that is cut, the gradient's parts are padded to its size and added up there.
+    Elsewhere one product fills the device better.
+
+    Args:
+      axes: the logical axes of a result.
+    """
+    of_y = equation.split("->")[1]
+    at_w, at_y = equation.split("->")[0].split(",")[1].index("c"), of_y.index("c")
+    each = range(w.shape[at_w])
+    if shard.devices[0] == "cpu":
+        one = equation.replace("c", "")
+        return [shard(product(one, x, jax.lax.index_in_dim(w, i, at_w, keepdims=False), shard), *axes) for i in each]
+    y = shard(product(equation, x, w, shard), *axes[:at_y], None, *axes[at_y:])
+    return [jax.lax.index_in_dim(y, i, at_y, keepdims=False) for i in each]
 
 
 def mix(up_tcn: Array, down_nt: Array, x_btd: Array, shard: Shard) -> Array:
@@ -210,7 +222,7 @@ def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
                 axes = ("batch", "seq", "heads", "head_dim")
                 q_bthk, k_bthk, v_bthk = products("btd,dchk->btchk", x_btd, w["w_qkv"][l], shard, *axes)
                 if c.positions == "rope":
-                    q_bthk, k_bthk = rotate(q_bthk, c.rope_theta), rotate(k_bthk, c.rope_theta)
+                    q_bthk, k_bthk = (rotate(x_bthk, angles(c)) for x_bthk in (q_bthk, k_bthk))
                 y_bthk = attention.within(shard, q_bthk, k_bthk, v_bthk, policy=c.remat)
                 x_btd = rms_norm(x_btd + product("bthk,hkd->btd", y_bthk, w["w_out"][l], shard), 2)
         with jax.named_scope("mlp"):
@@ -271,200 +283,6 @@ def embed(c: Config, params: PyTree, inputs_bs: Array, puzzle_b: Array, shard: S
     return math.sqrt(c.embed) * x_btd
 
 
-def begin(carry: PyTree, batch: Batch) -> PyTree:
-    """The slots of a step: where a row is done, its slot starts again on the row that the batch brings."""
-    done_b = carry["halted"]
-
-    def pick(new: Array, old: Array) -> Array:
-        return jnp.where(done_b.reshape(-1, *[1] * (old.ndim - 1)), new.astype(old.dtype), old)
-
-    return {
-        **carry,
-        "z_h": pick(jnp.broadcast_to(carry["init_h"], carry["z_h"].shape), carry["z_h"]),
-        "z_l": pick(jnp.broadcast_to(carry["init_l"], carry["z_l"].shape), carry["z_l"]),
-        "steps": pick(jnp.zeros_like(carry["steps"]), carry["steps"]),
-        **{name: pick(batch[name], carry[name]) for name in ("inputs", "labels", "puzzle")},
-    }
-
-
-def halt(c: Config, steps_b: Array, q_b2: Array, least_b: Array) -> Array:
-    """bool [B]: done after these steps; never before ``least_b`` of them, except at the end."""
-    wants_b = q_b2[:, 0] > (q_b2[:, 1] if c.q_continue else 0)
-    return (steps_b >= c.halt_steps) | (wants_b & (steps_b >= least_b))
-
-
-def least_steps(c: Config, probability: Array | float, key: Key, row_b: Array) -> Array:
-    """int32 [B]: exploration. With ``probability``, uniform in 2 … halt_steps, else 0; drawn from the key and the row alone."""
-
-    def steps_of(row: Array) -> Array:
-        key_whether, key_steps = jax.random.split(jax.random.fold_in(key, row))
-        steps = jax.random.randint(key_steps, (), min(2, c.halt_steps), c.halt_steps + 1)
-        return jnp.where(jax.random.uniform(key_whether) < probability, steps, 0)
-
-    return jax.vmap(steps_of)(row_b)
-
-
-def cross_entropy(logits: Array, label: Array, kind: str) -> Array:
-    """-log p(label) over the last axis, 0 where the label is `IGNORED`.
-
-    stablemax (Prieto et al. 2025): p = s / sum s with s(x) = 1 + x for x >= 0 and 1 / (1 - x) below. It is written as
-    log1p(sum of the other s / s(label)): all terms are positive, so that float32 keeps its relative precision also where p
-    is close to 1, and log s of large and small numbers never cancel.
-    """
-    valid = label != IGNORED
-    picked = jnp.arange(logits.shape[-1])[(None,) * label.ndim] == jnp.where(valid, label, 0)[..., None]
-    if kind == "softmax":
-        loss = -jnp.where(picked, jax.nn.log_softmax(logits), 0).sum(-1)
-    else:
-        # where on the inputs too: a maximum would halve the gradient at exactly 0
-        below = logits < 0
-        s = jnp.where(below, 1 / (1 - jnp.where(below, logits, 0)), 1 + logits)
-        loss = jnp.log1p(jnp.where(picked, 0, s).sum(-1) / jnp.where(picked, s, 0).sum(-1))
-    return jnp.where(valid, loss, 0)
-
-
-def binary_cross_entropy(logit: Array, target: Array) -> Array:
-    return jnp.maximum(logit, 0) - logit * target + jnp.log1p(jnp.exp(-jnp.abs(logit)))
-
-
-def scores(c: Config, logits_bsv: Array, q_b2: Array, labels_bs: Array) -> dict[str, Array]:
-    """Losses and accuracies of each row, [B]. A row without a valid label is exact, and not ``valid``."""
-    valid_bs = labels_bs != IGNORED
-    right_bs = (logits_bsv.argmax(-1) == labels_bs) & valid_bs
-    n_b = valid_bs.sum(-1)
-    exact_b = right_bs.sum(-1) == n_b
-    return {
-        "lm_loss": cross_entropy(logits_bsv, labels_bs, c.loss).sum(-1) / jnp.maximum(n_b, 1),
-        "q_halt_loss": binary_cross_entropy(q_b2[:, 0], exact_b.astype(jnp.float32)),
-        "accuracy": right_bs.sum(-1) / jnp.maximum(n_b, 1),
-        "exact_accuracy": exact_b,
-        "q_halt_accuracy": (q_b2[:, 0] >= 0) == exact_b,
-        "valid": n_b > 0,
-    }
-
-
-def curriculum(c: Config, step: int) -> Cycles:
-    """Cycles of a step: from the first to the last ones over ``growth`` steps, cut to whole numbers."""
-    progress = min(step / c.growth, 1.0) if c.growth else 1.0
-    bounds = ((c.first_high or c.cycles_high, c.cycles_high), (c.first_low or c.cycles_low, c.cycles_low))
-    high, low = (int(first + progress * (last - first)) for first, last in bounds)
-    return high, low
-
-
-class Model(NamedTuple):
-    """The part of the run that every function of the task reads."""
-
-    c: Config
-    shard: Shard
-    steps: int  # of the whole run
-
-
-def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
-    c: Config = config.model
-    model = Model(c, shard, config.train.steps)
-    return Task(
-        specs=Variables(make_specs(c), carry=make_carry(c, batch)),
-        loss=functools.partial(loss, model),
-        evaluate=functools.partial(evaluate, model),
-        axes={
-            "inputs": ("batch", None),
-            "labels": ("batch", None),
-            "puzzle": ("batch",),
-            "difficulty": ("batch",),
-            "weight": ("batch",),
-        },
-        flops=batch * train_flops(c, c.cycles),
-        advance=lambda params, carry, step: {**carry, "step": step + 1},
-        stage=functools.partial(curriculum, c),
-        progress=functools.partial(progress, model),
-        predict=functools.partial(predict, model),
-    )
-
-
-def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
-    """One supervision step of every slot; ``stage`` as `curriculum` gives it, None = the last."""
-    c, cycles = model.c, stage or model.c.cycles
-    rows = begin(variables.carry, batch)
-    z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, rows, cycles, model.shard)
-    steps_b = rows["steps"] + 1
-    least_b = least_steps(c, exploration(model, rows["step"]), key, batch["row"])
-    done_b = halt(c, steps_b, q_b2, least_b)
-    carry = jax.lax.stop_gradient({**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b})
-    each = scores(c, logits_bsv, q_b2, rows["labels"])
-    q_loss_b = each["q_halt_loss"]
-    losses = {"lm_loss": each["lm_loss"], "q_halt_loss": q_loss_b}
-    if c.q_continue:
-        # The value of another step: the better of that step's two values; at the end only its first.
-        *_, next_b2 = jax.lax.stop_gradient(refine(c, variables.params, carry, cycles, model.shard))
-        value_b = jnp.where(steps_b >= c.halt_steps, next_b2[:, 0], next_b2.max(-1))
-        losses["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
-        q_loss_b += losses["q_continue_loss"]
-    n, finished_b = jnp.float32(steps_b.shape[0]), (done_b & each["valid"]).astype(jnp.float32)
-    metrics = {name: Mean(value_b.sum(), n) for name, value_b in losses.items()}
-    metrics |= {name: Mean((each[name] * finished_b).sum(), finished_b.sum()) for name in ACCURACIES}
-    metrics["steps"] = Mean((steps_b * finished_b).sum(), finished_b.sum())
-    metrics["halted"] = Mean(finished_b.sum(), n)
-    touched = {}
-    if c.puzzle_embed:
-        # The rows that the slots hold, not those that the batch brings.
-        touched[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "item")
-    return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, touched)
-
-
-def exploration(model: Model, step: Array) -> Array | float:
-    """The probability of exploring at a step, annealed linearly."""
-    c = model.c
-    if c.explore_end is None:
-        return c.explore
-    return c.explore + (c.explore_end - c.explore) * jnp.minimum(step / model.steps, 1)
-
-
-def solve(
-    model: Model, variables: Variables, batch: Batch, keep: Callable[[Array, Array], PyTree] | None = None
-) -> tuple[Array, Array, PyTree]:
-    """All supervision steps, from the start: last logits and q, and ``keep(logits, q)`` of each step, stacked."""
-    c, n = model.c, batch["inputs"].shape[0]
-    z = {f"z_{k}": jnp.broadcast_to(variables.carry[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
-    # Pinned from the start: XLA's partitioner would choose a layout of the loop's state by itself, and another for the logits.
-    z = {name: model.shard(x.astype(c.dtype), "batch", "seq", None) for name, x in z.items()}
-
-    def step(state: tuple, _: None) -> tuple[tuple, PyTree]:
-        z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, {**batch, **state[0]}, c.cycles, model.shard)
-        logits_bsv, q_b2 = model.shard(logits_bsv, "batch", None, None), model.shard(q_b2, "batch", None)
-        return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), keep(logits_bsv, q_b2) if keep else None
-
-    start = (z, jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
-    (_, logits_bsv, q_b2), kept = jax.lax.scan(step, start, length=c.halt_steps)
-    return logits_bsv, q_b2, kept
-
-
-def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Symbols ``answer`` [B, S] of the cells, for ``inputs`` [B, S] and, if it has ids, ``puzzle`` [B]; ``confidence`` [B]."""
-    n = batch["inputs"].shape[0]
-    logits_bsv, q_b2, _ = solve(model, variables, {"puzzle": jnp.zeros(n, jnp.int32), **batch})
-    return {"answer": logits_bsv.argmax(-1), "confidence": jax.nn.sigmoid(q_b2[:, 0])}
-
-
-def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    c = model.c
-    logits_bsv, q_b2, _ = solve(model, variables, batch)
-    each = scores(c, logits_bsv, q_b2, batch["labels"])
-    weight_b = batch["weight"] * each["valid"]
-    metrics = {name: Mean((each[name] * weight_b).sum(), weight_b.sum()) for name in ("lm_loss", "q_halt_loss", *ACCURACIES)}
-    for k in range(c.n_difficulties if c.n_difficulties > 1 else 0):
-        weight_of_k_b = weight_b * (batch["difficulty"] == k)
-        metrics[f"exact_accuracy_difficulty_{k}"] = Mean((each["exact_accuracy"] * weight_of_k_b).sum(), weight_of_k_b.sum())
-    return metrics
-
-
-def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """The first boards, one picture each: the puzzle, then the guess after each step, then the solution."""
-    n = math.lcm(4, model.shard.size("batch", batch["inputs"].shape[0]))  # rows that divide over the devices
-    first = {name: x[:n] for name, x in batch.items()}
-    _, _, guess_kbs = solve(model, variables, first, lambda logits_bsv, q_b2: logits_bsv.argmax(-1))
-    return {"steps": draw(first["inputs"][:4], first["labels"][:4], guess_kbs[:, :4])}
-
-
 def net_flops(c: Config) -> int:
     """Floating-point operations of one application of the net to one row, forward."""
     d, t = c.embed, c.n_tokens
@@ -473,36 +291,10 @@ def net_flops(c: Config) -> int:
 
 
 def train_flops(c: Config, cycles: Cycles) -> int:
-    """Of one row in one training step; the backward pass costs twice the forward one, and only the last cycle has one."""
+    """Floating-point operations of one row in one training step.
+
+    The backward pass costs twice the forward one, and only the last cycle has one.
+    """
     high, low = cycles
     heads = 2 * c.n_cells * c.embed * c.vocab + 2 * c.embed * 2
     return (high - 1 + 3) * (low + 1) * net_flops(c) + 3 * heads
-
-
-# Symbols 2 … 10 are the digits 1 … 9; 3 × 5 points each, a hexadecimal digit for a row of a symbol.
-GLYPHS = ("00000", "00000", "26227", "71747", "71717", "55711", "74717", "74757", "71122", "75757", "75717")
-
-
-def draw(inputs_bs: Array, labels_bs: Array, guess_kbs: Array) -> Array:
-    """Boards side by side, [B, height, width] in 0..1: the puzzle, the guess after each step, the solution.
-
-    A given cell is grey, a wrong one white on black. Rows are counted from the bottom, as `write_pictures` does.
-    """
-    n_symbols = len(GLYPHS)
-    points = np.array([[[int(h, 16) >> (2 - x) & 1 for x in range(3)] for h in glyph] for glyph in GLYPHS], np.float32)
-    tiles_v = np.zeros((n_symbols, 9, 7), np.float32)
-    tiles_v[:, 2:7, 2:5] = points
-    side = math.isqrt(inputs_bs.shape[1])
-    labels_bs = jnp.where(labels_bs == IGNORED, 0, labels_bs)
-    given_bs = (inputs_bs == labels_bs) & (inputs_bs > 1)
-    boards = [inputs_bs, *guess_kbs, labels_bs]
-    views = []
-    for i, board_bs in enumerate(boards):
-        ink = jnp.asarray(tiles_v)[jnp.minimum(board_bs, n_symbols - 1)]
-        paper = jnp.where(given_bs, 0.8, 1.0)[..., None, None]
-        wrong = ((board_bs != labels_bs) & (0 < i < len(boards) - 1))[..., None, None]
-        tile = jnp.where(wrong, ink, jnp.broadcast_to(paper, ink.shape) * (1 - ink))
-        tile = tile.at[..., -1, :].set(0.5).at[..., :, -1].set(0.5)  # lines between the cells
-        image = tile[:, : side * side].reshape(-1, side, side, 9, 7).transpose(0, 1, 3, 2, 4)
-        views.append(jnp.pad(image.reshape(-1, side * 9, side * 7), ((0, 0), (0, 0), (0, 7)), constant_values=1.0))
-    return jnp.concatenate(views, axis=2)[:, ::-1]

@@ -15,22 +15,20 @@ from jaxtrain.arrays import run_workload, stored, stored_params
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.types import Variables
-from jaxtrain.workloads.trm import model as trm
+from jaxtrain.workloads.trm import loss
+from jaxtrain.workloads.trm.model import Config, make_specs
+from loaders.base import DataError
 from loaders.io import files
 
-MOST = 100_000  # cycles of all steps, and tokens, of a run that may be anyone's
-LONGEST = 1 << 30  # [bytes] of a table of puzzles
+MAX_CYCLES = 100_000  # cycles of all steps, and tokens, of a run that may be anyone's
+MAX_BYTES = 1 << 30  # [bytes] of a table of puzzles
 QUESTION, ANSWER = ("question", "puzzle", "board", "quizzes"), ("answer", "solution", "solutions")
-
-
-class SolveError(ValueError):
-    """Puzzles that this model cannot be given."""
 
 
 class Solver(NamedTuple):
     """A model with its parameters, on one device."""
 
-    model: trm.Model
+    model: loss.Model
     variables: Variables
     name: str  # of the step, and what it holds
 
@@ -47,7 +45,7 @@ class Puzzle(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What the model makes of a board."""
+    """The model's answer to a puzzle."""
 
     board: str  # after all steps
     confidence: float  # that the board is right, by the model's own head, in [0, 1]
@@ -59,12 +57,12 @@ class Solved(NamedTuple):
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
     """Reads a run of jaxtrain.workloads.trm, or an export of one. Raises StoredError, WarmStartError."""
     source = source_lib.find(run, step)
-    config = source.config(trm.__package__)
-    c = run_workload.section_of(config, "model", trm.Config)
+    config = source.config(__package__)
+    c = run_workload.model_section(config, Config)
     side = math.isqrt(max(c.n_cells or 0, 0))
     if side not in (4, 9) or side * side != c.n_cells or c.vocab != side + 2:
         raise StoredError(f"{source.path} solves boards of {c.n_cells} cells and {c.vocab} symbols; expected Sudoku of 4 or 9")
-    if max(c.halt_steps * c.cycles_high * c.cycles_low, c.n_tokens) > MOST:
+    if max(c.halt_steps * c.cycles_high * c.cycles_low, c.n_tokens) > MAX_CYCLES:
         raise StoredError(
             f"{source.path} takes {c.halt_steps} steps of {c.cycles} cycles over {c.n_tokens} tokens: no config of ours"
         )
@@ -77,19 +75,16 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
             remedy = "export the run again" if source.is_export else "name another step"
             raise StoredError(f"{source.path} holds no {path} of {c.embed} values; {remedy}")
         carry[name] = jnp.asarray(arrays[path].read(()), jnp.float32)
-    params = stored_params.read(source, trm.make_specs(c), layout, ema=ema)
-    return Solver(trm.Model(c, layout.shard, 0), Variables(params, carry=carry), source.name(ema=ema))
+    params = stored_params.read(source, make_specs(c), layout, ema=ema)
+    return Solver(loss.Model(c, layout.shard, 0), Variables(params, carry=carry), source.name(ema=ema))
 
 
 def read_puzzles(path: str, side: int) -> list[Puzzle]:
     """The puzzles of a table with a column question, as `jaxtrain sudoku` writes it, or of text with a board a line.
 
-    Raises SolveError, with the line.
+    Raises DataError, with the line.
     """
-    try:
-        text = files.read_text(pathlib.Path(path).expanduser(), most=LONGEST)
-    except files.FileError as error:
-        raise SolveError(str(error)) from error
+    text = files.read_text(pathlib.Path(path).expanduser(), most=MAX_BYTES)
     text = text.removeprefix("\ufeff")  # Excel's mark of UTF-8, which the loader's tables may have, too
     lines = text.splitlines()
     header = [name.strip().casefold() for name in lines[0].split(",")] if lines else []
@@ -103,14 +98,14 @@ def read_puzzles(path: str, side: int) -> list[Puzzle]:
             fields = [row[at].strip() if at is not None and at < len(row) else "" for at in (question or 0, answer)]
             board = fields[0].replace("0", ".")
             if len(board) != side * side or set(board) - {".", *map(str, range(1, side + 1))}:
-                raise SolveError(
+                raise DataError(
                     f"{path}:{number}: {fields[0][:90]!r} is no board; expected {side * side} of 1 to {side}, or . for a blank"
                 )
             found.append(Puzzle(board, fields[1]))
     except csv.Error as error:
-        raise SolveError(f"{path} cannot be read as a table: {error}") from error
+        raise DataError(f"{path} cannot be read as a table: {error}") from error
     if not found:
-        raise SolveError(f"{path} holds no board; expected a column question, or a board a line")
+        raise DataError(f"{path} holds no board; expected a column question, or a board a line")
     return found
 
 
@@ -122,7 +117,7 @@ def solve(solver: Solver, puzzles: Sequence[Puzzle], *, batch: int = 64) -> Iter
     def run(variables: Variables, inputs_bs: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = {"inputs": inputs_bs, "puzzle": jnp.zeros(len(inputs_bs), jnp.int32)}
         keep = lambda logits_bsv, q_b2: (logits_bsv.argmax(-1), q_b2[:, 0])  # noqa: E731
-        return trm.solve(model, variables, rows, keep)[2]
+        return loss.solve(model, variables, rows, keep)[2]
 
     for start in range(0, len(puzzles), batch):
         some = puzzles[start : start + batch]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import config as config_lib
+from jaxtrain.workloads.audio_language import loss as audio_loss
 from jaxtrain.workloads.audio_language import model as audio_language
 from loaders.chat import chatml
 from tests.support.cases import Case
@@ -57,4 +58,4 @@ def rows_of_all(seed):
     return {name: np.asarray(x) for name, x in batch_of(conversations(0), spare=1, pad=1).items() if name != "row"}
 
 
-CASE = Case(audio_language, TINY, OPTIM, rows_of_all)
+CASE = Case(audio_loss, TINY, OPTIM, rows_of_all)

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 
 from jaxtrain import config as config_lib
+from jaxtrain.workloads.giblet import loss as giblet_loss
 from jaxtrain.workloads.giblet import model as giblet
 from tests.support.cases import Case
 
@@ -29,4 +30,4 @@ def random_batch(c, seed):
     }
 
 
-CASE = Case(giblet, SMALL, config_lib.Optim(lr=1e-3, eps=1e-3), functools.partial(random_batch, SMALL))
+CASE = Case(giblet_loss, SMALL, config_lib.Optim(lr=1e-3, eps=1e-3), functools.partial(random_batch, SMALL))

@@ -10,6 +10,8 @@ from jaxtrain import config as config_lib
 from jaxtrain import specs as specs_lib
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.parallel.layout import make_layout, make_mesh
+from jaxtrain.workloads.language import hugging_face as language_files
+from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
 from loaders.base import Field
 from tests.support.cases import Case
@@ -29,7 +31,7 @@ def context_of(name):
 
 def load(folder, context, **changes):
     """Config and parameters of a folder from Hugging Face, in float32."""
-    model, rules = language.from_hugging_face(folder)
+    model, rules = language_files.from_hugging_face(folder)
     c = config_lib.section(language.Config, {**model, "context": context, "dtype": "float32", **changes})
     rules = config_lib.section(config_lib.WarmStart, rules)
     assert not list(c.problems()) and not list(rules.problems())
@@ -90,4 +92,4 @@ def packed_batch(seed, vocab=64):
     return batch | {"mask": batch["mask"].astype("f4")}
 
 
-CASE = Case(language, TINY, OPTIM, packed_batch)
+CASE = Case(language_loss, TINY, OPTIM, packed_batch)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import config as config_lib
+from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from tests.support.cases import Case
 
@@ -36,4 +37,4 @@ def random_batch(seed):
     }
 
 
-CASE = Case(trm, TINY, OPTIM, random_batch, ema=0.9, begin=awake, steps=20)
+CASE = Case(trm_loss, TINY, OPTIM, random_batch, ema=0.9, begin=awake, steps=20)

@@ -12,6 +12,7 @@ from jaxtrain import config as config_lib
 from jaxtrain import specs
 from jaxtrain.assembly import assemble
 from jaxtrain.optim import make_optimizer
+from jaxtrain.parallel import one_device
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.types import Variables
 from jaxtrain.workloads.bird import augment, classes, masked, vit
@@ -30,7 +31,7 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 BATCH = 6
 
 
-no_shard = vit.whole
+no_shard = one_device.shard
 
 
 def alone():

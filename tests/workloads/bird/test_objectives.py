@@ -15,6 +15,7 @@ import pytest
 
 from jaxtrain import specs
 from jaxtrain.nn.cross_entropy import cross_entropy
+from jaxtrain.parallel import one_device
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.workloads.bird import masked, objectives, vit
 from jaxtrain.workloads.bird import model as bird
@@ -135,7 +136,7 @@ def test_the_decoder_sees_its_masks():
     keys = jax.vmap(jax.random.key)(jnp.arange(2))
     masks = masked.draw_masks(keys, c.grid, 12, 2)
     seen = vit.Encoded(*(jax.random.normal(jax.random.key(n), (2, n, 16)) for n in (1, 4)))
-    same = vit.whole
+    same = one_device.shard
     found = masked.decode(c, d, params, seen, masks, same)
     assert found.shape == (2, 16, 5)
     swapped = masked.decode(c, d, params, seen, jax.tree.map(lambda m: m[::-1], masks), same)
@@ -207,12 +208,12 @@ OBJECTIVE = Objective(Energy, ALL, specs, loss, lambda c, s: 6 * c.embed)
 USE = """
 import jax, jax.numpy as jnp
 from jaxtrain import config as config_lib, specs
-from jaxtrain.workloads.bird import vit
+from jaxtrain.parallel import one_device
 from jaxtrain.workloads.bird import model as bird
 small = dict(embed=16, depth=1, heads=2, n_frames=32, n_mels=32, dtype="float32", supervised=dict(weight=0.0))
 c = config_lib.section(bird.Config, dict(small, energy=dict(weight=2.0)))
 assert not list(c.problems()) and config_lib.gloss(bird.Config)["energy"] == ("section", "")
-task = bird.make_task(config_lib.Config(model=c), vit.whole, 4)
+task = bird.make_task(config_lib.Config(model=c), one_device.shard, 4)
 assert "objective/energy/w" in specs.paths(task.specs.params)
 variables = specs.materialise(task.specs, jax.random.key(0))
 batch = {"spectrogram": jnp.ones((4, 32, 32)), "weight": jnp.ones(4), **{n: jnp.arange(4) for n in ("index", "epoch", "row")}}

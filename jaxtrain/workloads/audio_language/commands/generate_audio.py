@@ -40,21 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--codec", default="", help="a codec.npz, or module:function; default: the run's")
     args = parser.parse_args(argv)
 
-    from jaxtrain import config
-    from jaxtrain.arrays import stored
-    from jaxtrain.checkpoint import warm_start
-    from loaders.base import DataError
-
-    mistakes = (DataError, stored.StoredError, warm_start.WarmStartError, config.ConfigError)
-    return arguments.run(functools.partial(_generate, args), mistakes=mistakes)
+    return arguments.run_model(functools.partial(_generate, args))
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.audio_language import generate_audio
-    from jaxtrain.workloads.audio_language.model import Streams
+    from jaxtrain.workloads.audio_language.decoding import Streams
 
-    cluster.use_compilation_cache()
     speaker = generate_audio.load(args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer, codec_path=args.codec)
     prompts = [prompt for prompt in args.prompts for _ in range(args.each)]
     streams = Streams(temperature=tuple(args.temperature), top_k=tuple(args.top_k))

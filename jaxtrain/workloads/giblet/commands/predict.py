@@ -35,22 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.correlation == args.out:
         parser.error(f"--out and --correlation are the same file, {args.out}; name another")
 
-    from jaxtrain import config
-    from jaxtrain.arrays import stored
-    from jaxtrain.checkpoint import warm_start
-    from loaders.base import DataError
-
-    mistakes = (DataError, stored.StoredError, warm_start.WarmStartError, config.ConfigError)
-    return arguments.run(functools.partial(_predict, args), mistakes=mistakes)
+    return arguments.run_model(functools.partial(_predict, args))
 
 
 def _predict(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.giblet import predict
 
-    cluster.use_compilation_cache()
     predictor = predict.load(args.run, args.folder, step=args.step, ema=args.ema, links=args.follow_links)
     brain = predict.read_brain(args.mask or args.folder, predictor.model.n_voxels, links=args.follow_links)
     report = predict.write(predictor, brain, args.out, batch=args.batch)

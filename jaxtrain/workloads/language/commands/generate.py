@@ -40,22 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(not 0 <= seed < 2**31 for seed in args.seeds):
         parser.error("--seeds must lie in 0 to 2^31 - 1")
 
-    from jaxtrain import config
-    from jaxtrain.arrays import stored
-    from jaxtrain.checkpoint import warm_start
-    from jaxtrain.workloads.language import generate
-    from jaxtrain.workloads.language.model import CodecError
-
-    mistakes = (generate.GenerateError, CodecError, stored.StoredError, warm_start.WarmStartError, config.ConfigError)
-    return arguments.run(functools.partial(_generate, args), mistakes=mistakes)
+    return arguments.run_model(functools.partial(_generate, args))
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.language import generate
     from loaders.io import records
 
-    cluster.use_compilation_cache()
     prompts = generate.read_prompts(args.file) if args.file else args.prompts
     writer = generate.load(args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer)
     continued = functools.partial(

@@ -37,21 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=arguments.positive, default=64, help="boards computed together; default: 64")
     args = parser.parse_args(argv)
 
-    from jaxtrain import config
-    from jaxtrain.arrays import stored
-    from jaxtrain.checkpoint import warm_start
-    from jaxtrain.workloads.trm import solve
-
-    mistakes = (solve.SolveError, stored.StoredError, warm_start.WarmStartError, config.ConfigError)
-    return arguments.run(functools.partial(_solve, args), mistakes=mistakes)
+    return arguments.run_model(functools.partial(_solve, args))
 
 
 def _solve(args: argparse.Namespace) -> int:
-    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.trm import solve
     from loaders.io import records
 
-    cluster.use_compilation_cache()
     solver = solve.load(args.run, step=args.step, ema=args.ema)
     puzzles = solve.read_puzzles(args.puzzles, solver.side)
     boards: list[tuple[str, bool]] = []  # and whether each is valid

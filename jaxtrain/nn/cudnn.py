@@ -1,0 +1,88 @@
+"""cuDNN's fused attention, traced for GPUs that need not be here.
+
+Shapes: B batch, T queries, S keys, H heads, G key/value heads, K head dimension.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Literal
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.parallel import one_device
+from jaxtrain.types import Array
+
+HOPPER = (9, 0)  # compute capability from which cuDNN has heads of more than 128 values
+CUDNN = 91000  # [version] that a program for GPUs is traced for on a host without one
+_ASKING = threading.Lock()  # what JAX asks the host is replaced for one thread at a time
+
+
+def fits(shape: tuple[int, ...], capability: str) -> bool:
+    """Whether GPUs of this compute capability have a fused kernel, cuDNN's or `nn.flash`, for queries [B, T, H, K]."""
+    generation = _generation(capability)
+    return generation >= (8, 0) and shape[3] <= (256 if generation >= HOPPER else 128)
+
+
+def fused(
+    q_bthk: Array,
+    k_bsgk: Array,
+    v_bsgk: Array,
+    *,
+    causal: bool,
+    window: int,
+    capability: str = "",
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Array:
+    """cuDNN's kernel. An odd length gets a place that nobody sees: with a bias JAX derives even ones only (0.10 to 0.12).
+
+    A window is to the left of a causal query: cuDNN has no other.
+    """
+    b, t = q_bthk.shape[:2]
+    lengths = None
+    if t % 2:
+        q_bthk, k_bsgk, v_bsgk = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q_bthk, k_bsgk, v_bsgk))
+        if not causal:
+            lengths = jnp.full(b, t, jnp.int32)
+    left = (window - 1, 0 if causal else window - 1) if window else None
+    with _as_on(capability) if implementation == "cudnn" else contextlib.nullcontext():
+        y_bthk = jax.nn.dot_product_attention(
+            q_bthk, k_bsgk, v_bsgk, is_causal=causal, local_window_size=left, query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths, implementation=implementation,
+        )  # fmt: skip
+    return y_bthk[:, :t]
+
+
+@contextlib.contextmanager
+def _as_on(capability: str) -> Iterator[None]:
+    """JAX asks this host for its cuDNN and its GPU (0.10 to 0.12); a program for other GPUs is traced as there.
+
+    On a host with such a GPU nothing is replaced: the answers are its own.
+    """
+    if one_device.host() in (("gpu", capability), ("gpu", "")):
+        yield
+        return
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    own = _generation(capability)
+
+    def at_least(other: str) -> bool:
+        return own >= _generation(other)
+
+    def equal(other: str) -> bool:
+        return own == _generation(other)
+
+    with _ASKING, mock.patch.multiple(
+        cudnn, check_cudnn_version=lambda: CUDNN, check_compute_capability=at_least, is_cuda_compute_capability_equal=equal
+    ):  # fmt: skip
+        yield
+
+
+def _generation(capability: str) -> tuple[int, ...]:
+    """(9, 0) of "9.0". Unknown: the oldest that has the kernels. Another vendor's, as "gfx942": one that has none."""
+    if not capability:
+        return (8, 0)
+    parts = capability.split(".")
+    return tuple(int(n) for n in parts) if all(n.isdecimal() for n in parts) else (0, 0)

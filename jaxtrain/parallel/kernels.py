@@ -1,0 +1,136 @@
+"""Functions that run on each device's own part of their arguments: what XLA cannot split by itself, or splits badly.
+
+The shapes and axes that a function is given are those that `jaxtrain.types.Shard` sees: whole along
+the mesh axes that are not manual yet. On one device all of them are the function itself.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxtrain.parallel.layout import manual_axes
+from jaxtrain.types import Array, Axes, Shard
+
+
+def local(shard: Shard, f: Callable, args: Sequence[Any], axes: Sequence[Axes], out: Any) -> Any:
+    """f(*args) on every device's own part of the arguments.
+
+    Not differentiable: what one shard_map inside another keeps for its backward pass gets a wrong
+    sharding (jax 0.10). A caller defines the derivative (`jax.custom_vjp`) by calls of this, or
+    calls `differentiable` or `kernel`.
+
+    Args:
+      axes: logical axes of every argument.
+      out: a tree with, for every result, its PartitionSpec (``shard.spec`` makes them).
+    """
+    return _map(shard, f, args, _specs(shard, args, axes), out)
+
+
+def differentiable(
+    shard: Shard, f: Callable, args: Sequence[Array], axes: Sequence[Axes], out: PartitionSpec, *, constants: int = 0
+) -> Any:
+    """`local` with a derivative by all arguments but the last ``constants``. The backward pass computes ``f`` again."""
+    n = len(args) - constants
+
+    def forward(*args: Array) -> Array:
+        return local(shard, f, args, axes, out)
+
+    def backward(args: tuple, cotangent: Array) -> tuple:
+        def pull(cotangent: Array, *args: Array) -> tuple:
+            return jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])[1](cotangent)
+
+        ins = _specs(shard, args, axes)
+        grads = _map(shard, pull, (cotangent, *args), [out, *ins], tuple(ins[:n]))
+        return (*grads, *map(_no_derivative, args[n:]))
+
+    if shard.mesh is None:
+        return f(*args)
+    call = jax.custom_vjp(forward)
+    call.defvjp(lambda *args: (forward(*args), args), backward)
+    return call(*args)
+
+
+def kernel(
+    shard: Shard, f: Callable, args: Sequence[Array], axes: Sequence[Axes], out: PartitionSpec, *, constants: int = 0
+) -> Array:
+    """`differentiable` for kernels that XLA must not split: every axis of the mesh is manual.
+
+    XLA would hand an axis that is left to it to the kernel's own partitioner, which knows no manual
+    axes (cuDNN's), or to none (Pallas). The derivative is f's own, and what f keeps for it is kept:
+    the forward pass is not computed again. What is an argument or the result is kept once.
+    """
+    if shard.mesh is None:
+        return f(*args)
+    n = len(args) - constants
+    free = tuple(name for name in shard.mesh.axis_names if name not in manual_axes())
+    own = PartitionSpec(free)  # along a new first axis: each device's own, whatever its shape
+    traced: dict[str, Any] = {}  # how f's derivative takes what it keeps; `backward` is traced after `on_device`
+
+    def on_device(*args: Array) -> tuple[Array, list[Array]]:
+        y, pull = jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])
+        leaves, traced["tree"] = jax.tree.flatten(pull)
+        known = (*args, y)
+        traced["known"] = [next((i for i, x in enumerate(known) if x is leaf), None) for leaf in leaves]
+        return y, [leaf[None] for leaf, i in zip(leaves, traced["known"], strict=True) if i is None]
+
+    def forward(*args: Array) -> tuple[Array, tuple]:
+        y, kept = _map(shard, on_device, args, _specs(shard, args, axes), (out, own), every=True)
+        known = (*args, y)
+        return y, ({i: known[i] for i in traced["known"] if i is not None}, kept)
+
+    def pull(cotangent: Array, shared: dict[int, Array], kept: list[Array]) -> tuple:
+        rest = iter(kept)
+        leaves = [next(rest)[0] if i is None else shared[i] for i in traced["known"]]
+        return jax.tree.unflatten(traced["tree"], leaves)(cotangent)
+
+    def backward(kept: tuple, cotangent: Array) -> tuple:
+        shared, kept = kept
+        specs = [*_specs(shard, args, axes), out]
+        ins = [out, {i: specs[i] for i in shared}, [own] * len(kept)]
+        grads = _map(shard, pull, (cotangent, shared, kept), ins, tuple(specs[:n]), every=True)
+        return (*grads, *map(_no_derivative, args[n:]))
+
+    call = jax.custom_vjp(lambda *args: _map(shard, f, args, _specs(shard, args, axes), out, every=True))
+    call.defvjp(forward, backward)
+    return call(*args)
+
+
+def _specs(shard: Shard, args: Sequence[Array], axes: Sequence[Axes]) -> list[PartitionSpec]:
+    return [shard.spec(x.shape, a) for x, a in zip(args, axes, strict=True)]
+
+
+def _map(shard: Shard, f: Callable, args: Sequence[Any], ins: Sequence[Any], outs: Any, *, every: bool = False) -> Any:
+    """With ``every``, axes of one device are manual too, and JAX does not track along which axes arrays differ."""
+    manual = manual_axes()
+    sizes = {} if shard.mesh is None else {name: n for name, n in shard.mesh.shape.items() if name not in manual}
+    # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK).
+    free = {name for name, size in sizes.items() if size > 1 or every}
+    if shard.mesh is None or shard.mesh.size == 1 or not any(size > 1 for size in sizes.values()) and not every:
+        return f(*args)
+    nested = tuple(sorted(manual)) if every else ()
+    part = (lambda *xs: f(*jax.tree.map(_untracked, xs))) if nested else f
+    mesh = jax.sharding.get_abstract_mesh() if manual else shard.mesh
+    mapped = jax.shard_map(part, mesh=mesh, in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=not every)
+    # In a loop over layers, JAX computes what depends on no layer (masks) before the loop, and would cut `f` in two. What
+    # goes from one part to the other is what it cannot place. Nothing is kept of what is under a checkpoint.
+    outputs = jax.checkpoint(mapped, prevent_cse=False)(*args)
+    return _varying(outputs, nested) if nested else outputs
+
+
+def _untracked(x: Array) -> Array:
+    """An argument as JAX has it where it does not track along which axes arrays differ. A reshape forgets it."""
+    return jnp.squeeze(x[None], 0)
+
+
+def _varying(tree: Any, names: tuple[str, ...]) -> Any:
+    """Says that arrays differ along manual axes, which JAX forgets in part where it does not track it. Nothing is computed."""
+    differs = jax.lax.pcast(jnp.ones((), bool), names, to="varying")
+    return jax.tree.map(lambda x: jnp.where(differs, x, x), tree)
+
+
+def _no_derivative(x: Array) -> np.ndarray:
+    return np.zeros(x.shape, jax.dtypes.float0)

@@ -1,0 +1,208 @@
+"""Continuations of prompts: text, and columns of codes between the tokens that open and close an audio sample.
+
+Shapes: as in `model`; N new places.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn import sampling, transformer
+from jaxtrain.nn.layers import lookup, rope_angles
+from jaxtrain.types import Array, Batch, Key, PyTree, Shard
+from jaxtrain.workloads.audio_language import model
+from jaxtrain.workloads.audio_language.model import Config, Net
+
+
+class Streams(NamedTuple):
+    """How each stream draws: text, then the codebooks, one number for all of them or one for each."""
+
+    text_temperature: float = 0.7
+    text_top_k: int = 0  # 0 = all
+    temperature: tuple[float, ...] = (1.0,)  # 0 = always the likeliest code
+    top_k: tuple[int, ...] = (0,)
+
+    def codebook(self, k: int) -> dict[str, Any]:
+        """The arguments of `sampling.choose` for a codebook."""
+        pick = lambda values: values[k if len(values) > 1 else 0]  # noqa: E731
+        return {"temperature": pick(self.temperature), "top_k": pick(self.top_k)}
+
+
+class Written(NamedTuple):
+    """The continuation of each prompt: at every place a token, or a column."""
+
+    tokens: Array  # int32 [B, N], -1 where a column stands and after the end
+    columns: Array  # int32 [B, N, K], -1 where none stands
+
+
+class Writing(NamedTuple):
+    """The state of each row between two places."""
+
+    x_bd: Array  # last hidden state, normalised
+    cache: PyTree
+    was_b: Array  # int32: the token that was written last; -1 after a column
+    column_b: Array  # int32: columns of the current recording so far; 0 outside
+    end_b: Array  # int32: the column where the first codebook ended; `NEVER` before
+    done_b: Array  # bool
+
+
+def prefill(c: Config, params: PyTree, prompt: Batch, length_b: Array, shard: Shard, *, n_new: int) -> tuple[Array, PyTree]:
+    """The last state [B, D] of each prompt, laid out as rows are, and the cache with ``n_new`` free places."""
+    x_bud, kept = model.decode(c, params, prompt, shard, keep=True)
+    padding = [(0, 0), (0, 0), (0, n_new), (0, 0), (0, 0)]
+    is_audio_bu = jnp.pad(prompt["slot"] >= prompt["text"].shape[1], [(0, 0), (0, n_new)])
+    cache = (jax.tree.map(lambda x: jnp.pad(x, padding), kept), is_audio_bu)
+    return model.take(x_bud, (length_b - 1)[:, None])[:, 0], cache
+
+
+def extend(
+    c: Config, params: PyTree, token_b: Array, codes_bk: Array, is_audio_b: Array, place_b: Array, cache: PyTree, shard: Shard
+) -> tuple[Array, PyTree]:
+    """State [B, D] of one more place of each row, a token or a column, and the cache with it. Both nets run: rows differ."""
+    (shared, columns), is_audio_bu = cache
+    u = is_audio_bu.shape[1]
+    is_audio_bu = jnp.where(jnp.arange(u)[None] == place_b[:, None], is_audio_b[:, None], is_audio_bu)
+    seen_bu = sampling.visible(place_b, u, c.window)
+    text_bd = lookup(params["embed"], token_b[:, None], shard, dtype=c.dtype)
+    x_btd = jnp.where(is_audio_b[:, None, None], model.embed_codes(c, params, codes_bk[:, None], shard), text_bd)
+    angles = rope_angles(c.rope, place_b[:, None], c.k)
+    is_audio_bt = is_audio_b[:, None]
+
+    def nets(text: Net, audio: Net, x_btd: Array) -> Array:
+        return jnp.where(is_audio_bt[..., None], audio(x_btd), text(x_btd))
+
+    def body(x_btd: Array, w_kv: tuple) -> tuple[Array, PyTree]:
+        w, kept, kept_columns = w_kv
+
+        def audio_attend(w: PyTree, x_btd: Array) -> tuple[Array, PyTree]:
+            mix = sampling.cached(kept_columns, place_b, seen_bu & is_audio_bu)
+            y_btd, new = transformer.attend(c, w, x_btd, shard, angles=angles, mix=mix)
+            return jnp.where(is_audio_bt[..., None], y_btd, x_btd), new
+
+        mix = sampling.cached(kept, place_b, seen_bu)
+        return model.layer(c, w, x_btd, is_audio_bt, nets, shard, angles=angles, mix=mix, audio_attend=audio_attend)
+
+    x_btd, kept = jax.lax.scan(body, x_btd, (params["blocks"], shared, columns))
+    return transformer.norm(c, params, "", x_btd)[:, 0], (kept, is_audio_bu)
+
+
+class Grammar(NamedTuple):
+    """The rules of a row: the tokens around a recording, and how its codebooks begin and end."""
+
+    opens: int  # the token that a recording's columns follow
+    closes: int  # the token after them
+    ends: int  # the token after which a row is done
+    begin: int  # the code before a codebook's stream
+    end: int  # the code after it
+    longest: int  # [columns] of codes after which a recording is ended; 0 = no limit
+    shift_k: Array  # int32 [K]: columns by which each codebook is late
+
+
+class Place(NamedTuple):
+    """The content of the next place of each row: a token, or a column of codes."""
+
+    token_b: Array
+    codes_bk: Array
+    is_audio_b: Array  # bool
+    column_b: Array  # int32: its number in the recording
+    end_b: Array  # int32: the column where the first codebook ended; `NEVER` before
+
+
+NEVER = jnp.iinfo(jnp.int32).max // 2  # a column that no recording reaches
+
+
+def generate(
+    c: Config,
+    params: PyTree,
+    prompt: Batch,
+    length_b: Array,
+    key: Key,
+    shard: Shard,
+    *,
+    n_new: int,
+    opens: int,
+    closes: int,
+    ends: int,
+    delay: bool = True,
+    longest: int = 0,
+    streams: Streams = Streams(),  # noqa: B008
+) -> Written:
+    """Continues each prompt: text, and from a token ``opens`` on a recording's columns, until its codebooks have ended.
+
+    Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column; with a delay, codebook k
+    follows k columns later. Then ``closes`` is written. A row draws by its own key, fold_in(key, row), place and stream: a
+    prompt's continuation does not depend on the others.
+
+    Args:
+      prompt: "text", "codes", "place", "slot" of `loaders.chat.chatml.row`, of ``length_b`` valid places.
+      n_new: [places] that are written at most.
+      ends: the token after which a row is done.
+      longest: [columns] of codes at most, after which a recording is ended; 0 = as many as fit.
+    """
+    grammar = Grammar(
+        opens, closes, ends, c.codebook_size, c.codebook_size + 1, longest, jnp.arange(c.codebooks) * delay
+    )  # fmt: skip
+    keys_b = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(length_b)))
+
+    def write(state: Writing, i: Array) -> tuple[Writing, tuple[Array, Array]]:
+        token_b, drawn_bk = draw(c, params, streams, grammar, state.x_bd, keys_b, i)
+        place = next_place(grammar, state, token_b, drawn_bk)
+        is_audio_b = place.is_audio_b
+        fed_b = jnp.where(state.done_b, ends, place.token_b)
+        x_bd, cache = extend(c, params, fed_b, place.codes_bk, is_audio_b, length_b + i, state.cache, shard)
+        new = Writing(
+            x_bd, cache, jnp.where(is_audio_b, -1, place.token_b), jnp.where(is_audio_b, place.column_b + 1, 0), place.end_b,
+            state.done_b | (~is_audio_b & (place.token_b == ends)),
+        )  # fmt: skip
+        tokens_b = jnp.where(is_audio_b | state.done_b, -1, place.token_b)
+        return new, (tokens_b, jnp.where(is_audio_b[:, None], place.codes_bk, -1))
+
+    x_bd, cache = prefill(c, params, prompt, length_b, shard, n_new=n_new)
+    last_b = _last_tokens(prompt, length_b)
+    zero_b = jnp.zeros_like(length_b)
+    start = Writing(x_bd, cache, last_b, zero_b, zero_b + NEVER, zero_b > 0)
+    _, (tokens_nb, columns_nbk) = jax.lax.scan(write, start, jnp.arange(n_new))
+    return Written(tokens_nb.T, jnp.moveaxis(columns_nbk, 0, 1))
+
+
+def draw(
+    c: Config, params: PyTree, streams: Streams, grammar: Grammar, x_bd: Array, keys_b: Array, i: Array
+) -> tuple[Array, Array]:
+    """A token [B] and a code of each codebook [B, K] from the last state; stream s draws by fold_in(fold_in(key, i), s)."""
+    x_btd, at_b = x_bd[:, None], jax.vmap(lambda key: jax.random.fold_in(key, i))(keys_b)
+    allowed_kc = jnp.broadcast_to(jnp.arange(c.n_codes)[None] < grammar.begin, (c.codebooks, c.n_codes))
+    allowed_kc = allowed_kc.at[0, grammar.end].set(True)
+
+    def choose(logits_bv: Array, stream: int, **how: Any) -> Array:
+        def of_row(logits_v: Array, key: Key) -> Array:
+            return sampling.choose(logits_v, jax.random.fold_in(key, stream), **how)
+
+        return jax.vmap(of_row)(logits_bv, at_b)
+
+    text = {"temperature": streams.text_temperature, "top_k": streams.text_top_k}
+    token_b = choose(model.text_logits(c, params, x_btd)[:, 0], 0, **text)
+    logits_bkc = jnp.where(allowed_kc[None], model.audio_logits(params, x_btd)[:, 0], -jnp.inf)
+    codes_bk = [choose(logits_bkc[:, k], 1 + k, **streams.codebook(k)) for k in range(c.codebooks)]
+    return token_b, jnp.stack(codes_bk, axis=1)
+
+
+def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
+    """The next place of each row from a drawn token and drawn codes, by its state and which codebooks have begun or ended."""
+    # A recording continues until its last codebook has ended; after that its closing token.
+    inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + grammar.shift_k[-1]))
+    closing_b = (state.was_b < 0) & ~inside_b
+    at_b = jnp.where(inside_b, state.column_b, 0)
+    full_b = (at_b > grammar.longest) if grammar.longest else jnp.zeros_like(inside_b)
+    ending_b = inside_b & (at_b > 0) & (state.end_b == NEVER) & ((drawn_bk[:, 0] == grammar.end) | full_b)
+    end_b = jnp.where(ending_b, at_b, jnp.where(inside_b, state.end_b, NEVER))
+    stream_bk = at_b[:, None] - grammar.shift_k[None]  # column of each codebook's own sequence
+    over_bk = stream_bk >= end_b[:, None]
+    codes_bk = jnp.where(stream_bk <= 0, grammar.begin, jnp.where(over_bk, grammar.end, drawn_bk))
+    return Place(jnp.where(closing_b, grammar.closes, token_b), codes_bk, inside_b & ~state.done_b, at_b, end_b)
+
+
+def _last_tokens(prompt: Batch, length_b: Array) -> Array:
+    """The token that each prompt ends with; none may end within a recording."""
+    slot_b = jnp.take_along_axis(prompt["slot"], (length_b - 1)[:, None], axis=1)
+    return jnp.take_along_axis(prompt["text"], jnp.minimum(slot_b, prompt["text"].shape[1] - 1), axis=1)[:, 0]

@@ -1,0 +1,119 @@
+"""Higgs Audio v2 as it is released: published sizes, folders that a run begins with, and exports.
+
+The released weights hold the same numbers in the same order under other names and shapes.
+"""
+
+import pathlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxtrain.arrays import stored
+from jaxtrain.nn import hugging_face
+from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, Names
+from jaxtrain.nn.layers import Rope
+from jaxtrain.types import Export, Hub
+from jaxtrain.workloads.audio_language.model import Config, make_specs
+from loaders.io import files
+
+# Sizes as published.
+PRESETS: dict[str, dict[str, Any]] = {
+    "v2": dict(
+        embed=3072, depth=28, heads=24, kv_heads=8, head_dim=128, mlp=8192, eps=1e-5, vocab=128256, codebooks=8,
+        codebook_size=1024, rope=dict(theta=5e5, factor=32.0, low=1.0, high=4.0, original=8192),
+    )
+}  # fmt: skip
+# Section `lora` of a run that adapts every matrix of every layer, both nets', and leaves tables, heads and norms alone.
+ADAPTERS: dict[str, Any] = dict(
+    rank=32,
+    alpha=64.0,
+    adapt=r"^blocks/(audio/|audio_attention/)?w_",
+    freeze=r"^(embed|w_head)(_audio)?$|^scale$|/scale_[^/]*$",
+    dtype="bfloat16",
+)
+
+_NAMES = Names(
+    top={
+        "embed": "embed_tokens.weight",
+        "embed_audio": "audio_codebook_embeddings.weight",
+        "scale": "norm.weight",
+        "w_head": "audio_decoder_proj.text_lm_head.weight",
+        "w_head_audio": "audio_decoder_proj.audio_lm_head.weight",
+    },
+    layer={
+        **LAYER,
+        "audio/scale_attention": "audio_input_layernorm.weight",
+        "audio/scale_mlp": "audio_post_attention_layernorm.weight",
+        **{f"audio/{name}": f"audio_{LAYER[name]}" for name in ("w_gate", "w_up", "w_down")},
+        **{f"audio_attention/w_{x}": f"audio_attn.{x[0]}_proj.weight" for x in ("q", "k", "v", "out")},
+        "audio_attention/scale_after": "audio_post_audio_attn_layer_norm.weight",
+    },
+)
+_ELSEWHERE = ("audio_tower", "audio_encoder_proj")  # an encoder of waveforms, which this model does without
+_CONFIG = ("text_config or text", "audio_num_codebooks", "audio_codebook_size")  # of config.json
+_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
+    """The released weights' names of a parameter. ``config`` is the saved section ``model``."""
+    return _NAMES.of(path, config["depth"])
+
+
+def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one exported array: heads and their dimensions are one axis there, codebooks and codes another."""
+    if path in ("embed_audio", "w_head_audio"):
+        return (shape[0] * shape[1], shape[2])
+    return hugging_face.folded(path.rpartition("/")[2], shape)
+
+
+def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
+    """config.json and the tokenizer's files of the weights that a run began with. ``config`` is the whole run's."""
+    del dtype
+    source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
+    found = hugging_face.read_files(source, _FILES)
+    # Of a model of Hugging Face; not our own export's, which is a run's, and not what another program keeps under that name.
+    if "config.json" in found and "model_type" not in files.read_json(source / "config.json"):
+        found.pop("config.json")
+    return found
+
+
+def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
+    """The card: with the tokenizer, an example that plays an audio sample."""
+    del config
+    metrics = ("text", "audio", "text_accuracy", "audio_accuracy_0")
+    example = "$ jaxtrain generate-audio . 'a dog' --codec codec.npz --out played" if "tokenizer.json" in files else ""
+    return Hub("jaxtrain", "text-to-audio", metrics, example)
+
+
+EXPORT = Export(export_names, export_shape, export_files, export_hub)
+
+
+def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sections ``model`` and ``warm_start`` for a folder with config.json and safetensors, or one of `jaxtrain export`.
+
+    Raises HuggingFaceError.
+    """
+    own = ("vocab", "codebooks", "codebook_size", "average_codes", "audio_attention")
+    if exported := hugging_face.own_export(folder, __package__, own):
+        return exported, dict(source=str(folder))
+    path = pathlib.Path(folder).expanduser() / "config.json"
+    with hugging_face.reading(path):
+        h = files.read_json(path)
+        if missing := [name for name in _CONFIG if not any(key in h for key in name.split(" or "))]:
+            remedy = "name a folder of Higgs Audio v2, or one of `jaxtrain export` with its jaxtrain.json"
+            raise HuggingFaceError(f"{path} has no {', no '.join(missing)}; {remedy}")
+        text = h.get("text_config") or h["text"]
+        head_dim = {"head_dim": h["head_dim"]} if "head_dim" in h else {}
+        there = stored.open_safetensors(folder)
+        model = dict(
+            hugging_face.decoder_fields({**text, **head_dim}, path),
+            vocab=text["vocab_size"],
+            codebooks=h["audio_num_codebooks"],
+            codebook_size=h["audio_codebook_size"],
+            tied="audio_decoder_proj/text_lm_head/weight" not in there,
+            audio_attention="layers/0/audio_attn/q_proj/weight" in there,
+            average_codes=bool(h.get("audio_embed_avg", False)),
+        )
+    table = make_specs(Config(**{**model, "rope": Rope()}))
+    unused = tuple(f"^{prefix}/" for prefix in _ELSEWHERE if any(name.startswith(f"{prefix}/") for name in there))
+    reshape = {"w_(q|k|v|out)$|^(embed|w_head)_audio$": "fold"}
+    return model, dict(source=str(folder), renames=_NAMES.renames(table), reshape=reshape, unused=unused)

@@ -1,0 +1,64 @@
+"""Generative evaluation: continuations of prompts, shown or scored by environments.
+
+Shapes: B prompts, P places of the longest prompt, N new tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.nn import sampling
+from jaxtrain.types import Array, Shard, Trial, Variables
+from jaxtrain.workloads.language import environments
+from jaxtrain.workloads.language.model import Config, Samples, Target
+
+Judged = tuple[dict[str, float], list[dict[str, Any]]]  # for the record, for samples.jsonl
+MAX_LINES = 8  # [prompts] of an environment that samples.jsonl shows
+
+
+def trials(c: Config, shard: Shard, seed: int) -> Iterator[Trial]:
+    """The generative evaluations that a config asks for."""
+    if c.samples.prompts:
+
+        def show(texts: Sequence[str]) -> Judged:
+            return {}, [{"prompt": p, "continuation": x} for p, x in zip(c.samples.prompts, texts, strict=True)]
+
+        yield _trial(c, shard, seed, c.samples.prompts, c.samples, c.samples.top_p, show)
+    for target in c.targets:
+        prompts = environments.load(target.module, target.arguments, target.prompts)
+
+        def score(texts: Sequence[str], prompts: environments.Prompts = prompts, name: str = target.module) -> Judged:
+            means, rewards = prompts.score(texts)
+            triples = zip(prompts.rows, texts, rewards, strict=True)
+            lines = [{"target": name, "prompt": r["prompt"], "continuation": x, "reward": y} for r, x, y in triples]
+            return {f"{name}/{k}": v for k, v in means.items()}, lines[:MAX_LINES]
+
+        yield _trial(c, shard, seed, [row["prompt"] for row in prompts.rows], target, 1.0, score)
+
+
+def _trial(
+    c: Config,
+    shard: Shard,
+    seed: int,
+    prompts: Sequence[str],
+    section: Samples | Target,
+    top_p: float,
+    judge: Callable[[Sequence[str]], Judged],
+) -> Trial:
+    """Continues prompts; too long ones keep their last tokens. ``judge`` gets the texts."""
+    codec = c.codec()
+    prompt_bp, length_b = sampling.pad([codec.encode(prompt)[-(c.context - section.tokens) :] for prompt in prompts])
+
+    def run(variables: Variables) -> Array:
+        return sampling.generate(
+            c, variables.params, jnp.asarray(prompt_bp), jnp.asarray(length_b), jax.random.key(seed), shard,
+            n_new=section.tokens, temperature=section.temperature, top_p=top_p, end=codec.end,
+        )  # fmt: skip
+
+    def texts(tokens_bn: Array) -> Judged:
+        return judge([codec.decode([i for i in row if i != codec.end]) for row in np.asarray(tokens_bn).tolist()])
+
+    return Trial(run, texts)

@@ -1,0 +1,215 @@
+"""Llama, Qwen2 and Qwen3 as Hugging Face has them: published sizes, folders that a run begins with, and exports.
+
+`from_hugging_face` reads a folder with config.json and safetensors, and `EXPORT` lets `jaxtrain export` write one.
+"""
+
+import json
+import pathlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxtrain.nn import hugging_face
+from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, Names
+from jaxtrain.nn.layers import Rope
+from jaxtrain.types import Export, Hub
+from jaxtrain.workloads.language.model import Config, make_specs
+from loaders.io import checks, files
+
+_LLAMA = dict(eps=1e-5, head_dim=128, vocab=128256)
+_LLAMA_ROPE = dict(theta=5e5, low=1.0, high=4.0, original=8192)
+_QWEN = dict(eps=1e-6, rope=dict(theta=1e6))
+# Sizes as published in the models' config.json.
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2": dict(
+        embed=768, depth=12, heads=12, mlp=3072, vocab=50257, context=1024, norm="layer", activation="gelu",
+        positions="learned", qkv_bias=True, bias=True, tied=True,
+    ),
+    "llama-3.2-1b": dict(
+        _LLAMA, embed=2048, depth=16, heads=32, kv_heads=8, head_dim=64, mlp=8192, tied=True,
+        rope=dict(_LLAMA_ROPE, factor=32.0),
+    ),
+    "llama-3.2-3b": dict(
+        _LLAMA, embed=3072, depth=28, heads=24, kv_heads=8, mlp=8192, tied=True, rope=dict(_LLAMA_ROPE, factor=32.0)
+    ),
+    "llama-3.1-8b": dict(_LLAMA, embed=4096, depth=32, heads=32, kv_heads=8, mlp=14336, rope=dict(_LLAMA_ROPE, factor=8.0)),
+    "llama-3.1-70b": dict(_LLAMA, embed=8192, depth=80, heads=64, kv_heads=8, mlp=28672, rope=dict(_LLAMA_ROPE, factor=8.0)),
+    "qwen2.5-0.5b": dict(
+        _QWEN, embed=896, depth=24, heads=14, kv_heads=2, mlp=4864, vocab=151936, qkv_bias=True, tied=True
+    ),
+    "qwen2.5-1.5b": dict(
+        _QWEN, embed=1536, depth=28, heads=12, kv_heads=2, mlp=8960, vocab=151936, qkv_bias=True, tied=True
+    ),
+    "qwen2.5-7b": dict(_QWEN, embed=3584, depth=28, heads=28, kv_heads=4, mlp=18944, vocab=152064, qkv_bias=True),
+    "qwen3-0.6b": dict(
+        _QWEN, embed=1024, depth=28, heads=16, kv_heads=8, head_dim=128, mlp=3072, vocab=151936, qk_norm=True, tied=True
+    ),
+    "qwen3-1.7b": dict(
+        _QWEN, embed=2048, depth=28, heads=16, kv_heads=8, head_dim=128, mlp=6144, vocab=151936, qk_norm=True, tied=True
+    ),
+    "qwen3-8b": dict(_QWEN, embed=4096, depth=36, heads=32, kv_heads=8, head_dim=128, mlp=12288, vocab=151936, qk_norm=True),
+}  # fmt: skip
+_NAMES = Names(
+    {"embed": "model.embed_tokens.weight", "scale": "model.norm.weight", "w_head": "lm_head.weight"}, LAYER, "model.layers"
+)
+_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+              "generation_config.json")  # fmt: skip
+
+
+def _family(model: Mapping[str, Any]) -> str | None:
+    """The Hugging Face model_type of a model section; None where there is none."""
+    plain = (model["norm"], model["activation"], model["positions"], model["bias"], model["window"])
+    if plain != ("rms", "swiglu", "rope", False, 0) or (model["qk_norm"] and model["qkv_bias"]):
+        return None
+    return "qwen3" if model["qk_norm"] else "qwen2" if model["qkv_bias"] else "llama"
+
+
+def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
+    """Hugging Face's names where it has this architecture, else paths with dots. ``config`` is the saved section ``model``."""
+    if _family(config) is not None:
+        return _NAMES.of(path, config["depth"])
+    name = path.removeprefix("blocks/")
+    return path.replace("/", ".") if name == path else [f"blocks.{i}.{name}" for i in range(config["depth"])]
+
+
+def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one exported array: Hugging Face has heads and their dimensions as one axis."""
+    if _family(config) is None:
+        return shape
+    return hugging_face.folded(path.rpartition("/")[2], shape)
+
+
+def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
+    """config.json, and the tokenizer's files where the run knows them. ``config`` is the whole run's, ``dtype`` the arrays'.
+
+    Fields of the config.json of config.warm_start.source beyond the architecture (token ids, for one) are kept.
+    """
+    model, family = config["model"], _family(config["model"])
+    # What the run began with, what its texts were read with, and what its prompts are (that of token files).
+    places = [config["warm_start"]["source"], config["data"].get("tokenizer"), model.get("tokenizer")]
+    folders = [p if p.is_dir() else p.parent for p in (pathlib.Path(str(x)).expanduser() for x in places if x and x != "bytes")]
+    found: dict[str, bytes] = {}
+    for folder in reversed(folders):
+        found |= hugging_face.read_files(folder, _TOKENIZER)
+    if family is None:
+        return found
+    if "tokenizer.json" in found and "tokenizer_config.json" not in found:
+        # Else transformers makes one of the architecture's own kind from it, which splits texts in another way.
+        found["tokenizer_config.json"] = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
+    source = next((folder / "config.json" for folder in folders[:1] if (folder / "config.json").is_file()), None)
+    kept = files.read_json(files.inside(source.parent, source.name)) if source else {}
+    if kept.get("model_type") not in _FAMILIES:
+        kept = {}
+    for key in ("rope_parameters", "torch_dtype", "dtype"):
+        kept.pop(key, None)
+    fields = kept | _hugging_face_fields(model, family, dtype, least_context=kept.get("max_position_embeddings", 0))
+    return {"config.json": (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode(), **found}
+
+
+_EXAMPLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+ids = model.generate(**tokenizer("One morning", return_tensors="pt"), max_new_tokens=32)
+print(tokenizer.decode(ids[0]))"""
+
+
+# Of a run whose texts were bytes, and of one that knows no tokenizer.
+_BYTES_EXAMPLE = """import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(".")
+ids = model.generate(torch.tensor([list(b"One morning")]), max_new_tokens=32)  # a token is a byte
+print(bytes(i for i in ids[0].tolist() if i < 256).decode(errors="replace"))"""
+_TOKENS_EXAMPLE = """import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(".")
+ids = model.generate(torch.tensor([[0]]), max_new_tokens=32)  # of tokens: the export has no tokenizer
+print(ids[0].tolist())"""
+
+
+def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
+    """The card: transformers loads the architectures that it has, and the tokenizer if there is one."""
+    metrics, model = ("perplexity", "bits_per_byte", "accuracy", "cross_entropy"), config["model"]
+    with_text = "tokenizer.json" in files
+    of_bytes = not model.get("symbols") and "bytes" in (model.get("tokenizer"), config["data"].get("tokenizer"))
+    if _family(model) is None:
+        known = with_text or of_bytes or model.get("symbols") or model["vocab"] == 256
+        example = "$ jaxtrain generate . 'One morning' --tokens 32" if known else ""
+        return Hub("jaxtrain", "text-generation", metrics, example)
+    example = _EXAMPLE if with_text else _BYTES_EXAMPLE if of_bytes else _TOKENS_EXAMPLE
+    return Hub("transformers", "text-generation", metrics, example)
+
+
+EXPORT = Export(export_names, export_shape, export_files, export_hub)
+
+
+def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, least_context: int) -> dict[str, Any]:
+    """A model section as fields of config.json."""
+    rope = model["rope"]
+    scaling = {"rope_type": "llama3", **{theirs: rope[ours] for ours, theirs in hugging_face.ROPE.items()}}
+    return {
+        **{theirs: model[ours] for ours, theirs in hugging_face.SIZES.items()},
+        "architectures": [_FAMILIES[family]],
+        "model_type": family,
+        "hidden_act": "silu",
+        "num_key_value_heads": model["kv_heads"] or model["heads"],
+        "head_dim": model["head_dim"] or model["embed"] // model["heads"],
+        "max_position_embeddings": max(model["context"], least_context),
+        "rope_theta": rope["theta"],
+        "rope_scaling": scaling if rope["factor"] != 1 else None,
+        "tie_word_embeddings": model["tied"],
+        "vocab_size": model["vocab"],
+        "initializer_range": model["init_std"],
+        "torch_dtype": dtype,
+        **({"attention_bias": False} if family != "qwen2" else {}),
+        **({"mlp_bias": False} if family == "llama" else {}),
+        **({"use_sliding_window": False} if family != "llama" else {}),
+    }
+
+
+def read_config(path: str | pathlib.Path) -> dict[str, Any]:
+    """The fields of the section ``model`` from a config.json, in the spelling of transformers 4 or 5.
+
+    Raises:
+      HuggingFaceError: an architecture, an activation, biases, rotary positions or a sliding window that this model lacks.
+    """
+    path = pathlib.Path(path).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    with hugging_face.reading(path):
+        return _read_fields(files.read_json(path), path)
+
+
+def _read_fields(h: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
+    family, problems = h.get("model_type"), []
+    if family == "gpt2":
+        d = h["n_embd"]
+        return dict(
+            PRESETS["gpt2"], embed=d, depth=h["n_layer"], heads=h["n_head"], mlp=h.get("n_inner") or 4 * d,
+            vocab=h["vocab_size"], context=h["n_positions"], eps=h["layer_norm_epsilon"],
+        )  # fmt: skip
+    if family not in _FAMILIES:
+        known = checks.expected(family, (*_FAMILIES, "gpt2 (sizes alone)"))
+        raise HuggingFaceError(f"{path}: model_type is {family!r}; {known}")
+    if h.get("use_sliding_window") or (family == "llama" and h.get("sliding_window")):
+        problems.append("use_sliding_window is set; only attention to all of a document is read")
+    return dict(
+        hugging_face.decoder_fields(h, path, problems),
+        vocab=h["vocab_size"],
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied=bool(h.get("tie_word_embeddings", False)),
+        init_std=h.get("initializer_range", 0.02),
+    )
+
+
+def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sections ``model`` and ``warm_start`` for a folder with config.json and safetensors, or one of `jaxtrain export`.
+
+    Raises HuggingFaceError.
+    """
+    if own := hugging_face.own_export(folder, __package__, ("vocab",)):
+        return own, dict(source=str(folder))
+    model = read_config(folder)
+    if model.get("positions") == "learned":
+        raise HuggingFaceError(f"{folder}: the arrays of gpt2 are kept differently; only its sizes are read")
+    table = make_specs(Config(**{**model, "rope": Rope()}))
+    reshape = {"^blocks/(w_q|w_k|w_v|w_out|b_)": "fold"}
+    return model, dict(source=str(folder), renames=_NAMES.renames(table), reshape=reshape)

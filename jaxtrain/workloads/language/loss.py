@@ -1,0 +1,95 @@
+"""Next-token prediction on packed rows of documents: the task, its loss and its evaluation.
+
+A row of a batch is S tokens of one or several documents. Its fields, all [B, S]:
+
+    tokens     int32    the inputs
+    targets    int32    the token after each; any value where ``mask`` is 0
+    positions  int32    places within the document
+    segments   int32    documents, numbered from 1 in a row; 0 is padding. Attention stays within them
+    mask       float32  1 if the target is valid: not padding, not after a document's last token
+
+Shapes: B batch, S tokens, D embed, V vocabulary.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config import Config as RunConfig
+from jaxtrain.nn import transformer
+from jaxtrain.nn.cross_entropy import cross_entropy
+from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
+from jaxtrain.workloads.language import evals
+from jaxtrain.workloads.language.model import Config, forward, forward_flops, logits, make_specs
+
+
+def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
+    c: Config = config.model
+    fields = {name: ("batch", "seq") for name in ("tokens", "targets", "positions", "segments", "mask")}
+    return Task(
+        specs=Variables(make_specs(c)),
+        loss=functools.partial(loss, c, shard),
+        evaluate=functools.partial(evaluate, c, shard),
+        axes={**fields, **({"source": ("batch",)} if c.n_sources > 1 else {})},
+        flops=3 * batch * forward_flops(c, causal=True),
+        full_flops=3 * batch * forward_flops(c, causal=False),
+        tokens=batch * c.context,
+        finish=functools.partial(finish, c),
+        trials=tuple(evals.trials(c, shard, config.seed)),
+        terms=("cross_entropy", "z_loss") if c.z_loss else (),
+        predict=functools.partial(predict, c, shard),
+    )
+
+
+def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) -> LossOut:
+    del key  # nothing is random
+    x_bsd = forward(c, variables.params, batch, shard)
+    total, metrics = measure(c, shard, variables.params, x_bsd, batch, batch["mask"].astype(jnp.float32))
+    metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))  # valid ones in a row
+    return LossOut(total, metrics)
+
+
+def predict(c: Config, shard: Shard, variables: Variables, batch: Batch) -> Array:
+    """Logits [B, S, V] of ``tokens`` [B, S]."""
+    tokens_bs = batch["tokens"]
+    positions_bs = jnp.broadcast_to(jnp.arange(tokens_bs.shape[1])[None], tokens_bs.shape)
+    return logits(c, variables.params, {"tokens": tokens_bs, "positions": positions_bs}, shard)
+
+
+def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Mean]:
+    measured = functools.partial(measure, c, shard, variables.params, forward(c, variables.params, batch, shard), batch)
+    mask_bs = batch["mask"].astype(jnp.float32)
+    if c.n_sources < 2:
+        return measured(mask_bs)[1]
+    source_b1 = batch["source"][:, None]
+    by_source = [measured(jnp.where(source_b1 == source, mask_bs, 0))[1] for source in range(c.n_sources)]
+    metrics = jax.tree.map(lambda *sums: sum(sums), *by_source)  # every row is of one source
+    return metrics | {f"cross_entropy_source_{i}": of_source["cross_entropy"] for i, of_source in enumerate(by_source)}
+
+
+def measure(
+    c: Config, shard: Shard, params: PyTree, x_bsd: Array, batch: Batch, mask_bs: Array
+) -> tuple[Mean, dict[str, Mean]]:
+    """The loss over the targets of ``mask_bs``, and metrics."""
+    w_vd = transformer.head(c, params)
+    sums = cross_entropy(x_bsd, w_vd, batch["targets"], mask_bs, shard, z_loss=c.z_loss, chunk=c.chunk, axes=transformer.TABLE)
+    n = mask_bs.sum()
+    metrics = {"cross_entropy": Mean(sums.cross_entropy, n), "accuracy": Mean(sums.correct, n)}
+    if c.z_loss:
+        metrics["z_loss"] = Mean(c.z_loss * sums.z, n)
+    return Mean(sums.loss, n), metrics
+
+
+def finish(c: Config, record: Mapping[str, Any]) -> dict[str, float]:
+    """Adds exp(nats per token), and bits for each byte of the text behind the tokens."""
+    complete = dict(record)
+    for name in [name for name in record if name.startswith("cross_entropy")]:
+        suffix = name.removeprefix("cross_entropy")
+        complete[f"perplexity{suffix}"] = math.exp(min(record[name], 700.0))  # exp(700) is the last that a float holds
+    if c.bytes_per_token:
+        complete["bits_per_byte"] = record["cross_entropy"] / math.log(2) / c.bytes_per_token
+    return complete

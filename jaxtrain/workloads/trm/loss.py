@@ -1,0 +1,219 @@
+"""The task of the recursive model: how rows pass through supervision steps, what each is scored by, and when it halts.
+
+The states stay in the train state, a slot for each row of the batch. The next step continues from
+them until the q-head says that the answer is right, or ``halt_steps`` are over. Then the slot takes
+the row that the batch brings. Rows that the batch brings to the other slots are dropped. All of it
+happens on the device.
+
+Shapes: as in `model`.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config import Config as RunConfig
+from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
+from jaxtrain.workloads.trm import boards
+from jaxtrain.workloads.trm.model import IGNORED, Config, Cycles, make_carry, make_specs, refine, train_flops
+
+TABLE = "puzzle/w_rows"  # the parameter whose touched rows the loss reports
+ACCURACIES = ("accuracy", "exact_accuracy", "q_halt_accuracy")  # of finished rows
+
+
+def begin(carry: PyTree, batch: Batch) -> PyTree:
+    """The slots of a step: where a row is done, its slot starts again on the row that the batch brings."""
+    done_b = carry["halted"]
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(done_b.reshape(-1, *[1] * (old.ndim - 1)), new.astype(old.dtype), old)
+
+    return {
+        **carry,
+        "z_h": pick(jnp.broadcast_to(carry["init_h"], carry["z_h"].shape), carry["z_h"]),
+        "z_l": pick(jnp.broadcast_to(carry["init_l"], carry["z_l"].shape), carry["z_l"]),
+        "steps": pick(jnp.zeros_like(carry["steps"]), carry["steps"]),
+        **{name: pick(batch[name], carry[name]) for name in ("inputs", "labels", "puzzle")},
+    }
+
+
+def halt(c: Config, steps_b: Array, q_b2: Array, least_b: Array) -> Array:
+    """bool [B]: done after these steps; never before ``least_b`` of them, except at the end."""
+    wants_b = q_b2[:, 0] > (q_b2[:, 1] if c.q_continue else 0)
+    return (steps_b >= c.halt_steps) | (wants_b & (steps_b >= least_b))
+
+
+def least_steps(c: Config, probability: Array | float, key: Key, row_b: Array) -> Array:
+    """int32 [B]: exploration. With ``probability``, uniform in 2 … halt_steps, else 0; drawn from the key and the row alone."""
+
+    def steps_of(row: Array) -> Array:
+        key_whether, key_steps = jax.random.split(jax.random.fold_in(key, row))
+        steps = jax.random.randint(key_steps, (), min(2, c.halt_steps), c.halt_steps + 1)
+        return jnp.where(jax.random.uniform(key_whether) < probability, steps, 0)
+
+    return jax.vmap(steps_of)(row_b)
+
+
+def cross_entropy(logits: Array, label: Array, kind: str) -> Array:
+    """-log p(label) over the last axis, 0 where the label is `IGNORED`.
+
+    stablemax (Prieto et al. 2025): p = s / sum s with s(x) = 1 + x for x >= 0 and 1 / (1 - x) below. It is written as
+    log1p(sum of the other s / s(label)): all terms are positive, so that float32 keeps its relative precision also where p
+    is close to 1, and log s of large and small numbers never cancel.
+    """
+    valid = label != IGNORED
+    picked = jnp.arange(logits.shape[-1])[(None,) * label.ndim] == jnp.where(valid, label, 0)[..., None]
+    if kind == "softmax":
+        loss = -jnp.where(picked, jax.nn.log_softmax(logits), 0).sum(-1)
+    else:
+        # where on the inputs too: a maximum would halve the gradient at exactly 0
+        below = logits < 0
+        s = jnp.where(below, 1 / (1 - jnp.where(below, logits, 0)), 1 + logits)
+        loss = jnp.log1p(jnp.where(picked, 0, s).sum(-1) / jnp.where(picked, s, 0).sum(-1))
+    return jnp.where(valid, loss, 0)
+
+
+def binary_cross_entropy(logit: Array, target: Array) -> Array:
+    return jnp.maximum(logit, 0) - logit * target + jnp.log1p(jnp.exp(-jnp.abs(logit)))
+
+
+def scores(c: Config, logits_bsv: Array, q_b2: Array, labels_bs: Array) -> dict[str, Array]:
+    """Losses and accuracies of each row, [B]. A row without a valid label is exact, and not ``valid``."""
+    valid_bs = labels_bs != IGNORED
+    right_bs = (logits_bsv.argmax(-1) == labels_bs) & valid_bs
+    n_b = valid_bs.sum(-1)
+    exact_b = right_bs.sum(-1) == n_b
+    return {
+        "lm_loss": cross_entropy(logits_bsv, labels_bs, c.loss).sum(-1) / jnp.maximum(n_b, 1),
+        "q_halt_loss": binary_cross_entropy(q_b2[:, 0], exact_b.astype(jnp.float32)),
+        "accuracy": right_bs.sum(-1) / jnp.maximum(n_b, 1),
+        "exact_accuracy": exact_b,
+        "q_halt_accuracy": (q_b2[:, 0] >= 0) == exact_b,
+        "valid": n_b > 0,
+    }
+
+
+def curriculum(c: Config, step: int) -> Cycles:
+    """Cycles of a step: from the first to the last ones over ``growth`` steps, cut to whole numbers."""
+    progress = min(step / c.growth, 1.0) if c.growth else 1.0
+    bounds = ((c.first_high or c.cycles_high, c.cycles_high), (c.first_low or c.cycles_low, c.cycles_low))
+    high, low = (int(first + progress * (last - first)) for first, last in bounds)
+    return high, low
+
+
+class Model(NamedTuple):
+    """The part of the run that every function of the task reads."""
+
+    c: Config
+    shard: Shard
+    steps: int  # of the whole run
+
+
+def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
+    c: Config = config.model
+    model = Model(c, shard, config.train.steps)
+    return Task(
+        specs=Variables(make_specs(c), carry=make_carry(c, batch)),
+        loss=functools.partial(loss, model),
+        evaluate=functools.partial(evaluate, model),
+        axes={
+            "inputs": ("batch", None),
+            "labels": ("batch", None),
+            "puzzle": ("batch",),
+            "difficulty": ("batch",),
+            "weight": ("batch",),
+        },
+        flops=batch * train_flops(c, c.cycles),
+        advance=lambda params, carry, step: {**carry, "step": step + 1},
+        stage=functools.partial(curriculum, c),
+        progress=functools.partial(progress, model),
+        predict=functools.partial(predict, model),
+    )
+
+
+def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
+    """One supervision step of every slot; ``stage`` as `curriculum` gives it, None = the last."""
+    c, cycles = model.c, stage or model.c.cycles
+    rows = begin(variables.carry, batch)
+    z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, rows, cycles, model.shard)
+    steps_b = rows["steps"] + 1
+    least_b = least_steps(c, exploration(model, rows["step"]), key, batch["row"])
+    done_b = halt(c, steps_b, q_b2, least_b)
+    carry = jax.lax.stop_gradient({**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b})
+    each = scores(c, logits_bsv, q_b2, rows["labels"])
+    q_loss_b = each["q_halt_loss"]
+    losses = {"lm_loss": each["lm_loss"], "q_halt_loss": q_loss_b}
+    if c.q_continue:
+        # The value of another step: the better of that step's two values; at the end only its first.
+        *_, next_b2 = jax.lax.stop_gradient(refine(c, variables.params, carry, cycles, model.shard))
+        value_b = jnp.where(steps_b >= c.halt_steps, next_b2[:, 0], next_b2.max(-1))
+        losses["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
+        q_loss_b += losses["q_continue_loss"]
+    n, finished_b = jnp.float32(steps_b.shape[0]), (done_b & each["valid"]).astype(jnp.float32)
+    metrics = {name: Mean(value_b.sum(), n) for name, value_b in losses.items()}
+    metrics |= {name: Mean((each[name] * finished_b).sum(), finished_b.sum()) for name in ACCURACIES}
+    metrics["steps"] = Mean((steps_b * finished_b).sum(), finished_b.sum())
+    metrics["halted"] = Mean(finished_b.sum(), n)
+    touched = {}
+    if c.puzzle_embed:
+        # The rows that the slots hold, not those that the batch brings.
+        touched[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "item")
+    return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, touched)
+
+
+def exploration(model: Model, step: Array) -> Array | float:
+    """The probability of exploring at a step, annealed linearly."""
+    c = model.c
+    if c.explore_end is None:
+        return c.explore
+    return c.explore + (c.explore_end - c.explore) * jnp.minimum(step / model.steps, 1)
+
+
+def solve(
+    model: Model, variables: Variables, batch: Batch, keep: Callable[[Array, Array], PyTree] | None = None
+) -> tuple[Array, Array, PyTree]:
+    """All supervision steps, from the start: last logits and q, and ``keep(logits, q)`` of each step, stacked."""
+    c, n = model.c, batch["inputs"].shape[0]
+    z = {f"z_{k}": jnp.broadcast_to(variables.carry[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
+    # Pinned from the start: XLA's partitioner would choose a layout of the loop's state by itself, and another for the logits.
+    z = {name: model.shard(x.astype(c.dtype), "batch", "seq", None) for name, x in z.items()}
+
+    def step(state: tuple, _: None) -> tuple[tuple, PyTree]:
+        z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, {**batch, **state[0]}, c.cycles, model.shard)
+        logits_bsv, q_b2 = model.shard(logits_bsv, "batch", None, None), model.shard(q_b2, "batch", None)
+        return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), keep(logits_bsv, q_b2) if keep else None
+
+    start = (z, jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
+    (_, logits_bsv, q_b2), kept = jax.lax.scan(step, start, length=c.halt_steps)
+    return logits_bsv, q_b2, kept
+
+
+def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """Symbols ``answer`` [B, S] of the cells, for ``inputs`` [B, S] and, if it has ids, ``puzzle`` [B]; ``confidence`` [B]."""
+    n = batch["inputs"].shape[0]
+    logits_bsv, q_b2, _ = solve(model, variables, {"puzzle": jnp.zeros(n, jnp.int32), **batch})
+    return {"answer": logits_bsv.argmax(-1), "confidence": jax.nn.sigmoid(q_b2[:, 0])}
+
+
+def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
+    c = model.c
+    logits_bsv, q_b2, _ = solve(model, variables, batch)
+    each = scores(c, logits_bsv, q_b2, batch["labels"])
+    weight_b = batch["weight"] * each["valid"]
+    metrics = {name: Mean((each[name] * weight_b).sum(), weight_b.sum()) for name in ("lm_loss", "q_halt_loss", *ACCURACIES)}
+    for k in range(c.n_difficulties if c.n_difficulties > 1 else 0):
+        weight_of_k_b = weight_b * (batch["difficulty"] == k)
+        metrics[f"exact_accuracy_difficulty_{k}"] = Mean((each["exact_accuracy"] * weight_of_k_b).sum(), weight_of_k_b.sum())
+    return metrics
+
+
+def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
+    """The first boards, one picture each: the puzzle, then the guess after each step, then the solution."""
+    n = math.lcm(4, model.shard.size("batch", batch["inputs"].shape[0]))  # rows that divide over the devices
+    first = {name: x[:n] for name, x in batch.items()}
+    _, _, guess_kbs = solve(model, variables, first, lambda logits_bsv, q_b2: logits_bsv.argmax(-1))
+    return {"steps": boards.draw(first["inputs"][:4], first["labels"][:4], guess_kbs[:, :4])}

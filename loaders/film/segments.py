@@ -1,0 +1,179 @@
+"""Audio codes and the texts that are spoken in a film, as arrays of a dataset."""
+
+import csv
+import datetime
+import io
+import pathlib
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from loaders.audio.recordings import tables
+from loaders.film import film_files, sources
+from loaders.io import files
+from loaders.io.files import DataError
+
+MAX_SHEET = 64 << 20  # [bytes] of a workbook, unpacked, which openpyxl makes objects of
+MAX_ROWS, MAX_CELLS = 1 << 20, 1 << 24  # of a sheet; Excel's have that many rows
+
+
+def read_codes(path: pathlib.Path) -> np.ndarray:
+    """int16 [times, codebooks]."""
+    codes = sources.only_array(path)
+    codes = codes[0] if codes.ndim == 3 and len(codes) == 1 else codes
+    if codes.ndim != 2 or not codes.size or not np.issubdtype(codes.dtype, np.integer):
+        raise DataError(f"{path} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
+    if codes.shape[0] > codes.shape[1]:
+        raise DataError(
+            f"{path} holds {codes.shape[0]} codebooks of {codes.shape[1]} times; expected [codebooks, times]: transpose it"
+        )
+    if codes.min() < 0 or codes.max() > film_files.LARGEST_CODE:
+        raise DataError(f"{path} holds codes from {codes.min()} to {codes.max()}; expected 0 … {film_files.LARGEST_CODE}")
+    return np.ascontiguousarray(codes.T).astype(np.int16)
+
+
+def window_text(
+    place: pathlib.Path, annotations: pathlib.Path | None, *, columns: tuple[str, str], slots: int, tr: float, volumes: int,
+    cut: bool,
+) -> tuple[np.ndarray, np.ndarray, str]:  # fmt: skip
+    """float32 [volumes, values]; for each volume the first one that shares a segment with it; and a note about both.
+
+    Args:
+      place: the file of embeddings.
+      columns: of ``annotations``, with the begin and the end of a segment.
+      cut: rows after ``volumes`` may be left out.
+
+    Raises DataError.
+    """
+    embeddings = sources.only_array(place)
+    if embeddings.ndim != 2 or not embeddings.size or not np.issubdtype(embeddings.dtype, np.floating):
+        raise DataError(f"{place} holds {embeddings.dtype} {embeddings.shape}; expected floating-point numbers [rows, values]")
+    with np.errstate(over="ignore"):
+        embeddings = embeddings.astype(np.float32)
+    if broken := int((~np.isfinite(embeddings)).any(1).sum()):
+        raise DataError(f"{place} has values that are not finite in float32, in {broken} of its rows")
+    if not annotations:
+        if len(embeddings) < volumes or (len(embeddings) > volumes and not cut):
+            raise DataError(f"{place} has {len(embeddings)} rows for {volumes} volumes; give one for each, or --annotations")
+        return embeddings[:volumes], np.arange(volumes), ""
+    times = read_annotations(annotations, *columns)
+    if len(times) != len(embeddings):
+        raise DataError(f"{annotations} has {len(times)} segments, and {place} {len(embeddings)} rows")
+    text = np.zeros((volumes, slots, embeddings.shape[1]), np.float32)
+    first = np.full(len(times), volumes)  # volume that has each segment
+    since = np.arange(volumes)
+    for i in range(volumes):
+        # The first volume's window lies before the film, and holds what the film begins with.
+        low, high = max(i - 1, 0) * tr, max(i, 1) * tr
+        touching = np.flatnonzero((times[:, 0] < high) & ((times[:, 1] > low) | (times[:, 0] >= low)))  # or a moment in it
+        latest = touching[np.argsort(times[touching, 0], kind="stable")][-slots:]
+        text[i, slots - len(latest) :] = embeddings[latest]
+        first[latest] = np.minimum(first[latest], i)
+        since[i] = min([i, *first[latest]])
+    without, unused = int((~text.any((1, 2))).sum()), int((first == volumes).sum())
+    if unused == len(times):
+        raise DataError(
+            f"{annotations}: no segment touches the {volumes * tr:g} s of film; they lie from {times.min():g} to "
+            f"{times.max():g} in {' and '.join(columns)}, which are seconds"
+        )
+    note = f" (none in {without} volumes; {unused} of {len(times)} segments are in no volume)"
+    return text.reshape(volumes, -1), since, note if without or unused else ""
+
+
+def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
+    """float64 [segments, 2]: when each begins and ends [s]; a cell is a number of seconds, or a time as 1:02:03.5 or 02:03."""
+    with sources.reading(path):
+        rows, separator = _table(path)
+    _, head = rows[0] if rows else (0, [])
+    head = [str(cell).strip() for cell in head]
+    columns = {name: _column(head, name) for name in (start, end)}
+    if absent := [name for name, at in columns.items() if at is None]:
+        raise DataError(f"{path} has no column {' and no '.join(absent)}; expected one of: {', '.join(head)} (--start, --end)")
+    spans = []
+    for number, row in rows[1:]:
+        if separator and any(str(cell).strip() for cell in row[len(head) :]):
+            raise DataError(
+                f"{path}: row {number} has {len(row)} cells, and the header {len(head)}: {row}; put quotes around a cell that "
+                f"holds the separator {separator!r}"
+            )
+        cells = [row[at] if at < len(row) else None for at in columns.values() if at is not None]
+        if separator == "," and (commas := [cell for cell in cells if "," in str(cell)]):
+            raise DataError(
+                f"{path}: row {number} has {commas[0]!r}, and commas separate the columns, so that one in a number is unclear; "
+                "write numbers with a point, or separate the columns by semicolons"
+            )
+        try:
+            times = [_seconds(cell) for cell in cells]
+        except (TypeError, ValueError):
+            raise DataError(f"{path}: row {number} has no seconds, nor hh:mm:ss, in {start} and {end}: {row}") from None
+        if not times[0] <= times[1]:
+            raise DataError(f"{path}: row {number} ends at {times[1]:g} s, before it begins at {times[0]:g} s")
+        spans.append(times)
+    if not spans:
+        raise DataError(f"{path} has no segment")
+    return np.array(spans)
+
+
+def _column(head: Sequence[str], name: str) -> int | None:
+    """The place of a column of that name, in any case where none is spelt the same; None where there is none."""
+    if name in head:
+        return head.index(name)
+    folded = [each.casefold() for each in head]
+    return folded.index(name.casefold()) if name.casefold() in folded else None
+
+
+def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
+    """The rows of a table that hold anything, with their numbers from 1 on; and its separator, "" of a workbook."""
+    if path.suffix.lower() == ".xlsx":
+        return _sheet(path), ""
+    text = tables.text_of(path)
+    first, _, rest = text.partition("\n")
+    said = tables.said_separator(first)
+    separator = said or tables.separator(first)
+    rows = enumerate(csv.reader(io.StringIO(rest if said else text), delimiter=separator), 2 if said else 1)
+    return [(number, row) for number, row in rows if any(row)], separator
+
+
+def _sheet(path: pathlib.Path) -> list[tuple[int, list[Any]]]:
+    """The rows of a workbook's first sheet that hold anything, with their numbers. Raises DataError where it could grow."""
+    openpyxl = sources.package("openpyxl")
+    rows, cells = [], 0
+    with files.regular(path) as file:
+        files.check_archive(zipfile.ZipFile(file), path, most=MAX_SHEET, remedy="; save the sheet as CSV")
+        book = openpyxl.load_workbook(file, read_only=True, data_only=True)
+        sheet = book.worksheets[0]
+        sheet.reset_dimensions()  # what it claims; rows would be filled up to that
+        for number, row in enumerate(sheet.iter_rows(values_only=True), 1):
+            cells += len(row)
+            if number > MAX_ROWS or cells > MAX_CELLS:
+                raise DataError(
+                    f"{path} has more than {MAX_ROWS:,} rows or {MAX_CELLS:,} cells, with the empty ones between those that "
+                    "hold something; save the sheet as CSV"
+                )
+            if any(cell not in (None, "") for cell in row):
+                rows.append((number, list(row)))
+        book.close()
+    return rows
+
+
+def _seconds(cell: Any) -> float:
+    """A cell of a table in seconds. Raises ValueError."""
+    if isinstance(cell, datetime.timedelta):  # a workbook's
+        return cell.total_seconds()
+    if isinstance(cell, datetime.time):
+        return datetime.timedelta(
+            hours=cell.hour, minutes=cell.minute, seconds=cell.second, microseconds=cell.microsecond
+        ).total_seconds()
+    if not isinstance(cell, str):
+        return float(cell)
+    *higher, last = cell.strip().split(":")
+    if len(higher) > 2 or not all(part.isdecimal() for part in higher) or (len(higher) == 2 and int(higher[1]) >= 60):
+        raise ValueError(cell)
+    seconds = tables.number(last)
+    if seconds is None or (higher and not 0 <= seconds < 60):
+        raise ValueError(cell)
+    for place, part in enumerate(reversed(higher), start=1):
+        seconds += int(part) * 60.0**place
+    return seconds

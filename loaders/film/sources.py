@@ -1,0 +1,46 @@
+"""Files from elsewhere that a film's dataset is made of: errors of the libraries that read them, and arrays."""
+
+import contextlib
+import importlib
+import pathlib
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from loaders.io import files, machine
+from loaders.io.files import DataError
+
+
+def package(name: str) -> Any:
+    """A package of the extra `giblet`. Raises DataError: it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DataError(f"needs the package {name}; install it with: pip install 'jaxtrain[giblet]'") from error
+
+
+@contextlib.contextmanager
+def reading(path: pathlib.Path) -> Iterator[None]:
+    """A context in which whatever a library raises is reported as a file that cannot be read (DataError)."""
+    try:
+        yield
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # libraries raise what they like for a broken file: zlib.error, BadZipFile, HeaderDataError, …
+        raise DataError(f"{path} cannot be read: {files.said(error)}") from error
+
+
+def only_array(path: pathlib.Path) -> np.ndarray:
+    """The array of a .npy, or the one of two dimensions or more of an npz."""
+    with reading(path):
+        packed = zipfile.is_zipfile(path)
+        arrays = files.arrays(path, most=machine.most_memory()) if packed else {path.name: np.array(files.array(path))}
+    candidates = [array for array in arrays.values() if array.ndim >= 2]
+    if len(candidates) > 1:
+        candidates = [array for array in candidates if array.size > 1]  # a codec's scale may be there
+    if len(candidates) != 1:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise DataError(f"{path} holds {shapes or 'nothing'}; expected one array of two dimensions")
+    return candidates[0]
