@@ -124,12 +124,12 @@ def _unread(optim: Optim) -> Problems:
         value, default = getattr(optim, name), getattr(Optim(), name)
         if value != default:
             yield name, f"is {value!r}, which {by}={getattr(optim, by)!r} does not read; leave it at {default!r}"
+    of_lr = "name" if factories.is_factory(optim.name) else "schedule"
     for i, group in enumerate(optim.groups):
-        for name, by in (("lr", "schedule"), ("lr", "name"), ("weight_decay", "name"), ("name", "name")):
-            if getattr(group, name) is not None and factories.is_factory(getattr(optim, by)):
-                text = f"is {getattr(group, name)!r}, which {by}={getattr(optim, by)!r} does not read; leave it out"
-                yield f"groups[{i}].{name}", text
-                break
+        for name, by in (("lr", of_lr), ("weight_decay", "name"), ("name", "name")):
+            value, decides = getattr(group, name), getattr(optim, by)
+            if value is not None and factories.is_factory(decides):
+                yield f"groups[{i}].{name}", f"is {value!r}, which {by}={decides!r} does not read; leave it out"
 
 
 def _schedule_problems(train: Train, optim: Optim) -> Problems:

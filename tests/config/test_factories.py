@@ -81,6 +81,16 @@ def test_an_error_of_a_factory_is_one_line_with_the_path_of_its_field(arguments,
     assert len(found[f"optim.{path}"].splitlines()) == 1
 
 
+def test_all_fields_that_nothing_reads_are_named_together():
+    found = mistakes(
+        "--config.optim.name=optax:adamw", "--config.optim.b2=0.95", "--config.optim.momentum=0.9",
+        "--config.optim.groups=({'match': '^w', 'lr': 0.1, 'weight_decay': 0.0, 'name': 'lion', 'freeze': True},)",
+    )  # fmt: skip
+    assert set(found) == {
+        f"optim.{name}" for name in ("b2", "momentum", *(f"groups[0].{x}" for x in ("lr", "weight_decay", "name")))
+    }
+
+
 def test_no_device_is_touched(here):
     """With a platform that does not exist: whatever asks for a device fails."""
     code = """
