@@ -235,6 +235,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain (export|checkpoint) ", Run()),
     (r"^jaxtrain runs", Run(says="xcm")),
     (r"^jaxtrain profile |metrics\.profile", Why("it needs a run that trains; tests/test_train.py asks one")),
+    (r"^jaxtrain --workload my_workload ", Why("it needs the files of the page; tests/test_docs.py runs it")),
     (r"^jaxtrain watch ", Why("it serves until Ctrl-C; tests/report/test_watch.py asks one")),
     (r"^jaxtrain metrics ", Run()),
     (r"^jaxtrain report .*sweep", Why("it needs a sweep; tests/report/test_page.py makes a page of several runs")),

@@ -229,7 +229,7 @@ def test_codes_that_were_made_elsewhere(tmp_path):
         )
         for field, x in expected.items():
             np.testing.assert_array_equal(found[field][0], x[0], err_msg=field)
-    own = dataclasses.replace(other, codec="chat:loudness", cache=str(tmp_path / "own"))
+    own = dataclasses.replace(other, codec="tests.support.chat:loudness", cache=str(tmp_path / "own"))
     loader = chat_audio.make_loader(own, split="train", rows=one(), seed=0)
     assert len(list((tmp_path / "own").glob("*chat.loudness.npy"))) == 3 and next(loader)[1]["codes"][0].max() > 0
     with pytest.raises(DataError, match="at most|cannot be used"):
