@@ -258,7 +258,7 @@ class Librosa:
             htk=True,
             norm=None,
         )
-        frames = ours.n_clip_frames(CLIP)
+        frames = FRONT_END.n_clip_frames(CLIP)
         return normalised(np.log(np.maximum(mels_mf.T[:frames], np.finfo(np.float32).eps)))
 
 
