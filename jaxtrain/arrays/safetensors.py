@@ -156,7 +156,14 @@ def export(
         # 3. The files that make arrays a model: their index, config and card, and the way back.
         total = sum(entry.n_bytes for entry in flat)
         where = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
-        export = {"step": step, "group": group, "meta": meta, "config": config, "paths": {e.name: e.path for e in flat}}
+        export = {
+            "format": stored.FORMAT,
+            "step": step,
+            "group": group,
+            "meta": meta,
+            "config": config,
+            "paths": {e.name: e.path for e in flat},
+        }
         export["shapes"] = {path: list(arrays[path].shape) for path in order if _is_folded(arrays[path], entries[path])}
         texts = {
             stored.INDEX: _json({"metadata": {"total_size": total}, "weight_map": where}),

@@ -204,7 +204,7 @@ def save_weights(
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(tree, save_args=stored.in_chunks(tree)),
                 data=ocp.args.JsonSave(dict(data)),
-                meta=ocp.args.JsonSave({**meta, "weights_only": True}),
+                meta=ocp.args.JsonSave({**meta, "format": stored.FORMAT, "weights_only": True}),
             ),
         )
     checksums.write(folder / str(step))

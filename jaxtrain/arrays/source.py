@@ -78,8 +78,11 @@ class Source(NamedTuple):
                 foreign = None if origin else workload.foreign_to(stored.open_safetensors(self.path))
                 config = foreign.config(self.path) if foreign else self._json("config.json")
             meta = {**meta, "config": config} if isinstance(meta, dict) else meta
+            if origin:
+                stored.check_format(origin, self.path)
         else:
             meta = stored.read_json(self.path, "meta") or {}
+            stored.check_format(meta, self.path)
         for name in ("config", "versions"):
             if not isinstance(meta, dict) or not isinstance(meta.get(name) or {}, dict):
                 found = str(meta.get(name) if isinstance(meta, dict) else meta)[:80]

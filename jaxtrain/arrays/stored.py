@@ -33,6 +33,7 @@ from jaxtrain.types import EXPORT_FILE
 from loaders.io import files, machine
 
 EXPORT = EXPORT_FILE
+FORMAT = 1  # of a step and of an export, as their metadata have it; raised when a reader of the old one would go wrong
 CARRY = "carry/"  # what paths of a carry begin with, in a step and in an export
 INDEX = "model.safetensors.index.json"
 CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
@@ -151,6 +152,13 @@ def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
     """Reads ``data`` or ``meta`` of a step directory; None when it does not exist. Raises StoredError when it is damaged."""
     folder = epath.Path(step_dir)
     return read_object(folder, f"{item}/metadata") if (folder / item / "metadata").exists() else None
+
+
+def check_format(meta: Mapping[str, Any], place: Any) -> None:
+    """Raises StoredError if a run's metadata, read at ``place``, are of another format than this version reads."""
+    if meta.get("config") and (found := meta.get("format")) != FORMAT:
+        older = "from before formats had numbers" if found is None else f"of format {str(found)[:20]}"
+        raise StoredError(f"{place} is {older}, and this version reads format {FORMAT}; read it with the version that wrote it")
 
 
 def read_object(folder: epath.Path, name: str) -> dict[str, Any]:

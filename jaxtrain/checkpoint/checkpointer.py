@@ -4,7 +4,7 @@
       state/   step, params, carry, optimizer state, average, the guard's norms: sharded arrays
       data/    JSON: what the loader needs to continue (position, seed, fingerprints of the data and its order), the offset
                between step and position if the data were changed during the run, and how often the run was rewound
-      meta/    JSON: the resolved config, the digest of the parameter table, package versions
+      meta/    JSON: the number of this format, the resolved config, the digest of the parameter table, package versions
       manifest.json   size and hash of every file (`checksums`), checked before anything is read
 
 Frozen base weights are not here: they are reloaded from their source. A save is asynchronous, one at a time; Orbax writes
@@ -68,6 +68,7 @@ class Checkpointer:
         quiet_orbax.keep_quiet()
         self._config = config
         self._meta = {
+            "format": stored.FORMAT,
             "config": json.loads(config_lib.to_json(config)),
             "parameters": specs.digest(task.specs),
             "versions": cluster.versions(),
@@ -294,6 +295,10 @@ class Checkpointer:
 
     def _check_model(self, manager: ocp.CheckpointManager, path: epath.Path, step: int) -> None:
         meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        try:
+            stored.check_format(meta, f"checkpoint {path}")
+        except stored.StoredError as error:
+            raise CheckpointError(f"{error}, or choose another config.workdir") from error
         if meta.get("weights_only"):
             raise CheckpointError(
                 f"checkpoint {path} holds weights only, without the optimizer: nothing can resume from it. Start another "

@@ -111,9 +111,11 @@ def config_of(config: WarmStart) -> dict[str, Any]:
     try:
         if not stored.is_safetensors(config.source):
             meta = stored.read_json(stored.find_step(config.source, config.step), "meta") or {}
+            stored.check_format(meta, config.source)
         else:
             folder = epath.Path(config.source).expanduser()
             meta = stored.read_object(folder, stored.EXPORT) if (folder / stored.EXPORT).exists() else {}
+            stored.check_format(meta, config.source)
     except stored.StoredError as error:
         raise WarmStartError(config.source, [str(error)]) from error
     found = meta.get("config")

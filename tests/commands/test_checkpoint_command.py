@@ -253,3 +253,13 @@ def test_other_peoples_orbax_directories_are_read_too(tmp_path):
         arrays = stored.open_step(folder)
         assert {p: s.read(()).tolist() for p, s in arrays.items()} == {"w": x["w"].tolist(), "list/0": 1, "list/1": 2}
         assert stored.nest((s.keys, p) for p, s in arrays.items()) == {"list": ["list/0", "list/1"], "w": "w"}
+
+
+@pytest.mark.parametrize(("number", "text"), [(None, "from before formats had numbers"), (7, "of format 7")])
+def test_a_step_of_another_format_is_an_error_that_says_so(number, text, tmp_path, capsys):
+    step = runs.save(tmp_path / "run", 10, runs.state(0, 10), manifest=False)
+    meta = json.loads((step / "meta" / "metadata").read_text())
+    meta.pop("format")
+    (step / "meta" / "metadata").write_text(json.dumps(meta if number is None else {**meta, "format": number}))
+    assert tool.main(["inspect", str(tmp_path / "run")]) == 2
+    assert f"10 is {text}, and this version reads format 1; read it with the version that wrote it" in capsys.readouterr().err

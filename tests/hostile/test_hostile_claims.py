@@ -271,7 +271,9 @@ def test_lines_of_a_name_or_a_text_are_none_of_ours(tmp_path, capsys):
     assert console.plain("\u200f\u061c\u2028") == "\\u200f\\u061c\\u2028"
     safetensors(tmp_path / "export", {"a": of(0, 8)}, 8)
     meta = {"versions": {"jax": "1\n0 problems"}, "parameters": "x\nno problems"}
-    (tmp_path / "export" / stored.EXPORT).write_text(json.dumps({"meta": meta, "config": {"a": 1}, "step": 1}))
+    (tmp_path / "export" / stored.EXPORT).write_text(
+        json.dumps({"format": stored.FORMAT, "meta": meta, "config": {"a": 1}, "step": 1})
+    )
     assert cli.main(["checkpoint", "inspect", str(tmp_path / "export")]) == 0
     assert {"versions jax 1 0 problems", "parameter table x no problems"} <= set(capsys.readouterr().out.splitlines())
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxtrain.arrays import stored
 from jaxtrain.checkpoint import checksums
 
 SHAPES = {
@@ -67,7 +68,12 @@ def save(
                 state=ocp.args.StandardSave(state),
                 data=ocp.args.JsonSave({"position": step, "seed": 7}),
                 meta=ocp.args.JsonSave(
-                    {"config": run or config(embed=128), "parameters": "abc123", "versions": {"jax": jax.__version__}}
+                    {
+                        "format": stored.FORMAT,
+                        "config": run or config(embed=128),
+                        "parameters": "abc123",
+                        "versions": {"jax": jax.__version__},
+                    }
                 ),
             ),
         )
