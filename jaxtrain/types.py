@@ -194,8 +194,6 @@ class Format(NamedTuple):
     # (config, all arrays of the model, lines about the run) -> further files
     files: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, str]], dict[str, bytes]] | None = None
     example: str = ""  # for the card, as that of `Hub`
-    package: str = ""  # that writing it needs
-    extra: str = ""  # of jaxtrain, that installs the package
 
 
 class Foreign(NamedTuple):

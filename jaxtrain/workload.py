@@ -38,6 +38,7 @@ class Workload:
     glossary: Any = ()  # of jaxtrain.telemetry.glossary.Entry: what its metrics mean
     export: Any = None  # a jaxtrain.types.Export; None = its defaults
     formats: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # name -> jaxtrain.types.Format
+    needs: Mapping[str, str] = dataclasses.field(default_factory=dict)  # format -> the package, and extra of jaxtrain, it needs
     # [regex of an array's path, in a folder of safetensors: jaxtrain.types.Foreign]
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     next_steps: tuple[tuple[str, str], ...] = ()  # (command with {run}, why) that a run which ended prints

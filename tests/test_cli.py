@@ -422,7 +422,11 @@ def test_packages_that_are_missing_or_too_old_are_told_before_jax_is_imported(ne
     ("argv", "package", "text"),
     [
         ("launch --config=sums --dry-run", "submitit", "the package submitit is missing; pip install 'jaxtrain[slurm]'"),
-        ("export run --out x --onnx", "onnx", "--onnx: the package onnx is missing; pip install 'jaxtrain[onnx]'"),
+        (
+            "export run --out x --format onnx",
+            "onnx",
+            "--format onnx: the package onnx is missing; pip install 'jaxtrain[onnx]'",
+        ),
         (
             "export x --push me/it",
             "huggingface_hub",

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import json
 import math
 import pathlib
@@ -181,7 +180,7 @@ def export(
 
 
 def _formats(source: Source, config: Mapping[str, Any], named: str, names: Sequence[str]) -> Iterator[Format]:
-    """The formats of a run's workload by their names. Raises StoredError: an unknown name, or a package that is missing."""
+    """The formats of a run's workload by their names. Raises StoredError: an unknown name."""
     if not names:
         return
     workload = run_workload.of_run(config, named)
@@ -192,10 +191,7 @@ def _formats(source: Source, config: Mapping[str, Any], named: str, names: Seque
                 f"{source.path} is a run of {config.get('workload')!r}, whose formats do not include {name!r}; "
                 f"{checks.expected(name, known) if known else 'it has none'}"
             )
-        found: Format = resolved(known[name])
-        if found.package and importlib.util.find_spec(found.package) is None:
-            raise StoredError(f"--format {name}: needs {found.package}; pip install 'jaxtrain[{found.extra}]'")
-        yield found
+        yield resolved(known[name])
 
 
 def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str) -> dict[str, Stored]:

@@ -35,6 +35,7 @@ import re
 import time
 from collections.abc import Sequence
 
+from jaxtrain import workload
 from jaxtrain.commands import arguments
 from loaders.io import machine
 
@@ -72,6 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--format belongs to an export of RUN to --out DIR")
     if args.private and not args.push:
         parser.error("--private belongs to --push")
+    for name in args.format:
+        for package in {workload.of(shipped).needs.get(name, "") for shipped in workload.shipped()}:
+            if package and (wrong := arguments.missing(package, f"pip install 'jaxtrain[{package}]'")):
+                arguments.report(f"--format {name}: {wrong}")
+                return arguments.MISTAKE
     if args.push and (wrong := arguments.missing("huggingface_hub", "pip install huggingface_hub")):
         arguments.report(f"--push: {wrong}")
         return arguments.MISTAKE

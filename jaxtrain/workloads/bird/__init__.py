@@ -44,6 +44,7 @@ WORKLOAD = Workload(
     glossary=f"{_HERE}.glossary:GLOSSARY",
     export=f"{_HERE}.export:EXPORT",
     formats={"timm": f"{_HERE}.export.timm:FORMAT", "onnx": f"{_HERE}.export.onnx:FORMAT"},
+    needs={"onnx": "onnx"},
     foreign={r"(^|/)patch_embed/proj/weight$": f"{_HERE}.export.timm:FOREIGN"},
     next_steps=(("jaxtrain embed {run} --out {run}-embeddings", "for the features of recordings"),),
 )

@@ -306,4 +306,4 @@ def _of_run(config: Mapping[str, Any], arrays: Mapping[str, Stored], about: Mapp
     return files(run_workload.section_of(config, "model", Config), config.get("data") or {}, arrays, about)
 
 
-FORMAT = Format(files=_of_run, example=COMMAND, package="onnx", extra="onnx")
+FORMAT = Format(files=_of_run, example=COMMAND)
