@@ -405,6 +405,17 @@ def test_a_loss_that_returns_other_types_is_reported(part, text):
         Run("alone", 1, task=wrong, fields=TOY_FIELDS, ema=0.0)
 
 
+def test_a_metric_named_as_one_of_every_step_is_an_error():
+    task = toy_task()
+
+    def loss(*given):
+        out = task.loss(*given)
+        return out._replace(metrics={**out.metrics, "grad_norm": out.loss})
+
+    with pytest.raises(ValueError, match="metrics named grad_norm, and every step has its own; rename them"):
+        Run("alone", 1, task=task._replace(loss=loss), fields=TOY_FIELDS, ema=0.0)
+
+
 @pytest.mark.parametrize(("mesh", "accumulate"), [("alone", 1), ("alone", 4), ("data", 1), ("mixed", 4)])
 def test_a_metric_without_rows_counts_once_for_each_part(mesh, accumulate):
     _, metrics, _, _ = run_toy(mesh, accumulate)

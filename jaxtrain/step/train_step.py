@@ -119,14 +119,16 @@ def train_step(
         average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
         new, old = (carry, opt_state, average, norms), (variables.carry, state.opt_state, state.ema, state.norms)
         carry, opt_state, average, norms = kept(new, old)
-    metrics = {
+    own = {
         "loss": out.loss,
-        **out.metrics,
         **update_lib.norms("grad_norm", grads),
         **changes,
         "skipped": _unweighted((~good).astype(jnp.float32)),
         "stopped": _unweighted(stopped.astype(jnp.float32)),
     }
+    if taken := sorted(own.keys() & out.metrics.keys()):
+        raise ValueError(f"the loss returns metrics named {', '.join(taken)}, and every step has its own; rename them")
+    metrics = {**out.metrics, **own}
     return TrainState(state.step + ~stopped, Variables(params, variables.frozen, carry), opt_state, average, norms), metrics
 
 
