@@ -35,7 +35,7 @@ def test_a_long_evaluation_says_how_far_it_is(monkeypatch, trials):
     )
     sums = lambda variables, batch: {"loss": Mean(batch, jnp.float32(1))}  # noqa: E731
     programs = types.SimpleNamespace(evaluation=lambda bucket: sums)
-    of_log = types.SimpleNamespace(_host=host)
+    of_log = types.SimpleNamespace(_process=host)
     note = types.SimpleNamespace(
         evaluating=lambda *a: MetricsLogger.evaluating(of_log, *a),
         pictures=lambda *a, **k: None,

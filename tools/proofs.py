@@ -64,7 +64,9 @@ PARTS = {
     ),
     "hostile": Part("hostile files to every command", ("tests/hostile/test_hostile_commands.py",), workers=2),
     "matrix": Part(
-        "every workload on every mesh", ("tests/test_matrix.py::test_steps_on_a_mesh_are_those_of_one_device",), workers=2
+        "every workload on every mesh",
+        ("tests/test_matrix.py::test_steps_on_a_mesh_are_those_of_one_device", "tests/optim/test_open.py"),
+        workers=2,
     ),
     "processes": Part(
         "every workload in 1, 2 and 4 processes",

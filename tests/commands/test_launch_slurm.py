@@ -218,7 +218,7 @@ def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder,
 
 def test_without_slurm_the_missing_command_and_the_remedy_are_one_line(folder, corpus, capsys, monkeypatch):
     """Nothing is written before."""
-    source, before = f"--config=tiny.py:{corpus}", sorted(folder.iterdir())
+    source, before = f"--config=tiny.py:{corpus}", sorted(folder.glob("[!_]*"))
     assert "#SBATCH" in launch(capsys, source, "--dry-run")
     monkeypatch.setenv("PATH", str(folder / "bin"))
     remedy = "run jaxtrain launch on a login node of the cluster"
@@ -226,7 +226,7 @@ def test_without_slurm_the_missing_command_and_the_remedy_are_one_line(folder, c
     assert told == (
         f"error: SLURM's commands are not installed here: sbatch not found; {remedy}, or add --dry-run to print the script\n"
     )
-    assert sorted(folder.iterdir()) == before
+    assert sorted(folder.glob("[!_]*")) == before
     (folder / "runs" / "tiny" / "slurm").mkdir(parents=True)
     (folder / "runs" / "tiny" / "slurm" / "jobs.jsonl").write_text('{"job": "17", "workdir": "runs/tiny"}\n')
     for option in ("--status=runs/tiny", "--tail=runs/tiny"):

@@ -401,6 +401,7 @@ def test_a_glob_of_a_run_does_not_search_the_disk(tmp_path, capsys, adapted):
 def test_the_log_of_a_job_is_a_file_of_its_folder(tmp_path, capsys, monkeypatch):
     inputs.jobs(tmp_path)
     monkeypatch.setattr(launch, "state_of", lambda job: {"JobState": "COMPLETED"})
+    monkeypatch.setenv("PATH", f"{pathlib.Path(__file__).parent / 'bin'}:{os.environ['PATH']}")  # a SLURM that knows no job
     log = tmp_path / "slurm" / "12_0_log.out"
     os.mkfifo(log)
     assert "is a pipe" in refused(capsys, "launch", "--tail", str(tmp_path))
