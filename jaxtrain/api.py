@@ -25,7 +25,7 @@ from jaxtrain.types import PyTree, Task, Variables
 
 
 class Trained(NamedTuple):
-    """What `train` returns."""
+    """The result of `train`."""
 
     state: TrainState | None  # parameters are in state.variables.params; None: the run had ended before, with weights only
     step: int

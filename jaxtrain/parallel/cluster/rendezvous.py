@@ -27,7 +27,7 @@ from jaxtrain.parallel.cluster.handshake import Guest, HandshakeError, Line, pro
 
 STRANGERS = 128  # connections that may be open without having proven anything
 PATIENCE = 10.0  # [s] for a connection to prove that it knows the secret, and to say who it is
-Conclude = Callable[[Sequence[dict[str, Any]], str], Any]  # (messages, late) -> what all are told
+Conclude = Callable[[Sequence[dict[str, Any]], str], Any]  # (messages, late) -> the reply to all present
 
 
 class RendezvousError(RuntimeError):
