@@ -5,7 +5,7 @@ CONFIG ?= configs/xcm.py
 CACHE := $(or $(JAXTRAIN_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxtrain)
 export CARGO_TARGET_DIR ?= $(CACHE)/cargo-target
 
-SOURCES := rust/Cargo.lock $(shell find rust/Cargo.toml rust/core rust/python -name '*.rs' -o -name Cargo.toml)
+SOURCES := rust/Cargo.lock $(shell find rust/Cargo.toml rust/decode rust/core rust/python -name '*.rs' -o -name Cargo.toml)
 CARGO_TEST = cargo test $(if $(LOCKED),--locked) --profile test-quick --quiet --manifest-path rust/Cargo.toml
 # What is installed: to train, or to test besides. The second is the first too. With LOCKED=1, in an environment of its own, exactly
 # the packages of requirements.lock, by their checksums (for Python 3.11 on Linux and x86-64), and the crates of rust/Cargo.lock.

@@ -12,13 +12,12 @@
 //!
 //! Plain Rust, without Python: `../python` is the binding.
 
-pub mod decode;
+pub use jaxtrain_decode as decode;
 pub mod error;
 pub mod fbank;
 pub mod order;
 pub mod pipeline;
 pub mod resample;
-mod simd;
 pub mod slab;
 pub mod source;
 pub mod sudoku;

@@ -28,7 +28,7 @@
 use std::collections::HashMap;
 use std::f64::consts::PI;
 
-use crate::simd::{self, Lanes, Portable};
+use jaxtrain_decode::simd::{self, Lanes, Portable};
 
 /// Reach of the filter to each side, in periods of the lower rate.
 const REACH: f64 = 46.0;

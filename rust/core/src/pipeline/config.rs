@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::crop::Clip;
-use crate::decode::RATES;
+use jaxtrain_decode::RATES;
 use crate::error::Error;
 use crate::fbank::FilterBank;
 use crate::source::Index;

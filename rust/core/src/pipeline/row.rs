@@ -9,7 +9,7 @@ use super::crop::{Bounds, Clip, Crop, Short};
 use super::diagnostics::{DECODE, FBANK, READ, RESAMPLE, SEEK};
 use super::queue::Slot;
 use super::{panics, Form, Shared};
-use crate::decode::{Decoder, Info};
+use jaxtrain_decode::{Decoder, Info};
 use crate::fbank::{Fbank, FilterBank};
 use crate::order::crop_start;
 use crate::resample::{Resampler, Resamplers};

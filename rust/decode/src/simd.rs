@@ -13,7 +13,7 @@
 /// # Safety
 /// The methods of an implementation may only run on a machine that has its instruction set, and pointers must
 /// be valid for `N` values (no alignment is needed).
-pub(crate) trait Lanes: Copy {
+pub trait Lanes: Copy {
     const N: usize;
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
@@ -31,7 +31,7 @@ pub(crate) trait Lanes: Copy {
 
 /// Lanes for any machine: the compiler uses what the baseline instruction set offers.
 #[derive(Clone, Copy)]
-pub(crate) struct Portable([f32; 8]);
+pub struct Portable([f32; 8]);
 
 // A loop, since a closure may be compiled as a function of its own, for the baseline.
 macro_rules! lanes {
@@ -104,7 +104,7 @@ mod x86 {
 
     /// Eight lanes of AVX2 with fused multiply-add.
     #[derive(Clone, Copy)]
-    pub(crate) struct Avx2(__m256);
+    pub struct Avx2(__m256);
 
     // SAFETY, all methods: the trait's contract (AVX2 and FMA present, pointers valid for 8 values).
     impl Lanes for Avx2 {
@@ -162,11 +162,11 @@ mod x86 {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::Avx2;
+pub use x86::Avx2;
 
 /// Whether this machine has AVX2 and fused multiply-add (std caches the answer).
 #[inline]
-pub(crate) fn avx2() -> bool {
+pub fn avx2() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
         std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma")
@@ -179,7 +179,7 @@ pub(crate) fn avx2() -> bool {
 
 /// Whether this machine has instructions for counting zeros and for shifting by a register (BMI, LZCNT).
 #[inline]
-pub(crate) fn bit_counts() -> bool {
+pub fn bit_counts() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
         std::arch::is_x86_feature_detected!("bmi1")

@@ -348,8 +348,8 @@ mod tests {
             let whole = std::fs::read(data.join(name)).expect("the tests' recordings");
             let serial = Page::parse(&whole, 0).unwrap().serial;
             let lie = [&whole[..], &page(LAST, 1 << 50, serial, &[1])].concat();
-            assert!(crate::decode::Decoder::new().info(&whole).is_ok());
-            assert!(matches!(crate::decode::Decoder::new().info(&lie), Err(Error::Corrupt { .. })), "{name}");
+            assert!(crate::Decoder::new().info(&whole).is_ok());
+            assert!(matches!(crate::Decoder::new().info(&lie), Err(Error::Corrupt { .. })), "{name}");
         }
         let silence = page(0, 0, 7, &[1; 255]);
         assert!(can_hold(&silence, 0, 7, 255 * 4096, 4096) && !can_hold(&silence, 0, 7, 255 * 4096 + 1, 4096));
@@ -388,7 +388,7 @@ mod tests {
                 }
                 for end in [vec![], page(LAST, i64::MAX, serial, &[1]), page(LAST, 100_000_000, serial, &[1; 255])] {
                     let begin = Instant::now();
-                    let _ = crate::decode::probe(&[&bytes[..], &end].concat());
+                    let _ = crate::probe(&[&bytes[..], &end].concat());
                     let limit = Duration::from_secs(if cfg!(debug_assertions) { 60 } else { 10 });
                     assert!(begin.elapsed() < limit, "{name}, pages {kind}: {:?}", begin.elapsed());
                 }

@@ -18,6 +18,7 @@ mod ogg;
 mod opus;
 mod other;
 mod vorbis;
+pub mod simd;
 mod wav;
 
 use std::ops::RangeInclusive;
