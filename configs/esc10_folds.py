@@ -36,6 +36,7 @@ it learned nothing.
 """
 
 import logging
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -45,7 +46,7 @@ SLIGHT = dict(shift=128, gain=0.1)  # where masks make the task already
 DECODER = dict(embed=64, depth=2, heads=2)
 
 # steps, augmentation, and what is on; the steps of each take two to five CPU minutes
-OBJECTIVES = {
+OBJECTIVES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "supervised": (400, FULL, dict(supervised=dict(weight=1.0, label_smoothing=0.1))),
     "mae": (800, SLIGHT, dict(mae=dict(weight=1.0, decoder=DECODER))),
     "lejepa": (300, FULL, dict(lejepa=dict(weight=1.0, hidden=512, trade=0.05))),

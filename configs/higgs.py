@@ -17,6 +17,8 @@ Other choices of the model: --config.model.audio_attention=true (a second attent
 of the data delay=false; none of the three is how the published weights were made. `make higgs-demo` is a whole small run.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from jaxtrain.workloads.audio_language import hugging_face as higgs
@@ -26,7 +28,8 @@ def get_config(argument: str = "blank") -> ConfigDict:
     if argument == "blank":
         from loaders.chat import demo_chat
 
-        model, warm_start, data = higgs.PRESETS["v2"], {}, demo_chat.blank()
+        warm_start: dict[str, Any] = {}
+        model, data = higgs.PRESETS["v2"], demo_chat.blank()
     else:
         (model, warm_start), data = higgs.from_hugging_face(argument), {}
     return ConfigDict(

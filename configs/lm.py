@@ -16,6 +16,8 @@ widths and vocabulary. Rows too long for one device are split over the mesh axis
 "--config.mesh.axis_rules={'batch': 'data', 'seq': 'fsdp'}".
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from jaxtrain.workloads.language import hugging_face as language_files
@@ -24,7 +26,8 @@ from jaxtrain.workloads.language import hugging_face as language_files
 def get_config(argument: str = "qwen3-0.6b") -> ConfigDict:
     context = 2048
     if argument in language_files.PRESETS:
-        model, warm_start, lr = language_files.PRESETS[argument], {}, 6e-4
+        warm_start: dict[str, Any] = {}
+        model, lr = language_files.PRESETS[argument], 6e-4
     else:
         (model, warm_start), lr = language_files.from_hugging_face(argument), 3e-5
         context = model.get("context", context)  # of an export whose positions are learned

@@ -18,6 +18,7 @@ needs half of the 40 GB of one H100.
 """
 
 import os
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -39,7 +40,7 @@ def get_config(argument: str = "") -> ConfigDict:
     )
 
 
-def recipe(*, lr: float, warmup: float, weight_decay: float) -> dict:
+def recipe(*, lr: float, warmup: float, weight_decay: float) -> dict[str, Any]:
     """AdamATan2 on everything, biases too; signs on the puzzle embeddings, of which only the rows in the batch move."""
     return dict(
         name="adam_atan2",
@@ -56,7 +57,7 @@ def recipe(*, lr: float, warmup: float, weight_decay: float) -> dict:
     )
 
 
-def four() -> dict:
+def four() -> dict[str, Any]:
     """4 × 4 boards with 4 to 10 blanks; no views, which would turn training boards into test boards."""
     return dict(
         workload="jaxtrain.workloads.trm",
@@ -70,7 +71,7 @@ def four() -> dict:
     )
 
 
-def nine() -> dict:
+def nine() -> dict[str, Any]:
     """9 × 9 boards with 4 to 12 blanks; boards with more of them are in the training mixture, for more to learn from each."""
     return dict(
         workload="jaxtrain.workloads.trm",
@@ -84,7 +85,7 @@ def nine() -> dict:
     )
 
 
-def small(*, embed: int, cycles_low: int) -> dict:
+def small(*, embed: int, cycles_low: int) -> dict[str, Any]:
     return dict(
         embed=embed,
         heads=4,

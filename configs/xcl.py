@@ -10,7 +10,7 @@ import os
 
 from ml_collections import ConfigDict
 
-from jaxtrain.configs import xcm
+from jaxtrain.configs import xcm  # type: ignore[attr-defined]  # its path is that of configs/, in a checkout or a wheel
 
 BROKEN = (495640, 495763, 497541, 498645, 501254)  # recordings that no decoder reads, found by a scan of all
 ROWS = 528_422  # of the mirror whose rows these are

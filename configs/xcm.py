@@ -16,6 +16,7 @@ first time, making the corpus takes about a minute of CPU time more. The recipe 
 
 import logging
 import os
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -83,5 +84,5 @@ def demo() -> ConfigDict:
     )
 
 
-def probe() -> tuple[dict, ...]:
+def probe() -> tuple[dict[str, Any], ...]:
     return (dict(match="^probe/", lr=1e-3, weight_decay=1e-7, clip=1.0),)

@@ -1,7 +1,6 @@
 """A run put together on a mesh, before anything of it exists: what training, planning, embedding and the tests begin with."""
 
 import dataclasses
-import importlib
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import Task
+from loaders import base
 from loaders.base import Field
 
 log = logging.getLogger("jaxtrain")
@@ -95,7 +95,7 @@ def assemble(
     task = lora.adapt(make_task(config, layout.shard, config.train.batch), config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
     if fields is None:
-        fields = importlib.import_module(config.loader).fields(config.data)
+        fields = base.module(config.loader).fields(config.data)
     abstract = state_lib.make_abstract(
         task, tx, layout, fields, batch=config.train.batch, ema=config.train.ema > 0, offload=config.optim.offload
     )

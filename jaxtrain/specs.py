@@ -23,7 +23,7 @@ def map_specs(f: Callable[[str, Spec], Any], specs: PyTree) -> PyTree:
     return jax.tree.map_with_path(lambda path, spec: f(path_name(path), spec), specs, is_leaf=is_spec)
 
 
-def path_name(path: tuple) -> str:
+def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

@@ -8,8 +8,8 @@ import functools
 import importlib
 import pkgutil
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 PACKAGE = "jaxtrain.workloads"
 
@@ -23,12 +23,25 @@ class Command(NamedTuple):
     caches: bool = False  # whether it keeps compiled programs, or what it makes, in the cache folder
 
 
+class WorkloadModule(Protocol):
+    """The attributes of a workload's module, if it has no ``WORKLOAD``. Only ``Config`` and ``make_task`` are required."""
+
+    Config: type[Any]
+    """The section ``model`` of a config, a `jaxtrain.config.ModelSection`."""
+    make_specs: Callable[[Any], Any] | None
+    """The section -> a tree of `jaxtrain.types.Spec`."""
+    EXPORT: Any
+    GLOSSARY: Iterable[Any]
+
+    def make_task(self, config: Any, shard: Any, batch: int) -> Any:
+        """Return the `jaxtrain.types.Task` of a run's config."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A workload, as its package's ``WORKLOAD``. A field may be the object itself, or "module:name", imported at its first use.
 
-    A module without ``WORKLOAD`` trains too: its ``Config``, ``make_task``, ``make_specs``,
-    ``EXPORT`` and ``GLOSSARY`` are used.
+    A module without ``WORKLOAD`` trains too, by the attributes of `WorkloadModule`.
     """
 
     config: Any  # the dataclass of the section `model`, a `jaxtrain.config.ModelSection`

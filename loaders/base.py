@@ -1,22 +1,18 @@
 """What every data loader offers the trainer, and the skeleton that all of them share.
 
-A loader module (``config.loader`` names it, e.g. ``loaders.audio.spectrogram``) offers
-
-    Config                                   frozen dataclass; becomes the ``data`` section of the config. Its ``problems()``
-                                             yields (field, what is wrong and the remedy) without reading data
-    fields(config) -> {name: Field}          what a row of a batch holds
-    facts(config) -> Facts                   what the data itself decides (class names, row counts), read without decoding
-    make_loader(config, *, split, rows, seed) -> Loader        ``split`` is "train" or "test"
+`LoaderModule` lists what a loader module offers. ``config.loader`` names it, e.g. ``loaders.audio.spectrogram``.
 
 Whatever is wrong with the data is raised as a `DataError`.
 """
 
 import abc
+import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
+from loaders.io.checks import DataSection
 from loaders.io.files import DataError as DataError  # which every loader raises
 
 Facts = Mapping[str, Any]
@@ -190,3 +186,24 @@ class _Batches:
 
     def __getitem__(self, position: int) -> HostBatch:
         return self._loader._batch(int(position))
+
+
+class LoaderModule(Protocol):
+    """The attributes of a loader module; ``config`` is an instance of its ``Config``."""
+
+    Config: type[DataSection]
+    """A frozen dataclass: the section ``data`` of a config. Its ``problems()`` reads no data."""
+
+    def fields(self, config: Any) -> Mapping[str, Field]:
+        """Return the field name -> shape and dtype of a row."""
+
+    def facts(self, config: Any) -> Facts:
+        """Return what the data decide (class names, row counts), read without decoding."""
+
+    def make_loader(self, config: Any, *, split: str, rows: Rows, seed: int) -> Loader:
+        """Open the split "train" or "test"."""
+
+
+def module(name: str) -> LoaderModule:
+    """Import a loader module by its dotted name. Raises ImportError."""
+    return cast(LoaderModule, importlib.import_module(name))

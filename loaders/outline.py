@@ -24,7 +24,7 @@ def film() -> Path:
 
 
 @functools.cache
-def _birds() -> tempfile.TemporaryDirectory:
+def _birds() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="jaxtrain-birds-")
     recordings = [demo_birds.recording(number) for number in range(demo.N_TRAIN + demo.N_TEST)]
     for split, rows in (("train", recordings[: demo.N_TRAIN]), ("test", recordings[demo.N_TRAIN :])):
@@ -36,7 +36,7 @@ def _birds() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def _film() -> tempfile.TemporaryDirectory:
+def _film() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="jaxtrain-film-")
     demo_film.make_outline(Path(folder.name))
     return folder

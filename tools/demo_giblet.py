@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 CONFIG = "configs/giblet.py:demo"
 # Of the losses of the two runs: on average over steps, and of any step. Sums round differently on different meshes, and at a
@@ -96,7 +97,7 @@ def finished(*processes: subprocess.Popen, code: int = 0) -> None:
         sys.exit(f"tools.demo_giblet: the processes ended with {codes}; expected {code}")
 
 
-def records(folder: pathlib.Path, split: str) -> list[dict]:
+def records(folder: pathlib.Path, split: str) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     all_records = [json.loads(line) for line in lines if line.endswith("\n")]

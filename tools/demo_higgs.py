@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -140,7 +140,7 @@ def unpack(data: str, split: str, out: pathlib.Path) -> list[Recording]:
     return unpacked
 
 
-def conversations(recording: Recording, offsets: Sequence[float]) -> list[dict]:
+def conversations(recording: Recording, offsets: Sequence[float]) -> list[dict[str, Any]]:
     """Asked for a class, it is played; played a recording, its class is named."""
     samples = []
     for offset in offsets:

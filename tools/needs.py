@@ -7,9 +7,10 @@ import pathlib
 import re
 import sys
 import tomllib
+from typing import Any
 
 
-def needs(project: dict, extras: list[str]) -> list[str]:
+def needs(project: dict[str, Any], extras: list[str]) -> list[str]:
     """The dependencies, and those of ``extras``; an extra that names others of this package is followed."""
     found, waiting = list(project["dependencies"]), list(extras)
     while waiting:

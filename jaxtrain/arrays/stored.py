@@ -231,7 +231,7 @@ def _elements(shape: Any) -> int:
     return math.prod(shape) if _is_shape(shape) else 0  # which tensorstore does not read either
 
 
-def open_safetensors(folder: str | os.PathLike) -> dict[str, Stored]:
+def open_safetensors(folder: str | os.PathLike[str]) -> dict[str, Stored]:
     """Opens every array of a folder of safetensors (or of one such file). Only the headers are read now.
 
     Raises:
@@ -265,7 +265,7 @@ def _open_folder(folder: epath.Path) -> dict[str, Stored]:
     return {path: fold(array, tuple(shapes[path])) if path in shapes else array for path, array in stacked.items()}
 
 
-def is_safetensors(path: str | os.PathLike) -> bool:
+def is_safetensors(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a safetensors file or a folder that holds one. Raises StoredError for a store that cannot be read."""
     place = place_of(path)
     return place.name.endswith(".safetensors") or (place.is_dir() and any(place.glob("*.safetensors")))
@@ -352,7 +352,7 @@ def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
         return leaves[0][1]
     if any(not keys for keys, _ in leaves):
         raise StoredError("an array has the path of a folder of other arrays, or two have one path")
-    groups: dict[str | int, list] = {}
+    groups: dict[str | int, list[Any]] = {}
     for keys, leaf in leaves:
         groups.setdefault(keys[0], []).append((keys[1:], leaf))
     tree = {key: nest(group) for key, group in groups.items()}
@@ -395,7 +395,7 @@ def _item(folder: epath.Path) -> epath.Path | None:
     return next((p for p in (folder / "state", folder / "default", folder) if (p / "_METADATA").exists()), None)
 
 
-def _leaves(tree: Any, keys: tuple = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+def _leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from _leaves(value, (*keys, key))
@@ -409,8 +409,11 @@ def _leaves(tree: Any, keys: tuple = ()) -> Iterator[tuple[tuple[str | int, ...]
 def _array(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[], ts.TensorStore]:
     """Opens one array of an Orbax item, once. ``indexed``: all arrays are in one OCDBT store, else each in a folder."""
     text = os.fspath(folder)
+
     # The folder alone decides: an array's name is its maker's.
-    place = lambda path: path if "://" in text else {"driver": "file", "path": path}  # noqa: E731
+    def place(path: str) -> Any:
+        return path if "://" in text else {"driver": "file", "path": path}
+
     if indexed:
         kvstore = {"driver": "ocdbt", "base": place(f"{text}/"), "path": f"{name}/"}
     else:

@@ -398,7 +398,9 @@ def _saved(state: "TrainState") -> dict[str, Any]:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    plain = lambda x: json.loads(json.dumps(x))  # noqa: E731  tuples are lists once saved
+    def plain(x: Any) -> Any:
+        return json.loads(json.dumps(x))  # tuples are lists once saved
+
     changed = [k for k in sorted({*old, *new}) if plain(old.get(k)) != plain(new.get(k))]
     return ", ".join(f"{k}: {old.get(k)} saved, {new.get(k)} now" for k in changed)
 

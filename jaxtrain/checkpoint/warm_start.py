@@ -220,7 +220,7 @@ def load(matches: Matches, params: PyTree) -> dict[str, Array]:
 def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> PyTree:
     """Replaces initial ``params`` by what is loaded. To be traced."""
 
-    def choose(path: tuple, fresh: Array) -> Array:
+    def choose(path: tuple[Any, ...], fresh: Array) -> Array:
         name = specs.path_name(path)
         if name not in loaded:
             return fresh
@@ -265,7 +265,7 @@ def _how_to_reshape(ways: Sequence[str]) -> str:
 class _Patterns:
     """Applies regular expressions, and remembers which of them ever matched."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._matched: set[tuple[str, str]] = set()
 
     def any(self, field: str, patterns: Iterable[str], path: str) -> bool:

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain import config as config_lib
 from jaxtrain.commands import arguments
@@ -289,7 +289,7 @@ def _arguments(source: str, texts: Sequence[tuple[str, str]]) -> list[str]:
     return [f"--config={path}{colon}{argument}", *(f"--config.{where}={text}" for where, text in texts)]
 
 
-def _jobs(workdir: str) -> list[dict]:
+def _jobs(workdir: str) -> list[dict[str, Any]]:
     path = pathlib.Path(workdir) / "slurm" / "jobs.jsonl"
     if not path.exists():
         raise LaunchError(f"{path} does not exist: nothing was submitted with this workdir; name another")

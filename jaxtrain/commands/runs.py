@@ -86,7 +86,9 @@ def _row(run: Any, metric: str) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    number = lambda name: "-" if row[name] is None else f"{row[name]:.4g}"  # noqa: E731
+    def number(name: str) -> str:
+        return "-" if row[name] is None else f"{row[name]:.4g}"
+
     return (
         " ".join(row["run"].split("\n")), row["state"], f"{row['step']}/{row['steps'] or '?'}", duration(row["eta_seconds"]),
         row["metric"] or "-", number("last"), number("best"), "-" if row["best_step"] is None else str(row["best_step"]),

@@ -90,7 +90,7 @@ class Pages:
 WATCHED = ("metrics.jsonl", "samples.jsonl", "classes.jsonl", "pictures", "config.json", "goodput")
 
 
-def _changed(path: os.PathLike) -> tuple[int, int]:
+def _changed(path: os.PathLike[str]) -> tuple[int, int]:
     try:
         about = os.stat(path)
     except OSError:

@@ -26,7 +26,7 @@ log = logging.getLogger("jaxtrain")
 LIMIT = 2 << 30  # [bytes] of all files together
 
 
-def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable | None:
+def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable[..., Any] | None:
     """The program that an earlier start compiled of this, where each process has kept its own; else None.
 
     Called by all processes at once. Like JAX's cache, it trusts the folder of the cache: what is read there is run.
@@ -50,7 +50,7 @@ def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable
     return program
 
 
-def keep(lowered: jax.stages.Lowered, options: Mapping[str, Any], compile: Callable[[], Any]) -> Callable:
+def keep(lowered: jax.stages.Lowered, options: Mapping[str, Any], compile: Callable[[], Any]) -> Callable[..., Any]:
     """``compile()``, kept for the next start."""
     began = time.perf_counter()
     program = compile()

@@ -36,15 +36,15 @@ class CompileAhead:
       late: steps that had to wait for their program, the first aside.
     """
 
-    def __init__(self, key_of: Callable[[int], Hashable], compiled: Callable[[Any], Callable]):
+    def __init__(self, key_of: Callable[[int], Hashable], compiled: Callable[[Any], Callable[..., Any]]):
         """``compiled(key)`` compiles one."""
         self._key_of, self._compiled = key_of, compiled
         self.starts: dict[Hashable, int] = {}
         self.late: list[int] = []
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=THREAD)
-        self._programs: dict[Hashable, concurrent.futures.Future] = {}
+        self._programs: dict[Hashable, concurrent.futures.Future[Any]] = {}
 
-    def expect(self, step: int, program: Callable | None = None) -> None:
+    def expect(self, step: int, program: Callable[..., Any] | None = None) -> None:
         """Starts to compile the program of a step that is likely to be the first, unless ``program`` is that."""
         if program is None:
             self._submit(self._key_of(step))
@@ -54,7 +54,7 @@ class CompileAhead:
     def expects(self, step: int) -> bool:
         return self._key_of(step) in self._programs
 
-    def begin(self, start: int, stop: int, *, others: Sequence[Callable[[], Callable]] = ()) -> None:
+    def begin(self, start: int, stop: int, *, others: Sequence[Callable[[], Callable[..., Any]]] = ()) -> None:
         """Steps ``start`` … ``stop`` - 1 are to come.
 
         Args:
@@ -75,7 +75,7 @@ class CompileAhead:
         if key not in self._programs:
             self._programs[key] = self._pool.submit(self._compiled, key)
 
-    def at(self, step: int) -> Callable:
+    def at(self, step: int) -> Callable[..., Any]:
         """The program of step number ``step``, 0 being the first. Raises what its compilation raised, and at any step what the
         compilation of one of the others did: an evaluation that does not fit is known before hours of training.
         """
@@ -90,7 +90,7 @@ class CompileAhead:
         """Whether the program of step number ``step`` is compiled."""
         return self._programs[self._key_of(step)].done()
 
-    def other(self, index: int) -> Callable:
+    def other(self, index: int) -> Callable[..., Any]:
         """One of the others, awaited. Raises what its compilation raised."""
         return self._others[index].result()
 
@@ -99,8 +99,8 @@ class CompileAhead:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _done(program: Callable) -> concurrent.futures.Future:
-    future: concurrent.futures.Future = concurrent.futures.Future()
+def _done(program: Callable[..., Any]) -> concurrent.futures.Future[Any]:
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
     future.set_result(program)
     return future
 
@@ -133,7 +133,7 @@ class StepCompiler:
             first = lowered(self._key_of(likely))  # by this thread, which has the time
             self._steps.expect(likely, program_cache.earlier(first, self._options))
 
-    def _compile(self, lowered: jax.stages.Lowered) -> Callable:
+    def _compile(self, lowered: jax.stages.Lowered) -> Callable[..., Any]:
         own = self._assembly.config.compiler
         return program_cache.keep(lowered, self._options, lambda: xla_options.compile(lowered, self._options, own))
 
@@ -176,19 +176,19 @@ class StepCompiler:
     def __exit__(self, *exception: object) -> None:
         self._steps.close()
 
-    def at(self, item: Item) -> Callable:
+    def at(self, item: Item) -> Callable[..., Any]:
         """The compiled step for a batch: (state, batch, stop) -> (state, metrics). The state is donated."""
         if self._steps.is_ready(item.index):
             return self._steps.at(item.index)
         with self._clock.during(goodput.COMPILATION):
             return self._steps.at(item.index)
 
-    def evaluation(self, bucket: int) -> Callable:
+    def evaluation(self, bucket: int) -> Callable[..., Any]:
         """The compiled evaluation of a bucket of the test split: (variables, batch) -> sums. Waits for its compilation."""
         return self._steps.other(bucket)
 
 
-def _check_best(assembly: Assembly, evaluated: dict | None) -> None:
+def _check_best(assembly: Assembly, evaluated: dict[str, Any] | None) -> None:
     """Raises ConfigError when config.checkpoint.best names a metric that no evaluation has. None: there is no test split."""
     config, task = assembly.config, assembly.task
     best = config.checkpoint.best.lstrip("-")

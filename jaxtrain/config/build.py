@@ -30,6 +30,7 @@ from jaxtrain.config.checks import (
     without_defaults,
 )
 from jaxtrain.config.schema import SHARES, Config, ModelSection, Train
+from loaders import base
 from loaders.io import checks
 from loaders.io.checks import DataSection, Section
 
@@ -208,7 +209,7 @@ def _model_class(module_name: str) -> type[Section]:
 def _data_class(module_name: str) -> type[Section]:
     """The dataclass of the section ``data``, from its loader. Raises as `_model_class`."""
     _refuse_relative(module_name)
-    module = importlib.import_module(module_name)
+    module = base.module(module_name)
     functions = {name: getattr(module, name, None) for name in ("fields", "facts", "make_loader")}
     return _checked_class(module_name, getattr(module, "Config", None), DataSection, functions)
 
@@ -238,7 +239,7 @@ def _take_facts(config: Config, problems: list[tuple[str, str]], unread: Sequenc
     """
     if any(path.startswith(("data", "loader")) for path, _ in problems):
         return config
-    loader = importlib.import_module(config.loader)
+    loader = base.module(config.loader)
     if (problems or not make_data) and not config.data.exists():
         return config  # the data would have to be made first, and the config is refused anyway, or only looked at
     try:
@@ -414,7 +415,7 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
-def save(config: Config, folder: str | os.PathLike) -> None:
+def save(config: Config, folder: str | os.PathLike[str]) -> None:
     """Writes config.json into ``folder``, whole or not at all."""
     path = pathlib.Path(folder) / "config.json"
     temporary = path.with_name(f".config.json.{os.getpid()}")
@@ -426,7 +427,7 @@ def _names(cls: type) -> list[str]:
     return [f.name for f in dataclasses.fields(cls)]
 
 
-def _has_no_default(f: dataclasses.Field) -> bool:
+def _has_no_default(f: dataclasses.Field[Any]) -> bool:
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
 

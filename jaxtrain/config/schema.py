@@ -10,11 +10,13 @@ import re
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple
+
+from typing_extensions import TypeVar
 
 from jaxtrain.config import factories
 from loaders.io import checks
-from loaders.io.checks import Problems, Section
+from loaders.io.checks import DataSection, Problems, Section
 
 MOST_STEPS = 2**31 - 1  # a step is an int32
 CORRECTIONS = ("outside", "inside")
@@ -418,16 +420,20 @@ class Distributed(Section):
         yield from checks.not_negative(self, "start_timeout", "step_timeout")
 
 
+Model = TypeVar("Model", bound=ModelSection, default=Any)
+Data = TypeVar("Data", bound=DataSection, default=Any)
+
+
 @dataclass(frozen=True)
-class Config(Section):
-    """A whole run."""
+class Config(Section, Generic[Model, Data]):
+    """A whole run: `Config[Model, Data]` by the sections of its workload and of its loader."""
 
     workload: str = ""  # [module] what is trained; its Config is the section `model`
     loader: str = ""  # [module] where rows come from; its Config is the section `data`
     workdir: str = ""  # [path] everything that the run writes; empty = runs/<name of the config file>
     seed: int = 0  # [1] of initialisation, order, crops and augmentation
-    model: Any = None  # [section] of the workload
-    data: Any = None  # [section] of the loader
+    model: Model = None  # type: ignore[assignment]  # [section] of the workload
+    data: Data = None  # type: ignore[assignment]  # [section] of the loader
     train: Train = field(default_factory=Train)  # [section]
     optim: Optim = field(default_factory=Optim)  # [section]
     mesh: Mesh = field(default_factory=Mesh)  # [section]

@@ -75,7 +75,7 @@ class Feed:
 
     def __init__(self, loader: Loader, batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows, *, depth: int = 2):
         self.waited = 0.0
-        self._queue: queue.Queue = queue.Queue(maxsize=depth)
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._loader = loader
         self._thread = threading.Thread(target=self._run, args=(batch, rows), name="feed", daemon=True)

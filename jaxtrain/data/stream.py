@@ -1,7 +1,6 @@
 """The data of a run: its two loaders, and the stream of sharded batches that its loop takes from one of them."""
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ from jaxtrain.data import feed
 from jaxtrain.step import state
 from jaxtrain.telemetry import goodput
 from jaxtrain.types import Batch
+from loaders import base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Data:
     def __init__(self, assembly: Assembly, clock: goodput.Clock):
         self._clock = clock
         config, abstract = assembly.config, assembly.abstract
-        module = importlib.import_module(config.loader)
+        module = base.module(config.loader)
         self._batch, self._steps = abstract.batch, config.train.steps
         self.rows, self.offset = feed.rows_for(abstract.batch), 0
         self.train = module.make_loader(config.data, split="train", rows=self.rows, seed=config.seed)

@@ -3,7 +3,6 @@
 It runs in a process of its own (`jaxtrain.doctor.apart`): a dead file server may hang it.
 """
 
-import importlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain.doctor.check import Check, Found, fail, ok, raised, warn
+from loaders import base
 from loaders.base import DataError, Loader, Rows
 
 GROUP = "data"
@@ -56,7 +56,7 @@ def _look(config: config_lib.Config, process: int, processes: int, wanted: float
 
 
 def _loader(config: config_lib.Config, split: str, rows: Rows, **more: Any) -> Loader:
-    module = importlib.import_module(config.loader)
+    module = base.module(config.loader)
     return module.make_loader(config.data, split=split, rows=rows, seed=config.seed, **more)
 
 

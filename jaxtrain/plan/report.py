@@ -1,6 +1,5 @@
 """The whole plan of a run, for a person."""
 
-import importlib
 import pathlib
 import shutil
 import time
@@ -22,6 +21,7 @@ from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, leas
 from jaxtrain.plan.remedies import ways
 from jaxtrain.plan.target import GPUS_PER_NODE, Target, abstractly, parse_target
 from jaxtrain.step import state as state_lib
+from loaders import base
 
 MFU = 0.4  # share of the peak that hours are projected with
 
@@ -237,7 +237,7 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
 
 def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str, bool]:
     """Reads one device's rows of a training and of a test batch."""
-    source, findings = importlib.import_module(config.loader), []
+    source, findings = base.module(config.loader), []
     for split in ("train", "test"):
         began = time.perf_counter()
         loader = source.make_loader(config.data, split=split, rows=feed.rows_of_one(assembly.abstract.batch), seed=config.seed)

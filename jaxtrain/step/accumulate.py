@@ -84,7 +84,7 @@ def _summed(
     def of_part(rows: Batch, own: PyTree, shared: PyTree) -> tuple[PyTree, LossOut]:
         return _microbatch(task, layout, variables._replace(carry=_joined(own, shared)), rows, key)
 
-    def body(state: tuple, xs: tuple) -> tuple[tuple, PyTree]:
+    def body(state: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], PyTree]:
         (sums, shared), (rows, own) = state, xs
         grads, out = of_part(rows, own, shared)
         if out.carry is not None:

@@ -23,7 +23,7 @@ HOST = "pinned_host"  # memory kind of what is offloaded
 QUICK = {"xla_backend_optimization_level": 1}
 
 
-class TrainState(flax.struct.PyTreeNode):
+class TrainState(flax.struct.PyTreeNode):  # type: ignore[no-untyped-call]  # flax
     """Everything that a step reads and writes. ``ema`` is () without an average."""
 
     step: Array  # int32: batches read, which is also the position of the next one
@@ -108,7 +108,7 @@ def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offloa
             )
     table = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
 
-    def place(keys: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def place(keys: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         path = specs.path_name(keys)
         owner = max((name for name in table if f"/{path}".endswith(f"/{name}")), key=len, default=None)
         if owner is None:

@@ -277,7 +277,7 @@ def _is(kind: type, value: Any) -> bool:
     return type(value) in (int, kind) and 0 <= value < (2**31 if kind is int else 1e12)
 
 
-def read(workdir: str | os.PathLike) -> dict[int, list[Start]]:
+def read(workdir: str | os.PathLike[str]) -> dict[int, list[Start]]:
     """Process -> its starts, of a run's workdir; {} for a run that kept none. Raises WorkdirError as `starts`."""
     folder = pathlib.Path(workdir) / FOLDER
     if not folder.is_dir():

@@ -278,7 +278,7 @@ def make_writers(config: Config, step: int) -> list[Writer]:
 
 
 def write_pictures(
-    folder: str | os.PathLike, pictures: Mapping[str, np.typing.ArrayLike], *, limit: int = 8
+    folder: str | os.PathLike[str], pictures: Mapping[str, np.typing.ArrayLike], *, limit: int = 8
 ) -> list[pathlib.Path]:
     """Writes [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom. Returns their paths.
 

@@ -205,7 +205,9 @@ def expand(
         raise SampleError(f"it has {len(audios)} recordings and {len(places)} places for them")
     runs: list[tuple[np.ndarray, ...]] = []  # the fields of `Laid`, run by run
     start = 0
-    blank = lambda n, value: np.full((n, codebooks), value, np.int32)  # noqa: E731
+
+    def blank(n: int, value: int) -> np.ndarray:
+        return np.full((n, codebooks), value, np.int32)
 
     def text(stop: int) -> tuple[np.ndarray, ...]:
         n = stop - start
@@ -246,7 +248,10 @@ def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.nda
     slot = np.empty(s + a, np.int32)
     slot[place] = np.arange(s + a)
     t, k = targets(x), x.codes.shape[1]
-    fill = lambda values, shape, value: _filled(np.full(shape, value, np.int32), values)  # noqa: E731
+
+    def fill(values: np.ndarray, shape: int | tuple[int, int], value: int) -> np.ndarray:
+        return _filled(np.full(shape, value, np.int32), values)
+
     return {
         "text": fill(x.tokens[text], s, pad),
         "codes": fill(x.codes[audio], (a, k), 0),

@@ -109,7 +109,7 @@ class Rvq(NamedTuple):
         x_tp = sum(book_cp[codes_t] for book_cp, codes_t in list(zip(self.books, codes_kt, strict=True))[:n])
         return (x_tp @ self.basis + self.mean).astype(np.float32).reshape(-1, N_MELS)
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file, whole or not at all."""
         with atomic_write.file(path) as file:
             np.savez(file, version=VERSION, mean=self.mean, basis=self.basis, books=self.books)
@@ -287,7 +287,10 @@ def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
 
 def mel_bands() -> np.ndarray:
     """The weights of the mel bands, float64 [128, 513]: Kaldi's triangles, as in rust/core/src/fbank.rs."""
-    mel = lambda hz: 1127.0 * np.log1p(hz / 700.0)  # noqa: E731
+
+    def mel(hz: Any) -> Any:
+        return 1127.0 * np.log1p(hz / 700.0)
+
     low, step = mel(20.0), (mel(RATE / 2) - mel(20.0)) / (N_MELS + 1)
     place = (mel(np.arange(N_FFT // 2 + 1) * RATE / N_FFT) - low) / step - np.arange(N_MELS)[:, None]
     bands = np.maximum(np.minimum(place, 2 - place), 0)
@@ -375,7 +378,7 @@ def read(path: pathlib.Path) -> np.ndarray:
     return codes
 
 
-def read_many(path: str | os.PathLike) -> dict[str, np.ndarray]:
+def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Reads codes made elsewhere: name of the recording in the manifest -> codes int16 [K, T].
 
     An .npz has an array for each name. Arrow IPC (.arrow, .feather) and .parquet have the columns audio_url (string) and codes

@@ -14,7 +14,7 @@ SECONDS, WORDS = (3, 15), (8, 40)  # fewest and most
 FRAME_RATE = 25
 
 
-def tokenizer(path: str | os.PathLike) -> None:
+def tokenizer(path: str | os.PathLike[str]) -> None:
     """Writes a tokenizer.json of 256 bytes and the special tokens. Needs the package tokenizers."""
     import tokenizers
 
@@ -34,7 +34,7 @@ def blank() -> dict[str, str]:
         rng = np.random.default_rng(0)
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
         partial.mkdir(parents=True, exist_ok=True)
-        samples: list[dict] = []
+        samples: list[dict[str, Any]] = []
         codes: dict[str, Any] = {}
         for i in range(SAMPLES):
             words, seconds = rng.integers(*WORDS), rng.uniform(*SECONDS)

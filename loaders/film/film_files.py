@@ -88,7 +88,7 @@ def windows(info: Mapping[str, Any]) -> tuple[Windows, Windows]:
     return video, Windows(info["audio_rate"], math.floor(tr * info["audio_rate"] + 1e-6), tr)
 
 
-def open_folder(path: str | os.PathLike, subjects: tuple[str, ...] = (), *, links: bool = False) -> Film:
+def open_folder(path: str | os.PathLike[str], subjects: tuple[str, ...] = (), *, links: bool = False) -> Film:
     """Maps a folder, once in a process and again when it was made anew.
 
     Args:
@@ -247,7 +247,7 @@ def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write(folder: str | os.PathLike, info: Mapping[str, Any]) -> None:
+def write(folder: str | os.PathLike[str], info: Mapping[str, Any]) -> None:
     """Completes a folder of arrays with its dataset.json, checksums included; it appears whole or not at all.
 
     Args:

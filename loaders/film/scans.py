@@ -31,8 +31,8 @@ def nifti(path: pathlib.Path) -> Any:
             size = os.fstat(file.fileno()).st_size
             head = (gzip.GzipFile(fileobj=file) if packed else file).read(540)
         lengths = {int.from_bytes(head[:4], order) for order in ("little", "big")}
-        kinds = ((348, head[344:348], nibabel.Nifti1Image), (540, head[4:12], nibabel.Nifti2Image))
-        magic, kind = next(((magic, kind) for n, magic, kind in kinds if n in lengths), (b"", nibabel.Nifti1Image))
+        kinds: Any = ((348, head[344:348], nibabel.Nifti1Image), (540, head[4:12], nibabel.Nifti2Image))
+        magic, kind = next(((magic, kind) for n, magic, kind in kinds if n in lengths), (b"", kinds[0][2]))
         if magic.startswith(b"ni"):
             raise FileError(f"{path} is a header whose values lie in another file; save both as one .nii.gz")
         if not magic.startswith(b"n+"):

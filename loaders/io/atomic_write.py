@@ -16,7 +16,7 @@ import numpy as np
 
 
 @contextlib.contextmanager
-def file(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A file that takes the name ``path`` when the block ends well. Raises OSError with that name."""
     path = pathlib.Path(path)
     partial = path.with_name(f".{path.name}.partial")
@@ -31,7 +31,7 @@ def file(path: str | os.PathLike) -> Iterator[IO[bytes]]:
             raise
 
 
-def save(path: str | os.PathLike, array: np.ndarray) -> None:
+def save(path: str | os.PathLike[str], array: np.ndarray) -> None:
     """Writes a .npy file. Raises OSError with its name.
 
     Given a file of the system, numpy.save would write through C's buffer, and not see that its last part was never written.
@@ -47,7 +47,7 @@ class _Plain:
         self.write = opened.write
 
 
-def write(path: str | os.PathLike, text: str) -> None:
+def write(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text file. Raises OSError with its name."""
     with file(path) as opened:
         opened.write(text.encode())
@@ -71,7 +71,7 @@ def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
-def naming(path: str | os.PathLike) -> Iterator[None]:
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Gives errors of a full disk ``path`` as the file that could not be written."""
     try:
         yield

@@ -138,7 +138,10 @@ def _open(path: pathlib.Path) -> tuple[pa.Schema, Any]:
         source.seek(0)
         stream = pa.ipc.open_file(source)
         batches = [stream.get_batch(i) for i in range(stream.num_record_batches)]
-    kind = lambda name: stream.schema.field(name).type  # noqa: E731
+
+    def kind(name: str) -> Any:
+        return stream.schema.field(name).type
+
     return stream.schema, lambda name: pa.chunked_array([batch.column(name) for batch in batches], kind(name))
 
 

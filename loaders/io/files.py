@@ -91,7 +91,7 @@ def as_found(found: pathlib.Path, kind: type) -> Any:
 
 
 @contextlib.contextmanager
-def regular(path: os.PathLike) -> Iterator[BinaryIO]:
+def regular(path: os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a regular file to read. Raises FileError for everything else, without waiting for it.
 
     Args:
@@ -113,7 +113,7 @@ def said(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def opened(path: os.PathLike) -> BinaryIO:
+def opened(path: os.PathLike[str]) -> BinaryIO:
     """`regular`, for a caller that closes the file. Raises FileError."""
     if "://" in os.fspath(path):
         try:
@@ -143,7 +143,7 @@ def is_missing(error: BaseException) -> bool:
     return getattr(error, "errno", None) == errno.ENOENT or (error.__cause__ is not None and is_missing(error.__cause__))
 
 
-def read(path: os.PathLike, *, most: int) -> bytes:
+def read(path: os.PathLike[str], *, most: int) -> bytes:
     """The content of a regular file of at most ``most`` bytes. Raises FileError."""
     with regular(path) as file:
         try:  # memory is taken for all that is asked for, before any is read
@@ -158,7 +158,7 @@ def read(path: os.PathLike, *, most: int) -> bytes:
     return content
 
 
-def read_text(path: os.PathLike, *, most: int) -> str:
+def read_text(path: os.PathLike[str], *, most: int) -> str:
     """The text of a regular file of at most ``most`` bytes. Raises FileError."""
     try:
         return read(path, most=most).decode()
@@ -166,7 +166,7 @@ def read_text(path: os.PathLike, *, most: int) -> str:
         raise FileError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def read_json(path: os.PathLike, *, kind: type = dict, most: int = MOST_JSON) -> Any:
+def read_json(path: os.PathLike[str], *, kind: type = dict, most: int = MOST_JSON) -> Any:
     """What a regular file holds as JSON. Raises FileError, also where it is no ``kind``, or too large, or nested too deep."""
     return parse(read_text(path, most=most), os.fspath(path), kind=kind)
 
@@ -204,13 +204,13 @@ def _is_shallow(tree: Any) -> bool:
     return False
 
 
-def _check_regular(path: os.PathLike, found: os.stat_result) -> None:
+def _check_regular(path: os.PathLike[str], found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         raise FileError(f"{path} is {kinds.get(stat.S_IFMT(found.st_mode), 'a device')}; expected a regular file")
 
 
-def _check_place(path: os.PathLike, descriptor: int) -> None:
+def _check_place(path: os.PathLike[str], descriptor: int) -> None:
     """Raises FileError where what was opened does not lie where `inside` has found it: a link took its place."""
     within = getattr(path, "within", None)
     if within is None:
@@ -237,7 +237,7 @@ def _lexical(path: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(os.path.abspath(path))
 
 
-def array(path: os.PathLike) -> "np.ndarray":
+def array(path: os.PathLike[str]) -> "np.ndarray":
     """Maps an array of a regular .npy file, whose header must fit the file's size. Raises FileError."""
     import numpy as np
 
@@ -252,7 +252,7 @@ def array(path: os.PathLike) -> "np.ndarray":
         return np.memmap(source, dtype, "r", offset, shape, order)
 
 
-def arrays(path: os.PathLike, *, most: int = MOST_ARRAYS) -> "dict[str, np.ndarray]":
+def arrays(path: os.PathLike[str], *, most: int = MOST_ARRAYS) -> "dict[str, np.ndarray]":
     """The arrays of a regular .npz file, of ``most`` bytes together at most. Raises FileError."""
     import numpy as np
 
@@ -274,7 +274,7 @@ def arrays(path: os.PathLike, *, most: int = MOST_ARRAYS) -> "dict[str, np.ndarr
     return found
 
 
-def check_archive(archive: zipfile.ZipFile, path: os.PathLike, *, most: int, remedy: str = "") -> None:
+def check_archive(archive: zipfile.ZipFile, path: os.PathLike[str], *, most: int, remedy: str = "") -> None:
     """Raises FileError where what is in an archive takes more than ``most`` bytes, or could. zipfile unpacks no more of it.
 
     Args:
@@ -287,7 +287,7 @@ def check_archive(archive: zipfile.ZipFile, path: os.PathLike, *, most: int, rem
             raise FileError(f"{path} is neither stored nor deflated, by which it could grow without bound; save it again")
 
 
-def _header(file: BinaryIO, path: os.PathLike) -> "tuple[tuple[int, ...], bool, np.dtype]":
+def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], bool, np.dtype]":
     """The header of an array: its shape, whether it is column-major, its dtype. Raises FileError."""
     import numpy as np
 
@@ -303,6 +303,6 @@ def _header(file: BinaryIO, path: os.PathLike) -> "tuple[tuple[int, ...], bool, 
     return shape, column_major, dtype
 
 
-def _check_size(path: os.PathLike, shape: tuple[int, ...], dtype: "np.dtype", size: int) -> None:
+def _check_size(path: os.PathLike[str], shape: tuple[int, ...], dtype: "np.dtype", size: int) -> None:
     if math.prod(shape) * dtype.itemsize > size:
         raise FileError(f"{path} cannot be read as an array: {size:,} bytes are too few for {dtype} {shape}")

@@ -46,7 +46,7 @@ class Records:
 
 
 @contextlib.contextmanager
-def file(path: str | os.PathLike, made_of: Sequence[object]) -> Iterator[Records]:
+def file(path: str | os.PathLike[str], made_of: Sequence[object]) -> Iterator[Records]:
     """A file that takes the name ``path`` when the block ends well; else what was written is kept for the next attempt.
 
     Raises OSError with that name.

@@ -82,7 +82,7 @@ def open_splits(path: str, test: str, *, text: str, test_share: float, links: bo
 
 @functools.lru_cache(maxsize=16)
 def _open_once(
-    path_name: str, test_name: str, text: str, test_share: float, links: bool, stamps: tuple
+    path_name: str, test_name: str, text: str, test_share: float, links: bool, stamps: tuple[Any, ...]
 ) -> dict[str, Documents]:
     path, test = (pathlib.Path(name).expanduser() for name in (path_name, test_name))
     inner_test = path / "test" if (path / "test" / "tokens.json").is_file() else None
@@ -236,7 +236,9 @@ def lengths(folder: pathlib.Path) -> np.ndarray:
     return _read_folder(folder, links=False).length
 
 
-def write_shard(folder: pathlib.Path, name: str, documents: Sequence[np.ndarray], sizes: Sequence[int], dtype: Any) -> dict:
+def write_shard(
+    folder: pathlib.Path, name: str, documents: Sequence[np.ndarray], sizes: Sequence[int], dtype: Any
+) -> dict[str, Any]:
     """Writes one shard and returns its entry for tokens.json. ``sizes``: bytes of text of each document."""
     index = np.zeros((len(documents) + 1, 2), "<i8")
     index[1:, 0] = np.cumsum([len(d) for d in documents])
@@ -256,7 +258,9 @@ def write_shard(folder: pathlib.Path, name: str, documents: Sequence[np.ndarray]
     }
 
 
-def write_about(folder: pathlib.Path, *, vocab: int, eos: int | None, tokenizer: str | None, shards: Sequence[dict]) -> None:
+def write_about(
+    folder: pathlib.Path, *, vocab: int, eos: int | None, tokenizer: str | None, shards: Sequence[dict[str, Any]]
+) -> None:
     """Writes tokens.json, after which the folder is complete."""
     about = {
         "format": FORMAT,

@@ -12,6 +12,7 @@ every time. `make` resumes after the last whole shard of an interrupted call; ot
 Called again with the same ones, it says what is there.
 """
 
+import functools
 import glob
 import hashlib
 import json
@@ -20,7 +21,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -191,8 +192,10 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
         except UnicodeDecodeError as error:
             yield f"{path}: is not UTF-8 ({error.reason} at byte {error.start})", None
             return
-        pieces = {"file": lambda: [text], "line": text.splitlines, "paragraph": lambda: re.split(r"\n\s*\n", text)}
-        for i, piece in enumerate(pieces[options.documents]()):
+        split: dict[str, Callable[[str], list[str]]] = {
+            "file": lambda text: [text], "line": str.splitlines, "paragraph": functools.partial(re.split, r"\n\s*\n"),
+        }  # fmt: skip
+        for i, piece in enumerate(split[options.documents](text)):
             if piece.strip():
                 yield f"{path}: {options.documents} {i}", piece
     elif path.suffix in LINES:

@@ -235,7 +235,7 @@ def compiled(chosen: Chosen) -> jax.stages.Compiled:
 class Steps:
     """A compiled step with a state of its own, on one batch that stays where it is."""
 
-    def __init__(self, chosen: Chosen, batch: Batch, program: Callable | None = None):
+    def __init__(self, chosen: Chosen, batch: Batch, program: Callable[..., Any] | None = None):
         self.assembly, self.batch = chosen.assembly, batch
         a = self.assembly
         self.program = program or compiled(chosen)

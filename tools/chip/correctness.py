@@ -87,7 +87,7 @@ def gradients(chosen: cases.Chosen, variables: PyTree, batch: PyTree) -> tuple[f
         task = task._replace(loss=functools.partial(task.loss, stage=chosen.stage))
     device = a.layout.mesh.devices.flat[0]
 
-    def run(variables: PyTree, batch: PyTree) -> tuple:
+    def run(variables: PyTree, batch: PyTree) -> tuple[Any, ...]:
         key = jax.random.fold_in(jax.random.key(a.config.seed), 0)
         return accumulate.gradients(task, a.layout, variables, step_lib.with_rows(batch, a.layout), key, accumulate=1)
 
@@ -162,8 +162,8 @@ def _wide(*xs: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.astype(jnp.float32) for x in xs)
 
 
-def _with_derivatives(f: Callable, q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> list[np.ndarray]:
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
+def _with_derivatives(f: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> list[np.ndarray]:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, ...]:
         y, pull = jax.vjp(f, q, k, v)
         return y, *pull(dy.astype(y.dtype))
 

@@ -141,7 +141,10 @@ def _evaluation(record: Mapping[str, Any], names: Sequence[str], *, whole: bool)
     lines = [_line(_name(names, record, i), rows[i], right[i], answers[i]) for i in order]
     head = "".join(f'<th class="n">{x}</th>' for x in ("rows", "right", "answers"))
     head += '<th>recall</th><th>precision</th><th class="n">F1</th>'
-    table = lambda each: f'<div class="scroll"><table><tr><th>class</th>{head}</tr>{"".join(each)}</table></div>'  # noqa: E731
+
+    def table(each: Sequence[str]) -> str:
+        return f'<div class="scroll"><table><tr><th>class</th>{head}</tr>{"".join(each)}</table></div>'
+
     more = ""
     if whole and len(lines) > SHOWN:
         more = f"<details><summary>{len(lines) - SHOWN:,} more classes</summary>{table(lines[SHOWN:])}</details>"

@@ -39,7 +39,10 @@ def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[di
 def ranked(scores: Sequence[Score | None]) -> list[int]:
     """The numbers of the runs, the best first; those without the score that the first has come last."""
     known = [score for score in scores if score]
-    place = lambda score: -score.sign * score.best if score and score.name == known[0].name else math.inf  # noqa: E731
+
+    def place(score: Score | None) -> float:
+        return -score.sign * score.best if score and score.name == known[0].name else math.inf
+
     return sorted(range(len(scores)), key=lambda i: place(scores[i]))
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 
 def esc(text: object) -> str:
@@ -57,7 +58,7 @@ def slider(which: str, n: int, label: str) -> str:
     return f'<p>{tag} <span id="{which}-value" class="soft" aria-live="polite"></span></p>'
 
 
-def spread(items: list, most: int) -> list:
+def spread(items: list[Any], most: int) -> list[Any]:
     """At most ``most`` of a list, evenly, the first and the last among them; of one, the last."""
     if len(items) <= most:
         return items

@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -61,7 +61,7 @@ def _columns(text: bytes) -> tuple[dict[str, dict[str, np.ndarray]], int]:
     found = _by_arrow(text)
     if found is not None:
         return found, 0
-    rows: dict[str, list[dict]] = {}
+    rows: dict[str, list[dict[str, Any]]] = {}
     lines = [line for line in text.split(b"\n") if line]
     for line in lines:
         if record := run_lib.parse(line):

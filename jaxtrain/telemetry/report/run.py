@@ -191,7 +191,7 @@ class Score:
     step: int  # of the best
 
 
-def open_run(path: str | os.PathLike, name: str = "") -> Run:
+def open_run(path: str | os.PathLike[str], name: str = "") -> Run:
     """The run in a folder. Raises RunError where there is none."""
     path = pathlib.Path(path)
     if not path.is_dir():
@@ -201,7 +201,7 @@ def open_run(path: str | os.PathLike, name: str = "") -> Run:
     return Run(path, name or path.resolve().name)
 
 
-def find(folder: str | os.PathLike) -> tuple[list[Run], list[pathlib.Path]]:
+def find(folder: str | os.PathLike[str]) -> tuple[list[Run], list[pathlib.Path]]:
     """All runs in a folder and below it, by path, and the folders from which some were launched: with a folder slurm.
 
     Links are not followed. Raises RunError where there is no folder.

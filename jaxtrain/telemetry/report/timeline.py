@@ -129,7 +129,10 @@ def _processes(processes: Mapping[int, Sequence[goodput.Start]]) -> str:
         else ""
     )
     chosen = sorted(newest, key=lambda p: -newest[p].own)[:32]
-    ms = lambda s: f"{1e3 * s:.1f}" if math.isfinite(s) else "–"  # noqa: E731
+
+    def ms(s: float) -> str:
+        return f"{1e3 * s:.1f}" if math.isfinite(s) else "–"
+
     rows = "".join(
         f'<tr><td class="n">{p}</td><td>{esc(s.host)}</td><td class="n">{s.timed:,}</td>'
         f'<td class="n">{ms(s.total / s.timed)}</td>'

@@ -3,6 +3,7 @@
 Shapes: as in `model`; N new places.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,10 @@ class Streams(NamedTuple):
 
     def codebook(self, k: int) -> dict[str, Any]:
         """The arguments of `sampling.choose` for a codebook."""
-        pick = lambda values: values[k if len(values) > 1 else 0]  # noqa: E731
+
+        def pick(values: Sequence[Any]) -> Any:
+            return values[k if len(values) > 1 else 0]
+
         return {"temperature": pick(self.temperature), "top_k": pick(self.top_k)}
 
 
@@ -72,7 +76,7 @@ def extend(
     def nets(text: Net, audio: Net, x_btd: Array) -> Array:
         return jnp.where(is_audio_bt[..., None], audio(x_btd), text(x_btd))
 
-    def body(x_btd: Array, w_kv: tuple) -> tuple[Array, PyTree]:
+    def body(x_btd: Array, w_kv: tuple[Any, ...]) -> tuple[Array, PyTree]:
         w, kept, kept_columns = w_kv
 
         def audio_attend(w: PyTree, x_btd: Array) -> tuple[Array, PyTree]:

@@ -89,7 +89,7 @@ def speak(
     n_new = longest + 1 + c.codebooks + (64 if text_first else 8)
 
     @jax.jit
-    def run(params: PyTree, prompt: dict, length_b: jax.Array, key: jax.Array) -> decoding.Written:
+    def run(params: PyTree, prompt: dict[str, Any], length_b: jax.Array, key: jax.Array) -> decoding.Written:
         return decoding.generate(
             c, params, prompt, length_b, key, layout.shard, n_new=n_new, opens=tools.ids[chatml.AUDIO_OUT_BOS],
             closes=tools.ids[chatml.AUDIO_EOS], ends=tools.ids[chatml.END_OF_TURN], delay=tools.delay, longest=longest,

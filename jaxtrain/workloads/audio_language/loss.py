@@ -36,8 +36,8 @@ from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task
 from jaxtrain.workloads.audio_language.model import Config, audio_logits, decode, make_specs, states, step_flops, text_logits
 
 
-def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
-    c: Config = config.model
+def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
+    c = config.model
     row = {name: ("batch", None) for name in ("text", "place", "slot", "text_at", "text_target", "audio_at", "label_scale")}
     frozen = bool(config.lora.rank)
     flops = [batch * sum(b[4] * step_flops(c, b, causal=x, frozen=frozen) for b in c.buckets or ()) for x in (True, False)]

@@ -94,7 +94,7 @@ def _permute_forward(shard: Shard, x_bud: Array, index_bu: Array, inverse_bu: Ar
     return _rows(shard, x_bud, index_bu), inverse_bu
 
 
-def _permute_backward(shard: Shard, inverse_bu: Array, g_bud: Array) -> tuple:
+def _permute_backward(shard: Shard, inverse_bu: Array, g_bud: Array) -> tuple[Any, ...]:
     return _rows(shard, g_bud, inverse_bu), None, None
 
 
@@ -227,7 +227,10 @@ def step_flops(c: Config, bucket: tuple[int, int, int, int, float], *, causal: b
     Matrices that are ``frozen`` have no derivative of their own; their adapters' products are left out.
     """
     s, a, n, m, _ = bucket
-    size = lambda specs: sum(math.prod(x.shape) for name, x in specs.items() if name.startswith("w_"))  # noqa: E731
+
+    def size(specs: Mapping[str, Spec]) -> int:
+        return sum(math.prod(x.shape) for name, x in specs.items() if name.startswith("w_"))
+
     attention, net = size(transformer.attention_specs(c)), size(transformer.feed_forward_specs(c))
     matrices = (s + a) * (attention + net) + c.audio_attention * a * attention
     heads = n * c.vocab * c.embed + m * c.codebooks * c.n_codes * c.embed

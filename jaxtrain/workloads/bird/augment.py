@@ -11,7 +11,7 @@ In order: crop, shift, background, mixup, gain, noise, masks. Recordings add up 
 Shapes: B batch, V views of a recording, F frames, W mels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,7 +68,10 @@ def augment(c: Config, seed: int, batch: Batch, of: FrontEnd = DEFAULT) -> Augme
     x_bvfw = x if x.ndim == 4 else x[:, None]
     views = jnp.arange(x_bvfw.shape[1])
     keys_bv = jax.vmap(lambda e, i: jax.vmap(lambda v: view_key(seed, e, i, v))(views))(batch["epoch"], batch["index"])
-    every = lambda f: jax.vmap(jax.vmap(f))  # noqa: E731
+
+    def every(f: Callable[..., Array]) -> Callable[..., Array]:
+        return jax.vmap(jax.vmap(f))
+
     x_bvfw = every(lambda x_fw, key: _place(c, x_fw, key))(x_bvfw, keys_bv)
     if c.background:
         other = batch["background"].astype(jnp.float32).reshape(x_bvfw.shape)

@@ -10,6 +10,7 @@ Shapes: … any, R waveforms, N samples, F whole frames of them, W mels.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,10 @@ def tables(of: FrontEnd) -> tuple[np.ndarray, np.ndarray]:
     """Of a front end, float32: the window [N], and the triangles [transform's size / 2, W]."""
     half = 1 << ((of.window - 1).bit_length() - 1)
     window_n = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(of.window) / (of.window - 1))
-    mel = lambda hz: 1127.0 * np.log1p(hz / 700.0)  # noqa: E731
+
+    def mel(hz: Any) -> Any:
+        return 1127.0 * np.log1p(hz / 700.0)
+
     low = mel(of.f_min)
     step = (mel(of.highest) - low) / (of.n_mels + 1)
     at_kw = ((mel(np.arange(half) * of.sample_rate / (2 * half)) - low) / step)[:, None] - np.arange(of.n_mels)[None]

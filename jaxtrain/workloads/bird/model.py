@@ -122,8 +122,8 @@ class Model(NamedTuple):
     steps: int  # of the whole run
 
 
-def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
-    c: Config = config.model
+def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
+    c = config.model
     announce_microbatches(c, batch, config.train.accumulate)
     model, table = Model(c, shard, config.seed, config.train.steps), make_specs(c)
     return Task(

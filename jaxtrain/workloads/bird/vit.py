@@ -67,7 +67,7 @@ class Config(checks.Section):
     remat: str = "none"  # [how] what is computed again in the backward pass: none, full, 'every 2', or 'save attention,mlp'
     unroll: int = 1  # [layers] of the stack's loop that are compiled one after the other; depth = no loop
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, value in zip(("embed", "depth", "heads"), PRESETS.get(self.preset, (1, 1, 1)), strict=True):
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
@@ -204,7 +204,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
     return [f"{encoder}.blocks.{i}.{name}" for i in range(config["depth"])]
 
 
-def read_exported(path: str | os.PathLike) -> PyTree:
+def read_exported(path: str | os.PathLike[str]) -> PyTree:
     """The encoder's parameters, float32, of a model.safetensors that `jaxtrain export` wrote.
 
     With numpy alone: `jaxtrain.arrays.stored`, which reads any folder of them in parts, needs what checkpoints need.

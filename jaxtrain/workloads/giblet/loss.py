@@ -39,9 +39,9 @@ class Model(NamedTuple):
     batch: int  # rows of the global batch
 
 
-def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
+def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     """Raises ConfigError where batch norm would get groups of fewer than two rows."""
-    c: Config = config.model
+    c = config.model
     n_groups = c.groups * config.train.accumulate
     if batch % n_groups or batch // n_groups < 2:
         text = (

@@ -88,7 +88,10 @@ def shuffled(x_bv: Array, weight_b: Array, volume_b: Array) -> tuple[Array, Arra
 def density(x_bv: Array, y_bv: Array, bins: int = 96, limit: float = 3.0) -> Array:
     """[B, bins (y), bins (x)] in 0..1: the logarithm of the number of voxels in each cell, with the diagonal in grey."""
     edges = jnp.arange(bins)[None, None]
-    place = lambda z: jnp.clip((z / limit + 1) * (bins / 2), 0, bins - 1).astype(jnp.int32)[..., None] == edges  # noqa: E731
+
+    def place(z: Array) -> Array:
+        return jnp.clip((z / limit + 1) * (bins / 2), 0, bins - 1).astype(jnp.int32)[..., None] == edges
+
     count_byx = jnp.einsum("bvy,bvx->byx", place(y_bv).astype(jnp.float32), place(x_bv).astype(jnp.float32))
     grey = jnp.log1p(count_byx) / jnp.log1p(jnp.maximum(count_byx.max((1, 2), keepdims=True), 1))
     return jnp.maximum(grey, 0.3 * jnp.eye(bins)[None])

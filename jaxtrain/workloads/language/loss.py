@@ -27,8 +27,8 @@ from jaxtrain.workloads.language import evals
 from jaxtrain.workloads.language.model import Config, forward, forward_flops, logits, make_specs
 
 
-def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
-    c: Config = config.model
+def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
+    c = config.model
     fields = {name: ("batch", "seq") for name in ("tokens", "targets", "positions", "segments", "mask")}
     return Task(
         specs=Variables(make_specs(c)),

@@ -11,7 +11,7 @@ Shapes: as in `model`.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +113,8 @@ class Model(NamedTuple):
     steps: int  # of the whole run
 
 
-def make_task(config: RunConfig, shard: Shard, batch: int) -> Task:
-    c: Config = config.model
+def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
+    c = config.model
     model = Model(c, shard, config.train.steps)
     return Task(
         specs=Variables(make_specs(c), carry=make_carry(c, batch)),
@@ -182,7 +182,7 @@ def solve(
     # Pinned from the start: XLA's partitioner would choose a layout of the loop's state by itself, and another for the logits.
     z = {name: model.shard(x.astype(c.dtype), "batch", "seq", None) for name, x in z.items()}
 
-    def step(state: tuple, _: None) -> tuple[tuple, PyTree]:
+    def step(state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], PyTree]:
         z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, {**batch, **state[0]}, c.cycles, model.shard)
         logits_bsv, q_b2 = model.shard(logits_bsv, "batch", None, None), model.shard(q_b2, "batch", None)
         return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), keep(logits_bsv, q_b2) if keep else None

@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from loaders.audio.recordings.annotations import Annotation, Mistakes
 from loaders.audio.recordings.classes import Classes
@@ -237,7 +238,7 @@ def _checked(
 
 def _without_doubles(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> list[Annotation]:
     """The annotations of a recording in the order of time, without doubles, conflicts and overlaps that are dropped."""
-    seen: dict[tuple, Annotation] = {}
+    seen: dict[tuple[Any, ...], Annotation] = {}
     for each in sorted(events, key=_order):
         key = (each.start, each.end, each.channel, each.labels, each.split)
         if key in seen:
@@ -246,7 +247,7 @@ def _without_doubles(path: str, events: list[Annotation], options: Options, mist
             seen[key] = each
     events = list(seen.values())
     if not options.windows:
-        places: dict[tuple, list[Annotation]] = defaultdict(list)
+        places: dict[tuple[Any, ...], list[Annotation]] = defaultdict(list)
         for each in events:
             places[each.start, each.end, each.channel, each.split].append(each)
         events = []
@@ -270,7 +271,7 @@ def _without_doubles(path: str, events: list[Annotation], options: Options, mist
     return kept
 
 
-def _order(each: Annotation) -> tuple:
+def _order(each: Annotation) -> tuple[Any, ...]:
     times = (-1.0 if each.start is None else each.start, math.inf if each.end is None else each.end)
     return (*times, -1 if each.channel is None else each.channel, each.labels)
 

@@ -28,9 +28,9 @@ class Split(NamedTuple):
 
     rows: int
     classes: np.ndarray  # int64 [C], rows with each
-    pairs: Counter  # of two classes in one row
+    pairs: Counter[tuple[int, int]]  # of two classes in one row
     lengths: np.ndarray  # int64 [len(LENGTHS) + 1]
-    rates: Counter
+    rates: Counter[str]
     without: int  # rows without a class
 
 
@@ -64,8 +64,8 @@ def count(paths: Sequence[pathlib.Path], n_classes: int) -> Split:
     """Counts the rows of the shards of a split, a row group at a time. Raises DataError."""
     rows = without = 0
     classes, lengths = np.zeros(n_classes, np.int64), np.zeros(len(LENGTHS) + 1, np.int64)
-    pairs: Counter = Counter()
-    rates: Counter = Counter()
+    pairs: Counter[tuple[int, int]] = Counter()
+    rates: Counter[str] = Counter()
     try:
         for path in paths:
             file = pq.ParquetFile(path)

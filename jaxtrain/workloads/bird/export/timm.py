@@ -25,12 +25,12 @@ GRID = "^encoder/pos$"
 FRONT_END = "front_end.json"  # next to the weights of others: fields of the section data that say which spectrograms they read
 
 
-def is_folder(folder: str | os.PathLike) -> bool:
+def is_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether a path is a folder of safetensors under timm's names. Raises StoredError: a damaged one."""
     return stored.is_safetensors(folder) and timm_names.is_one(stored.open_safetensors(folder))
 
 
-def from_folder(folder: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Any]]:
+def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sections ``model`` and ``warm_start`` of a run that begins with the encoder of a folder.
 
     Raises StoredError, with everything that does not fit: it is no such folder, arrays are missing, of another shape or have no
@@ -49,7 +49,7 @@ def from_folder(folder: str | os.PathLike) -> tuple[dict[str, Any], dict[str, An
     return model, {**start, "unused": tuple(unused)} if unused else start
 
 
-def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike) -> tuple[dict[str, Any], list[str], list[str]]:
+def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     """The section ``model``, patterns of arrays that have no use, and what does not fit."""
     there = timm_names.unprefixed(arrays)
     patch = there[timm_names.PATCH]
@@ -144,7 +144,7 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
             )
 
 
-def run_config(folder: str | os.PathLike) -> dict[str, Any]:
+def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The config of a run that would have made a folder of others: its model, and which spectrograms it reads.
 
     The front end is that of ``front_end.json`` in the folder; without it Bird-MAE's, for an image of 512 frames and 128 mels.
@@ -257,7 +257,7 @@ def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     return Hub("timm", export.task(config), export.METRICS, "$ python example.py bird.wav")
 
 
-def _arrays(arrays: Mapping[str, Stored], folder: str | os.PathLike, ours: bool) -> dict[str, Stored]:
+def _arrays(arrays: Mapping[str, Stored], folder: str | os.PathLike[str], ours: bool) -> dict[str, Stored]:
     """Arrays by the paths of an encoder; of an export by jaxtrain with its head."""
     named = timm_names.as_ours(arrays, folder)
     return timm_names.with_head(named) if ours else named

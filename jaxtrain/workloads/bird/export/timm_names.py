@@ -77,7 +77,7 @@ def unprefixed(arrays: Mapping[str, Stored]) -> dict[str, Stored]:
     return {path.removeprefix(prefix): one for path, one in arrays.items()}
 
 
-def about(folder: str | os.PathLike, width: int) -> About:
+def about(folder: str | os.PathLike[str], width: int) -> About:
     """Reads config.json, of timm or with the same words side by side. Raises StoredError: it is damaged, or contradicts itself.
 
     Args:
@@ -123,7 +123,7 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 20
 
 
-def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike) -> dict[str, Stored]:
+def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dict[str, Stored]:
     """The encoder's parameters of a folder that `is_one`, by our paths; what has no place there keeps its own.
 
     Nothing is read. An array of another shape than it should have is left as it is: whoever knows the table refuses it.

@@ -200,7 +200,7 @@ def score(
         setup = encoder.set_up(model, data, compute, weights, batch=batch)
         meter = _Meter(parts.windows, sum(len(range(*parts.between(number))) for number in todo), progress)
         with concurrent.futures.ThreadPoolExecutor(1) as writer:
-            writing: concurrent.futures.Future | None = None
+            writing: concurrent.futures.Future[Any] | None = None
             for number, scores in _computed(setup, data, parts, todo, batch, meter):
                 if writing:
                     writing.result()

@@ -21,7 +21,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -188,7 +188,7 @@ def _write_tables(
     found: Sequence[Detection],
     options: Options,
     folders: dict[str, pathlib.Path],
-    writers: dict,
+    writers: dict[str, Any],
 ) -> None:
     path = os.path.join(parts.windows.root, recording.name)
     names = [_plain(name) for name in parts.names]

@@ -104,7 +104,10 @@ def refuse_other(path: pathlib.Path, made_of: Mapping[str, Any], what: str) -> d
     except files_lib.FileError as error:
         raise InferenceError(f"{error}; choose another --out") from error
     if differing := [name for name, value in made_of.items() if before.get(name) != value]:
-        short = lambda value: repr(value)[:60]  # noqa: E731
+
+        def short(value: Any) -> str:
+            return repr(value)[:60]
+
         changes = ", ".join(f"{name} was {short(before.get(name))} and is {short(made_of[name])}" for name in differing)
         raise InferenceError(f"{path.parent} holds {what} of something else: {changes}; choose another --out")
     return before

@@ -244,7 +244,7 @@ def set_up(
 def _program(model: Model, layout: Layout, compute: Compute) -> Any:
     c = dataclasses.replace(model.config, drop_path=0.0)
 
-    def run(weights: tuple, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def run(weights: tuple[Any, ...], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         params, own = weights
         x = batch["spectrogram"].astype(jnp.float32).reshape(-1, c.n_frames, c.n_mels)
         cls, patches = vit.encode(c, params, x, layout.shard)

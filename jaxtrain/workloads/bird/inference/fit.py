@@ -131,7 +131,10 @@ def folds_of(given: Examples, seed: int) -> np.ndarray:
     If some class is in one recording only, its rows are spread instead.
     """
     y = given.y * given.known
-    fewest = lambda group: min(len(np.unique(group[each > 0])) for each in y.T)  # noqa: E731
+
+    def fewest(group: np.ndarray) -> int:
+        return min(len(np.unique(group[each > 0])) for each in y.T)
+
     group = given.group if fewest(given.group) > 1 else np.arange(len(y))
     fold, n = np.zeros(len(y), np.int64), min(FOLDS, fewest(group))
     if n < 2:
@@ -296,7 +299,7 @@ def _learn(
     params: dict[str, Any] = {"prototypes": begin, "scale": jnp.log(10.0), "b": jnp.full(y.shape[1], 0.0 if softmax else -5.0)}
     tx = optax.adam(RATE)
 
-    def step(carry: tuple, _: None) -> tuple[tuple, None]:
+    def step(carry: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], None]:
         params, state = carry
         updates, state = tx.update(jax.grad(total)(params), state, params)
         return (optax.apply_updates(params, updates), state), None

@@ -84,7 +84,7 @@ def scores(head: Head, arrays: Mapping[str, Array], pooled: Mapping[str, Array],
     return jax.nn.softmax(z) if head.scores == "softmax" else jax.nn.sigmoid(z)
 
 
-def save(path: str | os.PathLike, head: Head) -> None:
+def save(path: str | os.PathLike[str], head: Head) -> None:
     """Write a head, which a command fitted, as one .npz. Raises OSError."""
     about = {"version": VERSION, **{name: getattr(head, name) for name in ABOUT}}
     arrays = {name: np.asarray(x, np.float32) for name, x in head.arrays.items()}
@@ -95,7 +95,7 @@ def save(path: str | os.PathLike, head: Head) -> None:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def read(path: str | os.PathLike) -> Head:
+def read(path: str | os.PathLike[str]) -> Head:
     """Read what `save` wrote. Raises InferenceError: it is none, or was made of something else."""
     path = pathlib.Path(path).expanduser()
     try:

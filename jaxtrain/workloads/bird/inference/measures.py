@@ -10,6 +10,7 @@ Shapes: n rows, C classes, R draws. A weight is how often a row counts.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,7 @@ def _sorted(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> tupl
     return weight[:, order], positive[order].astype(np.float64), last
 
 
-def over_classes(each: Callable, score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def over_classes(each: Callable[..., Any], score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Mean of a measure over the classes that have it, [R]."""
     by_class = np.stack([each(score[:, c], y[:, c], weight) for c in range(y.shape[1])], 1)
     known = np.isfinite(by_class)

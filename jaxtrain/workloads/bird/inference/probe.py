@@ -192,7 +192,9 @@ def folds_of(features: Features) -> list[tuple[Features, Features]]:
     """A pair for each fold: its rows to test on, all others to train on."""
 
     def part(rows: np.ndarray) -> Features:
-        cut = lambda z: None if z is None else z[rows]  # noqa: E731
+        def cut(z: np.ndarray | None) -> np.ndarray | None:
+            return None if z is None else z[rows]
+
         return features._replace(x=features.x[rows], y=features.y[rows], scores=cut(features.scores), group=cut(features.group))
 
     group = features.group

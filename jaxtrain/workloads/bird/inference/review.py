@@ -82,7 +82,10 @@ class Session:
     def about(self, number: int) -> dict[str, Any]:
         """The content of the page for a window. Raises IndexError."""
         item = self.items[number]
-        distance = lambda i: abs(self.items[i].start - item.start)  # noqa: E731
+
+        def distance(i: int) -> float:
+            return abs(self.items[i].start - item.start)
+
         nearby = sorted(self._by_recording[item.name], key=distance)[1 : NEIGHBOURS + 1]
         similar = self._neighbours.near(number, NEIGHBOURS) if self._neighbours else ()
         return {
@@ -212,7 +215,10 @@ def _root_of(folder: pathlib.Path) -> str:
 
 def ordered(items: Sequence[Item], order: str) -> list[Item]:
     """Windows in an order: as they are, the best first, the least certain first, or those of one recording apart."""
-    unsure = lambda item: abs((0.0 if np.isnan(item.score) else item.score) - 0.5)  # noqa: E731
+
+    def unsure(item: Item) -> float:
+        return abs((0.0 if np.isnan(item.score) else item.score) - 0.5)
+
     if order == "best":
         return sorted(items, key=lambda item: -(0.0 if np.isnan(item.score) else item.score))
     if order == "uncertain":

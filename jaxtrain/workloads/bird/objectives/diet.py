@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn.cross_entropy import cross_entropy
+from jaxtrain.nn.cross_entropy import Sums, cross_entropy
 from jaxtrain.specs import fan_in, ones, zeros
 from jaxtrain.types import Array, Mean, PyTree, Spec
 from jaxtrain.workloads.bird import augment, views
@@ -67,10 +67,12 @@ def loss(s: Diet, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     index_b = x.batch["index"]
     weight_bv = jnp.broadcast_to(x.weight_b[:, None] / x.c.n_views, (index_b.shape[0], x.c.n_views))
     low_bvk, table = head(s, x)
-    entropy = lambda index_b, weight_bv: cross_entropy(  # noqa: E731
-        low_bvk, table, jnp.broadcast_to(index_b[:, None], weight_bv.shape), weight_bv, x.shard,
-        chunk=s.chunk, size=x.c.n_recordings, smoothing=s.label_smoothing,
-    )  # fmt: skip
+
+    def entropy(index_b: Array, weight_bv: Array) -> Sums:
+        label_bv = jnp.broadcast_to(index_b[:, None], weight_bv.shape)
+        size, smoothing = x.c.n_recordings, s.label_smoothing
+        return cross_entropy(low_bvk, table, label_bv, weight_bv, x.shard, chunk=s.chunk, size=size, smoothing=smoothing)
+
     if x.share_bv is None:
         own = entropy(index_b, weight_bv)
         return own.loss, {"diet_accuracy": Mean(own.correct, weight_bv.sum())}
