@@ -8,7 +8,6 @@
 
 "published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth. The
 whole of it takes minutes to compile: --sizes whole. "small" is the same program with small arrays.
-A row has the compiler's answer, then the least time by the datasheet (`jaxtrain.plan.roofline`).
 Nothing is tuned without a card, so no time of a row is a chip's. --form docs has a row for each step
 and a column for each mesh: bytes, and what overlaps.
 """
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 from jaxtrain import config as config_lib
 from jaxtrain import plan as plan_lib
-from jaxtrain.plan import hlo, roofline, worker
+from jaxtrain.plan import worker
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SIZES = ("small", "published", "whole")
@@ -121,29 +120,18 @@ def row(target: str, key: Key, answer: worker.Answer) -> str:
     name, size, mesh = key
     step = answer.compiled
     if step is None:
-        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | | | | {answer.error} |"
+        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | | {answer.error} |"
     calls = ", ".join(f"{n} {call}" for call, n in sorted(step.library_calls.items()))
     sent = [
         f"{times} {kind} over {'+'.join(over)} ({early} async), {size / 1e6:,.0f} MB"
         for (kind, over), (times, size, early) in sorted((step.collectives or {}).items())
     ]
-    figures = f"{step.peak / 1e9:.2f} | {' | '.join(bound(target, answer))} | {step.seconds:.0f} s"
+    figures = f"{step.peak / 1e9:.2f} | {step.seconds:.0f} s"
     return f"| {name}, {size} | {target} | {mesh} | {figures} | {calls}; {'; '.join(sent)} |"
 
 
-def bound(target: str, answer: worker.Answer) -> tuple[str, str]:
-    """The least time of a step, and what it waits for its exchanges of all the time that they take, in ms."""
-    if answer.compiled is None or answer.compiled.collectives is None:
-        return "", ""
-    found = roofline.times(hlo.Program(answer.compiled.text), plan_lib.parse_target(target).known)
-    return f"{1e3 * found.together:.1f}", f"{1e3 * found.waiting:.1f} of {1e3 * found.sending:.1f}"
-
-
-COLUMNS = (
-    "step", "devices", "mesh", "compiled [GB]", "bound [ms]", "waits, of exchanges [ms]", "compiled in",
-    "calls, and what one device sends",
-)  # fmt: skip
-HEAD = f"| {' | '.join(COLUMNS)} |\n|---|---|---|{'---:|' * 4}---|"
+COLUMNS = ("step", "devices", "mesh", "compiled [GB]", "compiled in", "calls, and what one device sends")
+HEAD = f"| {' | '.join(COLUMNS)} |\n|---|---|---|---:|---:|---|"
 
 
 def answers(args: argparse.Namespace, target: str, folder: pathlib.Path) -> Iterator[tuple[Key, worker.Answer]]:
@@ -164,30 +152,27 @@ def tables(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
     """For each target, bytes and what overlaps, with a row for each step and a column for each mesh."""
     for target in args.targets:
         found = dict(answers(args, target, folder))
-        for title, cell in ((f"{target}, GB of each device", _bytes), ("waits, of exchanges", _overlap)):
+        for title, cell in ((f"{target}, GB of each device", _bytes), ("exchanges that overlap", _overlap)):
             yield from ("", f"| {title} | {' | '.join(args.meshes)} |", f"|---|{'---:|' * len(args.meshes)}")
             for name, size in dict.fromkeys((name, size) for name, size, _ in found):
-                cells = [cell(target, found[name, size, mesh]) for mesh in args.meshes]
+                cells = [cell(found[name, size, mesh]) for mesh in args.meshes]
                 yield f"| {name}, {size} | {' | '.join(cells)} |"
 
 
-def _bytes(target: str, answer: worker.Answer) -> str:
-    del target
+def _bytes(answer: worker.Answer) -> str:
     return f"{answer.compiled.peak / 1e9:.2f}" if answer.compiled else "does not compile"
 
 
-def _overlap(target: str, answer: worker.Answer) -> str:
-    """As "0.5 of 7.1 ms of 165; 129 of 144 all-gather, …": those that begin early, of all."""
+def _overlap(answer: worker.Answer) -> str:
+    """As "129 of 144 all-gather, …": those that begin early, of all."""
     step = answer.compiled
     if step is None or step.collectives is None:
         return ""
-    together, waits = bound(target, answer)
     kinds: dict[str, list[int]] = {}
     for (kind, _), found in sorted(step.collectives.items()):
         early, every = kinds.get(kind, (0, 0))
         kinds[kind] = [early + found.early, every + found.times]
-    counts = ", ".join(f"{early:,} of {every:,} {kind}" for kind, (early, every) in kinds.items())
-    return f"{waits} ms of {together}; {counts}"
+    return ", ".join(f"{early:,} of {every:,} {kind}" for kind, (early, every) in kinds.items())
 
 
 FORMS = {"rows": rows, "docs": tables}

@@ -9,7 +9,7 @@ Looked at and left out, since no chip was there to time them (libtpu 0.0.51, an 
 ``xla_tpu_scoped_vmem_limit_kib=98304`` makes a v6e's peak 1,289 MB instead of 1,238
 (libtpu 0.0.42, eight layers of width 512).
 For eight H100s, pipelined collectives: of the 166 ms that a step of qwen3-0.6b with fsdp=8 takes at the datasheet's peaks,
-4.1 ms wait for exchanges (`jaxtrain.plan.roofline`), which is all that they could save.
+4.1 ms wait for exchanges, which is all that they could save.
 """
 
 import logging

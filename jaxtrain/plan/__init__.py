@@ -6,11 +6,10 @@ needs no such chip, has the other figures: it compiles the real step.
 
     target    the devices to plan for          compile      the compiler's figures of a step
     memory    bytes of arrays, exactly         hlo          the text of a compiled program
-    bound     the lower bound of a step        roofline     the least time of a compiled program
-    remedies  changes that may make it fit     worker       compiles in a process of its own
-    refuse    the check before a run           environment  fetches that process's compiler
-    report    all of it, for a person          plan_cache   keeps compilers' answers
-                                               gpu_specs    GPUs that need not be here
+    bound     the lower bound of a step        worker       compiles in a process of its own
+    remedies  changes that may make it fit     environment  fetches that process's compiler
+    refuse    the check before a run           plan_cache   keeps compilers' answers
+    report    all of it, for a person          gpu_specs    GPUs that need not be here
 """
 
 from jaxtrain.assembly import Assembly, assemble

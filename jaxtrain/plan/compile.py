@@ -31,7 +31,6 @@ class Compiled(NamedTuple):
     seconds: float  # that compiling took
     library_calls: Mapping[str, int] = {}  # target -> executions in a step
     products: Mapping[str, float] = {}  # types of the operands, as "bf16 x bf16" -> FLOP in a step
-    workspace: int = 0  # [bytes] that a library will ask for besides, estimated
     text: str = ""  # of the compiled program
     again: bool = False  # an earlier plan compiled it, and its answer was kept
 
@@ -141,7 +140,7 @@ def compiled(
         products[" x ".join(one.operands)] += one.flops
     return found._replace(
         collectives=hlo.summary(hlo.collectives(module), shape), library_calls=module.library_calls(), products=dict(products),
-        workspace=module.workspace(), text=said.text,
+        text=said.text,
     )  # fmt: skip
 
 

@@ -70,7 +70,6 @@ class Collective(NamedTuple):
     groups: list[list[int]]  # devices that exchange values, as places in the mesh
     times: int  # how often a step executes it: loops around it counted
     in_loop: bool
-    name: str  # of its instruction
     is_async: bool = False  # computation goes on beside it: it begins, and ends later, or it is a part of a product
 
     @property
@@ -103,8 +102,7 @@ class Product(NamedTuple):
 
     operands: tuple[str, ...]  # types
     flops: float  # in a step: loops around it counted
-    name: str  # of its instruction
-    line: str
+    line: str  # of the program's text
 
 
 class Program:
@@ -159,20 +157,6 @@ class Program:
                 calls[match[1]] = calls.get(match[1], 0) + self.times[name]
         return calls
 
-    def workspace(self) -> int:
-        """Bytes that cuDNN's attention will ask for where its calls have none yet: the largest call's, estimated.
-
-        A compiler without a card cannot ask cuDNN. The backward pass takes about 4 B T H K + 4 B H T + 256 bytes of queries
-        [B, T, H, K] (fitted to one shape), the forward pass next to nothing.
-        """
-        sizes = [0]
-        for _, i in self.executed():
-            if re.search(r'custom_call_target="__cudnn\$fmha\w*Backward"', i.line) and "u8[0]" in i.line:
-                dims = i.shapes[0][1]
-                size = math.prod(dims)
-                sizes.append(4 * size + 4 * size // dims[-1] + 256)
-        return max(sizes)
-
     def products(self) -> list[Product]:
         """Every product of matrices, kernels of Pallas aside; convolutions too, as which TPUs write them."""
         every_product = []
@@ -184,7 +168,7 @@ class Program:
             types, dims = zip(*(shapes.get((name, x), ("", ())) for x in i.operands[:2]), strict=True)
             depth = _depth_of_convolution(i.line, *dims) if i.op == "convolution" else _depth(i.line, dims[0])
             flops = 2.0 * math.prod(i.shapes[0][1]) * depth * self.times[name]
-            every_product.append(Product(types, flops, i.name, i.line))
+            every_product.append(Product(types, flops, i.line))
         return every_product
 
 
@@ -244,7 +228,7 @@ def collectives(text: str | Program) -> list[Collective]:
         size = sum(math.prod(dims) * bits(dtype) // 8 for dtype, dims in results)
         shapes, within = tuple(dims for _, dims in results), groups(i.line, program.devices)
         times, in_loop = program.times[name], name in program.loops
-        every_collective.append(Collective(kind, shapes, size, within, times, in_loop, i.name, is_async))
+        every_collective.append(Collective(kind, shapes, size, within, times, in_loop, is_async))
     return every_collective
 
 

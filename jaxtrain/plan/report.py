@@ -14,7 +14,7 @@ from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import disk_usage
 from jaxtrain.data import feed
 from jaxtrain.parallel import layout as layout_lib
-from jaxtrain.plan import environment, hlo, roofline, worker
+from jaxtrain.plan import environment, worker
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.compile import ask_for_no_chips, compiler_options, is_at_hand
 from jaxtrain.plan.memory import device_bytes, held, host_memory, in_bytes, least, offloaded
@@ -127,28 +127,19 @@ def _compiled_lines(
         problems.append(f"it does not {'fit' if answer.too_large else 'compile'}: {answer.error}{remedy}")
         yield from (f"not {title}: {answer.error}", "")
         return
-    peak = step.peak + step.workspace
-    if (over := peak - target.memory) > 0:
-        problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, peak - needed.peak)}")
+    if (over := step.peak - target.memory) > 0:
+        problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, step.peak - needed.peak)}")
     before = " by an earlier plan, whose answer was kept" if step.again else ""
     yield f"{title}, in {step.seconds:.0f} s{before}"
     yield f"  {'arguments':28}{in_bytes(step.arguments):>12}"
     yield f"  {'while it runs':28}{in_bytes(step.temporaries):>12}"
-    if step.workspace:
-        yield f"  {'cuDNN, estimated':28}{in_bytes(step.workspace):>12}   workspace of its attention"
-    yield f"  {'together':28}{in_bytes(peak):>12}   of {in_bytes(target.memory)}"
+    yield f"  {'together':28}{in_bytes(step.peak):>12}   of {in_bytes(target.memory)}"
     if step.library_calls:
         calls = sorted(step.library_calls.items(), key=lambda item: -item[1])
         yield f"  calls of libraries and kernels: {', '.join(f'{n} × {name}' for name, n in calls)}"
     if step.products:
         most = sorted(step.products.items(), key=lambda item: -item[1])
         yield f"  products of matrices, by operands: {', '.join(f'{flops:.2e} FLOP {types}' for types, flops in most)}"
-    if step.text and target.chip:
-        bound = roofline.times(hlo.Program(step.text), target.chip)
-        yield (
-            f"  at the datasheet's peaks, in the program's order: {1e3 * bound.together:.2f} ms, of which "
-            f"{1e3 * bound.waiting:.2f} ms wait for exchanges (they take {1e3 * bound.sending:.2f} ms)"
-        )
     if step.collectives is None:
         yield "  what moves between devices cannot be read: this jaxlib does not know all that this libtpu writes"
     for (kind, axes), (times, sent, early) in sorted((step.collectives or {}).items(), key=lambda item: -item[1].sent):

@@ -1,7 +1,5 @@
 """The tables of what was compiled, from answers that a compiler could have given."""
 
-import re
-
 from jaxtrain import plan
 from jaxtrain.plan import hlo, worker
 from tools import compile_table
@@ -34,11 +32,10 @@ def printed(capsys, monkeypatch, *more):
 
 def test_a_step_is_a_line_and_one_that_does_not_compile_says_why(capsys, monkeypatch):
     head, _, failed, compiled = printed(capsys, monkeypatch)
-    assert failed.endswith("| **does not compile** | | | | it is too warm |")
+    assert failed.endswith("| **does not compile** | | it is too warm |")
     cells = dict(zip(head.strip("| ").split(" | "), compiled.strip("| ").split(" | "), strict=True))
     assert cells["compiled [GB]"] == "3.00" and cells["compiled in"] == "7 s"
     assert "1 all-gather over fsdp (1 async), 2 MB" in compiled
-    assert cells["waits, of exchanges [ms]"] == "0.0 of 0.0", "4 microseconds"
     assert head.count("|") == compiled.count("|") == failed.count("|")
 
 
@@ -46,4 +43,4 @@ def test_the_docs_form_has_a_column_for_each_mesh(capsys, monkeypatch):
     lines = printed(capsys, monkeypatch, "--form", "docs")
     assert lines[0] == "| gpu:h100x8, GB of each device | data | fsdp |"
     assert lines[2] == "| trm, published | does not compile | 3.00 |"
-    assert re.fullmatch(r"\| trm, published \|  \| [\d.]+ of [\d.]+ ms of [\d.]+; 1 of 1 all-gather \|", lines[-1])
+    assert lines[-1] == "| trm, published |  | 1 of 1 all-gather |"
