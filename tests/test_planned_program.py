@@ -34,7 +34,7 @@ WORKLOADS = {
 KERNELS = {
     ("bird", "gpu"): {"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"},
     ("trm", "gpu"): {"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"},
-    ("language", "gpu"): {"flash_forward", "flash_backward_queries", "flash_backward_keys"},
+    ("language", "gpu"): {"mha_forward", "mha_preprocess_backward", "mha_backward"},
     ("language", "tpu"): {"splash_mqa_fwd", "splash_mqa_dq", "splash_mqa_dkv"},
 }
 
@@ -53,7 +53,7 @@ def equations(jaxpr) -> collections.Counter:
 
 def kernels(found: collections.Counter) -> set[str]:
     names = {name.partition("_segmented")[0] for name, _ in found}
-    return {name for name in names if name.startswith(("dot_product_attention", "flash_", "splash_"))}
+    return {name for name in names if name.startswith(("dot_product_attention", "mha_", "splash_"))}
 
 
 @pytest.mark.parametrize(

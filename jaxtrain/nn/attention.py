@@ -1,7 +1,7 @@
 """Attention: one function, the kernel chosen by the platform that the program is for, wherever it is traced (`choose`).
 
-    gpu   16-bit numbers: cuDNN's fused kernel (`nn.cudnn`). `nn.flash` (Pallas, by Triton) for packed documents, for a
-          window to both sides and for heads that cuDNN does not take. Neither has an array that grows with T × S
+    gpu   16-bit numbers: cuDNN's fused kernel (`nn.cudnn`). Pallas's (`nn.flash`) for packed documents, and for heads that
+          cuDNN does not take. Neither has an array that grows with T × S. XLA for a window over documents or to both sides
     tpu   the splash kernel of Pallas (`nn.splash`), for sequences and heads that fill its lanes
     else  XLA, which holds all B × H × T × S weights of a layer. On GPUs and TPUs, 16-bit models compute them again in the
           backward pass, so that no layer keeps them. For CPUs its products in float32 are those of `nn.heads_first`
@@ -100,7 +100,7 @@ def attention(
     if kernel == "cudnn":
         return cudnn.fused(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, capability=capability)
     if kernel == "flash":
-        return flash(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, segments_bt=segments_bt)
+        return flash(q_bthk, k_bsgk, v_bsgk, causal=causal, segments_bt=segments_bt)
     if kernel == "splash":
         return splash(q_bthk, k_bsgk, v_bsgk, causal=causal, window=window, segments_bt=segments_bt, keep=keep)
     t = jnp.arange(q_bthk.shape[1])
@@ -125,12 +125,14 @@ def choose(
         return "xla"
     if not cudnn.fits(shape, capability):
         return "xla"
-    return "flash" if packed or shape[3] % 8 or window and not causal else "cudnn"
+    if not packed and shape[3] % 8 == 0 and (causal or not window):
+        return "cudnn"
+    return "xla" if window else "flash"
 
 
 def is_forward(kernel: str) -> bool:
     """Whether a jaxpr calls the forward pass of cuDNN's kernel or of `flash` so. (Splash names what it keeps itself.)"""
-    return kernel in ("dot_product_attention_fwd_wrapper", "flash_forward")
+    return kernel in ("dot_product_attention_fwd_wrapper", "mha_forward")
 
 
 def masked(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> Array:

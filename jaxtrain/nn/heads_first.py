@@ -13,7 +13,7 @@ heads, one head after the other.
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn.flash import NEVER
+from jaxtrain.nn.layers import NEVER
 from jaxtrain.types import Array
 
 

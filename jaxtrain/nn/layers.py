@@ -15,6 +15,8 @@ from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Axes, Shard, Unmerged
 from loaders.io import checks
 
+NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that no softmax sees; -inf would make nan of an empty row
+
 
 @dataclass(frozen=True)
 class Rope(Section):

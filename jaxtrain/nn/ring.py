@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxtrain.nn import remat
 from jaxtrain.nn.attention import same_segment, visible
-from jaxtrain.nn.flash import NEVER
+from jaxtrain.nn.layers import NEVER
 from jaxtrain.parallel import kernels
 from jaxtrain.types import Array, Shard
 

@@ -75,11 +75,16 @@ def expected(case: dict) -> dict[str, int]:
     """Calls of the kernels. A loop over the layers has each once; what is recomputed, twice, unless it is kept."""
     forward = 2 if case.get("remat") == "full" and case.get("train", True) else 1
     train = case.get("train", True)
-    if case.get("dtype") == "float32":
+    if case.get("dtype") == "float32" or by_xla(case):
         return {}
-    if case.get("packed") or (case.get("window") and not case.get("causal", True)):
+    if case.get("packed"):
         return {TRITON: forward + 2 * train}
     return {FORWARD: forward, **({BACKWARD: 1} if train else {})}
+
+
+def by_xla(case: dict) -> bool:
+    """Windows that no kernel takes: over documents, or to both sides."""
+    return bool(case.get("window")) and (case.get("packed", False) or not case.get("causal", True))
 
 
 def right(found: dict) -> None:
@@ -87,7 +92,7 @@ def right(found: dict) -> None:
     assert "error" not in found, f"{case}: {found['error']}"
     assert found["kernels"] == expected(case), found
     assert not found["gathered"], f"{case}: q, k or v is gathered: {found['gathered']}"
-    if case.get("dtype") != "float32":
+    if case.get("dtype") != "float32" and not by_xla(case):
         assert not found["square"], f"{case}: {found['square']}"
 
 
