@@ -1,6 +1,8 @@
-"""The roll call: threads stand for processes, over real sockets."""
+"""The rendezvous: threads stand for processes, over real sockets."""
 
+import asyncio
 import concurrent.futures
+import json
 import pathlib
 import socket
 import subprocess
@@ -13,7 +15,7 @@ import pytest
 import jaxtrain
 from jaxtrain.config import Config
 from jaxtrain.parallel.cluster import Cluster, handshake, processes, rendezvous
-from jaxtrain.parallel.cluster.handshake import prove
+from jaxtrain.parallel.cluster.handshake import HandshakeError, prove
 from jaxtrain.parallel.cluster.rendezvous import RendezvousError, Stopped, differences, meet
 
 
@@ -65,27 +67,36 @@ def test_late_processes_are_named_to_all_within_the_bound(port):
     assert "process 1" in str(error) and "no process 0" in str(error) and "refused" in str(error) and seconds < 4
 
 
-def knock(port, *messages, secret="", wait=0.0):
-    """What a process of its own making gets for its messages, sent after the proof: a verdict, or None without one."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-        line = prove(connection, secret.encode())
-        for message in messages:
-            connection.sendall(line.pack(message) if not isinstance(message, bytes) else packed(line, message))
-        if wait:  # and it leaves, without an answer
-            time.sleep(wait)
-            return None
-        connection.settimeout(0.5)
+def knock(port, message, secret="", wait=0.0, change=lambda sent: sent):
+    """Send one message after the proof. Returns the verdict, "closed" if the connection ended, or None.
+
+    Args:
+      message: bytes are sent as they are, also if they are not JSON.
+      change: applied to the bytes on their way.
+    """
+
+    async def answer():
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
-            return next(iter(line.unpack(connection.recv(1 << 16))), None)
-        except OSError:
+            line = await prove(reader, writer, secret.encode())
+            body = message if isinstance(message, bytes) else json.dumps(message).encode()
+            text = len(body).to_bytes(4, "big") + body
+            writer.write(change(text + line._seal(line._out, 1, text)))
+            if wait:  # and it leaves, without an answer
+                await asyncio.sleep(wait)
+                return None
+            async with asyncio.timeout(0.5):
+                return await line.receive()
+        except HandshakeError as error:
+            if "JAXTRAIN_SECRET" in str(error):
+                raise
+            return "closed"
+        except TimeoutError:
             return None
+        finally:
+            writer.close()
 
-
-def packed(line, text):
-    """Bytes that are no JSON, or none that Python would write."""
-    head = len(text).to_bytes(4, "big")
-    line._sent += 1
-    return head + text + line._seal(line._out, line._sent, head + text)
+    return asyncio.run(answer())
 
 
 def hello(**changed):
@@ -271,20 +282,14 @@ def test_messages_of_another_kind_admit_nobody(port):
         time.sleep(0.5)
         for message in odd:
             verdict = knock(port, message, secret=SECRET)
-            assert verdict is None or verdict["error"], message
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-            line = prove(connection, SECRET.encode())
-            whole = line.pack(hello())
-            connection.sendall(whole[:-1] + bytes([whole[-1] ^ 1]))
-            assert connection.recv(1000) == b"", "a changed message ends the connection"
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-            prove(connection, SECRET.encode())
-            connection.sendall(b"\xff\xff\xff\xff")
-            assert connection.recv(1000) == b"", "as does one that is to be 4 GB long"
+            assert verdict in (None, "closed") or verdict["error"], message
+        for change in (lambda sent: sent[:-1] + bytes([sent[-1] ^ 1]), lambda sent: b"\xff" * 4 + sent):
+            # One was changed on its way, the other claims 4 GB.
+            assert knock(port, hello(), secret=SECRET, change=change) == "closed"
         assert [error for error, _ in run.result()] == [None] * 3
 
 
-def test_more_strangers_than_descriptors_do_not_end_the_roll_call(port):
+def test_more_unauthenticated_peers_than_descriptors_do_not_end_the_rendezvous(port):
     """In a process of few descriptors, with more idle connections than it can have."""
     program = f"""
 import resource, sys
@@ -320,13 +325,17 @@ def test_a_listener_that_answers_byte_by_byte_is_not_waited_for_beyond_the_timeo
             time.sleep(0.1)
         there.close()
 
+    async def wait():
+        async with asyncio.timeout(0.3):
+            await prove(*await asyncio.open_connection(sock=here), SECRET.encode())
+
     here, there = socket.socketpair()
     thread = threading.Thread(target=drip)
     with here:
-        here.settimeout(0.3)
+        here.setblocking(False)
         thread.start()
         with pytest.raises(TimeoutError):  # and not the end of the connection, which comes later
-            prove(here, SECRET.encode())
+            asyncio.run(wait())
         thread.join()
 
 

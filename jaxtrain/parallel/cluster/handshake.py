@@ -1,147 +1,102 @@
-"""Connections whose two ends prove to each other that they know the job's secret, before anything is parsed or said.
+"""Connections whose two ends prove to each other that they know the job's secret.
 
     process → coordinator   32 random bytes
     coordinator → process   32 random bytes
     process → coordinator   HMAC-SHA256 by the secret of "process" and both
     coordinator → process   HMAC-SHA256 by the secret of "coordinator" and both
 
-and from then on messages: 4 bytes of length, JSON, and an HMAC of both, of the direction and of the message's number. A wrong
-proof is answered by the end of the connection. Without a secret, on loopback, the key is empty.
+Messages follow: 4 bytes of length, JSON, and an HMAC of both, of the direction and of the
+message's number. A wrong proof ends the connection. On loopback without a secret, the key is empty.
 """
 
+import asyncio
 import hmac
 import json
 import os
-import socket
-import time
 from typing import Any
 
 NONCE, MAC = 32, 32  # [bytes]
-LONGEST = 1 << 22  # [bytes] of a message
-DEPTH = 64  # of the lists and objects in one
+MAX_MESSAGE = 1 << 22  # [bytes]
 
 
 class HandshakeError(ConnectionError):
-    """The other end is no process of this job, or not to be understood."""
+    """The other end is not a process of this job, or it sent something else than a message."""
 
 
 class Line:
-    """Packs and unpacks the messages of one connection, at one of its ends."""
+    """The messages of one authenticated connection, at one of its ends."""
 
-    def __init__(self, secret: bytes, nonces: bytes, *, coordinator: bool):
+    def __init__(
+        self,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        secret: bytes,
+        nonces: bytes,
+        *,
+        coordinator: bool,
+    ):
+        self._reader, self.writer = streams
         self._key = _mac(secret, b"messages", nonces)
         self._out, self._in = (b"<", b">") if coordinator else (b">", b"<")
-        self._sent = self._read = 0
-        self._received = bytearray()
+        self._n_sent = self._n_read = 0
 
-    def pack(self, message: Any) -> bytes:
+    async def send(self, message: Any) -> None:
         body = json.dumps(message).encode()
-        head = len(body).to_bytes(4, "big")
-        self._sent += 1
-        return head + body + self._seal(self._out, self._sent, head + body)
+        text = len(body).to_bytes(4, "big") + body
+        self._n_sent += 1
+        self.writer.write(text + self._seal(self._out, self._n_sent, text))
+        await self.writer.drain()
 
-    def unpack(self, data: bytes) -> list[Any]:
-        """The messages that are whole with ``data``. Raises HandshakeError."""
-        self._received += data
-        messages = []
-        while len(self._received) >= 4:
-            size = int.from_bytes(self._received[:4], "big")
-            if size > LONGEST:
-                raise HandshakeError(f"a message of {size} bytes, and {LONGEST} is the limit")
-            if len(self._received) < 4 + size + MAC:
-                break
-            text, seal = bytes(self._received[: 4 + size]), bytes(self._received[4 + size : 4 + size + MAC])
-            del self._received[: 4 + size + MAC]
-            self._read += 1
-            if not hmac.compare_digest(seal, self._seal(self._in, self._read, text)):
-                raise HandshakeError("a message that was changed on its way")
-            messages.append(_parse(text[4:]))
-        return messages
+    async def receive(self) -> Any:
+        """Return the next message. Raises OSError if the connection ends, or has to."""
+        head = await _read(self._reader, 4)
+        size = int.from_bytes(head, "big")
+        if size > MAX_MESSAGE:
+            raise HandshakeError(f"a message of {size} bytes, and {MAX_MESSAGE} is the limit")
+        body, seal = await _read(self._reader, size), await _read(self._reader, MAC)
+        self._n_read += 1
+        if not hmac.compare_digest(seal, self._seal(self._in, self._n_read, head + body)):
+            raise HandshakeError("a message was changed on its way")
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise HandshakeError("a message is not JSON") from error
 
     def _seal(self, direction: bytes, number: int, text: bytes) -> bytes:
         return hmac.digest(self._key, direction + number.to_bytes(8, "big") + text, "sha256")
 
 
-class Guest:
-    """A connection as the coordinator sees it: nobody in particular, until it has proven that it knows the secret.
-
-    Attributes:
-      line: None until then.
-    """
-
-    def __init__(self, connection: socket.socket, secret: bytes):
-        self.connection, self._secret = connection, secret
-        self.line: Line | None = None
-        self._received, self._own = bytearray(), b""
-        connection.setblocking(False)
-
-    def receive(self) -> list[Any]:
-        """The messages that have come. Raises OSError when the connection ended, or is to be ended."""
-        limit = 1 << 16 if self.line else NONCE + MAC - len(self._received)
-        try:
-            data = self.connection.recv(limit)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise HandshakeError("it closed the connection")
-        if self.line:
-            return self.line.unpack(data)
-        self._received += data
-        if not self._own and len(self._received) >= NONCE:
-            self._own = os.urandom(NONCE)
-            self.connection.send(self._own)
-        if len(self._received) == NONCE + MAC:
-            nonces = bytes(self._received[:NONCE]) + self._own
-            if not hmac.compare_digest(bytes(self._received[NONCE:]), _mac(self._secret, b"process", nonces)):
-                raise HandshakeError("it does not know the secret")
-            self.connection.send(_mac(self._secret, b"coordinator", nonces))
-            self.line = Line(self._secret, nonces, coordinator=True)
-        return []
-
-
-def prove(connection: socket.socket, secret: bytes) -> Line:
-    """The same as any other process, within the connection's timeout in all. Raises OSError."""
-    timeout = connection.gettimeout()
-    until = None if timeout is None else time.monotonic() + timeout
+async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Line:
+    """Authenticate a process, as the coordinator. Raises OSError."""
+    theirs = await _read(reader, NONCE)
     own = os.urandom(NONCE)
-    connection.sendall(own)
-    nonces = own + _exactly(connection, NONCE, until)
-    connection.sendall(_mac(secret, b"process", nonces))
+    writer.write(own)
+    if not hmac.compare_digest(await _read(reader, MAC), _mac(secret, b"process", theirs + own)):
+        raise HandshakeError("it does not know the secret")
+    writer.write(_mac(secret, b"coordinator", theirs + own))
+    return Line((reader, writer), secret, theirs + own, coordinator=True)
+
+
+async def prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Line:
+    """Authenticate to the coordinator, and the coordinator, as any other process. Raises OSError."""
+    own = os.urandom(NONCE)
+    writer.write(own)
+    nonces = own + await _read(reader, NONCE)
+    writer.write(_mac(secret, b"process", nonces))
     try:
-        answer = _exactly(connection, MAC, until)
+        answer = await _read(reader, MAC)
     except ConnectionError as error:
         raise HandshakeError("what listens there has another JAXTRAIN_SECRET") from error
     if not hmac.compare_digest(answer, _mac(secret, b"coordinator", nonces)):
         raise HandshakeError("what listens there does not know JAXTRAIN_SECRET")
-    connection.settimeout(timeout)
-    return Line(secret, nonces, coordinator=False)
+    return Line((reader, writer), secret, nonces, coordinator=False)
 
 
-def _mac(secret: bytes, who: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, b"jaxtrain " + who + b"\0" + nonces, "sha256")
+def _mac(secret: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, b"jaxtrain " + role + b"\0" + nonces, "sha256")
 
 
-def _exactly(connection: socket.socket, size: int, until: float | None) -> bytes:
-    data = b""
-    while len(data) < size:
-        if until is not None:  # a byte now and then would be waited for without end
-            connection.settimeout(max(until - time.monotonic(), 0.001))
-        more = connection.recv(size - len(data))
-        if not more:
-            raise HandshakeError("it closed the connection")
-        data += more
-    return data
-
-
-def _parse(text: bytes) -> Any:
-    """JSON of a bounded depth. Raises HandshakeError."""
+async def _read(reader: asyncio.StreamReader, size: int) -> bytes:
     try:
-        message = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise HandshakeError("a message that is not JSON") from error
-    level = [message]
-    for _ in range(DEPTH):
-        level = [y for x in level if isinstance(x, dict | list) for y in (x.values() if isinstance(x, dict) else x)]
-        if not level:
-            return message
-    raise HandshakeError(f"a message nested more than {DEPTH} deep")
+        return await reader.readexactly(size)
+    except asyncio.IncompleteReadError as error:
+        raise HandshakeError("it closed the connection") from error

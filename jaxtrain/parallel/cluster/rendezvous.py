@@ -1,33 +1,39 @@
-"""A roll call before the run: every process connects to process 0, which checks that all are present and identical.
+"""The rendezvous before a run: process 0 checks that all processes are present and identical.
 
-jax.distributed aborts when a process is late, without naming it, ends with a segmentation fault when the port is taken, and
-lets two runs that share a port mix. So the processes meet here first, on the same port, where each of these is an error that
-names the process and the reason. Both ends prove that they know the job's secret (`handshake`); then a process sends one
-message, and gets one back once the roll call is over:
+jax.distributed aborts without a name if a process is late. It ends with a segmentation fault if the
+port is taken, and it lets two runs that share a port mix. So the processes meet here first, on the
+same port, and each of these is an error that names the process and the reason.
+After both ends have proven that they know the job's secret (`handshake`), a process sends one
+message, and gets the verdict once the rendezvous is over:
 
-    → {"job": "…", "process": 3, "processes": 4, "host": "node7", "clock": 1.7e9, "facts": {"config": {…}, "versions": {…}}}
+    → {"job": "…", "process": 3, "processes": 4, "host": "node7", "clock": 1.7e9, "facts": {…}}
     ← {"error": "", "stopped": false}    all are present and agree; or the reason, the same for all
 
-A process that a signal asks to stop while it waits sends one more message, and the roll call ends for all. Strangers are
-bounded in number, bytes and time, learn nothing, and cost the others nothing but a retry.
+A process that a signal stops during the wait sends one more message, and the rendezvous ends for
+all. Unauthenticated peers are bounded in number and time. They learn nothing, and cost the others a
+retry at most.
 """
 
+import asyncio
 import contextlib
 import errno
 import ipaddress
 import json
-import selectors
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxtrain.parallel.cluster.handshake import Guest, HandshakeError, Line, prove
+from jaxtrain.parallel.cluster import handshake
+from jaxtrain.parallel.cluster.handshake import HandshakeError, Line
 
-STRANGERS = 128  # connections that may be open without having proven anything
-PATIENCE = 10.0  # [s] for a connection to prove that it knows the secret, and to say who it is
-Conclude = Callable[[Sequence[dict[str, Any]], str], Any]  # (messages, late) -> the reply to all present
+MAX_UNAUTHENTICATED = 128  # peers that may be connected
+PATIENCE = 10.0  # [s] for a peer to authenticate and to send its message
+CONNECTING = 5.0  # [s] for a connection to process 0, and for its proof
+POLL = 0.1  # [s]
+Conclude = Callable[[Sequence[dict[str, Any]], str], Any]  # (messages, late) -> the conclusion
+Leave = Callable[[], Any]
 
 
 class RendezvousError(RuntimeError):
@@ -46,13 +52,13 @@ def meet(
     job: str,
     facts: Mapping[str, Any],
     timeout: float,
-    leave: Callable[[], Any] = lambda: False,
+    leave: Leave = lambda: False,
     secret: str = "",
     refusal: str = "",
     awaited: Collection[int] | None = None,
     conclude: Conclude | None = None,
 ) -> Any:
-    """Returns once all processes have reported that they are present, with equal facts.
+    """Return once all processes have reported that they are present, with equal facts.
 
     With ``conclude`` the facts may differ. After ``timeout`` process 0 goes on with those present,
     and every one of them returns its conclusion.
@@ -63,33 +69,41 @@ def meet(
       facts: nested dictionaries that must be equal in all processes.
       timeout: seconds within which all must have connected.
       leave: called repeatedly during the wait, which ends when it returns true.
-      secret: of the job, the same in all processes, and known to nobody else; "" = whoever connects is believed.
-      refusal: why process 0 cannot begin, which becomes the error of all.
+      secret: the same in all processes of the job. If it is empty, every peer is admitted.
+      refusal: the reason for which process 0 cannot begin. It becomes the error of all.
       awaited: the processes that process 0 waits for. By default all.
       conclude: called by process 0 with the messages of all present, its own first, and with the
         names of those late, or "". Those of others have two more fields: "ahead", the seconds by
         which the clock is ahead of process 0's, and "address", from which the process connected.
 
     Raises:
-      RendezvousError: processes, by number, did not connect, or differ in named facts; the port is taken; ``refusal``.
+      RendezvousError: processes, by number, did not connect, or differ in named facts; the port is
+        taken; ``refusal``.
       Stopped: ``leave`` returned true, here or in another process.
     """
-    hello = {"job": job, "process": process, "processes": processes, "host": socket.gethostname(), "facts": facts}
+    hello = {"job": job, "process": process, "processes": processes}
+    hello |= {"host": socket.gethostname(), "facts": facts}
     host, _, port = coordinator.rpartition(":")
-    deadline, key = time.monotonic() + timeout, secret.encode()
+    host, key = host.strip("[]"), secret.encode()
+
+    def judge(messages: Sequence[dict[str, Any]], late: str) -> dict:
+        if conclude:
+            return {"error": "", "conclusion": conclude(messages, late)}
+        return {"error": refusal or late or differences(messages)}
+
     if process == 0:
         others = set(range(processes) if awaited is None else awaited) - {0}
-        roll_call = RollCall(hello, key, timeout, leave, refusal, others, conclude)
-        verdict = roll_call.hold(host.strip("[]"), int(port), deadline)
+        rendezvous = Rendezvous(hello, key, timeout, leave, others)
+        verdict = asyncio.run(rendezvous.hold(host, int(port), judge))
     else:
-        verdict = _answer_roll_call(hello, host.strip("[]"), int(port), key, deadline, timeout, leave)
+        verdict = asyncio.run(_report(hello, host, int(port), key, timeout, leave))
     if verdict["error"]:
         raise (Stopped if verdict["stopped"] else RendezvousError)(verdict["error"])
     return verdict.get("conclusion")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host of this name or address."""
+    """Tell whether only this machine reaches a host of this name or address."""
     if host.strip("[]").lower() == "localhost":
         return True
     try:
@@ -99,21 +113,24 @@ def is_loopback(host: str) -> bool:
 
 
 def addresses(host: str, port: int) -> list[str]:
-    """Where process 0 listens for those who connect to ``host``: its addresses on this machine; [] = on every interface.
+    """Return the addresses of ``host`` on this machine, where process 0 listens.
 
-    That is where the name leads to none of this machine's addresses (a service's, behind which it is), or to loopback, as a
-    machine's own name does on some systems although others reach it by that name.
+    The list is empty, for every interface, in two cases. The name may lead to no address of this
+    machine, as that of a service in front of it. Or it leads to loopback, as a machine's own name
+    does on some systems although others reach it by that name.
     """
     try:
         found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except (socket.gaierror, UnicodeError):
         return []
-    return [a for a in dict.fromkeys(found) if (is_loopback(host) or not is_loopback(a)) and _is_own(a)]
+    usable = (a for a in dict.fromkeys(found) if is_loopback(host) or not is_loopback(a))
+    return [a for a in usable if _is_own(a)]
 
 
 def _is_own(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
@@ -122,130 +139,123 @@ def _is_own(address: str) -> bool:
     return True
 
 
-class RollCall:
-    """The roll call as process 0 holds it."""
+class Rendezvous:
+    """The rendezvous at process 0."""
 
-    def __init__(
-        self,
-        hello: dict,
-        secret: bytes,
-        timeout: float,
-        leave: Callable[[], Any],
-        refusal: str,
-        awaited: set[int],
-        conclude: Conclude | None,
-    ):
-        self._hello, self._secret, self._timeout, self._leave, self._refusal = hello, secret, timeout, leave, refusal
-        self._awaited, self._conclude = awaited, conclude
-        self._selector = selectors.DefaultSelector()
-        self._guests: dict[Guest, float] = {}  # who has not said yet who it is, and since when [s]
-        self._present: dict[int, tuple[dict, Guest]] = {}
+    def __init__(self, hello: dict, secret: bytes, timeout: float, leave: Leave, awaited: set[int]):
+        self._hello, self._secret, self._timeout = hello, secret, timeout
+        self._leave, self._awaited = leave, awaited
+        self._unauthenticated: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._present: dict[int, tuple[dict, Line]] = {}
+        self._stopped: int | None = None  # the process that was asked to stop
+        self._tasks: set[asyncio.Task] = set()
 
-    def hold(self, host: str, port: int, deadline: float) -> dict:
-        """Waits for all others, and replies to them. Returns the verdict."""
+    async def hold(self, host: str, port: int, judge: Callable[..., dict]) -> dict:
+        """Wait for all others, and reply to them with the verdict, which is returned."""
+        deadline = time.monotonic() + self._timeout
         verdict = {"error": f"process 0 ({self._hello['host']}) has failed", "stopped": False}
-        with contextlib.ExitStack() as closing:
-            closing.enter_context(self._selector)
-            for listener in listen(host, port, min(deadline, time.monotonic() + 10), self._leave):
-                closing.enter_context(listener)
-                self._selector.register(listener, selectors.EVENT_READ, None)
-            try:
-                verdict = self._verdict(port, deadline)
-            finally:
-                for _, guest in self._present.values():
-                    _reply(guest, verdict)
-                    guest.connection.close()
-                for guest in self._guests:
-                    guest.connection.close()
+        soon = min(deadline, time.monotonic() + 10)
+        listeners = await _listen(host, port, soon, self._leave)
+        for listener in listeners:
+            self._start(self._accept(listener))
+        try:
+            verdict |= await self._wait(port, deadline, judge)
+        finally:
+            lines = [line for _, line in self._present.values()]
+            await asyncio.gather(*(_reply(line, verdict) for line in lines))
+            for task in self._tasks:
+                task.cancel()
+            for listener in listeners:
+                listener.close()
         return verdict
 
-    def _verdict(self, port: int, deadline: float) -> dict:
+    async def _wait(self, port: int, deadline: float, judge: Callable[..., dict]) -> dict:
         hello, present, late = self._hello, self._present, ""
         while missing := sorted(self._awaited - set(present)):
-            if self._leave():
-                return {"error": f"process 0 ({hello['host']}) was asked to stop while it waited for others", "stopped": True}
+            stopped = f"process 0 ({hello['host']})" if self._leave() else ""
+            if self._stopped is not None:
+                stopped = f"process {self._stopped}"
+            if stopped:
+                text = f"{stopped} was asked to stop while it waited for others"
+                return {"error": text, "stopped": True}
             if time.monotonic() > deadline:
-                late = f"{_numbered(missing)} of {hello['processes']} did not connect to {hello['host']}:{port}"
-                late += f" within {self._timeout:g} s"
+                late = f"{_numbered(missing)} of {hello['processes']} did not connect to "
+                late += f"{hello['host']}:{port} within {self._timeout:g} s"
                 break
-            for guest in [g for g, since in self._guests.items() if time.monotonic() - since > PATIENCE]:
-                self._drop(guest)
-            for key, _ in self._selector.select(0.2):
-                if key.data is None:
-                    assert isinstance(key.fileobj, socket.socket)
-                    self._admit(key.fileobj)
-                elif (stopped := self._receive(key.data)) is not None:
-                    return {"error": f"process {stopped} was asked to stop while it waited for others", "stopped": True}
-        reports = [hello, *(present[p][0] for p in sorted(present))]
-        if self._conclude:
-            return {"error": "", "stopped": False, "conclusion": self._conclude(reports, late)}
-        return {"error": self._refusal or late or differences(reports), "stopped": False}
+            await asyncio.sleep(POLL)
+        return judge([hello, *(present[p][0] for p in sorted(present))], late)
 
-    def _admit(self, listener: socket.socket) -> None:
-        """Takes a connection; the oldest stranger makes way where there are many, or no descriptors left."""
+    def _start(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # the loop itself holds no reference
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Take connections. If there are too many, the oldest unauthenticated peer makes way."""
+        while True:
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+                reader, writer = await asyncio.open_connection(sock=connection)
+            except OSError:  # no file descriptor is left, or the peer has gone
+                self._drop_oldest()
+                await asyncio.sleep(0.05)
+                continue
+            self._unauthenticated[writer] = None
+            self._start(self._serve(reader, writer))
+            if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        if self._unauthenticated:
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
+            oldest.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Admit a process by its first message, until its connection ends. A second one says stop."""
+        process = None
         try:
-            connection, _ = listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                if self._guests:
-                    self._drop(next(iter(self._guests)))
-                time.sleep(0.05)  # whoever knocks goes on knocking
-            return
-        guest = Guest(connection, self._secret)
-        self._guests[guest] = time.monotonic()
-        self._selector.register(connection, selectors.EVENT_READ, guest)
-        if len(self._guests) > STRANGERS:
-            self._drop(next(iter(self._guests)))
-
-    def _drop(self, guest: Guest) -> None:
-        self._guests.pop(guest, None)
-        with contextlib.suppress(KeyError, ValueError):  # it is not registered any more
-            self._selector.unregister(guest.connection)
-        guest.connection.close()
-
-    def _receive(self, guest: Guest) -> int | None:
-        """Reads from a connection: its first message admits a process, its end removes one. Returns who asks to stop."""
-        known = next((p for p, (_, g) in self._present.items() if g is guest), None)
-        try:
-            for message in guest.receive():
-                if known is not None:
-                    return known
-                if refusal := self._problem(message):
-                    _reply(guest, {"error": refusal, "stopped": False})
-                    raise HandshakeError(refusal)
-                known = message["process"]
-                message["ahead"] = message["clock"] - time.time()
-                message["address"] = guest.connection.getpeername()[0].removeprefix("::ffff:")
-                self._present[known] = (message, guest)
-                self._guests.pop(guest)
+            async with asyncio.timeout(PATIENCE):
+                line = await handshake.admit(reader, writer, self._secret)
+                message = await line.receive()
+            if problem := self._problem(message):
+                await line.send({"error": problem, "stopped": False})
+                return
+            process = message["process"]
+            message["ahead"] = message["clock"] - time.time()
+            message["address"] = writer.get_extra_info("peername")[0].removeprefix("::ffff:")
+            self._present[process] = message, line
+            self._unauthenticated.pop(writer, None)
+            await line.receive()
+            self._stopped = process
         except OSError:
-            if known is not None:
-                self._present.pop(known, None)
-            self._drop(guest)
-        return None
+            if process is not None:
+                del self._present[process]
+        finally:
+            self._unauthenticated.pop(writer, None)
+            writer.close()
 
     def _problem(self, other: Any) -> str:
-        """Why a process is not admitted; "" when it is."""
+        """Return the reason for which a process is not admitted, or ""."""
         hello, present = self._hello, self._present
         kinds = {"job": str, "process": int, "processes": int, "host": str, "clock": float, "facts": dict}
-        # Exactly these: True, 0.5 and 1.0 are no numbers of processes.
-        if type(other) is not dict or any(type(other.get(name)) is not kind for name, kind in kinds.items()):
+        # Exactly these: True, 0.5 and 1.0 are not the number of a process.
+        if type(other) is not dict or any(type(other.get(n)) is not kind for n, kind in kinds.items()):
             return "this was not a process of a run"
+        own, number, name = f"process 0 ({hello['host']})", other["process"], other["host"]
         if other["job"] != hello["job"]:
-            return f"another run's process 0 ({hello['host']}) listens here: {hello['job']}, not {other['job']}"
+            return f"another run's {own} listens here: {hello['job']}, not {other['job']}"
         if other["processes"] != hello["processes"]:
-            return (
-                f"process {other['process']} ({other['host']}) belongs to a run of {other['processes']} processes, and "
-                f"process 0 ({hello['host']}) to one of {hello['processes']}"
-            )
-        if other["process"] in present or not 0 < other["process"] < hello["processes"]:
-            first = present[other["process"]][0]["host"] if other["process"] in present else hello["host"]
-            return f"two processes have the number {other['process']}: one on {first}, one on {other['host']}"
+            run = f"belongs to a run of {other['processes']} processes"
+            return f"process {number} ({name}) {run}, and {own} to one of {hello['processes']}"
+        if number in present or not 0 < number < hello["processes"]:
+            first = present[number][0]["host"] if number in present else hello["host"]
+            return f"two processes have the number {number}: one on {first}, one on {name}"
         return ""
 
 
-def listen(host: str, port: int, deadline: float, leave: Callable[[], Any]) -> list[socket.socket]:
-    """Opens the port for this process alone, where the coordinator is: gRPC would share it with another run."""
+async def _listen(host: str, port: int, deadline: float, leave: Leave) -> list[socket.socket]:
+    """Open the port for this process alone: gRPC would share it with another run."""
     while True:
         listeners: list[socket.socket] = []
         try:
@@ -257,16 +267,15 @@ def listen(host: str, port: int, deadline: float, leave: Callable[[], Any]) -> l
             for listener in listeners:
                 listener.close()
             if time.monotonic() > deadline or leave():
-                raise RendezvousError(
-                    f"process 0 ({socket.gethostname()}) cannot listen on port {port}: {error.strerror}. If another run uses "
-                    "it, choose another port"
-                ) from error
-        time.sleep(0.5)
+                text = f"process 0 ({socket.gethostname()}) cannot listen on port {port}"
+                remedy = "If another run uses it, choose another port"
+                raise RendezvousError(f"{text}: {error.strerror}. {remedy}") from error
+        await asyncio.sleep(0.5)
 
 
 def sockets(places: Sequence[str], port: int) -> Iterator[socket.socket]:
     """Listen at each of ``places``, or on every interface if there are none. Raises OSError."""
-    # create_server sets SO_REUSEADDR: another listener is an error, connections left by an earlier run are not.
+    # With SO_REUSEADDR, which create_server sets, another listener is still an error.
     for place in places:
         family = socket.AF_INET6 if ":" in place else socket.AF_INET
         yield socket.create_server((place, port), family=family, backlog=1024)
@@ -276,55 +285,56 @@ def sockets(places: Sequence[str], port: int) -> Iterator[socket.socket]:
         yield socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
 
 
-def _reply(guest: Guest, verdict: dict) -> None:
-    with contextlib.suppress(OSError):  # it has left; the others are still answered
-        if guest.line:
-            guest.connection.settimeout(5)
-            guest.connection.sendall(guest.line.pack(verdict))
+async def _reply(line: Line, verdict: dict) -> None:
+    with contextlib.suppress(OSError):  # it has left; the others still get their reply
+        async with asyncio.timeout(5):
+            await line.send(verdict)
+            line.writer.close()
+            await line.writer.wait_closed()
 
 
-def _answer_roll_call(
-    hello: dict, host: str, port: int, secret: bytes, deadline: float, timeout: float, leave: Callable[[], Any]
-) -> dict:
-    """Reports to process 0, as any other process, and waits for its reply. Returns the verdict."""
+async def _report(hello: dict, host: str, port: int, secret: bytes, timeout: float, leave: Leave) -> dict:
+    """Report to process 0, as any other process, and return its verdict."""
     name, last = f"process {hello['process']} ({hello['host']})", OSError("no answer")
+    deadline = time.monotonic() + timeout
     while not leave():
         if time.monotonic() > deadline:
             reason = last.strerror or str(last) or type(last).__name__
-            raise RendezvousError(f"{name} found no process 0 at {host}:{port} within {timeout:g} s: {reason}") from last
+            text = f"{name} found no process 0 at {host}:{port} within {timeout:g} s: {reason}"
+            raise RendezvousError(text) from last
         try:
-            with socket.create_connection((host, port), timeout=5) as connection:
-                line = prove(connection, secret)
-                connection.sendall(line.pack(hello | {"clock": time.time()}))
-                # Process 0 names those who are late; it may have begun to wait later than this process.
-                if verdict := _wait(connection, line, deadline + 10, leave):
+            place = (host, port)
+            connection = await asyncio.to_thread(socket.create_connection, place, CONNECTING)
+            connection.setblocking(False)
+            reader, writer = await asyncio.open_connection(sock=connection)
+            with contextlib.closing(writer):
+                async with asyncio.timeout(CONNECTING):
+                    line = await handshake.prove(reader, writer, secret)
+                    await line.send(hello | {"clock": time.time()})
+                # Process 0 names those late. It may have begun to wait later than this process.
+                if verdict := await _verdict(line, deadline + 10, leave):
                     return verdict
                 if leave():
                     break
-                return {"error": f"{name} waited for the others, and process 0 no longer answers", "stopped": False}
-        except OSError as error:
-            last = last if isinstance(last, HandshakeError) else error  # it says more than the end of what listened
-        time.sleep(0.3)
+                text = f"{name} waited for the others, and process 0 no longer answers"
+                return {"error": text, "stopped": False}
+        except OSError as error:  # a failed handshake says more than a later refused connection
+            last = last if isinstance(last, HandshakeError) else error
+        await asyncio.sleep(0.3)
     return {"error": f"{name} was asked to stop while it waited for others", "stopped": True}
 
 
-def _wait(connection: socket.socket, line: Line, deadline: float, leave: Callable[[], Any]) -> dict | None:
-    """The verdict; None when this process leaves, which it reports to process 0, or the time is up."""
-    connection.settimeout(0.3)
+async def _verdict(line: Line, deadline: float, leave: Leave) -> dict | None:
+    """Wait for the verdict. None if the time is up, or this process leaves, which it reports."""
+    answer = asyncio.ensure_future(line.receive())
     while time.monotonic() < deadline:
         if leave():
-            connection.sendall(line.pack("stop"))
+            answer.cancel()
+            await line.send("stop")
             return None
-        try:
-            data = connection.recv(1 << 16)
-        except TimeoutError:
-            continue
-        if not data:
-            raise HandshakeError("it closed the connection")
-        for verdict in line.unpack(data):
-            if type(verdict) is dict and type(verdict.get("error")) is str and type(verdict.get("stopped")) is bool:
-                return verdict
-            raise HandshakeError("it sent no verdict")
+        if (await asyncio.wait([answer], timeout=POLL))[0]:
+            return answer.result()
+    answer.cancel()
     return None
 
 
