@@ -132,7 +132,7 @@ def choose(
 
 def is_forward(kernel: str) -> bool:
     """Whether a jaxpr calls the forward pass of cuDNN's kernel or of `flash` so. (Splash names what it keeps itself.)"""
-    return kernel in ("dot_product_attention_fwd_wrapper", "mha_forward")
+    return kernel in ("dot_product_attention_fwd_wrapper", "mha")
 
 
 def masked(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> Array:

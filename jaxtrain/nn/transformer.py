@@ -59,7 +59,7 @@ class Decoder(ModelSection):
     tied: bool = False  # [bool] the head is the embedding
     init_std: float = 0.02  # [1] standard deviation of initial weights; of those that end in the residual, over sqrt(2 depth)
     dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms, softmax and loss are float32
-    remat: str = "none"  # [name] what the backward pass recomputes: none, full, 'every 2', or all but 'save attention,mlp'
+    remat: str = "none"  # [name] what the backward pass recomputes: none, full, or all but 'save attention,mlp'
     unroll: int = 1  # [layers] of the stack's loop that are compiled one after the other; depth = no loop
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -76,7 +76,7 @@ class Decoder(ModelSection):
             yield "kv_heads", f"is {self.kv_heads}, which does not divide heads={self.heads}"
         if self.positions == "rope" and self.heads > 0 and self.k % 2:
             yield "head_dim", f"is {self.k}; rotary positions turn pairs, so it must be even"
-        for text in remat.problems(self.remat, KEPT, self.depth):
+        for text in remat.problems(self.remat, KEPT):
             yield "remat", text
         yield from self.rope.problems()
 

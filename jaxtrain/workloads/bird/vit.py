@@ -64,7 +64,7 @@ class Config(checks.Section):
     layer_scale: float = 0.0  # [1] initial factor of what a layer adds, learned for each channel; 0 = none, 1e-4 is usual
     drop_path: float = 0.0  # [1] stochastic depth: share of the rows that skip the last layer; less, evenly, before it
     dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms and losses are float32
-    remat: str = "none"  # [how] what is computed again in the backward pass: none, full, 'every 2', or 'save attention,mlp'
+    remat: str = "none"  # [how] what is computed again in the backward pass: none, full, or 'save attention,mlp'
     unroll: int = 1  # [layers] of the stack's loop that are compiled one after the other; depth = no loop
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Config(checks.Section):
         if self.rope_base <= 1:
             yield "rope_base", f"is {self.rope_base}; it must be above 1"
         yield from checks.within(self, "[0, 1)", "drop_path")
-        yield from (("remat", text) for text in remat.problems(self.remat, SAVED, self.depth))
+        yield from (("remat", text) for text in remat.problems(self.remat, SAVED))
 
     @property
     def grid(self) -> tuple[int, int]:
