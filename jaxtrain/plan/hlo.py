@@ -158,16 +158,15 @@ class Program:
         return calls
 
     def products(self) -> list[Product]:
-        """Every product of matrices, kernels of Pallas aside; convolutions too, as which TPUs write them."""
+        """Every product of matrices, kernels of Pallas aside. TPUs write theirs as convolutions, which are left out."""
         every_product = []
         shapes = {(name, i.name): i.shapes[0] for name, i in self.executed() if i.shapes}
         for name, i in self.executed():
             is_call = i.op == "custom-call" and 'custom_call_target="__cublas' in i.line
-            if not (is_call or i.op in ("dot", "convolution")) or len(i.operands) < 2 or not i.shapes:
+            if not (is_call or i.op == "dot") or len(i.operands) < 2 or not i.shapes:
                 continue
             types, dims = zip(*(shapes.get((name, x), ("", ())) for x in i.operands[:2]), strict=True)
-            depth = _depth_of_convolution(i.line, *dims) if i.op == "convolution" else _depth(i.line, dims[0])
-            flops = 2.0 * math.prod(i.shapes[0][1]) * depth * self.times[name]
+            flops = 2.0 * math.prod(i.shapes[0][1]) * _depth(i.line, dims[0]) * self.times[name]
             every_product.append(Product(types, flops, i.line))
         return every_product
 
@@ -176,34 +175,6 @@ def _depth(line: str, left: Sequence[int]) -> int:
     """How many numbers a product adds up for each of its results."""
     summed = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)', line)
     return math.prod(left[i] for i in _dims(summed[1])) if summed and left else 1
-
-
-def _depth_of_convolution(line: str, image: Sequence[int], kernel: Sequence[int]) -> float:
-    """The same of a convolution, on average: what its window reads of the padding is nothing.
-
-    Of matrices that are counted, TPUs make places of the window, all but one of them in the padding for each result.
-    """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
-    assert labels is not None, line  # every convolution has them
-    window = re.search(r"window=\{([^}]*)\}", line)
-    given = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
-    depth: float = kernel[labels[2].index("i")]
-    for i, size in enumerate(_dims(given.get("size", ""))):
-
-        def of(name: str, i: int = i) -> int:
-            return _dims(given[name])[i] if name in given else 1
-
-        low, high = (int(n) for n in given["pad"].split("x")[i].split("_")) if "pad" in given else (0, 0)
-        stride, spread, gap = of("stride"), of("rhs_dilate"), of("lhs_dilate")
-        reach = (image[labels[1].index(str(i))] - 1) * gap + 1
-        n = (reach + low + high - (size - 1) * spread - 1) // stride + 1  # results
-        inside, step = 0, max(1, 2**22 // n)  # some of the window at a time
-        for first in range(0, size, step):
-            taps = np.arange(first, min(first + step, size)) * spread
-            at = np.arange(n)[:, None] * stride - low + taps[None]
-            inside += int(((at >= 0) & (at < reach) & (at % gap == 0)).sum())
-        depth *= inside / n
-    return depth
 
 
 def collectives(text: str | Program) -> list[Collective]:
