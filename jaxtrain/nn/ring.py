@@ -30,7 +30,7 @@ def attention(
     if len(names) > 1:
         raise ValueError(f"config.mesh.axis_rules: a sequence can be split over one mesh axis, and 'seq' has {names}")
     segments_bt = jnp.zeros((b, t), jnp.int32) if segments_bt is None else segments_bt
-    ring = Ring(names[0], shard.size("seq", t), 0, causal, window)
+    ring = Ring(names[0], shard.size("seq", t), causal, window)
     return over_mesh(shard, ring, q_bthk, k_bsgk, v_bsgk, segments_bt)
 
 
@@ -47,14 +47,13 @@ class Ring(NamedTuple):
 
     axis: str
     size: int  # devices along it
-    groups: int  # key/value heads
     causal: bool = True
     window: int = 0
     chunk: int = 512
 
     def forward(self, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array) -> tuple[Array, Array]:
         """Returns (y [B, T, H, K], log of the softmax's normaliser [B, G, R, T] float32)."""
-        q_bgrtk = self._grouped(q_bthk)
+        q_bgrtk = _by_group(q_bthk, k_bsgk.shape[2])
         # Zeros made of q vary over the devices as it does, as a loop's state must.
         zero_bgrt = jnp.zeros_like(q_bgrtk[..., 0], dtype=jnp.float32)
         state = (jnp.zeros_like(q_bgrtk, dtype=jnp.float32), zero_bgrt, zero_bgrt + NEVER)
@@ -76,14 +75,14 @@ class Ring(NamedTuple):
 
         (y_bgrtk, sum_bgrt, top_bgrt), _ = jax.lax.fori_loop(0, self.size, part, (state, (k_bsgk, v_bsgk, segments_bt)))
         y_bgrtk = y_bgrtk / sum_bgrt[..., None]
-        return self._flat(y_bgrtk).astype(q_bthk.dtype), top_bgrt + jnp.log(sum_bgrt)
+        return _by_place(y_bgrtk).astype(q_bthk.dtype), top_bgrt + jnp.log(sum_bgrt)
 
     def backward(
         self, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array, y_bthk: Array, log_bgrt: Array, dy_bthk: Array
     ) -> tuple[Array, Array, Array]:
         """Derivatives by q, k and v. Those by k and v travel with them."""
-        q_bgrtk, dy_bgrtk = self._grouped(q_bthk), self._grouped(dy_bthk)
-        delta_bgrt = (dy_bgrtk.astype(jnp.float32) * self._grouped(y_bthk).astype(jnp.float32)).sum(-1)
+        q_bgrtk, dy_bgrtk, y_bgrtk = (_by_group(x, k_bsgk.shape[2]) for x in (q_bthk, dy_bthk, y_bthk))
+        delta_bgrt = (dy_bgrtk.astype(jnp.float32) * y_bgrtk.astype(jnp.float32)).sum(-1)
         scale = q_bthk.shape[-1] ** -0.5
 
         def chunk(dq_bgrtk: Array, kvs: tuple) -> tuple[Array, tuple]:
@@ -105,7 +104,7 @@ class Ring(NamedTuple):
         zeros = tuple(jnp.zeros_like(x, dtype=jnp.float32) for x in (k_bsgk, v_bsgk))
         start = (jnp.zeros_like(q_bgrtk, dtype=jnp.float32), (k_bsgk, v_bsgk, segments_bt), zeros)
         dq_bgrtk, _, (dk_bsgk, dv_bsgk) = jax.lax.fori_loop(0, self.size, part, start)
-        return self._flat(dq_bgrtk).astype(q_bthk.dtype), dk_bsgk.astype(k_bsgk.dtype), dv_bsgk.astype(v_bsgk.dtype)
+        return _by_place(dq_bgrtk).astype(q_bthk.dtype), dk_bsgk.astype(k_bsgk.dtype), dv_bsgk.astype(v_bsgk.dtype)
 
     def _scores(self, q_bgrtk: Array, segments_bt: Array, k_bcgk: Array, place_c: Array, segments_bc: Array) -> Array:
         t = q_bgrtk.shape[3]
@@ -126,14 +125,15 @@ class Ring(NamedTuple):
     def _turn(self, tree: Any) -> Any:
         return jax.lax.ppermute(tree, self.axis, [(i, (i + 1) % self.size) for i in range(self.size)])
 
-    def _grouped(self, x_bthk: Array) -> Array:
-        b, t, h, k = x_bthk.shape
-        g = self.groups
-        return x_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
 
-    def _flat(self, x_bgrtk: Array) -> Array:
-        b, g, r, t, k = x_bgrtk.shape
-        return x_bgrtk.transpose(0, 3, 1, 2, 4).reshape(b, t, g * r, k)
+def _by_group(x_bthk: Array, g: int) -> Array:
+    b, t, h, k = x_bthk.shape
+    return x_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4)
+
+
+def _by_place(x_bgrtk: Array) -> Array:
+    b, g, r, t, k = x_bgrtk.shape
+    return x_bgrtk.transpose(0, 3, 1, 2, 4).reshape(b, t, g * r, k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -142,23 +142,15 @@ def over_mesh(shard: Shard, ring: Ring, q: Array, k: Array, v: Array, segments: 
 
 
 def _ring_forward(shard: Shard, ring: Ring, *args: Array) -> tuple[Array, tuple]:
-    axes, (query, _, _, log) = _ring_axes(shard, *args[:2])
-
-    def local(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:
-        return ring._replace(groups=k.shape[2]).forward(q, k, *rest)
-
-    y, log = (remat.name(x, "attention") for x in kernels.local(shard, local, args, axes, (query, log)))
+    axes, (query, _, log) = _ring_axes(shard, *args[:2])
+    y, log = (remat.name(x, "attention") for x in kernels.local(shard, ring.forward, args, axes, (query, log)))
     return y, (*args, y, log)
 
 
 def _ring_backward(shard: Shard, ring: Ring, kept: tuple[Array, ...], dy: Array) -> tuple:
-    axes, (query, key, _, log) = _ring_axes(shard, *kept[:2])
-    log_axes = ("batch", "kv_heads", None, "seq")
-
-    def local(q: Array, k: Array, *rest: Array) -> tuple[Array, ...]:
-        return ring._replace(groups=k.shape[2]).backward(q, k, *rest)
-
-    grads = kernels.local(shard, local, (*kept, dy), (*axes, axes[0], log_axes, axes[0]), (query, key, key))
+    axes, (query, key, _) = _ring_axes(shard, *kept[:2])
+    of_log = ("batch", "kv_heads", None, "seq")
+    grads = kernels.local(shard, ring.backward, (*kept, dy), (*axes, axes[0], of_log, axes[0]), (query, key, key))
     return (*grads, None)
 
 
@@ -166,9 +158,9 @@ over_mesh.defvjp(_ring_forward, _ring_backward)
 
 
 def _ring_axes(shard: Shard, q: Array, k: Array) -> tuple[tuple, tuple]:
-    """Logical axes of q, k, v and segments; partitions of q, k, segments and the normaliser's logarithm."""
+    """The logical axes of q, k, v and segments, and the partitions of q, k and the normaliser's logarithm."""
     query, key, rows = ("batch", "seq", "heads", None), ("batch", "seq", "kv_heads", None), ("batch", "seq")
     b, t, h, _ = q.shape
     g = k.shape[2]
     log = shard.spec((b, g, h // g, t), ("batch", "kv_heads", None, "seq"))
-    return (query, key, key, rows), (shard.spec(q.shape, query), shard.spec(k.shape, key), shard.spec((b, t), rows), log)
+    return (query, key, key, rows), (shard.spec(q.shape, query), shard.spec(k.shape, key), log)

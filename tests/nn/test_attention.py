@@ -136,7 +136,7 @@ def test_a_ring_of_devices_equals_the_definition_and_its_gradients(case, mesh):
     shard = make_layout(make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]), rules).shard
     q, key, v, segments = inputs()
     segments = segments if case["packed"] else np.zeros_like(segments)
-    ring = Ring("fsdp", mesh[1], 0, case["causal"], case["window"], chunk=16)
+    ring = Ring("fsdp", mesh[1], case["causal"], case["window"], chunk=16)
     dy = np.random.default_rng(1).normal(size=q.shape).astype("f4")
 
     def parts(q, key, v):
@@ -159,7 +159,7 @@ def test_a_device_of_a_ring_holds_no_more_than_its_part_times_a_chunk():
     """Bytes that XLA plans for 8 devices, beside those of all weights at once: T × T of each head."""
     t, h = 4096, 2
     shard = make_layout(make_mesh(1, 8, 1), {"batch": "data", "seq": "fsdp"}).shard
-    ring = Ring("fsdp", 8, 0, chunk=64)
+    ring = Ring("fsdp", 8, chunk=64)
 
     def loss(x):
         return over_mesh(shard, ring, x, x, x, jnp.zeros((1, t), jnp.int32)).sum()
