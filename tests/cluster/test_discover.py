@@ -162,16 +162,12 @@ def mpi(rank: int, *, size: int, local: int, **more: str) -> dict[str, str]:
 def test_open_mpi():
     here = from_environment(mpi(1, size=2, local=2), gpus=4)
     assert here[:2] == (2, 1) and here.coordinator.startswith("127.0.0.1:") and here.local_devices == (2, 3)
-    uri = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
-    assert from_environment(mpi(3, size=4, local=2, **uri)).coordinator.startswith("10.96.0.1:")
-    uri = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp6://[fe80::b9b,2620:10d::2]:43370"}
-    assert from_environment(mpi(3, size=4, local=2, **uri)).coordinator.startswith("[fe80::b9b]:")
     with pytest.raises(ClusterError, match="mpirun -x JAXTRAIN_COORDINATOR=host:port"):
         from_environment(mpi(3, size=4, local=2))
     assert from_environment(mpi(3, size=4, local=2, **{C: "h:5"}))[:3] == (4, 3, "h:5")
     assert from_environment(mpi(0, size=1, local=1))[:3] == (1, 0, "")
     inside = slurm(0, tasks=2, per_node="1(x2)")  # mpirun's own helpers are tasks of a SLURM step; its ranks count
-    assert from_environment({**inside, **mpi(3, size=4, local=2, **uri)})[:2] == (4, 3)
+    assert from_environment({**inside, **mpi(3, size=4, local=4)})[:2] == (4, 3)
 
 
 def test_tpu_pods():
