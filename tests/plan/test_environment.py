@@ -75,7 +75,7 @@ def test_an_environment_without_pip_is_told(cache, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pip", None)
     assert plan_command.main(["--setup", "gpu"]) == 2
     python = sys.executable
-    expected = f"error: {python} has no pip, which fetches the compiler; say {python} -m ensurepip\n"
+    expected = f"error: {python} has no pip, which fetches the compiler; run {python} -m ensurepip\n"
     assert capsys.readouterr().err == expected and not (cache / "envs").exists()
 
 
@@ -92,7 +92,7 @@ def test_a_folder_without_a_whole_mark_is_not_taken_for_an_environment(mark, cac
 
 def test_what_a_killed_set_up_left_is_removed_by_the_next(cache, pip):
     place = environment.folder("gpu")
-    left, other = (place.with_name(f"{name}.part-abc") for name in (place.name, environment.folder("tpu").name))
+    left, other = (place.with_name(f".{name}.partial") for name in (place.name, environment.folder("tpu").name))
     (left / "packages").mkdir(parents=True), other.mkdir()
     plan.set_up("gpu")
     assert environment.find("gpu") and not left.exists() and other.exists(), "only one's own"
