@@ -102,7 +102,7 @@ def extend(
     c: transformer.Decoder, params: PyTree, token_b: Array, place_b: Array, cache: Cache, shard: Shard
 ) -> tuple[Array, Cache]:
     """Logits [B, V] after one more token at ``place_b`` of each row, and the cache with it."""
-    seen_bs = visible(place_b, cache[0].shape[2], c.window)
+    seen_bs = attention.visible(place_b, jnp.arange(cache[0].shape[2]), causal=True, window=c.window)
     x_btd = transformer.embed(c, params, token_b[:, None], place_b[:, None], shard)
     angles = transformer.angles(c, place_b[:, None])
 
@@ -112,12 +112,6 @@ def extend(
 
     x_btd, cache = jax.lax.scan(layer, x_btd, (params["blocks"], *cache))
     return _logits(c, params, x_btd[:, 0]), cache
-
-
-def visible(place_b: Array, n: int, window: int) -> Array:
-    """bool [B, S]: which of ``n`` places one token at ``place_b`` sees; ``window`` as in `jaxtrain.nn.attention`."""
-    back_bs = place_b[:, None] - jnp.arange(n)[None]
-    return (back_bs >= 0) & (back_bs < (window or n))
 
 
 def cached(old: Sequence[Array], place_b: Array, seen_bs: Array) -> transformer.Mix:

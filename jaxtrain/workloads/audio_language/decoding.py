@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn import sampling, transformer
+from jaxtrain.nn import attention, sampling, transformer
 from jaxtrain.nn.layers import lookup, rope_angles
 from jaxtrain.types import Array, Batch, Key, PyTree, Shard
 from jaxtrain.workloads.audio_language import model
@@ -67,7 +67,7 @@ def extend(
     (shared, columns), is_audio_bu = cache
     u = is_audio_bu.shape[1]
     is_audio_bu = jnp.where(jnp.arange(u)[None] == place_b[:, None], is_audio_b[:, None], is_audio_bu)
-    seen_bu = sampling.visible(place_b, u, c.window)
+    seen_bu = attention.visible(place_b, jnp.arange(u), causal=True, window=c.window)
     text_bd = lookup(params["embed"], token_b[:, None], shard, dtype=c.dtype)
     x_btd = jnp.where(is_audio_b[:, None, None], model.embed_codes(c, params, codes_bk[:, None], shard), text_bd)
     angles = rope_angles(c.rope, place_b[:, None], c.k)
