@@ -7,7 +7,7 @@ config     the errors of a config, its folders, and the sizes of its run
 disk       a folder: its speed, its room, whether all processes see it
 data       the index, examples of both splits, rows per second
 software   packages, commit and files, config, environment, data: the same in all processes
-network    the host's name, NCCL's interface, ports and clocks between hosts
+network    the host's name, ports and clocks between hosts
 apart      a group in a process of its own, which may crash or hang
 meetings   the rendezvous in which processes tell process 0 what they found
 examine    the order of all this

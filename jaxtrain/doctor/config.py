@@ -3,12 +3,9 @@
 It runs in a process of its own (`jaxtrain.doctor.apart`), which imports code of the user's.
 """
 
-import dataclasses
-import glob
 import json
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.checkpoint import disk_usage
@@ -42,7 +39,6 @@ def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
         "config": json.loads(config_lib.to_json(config)),
         "workdir": os.path.abspath(config.workdir),
         "folder": _place(config.checkpoint.folder),
-        "reads": _read_from(config.data),
     }
     if count and config.data.exists():  # else the model's fields that its data decide are not known
         try:
@@ -62,37 +58,6 @@ def _errors(name: str, problems: Sequence[tuple[str, str]], remedy: str) -> list
 
 def _place(folder: str) -> str:
     return folder if "://" in folder or not folder else os.path.abspath(os.path.expanduser(folder))
-
-
-def _read_from(data: Any) -> dict[str, str]:
-    """The folders and files of this machine that the data's fields name, by field."""
-    found: dict[str, str] = {}
-    for name, value in _paths(data):
-        if not value or "://" in value:
-            continue
-        if glob.has_magic(value):
-            value = os.path.dirname(re.split(r"[*?\[]", value)[0])
-        path = os.path.abspath(os.path.expanduser(value))
-        if os.path.lexists(path) and path not in found.values():  # else built-in data
-            found[name] = path
-    return found
-
-
-def _paths(section: Any, within: str = "") -> Iterator[tuple[str, str]]:
-    """The fields whose unit is a path, of nested sections too: ("sources[0].path", value)."""
-    from jaxtrain.config.explain import gloss
-
-    glosses = gloss(type(section))  # type: ignore[arg-type]  # mypy: an unknown class may not hash
-    for field in dataclasses.fields(section):
-        name, value = f"{within}{field.name}", getattr(section, field.name)
-        if isinstance(value, str) and glosses[field.name][0] == "path":
-            yield name, value
-        elif dataclasses.is_dataclass(value):
-            yield from _paths(value, f"{name}.")
-        elif isinstance(value, tuple):
-            for i, each in enumerate(value):
-                if dataclasses.is_dataclass(each):
-                    yield from _paths(each, f"{name}[{i}].")
 
 
 def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:

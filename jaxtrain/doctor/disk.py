@@ -1,4 +1,4 @@
-"""A folder that a run writes or reads: its speed, its room, and whether all processes share it."""
+"""A folder that a run writes to: its speed, its room, and whether all processes share it."""
 
 import contextlib
 import errno
@@ -33,33 +33,23 @@ REMEDIES = {
 OTHER = "choose a folder on a POSIX file system that can be written"
 
 
-def examine(*, folder: str, what: str, writes: bool, checkpoints: Any = None) -> Found:
+def examine(*, folder: str, what: str, checkpoints: Any = None) -> Found:
     """Check one folder.
 
     Args:
       what: its name for a person.
-      writes: whether a run writes there.
       checkpoints: their folder, how many a plan keeps there, and the bytes of each.
     """
     if "://" in folder:
         return [_store(folder, what)], {}
     try:
-        checks = [(_written if writes else _readable)(folder, what)]
+        checks = [_written(folder, what)]
     except OSError as error:
-        text = f"{folder} cannot be {'written' if writes else 'read'}: {error.strerror or error}"
+        text = f"{folder} cannot be written: {error.strerror or error}"
         checks = [fail(GROUP, what, text, REMEDIES.get(error.errno or 0, OTHER))]
     if checkpoints and all(check.verdict != FAIL for check in checks):
         checks.append(room_for(*checkpoints))
     return checks, {}
-
-
-def _readable(folder: str, what: str) -> Check:
-    """Look into the folder, or open the file. Raises OSError."""
-    if os.path.isdir(place := nearest(folder)):
-        os.scandir(place).close()
-    else:
-        open(place, "rb").close()
-    return ok(GROUP, what, f"{folder} can be read")
 
 
 def _written(folder: str, what: str) -> Check:
@@ -125,14 +115,10 @@ def _store(url: str, what: str) -> Check:
 
 def room_for(folder: str, checkpoints: int, each: int) -> Check:
     """Check that the checkpoints of a plan, of ``each`` bytes, fit together with those there."""
-    from jaxtrain.checkpoint import disk_usage  # here: it takes seconds to import
+    from jaxtrain import plan  # here: it takes seconds to import
 
-    needed, there = checkpoints * each, disk_usage.held(folder, checkpoints - 1, each)
-    free = shutil.disk_usage(nearest(folder)).free
-    text = f"{checkpoints} checkpoints of {in_bytes(each)} need {in_bytes(needed)}"
-    text += f", of which {in_bytes(there)} are there" if there else ""
-    text += f"; {folder} has {in_bytes(free)} free"
-    if needed - there <= free:
+    text, fits = plan.room(folder, checkpoints, each)
+    if fits:
         return ok(GROUP, "room", text)
     remedy = "free some space, lower config.checkpoint.keep, or set config.checkpoint.folder"
     return fail(GROUP, "room", text, f"{remedy} or config.workdir to another disk")

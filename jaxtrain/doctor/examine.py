@@ -1,6 +1,5 @@
 """The order of the doctor's checks: on this machine, and between the processes of a job."""
 
-import concurrent.futures
 import socket
 import tempfile
 import time
@@ -14,11 +13,10 @@ from jaxtrain.parallel import cluster
 from jaxtrain.parallel.cluster import rendezvous
 from loaders.io import machine
 
-# [s] for each group. Folders that are read are looked at together, all else one after the other.
-DEVICES, CONFIG, WRITING, READING, DATA = 90.0, 60.0, 25.0, 25.0, 60.0
+DEVICES, CONFIG, WRITING, DATA = 90.0, 60.0, 25.0, 60.0  # [s] for each group
 WRITTEN = 4  # folders that a run writes to: TMPDIR, the cache, the workdir, the checkpoints
 ITSELF = 30.0  # for the checks in this process, and for the start of a slower process
-LOCAL = ITSELF + DEVICES + CONFIG + WRITTEN * WRITING + READING + DATA  # of the slowest process
+LOCAL = ITSELF + DEVICES + CONFIG + WRITTEN * WRITING + DATA  # of the slowest process
 TOGETHER = 60.0  # for the look at each other's ports and files
 HANGS = "its file system hangs: see its server, and mount it again"
 Overrides = Sequence[tuple[str, str]]
@@ -47,7 +45,7 @@ def examine(source: str, overrides: Overrides, *, wait: float) -> Report:
         found.append(meetings.unmet(error, membership))
     until = time.monotonic() + LOCAL
     checks, facts = _alone(source, overrides, membership)
-    found += [*checks, network.host_name(several_hosts=several), network.interface()]
+    found += [*checks, network.host_name(several_hosts=several)]
     try:
         well = _together(job, found, facts, until) if job else None
     except cluster.RendezvousError as error:
@@ -106,7 +104,7 @@ def _alone(source: str, overrides: Overrides, membership: cluster.Cluster) -> Fo
 
 
 def _folders(facts: Facts, process: int) -> tuple[list[Check], str]:
-    """Look at the folders that a run writes to, one after the other, and at those that it reads.
+    """Look at the folders that a run writes to, one after the other.
 
     Also returns the folder that all processes must share, or "" if this one cannot use it.
     """
@@ -117,22 +115,13 @@ def _folders(facts: Facts, process: int) -> tuple[list[Check], str]:
         if facts["folder"]:
             written["checkpoints"] = shared = facts["folder"]
     for what, folder in written.items():
-        asked = {"folder": folder, "what": what, "writes": True}
+        asked: Facts = {"folder": folder, "what": what}
         if folder == shared and process == 0:
             asked["checkpoints"] = facts.get("checkpoints")
         found, _ = apart.examine("disk", asked, within=WRITING, remedy=HANGS)
         checks += found
         if folder == shared and ("://" in folder or any(x.verdict == FAIL for x in found)):
             shared = ""
-
-    def read(name: str, folder: str) -> list[Check]:
-        asked = {"folder": folder, "what": f"data.{name}", "writes": False}
-        return apart.examine("disk", asked, within=READING, remedy=HANGS)[0]
-
-    reads = facts.get("reads", {})
-    with concurrent.futures.ThreadPoolExecutor(max(len(reads), 1)) as pool:
-        for found in pool.map(read, reads, reads.values()):
-            checks += found
     return checks, shared
 
 

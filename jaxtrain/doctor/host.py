@@ -14,24 +14,12 @@ GROUP = "host"
 FEW_CORES = 2  # srun gives a task one core, whose hyperthreads count as two
 LITTLE_MEMORY = 2e9  # [bytes] with which no run begins well
 SHARED_MEMORY = 1e9  # [bytes] of /dev/shm that NCCL's rings between the GPUs of a host may take
-UNLIMITED = resource.RLIM_INFINITY
-LIMITS = (  # (name, limit, letter of ulimit, why it matters)
-    ("address space", resource.RLIMIT_AS, "v", "mapped memory counts, though it is not in use"),
-    ("data segment", resource.RLIMIT_DATA, "d", "mapped memory counts, though it is not in use"),
-    (
-        "file size",
-        resource.RLIMIT_FSIZE,
-        "f",
-        "files of checkpoints and of the cache may be larger",
-    ),
-)
 
 
 def examine(*, processes: int) -> Iterator[Check]:
     """Check this machine. ``processes``: of the job."""
     yield _cores()
     yield _memory()
-    yield from _limits()
     yield _open_files(processes)
     yield _threads()
     yield _shared_memory(sum(path.name.startswith("nvidia") for path in machine.accelerators()))
@@ -88,17 +76,6 @@ def of_cgroup(kind: str, folders: Iterable[pathlib.Path]) -> tuple[float, int]:
             most, now = (int((folder / f"{kind}.{x}").read_text()) for x in ("max", "current"))
             tightest = min(tightest, (most, now), key=lambda found: found[0] - found[1])
     return tightest
-
-
-def _limits() -> Iterator[Check]:
-    found = [(limit, *resource.getrlimit(limit[1])) for limit in LIMITS]
-    for (name, _, letter, why), limit, _ in found:
-        if limit != UNLIMITED:
-            text = f"the {name} is limited to {in_bytes(limit)}; {why}"
-            remedy = f"ulimit -{letter} unlimited, before the launcher's command"
-            yield warn(GROUP, name, text, remedy)
-    if all(limit == UNLIMITED for _, limit, _ in found):
-        yield ok(GROUP, "ulimit", f"limits neither {', nor '.join(name for name, *_ in LIMITS)}")
 
 
 def _open_files(processes: int) -> Check:

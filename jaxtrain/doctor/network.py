@@ -1,4 +1,4 @@
-"""The network of a host and between hosts: the host's name, NCCL's interface, ports, clocks."""
+"""The network of a host and between hosts: the host's name, ports, clocks."""
 
 import concurrent.futures
 import os
@@ -29,20 +29,6 @@ def host_name(*, several_hosts: bool) -> Check:
         text += ": collectives on CPUs would tell other hosts to connect to themselves"
         return fail(GROUP, "host name", text, remedy)
     return ok(GROUP, "host name", text)
-
-
-def interface(environment: Mapping[str, str] = os.environ) -> Check:
-    """Check that NCCL_SOCKET_IFNAME names an interface of this host: by prefixes, or "=" names."""
-    variable, there = "NCCL_SOCKET_IFNAME", [name for _, name in socket.if_nameindex()]
-    given = environment.get(variable, "")
-    if not given:
-        return ok(GROUP, variable, "not set: NCCL chooses among all interfaces, InfiniBand first")
-    wanted = tuple(given.removeprefix("=").split(","))
-    chosen = [x for x in there if (x in wanted if given.startswith("=") else x.startswith(wanted))]
-    if chosen or given.startswith("^"):
-        return ok(GROUP, variable, f"it is {given}, of {', '.join(there)}")
-    text = f"{given!r} names no interface of this host"
-    return fail(GROUP, variable, text, f"unset it, or name one of {', '.join(there)}")
 
 
 def clocks(ahead: Mapping[int, float]) -> Iterator[tuple[int, Check]]:

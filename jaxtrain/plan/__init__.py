@@ -7,8 +7,8 @@ needs no such chip, has the other figures: it compiles the real step.
     target    the devices to plan for          compile      the compiler's figures of a step
     memory    bytes of arrays, exactly         hlo          the text of a compiled program
     bound     the lower bound of a step        worker       compiles in a process of its own
-    remedies  changes that may make it fit     environment  fetches that process's compiler
-    refuse    the check before a run           plan_cache   keeps compilers' answers
+    remedies  the check before a run, and      environment  fetches that process's compiler
+              changes that may make it fit     plan_cache   keeps compilers' answers
     report    all of it, for a person          gpu_specs    GPUs that need not be here
 """
 
@@ -17,14 +17,13 @@ from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.compile import Compiled, compiled, compiler_options, tpu_devices
 from jaxtrain.plan.environment import set_up
 from jaxtrain.plan.memory import device_bytes, held, host_memory, least, offloaded, padded
-from jaxtrain.plan.refuse import refuse_if_too_large
-from jaxtrain.plan.remedies import remedies
-from jaxtrain.plan.report import MFU, checkpoints, report
+from jaxtrain.plan.remedies import refuse_if_too_large, remedies
+from jaxtrain.plan.report import MFU, checkpoints, report, room
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 
 __all__ = (
     "MFU", "Assembly", "Bound", "Compiled", "PlanError", "Target", "abstractly", "assemble",
     "bound", "checkpoints", "compiled", "compiler_options", "device_bytes", "held", "host_memory",
     "least", "offloaded", "padded", "parse_target", "refuse_if_too_large",
-    "remedies", "report", "set_up", "tpu_devices",
+    "remedies", "report", "room", "set_up", "tpu_devices",
 )  # fmt: skip

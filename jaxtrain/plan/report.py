@@ -191,22 +191,26 @@ def checkpoints(config: config_lib.Config, state: state_lib.TrainState) -> tuple
     return keep + bool(config.checkpoint.best), saved
 
 
+def room(place: str, keep: int, saved: int) -> tuple[str, bool]:
+    """Tell whether ``keep`` checkpoints of ``saved`` bytes fit into a folder, with those there."""
+    text = f"{keep} checkpoints of {in_bytes(saved)} need {in_bytes(keep * saved)}"
+    if "://" in place:
+        return f"{text} in {place}, whose room is not known", True
+    folder = pathlib.Path(place).expanduser().absolute()
+    folder = next(p for p in (folder, *folder.parents) if p.exists())
+    there, free = disk_usage.held(place, keep - 1, saved), shutil.disk_usage(folder).free
+    text += f", of which {in_bytes(there)} are there" if there else ""
+    return f"{text}; {folder} has {in_bytes(free)} free", keep * saved - there <= free
+
+
 def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Iterator[tuple[str, str, bool]]:
     """(what, finding, whether it is well) of the data, the disk and the host's memory."""
     yield _check_data(config, assembly)
     state = assembly.abstract.state
     keep, saved = checkpoints(config, state)
-    text = f"{keep} checkpoints of {in_bytes(saved)} need {in_bytes(keep * saved)}"
-    place = disk_usage.folder_of(config.workdir, config.checkpoint.folder)
-    if "://" in place:
-        yield "disk", f"{text} in {place}, whose room is not known", True
-    else:
-        folder = pathlib.Path(place).expanduser().absolute()
-        folder = next(p for p in (folder, *folder.parents) if p.exists())
-        there, free = disk_usage.held(place, keep - 1, saved), shutil.disk_usage(folder).free
-        text += f"{f', of which {in_bytes(there)} are there' if there else ''}; {folder} has {in_bytes(free)} free"
-        # A plan for devices elsewhere is for a disk elsewhere.
-        yield "disk", text if target.here else f"{text} here", not target.here or keep * saved - there <= free
+    text, fits = room(disk_usage.folder_of(config.workdir, config.checkpoint.folder), keep, saved)
+    # A plan for devices elsewhere is for a disk elsewhere.
+    yield "disk", text if target.here else f"{text} here", not target.here or fits
 
     local = jax.local_device_count() if target.here else min(target.count, 4 if target.tiled else GPUS_PER_NODE)
     copy = min(local * state_lib.bytes_per_device(state), saved)  # a save is written from a copy on the host

@@ -14,8 +14,7 @@ from tests.support.processes import ROOT
 
 # What `mount` changes is seen by this process and its children alone.
 LOOK = (
-    "import json, sys; from jaxtrain.doctor import disk; "
-    "print(json.dumps(disk.examine(folder=sys.argv[1], what='workdir', writes=True)[0]))"
+    "import json, sys; from jaxtrain.doctor import disk; print(json.dumps(disk.examine(folder=sys.argv[1], what='workdir')[0]))"
 )
 
 
@@ -33,11 +32,11 @@ def mounted(folder, mount, program=LOOK):
 
 def test_a_healthy_folder_is_ok_and_left_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "WRITTEN", 4 << 20)
-    (checks, _) = disk.examine(folder=str(tmp_path / "runs" / "new"), what="workdir", writes=True)
+    (checks, _) = disk.examine(folder=str(tmp_path / "runs" / "new"), what="workdir")
     assert checks[0].name == "workdir" and checks[0].verdict in (OK, WARN), checks
     assert "MB/s" in checks[0].text and " free" in checks[0].text and not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
-    (checks, _) = disk.examine(folder=str(tmp_path / "file" / "run"), what="workdir", writes=True)
+    (checks, _) = disk.examine(folder=str(tmp_path / "file" / "run"), what="workdir")
     assert checks[0].verdict == FAIL and f"{tmp_path}/file is no folder" in checks[0].text
 
 
@@ -62,7 +61,7 @@ def test_a_limit_of_files_is_named(tmp_path):
 def test_what_a_plan_needs_is_compared_with_what_is_free(tmp_path):
     assert disk.room_for(str(tmp_path), 2, 1000).verdict == OK
     check = disk.room_for(str(tmp_path), 3, 1 << 60)
-    assert check.verdict == FAIL and "3 checkpoints of 1.15e+06 TB need 3.46e+06 TB" in check.text
+    assert check.verdict == FAIL and "3 checkpoints of 1152921504.61 GB need 3458764513.82 GB" in check.text
 
 
 def test_checkpoints_that_are_there_are_not_asked_for_again(tmp_path):
@@ -75,7 +74,7 @@ def test_checkpoints_that_are_there_are_not_asked_for_again(tmp_path):
     )
     fits, beyond = mounted(tmp_path, f"mount -t tmpfs -o size=16m none {tmp_path} && {fill}", look)
     assert fits[2] == FAIL and "of which 6.29 MB are there" in fits[3], "it is written before the older of two goes"
-    assert beyond[2] == FAIL and "of which 12.6 MB are there" in beyond[3]
+    assert beyond[2] == FAIL and "of which 12.58 MB are there" in beyond[3]
     fits, beyond = mounted(tmp_path, f"mount -t tmpfs -o size=20m none {tmp_path} && {fill}", look)
     assert fits[2] == OK and beyond[2] == OK
 
@@ -84,7 +83,7 @@ def test_the_room_is_that_of_the_checkpoints_disk(tmp_path):
     """Their folder is on a small disk, and the workdir on a large one; then the other way round."""
     look = (
         "import json, sys; from jaxtrain.doctor import disk; disk.WRITTEN = 1 << 20; "
-        "print(json.dumps([disk.examine(folder=f'{sys.argv[1]}/{name}', what=name, writes=True, "
+        "print(json.dumps([disk.examine(folder=f'{sys.argv[1]}/{name}', what=name, "
         "checkpoints=(f'{sys.argv[1]}/{name}', 2, 20 << 20))[0][-1] for name in ('small', 'large')]))"
     )
     small, large = mounted(tmp_path, f"mkdir {tmp_path}/small && mount -t tmpfs -o size=30m none {tmp_path}/small", look)
@@ -94,17 +93,6 @@ def test_the_room_is_that_of_the_checkpoints_disk(tmp_path):
 def test_a_disk_with_little_left_is_a_warning(tmp_path):
     (found,) = mounted(tmp_path, f"mount -t tmpfs -o size=9m none {tmp_path}")
     assert found[2] == WARN and "expected at least 100 MB" in found[3]
-
-
-def test_a_folder_and_a_file_of_the_data_are_looked_at(tmp_path):
-    shard = tmp_path / "shard.arrow"
-    shard.write_bytes(b"0" * 1000)
-    for folder in (tmp_path, shard):
-        (check,), _ = disk.examine(folder=str(folder), what="data.train", writes=False)
-        assert check.verdict == OK and f"{folder} can be read" in check.text
-    assert os.listdir(tmp_path) == ["shard.arrow"]
-    (check,), _ = disk.examine(folder=str(shard / "split"), what="data.train", writes=False)
-    assert check.verdict == FAIL and "cannot be read" in check.text
 
 
 def test_processes_see_one_folder_or_are_named(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ FACTS = {
     "config": {},
     "workdir": "/runs/x",
     "folder": "/saves/x",
-    "reads": {"train": "/data/train", "test": "/data/test"},
     "checkpoints": ["/saves/x", 4, 1000],
 }
 
@@ -40,9 +39,8 @@ def alone(process=0, source="x.py", overrides=()):
 def test_room_and_sharing_are_those_of_the_checkpoints_folder(asked):
     _, facts = alone()
     looked = {each.arguments["what"]: each.arguments for each in asked.found if each.group == "disk"}
-    assert set(looked) == {"TMPDIR", "cache", "workdir", "checkpoints", "data.train", "data.test"}
+    assert set(looked) == {"TMPDIR", "cache", "workdir", "checkpoints"}
     assert looked["checkpoints"]["checkpoints"] == ["/saves/x", 4, 1000] and "checkpoints" not in looked["workdir"]
-    assert [name for name, each in looked.items() if not each["writes"]] == ["data.train", "data.test"]
     assert facts["shared"] == "/saves/x"
 
     asked.found.clear()
@@ -62,10 +60,8 @@ def test_a_folder_that_failed_is_not_waited_for_again(asked):
 def test_the_network_of_one_process_is_looked_at(asked, monkeypatch):
     for name in cluster.discover.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nothere")
     found = {check.name: check for _, check in examine.examine("", [], wait=1).checks if check.group == "network"}
-    assert set(found) == {"host name", "NCCL_SOCKET_IFNAME"}
-    assert found["NCCL_SOCKET_IFNAME"].verdict == FAIL and "names no interface" in found["NCCL_SOCKET_IFNAME"].text
+    assert set(found) == {"host name"}
 
 
 def test_what_is_wrong_with_a_config_is_not_blamed_on_the_driver(asked):
@@ -89,9 +85,7 @@ def test_each_mistake_of_the_launchers_variables_is_a_finding(asked, monkeypatch
 
 
 def test_all_waits_together_are_within_their_bounds(asked):
-    """Every group is stuck. Folders that are read are looked at together."""
+    """Every group is stuck."""
     alone()
-    reading = [each.within for each in asked.found if not each.arguments.get("writes", True)]
-    others = [each.within for each in asked.found if each.arguments.get("writes", True)]
-    assert len(reading) == 2 and len(others) == 7
-    assert examine.ITSELF + sum(others) + max(reading) <= examine.LOCAL
+    waits = [each.within for each in asked.found]
+    assert len(waits) == 7 and examine.ITSELF + sum(waits) <= examine.LOCAL

@@ -163,7 +163,7 @@ def test_the_compiler_decides_if_a_bound_is_too_large(tmp_path, monkeypatch):
     right = plan.bound(assembly, traced, plan.parse_target(""))
     found = plan.compiled(assembly, traced).peak
     wrong = right._replace(kept=[Array(3 * found, "nothing")])
-    for module in ("refuse", "report"):
+    for module in ("remedies", "report"):
         monkeypatch.setattr(importlib.import_module(f"jaxtrain.plan.{module}"), "bound", lambda *_: wrong)
     remedies = importlib.import_module("jaxtrain.plan.remedies")
     monkeypatch.setattr(remedies, "remedies", lambda *args, **kwargs: [])
