@@ -97,7 +97,7 @@ class LossOut(NamedTuple):
     loss: Mean
     metrics: dict[str, Mean]
     carry: PyTree = ()  # as the loss leaves it; None = as it was, which spares a reduction of it over the data axis
-    touched: Mapping[str, Array] = {}  # path of a table -> int32 [rows]: how often the loss read each row
+    sparse_rows: Mapping[str, Array] = {}  # path of a table -> int32 [rows]: how often the loss read each row
 
 
 def _keep_carry(params: PyTree, carry: PyTree, step: Array) -> PyTree:

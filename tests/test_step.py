@@ -223,7 +223,7 @@ def test_a_batch_of_no_weight_is_skipped(mesh, accumulate):
     jax.tree.map(np.testing.assert_array_equal, before, host(state.variables.params))
 
 
-def by_matrix(grads, state, params, *, touched):
+def by_matrix(grads, state, params, *, sparse_rows):
     return jax.tree.map(lambda g: -0.1 * (jnp.eye(len(g)) @ g), grads), state
 
 

@@ -1,13 +1,13 @@
 """The optimizer of a run, made from config.optim and the parameter table.
 
-schedules      learning rate by step
-update_rules   from gradients to updates, if optax has it not
-moments        what a rule keeps between steps, in how many bits
-param_groups   which parameters decay, are frozen, have their own rate or rule
-make           all of it, in order
+schedules      the learning rate by step
+update_rules   from gradients to updates, for rules that optax lacks
+moments        the state of a rule between steps, in few bits
+param_groups   which parameters decay, are frozen, or have their own rate or rule
+optimizer      all of it, in order
 """
 
-from jaxtrain.optim.make import Optimizer, global_norm, make_optimizer, root_of_sum, square_sums
+from jaxtrain.optim.optimizer import Optimizer, global_norm, make_optimizer, root_of_sum, square_sums
 from jaxtrain.optim.param_groups import OptimError
 from jaxtrain.optim.schedules import learning_rates, make_schedule
 

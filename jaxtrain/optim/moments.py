@@ -1,8 +1,9 @@
-"""What an update rule keeps between steps, in how many bits: its moments, and float32 copies of the parameters.
+"""The state of an update rule between steps: its moments, and float32 copies of the parameters.
 
-Moments are kept in float32, in bfloat16, or in 8 bits (after Dettmers et al. 2022, with power-law codes instead of a table).
-Both smaller forms are rounded at random, without bias: an average that moves by a thousandth per step would stand still where
-the nearest number is half a hundredth away. The draws are a hash of (step, place), so that no mesh changes a number.
+Moments are kept in float32, in bfloat16, or in 8 bits. The latter follow Dettmers et al. (2022),
+with power-law codes instead of a table. Both smaller forms are rounded at random, without bias.
+Else an average that moves by a thousandth per step would not move at all if the nearest number is
+half a hundredth away. The draws are a hash of (step, place), so that no mesh changes a number.
 """
 
 import functools
@@ -17,14 +18,17 @@ import optax
 
 from jaxtrain.types import Array, PyTree
 
-SMALL = 4096  # [elements] moments of fewer stay in float32 under "int8"
-ROW = 64  # [elements] fewest that share a scale
+MIN_SIZE = 4096  # [elements] smaller moments stay in float32 under "int8"
+MIN_ROW = 64  # [elements] that share a scale
 # field of a rule's state -> codes and their law: value = scale × sign(code) (|code| / codes)^power
 LAWS = {"mu": (127, 2, jnp.int8), "nu": (255, 4, jnp.uint8)}
 
 
 class StoredState(NamedTuple):
-    """A rule's state with moments in few bits. ``scales``: field -> float32, of the moment's rank, one for each row."""
+    """A rule's state with moments in few bits.
+
+    ``scales``: field -> float32, of the moment's rank, one for each row.
+    """
 
     rule: Any
     scales: dict[str, PyTree]
@@ -36,7 +40,7 @@ class MasterState(NamedTuple):
 
 
 def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Makes a rule compute in float32 and keep float32 moments, whatever the dtype of the parameters."""
+    """Make a rule compute in float32 and keep float32 moments for parameters of any dtype."""
 
     def wide(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
@@ -47,12 +51,12 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 def stored(tx: optax.GradientTransformation, how: str, names: tuple[str, ...]) -> optax.GradientTransformation:
-    """Makes a rule keep its moments (the fields ``names`` of its state, float32) as "bfloat16" or "int8"."""
+    """Make a rule keep the moments ``names``, fields of its state, as "bfloat16" or "int8"."""
     if how == "float32" or not names:
         return tx
 
     def of_each(f: Callable[..., Any], *states: Any) -> dict[str, PyTree]:
-        """f(name, moment of each state) for every array of every moment."""
+        """Compute f(name, moment of each state) for every array of every moment."""
         return {name: jax.tree.map(functools.partial(f, name), *(state[name] for state in states)) for name in names}
 
     def put(state: Any, step: Array) -> Any:
@@ -82,9 +86,10 @@ def stored(tx: optax.GradientTransformation, how: str, names: tuple[str, ...]) -
 
 
 def with_masters(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Applies ``tx`` to float32 copies of the parameters, which are part of the state; the parameters are the rounded copies.
+    """Apply ``tx`` to float32 copies of the parameters, which are part of the state.
 
-    Its updates are the differences of the rounded parameters, so that ``apply_updates`` lands on them exactly.
+    The parameters are the rounded copies. The updates are the differences of the rounded
+    parameters, so that ``apply_updates`` reaches them exactly.
     """
 
     def init(params: PyTree) -> MasterState:
@@ -102,24 +107,28 @@ def with_masters(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTra
 
 
 def row_axis(shape: tuple[int, ...]) -> int | None:
-    """Returns the dimension whose elements share a scale: the last one of at least `ROW`. None: the array is not quantised.
+    """Return the dimension whose elements share a scale: the last one of at least `MIN_ROW`.
 
-    Blocks of a dimension would be finer. But to spread their scales over 4,096 columns a TPU writes them out, in float32: for
-    the autoencoder of 8.36 billion parameters on eight v4, the compiler takes 22 GB besides the state, and 4 GB with rows.
+    None means that the array is not quantised. Blocks of a dimension would be finer. But to spread
+    their scales over 4,096 columns a TPU writes them out, in float32. For the autoencoder of 8.36
+    billion parameters on eight v4, that takes 22 GB besides the state, and 4 GB with rows.
     """
-    wide = [axis for axis, size in enumerate(shape) if size >= ROW]
-    return max(wide, default=None) if math.prod(shape) >= SMALL else None
+    wide = [axis for axis, size in enumerate(shape) if size >= MIN_ROW]
+    return max(wide, default=None) if math.prod(shape) >= MIN_SIZE else None
 
 
 def row_scales(x: Array) -> Array:
-    """Returns the largest magnitude of each row, float32 of x's rank; a single 1 for what is not quantised."""
+    """Return the largest magnitude of each row, float32 of x's rank, or one 1 if x is not quantised."""
     if (axis := row_axis(x.shape)) is None:
         return jnp.ones((1,) * x.ndim, jnp.float32)
     return jnp.abs(x).max(axis, keepdims=True)
 
 
 def quantise(x: Array, scales: Array, salt: Array, name: str) -> Array:
-    """Rounds x at random to codes of 8 bits, without bias; a positive "nu" never becomes 0, which updates are divided by."""
+    """Round x at random to codes of 8 bits, without bias.
+
+    A positive "nu" never becomes 0, since updates are divided by it.
+    """
     if row_axis(x.shape) is None:
         return x
     n, power, dtype = LAWS[name]
@@ -133,7 +142,7 @@ def quantise(x: Array, scales: Array, salt: Array, name: str) -> Array:
 
 
 def dequantise(codes: Array, scales: Array, name: str) -> Array:
-    """Returns the float32 values of codes."""
+    """Return the float32 values of codes."""
     if row_axis(codes.shape) is None:
         return codes
     n, power, _ = LAWS[name]
@@ -142,18 +151,21 @@ def dequantise(codes: Array, scales: Array, name: str) -> Array:
 
 
 def round_to_bfloat16(x: Array, salt: Array) -> Array:
-    """Rounds float32 at random to one of the two nearest bfloat16, without bias."""
+    """Round float32 at random to one of the two nearest bfloat16, without bias."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (_hash(x.shape, salt) >> np.uint32(16))
     return jax.lax.bitcast_convert_type((bits >> np.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
 
 
 def uniform(shape: tuple[int, ...], salt: Array) -> Array:
-    """Draws float32 in [0, 1), a function of each element's place and the salt."""
+    """Draw float32 in [0, 1), a function of each element's place and the salt."""
     return (_hash(shape, salt) >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
 
 
 def _hash(shape: tuple[int, ...], salt: Array) -> Array:
-    """Hashes each place to uint32: its number, mixed by MurmurHash3's finalizer (Appleby). Elementwise, so it moves no data."""
+    """Hash the number of each place to uint32, by MurmurHash3's finalizer (Appleby).
+
+    It is elementwise, so it moves no data.
+    """
     h = jnp.full(shape, salt * np.uint32(0x9E3779B9), jnp.uint32)
     for i in range(len(shape)):
         stride = np.uint32(math.prod(shape[i + 1 :]) % 2**32)

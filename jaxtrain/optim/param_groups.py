@@ -1,4 +1,4 @@
-"""Which parameters decay, are frozen, and have their own rate or update rule: decided by path, with checked coverage.
+"""The groups of parameters, by path: which decay, are frozen, or have their own rate or rule.
 
 A parameter that no pattern names, or a pattern that names no parameter, is an error.
 """
@@ -15,13 +15,13 @@ from jaxtrain.types import PyTree, Spec
 
 
 class OptimError(ValueError):
-    """Patterns that do not cover the parameters. The message lists what is not covered, and the remedy."""
+    """Patterns that do not cover the parameters. The message lists the gaps, and the remedy."""
 
 
 def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
-    """Returns the `Group` of every parameter. Raises OptimError unless the patterns cover the table.
+    """Return the `Group` of every parameter. Raises OptimError unless the patterns cover the table.
 
-    Whether a parameter decays is a question to built-in rules only.
+    Only built-in rules decay parameters by optim.decayed and optim.undecayed.
     """
     names, rest, problems = paths(specs), Group(), []
     for path in () if factories.is_factory(optim.name) else names:
@@ -42,9 +42,10 @@ def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
 
 
 def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
-    """Returns the name of every parameter's update rule. A rule for matrices leaves all but hidden ones to optim.rest.
+    """Return the name of every parameter's update rule.
 
-    Raises OptimError for a rule that a parameter cannot have.
+    A rule for matrices leaves all but hidden ones to optim.rest. Raises OptimError for a rule that
+    a parameter cannot have.
     """
     problems = []
 
@@ -53,7 +54,7 @@ def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
         if not UPDATE_RULES[rule].matrices:
             return rule
         if group.name is None:
-            # Positions, CLS tokens and biases of several heads have two dimensions too; but what decay spares is no matrix.
+            # Positions, CLS tokens and biases of heads have two dimensions too, but do not decay.
             return rule if is_hidden_matrix(path, spec) and re.search(optim.decayed, path) else optim.rest
         if not group.freeze:
             try:
@@ -70,10 +71,11 @@ def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
 
 
 def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
-    """Returns each parameter's factor of the learning rate: layer_decay to the number of layers above (Clark et al. 2020).
+    """Return each parameter's factor of the learning rate (Clark et al. 2020).
 
-    Layer i of a stack of n has n - i layers above it (the head counts), what matches optim.layer_first n + 1, all else none.
-    Raises OptimError where no parameter has a layer, or is below the first.
+    It is layer_decay to the number of layers above. Layer i of a stack of n has n - i, since the
+    head counts. A match of optim.layer_first has n + 1, and any other parameter none. Raises
+    OptimError if no parameter has a layer, or none is below the first.
     """
     stacks = [spec.shape[spec.axes.index("layer")] for spec in jax.tree.leaves(specs, is_leaf=is_spec) if "layer" in spec.axes]
     if optim.layer_decay == 1:

@@ -13,12 +13,12 @@ Schedule = Callable[[Any], Any]  # step -> ratio, of jax's arrays or of numpy's
 
 
 def peak(optim: Optim) -> float:
-    """The learning rate that a schedule's ratios are of; 1 for module:factory, which gives rates."""
+    """Return the learning rate at a ratio of 1. It is 1 for module:factory, which gives rates."""
     return 1.0 if factories.is_factory(optim.schedule) else optim.lr
 
 
 def learning_rates(optim: Optim, steps: int, at: np.ndarray) -> np.ndarray | None:
-    """The learning rates of updates ``at``; None if the optimizer is one's own and takes none."""
+    """Return the learning rates of updates ``at``, or None if an optimizer of one's own takes none."""
     if factories.is_factory(optim.name) and not factories.takes(optim.name, "learning_rate"):
         return None
     if factories.is_factory(optim.schedule):
@@ -27,15 +27,18 @@ def learning_rates(optim: Optim, steps: int, at: np.ndarray) -> np.ndarray | Non
 
 
 def make_schedule(optim: Optim, steps: int, xp: Any = jnp) -> Schedule:
-    """Makes update s = 0, 1, … -> ratio of `peak`: 1 at s = warmup, the floor from s = steps on.
+    """Make the function update s = 0, 1, … -> ratio of `peak`.
 
-    cosine: floor + (1 - floor) (1 + cos(pi x)) / 2 with x = (s - warmup) / (steps - warmup) (Loshchilov & Hutter 2017).
-    wsd: 1 until s = steps - decay, then 1 - (1 - floor) falls as 1 - x, (1 + cos(pi x)) / 2 or 1 - sqrt(x) (Hu et al. 2024).
-    three_phase: wsd in shares of the run, as in prime-rl: a warm-up from 1e-8 in the first 5 %, a decay in the last 20 %,
-    unless optim sets them.
-    module:factory: what that function returns, called with optim.schedule_arguments.
+    The ratio is 1 at s = warmup, and the floor from s = steps on. With x from 0 to 1 over the decay:
 
-    ``xp``: numpy makes a built-in one a function of numpy's arrays, for those who draw it.
+        cosine          floor + (1 - floor) (1 + cos(pi x)) / 2 (Loshchilov & Hutter 2017)
+        wsd             1 until s = steps - decay. Then it falls as 1 - x, (1 + cos(pi x)) / 2 or
+                        1 - sqrt(x) (Hu et al. 2024)
+        three_phase     wsd in shares of the run, as in prime-rl. Unless optim sets them, a warm-up
+                        from 1e-8 in the first 5 %, and a decay in the last 20 %
+        module:factory  the result of that function, called with optim.schedule_arguments
+
+    ``xp``: with numpy, a built-in schedule is a function of numpy's arrays, for drawing it.
     """
     if factories.is_factory(optim.schedule):
         rate = factories.call(optim.schedule, optim.schedule_arguments, steps=steps, learning_rate=optim.lr)

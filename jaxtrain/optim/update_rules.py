@@ -1,13 +1,14 @@
-"""Built-in update rules that optax has not, or has otherwise; `jaxtrain.config.UPDATE_RULES` lists all of them.
+"""Built-in update rules that optax lacks, or has in another form.
 
-Muon is not optax's, which averages gradients and corrects the average's bias: its first updates have other directions than
-the golden trajectories of tests/data/optim/muon.npz. Parameters name their axes here, too: query, key, value and heads are
-matrices of their own.
+`jaxtrain.config.UPDATE_RULES` lists all of them. Muon is not optax's, which averages gradients and
+corrects the average's bias. Its first updates have other directions than the golden trajectories of
+tests/data/optim/muon.npz. Here parameters also name their axes, so that query, key, value and heads
+are separate matrices.
 """
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,11 @@ class RuleError(ValueError):
 
 
 def matrix_axes(path: str, spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the dimensions of the rows and of the columns of a parameter's matrices; every other one counts matrices.
+    """Return the dimensions of the rows, and those of the columns, of a parameter's matrices.
 
-    "layer" counts matrices, and so does a nameless dimension next to two others (query, key and value stacked). "head_dim"
-    belongs to the heads before it. Raises RuleError where this does not leave two.
+    Every other dimension counts matrices: "layer", and a nameless dimension next to two others
+    (query, key and value stacked). "head_dim" belongs to the heads before it. Raises RuleError
+    unless this leaves two.
     """
     groups: list[list[int]] = []
     for i, axis in enumerate(spec.axes):
@@ -50,7 +52,7 @@ def matrix_axes(path: str, spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def is_hidden_matrix(path: str, spec: Spec) -> bool:
-    """Whether Muon is meant for the parameter: a matrix between hidden states, not a table, a head or a vector."""
+    """Tell whether a parameter is a matrix between hidden states, not a table, a head or a vector."""
     if {"vocab", "item"} & set(spec.axes):
         return False
     try:
@@ -61,10 +63,15 @@ def is_hidden_matrix(path: str, spec: Spec) -> bool:
 
 
 def scale_by_muon(specs: Mapping[str, Spec], *, momentum: float, muon_scale: str) -> optax.GradientTransformation:
-    """B <- momentum B + g; u = g + momentum B; every matrix of u is orthogonalised (Jordan et al. 2024) and scaled.
+    """Make Muon: B <- momentum B + g, then u = g + momentum B (Jordan et al. 2024).
 
-    muon_scale: "rms" 0.2 sqrt(max(rows, columns)), which moves as far as AdamW does (Liu et al. 2025); "in_out" and "out_in"
-    sqrt(max(1, outputs / inputs)) for parameters stored with the inputs or the outputs first. ``specs``: path -> Spec.
+    Every matrix of u is orthogonalised and scaled.
+
+    Args:
+      specs: path -> Spec.
+      muon_scale: "rms" is 0.2 sqrt(max(rows, columns)), which moves as far as AdamW does (Liu et al.
+        2025). "in_out" and "out_in" are sqrt(max(1, outputs / inputs)), for parameters with the
+        inputs or the outputs first.
     """
 
     def init(params: PyTree) -> MuonState:
@@ -74,7 +81,7 @@ def scale_by_muon(specs: Mapping[str, Spec], *, momentum: float, muon_scale: str
         del params
         mu = jax.tree.map(lambda b, g: momentum * b + g, state.mu, grads)
 
-        def orthogonal(path: tuple, g: Array, b: Array) -> Array:
+        def orthogonal(path: tuple[Any, ...], g: Array, b: Array) -> Array:
             name = path_name(path)
             rows, columns = matrix_axes(name, specs[name])
             many = tuple(i for i in range(g.ndim) if i not in rows + columns)
@@ -95,7 +102,10 @@ def scale_by_muon(specs: Mapping[str, Spec], *, momentum: float, muon_scale: str
 
 
 def orthogonalise(x: Array, *, steps: int = 5, eps: float = 1e-7) -> Array:
-    """Brings the singular values of [..., n, m] matrices near 1: Newton-Schulz, x <- a x + (b g + c g g) x with g = x x^T."""
+    """Bring the singular values of [..., n, m] matrices near 1, by Newton-Schulz steps.
+
+    x <- a x + (b g + c g g) x with g = x x^T.
+    """
     a, b, c = 3.4445, -4.775, 2.0315
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else jnp.swapaxes(x, -1, -2)
@@ -109,10 +119,11 @@ def orthogonalise(x: Array, *, steps: int = 5, eps: float = 1e-7) -> Array:
 def scale_by_adam_atan2(
     b1: float, b2: float, *, atan2_a: float, atan2_b: float, atan2_correction: str
 ) -> optax.GradientTransformation:
-    """Adam's quotient as an angle, which needs no eps and does not see the gradient's scale (Everett et al. 2024).
+    """Make Adam with its quotient as an angle, which needs no eps (Everett et al. 2024).
 
-    inside: a atan2(m_hat, b sqrt(v_hat)), as published. outside: a / (1 - b1^t) atan2(m, b sqrt(v_hat)), as the package
-    adam-atan2 computes it (0.0.3); the two differ while 1 - b1^t is far from 1.
+    It does not depend on the gradient's scale. The two corrections differ while 1 - b1^t is far from
+    1. "inside" is a atan2(m_hat, b sqrt(v_hat)), as published. "outside" is
+    a / (1 - b1^t) atan2(m, b sqrt(v_hat)), as the package adam-atan2 computes it (0.0.3).
     """
     a, b = atan2_a, atan2_b
 
@@ -136,8 +147,9 @@ def scale_by_adam_atan2(
 
 
 def scale_by_adafactor() -> optax.GradientTransformation:
-    """g / sqrt(v), v of rank one over the two largest dimensions (Shazeer & Stern 2018); no first moment, no relative rates.
+    """Make Adafactor: g / sqrt(v), v of rank one over the two largest dimensions.
 
-    A root mean square of an update beyond 1 is scaled down to 1.
+    It has neither first moments nor relative rates. A root mean square of an update beyond 1 is
+    scaled down to 1 (Shazeer & Stern 2018).
     """
     return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))

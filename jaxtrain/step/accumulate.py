@@ -55,11 +55,11 @@ def _reduced(
     params, frozen, key = jax.lax.pcast((variables.params, variables.frozen, key), (DATA,), to="varying")
     local = Variables(params, frozen, jax.tree.map(_varying, variables.carry))
     grads, out = _summed(task, layout, accumulate, local, batch, key, cast=_varying)
-    grads, loss, metrics, touched = jax.lax.psum((grads, out.loss, out.metrics, out.touched), DATA)
+    grads, loss, metrics, sparse_rows = jax.lax.psum((grads, out.loss, out.metrics, out.sparse_rows), DATA)
     carry = variables.carry  # if the loss does not touch it, it is identical on every group already
     if out.carry is not None:
         carry = jax.tree.map(lambda x, p: x if DATA in p else _equalised(x), out.carry, _carry_partitions(task))
-    return grads, LossOut(loss, metrics, carry, touched)
+    return grads, LossOut(loss, metrics, carry, sparse_rows)
 
 
 def _summed(

@@ -113,7 +113,7 @@ def train_step(
 
     with jax.named_scope("update"):
         due = None if records is None else records(state.step + 1) | ~good
-        given = update_lib.Gradients(grads, accepted, out.touched, due)
+        given = update_lib.Gradients(grads, accepted, out.sparse_rows, due)
         params, opt_state, changes = update(tx, given, state.opt_state, variables.params)
         carry = task.advance(params, out.carry, state.step)
         average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema

@@ -23,7 +23,7 @@ class Gradients(NamedTuple):
 
     grads: PyTree
     accepted: Array  # bool []; false = parameters keep every bit, and moments are the caller's to keep
-    touched: Mapping[str, Array]  # path of a table -> int32 [rows], how often the loss read each row
+    sparse_rows: Mapping[str, Array]  # path of a table -> int32 [rows], how often the loss read each row
     due: Array | None = None  # bool [], whether anybody reads the norms; if not, they may be NaN; None = always
 
 
@@ -47,7 +47,7 @@ def choose(layout: Layout, opt_state: PyTree, params: PyTree) -> Update:
 
 def update(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
     """Applies the optimizer. The compiler chooses the order: on TPUs, and on several CPU devices."""
-    updates, moments = tx.update(given.grads, opt_state, params, touched=given.touched)
+    updates, moments = tx.update(given.grads, opt_state, params, sparse_rows=given.sparse_rows)
     new = _applied(params, updates, given.accepted)
     return Moved(new, moments, _norms_of_move(new, params) | norms("param_norm_after", new))
 
@@ -57,11 +57,11 @@ def update_on_gpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params: Py
 
     An optimizer that is not repeatable keeps its first update, which is an array anyway.
     """
-    updates, moments = tx.update(given.grads, opt_state, params, touched=given.touched)
+    updates, moments = tx.update(given.grads, opt_state, params, sparse_rows=given.sparse_rows)
     found = _norms_of_move(_applied(params, updates, given.accepted), params)
     accepted, state, found = jax.lax.optimization_barrier((given.accepted, opt_state, found))
     if tx.repeatable:
-        updates, moments = tx.update(given.grads, state, params, touched=given.touched)
+        updates, moments = tx.update(given.grads, state, params, sparse_rows=given.sparse_rows)
     new = _applied(params, updates, accepted)
     return Moved(new, moments, found | norms("param_norm_after", new))
 
@@ -74,7 +74,7 @@ def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params
     """
 
     def proposed(opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        return tx.update(given.grads, opt_state, params, touched=given.touched)
+        return tx.update(given.grads, opt_state, params, sparse_rows=given.sparse_rows)
 
     def measured() -> dict[str, Mean]:
         new = _applied(params, proposed(opt_state)[0] if tx.repeatable else updates, given.accepted)

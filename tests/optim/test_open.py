@@ -151,7 +151,7 @@ def updated(optim, grads, n=1, table=TABLE):
     params = jax.tree.map(lambda s: jnp.ones(s.shape), table, is_leaf=lambda x: isinstance(x, Spec))
     state = tx.init(params)
     for _ in range(n):
-        updates, state = tx.update(grads, state, params, touched={})
+        updates, state = tx.update(grads, state, params, sparse_rows={})
         params = optax.apply_updates(params, updates)
     return params, state
 
@@ -181,7 +181,7 @@ def test_masters_work_under_any_optimizer():
     params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
     state = tx.init(params)
     for _ in range(3):
-        _, state = tx.update(params, state, params, touched={})
+        _, state = tx.update(params, state, params, sparse_rows={})
     np.testing.assert_allclose(state.masters["w"], 1 - 3e-5, rtol=1e-6)
 
 

@@ -164,15 +164,15 @@ def test_gradients_and_the_tables_step_equal_the_originals(golden):
         np.testing.assert_allclose(y, x, rtol=0, atol=1e-4 * np.abs(x).max(), err_msg=path)
     ids, summed = g["puzzle_emb.unique_ids"], g["puzzle_emb.grad_per_unique_id"]
     np.testing.assert_allclose(table[ids], summed, rtol=0, atol=1e-4 * np.abs(summed).max())
-    touched = out.touched[trm_loss.TABLE]
-    np.testing.assert_array_equal(touched, np.bincount(g["puzzle_emb.local_ids"], minlength=model.config.n_puzzles))
+    read = out.sparse_rows[trm_loss.TABLE]
+    np.testing.assert_array_equal(read, np.bincount(g["puzzle_emb.local_ids"], minlength=model.config.n_puzzles))
 
     optim = config_lib.Optim(
         name="sign_sgd", lr=float(g["signsgd.lr"]), weight_decay=float(g["signsgd.weight_decay"]), schedule="constant", clip=0.0
     )
     params = {"puzzle": {"w_rows": jnp.asarray(model.params["puzzle"]["w_rows"])}}
     tx = make_optimizer(optim, {"puzzle": model.task.specs.params["puzzle"]}, steps=1)
-    updates, _ = tx.update({"puzzle": {"w_rows": table}}, tx.init(params), params, touched=out.touched)
+    updates, _ = tx.update({"puzzle": {"w_rows": table}}, tx.init(params), params, sparse_rows=out.sparse_rows)
     np.testing.assert_allclose(
         optax.apply_updates(params, updates)["puzzle"]["w_rows"], g["signsgd.table_after"], rtol=0, atol=1e-6
     )

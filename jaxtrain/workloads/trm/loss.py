@@ -21,7 +21,7 @@ from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task
 from jaxtrain.workloads.trm import boards
 from jaxtrain.workloads.trm.model import IGNORED, Config, Cycles, make_carry, make_specs, refine, train_flops
 
-TABLE = "puzzle/w_rows"  # the parameter whose touched rows the loss reports
+TABLE = "puzzle/w_rows"  # the parameter whose rows that it read the loss reports
 ACCURACIES = ("accuracy", "exact_accuracy", "q_halt_accuracy")  # of finished rows
 
 
@@ -158,11 +158,11 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
     metrics |= {name: Mean((each[name] * finished_b).sum(), finished_b.sum()) for name in ACCURACIES}
     metrics["steps"] = Mean((steps_b * finished_b).sum(), finished_b.sum())
     metrics["halted"] = Mean(finished_b.sum(), n)
-    touched = {}
+    sparse_rows = {}
     if c.puzzle_embed:
         # The rows that the slots hold, not those that the batch brings.
-        touched[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "item")
-    return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, touched)
+        sparse_rows[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "item")
+    return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, sparse_rows)
 
 
 def exploration(model: Model, step: Array) -> Array | float:

@@ -1,4 +1,7 @@
-"""The optimizer: clip, each parameter's update rule, decoupled decay, each parameter's own rate; or clip and one of optax."""
+"""The optimizer: a clip, then an update rule, decoupled decay and a rate for each parameter.
+
+An optimizer of optax or of one's own takes the place of all that follows the clip.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,29 +23,28 @@ class Optimizer(NamedTuple):
     """A transformation of gradients in optax's terms, from the clip to the learning rate."""
 
     init: Callable[[PyTree], PyTree]
-    # (gradients, state, parameters, touched=) -> updates, state; ``touched`` as `types.LossOut` has it
+    # (gradients, state, parameters, sparse_rows=as in `types.LossOut`) -> updates, state
     update: Callable[..., tuple[PyTree, PyTree]]
     repeatable: bool = False  # computing an update again costs less than keeping it
 
 
 def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> Optimizer:
-    """Makes the optimizer: clip the global norm, apply each update rule, add decoupled decay, scale by each parameter's rate.
+    """Make the optimizer: p -= lr(s) (u + weight_decay p), with u from one of `UPDATE_RULES`.
 
-    p -= lr(s) (u + weight_decay p), where u comes from one of `UPDATE_RULES`. Of a table under sign_sgd that ``touched``
-    names, only the rows that the step has read move or decay. An optimizer that optim.name names as module:factory takes
-    the place of all that follows the clip.
+    A table under sign_sgd moves and decays only in the rows that the step has read, if the loss
+    reports them (``sparse_rows``).
 
     Raises:
-      OptimError: a parameter that neither or both of optim.decayed and optim.undecayed match, a group without parameters, a
-        rule that a parameter cannot have, masters or layer_decay that no parameter asks for, an optimizer of one's own that
-        fails on these parameters.
+      OptimError: neither or both of optim.decayed and optim.undecayed match a parameter, a group
+        has no parameters, a parameter cannot have its rule, no parameter needs masters or
+        layer_decay, or an optimizer of one's own fails on these parameters.
     """
     groups = group_of_each(optim, specs)
     frozen = jax.tree.map(lambda g: g.freeze, groups)
     is_named = factories.is_factory(optim.name)
     rest = [_named(optim, frozen, steps)] if is_named else _built_in(optim, specs, groups, steps)
     tx = optax.chain(
-        # Frozen gradients are dropped first: they must not count in the norm that the others are clipped by.
+        # Frozen gradients are dropped first, since they must not count in the norm of the others.
         optax.masked(optax.set_to_zero(), frozen) if any(jax.tree.leaves(frozen)) else optax.identity(),
         *_clips(optim, groups),
         *rest,
@@ -58,7 +60,7 @@ def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> Optimizer:
 
 
 def _built_in(optim: Optim, specs: PyTree, groups: PyTree, steps: int) -> Iterator[optax.GradientTransformation]:
-    """Yields each rule for its own parameters, decay, rates, and the rows of sparse tables that stay."""
+    """Yield each rule for its own parameters, decay, rates, and the mask of sparse tables."""
     decays = map_specs(lambda path, _: re.search(optim.decayed, path) is not None, specs)
     depths, top = rate_factors(optim, specs), peak(optim)
     rates = jax.tree.map(lambda g, d: (0.0 if g.freeze else top if g.lr is None else g.lr) * d, groups, depths)
@@ -75,36 +77,36 @@ def _built_in(optim: Optim, specs: PyTree, groups: PyTree, steps: int) -> Iterat
         yield tx if len(used) == 1 else optax.masked(tx, jax.tree.map(lambda name, rule=rule: name == rule, names))
     yield _add_decayed(weights)
     yield _scale_by_rates(rates, make_schedule(optim, steps))
-    yield _only_touched(jax.tree.map(lambda name: UPDATE_RULES[name].sparse, names))
+    yield _only_read_rows(jax.tree.map(lambda name: UPDATE_RULES[name].sparse, names))
 
 
 def _rule(optim: Optim, name: str, table: Mapping[str, Spec]) -> optax.GradientTransformation:
-    """A built-in rule, which keeps its moments as optim.moments says."""
+    """Make a built-in rule, which keeps its moments as optim.moments says."""
     rule = UPDATE_RULES[name]
     tx = factories.call(rule.factory, {}, specs=table, **{field: getattr(optim, field) for field in OF_RULES})
     return tx if rule.sparse else moments_lib.in_float32(moments_lib.stored(tx, optim.moments, rule.moments))
 
 
 def _named(optim: Optim, frozen: PyTree, steps: int) -> optax.GradientTransformation:
-    """The optimizer that optim.name names as module:factory, for all but frozen parameters."""
+    """Make the optimizer of optim.name, module:factory, for all but frozen parameters."""
     schedule, top = make_schedule(optim, steps), peak(optim)
     tx = factories.call(optim.name, optim.arguments, learning_rate=lambda count: top * schedule(count))
     return optax.masked(tx, jax.tree.map(lambda f: not f, frozen)) if any(jax.tree.leaves(frozen)) else tx
 
 
 def _try(name: str, tx: optax.GradientTransformation, specs: PyTree) -> None:
-    """Raises OptimError if an optimizer of one's own cannot update these parameters twice. No array is made."""
+    """Raise OptimError if an optimizer cannot update these parameters twice. Makes no array."""
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype)), specs, is_leaf=is_spec)
 
     def updated(params: PyTree) -> tuple[PyTree, PyTree]:
         state = tx.init(params)
-        updates, new = optax.with_extra_args_support(tx).update(params, state, params, touched={})
+        updates, new = optax.with_extra_args_support(tx).update(params, state, params, sparse_rows={})
         optax.apply_updates(params, updates)
         return state, new
 
     try:
         states = jax.eval_shape(updated, params)
-    except Exception as error:  # whatever its functions raise
+    except Exception as error:  # any error of its functions
         raise OptimError(f"config.optim.name={name!r} cannot update these parameters: {factories.first_line(error)}") from error
     before, after = (
         {path_name(path): (x.shape, x.dtype.name) for path, x in jax.tree.leaves_with_path(state)} for state in states
@@ -115,7 +117,10 @@ def _try(name: str, tx: optax.GradientTransformation, specs: PyTree) -> None:
 
 
 def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformation]:
-    """Yields the clip of the global norm, and one for each group with its own: a probe must not shrink the encoder's steps."""
+    """Yield the clip of the global norm, and one for each group with its own.
+
+    A probe with large gradients must not shrink the encoder's steps.
+    """
     clipped_alone = list(dict.fromkeys(g for g in jax.tree.leaves(groups) if g.clip is not None))
     for group, most in ((None, optim.clip), *((g, g.clip) for g in clipped_alone)):
         if most:
@@ -124,7 +129,7 @@ def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformatio
 
 
 def _clip(most: float) -> optax.GradientTransformation:
-    """Scales all gradients down to a global norm of ``most``, which is summed in float32 whatever their dtype."""
+    """Scale all gradients down to a global norm of ``most``, which is summed in float32."""
 
     def update(grads: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
         del params
@@ -136,35 +141,35 @@ def _clip(most: float) -> optax.GradientTransformation:
 
 
 def global_norm(tree: PyTree) -> Array:
-    """Returns the root of the sum of all squares, in float32."""
+    """Return the root of the sum of all squares, in float32."""
     return root_of_sum(square_sums(tree))
 
 
 def square_sums(tree: PyTree) -> PyTree:
-    """Returns each array's sum of squares, in float32."""
+    """Return each array's sum of squares, in float32."""
     return jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree)
 
 
 def root_of_sum(tree: PyTree) -> Array:
-    """Returns the root of the sum of numbers: of some of `square_sums`, their norm."""
+    """Return the root of the sum of numbers: of some of `square_sums`, their norm."""
     return jnp.sqrt(sum(jax.tree.leaves(tree)))
 
 
-def _only_touched(sparse: PyTree) -> optax.GradientTransformationExtraArgs:
-    """Keeps the rows of a sparse table that the batch has not read as they are.
+def _only_read_rows(sparse: PyTree) -> optax.GradientTransformationExtraArgs:
+    """Keep the rows of a sparse table that the batch has not read as they are.
 
-    The gradient itself is dense. It does not show which rows were read, since the gradients of one row's readers may cancel,
-    and that row still decays; so the workload counts the reads. A gradient of indices and values would need rules of its own
-    in microbatches, the reduction over data, clipping and norms. The dense one passes through all of them like any other, is
-    split over devices like its table, and costs a few passes over it: for 876,406 rows of 512 values 1.8 GB, some
-    milliseconds of a step that takes seconds.
+    The gradient is dense, and split over devices like its table, so that microbatches, reductions,
+    clipping and norms need no rules for it. It does not show which rows were read: the gradients of
+    a row's readers may cancel, and that row still decays. So the workload counts the reads.
     """
 
-    def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, touched: PyTree = None, **_: Any) -> tuple:
+    def update(
+        updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, sparse_rows: PyTree = None, **_: Any
+    ) -> tuple[PyTree, optax.EmptyState]:
         del params
 
-        def keep(path: tuple, u: Array, is_sparse: bool) -> Array:
-            count = (touched or {}).get(path_name(path)) if is_sparse else None
+        def keep(path: tuple[Any, ...], u: Array, is_sparse: bool) -> Array:
+            count = (sparse_rows or {}).get(path_name(path)) if is_sparse else None
             return u if count is None else jnp.where(count.reshape(-1, *[1] * (u.ndim - 1)) > 0, u, 0)
 
         return jax.tree.map_with_path(keep, updates, sparse), state
@@ -182,7 +187,7 @@ def _add_decayed(weights: PyTree) -> optax.GradientTransformation:
 def _scale_by_rates(rates: PyTree, schedule: Schedule) -> optax.GradientTransformation:
     def update(updates: PyTree, state: optax.ScaleByScheduleState, params: PyTree) -> tuple[PyTree, optax.ScaleByScheduleState]:
         ratio = schedule(state.count)
-        # In the dtype of the parameter that it is added to: a wider one would be the largest array of a step.
+        # In the dtype of its parameter, since a wider one would be the largest array of a step.
         moves = jax.tree.map(lambda u, r, p: (-r * ratio * u).astype(p.dtype), updates, rates, params)
         return moves, optax.ScaleByScheduleState(count=state.count + 1)
 

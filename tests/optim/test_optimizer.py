@@ -176,8 +176,8 @@ def test_a_sparse_table_moves_only_its_touched_rows(devices):
     @jax.jit
     def update(params, state, ids, grads):
         dense = jax.grad(lambda p: (p["w"][ids] * grads).sum())(params)
-        touched = {"w": jnp.zeros(len(params["w"]), jnp.int32).at[ids].add(1)}
-        updates, state = tx.update(dense, state, params, touched=touched)
+        sparse_rows = {"w": jnp.zeros(len(params["w"]), jnp.int32).at[ids].add(1)}
+        updates, state = tx.update(dense, state, params, sparse_rows=sparse_rows)
         return optax.apply_updates(params, updates), state
 
     state = tx.init(params)
