@@ -19,9 +19,9 @@
 use std::f64::consts::TAU;
 use std::sync::Arc;
 
-use jaxtrain_decode::RATES;
 use crate::error::Error;
 use jaxtrain_decode::simd::{self, Lanes, Portable};
+use jaxtrain_decode::RATES;
 
 /// Smallest band energy, float32's epsilon; its logarithm is the floor of every spectrogram.
 pub const FLOOR: f32 = f32::EPSILON;

@@ -17,8 +17,8 @@ mod mp3;
 mod ogg;
 mod opus;
 mod other;
-mod vorbis;
 pub mod simd;
+mod vorbis;
 mod wav;
 
 use std::ops::RangeInclusive;

@@ -13,6 +13,7 @@
 /// # Safety
 /// The methods of an implementation may only run on a machine that has its instruction set, and pointers must
 /// be valid for `N` values (no alignment is needed).
+#[allow(clippy::missing_safety_doc)] // the trait's section holds for each method
 pub trait Lanes: Copy {
     const N: usize;
     unsafe fn splat(x: f32) -> Self;

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use super::crop::Clip;
-use jaxtrain_decode::RATES;
 use crate::error::Error;
 use crate::fbank::FilterBank;
 use crate::source::Index;
+use jaxtrain_decode::RATES;
 
 /// Worker threads of a pipeline, at most.
 const MOST_THREADS: usize = 1024;

@@ -9,11 +9,11 @@ use super::crop::{Bounds, Clip, Crop, Short};
 use super::diagnostics::{DECODE, FBANK, READ, RESAMPLE, SEEK};
 use super::queue::Slot;
 use super::{panics, Form, Shared};
-use jaxtrain_decode::{Decoder, Info};
 use crate::fbank::{Fbank, FilterBank};
 use crate::order::crop_start;
 use crate::resample::{Resampler, Resamplers};
 use crate::source::{Part, Reader};
+use jaxtrain_decode::{Decoder, Info};
 
 /// Samples beyond this would overflow the power spectrum's float32.
 const PEAK: f32 = 1e12;
