@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -34,12 +35,13 @@ def measured(model: encoder.Model, data: spectrogram.Config, *, batch: int) -> d
         run()
         return setup.n / (time.perf_counter() - begun)
 
-    def load() -> jax.Array:
+    def load() -> dict[str, Any]:
         setup.loader.seek(0)
         stream = setup.stream()
         return [jax.block_until_ready(arrays) for _, arrays in stream][-1]
 
-    rates, last = {}, {}
+    rates: dict[str, float] = {}
+    last: dict[str, Any] = {}
     rates["loader"] = rate(lambda: last.update(load()))
     times = -(-setup.n // setup.batch)
     jax.block_until_ready(setup.run(setup.weights, last))

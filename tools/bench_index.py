@@ -64,7 +64,7 @@ def headers(folder: pathlib.Path, n: int) -> None:
 def opening(folder: pathlib.Path, n: int, n_recordings: int) -> None:
     """Prints what it takes to open an index of ``n`` rows."""
     kind = store.schema([f"class {k}" for k in range(100)])
-    paths = []
+    paths: list[pathlib.Path] = []
     for first in range(0, n, store.SHARD_ROWS):
         k = np.arange(first, min(first + store.SHARD_ROWS, n))
         names = pa.array([f"site{r % 97:02d}/{r:08d}.flac" for r in range(n_recordings)])

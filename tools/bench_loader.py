@@ -25,6 +25,7 @@ The corpus is loaders.audio.demo's birds in longer recordings, one shard for eac
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import io
@@ -41,19 +42,19 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
 import soundfile
 
 from loaders import base, order
-from loaders.audio import demo, demo_birds
+from loaders.audio import demo, demo_birds, front_end
 from loaders.audio import spectrogram as ours
 from loaders.io import machine
 
 SEED = 7
-FRONT_END = ours.FrontEnd()
+FRONT_END = front_end.FrontEnd()
 RATE, CLIP, N_FRAMES, N_MELS = FRONT_END.sample_rate, 5 * FRONT_END.sample_rate, 512, FRONT_END.n_mels
 MARGIN = 0.05  # [s] that a resampler is given on each side of a crop
 BATCH = 20
@@ -76,7 +77,7 @@ CODECS = {
 
 
 class Peer(NamedTuple):
-    make: Callable[[pathlib.Path], Any]  # shard -> an object that is called with a Sample, or that has run(samples)
+    make: Callable[..., Any]  # shard -> an object that is called with a Sample, or that has run(samples)
     needs: tuple[str, ...] = ()  # modules, whose distributions have the same names
     env: Mapping[str, str] = {}
     one_process: bool = False  # for any number of threads
@@ -114,8 +115,8 @@ def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | No
         return demo_birds.encode(rec, demo_birds.waveform(rec))
 
     # Under another name until it is whole: whoever finds the shard can use it.
-    with tempfile.TemporaryDirectory(dir=shard.parent) as folder:
-        made = pathlib.Path(folder) / shard.name
+    with tempfile.TemporaryDirectory(dir=shard.parent) as temporary:
+        made = pathlib.Path(temporary) / shard.name
         with pa.ipc.new_stream(str(made), demo.schema()) as sink, futures.ThreadPoolExecutor(machine.cores()) as pool:
             for number, data in enumerate(pool.map(encoded, range(n))):
                 audio = {"bytes": data, "path": f"{number:05d}.{CODECS[codec][1].suffix}"}
@@ -194,7 +195,7 @@ class Whole:
         options.mel_opts.num_bins = N_MELS
         options.mel_opts.low_freq = 20
         options.use_energy = False
-        self.fbank = lambda: kaldi_native_fbank.OnlineFbank(options)
+        self.fbank = functools.partial(kaldi_native_fbank.OnlineFbank, options)
         self.resample = soxr.resample
 
     def __call__(self, s: Sample) -> np.ndarray:
@@ -266,9 +267,10 @@ class TorchCrops:
     """A torch Dataset whose indices are crops: (row, start, rate)."""
 
     def __init__(self, shard: pathlib.Path):
-        self.data, self.resamplers = recordings(shard), {}
+        self.data = recordings(shard)
+        self.resamplers: dict[int, Any] = {}
 
-    def __getitem__(self, crop: tuple[int, int, int]):
+    def __getitem__(self, crop: tuple[int, int, int]) -> Any:
         import torch
 
         row, start, rate = crop
@@ -292,7 +294,7 @@ class Torch:
         import torch
 
         torch.set_num_threads(1)
-        self.crops = []  # what a pass is to make: the sampler, filled again before each
+        self.crops: list[tuple[int, int, int]] = []  # what a pass is to make: the sampler, filled again before each
         workers = {"num_workers": threads, "persistent_workers": True} if threads > 1 else {}
         self.loader = torch.utils.data.DataLoader(TorchCrops(shard), sampler=self.crops, batch_size=BATCH // threads, **workers)
 
@@ -399,7 +401,7 @@ def child(name: str, shard: str, pinned: str, answers: str) -> None:
     threads = len(json.loads(pinned))
     peer = OURS if name == "ours" else PEERS[name]
     path = pathlib.Path(shard)
-    loader = peer.make(path, threads) if peer.one_process else Each(peer.make, path)
+    loader: Any = peer.make(path, threads) if peer.one_process else Each(peer.make, path)
     with os.fdopen(int(answers), "w") as answer:  # not stdout: libraries print there
         print("{}", file=answer, flush=True)
         for line in sys.stdin:
@@ -434,12 +436,13 @@ class Process:
             cwd=pathlib.Path(__file__).parents[1],
         )
         os.close(theirs)
+        self.stdin = cast(IO[str], self.process.stdin)
         self.answers = os.fdopen(answers)
 
     def send(self, request: Mapping[str, Any]) -> None:
         try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
+            self.stdin.write(json.dumps(request) + "\n")
+            self.stdin.flush()
         except BrokenPipeError:
             pass  # then there is no answer either
 
@@ -450,7 +453,7 @@ class Process:
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self.stdin.close()
         self.process.wait()
         self.answers.close()
 
@@ -515,7 +518,7 @@ def measure(
         turns = [(each, n) for n in threads for each in running]
         for each, n in turns:
             each.rate(n, epoch=0, n=BATCH)  # plans and filters are made at their first use
-        rates = {str(n): {name: [] for name in peers} for n in threads}
+        rates: dict[str, dict[str, list[float]]] = {str(n): {name: [] for name in peers} for n in threads}
         for round_ in range(rounds):
             first = round_ % len(turns)
             for each, n in turns[first:] + turns[:first]:  # nobody is always last
@@ -545,7 +548,7 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) ->
         for name in of[codecs[0]]:
             lines.append(f"| {name} | {' | '.join(f'{middle[codec][name]:.0f}' for codec in codecs)} |")
         if len(of[codecs[0]]) > 1:
-            best = {codec: max((name for name in m if name != "ours"), key=m.get) for codec, m in middle.items()}
+            best = {codec: max((name for name in m if name != "ours"), key=m.__getitem__) for codec, m in middle.items()}
             cells = [f"**{ratio(of[codec], 'ours', best[codec]):.2f}** × {best[codec]}" for codec in codecs]
             lines.append(f"| ours / best peer | {' | '.join(cells)} |")
         lines.append("")
@@ -597,7 +600,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.clock == "cpu" and max(threads) > 1 and "torch" in chosen:
         skipped["torch"] = ["the time of a DataLoader's workers is not its own; use --clock=wall, or --threads=1"]
     peers = [name for name in chosen if name not in skipped]
-    results, differences = {}, {}
+    results: dict[str, dict[str, dict[str, list[float]]]] = {}
+    differences: dict[str, dict[str, float]] = {}
     for codec in codecs:
         shard = make_corpus(codec, n=args.recordings, seconds=args.seconds, folder=args.folder)
         for name in list(peers):
@@ -626,7 +630,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         versions = {}
         for module in sorted({"numpy", "soundfile"}.union(*(PEERS[name].needs for name in peers))):
             versions[module] = importlib.metadata.version(module.replace("_", "-"))
-        facts = {"machine": platform.machine(), "system": platform.platform(), "python": platform.python_version()}
+        facts: dict[str, Any] = {
+            "machine": platform.machine(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+        }
         facts |= {"versions": versions, "recordings": args.recordings, "seconds": args.seconds, "clock": args.clock}
         report = {"facts": facts, "rates": results, "differences": differences, "skipped": skipped}
         args.json.write_text(json.dumps(report, indent=1) + "\n")

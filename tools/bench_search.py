@@ -6,6 +6,7 @@ and CPU time, and the share of the exact answers that the index finds.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -56,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         x = folder.array("mean", 2)
         queries = [np.array(x[row : row + 1]) for row in np.random.default_rng(1).integers(0, args.rows, args.queries)]
         exact = [
-            timed("every row", lambda query=query: search.nearest([folder], query, kind="mean", top=20)) for query in queries
+            timed("every row", functools.partial(search.nearest, [folder], query, kind="mean", top=20)) for query in queries
         ]
         try:
             timed("an index is made", lambda: search.nearest_by_index([folder], queries[0], kind="mean", top=20))
         except InferenceError as error:
             raise SystemExit(str(error)) from error
         found = [
-            timed("the index", lambda query=query: search.nearest_by_index([folder], query, kind="mean", top=20))
+            timed("the index", functools.partial(search.nearest_by_index, [folder], query, kind="mean", top=20))
             for query in queries
         ]
         shares = [len({h.row for h in a} & {h.row for h in b}) / len(a) for a, b in zip(exact, found, strict=True)]

@@ -148,7 +148,8 @@ def compare(args: argparse.Namespace, size: Mapping[str, int]) -> int:
     sides = {"jaxtrain": bench.ours, **{name: make() for name, make in bench.others.items() if make is not compiled}}
     same = True
     if bench.within is not None:
-        same = agree(*(bench.same() if bench.same else sides.values()), bench.within, bench.steps)
+        ours, theirs, *_ = bench.same() if bench.same else sides.values()
+        same = agree(ours, theirs, bench.within, bench.steps)
     if compiled and not args.eager and (step := compiled_or_why(compiled)):
         sides["torch.compile"] = step
     if args.kernels:

@@ -11,6 +11,7 @@ import pathlib
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import soundfile
@@ -18,7 +19,7 @@ import soundfile
 from loaders import _rust
 
 RATE, SECONDS = 32_000, 5
-KINDS = {
+KINDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "WAV": ("WAV", None, {}),
     "FLAC": ("FLAC", None, {}),
     "Vorbis": ("OGG", "VORBIS", {}),

@@ -41,7 +41,9 @@ class Workload(NamedTuple):
     published: Mapping[str, str] = {}
     whole: Mapping[str, str] | None = None  # None: as published
 
-    def config(self, size: str, mesh: str, count: int, folder: pathlib.Path, more: Mapping[str, str] | None = None):
+    def config(
+        self, size: str, mesh: str, count: int, folder: pathlib.Path, more: Mapping[str, str] | None = None
+    ) -> config_lib.Config:
         """Raises ConfigError."""
         own = self.published if size == "whole" and self.whole is None else getattr(self, size)
         settings = {**self.common, **own, **axes(mesh, count), "workdir": str(folder / "run"), **(more or {})}

@@ -81,7 +81,7 @@ def compare(one: pathlib.Path, two: pathlib.Path, seconds: float) -> int:
 
 def start(
     workdir: pathlib.Path, mesh: tuple[int, int, int], devices: int, rest: Sequence[str], *, process: int = 0, port: int = 0
-) -> subprocess.Popen:
+) -> subprocess.Popen[bytes]:
     sizes = [f"--config.mesh.{name}={n}" for name, n in zip(("data", "fsdp", "model"), mesh, strict=True)]
     command = [sys.executable, "-m", "jaxtrain.main", f"--config={CONFIG}", f"--config.workdir={workdir}", *sizes, *rest]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
@@ -91,7 +91,7 @@ def start(
     return subprocess.Popen(command, env=env)
 
 
-def finished(*processes: subprocess.Popen, code: int = 0) -> None:
+def finished(*processes: subprocess.Popen[bytes], code: int = 0) -> None:
     codes = [p.wait() for p in processes]
     if codes != [code] * len(codes):
         sys.exit(f"tools.demo_giblet: the processes ended with {codes}; expected {code}")

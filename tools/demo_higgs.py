@@ -112,8 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"a classifier of the {len(new)} new classes is right on {real:.0%} of held-out real recordings, and recognises "
           f"{right:.0%} of {len(played)} played ones as the class asked for; chance is {chance:.0%}")  # fmt: skip
     for name in new:
-        found = [guess for asked, guess in played if asked == name]
-        print(f"  {name:16} {dict(collections.Counter(found).most_common())}")
+        guesses = collections.Counter(guess for asked, guess in played if asked == name)
+        print(f"  {name:16} {dict(guesses.most_common())}")
     fell = after["loss"] < (1 - FALL) * before["loss"] and after["audio"] < before["audio"]
     good = fell and right >= CHANCES * chance
     bounds = f"out of bounds: the loss must fall by {FALL:.0%}, and {CHANCES} × chance be recognised"
@@ -131,8 +131,9 @@ def unpack(data: str, split: str, out: pathlib.Path) -> list[Recording]:
     label = "ebird_code" if data == "demo" else "label"
     index = _rust.Index([str(p) for p in shards.find_shards(folder, split)], label=label)
     unpacked = []
+    names = index.class_names or []
     for row in range(index.n_rows):
-        name = index.class_names[index.labels[row]].replace("_", " ")
+        name = names[index.labels[row]].replace("_", " ")
         suffix = pathlib.Path(index.path(row) or "x.ogg").suffix or ".ogg"
         path = f"sounds/{split}-{row:03}{suffix}"
         (out / path).write_bytes(index.encoded(row))
@@ -150,7 +151,7 @@ def conversations(recording: Recording, offsets: Sequence[float]) -> list[dict[s
     return samples
 
 
-def data_flags(out: pathlib.Path, kind: str) -> dict[str, str]:
+def data_flags(out: pathlib.Path, kind: str) -> dict[str, str | float]:
     files = {"manifest": f"{kind}-train.json", "test": f"{kind}-test.json", "tokenizer": "tokenizer.json", "codec": "codec.npz"}
     return {name: str(out / file) for name, file in files.items()} | {"bad_budget": 0.05}
 

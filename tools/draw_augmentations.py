@@ -9,6 +9,7 @@ mixup and backgrounds are other recordings. Without --data it draws the built-in
 import argparse
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -17,7 +18,7 @@ from jaxtrain.workloads.bird import augment
 from loaders.audio import spectrogram
 from loaders.base import Rows
 
-EXAMPLES = {
+EXAMPLES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "random resized crop": dict(crop=0.3),
     "time shift": dict(shift=200),
@@ -45,7 +46,7 @@ def draw(rows: np.ndarray, *, seed: int = 0) -> Image.Image:
         top = i * (mels + TITLE + GAP)
         pen.text((0, top + 1), name, fill=0)
         for epoch in range(EPOCHS):
-            batch = {
+            batch: Any = {
                 "spectrogram": rows[:2],
                 "background": rows[2:4],
                 "index": np.arange(2, dtype=np.int32),

@@ -23,6 +23,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     cluster.use_compilation_cache()
     out = pathlib.Path(args.out).absolute()
     objectives, folds = args.objectives.split(","), [int(fold) for fold in args.folds.split(",")]
-    results, right, seconds = {}, {}, {}
+    results: dict[str, Any] = {}
+    right: dict[str, Any] = {}
+    seconds: dict[str, list[float]] = {}
 
     def run(objective: str, fold: int) -> int:
         """The fold that the encoder of this one has not heard."""
@@ -109,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             trained = objectives[0] if is_random else name
             source, label = out / f"{trained}_{run(trained, fold)}", fold if is_random else run(name, fold)
             features = embedded(args.path, source, fold, out / "embeddings" / f"{name}_{label}", random=is_random)
-            splits.append(next(pair for pair in probe.folds_of(features) if pair[1].group[0] == fold))
+            splits.append(next(p for p in probe.folds_of(features) if p[1].group is not None and p[1].group[0] == fold))
         results[name] = probe.evaluate(splits, draws=args.draws)
         linear = [probe.linear(a.x, a.y, b.x, multilabel=False) for a, b in splits]
         right[name] = np.concatenate([b.y.argmax(1) == s.argmax(1) for s, (_, b) in zip(linear, splits, strict=True)])

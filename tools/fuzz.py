@@ -24,7 +24,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import soundfile
@@ -91,7 +91,7 @@ def av_encode(codec: str, container: str, wave: np.ndarray, rate: int, form: str
     planes = np.ascontiguousarray(planes if form.endswith("p") else planes.T.reshape(1, -1))
     layout = "stereo" if wave.shape[1] == 2 else "mono"
     with av.open(file, "w", format=container, options=options) as out:
-        stream = out.add_stream(codec, rate=rate, layout=layout)
+        stream: Any = out.add_stream(codec, rate=rate, layout=layout)
         frame = av.AudioFrame.from_ndarray(planes, format=form, layout=layout)
         frame.sample_rate, frame.pts = rate, 0
         for packet in [*stream.encode(frame), *stream.encode(None)]:
@@ -159,7 +159,8 @@ def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.P
     if (kept := FUZZ / "corpus" / f"{name}.zip").exists():
         with zipfile.ZipFile(kept) as archive:
             archive.extractall(corpus)
-    before, began, runs, text, new = _written(found), _children(), 0, "", ()
+    before, began, runs, text = _written(found), _children(), 0, ""
+    new: tuple[pathlib.Path, ...] = ()
     while (left := seconds - (_children() - began)) > 0 and not new:
         command = [
             str(binary), f"-max_total_time={math.ceil(left)}", f"-max_len={LARGEST}", f"-rss_limit_mb={MEMORY}", "-timeout=60",
@@ -217,7 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 < args.minutes < math.inf:
         parser.error(f"--minutes is {args.minutes}; expected a number above 0")
     binaries = build(args.folder / "target")
-    failed, caught = False, ()
+    failed = False
+    caught: tuple[str, ...] = ()
     print("| target | what | CPU minutes | runs | edges | inputs | found |\n|---|---|---:|---:|---:|---:|---|", flush=True)
     for name in args.targets or TARGETS:
         target, corpus = TARGETS[name], args.folder / "corpus" / name

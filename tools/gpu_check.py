@@ -111,7 +111,8 @@ def _names(allowed: Sequence[str]) -> Any:
 
 def check(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the parts, one process after the other, and gathers what they found."""
-    began, found = time.time(), {}
+    began = time.time()
+    found: dict[str, Any] = {}
     limit = QUICK_LIMIT if args.quick else LIMIT  # the last process may take a few more to end
     failures: list[dict[str, str]] = []
     left_out: list[str] = []
@@ -193,7 +194,7 @@ def run(unit: Unit, args: argparse.Namespace, folder: pathlib.Path, seconds: flo
     return None, "\n".join([*said.strip().splitlines()[-30:], why])
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:  # all of them have ended
@@ -243,6 +244,7 @@ def child(args: argparse.Namespace) -> int:
     from tools.chip import cases, ceilings, correctness, feeding, speed, state
 
     data = cases.Data(args.folder, small=args.small)
+    result: Any
     if kind == "state":  # it starts runs, which want the device for themselves
         result = state.measure(data, args.folder / "programs-of-runs", quick=args.quick)
     else:

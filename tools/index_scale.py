@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -55,12 +56,13 @@ class Holes(io.RawIOBase):
     """A file that keeps small writes with their offsets, and of large ones only the size."""
 
     def __init__(self) -> None:
-        self.size, self.parts = 0, []
+        self.size = 0
+        self.parts: list[tuple[int, bytes]] = []
 
     def writable(self) -> bool:
         return True
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:
         n = memoryview(data).nbytes
         if n < 1 << 20:
             self.parts.append((self.size, bytes(data)))

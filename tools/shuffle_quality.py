@@ -10,6 +10,8 @@ shuffle buffer of 10,000 rows (what many loaders do), over one epoch:
 """
 
 import argparse
+import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -64,9 +66,9 @@ def main() -> None:
     draws = min(100, n // batch) * batch
     print(f"{n} rows in {flags.shards} shards, batches of {batch}\n")
     print("order                          ACF(1)   shards  chi2/df   unique (independent draws)")
-    orders = {"global": lambda: _rust.permutation(0, 0, n, np.arange(n))}
+    orders: dict[str, Callable[[], np.ndarray]] = {"global": lambda: _rust.permutation(0, 0, n, np.arange(n))}
     for size, window in ((8, 64), (8, 256), (8, 1024), (32, 64), (32, 256)):
-        orders[f"block of {size}, window of {window}"] = lambda size=size, window=window: block(n, starts, size, window)
+        orders[f"block of {size}, window of {window}"] = functools.partial(block, n, starts, size, window)
     orders["shuffle buffer of 10000"] = lambda: shuffle_buffer(n, starts)
     for name, rows in orders.items():
         acf, shards, chi2, unique = measure(rows(), batch=batch, starts=starts)

@@ -56,7 +56,8 @@ def glossary_table(entries: Sequence[glossary.Entry]) -> str:
 
 def table(cls: type, path: str, *, leave_out: tuple[str, ...] = ()) -> Iterator[str]:
     """One Markdown table for each section: that of ``cls``, then those inside it."""
-    rows, inner = [], []
+    rows: list[str] = []
+    inner: list[str] = []
     glosses = gloss(cls)
     for f in dataclasses.fields(cls):
         if f.name in leave_out:

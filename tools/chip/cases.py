@@ -53,7 +53,7 @@ class Data:
         rng = np.random.default_rng(0)
         lengths = np.clip(rng.lognormal(6.0, 0.9, n), 16, 8_000).astype(int) // (20 if self.small else 1) + 2
         documents = [rng.integers(0, vocab, length) for length in lengths]
-        entry = token_files.write_shard(folder, "0", documents, 4 * lengths, token_files.token_dtype(vocab))
+        entry = token_files.write_shard(folder, "0", documents, (4 * lengths).tolist(), token_files.token_dtype(vocab))
         token_files.write_about(folder, vocab=vocab, eos=None, tokenizer=None, shards=[entry])
         return str(folder)
 
@@ -213,13 +213,13 @@ def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
     config, rows = assembly.config, feed.rows_for(assembly.abstract.batch)
     loader = importlib.import_module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
     taken: list[Batch] = []
+    positions = itertools.count()
     try:
-        for position in itertools.count():
-            if loader.bucket_at(position) == len(loader.buckets) - 1:
+        while len(taken) < n:
+            if loader.bucket_at(position := next(positions)) == len(loader.buckets) - 1:
                 loader.seek(position)
                 taken.append(feed.put(next(loader)[1], assembly.abstract.batch, rows))
-            if len(taken) == n:
-                return taken
+        return taken
     finally:
         loader.close()
 

@@ -27,7 +27,8 @@ def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, flo
 
 def measure(case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bool, parts: set[str]) -> dict[str, Any]:
     """``parts``: "speed", "profile" or both. A size that does not fit though the plan says so is halved, which is reported."""
-    chosen, refused = cases.choose(case, data, device), []
+    chosen = cases.choose(case, data, device)
+    refused: list[dict[str, Any]] = []
     while True:
         try:
             return {**_measure(case, chosen, device, quick=quick, parts=parts), "refused": refused}
@@ -61,7 +62,7 @@ def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quic
     if "speed" in parts:
         seconds = steps.seconds(0.2 if small else 1.5 if quick else 3.0)
         units = task.tokens or config.train.batch * getattr(config.model, "n_views", 1)
-        analysis = program.memory_analysis()
+        analysis: Any = program.memory_analysis()
         fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         found |= {
             "seconds_per_step": seconds,

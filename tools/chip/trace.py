@@ -55,7 +55,7 @@ def read(folder: str | pathlib.Path) -> list[Operation]:
         raise ValueError(f"{folder} holds no *.xplane.pb; jax.profiler.trace({str(folder)!r}) would write one")
     planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
     devices = [plane for plane in planes if re.match(r"/device:(GPU|TPU):", plane.name)]
-    ops = []
+    ops: list[Operation] = []
     for plane in devices:
         lines = list(plane.lines)
         streams = [line for line in lines if line.name.startswith("Stream")]

@@ -4,6 +4,7 @@ Shapes: B rows, F frames, W mels, N patches, T tokens, D embed, C classes.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ class Classifier(torch.nn.Module):
     def __init__(self, c: bird.Config, params: PyTree):
         super().__init__()
         e = params["encoder"]
-        self.c = c
+        self.c: Any = c
         self.patch = steps.linear(e["w_patch"], e["b_patch"])
         self.cls, self.pos = (steps.parameter(e[name]) for name in ("cls", "pos"))
         layers = ({name: w[i] for name, w in e["blocks"].items()} for i in range(c.depth))
@@ -74,7 +75,8 @@ class Classifier(torch.nn.Module):
 
 
 def sides(size: Mapping[str, int]) -> steps.Sides:
-    c = bird.Config(
+    make: Any = bird.Config  # its fields of objectives are made as it is imported
+    c = make(
         embed=size["embed"], depth=size["depth"], heads=size["heads"], patch=(size["patch"], size["patch"]), pool="patches",
         dtype="float32", unroll=size["depth"], n_classes=12, supervised=supervised.Supervised(label_smoothing=0.1),
     )  # fmt: skip
@@ -83,7 +85,7 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
     inputs = torch.from_numpy(batch["spectrogram"]), torch.from_numpy(batch["label"]).long()
     params = ours.params()
 
-    def make(compiled: bool) -> steps.Step:
+    def step(compiled: bool) -> steps.Step:
         return steps.adamw_step(Classifier(c, params), inputs, o, compiled=compiled, spared=("cls", "pos"))
 
-    return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=1e-4)
+    return steps.Sides(ours, steps.theirs(step), size["batch"], "rows", within=1e-4)

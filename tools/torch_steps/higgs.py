@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from torch import nn
 
 from jaxtrain import config as config_lib
 from jaxtrain.workloads.audio_language import hugging_face as higgs
@@ -16,7 +17,7 @@ from jaxtrain.workloads.audio_language import model as audio_language
 from loaders.chat import chatml
 from tools.torch_steps import steps
 
-F, nn = torch.nn.functional, torch.nn
+F = torch.nn.functional
 DEFAULTS = {"embed": 128, "depth": 4, "heads": 4, "context": 64, "batch": 8, "rounds": 10}
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 linear = functools.partial(nn.Linear, bias=False)

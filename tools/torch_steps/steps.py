@@ -62,7 +62,7 @@ class Sides(NamedTuple):
 
     ours: Ours
     others: Mapping[str, Callable[[], Step]]
-    count: int  # of what a step has
+    count: int  # type: ignore[assignment]  # of what a step has
     unit: str
     within: float | None = None  # largest relative difference of losses from the same weights; None = weights differ
     steps: int = 20  # whose losses are held to that: fewer where a step makes rounding a thousand times what it was
