@@ -14,7 +14,7 @@ TEST := $(VENV)/.installed-dev
 # Images of containers often forbid that bytecode is kept, and each process, hundreds of them in the tests, would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
 # One environment has one Python; another needs a folder of its own: make test VENV=.venv-3.13 PYTHON=python3.13.
-.PHONY: checked train trm-demo giblet-demo higgs-demo test test-all lint lint-targets fuzz soak wheel clean
+.PHONY: checked train docs trm-demo giblet-demo higgs-demo test test-all lint lint-targets fuzz soak wheel clean
 
 train: $(TRAIN)
 	$(VENV)/bin/python -m jaxtrain.main --config=$(CONFIG) $(ARGS)
@@ -39,7 +39,7 @@ test: $(TEST) lint
 	    $(VENV)/bin/python -m pytest -m "not slow" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS); \
 	    python=$$?; wait $$rust; cargo=$$?; cat $(VENV)/cargo-test.txt; exit $$((python ? python : cargo))
 
-# And the slow proofs, in parts of at most 80 minutes on two cores, whose results are kept in docs/reliability.md:
+# And the slow proofs, in parts of at most 80 minutes on two cores, whose results are kept in docs/results/proofs.md:
 # make proofs-kills runs one of them, python -m tools.proofs --list names all.
 test-all: test
 	$(VENV)/bin/python -m tools.proofs
@@ -54,6 +54,10 @@ fuzz: $(TEST)
 # Hours of faults in a run that nobody helps: SOAK_HOURS=3 make soak; SOAK_MODEL=language trains text in place of birds.
 soak: $(TEST)
 	$(VENV)/bin/python -m tools.soak $(ARGS)
+
+# The site, in site/: built without a network. A dead link and a public name without a docstring end the build.
+docs: $(TEST)
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR) $(VENV)/bin/mkdocs build --quiet && echo "site/index.html is the site; for its search: python3 -m http.server --directory site"
 
 lint: $(TEST) lint-targets
 	$(VENV)/bin/ruff check .
@@ -100,7 +104,7 @@ ifeq ($(JAXTRAIN_XCM),)
 $(TRAIN): BESIDE = $(VENV)/bin/python -m loaders.audio.demo >/dev/null
 endif
 endif
-$(TRAIN): EXTRA :=
+$(TRAIN): EXTRA := report  # for the first of the commands that a run which ended prints
 $(TEST): EXTRA := dev
 $(TEST): AHEAD = $(CARGO_TEST) --no-run
 # Python compiles what it imports once here: pytest's processes begin together, and each would.

@@ -94,6 +94,8 @@ class Variables(NamedTuple):
 
 
 class LossOut(NamedTuple):
+    """The result of `Task.loss`: sums over the rows that it was given."""
+
     loss: Mean
     metrics: dict[str, Mean]
     carry: PyTree = ()  # as the loss leaves it; None = as it was, which spares a reduction of it over the data axis

@@ -1,4 +1,4 @@
-"""Every command that README, CONTRIBUTING, docs/*.md and the configs' docstrings show, and how a test runs it.
+"""Every command that README, CONTRIBUTING, the pages of docs/ and the configs' docstrings show, and how a test runs it.
 
     python -m tests.docs_commands FOLDER [--only=REGEX] [--quick]      in FOLDER, with the data of tests/docs_data.py
 
@@ -33,7 +33,8 @@ from typing import NamedTuple
 from tests.support.xla import SOON
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCS = sorted((ROOT / "docs").glob("*.md"), key=lambda page: (page.stem == "answers", page))  # it asks runs of other pages
+# The pages of the workloads train the runs that other pages look at. Detections need runs of both.
+DOCS = sorted((ROOT / "docs").rglob("*.md"), key=lambda p: (p.stem == "bird-inference", p.parent.name != "workloads", p))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 
@@ -106,6 +107,7 @@ class Why(NamedTuple):
 PLAN = r"--plan|jaxtrain plan"
 RULES: tuple[tuple[str, Run | Why], ...] = (
     # Not run: what installs, tests or measures, what needs a cluster or a network, and patterns that stand for many commands.
+    (r"^make train$", Run(f"{BIRD} {SMALL_DATA}", instead=(("make train", "jaxtrain train --config=xcm"),))),
     (
         r"^make ",
         Why("it installs and then runs what other rows run; the gate runs it, and the demos have tests of their parts"),
@@ -139,6 +141,9 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain completion ", Run(quick=True, says=r"#compdef jaxtrain|complete .*jaxtrain")),
     (r"demo_chat\.tokenizer", Run(quick=True, leaves=("bytes.json",))),
     (r"^python -m tools\.proofs$", Run("--list", quick=True, says="kills +201 kills")),
+    (r"^python -m tools\.proofs --list$", Run(quick=True, says="kills +201 kills")),
+    (r"^python -m tests\.test_prose ", Run(quick=True, says="median words", instead=(("FOLDER", "docs"),))),
+    (r"^tools/launch_tpu\.sh$", Run("--help")),
     (r"tools\.write_reference$", Run("--check")),
     (r"tools\.draw_augmentations$", Run("--data=data/XCM --out=drawn.png")),
     (
@@ -177,6 +182,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (rf"higgs(\.py)?:blank.*({PLAN})", Run(says=r"parameters on (.*\n)*this run has no problem")),
     (rf"trm_sudoku.*({PLAN})", Run(f"{PUZZLES} --config.train.batch=32 {GENERATED}", says="held by each device between steps")),
     # Training, at the sizes above.
+    (r"my_model\.py.*--plan", Run(f"{RUN} --config.train.batch=8 {SMALL_DATA}", says="held by each device between steps")),
+    (r"my_model\.py:index", Run(f"{RUN} --config.workdir=runs/my-model-index")),
+    (r"my_model\.py.*fsdp=8", Run(f"{RUN} --config.train.batch=8 {SMALL_DATA} --config.workdir=runs/my-model-8")),
+    (r"my_model\.py$", Run(f"{RUN} {SMALL_DATA}")),
     (r"xcm(\.py)?:.* --config\.warm_start", Run(BIRD)),
     (
         r"xcm(\.py)?:.*,path/to/Bird-MAE",
@@ -235,7 +244,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain (export|checkpoint) ", Run()),
     (r"^jaxtrain runs", Run(says="xcm")),
     (r"^jaxtrain profile |metrics\.profile", Why("it needs a run that trains; tests/test_train.py asks one")),
-    (r"^jaxtrain --workload my_workload ", Why("it needs the files of the page; tests/test_docs.py runs it")),
+    (r"^jaxtrain --workload my_workload", Why("it needs the files of the page; tests/test_docs.py runs it")),
     (r"^jaxtrain watch ", Why("it serves until Ctrl-C; tests/report/test_watch.py asks one")),
     (r"^jaxtrain metrics ", Run()),
     (r"^jaxtrain report .*sweep", Why("it needs a sweep; tests/report/test_page.py makes a page of several runs")),
@@ -332,7 +341,7 @@ def run(command: Command, folder: pathlib.Path) -> subprocess.CompletedProcess:
         "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": SOON,
+        "XLA_FLAGS": f"{SOON} --xla_force_host_platform_device_count={8 if 'mesh.fsdp=8' in command.text else 1}",
         "JAXTRAIN_CACHE": str(folder / "cache"),
     }  # fmt: skip
     script = f"set -euo pipefail\nshopt -s expand_aliases\n{command.line()}"

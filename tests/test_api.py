@@ -9,14 +9,14 @@ import jupyter_client.manager
 import pytest
 
 import jaxtrain
-from tests.support.contributing import examples
+from tests.support.pages import examples
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The workload, config, loader and script of CONTRIBUTING."""
+    """The workload, config, loader and script of docs/your-model.md."""
     folder = tmp_path_factory.mktemp("own")
     for name in ("my_workload.py", "my_config.py", "my_loader.py", "my_script.py"):
         (folder / name).write_text(examples()[name])

@@ -11,11 +11,14 @@ import tomllib
 
 import pytest
 
-from tests.support.contributing import examples
+from tests import docs_data
+from tests.support.pages import examples
 from tools import write_reference
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
+PAGES = [*FRONT, *sorted((ROOT / "docs").rglob("*.md"))]
+MODEL = ROOT / "docs" / "examples" / "my_model.py"
 
 
 def anchors(path: pathlib.Path) -> set[str]:
@@ -24,7 +27,7 @@ def anchors(path: pathlib.Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
@@ -35,7 +38,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file), f"{page.name} links to {target}, and {file.name} has no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_paths_in_a_page_exist(page):
     """A module, test or config that a page names in code is there: `jaxtrain/loop.py`, `tests/test_kills.py`."""
     named = set(
@@ -44,23 +47,38 @@ def test_paths_in_a_page_exist(page):
     assert not {name for name in named - set(examples()) if not (ROOT / name).exists()}
 
 
-def test_the_readme_is_a_page():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+def test_the_readme_is_a_page_and_shows_the_model_that_is_run():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert MODEL.read_text() in text, "docs/examples/my_model.py is the file of the README"
+    assert len(MODEL.read_text().splitlines()) <= 42
+
+
+def test_the_model_of_the_readme_trains_on_one_device_and_on_eight(tmp_path):
+    docs_data.birds(tmp_path)
+    losses = []
+    for workdir, mesh in (("runs/one", ""), ("runs/eight", "--config.mesh.fsdp=8")):
+        small = ("--config.data.train=data/XCM", "--config.train.steps=20", "--config.train.batch=16")
+        where = f"--config.workdir={workdir}"
+        devices = f"--xla_force_host_platform_device_count={8 if mesh else 1}"
+        output = python(tmp_path, "-m", "jaxtrain.main", f"--config={MODEL}", *small, where, *mesh.split(), XLA_FLAGS=devices)
+        losses.append(float(re.findall(r"step 20 test .*loss ([\d.]+)", output)[-1]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] < 1.2, "three classes: ln 3 is 1.1"
 
 
 def test_the_reference_is_what_the_configs_say():
     assert write_reference.PAGE.read_text() == write_reference.page()
 
 
-def python(folder: pathlib.Path, *arguments: str) -> str:
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": f"{folder}:{ROOT}"}
+def python(folder: pathlib.Path, *arguments: str, **variables: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": f"{folder}:{ROOT}", **variables}
     done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("optim", [(), ("name=my_optim:optimizer", "arguments.weight_decay=0.2", "schedule=my_optim:triangle")])
-def test_the_workload_the_loader_and_the_optimizer_of_contributing_train(tmp_path, optim):
+def test_the_workload_the_loader_and_the_optimizer_of_your_model_train(tmp_path, optim):
     for name in ("my_workload.py", "my_config.py", "my_loader.py", "my_optim.py"):
         (tmp_path / name).write_text(examples()[name])
     output = python(tmp_path, "-m", "jaxtrain.main", "--config=my_config.py", *(f"--config.optim.{x}" for x in optim))
@@ -68,7 +86,7 @@ def test_the_workload_the_loader_and_the_optimizer_of_contributing_train(tmp_pat
     assert last < 0.5, "the variance of the sum of eight numbers is 0.67"
 
 
-def test_the_objective_of_contributing_is_one(tmp_path):
+def test_the_objective_of_your_model_is_one(tmp_path):
     (name,) = [name for name in examples() if "objectives/" in name]
     for part in ("jaxtrain", "loaders"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -77,7 +95,7 @@ def test_the_objective_of_contributing_is_one(tmp_path):
     assert "weight" in python(tmp_path, "-c", code)
 
 
-def test_the_workload_of_contributing_has_a_command_and_a_glossary(tmp_path):
+def test_the_workload_of_your_model_has_a_command_and_a_glossary(tmp_path):
     for name in ("my_workload.py", "my_config.py", "my_loader.py", "my_command.py"):
         (tmp_path / name).write_text(examples()[name])
     (tmp_path / "metrics.jsonl").write_text("1\n2\n3\n")

@@ -1,5 +1,6 @@
 """The commands that the pages show: each has a rule of `docs_commands`, and does what the rule says."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from tests import docs_commands
+from tests.support.xla import SOON
 
 COMMANDS = docs_commands.shown()
 RUNS = [command for command in COMMANDS if isinstance(command.rule, docs_commands.Run)]
@@ -63,11 +65,17 @@ def test_a_command_that_does_nothing_is_found_out(tmp_path):
 
 
 def test_the_python_of_the_pages_runs(folder):
-    """That of CONTRIBUTING is tested in test_docs.py, and that of ARCHITECTURE is no program."""
+    """That of README and your-model is tested in test_docs.py, and that of ARCHITECTURE is not a program."""
+    records = folder / "runs" / "xcm-demo" / "metrics.jsonl"
+    records.parent.mkdir(parents=True, exist_ok=True)
+    records.write_text('{"step": 2, "split": "test", "loss": 1.5}\n')
+    env = os.environ | {"XLA_FLAGS": SOON}  # one device, as a reader has
     for page in docs_commands.PAGES:
-        if page.stem not in ("CONTRIBUTING", "ARCHITECTURE"):
+        if page.stem not in ("README", "your-model", "ARCHITECTURE"):
             for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
-                done = subprocess.run([sys.executable, "-c", block], cwd=folder, capture_output=True, text=True, timeout=300)
+                done = subprocess.run(
+                    [sys.executable, "-c", block], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+                )
                 assert done.returncode == 0, f"{page.name}\n{block}{done.stderr}"
 
 

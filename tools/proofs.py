@@ -6,7 +6,7 @@
 
 A part is the slow tests of some files; tests/tools/test_proofs.py holds that each slow test is in exactly one of them. It
 prints what its tests print, and their tables, then a row: passed, failed, skipped, minutes. The row is kept in
-docs/reliability.md, with the commit and the day, until the part is run again. It ends with 1 when a test failed, or a part
+docs/results/proofs.md, with the commit and the day, until the part is run again. It ends with 1 when a test failed, or a part
 took longer.
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "results" / "proofs.md"
 MINUTES = 80  # that a part may take
 BEGIN, END = "<!-- results of make proofs-…: written by tools/proofs.py -->\n", "<!-- end of the results -->\n"
 HEAD = "| part | what it proves | passed | failed | skipped | minutes | commit | day |\n|---|---|---:|---:|---:|---:|---|---|\n"

@@ -53,7 +53,10 @@ def last_lines(given: config.Arguments, run: config.Config) -> str:
     longer.append(("train.steps", str(2 * run.train.steps)))
     words = [f"--config={given.source}", *(f"--config.{path}={text}" for path, text in longer)]
     again = " ".join(["jaxtrain train", *map(_quoted, words)])
-    commands = [] if run.checkpoint.final == "weights" else [(again, "to train for longer")]
+    page = shlex.quote(f"{run.workdir.rstrip('/')}/report.html")
+    commands = [(f"jaxtrain report {workdir} --out {page}", "for its curves in a browser")]
+    if run.checkpoint.final != "weights":
+        commands.append((again, "to train for longer"))
     commands.append((f"jaxtrain export {workdir} --out {out}", "for safetensors and a model card"))
     if run.lora.rank:
         commands.append((f"jaxtrain lora-to-peft {workdir} --out {out}-adapters", "for the adapters alone"))

@@ -8,7 +8,7 @@ import types
 from tools import bench_train
 from tools.bench_train import Times
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results" / "cpu-steps.md"
 
 
 def test_a_row_has_the_ratios_of_theirs_over_ours():

@@ -70,8 +70,8 @@ def test_a_row_names_the_commit_that_was_run(tmp_path, monkeypatch):
         own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
         return subprocess.run(["git", "-C", str(tmp_path), *own, *arguments], capture_output=True, text=True, check=True).stdout
 
-    page = tmp_path / "docs" / "reliability.md"
-    page.parent.mkdir()
+    page = tmp_path / "docs" / "results" / "proofs.md"
+    page.parent.mkdir(parents=True)
     page.write_text(proofs.PAGE.read_text())
     git("init")
     git("add", ".")

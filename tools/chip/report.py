@@ -160,7 +160,7 @@ def markdown(found: Found) -> str:
     """The section of docs/accelerator.md: what a chip was measured at, and one line of what was not."""
     m = found.get("machine", {})
     if m.get("platform") in (None, "cpu"):
-        return "No figure of this section has been measured on a chip yet: the last run had none, but a CPU."
+        return "No figure of this section has been measured on a chip yet. The last run found only a CPU."
     versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
     table = list(rows(found))
     seen = {(row.part, row.what.partition(":")[0]) for row in table}

@@ -1,9 +1,9 @@
-"""The files that CONTRIBUTING shows."""
+"""The files that docs/your-model.md shows."""
 
 import pathlib
 import re
 
-PAGE = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "your-model.md"
 
 
 def examples() -> dict[str, str]:
