@@ -68,7 +68,7 @@ def test_the_python_of_the_pages_runs(folder):
     """That of README and your-model is tested in test_docs.py, and that of ARCHITECTURE is not a program."""
     records = folder / "runs" / "xcm-demo" / "metrics.jsonl"
     records.parent.mkdir(parents=True, exist_ok=True)
-    records.write_text('{"step": 2, "split": "test", "loss": 1.5}\n')
+    records.write_text('{"step": 2, "split": "test", "accuracy": 0.5}\n')
     env = os.environ | {"XLA_FLAGS": SOON}  # one device, as a reader has
     for page in docs_commands.PAGES:
         if page.stem not in ("README", "your-model", "ARCHITECTURE"):
