@@ -40,7 +40,10 @@ class Assembly:
         return starts
 
     def trace(self, stage: Hashable) -> jax.stages.Traced:
-        """The training step of one of the task's stages, traced once."""
+        """Trace the training step of one of the task's stages, once.
+
+        Raises LayoutError: the loss reads a field of the loader that the task's axes do not have.
+        """
         if stage not in self._traces:
             c = self.config
             step = step_lib.make_train_step(
@@ -48,7 +51,16 @@ class Assembly:
                 accumulate=c.train.accumulate, ema=c.train.ema, guard=c.guard, seed=c.seed, stage=stage,
                 records=lambda step: (step % c.metrics.every == 0) | (step == c.train.steps),
             )  # fmt: skip
-            self._traces[stage] = step.trace(self.abstract.state, self.abstract.batch, step_lib.abstract_stop(self.layout))
+            try:
+                self._traces[stage] = step.trace(self.abstract.state, self.abstract.batch, step_lib.abstract_stop(self.layout))
+            except KeyError as error:
+                name = error.args[0] if error.args else None
+                if name in self.abstract.batch or name not in base.module(c.loader).fields(c.data):
+                    raise
+                raise layout_lib.LayoutError(
+                    f"the loss reads batch[{name!r}], which the axes of the task of {c.workload} do not have; add "
+                    f"{name!r} to Task.axes with the axes of its dimensions, ('batch', …)"
+                ) from error
         return self._traces[stage]
 
     def with_batch(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> "Assembly":

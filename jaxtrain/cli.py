@@ -8,6 +8,8 @@ import importlib
 import io
 import logging
 import os
+import pathlib
+import subprocess
 import sys
 import threading
 import traceback
@@ -85,7 +87,7 @@ def _named(argv: list[str]) -> int:
     if not argv or argv in (["-h"], ["--help"], ["help"]):
         return arguments.run(lambda: _say(listing(table)))
     if argv[0] == "--version":
-        return arguments.run(lambda: _say(f"jaxtrain {jaxtrain.__version__}"))
+        return arguments.run(lambda: _say(f"jaxtrain {jaxtrain.__version__}{_commit()}"))
     # What `jaxtrain` alone did before it had commands.
     if argv[0].partition("=")[0] in ("--explain", "--plan", "--plan-setup") or argv[0].startswith("--config"):
         argv.insert(0, "train")
@@ -93,25 +95,40 @@ def _named(argv: list[str]) -> int:
     if argv[0] in ("-h", "--help", "help"):
         argv = [argv[1], "--help"]
     if command := table.get(argv[0]):
-        return _run(command, argv)
+        return _run(command, [*argv, "--workload", *own] if own and command.takes_workload else argv)
     if arguments.asks_for_help(argv) and not asked:
         return arguments.run(lambda: _say(listing(table)))
     names = [*table, *FLAGS]
     what = "flag" if argv[0].startswith("-") else "command"
     remedy = checks.nearest(argv[0], names) or f"; {checks.expected(argv[0], names)}"
-    arguments.report(f"{what} {argv[0]!r} is unknown{remedy}; see jaxtrain --help")
+    hint = "" if own else "; a command of your own workload needs --workload MODULE"
+    arguments.report(f"{what} {argv[0]!r} is unknown{remedy}; see jaxtrain --help{hint}")
     return arguments.MISTAKE
 
 
 def _own_workload(argv: list[str]) -> list[str]:
-    """Takes ``--workload NAME`` from the front of ``argv``. Returns the name, whose commands are added; empty without it."""
-    flag, _, name = argv[0].partition("=") if argv else ("", "", "")
-    if flag != "--workload":
-        return []
-    del argv[0]
-    if not name and argv:
-        name = argv.pop(0)
-    return [name] if name else []
+    """Take ``--workload NAME`` out of ``argv``, wherever it is. Return the name, or nothing without it."""
+    for i, argument in enumerate(argv):
+        flag, _, name = argument.partition("=")
+        if flag == "--workload":
+            del argv[i]
+            if not name and i < len(argv):
+                name = argv.pop(i)
+            return [name] if name else []
+    return []
+
+
+def _commit() -> str:
+    """The commit of a checkout, as " (commit 1a2b3c4)"; empty for an installed package."""
+    root = pathlib.Path(jaxtrain.__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # without git
+        return ""
+    return f" (commit {done.stdout.strip()})"
 
 
 def _say(text: str) -> int:
@@ -130,7 +147,16 @@ def _run(command: Command, argv: Sequence[str]) -> int:
         if wrong := "" if arguments.asks_for_help(argv) else _unfit(command, argv):
             arguments.report(wrong)
             return arguments.MISTAKE
-        return importlib.import_module(command.module).main(argv[1:])
+        try:
+            module = importlib.import_module(command.module)
+        except ModuleNotFoundError as error:
+            if not f"{command.module}.".startswith(f"{error.name}."):
+                raise  # a module that the command imports
+            arguments.report(
+                f"the command {argv[0]!r} is the module {command.module!r}, which does not exist; see its WORKLOAD"
+            )
+            return arguments.MISTAKE
+        return module.main(argv[1:])
     except KeyboardInterrupt:  # while it imports what takes a second
         arguments.report("interrupted")
         return arguments.INTERRUPTED

@@ -20,6 +20,7 @@ class Command(NamedTuple):
     module: str
     group: str  # heading in the listing of `jaxtrain`
     summary: str
+    takes_workload: bool = False  # whether its parser has --workload too
     caches: bool = False  # whether it keeps compiled programs, or what it makes, in the cache folder
 
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # A member is a module or a package of jaxtrain/; the longest one that begins a module's name is the module's.
 FLOORS = (
-    {"main"},
+    {"main", "__main__"},
     {"cli"},
     {"workloads"},
     {"commands"},

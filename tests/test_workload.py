@@ -42,6 +42,27 @@ def test_a_workload_that_does_not_exist_is_one_line(capsys):
     assert capsys.readouterr().err.splitlines() == ["error: --workload nothing_here: No module named 'nothing_here'"]
 
 
+def test_a_command_whose_module_does_not_exist_is_one_line(tmp_path, monkeypatch, capsys):
+    value = 'WORKLOAD = Workload(None, None, commands={"show": Command("nowhere.show", "data", "shows")})\n'
+    module(tmp_path, "showing", value)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["--workload=showing", "show"]) == 2
+    text = "error: the command 'show' is the module 'nowhere.show', which does not exist; see its WORKLOAD"
+    assert capsys.readouterr().err.splitlines() == [text]
+
+
+def test_the_name_of_a_workload_may_follow_the_command(tmp_path, monkeypatch, capsys):
+    value = 'WORKLOAD = Workload(None, None, commands={"show": Command("printing", "data", "shows")})\n'
+    module(tmp_path, "showing_2", value)
+    (tmp_path / "printing.py").write_text("def main(argv):\n    print(argv)\n    return 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["show", "--last", "3", "--workload", "showing_2"]) == 0
+    assert cli.main(["--workload=showing_2", "show"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["['--last', '3']", "[]"]
+    assert cli.main(["show"]) == 2
+    assert "a command of your own workload needs --workload MODULE" in capsys.readouterr().err
+
+
 def test_a_module_without_a_value_has_no_commands(tmp_path, monkeypatch):
     module(tmp_path, "plain", "class Config: ...\ndef make_task(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)

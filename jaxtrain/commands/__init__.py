@@ -6,8 +6,8 @@ from jaxtrain.workload import Command
 GROUPS = ("train", "monitor", "plan", "data", "weights", "inference", "evaluate", "clusters", "shell")
 
 
-def _own(name: str, group: str, summary: str, *, caches: bool = False) -> tuple[str, Command]:
-    return name, Command(f"jaxtrain.commands.{name.replace('-', '_')}", group, summary, caches)
+def _own(name: str, group: str, summary: str, **kwargs: bool) -> tuple[str, Command]:
+    return name, Command(f"jaxtrain.commands.{name.replace('-', '_')}", group, summary, **kwargs)
 
 
 TRAINER = dict(
@@ -20,8 +20,8 @@ TRAINER = dict(
         _own("metrics", "monitor", "the records of runs as one Parquet table"),
         _own("plan", "plan", "memory, time and problems of a run on any devices, before it starts", caches=True),
         _own("explain", "plan", "every field of a config: value, unit, meaning"),
-        _own("export", "weights", "convert a checkpoint to safetensors for Hugging Face, and back"),
-        _own("lora-to-peft", "weights", "write the adapters of a run in peft's format"),
+        _own("export", "weights", "convert a checkpoint to safetensors for Hugging Face, and back", takes_workload=True),
+        _own("lora-to-peft", "weights", "write the adapters of a run in peft's format", takes_workload=True),
         _own("checkpoint", "weights", "inspect, verify, compare and strip checkpoints"),
         _own("doctor", "clusters", "check host, devices, disk, network, software and data before a run"),
         _own("launch", "clusters", "submit a run or a sweep to SLURM, and watch it"),

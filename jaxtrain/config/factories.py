@@ -70,7 +70,8 @@ def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Call
         if text := _argument_problem(name, key, value, allowed, given, any_key=inspect.Parameter.VAR_KEYWORD in kinds):
             wrong = True
             yield f"{where}.{key}", text
-    needed = [p for p in allowed if parameters[p].default is inspect.Parameter.empty and p not in (*arguments, *given)]
+    needs = [p for p in allowed if parameters[p].default is inspect.Parameter.empty]
+    needed = [p for p in needs if p not in (*arguments, *given)]
     if needed:
         yield where, f"lacks {', '.join(map(repr, needed))}, which {name} needs"
     if wrong or needed:
@@ -78,10 +79,21 @@ def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Call
     try:
         text = _abstractly(lambda: check(call(name, arguments, **given)))
     except Exception as error:
-        yield where, f"is {dict(arguments)!r}, and {name} failed: {first_line(error)}"
+        faulty = [key for key in arguments if key not in needs and _works(name, arguments, given, without=key)]
+        path, value = (f"{where}.{faulty[0]}", arguments[faulty[0]]) if len(faulty) == 1 else (where, dict(arguments))
+        yield path, f"is {value!r}, and {name} failed: {first_line(error)}"
     else:
         if text:
             yield field, f"is {name!r}, which {text}"
+
+
+def _works(name: str, arguments: Mapping[str, Any], given: Mapping[str, Any], *, without: str) -> bool:
+    """Whether a factory returns if one argument is left out."""
+    try:
+        _abstractly(lambda: call(name, {key: value for key, value in arguments.items() if key != without}, **given))
+    except Exception:
+        return False
+    return True
 
 
 def of_optimizer(found: Any) -> str:

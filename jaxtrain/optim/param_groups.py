@@ -29,7 +29,8 @@ def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
         if sum(matches) != 1:
             which = "both" if all(matches) else "neither"
             problems.append(
-                f"parameter {path!r} matches {which} of optim.decayed={optim.decayed!r} and optim.undecayed={optim.undecayed!r}"
+                f"parameter {path!r} matches {which} of optim.decayed={optim.decayed!r} and "
+                f"optim.undecayed={optim.undecayed!r}; change the patterns so that exactly one of them matches it"
             )
     for i, group in enumerate(optim.groups):
         if not any(re.search(group.match, path) for path in names):

@@ -20,6 +20,9 @@ def number(learning_rate=0.1):
 def broken(size=1):
     raise KeyError("no such size")
 
+def sized(learning_rate, size=1, other=2):
+    return optax.sgd(learning_rate, momentum=size / other)
+
 def pair():
     return lambda step: (step, step)
 
@@ -54,6 +57,11 @@ def test_arguments_are_read_from_the_command_line():
         (["name=own_optim:number"], "name", "returned a float; expected an optax.GradientTransformation"),
         (["name=own_optim:optimizer"], "arguments", "lacks 'strength', which own_optim:optimizer needs"),
         (["name=own_optim:broken"], "arguments", "own_optim:broken failed: KeyError: 'no such size'"),
+        (
+            ["name=own_optim:sized", "arguments.size='x'", "arguments.other=3"],
+            "arguments.size",
+            "is 'x', and own_optim:sized failed",
+        ),
         (["name=optax:adamw", "arguments.beta2=0.9"], "arguments.beta2", "is no parameter of optax:adamw; expected one of: b1"),
         (["name=optax:adamw", "arguments.learning_rate=1"], "arguments.learning_rate", "leave it out"),
         (["name=optax:adamw", "weight_decay=0.1"], "weight_decay", "does not read; leave it at 0.05"),
