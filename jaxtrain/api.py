@@ -27,7 +27,7 @@ from jaxtrain.types import PyTree, Task, Variables
 class Trained(NamedTuple):
     """The result of `train`."""
 
-    state: TrainState | None  # parameters are in state.variables.params; None: the run had ended before, with weights only
+    state: TrainState | None  # its parameters are state.variables.params; None if the run had already ended, with weights only
     step: int
     evaluation: dict[str, float]  # the last one
     records: list[dict[str, Any]]  # of all starts of the run, as metrics.jsonl has them: {"step": 1, "split": "train", …}
@@ -38,12 +38,12 @@ def train(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any]
     """Trains a config to its last step, resuming from its workdir, as the command does. Ctrl-C interrupts it.
 
     Args:
-      config: a `Config`; a ConfigDict or a dictionary of sections; or what --config takes: "xcm:/path", "my_config.py".
+      config: a `Config`, a ConfigDict, a dictionary of sections, or a value of --config: "xcm:/path", "my_config.py".
       overrides: dotted fields and their values, {"train.steps": 20}.
 
     Raises:
       ConfigError: every mistake of the config, and each other error of `loop.USER_ERRORS`.
-      Preempted: a signal asked the run to end; it is saved.
+      Preempted: a signal asked the run to end. The run is saved.
     """
     cluster.use_compilation_cache()
     resolved = _resolve(config, overrides or {})
@@ -104,7 +104,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
     Args:
       step: of a run; None = its newest.
       ema: whether to take the run's average of the parameters.
-      workload: the dotted name of your own workload, whose code is imported; the shipped ones are known.
+      workload: the dotted name of your own workload, whose code is imported. The shipped ones are known.
 
     Raises StoredError: there is no such run or step, it is damaged, or its workload is not known or has no `Task.predict`.
     """

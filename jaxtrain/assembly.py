@@ -1,4 +1,4 @@
-"""A run put together on a mesh, before anything of it exists: what training, planning, embedding and the tests begin with."""
+"""A run put together on a mesh, before any array exists. Training, planning, embedding and the tests begin with it."""
 
 import dataclasses
 import logging
@@ -70,7 +70,7 @@ class Assembly:
         return dataclasses.replace(self, abstract=self.abstract._replace(batch=dict(batch)), _traces={})
 
     def compiler_options(self) -> dict[str, Any]:
-        """What its programs are compiled with, on a mesh of real devices.
+        """The options that its programs are compiled with, on a mesh of real devices.
 
         Raises ConfigError for each option of config.compiler that the compiler refuses.
         """
@@ -92,9 +92,9 @@ def assemble(
 
     Args:
       mesh: None = all devices, as config.mesh says.
-      devices: those that an abstract mesh stands for, whose kernels the step calls.
+      devices: the devices that an abstract mesh stands for. The step calls their kernels.
       make_task: None = that of config.workload.
-      fields: what a row of a batch holds; None = what config.loader says.
+      fields: the arrays of a row of a batch; None = those of config.loader.
 
     Raises:
       LayoutError: shapes, axis rules and mesh do not fit together.
@@ -115,7 +115,7 @@ def assemble(
 
 
 def describe(assembly: Assembly) -> str:
-    """One line: how large the run is, and on what."""
+    """One line with the size of the run and its devices."""
     mesh, size = assembly.layout.mesh, state_lib.bytes_per_device(assembly.abstract.state)
     return (
         f"{specs.count(assembly.task.specs.params):,} parameters, {size / 1e6:.1f} MB of state per device; "

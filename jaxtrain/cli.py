@@ -27,9 +27,9 @@ OWN_CODE = {"--workload", "--codec"}  # arguments that name a module
 
 
 def start() -> int:
-    """The installed command: like `python -m`, it finds modules where the user stands, but after all that is installed.
+    """The installed command. Like `python -m`, it finds modules in the current folder, but after all installed ones.
 
-    That is for commands that import what the user names. The others may be run in a folder of someone else's.
+    Only commands that import modules by the user's words do so. The others may run in a stranger's folder.
     """
     flags = {argument.partition("=")[0] for argument in sys.argv[1:]}
     if flags & OWN_CODE or any(flag.startswith("--config") for flag in flags):
@@ -38,9 +38,9 @@ def start() -> int:
 
 
 def process(run: Callable[[], int]) -> int:
-    """``run()``, whose code the interpreter shall end with.
+    """Return the exit code of ``run()``.
 
-    Where a program is still being compiled, the process ends here: the interpreter would wait for that, for minutes
+    If a program is still being compiled, the process ends here. The interpreter would wait for it, for minutes
     on some chips.
     """
     try:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _plain_output():
         try:
             code = _named(list(sys.argv[1:] if argv is None else argv))
-        finally:  # also where a parser ends it: whoever reads our output may have enough of what is only written now
+        finally:  # also if a parser ends it: the reader of a pipe may be gone by the time of this write
             unwritten = arguments.run(_flush)
         return code or unwritten
 
@@ -88,7 +88,7 @@ def _named(argv: list[str]) -> int:
         return arguments.run(lambda: _say(listing(table)))
     if argv[0] == "--version":
         return arguments.run(lambda: _say(f"jaxtrain {jaxtrain.__version__}{_commit()}"))
-    # What `jaxtrain` alone did before it had commands.
+    # These flags without a command mean `jaxtrain train`.
     if argv[0].partition("=")[0] in ("--explain", "--plan", "--plan-setup") or argv[0].startswith("--config"):
         argv.insert(0, "train")
     asked = argv[0] == "help"
@@ -119,7 +119,7 @@ def _own_workload(argv: list[str]) -> list[str]:
 
 
 def _commit() -> str:
-    """The commit of a checkout, as " (commit 1a2b3c4)"; empty for an installed package."""
+    """The commit of a checkout, as " (commit 1a2b3c4)", or nothing for an installed package."""
     root = pathlib.Path(jaxtrain.__file__).parents[1]
     if not (root / ".git").exists():
         return ""
@@ -157,14 +157,14 @@ def _run(command: Command, argv: Sequence[str]) -> int:
             )
             return arguments.MISTAKE
         return module.main(argv[1:])
-    except KeyboardInterrupt:  # while it imports what takes a second
+    except KeyboardInterrupt:  # imports may take a second
         arguments.report("interrupted")
         return arguments.INTERRUPTED
 
 
 @contextlib.contextmanager
 def _plain_output() -> Iterator[None]:
-    """What a command prints of files from elsewhere does not steer the terminal (`jaxtrain.telemetry.console.Plain`)."""
+    """Escape control characters in the output: text from other people's files must not steer the terminal."""
     from jaxtrain.telemetry import console
 
     before = sys.stdout, sys.stderr
@@ -179,7 +179,7 @@ def _plain_output() -> Iterator[None]:
 
 
 def _unfit(command: Command, argv: Sequence[str]) -> str:
-    """Why this installation cannot run a command; empty where it can."""
+    """The reason why this installation cannot run a command, or "" if it can."""
     from jaxtrain.commands import installation
 
     return installation.problem(argv, caches=command.caches)

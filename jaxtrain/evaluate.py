@@ -72,7 +72,7 @@ class Evaluator:
         return record
 
     def if_missed(self, state: TrainState, step: int, *, due: bool) -> dict[str, float]:
-        """Evaluates a restored state whose evaluation a kill came before; {} where there is none to make up for."""
+        """Evaluate a restored state if a kill came before its evaluation. Return {} if none is missing."""
         return self(state, step) if is_missed(self._config, step, due=due) else {}
 
 

@@ -14,7 +14,7 @@ from jaxtrain.telemetry import goodput
 
 
 class Preempted(Exception):
-    """A signal or a notice asked the run to end; it is saved, and rerunning the same command resumes it."""
+    """A signal or a notice asked the run to end. The run is saved, and the same command resumes it."""
 
 
 class ProcessContext:
@@ -23,7 +23,7 @@ class ProcessContext:
     Attributes:
       lease: of the workdir, which process 0 holds for all processes. Call `confirm`, or ``lease.confirm``
         and `lose`, before anything is written.
-      console: where progress is shown.
+      console: shows progress.
       clock: whose time it is.
 
     Entering raises:
@@ -81,7 +81,7 @@ class ProcessContext:
     ) -> None:
         try:
             if kind is None and self._processes > 1:
-                self.confirm()  # what was deleted behind the last record is no run that ended well
+                self.confirm()  # a workdir deleted after the last record is an error, too
             elif isinstance(error, OSError):
                 with contextlib.suppress(OSError):
                     self.lease.confirm()  # as in `writing`, wherever it was
@@ -96,7 +96,7 @@ class ProcessContext:
         return {"versions": cluster.versions(), "commit": cluster.commit(), **self._command}
 
     def _own(self, stack: contextlib.ExitStack, membership: cluster.Cluster) -> str:
-        """Take the lease of what the run writes to, in process 0. Returns the refusal, for all processes."""
+        """Take the lease of the workdir, in process 0. Return the refusal, for all processes."""
         config = self._config
         folders = [folder for folder in (config.workdir, config.checkpoint.folder) if folder]
         self.lease = Lease(folders if membership.process == 0 else [], leave=self._leave)
@@ -122,7 +122,7 @@ class ProcessContext:
         return self._lost is not None
 
     def lose(self, error: WorkdirError) -> None:
-        """Ends the run, since process 0 has lost the workdir. Raises ``error`` where it is alone.
+        """End the run, since process 0 has lost the workdir. Raises ``error`` if it is the only process.
 
         Else all stop at one step, and `confirm`: they wait in collectives, and would learn of its end by a timeout.
         """
@@ -133,7 +133,7 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """What is written into the workdir in here, by process 0. Where that went away, the run has lost it (`lose`)."""
+        """A context in which process 0 writes into the workdir. If the workdir is gone, the run ends (`lose`)."""
         try:
             yield
         except WorkdirError as error:
@@ -147,7 +147,7 @@ class ProcessContext:
                 raise
 
     def confirm(self, *, saving: bool = False) -> None:
-        """Returns if the workdir is still the run's. Every process calls it at one point; all raise WorkdirError if not."""
+        """Raise WorkdirError in all processes if the workdir is no longer the run's. All call it at the same point."""
         try:
             if not self._lost:
                 self.lease.confirm(saving=saving)
@@ -166,7 +166,7 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def phase(self, owner: str, doing: str = "") -> Iterator[None]:
-        """Counts the time in here as ``owner``'s in goodput. ``doing``, if given, is what the watchdog waits for."""
+        """Count the time in this context as the phase ``owner`` of goodput. The watchdog's message names ``doing``."""
         if doing:
             self.starting(doing)
         with self.clock.during(owner):
@@ -177,7 +177,7 @@ class ProcessContext:
         self._watchdog.beat(doing)
 
     def starting(self, doing: str) -> None:
-        """Like `beat`, before the first step: what comes next may take config.distributed.start_timeout."""
+        """Like `beat`, before the first step: the next part may take config.distributed.start_timeout."""
         self._watchdog.starting(doing)
 
     def meet(self, name: str) -> None:
@@ -186,7 +186,7 @@ class ProcessContext:
 
 
 def _in_words(error: BaseException | None) -> str:
-    """What ended a run: a line."""
+    """One line that says why a run ended."""
     if error is None:
         return "ended"
     name = type(error).__name__

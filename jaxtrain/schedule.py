@@ -6,15 +6,15 @@ from jaxtrain.config import Config
 
 
 class Due(NamedTuple):
-    """What is due after a step."""
+    """The work that is due after a step."""
 
     save: bool
     evaluate: bool
-    resumable: bool  # what is saved can be resumed from; else it is the weights that end the run
+    resumable: bool  # the checkpoint can be resumed; if not, it holds the final weights alone
 
 
 class Schedule:
-    """The steps of a run, and what is due after each."""
+    """The steps of a run, and the work that is due after each."""
 
     def __init__(self, config: Config, *, tests: bool):
         """``tests``: whether there is a test split to evaluate on."""
@@ -22,7 +22,7 @@ class Schedule:
         self.steps = config.train.steps
 
     def at(self, step: int) -> Due:
-        """What is due after ``step`` batches."""
+        """The work that is due after ``step`` batches."""
         last, every = step == self.steps, self._config.train.eval_every
         return Due(
             save=is_save_due(self._config, step),

@@ -1,4 +1,4 @@
-"""What a table of `Spec` yields: paths, counts, abstract arrays, and the arrays themselves."""
+"""Paths, counts, abstract arrays and real arrays of a table of `Spec`."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ def is_spec(x: Any) -> bool:
 
 
 def map_specs(f: Callable[[str, Spec], Any], specs: PyTree) -> PyTree:
-    """f(path, spec) for every spec; a path reads ``encoder/blocks/w_qkv``."""
+    """Apply f(path, spec) to every spec. A path reads ``encoder/blocks/w_qkv``."""
     return jax.tree.map_with_path(lambda path, spec: f(path_name(path), spec), specs, is_leaf=is_spec)
 
 
@@ -47,7 +47,7 @@ def digest(specs: PyTree) -> str:
 
 
 def abstract(specs: PyTree, layout: Layout) -> PyTree:
-    """Shapes, dtypes and shardings, without arrays. Raises LayoutError with the path of what does not fit."""
+    """Shapes, dtypes and shardings, without arrays. Raises LayoutError with the path of an array that does not fit."""
     return map_specs(
         lambda path, s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype), sharding=layout.sharding(s.axes, s.shape, path=path)),
         specs,
@@ -87,5 +87,5 @@ def truncated_normal(stddev: float) -> Initializer:
 
 
 def fan_in(n: int) -> Initializer:
-    """Variance 1/n for a matrix that sums n inputs (LeCun et al. 1998); n is given because a stack of layers hides it."""
+    """Variance 1/n for a matrix that sums n inputs (LeCun et al. 1998). A stack of layers hides n, so it is given."""
     return truncated_normal(1 / math.sqrt(n))

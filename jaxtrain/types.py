@@ -14,7 +14,7 @@ Initializer = Callable[[Key, tuple[int, ...], Any], Array]  # (key, shape, dtype
 
 T = TypeVar("T")
 # OfData[int] is the type of a model's field that may be None in a config, which takes the data's fact of that name
-# (`jaxtrain.config.build`): whoever reads a built config finds an int.
+# (`jaxtrain.config.build`): a built config has an int.
 if TYPE_CHECKING:
     OfData = Annotated[T, "None in a config file"]
 else:
@@ -35,7 +35,7 @@ class Shard(Protocol):
 
     @property
     def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
-        """The mesh; None = one device, whose parts are the arrays themselves."""
+        """The mesh, or None for one device, whose parts are the arrays themselves."""
         ...
 
     @property
@@ -81,12 +81,12 @@ class Mean(NamedTuple):
 
 
 # Sums of an evaluation that are counts of C classes and no metrics; workdir/classes.jsonl has them. "classes" is [3, C]: rows
-# of each class, those of them that were answered with it, answers. "confusions" is [C, C], by class and answer; optional.
+# of each class, rows of it with the right answer, answers. "confusions" is [C, C], by class and answer; optional.
 COUNTS = ("classes", "confusions")
 
 
 class Variables(NamedTuple):
-    """What a task computes with."""
+    """The arrays that a task computes with."""
 
     params: PyTree  # differentiated, optimised, saved
     frozen: PyTree = ()  # read-only base weights; reloaded from their source, not saved again
@@ -149,12 +149,12 @@ def _no_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
 
 
 class Hub(NamedTuple):
-    """What the card of an export says of a workload's model, in the Hugging Face Hub's words."""
+    """The part of an export's card that describes the model, in the Hugging Face Hub's terms."""
 
     library: str = "jaxtrain"  # that loads the folder
     task: str = ""  # the Hub's pipeline_tag; empty = none of its tasks
     metrics: tuple[str, ...] = ()  # of an evaluation, that say how good the model is, the first one most
-    example: str = ""  # how it is used, in the folder of the export; of a shell where it begins with "$ ", else Python
+    example: str = ""  # how it is used, in the folder of the export; a shell command if it begins with "$ ", else Python
 
 
 def _on_the_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
@@ -166,7 +166,7 @@ EXPORT_FILE = "jaxtrain.json"  # of an export: the run's config, and which name 
 
 
 class Export(NamedTuple):
-    """How a workload's parameters are exported (`jaxtrain export`): its module's ``EXPORT``; without one, all defaults.
+    """How a workload's parameters are exported (`jaxtrain export`): its module's ``EXPORT``, or all defaults without one.
 
     ``model`` is the section of the saved config, and ``config`` the whole of it: dictionaries, since a checkpoint outlives
     changes of the dataclasses. ``path`` is a parameter's, ``encoder/blocks/w_qkv``.
@@ -178,7 +178,7 @@ class Export(NamedTuple):
     shape: Callable[[Mapping[str, Any], str, tuple[int, ...]], tuple[int, ...]] = _same_shape
     # (config, dtype of the arrays) -> name -> content of further files; a config.json takes the place of the run's
     files: Callable[[Mapping[str, Any], str], dict[str, bytes]] = _no_files
-    # (config, names of the further files) -> what the card says of the model
+    # (config, names of the further files) -> the model's part of the card
     hub: Callable[[Mapping[str, Any], Collection[str]], Hub] = _on_the_hub
     # [regex] paths in the carry that belong to the model (running statistics), and are exported under ``carry.…``; "" = none
     carry: str = ""
@@ -201,7 +201,7 @@ class Format(NamedTuple):
 class Foreign(NamedTuple):
     """Weights of another system that a workload takes as its own: its ``WORKLOAD.foreign``.
 
-    ``arrays`` are stored arrays by path, ``folder`` is where they lie.
+    ``arrays`` are stored arrays by path, and ``folder`` holds them.
     """
 
     # (arrays, folder, whether jaxtrain wrote them) -> arrays by the paths of the workload's table
@@ -216,16 +216,16 @@ class Task(NamedTuple):
     name) and ``make_task(config, shard, batch) -> Task``, where ``config`` is the whole run's and ``batch`` the rows of a
     global step. It may offer ``EXPORT``, an `Export`.
 
-    `loss` and `evaluate` see some rows of the global batch, not all: a microbatch, one device group's share. What they
-    return are sums over those rows (law 5). ``batch["row"]`` (int32) is each row's place in the global batch; random draws
+    `loss` and `evaluate` see some rows of the global batch, not all: a microbatch, one device group's share. They
+    return sums over those rows (law 5). ``batch["row"]`` (int32) is each row's place in the global batch; random draws
     for a row fold it in, so that the same numbers are drawn on every mesh.
 
-    A curriculum that changes what is computed is a `stage`: where it is not None, `loss` takes it as the static argument
-    ``stage``, and one program is compiled for each. What changes from step to step without another program is traced.
+    A curriculum that changes the computation is a `stage`. If it is not None, `loss` takes it as the static argument
+    ``stage``, and one program is compiled for each. Values that change from step to step without another program are traced.
     """
 
     specs: Variables  # trees of Spec
-    loss: Callable[..., LossOut]  # (variables, batch, key), and stage= where the task has stages
+    loss: Callable[..., LossOut]  # (variables, batch, key), and stage= if the task has stages
     evaluate: Callable[[Variables, Batch], dict[str, Mean]]  # `COUNTS` among them are no metrics
     axes: dict[str, Axes]  # batch field -> logical axes, "batch" first
     flops: int  # model FLOPs of one global step, forward and backward; of the last stage; masked places of attention left out

@@ -21,7 +21,7 @@ class Command(NamedTuple):
     group: str  # heading in the listing of `jaxtrain`
     summary: str
     takes_workload: bool = False  # whether its parser has --workload too
-    caches: bool = False  # whether it keeps compiled programs, or what it makes, in the cache folder
+    caches: bool = False  # whether it writes compiled programs or other files into the cache folder
 
 
 class WorkloadModule(Protocol):
@@ -49,7 +49,7 @@ class Workload:
     make_task: Any  # (config, shard, batch) -> jaxtrain.types.Task
     make_specs: Any = None  # (model section) -> tree of Spec, to merge adapters without a task
     commands: Mapping[str, Command] = dataclasses.field(default_factory=dict)
-    glossary: Any = ()  # of jaxtrain.telemetry.glossary.Entry: what its metrics mean
+    glossary: Any = ()  # of jaxtrain.telemetry.glossary.Entry: the meaning of its metrics
     export: Any = None  # a jaxtrain.types.Export; None = its defaults
     formats: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # name -> jaxtrain.types.Format
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict)  # format -> the package, and extra of jaxtrain, it needs
@@ -80,7 +80,7 @@ def shipped() -> list[str]:
 
 
 def foreign_to(arrays: Iterable[str]) -> Any:
-    """The `jaxtrain.types.Foreign` of a shipped workload that knows a set of paths; None if none does."""
+    """The `jaxtrain.types.Foreign` of a shipped workload that knows a set of paths, or None."""
     paths = list(arrays)
     for name in shipped():
         for pattern, reference in of(name).foreign.items():
@@ -90,7 +90,7 @@ def foreign_to(arrays: Iterable[str]) -> Any:
 
 
 def of(name: str) -> Workload:
-    """Imports the workload ``name``. Raises ImportError, and whatever its module raises."""
+    """Import the workload ``name``. Raises ImportError and every error of its module."""
     module = importlib.import_module(name)
     if isinstance(found := getattr(module, "WORKLOAD", None), Workload):
         return found

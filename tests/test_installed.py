@@ -23,7 +23,7 @@ CONSOLE = (
     rf"{NUMBER} parameters, .* of state per device; mesh .* on 1 × cpu",
     r"generated 80 sudoku4 puzzles in .* s, kept in /.*\.npz",
     r"MFU is of .* TFLOP/s \(measured .* on cpu\)",
-    r"compiling; what takes long is kept for the next start",
+    r"compiling; slow programs are cached for the next start",
     rf"compiled in {NUMBER} s",
     rf"{NUMBER} s from the command to the first step: .*",
     rf"step \d/4  loss {NUMBER}  {NUMBER} samples/s  MFU {NUMBER}%  waiting for data .*  \d:\d\d:\d\d left",

@@ -1,4 +1,4 @@
-"""The card of an export, README.md: the Hub's metadata, what the model reached, and how it is used."""
+"""The card of an export, README.md: the Hub's metadata, the model's results, and its use."""
 
 import json
 import math
@@ -15,12 +15,12 @@ from loaders.io import files as files_lib
 
 SPLITS = ("test", "train")  # in this order: how good the model is comes first
 MOST_METRICS = 1 << 30  # [bytes] of metrics.jsonl
-MOST_ROWS = 8  # of a split, where the workload names no metrics
+MOST_ROWS = 8  # of a split, if the workload names no metrics
 KNOWN = {"accuracy", "perplexity"}  # the Hub's own names of metrics
 
 
 class Model(NamedTuple):
-    """What is exported."""
+    """The exported model."""
 
     name: str  # of the run
     step: int | None
@@ -107,7 +107,7 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _chosen(hub: Hub, record: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a record that the card shows: the loss, and those that the workload names, or the first few."""
+    """The metrics of a record that the card shows: the loss and the workload's choice, or the first few."""
     values = {k: v for k, v in record.items() if k not in ("split", "step") and type(v) in (int, float)}
     names = [name for name in hub.metrics if name in values] or sorted(values)[:MOST_ROWS]
     return {name: values[name] for name in dict.fromkeys((*names, *(["loss"] if "loss" in values else [])))}

@@ -1,7 +1,7 @@
-"""An export to the Hugging Face Hub, file by file: what is there already, to the byte, is not sent again.
+"""An export to the Hugging Face Hub, file by file. A file that is there already, to the byte, is not sent again.
 
 The weights go first and the card last, so that a model that can be found is whole. An interrupted upload is resumed by the same
-command; what it had sent of a file, the Hub's own client keeps track of.
+command. The Hub's own client keeps track of files that were sent in part.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def push(
         import huggingface_hub
 
         api = huggingface_hub.HfApi(library_name="jaxtrain")
-    # Those that were exported, and nothing else that lies there.
+    # The exported files alone, whatever else lies there.
     names = [line.partition("  ")[2] for line in (place / SUMS).read_text().splitlines()]
     files = sorted((place / each for each in (*names, SUMS)), key=_order)
     sent = 0

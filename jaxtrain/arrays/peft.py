@@ -42,7 +42,7 @@ def export(run: str, out: str, *, step: int | None = None, named: str = "") -> s
         matrix, _, side = path.rpartition("/")
         try:
             modules = names(model, matrix)
-        except Exception as error:  # noqa: BLE001  whatever a config that is none makes of it
+        except Exception as error:  # noqa: BLE001  a config of others may hold anything
             raise StoredError(f"{source.path}: its config.model does not describe {matrix}: {error!r}") from error
         x = one.read(())
         if x.ndim < (2 if isinstance(modules, str) else 3) or not isinstance(modules, str) and len(modules) != len(x):

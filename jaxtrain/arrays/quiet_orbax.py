@@ -1,4 +1,4 @@
-"""What comes to light after a save has failed: answers of the disk to threads that nobody waits for any more.
+"""Silence late errors of a save that has failed: the disk's answers to threads that nobody waits for.
 
 Orbax closes its event loop at the first write that fails. TensorStore's threads report the others to that loop, and Python
 prints a traceback of each ("Event loop is closed"), past all logging. The failure itself is raised, and reported, where the
@@ -25,13 +25,13 @@ def keep_quiet() -> None:
 def _show(before: Callable[[Any], Any], unraisable: Any) -> None:
     late = unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"
     if late and unraisable.object is None and _in_asyncio_alone(unraisable.exc_traceback):
-        log.debug("a write of a save that had failed has ended")
+        log.debug("a write of a save that failed has ended")
     else:
         before(unraisable)
 
 
 def _in_asyncio_alone(trace: types.TracebackType | None) -> bool:
-    """Whether no Python code but asyncio's was running: a thread of TensorStore's own had called it."""
+    """Whether no Python code but asyncio's was running: a thread of TensorStore's own called it."""
     while trace:
         if trace.tb_frame.f_code.co_filename != asyncio.base_events.__file__:
             return False

@@ -1,7 +1,7 @@
-"""The code of a run's workload, for commands that read what others may have written.
+"""The code of a run's workload, for commands that read other people's runs.
 
-A run's config names its workload's module. That config may come from anyone, and importing a module runs it: so what is
-imported is a workload of this package, or the module that the user named on this command line with --workload.
+A run's config names its workload's module. That config may come from anyone, and importing a module runs it. So only
+a workload of this package, or the module that the user named with --workload, is imported.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ def export_of(config: Mapping[str, Any], named: str = "") -> Export:
 
 
 def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
-    """The section ``name`` of a run's config as ``cls``. Raises StoredError where it is none."""
+    """The section ``name`` of a run's config as ``cls``. Raises StoredError if it is none."""
     tree = config.get(name) or {}
     try:
         section = config_lib.section(cls, tree)
@@ -74,14 +74,14 @@ def exported_file(source: Source, name: str) -> str:
 
 
 def model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section ``model`` of a run's config. Raises StoredError where it describes no model."""
+    """The section ``model`` of a run's config. Raises StoredError if it describes no model."""
     model = config.get("model") or {}
     depth = model.get("depth", 1) if isinstance(model, Mapping) else None
     if not isinstance(depth, int) or not 0 <= depth <= MOST_LAYERS:
         raise StoredError(
             f"the run's config.model is {str(model)[:80]!r}; expected a section with a depth of at most {MOST_LAYERS}"
         )
-    for name, value in model.items():  # sizes: what holds one in a compiled program has 32 bits
+    for name, value in model.items():  # sizes are 32-bit numbers in a compiled program
         if isinstance(value, int) and not -(2**31) <= value < 2**31:
             raise StoredError(f"the run's config.model.{name} is {str(value)[:40]}; expected a number of at most 31 bits")
     return model

@@ -1,7 +1,7 @@
 """A checkpoint as safetensors for Hugging Face, and back.
 
 Arrays are streamed, which is possible because safetensors' header follows from shapes alone and is written first. Host memory
-is what it takes to decode one chunk of one array: its bytes as they are stored, decoded, and handed out.
+is that of one chunk of one array: its stored bytes, decoded and copied.
 
 Names, shapes and further files are those of the workload module's ``EXPORT`` (`jaxtrain.types.Export`). A carry that belongs to
 the model is exported in its own dtypes. A warm start takes parameters alone.
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     """One array of the export: a whole parameter, or an entry of its first axis."""
 
     name: str
-    path: str  # of the parameter; path[i] for entry i
+    path: str  # of the parameter, or path[i] for entry i
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -73,8 +73,8 @@ def export(
     Args:
       formats: names of the workload's `jaxtrain.types.Format`, in whose names and further files it is written.
       license: of the weights, for the card, in place of the run's config.card.license.
-      named: the module of the run's workload, where it is none of this package (`jaxtrain.arrays.run_workload`).
-      base: what the run began with, in place of its config.warm_start.source.
+      named: the module of the run's workload, if it is none of this package (`jaxtrain.arrays.run_workload`).
+      base: the source of the run's first weights, in place of its config.warm_start.source.
 
     Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path, names that are given twice,
     an ``out`` that exists.
@@ -195,7 +195,7 @@ def _formats(source: Source, config: Mapping[str, Any], named: str, names: Seque
 
 
 def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str) -> dict[str, Stored]:
-    """The weights of a run with adapters: what it trained, and what config.warm_start.source has, merged as it is read."""
+    """The weights of a run with adapters: the trained ones and those of config.warm_start.source, merged as they are read."""
     with _within(PATTERNS, "the patterns of its config.warm_start"):
         rules = run_workload.section_of(config, "warm_start", config_lib.WarmStart)
     if not rules.source:
@@ -252,7 +252,7 @@ def _merge(one: Stored, a: Stored, b: Stored, scale: float, n_layers: int, n_fir
 def reverse(folder: str, out: str) -> str:
     """Makes ``out`` a workdir with one step: the weights of a folder of safetensors. Returns a line about it.
 
-    With jaxtrain.json in the folder the step holds bit for bit what was exported; without, names become paths by their dots.
+    With jaxtrain.json in the folder the step equals the exported one bit for bit. Without it, names become paths by their dots.
 
     Raises StoredError: a damaged folder, or a step that is there already.
     """
@@ -301,13 +301,13 @@ def _within(seconds: float, what: str) -> Iterator[None]:
 
 
 def _name(config: Mapping[str, Any]) -> str:
-    """What a run is called: its workdir, or else its workload."""
+    """The name of a run: that of its workdir, else of its workload."""
     return pathlib.PurePath(str(config.get("workdir") or "")).name or str(config.get("workload") or "model").split(".")[-1]
 
 
 @contextlib.contextmanager
 def _describing(source: Source) -> Iterator[None]:
-    """Whatever a config that is none makes of the block, as a StoredError."""
+    """Turn any error of a malformed config in the block into a StoredError."""
     try:
         yield
     except StoredError:
@@ -327,7 +327,7 @@ def _entries(
     try:
         names = contract.names(model, path)
         part = contract.shape(model, path, shape if isinstance(names, str) else shape[1:])
-    except Exception as error:  # noqa: BLE001  whatever a config that is none makes of it
+    except Exception as error:  # noqa: BLE001  a config of others may hold anything
         raise StoredError(f"{path} {list(shape)} does not fit the run's config.model: {_reason(error)}") from error
     if isinstance(names, str):
         yield Entry(names, path, part, dtype)

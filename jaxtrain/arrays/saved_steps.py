@@ -1,6 +1,6 @@
-"""Looks into a step or an export, compares two, and copies the weights of one; on any CPU, without the model's code.
+"""Inspect a step or an export, compare two, and copy the weights of one, on any CPU and without the model's code.
 
-A copied step holds params, the average, the carry and the step; its meta says ``"weights_only": true``. A run can be
+A copied step holds params, the average, the carry and the step. Its meta says ``"weights_only": true``. A run can be
 warm-started from it, not resumed.
 """
 
@@ -20,11 +20,11 @@ from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import Stored
 from jaxtrain.checkpoint import checksums
 
-WEIGHTS = ("step", "params", "ema", "carry")  # of a state, what an export keeps
+WEIGHTS = ("step", "params", "ema", "carry")  # the parts of a state that an export has
 
 
 def inspect(source: Source, *, as_json: bool = False) -> int:
-    """Prints what a step or an export holds. Returns the exit code. Raises StoredError."""
+    """Print the contents of a step or an export. Return the exit code. Raises StoredError."""
     arrays, data, meta = source.arrays(), source.data(), source.meta()
     step = source.step(arrays)
     groups: dict[str, list[Stored]] = {}
@@ -57,12 +57,12 @@ def inspect(source: Source, *, as_json: bool = False) -> int:
 
 
 def _in_a_line(text: Any) -> str:
-    """What a file says of itself, in one line, so that it cannot be read as a line of ours."""
+    """A file's text about itself, in one line, so that it cannot pass for a line of ours."""
     return " ".join(str(text).split())
 
 
 def verify(source: Source) -> int:
-    """Prints every problem of a step or an export; the files first, then the arrays. Returns the exit code."""
+    """Print every problem of a step or an export, the files first, then the arrays. Return the exit code."""
     problems = []
     try:
         problems += source.damage()
@@ -86,7 +86,7 @@ def verify(source: Source) -> int:
                 if np.issubdtype(piece.dtype, np.inexact) or piece.dtype.kind == "V":  # bfloat16 and its kin are V to numpy
                     n = int(np.isnan(piece).sum())
                     nans, infinities = nans + n, infinities + piece.size - n - int(np.isfinite(piece).sum())
-        except Exception as error:  # noqa: BLE001  whatever a damaged file raises
+        except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
             problems.append(f"{path}: cannot be read: {(str(error).splitlines() or [type(error).__name__])[0][:300]}")
         if nans or infinities:
             problems.append(f"{path}: {nans} NaN and {infinities} infinite of {math.prod(one.shape)} numbers")
@@ -102,7 +102,7 @@ def verify(source: Source) -> int:
 
 
 def diff(a: Source, b: Source) -> int:
-    """Prints, array by array, what changed from ``a`` to ``b``. Returns the exit code. Raises StoredError."""
+    """Print, array by array, the changes from ``a`` to ``b``. Returns the exit code. Raises StoredError."""
     before, after = a.arrays(), b.arrays()
     print(f"a {a.path}\nb {b.path}\n")
     rows: list[tuple[str, ...]] = []
@@ -177,7 +177,7 @@ def save_weights(
     """Writes ``arrays`` as out/checkpoints/<step>, marked as weights only, with its manifest. Returns that folder.
 
     The arrays wait in mapped files next to the result: this takes twice the disk space for a while, and host memory that the
-    kernel may reclaim, except what Orbax encodes at once.
+    kernel may reclaim, except the arrays that Orbax encodes at once.
 
     Raises StoredError when that step is there already.
     """

@@ -1,6 +1,6 @@
 """RUN, which commands take: a run's workdir, a step directory of it, or an export (a folder of safetensors).
 
-`find` is the one place that decides which of them a path is, and says what is wrong when it is none.
+`find` is the one place that decides which of them a path is. Its errors say why a path is none.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class Source(NamedTuple):
         return SUMS if self.is_export else checksums.NAME
 
     def name(self, *, ema: bool = False) -> str:
-        """Its path and the digest of its checksums: what is computed from it differs where this does. Raises StoredError."""
+        """Its path and the digest of its checksums, which identify its content. Raises StoredError."""
         digest = ""
         if self.path.is_dir() and (self.path / self.manifest).exists():
             try:
@@ -58,7 +58,7 @@ class Source(NamedTuple):
     def parameters(self, *, ema: bool = False) -> dict[str, Stored]:
         """The parameters, or their average, by their own paths: ``encoder/w_patch``.
 
-        Raises StoredError: a run that kept no average, an export, which holds either; damage.
+        Raises StoredError: a run without an average, an export, or damage.
         """
         if ema and self.is_export:
             raise StoredError(f"--ema is given, and {self.path} is an export, which holds one set of parameters; omit --ema")
@@ -70,7 +70,7 @@ class Source(NamedTuple):
         return found
 
     def meta(self) -> dict[str, Any]:
-        """What was noted of the run: its config, versions and parameter table. Raises StoredError when that is damaged."""
+        """The metadata of the run: config, versions and parameter table. Raises StoredError if they are damaged."""
         if self.is_export:
             origin = self._json(stored.EXPORT)
             meta = origin.get("meta", {})
@@ -90,7 +90,7 @@ class Source(NamedTuple):
         return {**meta, "weights_only": True} if self.is_export else meta
 
     def step(self, arrays: dict[str, Stored]) -> int | None:
-        """The number of the step, from its ``arrays``; None where they have none. Raises StoredError."""
+        """The number of the step, from its ``arrays``, or None if they have none. Raises StoredError."""
         if "step" not in arrays:
             return None
         found = arrays["step"].read(()) if arrays["step"].shape == () else None
@@ -99,7 +99,7 @@ class Source(NamedTuple):
         return _step_number(int(found), self.path)
 
     def data(self) -> dict[str, Any]:
-        """Where the run was in its data; empty for an export. Raises StoredError when that is damaged."""
+        """The position of the run in its data, empty for an export. Raises StoredError if it is damaged."""
         return {} if self.is_export else stored.read_json(self.path, "data") or {}
 
     def config(self, expected: str = "") -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Source(NamedTuple):
         return config
 
     def damage(self) -> list[str]:
-        """What differs from the checksums that were written with it. Raises checksums.NoManifest where there are none."""
+        """List the differences to its checksums. Raises checksums.NoManifest if it has none."""
         if not self.is_export:
             return checksums.verify(self.path)
         if not (self.path / SUMS).exists():
@@ -143,7 +143,7 @@ class Source(NamedTuple):
 
 
 def refuse_address(path: Any, field: str, flag: str) -> None:
-    """Raises StoredError where a run's config names an address: it is connected to if the user names it, with ``flag``."""
+    """Raise StoredError if a run's config names an address. It is read only if the user names it with ``flag``."""
     if isinstance(path, str) and stored.is_address(path):
         raise StoredError(
             f"the run's config.{field} is the address {path[:200]!r}, which is connected to only if you trust it and name it "
@@ -159,12 +159,12 @@ def _step_number(value: Any, source: epath.Path) -> int:
 
 
 def find(run: epath.PathLike, step: int | None = None, *, export: str = "") -> Source:
-    """What ``run`` is: its newest step (or ``step``), that very step, or an export.
+    """Find the newest step of ``run`` (or ``step``), that very step, or an export.
 
     Args:
-      export: why an export is of no use here; empty where it is.
+      export: the reason why an export is of no use here; empty if it is of use.
 
-    Raises StoredError: it is none of them, it has no such step, or it is an export where that is of no use.
+    Raises StoredError: it is none of them, it has no such step, or it is an export and ``export`` refuses it.
     """
     path = stored.place_of(run)
     if stored.is_safetensors(path) and path.exists():

@@ -33,8 +33,8 @@ from jaxtrain.types import EXPORT_FILE
 from loaders.io import files, machine
 
 EXPORT = EXPORT_FILE
-FORMAT = 1  # of a step and of an export, as their metadata have it; raised when a reader of the old one would go wrong
-CARRY = "carry/"  # what paths of a carry begin with, in a step and in an export
+FORMAT = 1  # of a step and of an export, in their metadata. It is raised if a reader of the old one would go wrong
+CARRY = "carry/"  # prefix of the paths of a carry, in a step and in an export
 INDEX = "model.safetensors.index.json"
 CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
 MOST_HEADER = 100_000_000  # [bytes] of a file of safetensors: the format's own bound
@@ -44,7 +44,7 @@ MOST_CHUNKS = 1_000_000  # of an array
 MOST_DIMENSIONS = 32  # of an array
 Index = tuple[slice, ...]  # one slice per dimension; () = everything
 
-# safetensors' names of types, those that numpy with ml_dtypes has.
+# The types of safetensors that numpy with ml_dtypes has.
 DTYPES = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -74,7 +74,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[Index], np.ndarray]
-    keys: tuple[str | int, ...]  # its path in the tree; a number is an index into a list
+    keys: tuple[str | int, ...]  # its path in the tree, with numbers as indices into lists
     chunk: tuple[int, ...]  # shape of the part that is read and decoded together
     sharding: str = ""  # as saved, for people to read to read
 
@@ -149,7 +149,7 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
 
 
 def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
-    """Reads ``data`` or ``meta`` of a step directory; None when it does not exist. Raises StoredError when it is damaged."""
+    """Reads ``data`` or ``meta`` of a step directory, or return None without it. Raises StoredError if it is damaged."""
     folder = epath.Path(step_dir)
     return read_object(folder, f"{item}/metadata") if (folder / item / "metadata").exists() else None
 
@@ -170,7 +170,7 @@ def read_object(folder: epath.Path, name: str) -> dict[str, Any]:
 
 
 def inside(folder: epath.Path, name: Any) -> epath.Path:
-    """The path of the file ``name`` in a folder, as another file names it. Raises StoredError where it leads out."""
+    """The path of the file ``name`` in a folder, as another file names it. Raises StoredError if it leads out."""
     if "://" in os.fspath(folder):  # an object store has no links
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
             raise StoredError(f"{folder} has a file that names {str(name)[:80]!r}, which leads out of it")
@@ -184,8 +184,8 @@ def inside(folder: epath.Path, name: Any) -> epath.Path:
 def check_files(folder: epath.Path) -> None:
     """Raises StoredError unless everything below a folder is a regular file or a folder, inside of it.
 
-    Orbax and tensorstore open what they find there, and would wait for a pipe. Most files they read whole, and end the process
-    where one does not fit in memory; a sparse file has any size, and takes no space on the disk.
+    Orbax and tensorstore open any file there, and would wait for a pipe. They read most files whole, and end the process
+    if one does not fit in memory. A sparse file may have any size, and takes no space on the disk.
     """
     if "://" in os.fspath(folder):
         return
@@ -203,11 +203,11 @@ def check_files(folder: epath.Path) -> None:
 
 
 def _most_bytes(path: epath.Path, folder: epath.Path) -> float:
-    """How long a file of a checkpoint below ``folder`` may be, if tensorstore reads it whole; else infinity.
+    """The largest size of a checkpoint's file below ``folder``, if tensorstore reads it whole, else infinity.
 
-    Raises StoredError for what describes an array, and is damaged.
+    Raises StoredError for a damaged description of an array.
 
-    Not bounded are OCDBT's files of data, of which it reads the part that it needs, and what other programs put there.
+    OCDBT's data files, of which it reads a part, and files of other programs are not bounded.
     """
     if path.name.startswith(("manifest.", "_", ".z", "zarr.json")) or path.parent.name == "array_metadatas":
         return LARGE  # they describe arrays, in kilobytes
@@ -216,7 +216,7 @@ def _most_bytes(path: epath.Path, folder: epath.Path) -> float:
             about = read_object(place, ".zarray")
             kind = re.fullmatch("[<>|][a-zA-Z]([0-9]{1,3})", str(about.get("dtype")))
             needed = _elements(about.get("chunks")) * (int(kind[1]) if kind else 16)
-            return needed + needed // 64 + LARGE  # what does not get smaller gets a little longer
+            return needed + needed // 64 + LARGE  # incompressible data get a little longer
         if (place / "zarr.json").exists():
             grid = read_object(place, "zarr.json").get("chunk_grid")
             grid = grid.get("configuration") if isinstance(grid, dict) else None
@@ -297,7 +297,7 @@ def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 def fold(array: Stored, shape: tuple[int, ...]) -> Stored:
     """Reshapes an array without reading it. Raises StoredError if the sizes differ.
 
-    Where a dimension is split, only the rows that are needed are read; where several are joined, all is read and cut in memory.
+    If a dimension is split, only the needed rows are read. If several are joined, the whole array is read and cut in memory.
     """
     if math.prod(array.shape) != math.prod(shape):
         raise StoredError(f"{list(array.shape)} and {list(shape)} do not have equally many elements")
@@ -306,7 +306,7 @@ def fold(array: Stored, shape: tuple[int, ...]) -> Stored:
     def read(index: Index) -> np.ndarray:
         index = index or tuple(slice(0, n) for n in shape)
         outer: list[slice] = []  # of the source
-        inner: list[slice] = []  # of what is read
+        inner: list[slice] = []  # of the read part
         seen: list[int] = []  # its shape, in the target's dimensions
         for (a, b), (c, d) in groups:
             first, *rest = [slice(*i.indices(n)[:2]) for i, n in zip(index[c:d], shape[c:d], strict=True)] or [slice(0, 1)]
@@ -380,7 +380,7 @@ def _ask(url: str) -> None:
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is an address of a store, or on the web; also as etils.epath writes one without a scheme (/gs/bucket)."""
+    """Whether a path is an address of a store or on the web, also as etils.epath writes one without a scheme (/gs/bucket)."""
     return "://" in path or "://" in os.fspath(_absolute(path))
 
 
@@ -432,8 +432,8 @@ def _read_array(
 ) -> np.ndarray:
     """Reads slices of an array.
 
-    Raises StoredError for one that is another than its tree says, and for a read that does not fit in memory, where tensorstore
-    would end the process: an array of zeros takes no space in a file, whatever its size.
+    Raises StoredError for an array that differs from its tree's entry, and for a read that does not fit in memory, with which
+    tensorstore would end the process: an array of zeros of any size takes no space in a file.
     """
     opened = array()
     if tuple(opened.shape) != shape or opened.dtype.numpy_dtype != dtype:
@@ -445,7 +445,7 @@ def _read_array(
 
 
 def _check_memory(what: str, needed: int) -> None:
-    """Raises StoredError where a read does not fit in memory: zeros take no space in a file, however many they are."""
+    """Raise StoredError if a read does not fit in memory: any number of zeros takes no space in a file."""
     if needed > (memory := machine.most_memory()):
         raise StoredError(f"{what}: to read it takes {needed:,} bytes, and this machine has {memory:,}")
 
@@ -471,7 +471,7 @@ def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
     except (files.FileError, UnicodeDecodeError) as error:
         raise StoredError(f"{path}: {error}" if isinstance(error, UnicodeDecodeError) else str(error)) from error
     arrays: dict[str, Stored] = {}
-    left = size - 8 - length  # [bytes] that no array has had: else a small file could hold any number of them
+    left = size - 8 - length  # [bytes] not yet used by an array: else a small file could claim any number of arrays
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -503,7 +503,7 @@ def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
 
 
 def _check_name(name: str, source: epath.Path) -> None:
-    """Raises StoredError for the name of an array that could not be told from other lines of a report."""
+    """Raise StoredError for an array's name that could pass for other lines of a report."""
     if not name.isprintable():
         raise StoredError(f"{source} has an array with the name {name[:80]!r}; expected printable characters")
 

@@ -1,12 +1,13 @@
-"""What a run saves, and how it is read again.
+"""Checkpoints of a run.
 
-checkpointer  saves and restores the runs of one workdir; its docstring specifies the files of a step
-history       what a run knows besides its state; which step is the best so far
-late          what a disk answers after a save has failed
-checksums     the manifest of a step: what was written is what is read
-meeting       where the processes of a save wait for each other, and hear of one that failed
-read          arrays on disk, of a step or of safetensors, without the mesh that wrote them
-warm_start    parameters of another run as the start of this one
+manager          the checkpoints as the loop sees them
+checkpointer     saves and restores the steps of one workdir. Its docstring specifies the files of a step
+init_or_restore  the list of all sources of a run's state
+history          facts about a run that are saved with its state: its data, rewinds, the best step
+checksums        the manifest of a step, by which a reader recognises damage
+joint_failure    a save that fails in one process fails in all
+disk_usage       bytes of the checkpoints on disk
+warm_start       parameters of another run as the start of this one
 """
 
 from jaxtrain.checkpoint.checkpointer import Checkpointer, Restored, Saved

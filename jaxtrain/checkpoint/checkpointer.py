@@ -2,7 +2,7 @@
 
     workdir/checkpoints/<step>/        or config.checkpoint.folder/<step>/, which may be in an object store
       state/   step, params, carry, optimizer state, average, the guard's norms: sharded arrays
-      data/    JSON: what the loader needs to continue (position, seed, fingerprints of the data and its order), the offset
+      data/    JSON: the state of the loader (position, seed, fingerprints of the data and its order), the offset
                between step and position if the data were changed during the run, and how often the run was rewound
       meta/    JSON: the number of this format, the resolved config, the digest of the parameter table, package versions
       manifest.json   size and hash of every file (`checksums`), checked before anything is read
@@ -57,7 +57,7 @@ class Restored(NamedTuple):
 class Saved(NamedTuple):
     """How a call of `Checkpointer.save` went."""
 
-    seconds: float  # that the call took, for which the next step had to wait
+    seconds: float  # of the call, for which the next step had to wait
     failures: int  # saves of this process that have failed so far, not counting this one
 
 
@@ -93,7 +93,7 @@ class Checkpointer:
         self._manager = _manager(self._path, options)
 
     def save(self, step: int, state: "TrainState", data: Mapping[str, Any], history: History) -> Saved:
-        """Starts to save ``state``, unless ``step`` is saved already; first waits for the previous save to end.
+        """Start to save ``state``, unless ``step`` is saved already. First wait for the previous save to end.
 
         Raises CheckpointError when that one failed, or this one fails at once, unless config.checkpoint.on_error is "continue".
         """
@@ -117,12 +117,12 @@ class Checkpointer:
                     ),
                     force=True,
                 )
-            except Exception as error:  # noqa: BLE001  whatever a disk raises
+            except Exception as error:  # noqa: BLE001  a disk raises many kinds
                 self._failed(error, path)
         return Saved(time.perf_counter() - began, self._failures)
 
     def score(self, step: int, record: Mapping[str, float]) -> None:
-        """Records how good a step is; the best one by config.checkpoint.best is kept for good."""
+        """Record the scores of a step. The best one by config.checkpoint.best is never deleted."""
         self._scores.add(step, record)
 
     def stalled(self, step: int) -> bool:
@@ -131,20 +131,20 @@ class Checkpointer:
         return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
 
     def listed(self, other: str = "") -> int:
-        """The newest step in this workdir, else in the workdir ``other``, by their folders' names; 0 without any."""
+        """The newest step in this workdir, else in the workdir ``other``, by their folders' names, or 0 without any."""
         folders = [self._path, *([_folder(other) / "checkpoints"] if other else [])]
         steps = [[int(x.name) for x in f.iterdir() if x.name.isdecimal() and x.is_dir()] for f in folders if f.is_dir()]
         return max(next(filter(None, steps), [0]))
 
     def restore(self, abstract: "Abstract", data: Mapping[str, Any], workdir: str = "") -> Restored | None:
-        """Reads the newest checkpoint that can be read, of this run or of another ``workdir``; None when there is none.
+        """Reads the newest checkpoint that can be read, of this run or of another ``workdir``, or return None.
 
         Args:
-          abstract: where every array will live; the mesh that saved it need not exist any more.
+          abstract: the target of every array. The mesh that saved it need not exist any more.
           data: the loader's state now, whose fingerprints must equal the saved ones, unless config.resume.data is "restart".
 
         Raises:
-          CheckpointError: the model or the data differ from what was saved; there are checkpoints, and none can be read;
+          CheckpointError: the model or the data differ from the saved ones, no checkpoint of several can be read, or
             ``workdir`` has none.
         """
         if not workdir:
@@ -157,7 +157,7 @@ class Checkpointer:
         return restored
 
     def rewind(self, abstract: "Abstract", before: int) -> "tuple[TrainState, int] | None":
-        """Reads the newest state of at most ``before`` batches, with its step; None when none can be read.
+        """Reads the newest state of at most ``before`` batches, with its step, or None if none can be read.
 
         Only regular saves are considered, so that it is the same one however often the run was interrupted.
         """
@@ -177,7 +177,7 @@ class Checkpointer:
         return bool(cluster.agree(last.exists() and bool(_read_meta(last).get("weights_only"))))
 
     def poll(self) -> None:
-        """Notices a save that failed meanwhile, as `save` does. Costs nothing; call it every step."""
+        """Notices a save that failed meanwhile, as `save` does. It costs nothing. Call it at every step."""
         if self._saving and not self._manager.is_saving_in_progress():
             self._settle()
 
@@ -202,7 +202,7 @@ class Checkpointer:
             try:
                 self._manager.wait_until_finished()
                 self._saving = None
-            except Exception as error:  # noqa: BLE001  whatever a disk raises
+            except Exception as error:  # noqa: BLE001  a disk raises many kinds
                 self._failed(error, step)
 
     def _failed(self, error: Exception, step: epath.Path) -> None:
@@ -232,9 +232,9 @@ class Checkpointer:
         while True:
             try:
                 self._manager.wait_until_finished()
-                self._manager._checkpointer.wait_until_finished()  # its thread may outlive the manager's; no public name for it
+                self._manager._checkpointer.wait_until_finished()  # no public name; its thread may outlive the manager
                 return
-            except Exception as error:  # noqa: BLE001  whatever a disk raises
+            except Exception as error:  # noqa: BLE001  a disk raises many kinds
                 log.debug("another error of the same save: %s", error)
 
     def _remove_parts(self) -> None:
@@ -247,7 +247,7 @@ class Checkpointer:
                     part.rmtree()
 
     def _damage(self, path: epath.Path) -> str:
-        """Describes the damage that a step's checksums show; "" if there is none. Process 0 reads them for all."""
+        """Describes the damage that a step's checksums show, or return "". Process 0 reads them for all."""
         if jax.process_index() != 0:
             return ""
         try:
@@ -280,7 +280,7 @@ class Checkpointer:
                 )
             except CheckpointError:
                 raise
-            except Exception as error:  # noqa: BLE001  whatever a damaged file raises
+            except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
                 log.warning("checkpoint %s cannot be read and is skipped: %s", path / str(step), _first_line(error))
                 continue
             offset = self._check_data(path / str(step), step, saved["data"], data)
@@ -328,12 +328,12 @@ class Checkpointer:
 
 
 def _folder(path: str) -> epath.Path:
-    """Makes a path absolute; a URL stays as it is."""
+    """Make a path absolute. A URL stays as it is."""
     return epath.Path(path) if "://" in path else epath.Path(path).expanduser().absolute()
 
 
 def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-    """Opens a folder of steps. Raises CheckpointError where Orbax cannot read what it noted of a step."""
+    """Opens a folder of steps. Raises CheckpointError if Orbax cannot read its own notes of a step."""
     try:
         return ocp.CheckpointManager(path, options=options)
     except (TypeError, ValueError) as error:
@@ -370,7 +370,7 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
 
 
 def _read_meta(step: epath.Path) -> dict[str, Any]:
-    """Reads a step's meta, as far as it can be read; damage is reported when the step itself is read."""
+    """Reads a step's meta, as far as possible. Damage is reported when the step itself is read."""
     try:
         return stored.read_json(step, "meta") or {}
     except (OSError, stored.StoredError):
@@ -386,7 +386,7 @@ def _state(saved: Mapping[str, Any], abstract: "Abstract") -> "TrainState":
 
 
 def _saved(state: "TrainState") -> dict[str, Any]:
-    """Selects what goes to disk of a state. The keys are part of the format."""
+    """Select the parts of a state that are saved. The keys are part of the format."""
     return {
         "step": state.step,
         "params": state.variables.params,

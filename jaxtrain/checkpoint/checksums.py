@@ -1,4 +1,4 @@
-"""Checksums of a finished step directory, by which a reader knows that it reads what was written.
+"""Checksums of a finished step directory, by which a reader recognises damage.
 
     <step>/manifest.json
       {"algorithm": "sha256",
@@ -29,9 +29,9 @@ from etils import epath
 from loaders.io import files
 
 NAME = "manifest.json"
-APART = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")  # what the step's own folder has that is not listed
+APART = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")  # files of the step's own folder that are not listed
 ALGORITHM = "sha256"
-PIECE = 4 << 20  # [bytes] held per file at a time; hashing one lets other threads run
+PIECE = 4 << 20  # [bytes] held per file at a time. Other threads run while one is hashed
 THREADS = 8
 
 
@@ -59,7 +59,7 @@ def write(step_dir: epath.PathLike) -> None:
 
 
 def verify(step_dir: epath.PathLike) -> list[str]:
-    """Lists what is wrong with a step directory, a line per file, its name first; empty when every byte is as written.
+    """List the damage of a step directory, a line per file, its name first. The list is empty if every byte is as written.
 
     Raises:
       NoManifest: there is no manifest to compare with.
@@ -115,7 +115,7 @@ def _measure(path: epath.Path) -> dict[str, Any]:
 
 
 def _inside(folder: epath.Path, name: str) -> epath.Path:
-    """The file that the manifest names. Raises FileError where it leads out of the step."""
+    """The file that the manifest names. Raises FileError if it leads out of the step."""
     if "://" not in os.fspath(folder):
         return files.as_found(files.inside(pathlib.Path(folder), name), epath.Path)
     if name.startswith("/") or ".." in name.split("/"):  # an object store has no links

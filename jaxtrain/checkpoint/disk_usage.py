@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie, and the room that those take which are there already.
+"""The folder of a run's checkpoints, and the bytes of the existing ones.
 
 A folder whose name is a step's number is a checkpoint (`jaxtrain.checkpoint.checkpointer`).
 """
@@ -13,7 +13,7 @@ def folder_of(workdir: str, folder: str) -> str:
 
 
 def held(folder: str, most: int, each: int) -> int:
-    """The bytes of the newest ``most`` checkpoints in a folder; of a larger one ``each``, which those to come have."""
+    """The bytes of the newest ``most`` checkpoints in a folder. A larger one counts as ``each``, as the coming ones."""
     try:
         with os.scandir(os.path.expanduser(folder)) as entries:
             steps = sorted((int(e.name), e.path) for e in entries if e.name.isdecimal() and e.is_dir())

@@ -1,4 +1,4 @@
-"""What a run knows besides its state: changes of its data, rewinds, and which step is the best so far.
+"""The history of a run, saved with its state: changes of its data, rewinds, and the best step so far.
 
 workdir/best.json    {"step": 40, "value": 1.25, "metric": "loss", "progress": {"step": 30, "value": 1.3}}
 """
@@ -20,7 +20,7 @@ class CheckpointError(RuntimeError):
 
 
 class History(NamedTuple):
-    """What a run knows besides its state and saves with it."""
+    """Facts about a run that are saved with its state."""
 
     offset: int = 0  # batches read of earlier data, before the data were exchanged: position = step - offset
     rewinds: int = 0  # times that bad steps took the run back to a checkpoint
@@ -39,7 +39,7 @@ class Scores:
         self._best: dict[str, Any] = _read(path) if config.best and path.exists() else {}
 
     def add(self, step: int, record: Mapping[str, float]) -> None:
-        """Compares the evaluation of ``step`` with the best one so far; process 0 writes best.json.
+        """Compare the evaluation of ``step`` with the best one so far. Process 0 writes best.json.
 
         Raises CheckpointError when the evaluation has no metric of the name that config.checkpoint.best gives.
         """
@@ -64,7 +64,7 @@ class Scores:
 
     @property
     def progress(self) -> int | None:
-        """The step of the last progress; None before the first evaluation."""
+        """The step of the last progress, or None before the first evaluation."""
         return self._best["progress"]["step"] if "progress" in self._best else None
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
@@ -74,7 +74,7 @@ class Scores:
 
 
 def _read(path: epath.Path) -> dict[str, Any]:
-    """What best.json says. Raises CheckpointError."""
+    """Read best.json. Raises CheckpointError."""
     try:
         found = files.read_json(path)
         for entry in (found, found.get("progress", found)):

@@ -1,4 +1,4 @@
-"""Initialise or restore: the one list of where the state of a run may come from, in order."""
+"""Initialise or restore: the list of all sources of a run's state, in order."""
 
 import functools
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger("jaxtrain")
 
 
 class Start(NamedTuple):
-    """What a run trains from."""
+    """The state, the step and the history that a run trains from."""
 
     state: TrainState
     step: int  # batches that it has read
@@ -59,7 +59,7 @@ def init_or_restore(assembly: Assembly, checkpoints: CheckpointManager) -> Start
 
 
 def _report_schedule(config: Config, restored: Restored) -> None:
-    """Says so where the learning rates to come are not those that the checkpoint's run would have had."""
+    """Log a line if the coming learning rates differ from those of the checkpoint's run."""
     try:
         saved = (stored.read_json(restored.source, "meta") or {})["config"]
         before, steps = section(Optim, saved["optim"]), int(saved["train"]["steps"])

@@ -1,9 +1,9 @@
-"""Where the processes of a save wait for each other: one that failed is not waited for, and the save fails for all of them.
+"""A save that fails in one process fails in all of them, and no process waits for it.
 
-Orbax has two barriers in a save: all have written, and process 0 has committed. A thread that failed comes to neither, so that
-the other processes would wait there until a watchdog ends the job, whatever config.checkpoint.on_error says. Orbax's last
-calls of a save, which mark its end, are made in any case. There, whoever failed says why, and comes to the barriers that it
-has left out: every process comes to each of them once, and looks, after each, whether another has failed.
+Orbax has two barriers in a save: all have written, and process 0 has committed. A thread that failed comes to neither, so the
+other processes would wait there until a watchdog ends the job, regardless of config.checkpoint.on_error. Orbax makes the last
+calls of a save, which mark its end, in any case. There the failed process says why, and comes to the barriers that it
+has left out. Every process comes to each barrier once, and looks after each whether another process has failed.
 """
 
 import sys
@@ -12,7 +12,7 @@ import threading
 import jax
 import orbax.checkpoint as ocp
 
-PHASES = {"async_write_complete": "written", "async_commit_complete": "committed"}  # what Orbax's names for them hold
+PHASES = {"async_write_complete": "written", "async_commit_complete": "committed"}  # parts of Orbax's names for them
 
 
 class OtherFailedError(RuntimeError):
@@ -44,7 +44,7 @@ class Meeting:
             if reasons := [reason for _, reason in self._told.key_value_dir_get(self._folder())]:
                 raise OtherFailedError("; ".join(reasons))
             return
-        # Orbax marks the end of a save in a `finally` of a thread of its own. Whoever saves may be handling an error, too.
+        # Orbax marks the end of a save in a `finally` of its own thread. The saving thread may be handling an error, too.
         error = sys.exc_info()[1] if threading.get_ident() != self._saver else None
         if error and self._left:
             if not isinstance(error, OtherFailedError):

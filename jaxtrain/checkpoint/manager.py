@@ -1,4 +1,4 @@
-"""The checkpoints of a run as its loop sees them: what goes into one, and the way back after bad steps."""
+"""The checkpoints of a run as its loop sees them: their content, and the way back after bad steps."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ class CheckpointManager:
     """A context: saves are asynchronous, and leaving it waits for the last one. Every process calls the same methods.
 
     Attributes:
-      history: facts about the run that are saved with its state; the run sets it to what it began with.
+      history: facts about the run that are saved with its state. The run sets it after it began.
     """
 
     def __init__(self, assembly: Assembly, data: Data, process: ProcessContext):
@@ -63,14 +63,14 @@ class CheckpointManager:
         return cluster.agree(min(found, self._config.train.steps))
 
     def newest(self, path: str = "") -> Restored | None:
-        """The newest readable checkpoint of this workdir, or of the workdir ``path``; None without any.
+        """The newest readable checkpoint of this workdir, or of the workdir ``path``, or None.
 
         Raises CheckpointError: there are some, and none can be read, or they are of another model or other data.
         """
         return self._checkpointer.restore(self._abstract, self._data.fingerprints(), path)
 
     def save(self, step: int, state: TrainState) -> Saved:
-        """Starts to save a state, unless its step is saved already; waits for the save before this one.
+        """Start to save a state, unless its step is saved already. First wait for the previous save.
 
         Raises WorkdirError: another run has the workdir meanwhile, or it was deleted.
         """
@@ -79,7 +79,7 @@ class CheckpointManager:
             return self._checkpointer.save(step, state, self._data.state(step), self.history)
 
     def poll(self) -> None:
-        """Notices a save that failed meanwhile, as `save` does. Costs nothing; to be called at every step."""
+        """Notices a save that failed meanwhile, as `save` does. It costs nothing. Call it at every step."""
         try:
             with self._in_own_workdir():
                 self._checkpointer.poll()
@@ -105,11 +105,11 @@ class CheckpointManager:
         return self._checkpointer.stalled(step)
 
     def owes(self, due: Due, step: int) -> bool:
-        """Whether a checkpoint is left to make after the evaluation: the weights that end a run, or where it stalled."""
+        """Whether a checkpoint is due after the evaluation: the final weights, or the state at a stall."""
         return not due.resumable if due.save else due.evaluate and self.stalled(step)
 
     def rewind(self, state: TrainState, step: int, streak: Streak) -> TrainState:
-        """The state of the last regular save before the streak, at the position of ``state``: what was read since is skipped.
+        """The state of the last regular save before the streak, at the position of ``state``. Later batches are skipped.
 
         Raises FloatingPointError when config.guard.rewinds allows no more, or there is no such save.
         """

@@ -1,19 +1,19 @@
-"""Parameters of another run as the start of this one, by declared rules; what is not declared is not left out.
+"""Parameters of another run as the start of this one, by declared rules. Nothing is left out silently.
 
-The source is a step of a run (`jaxtrain.checkpoint`) or a folder of safetensors; only parameters are taken from it. The
+The source is a step of a run (`jaxtrain.checkpoint`) or a folder of safetensors. Only parameters are taken from it. The
 optimizer starts from its initial state, the average of the parameters as a copy of them, the carry as it is initialised. In
 this order:
 
 1. ``renames`` turn each path of the source into one of the table. A path that ends in ``[i]`` is layer i of a stack, so that
-   ``("layers/(\\d+)/w", "blocks/w[\\1]")`` stacks what others keep separately.
-2. Parameters that ``skip`` matches stay as they are initialised; every other one must be in the source.
+   ``("layers/(\\d+)/w", "blocks/w[\\1]")`` stacks arrays that other programs keep separately.
+2. Parameters that ``skip`` matches stay as they are initialised. Every other one must be in the source.
 3. ``unused`` must match every array of the source that this model has no use for.
 4. Shapes must be equal, unless a rule of ``reshape`` says how they are made so:
    ``crop``                  the first entries along each axis that is longer in the source
-   ``pad``                   the source's entries first; the rest stays as it is initialised
+   ``pad``                   the source's entries first, and the rest as it is initialised
    ``fold``                  the same numbers in the same order: [heads × head dimension, D] as [heads, head dimension, D]
    ``grid 32x8 to 16x8``     the first axis is a grid, row by row, resampled linearly with antialiasing (`jax.image.resize`)
-5. Floating-point numbers are rounded to the table's dtype; the report says where. Other changes of dtype are errors.
+5. Floating-point numbers are rounded to the table's dtype, and the report lists them. Other changes of dtype are errors.
 """
 
 import difflib
@@ -65,7 +65,7 @@ class Match(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """What happens to every parameter of the table and every array of the source."""
+    """The use of every parameter of the table and of every array of the source."""
 
     loaded: dict[str, Match]
     skipped: tuple[str, ...]  # in the source, and declared to stay as initialised
@@ -107,7 +107,7 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
 
 
 def config_of(config: WarmStart) -> dict[str, Any]:
-    """The config of the source's run; empty where it has none, as safetensors of others. Raises WarmStartError."""
+    """The config of the source's run, empty if it has none, as safetensors of others. Raises WarmStartError."""
     try:
         if not stored.is_safetensors(config.source):
             meta = stored.read_json(stored.find_step(config.source, config.step), "meta") or {}
@@ -123,7 +123,7 @@ def config_of(config: WarmStart) -> dict[str, Any]:
 
 
 def damage(config: WarmStart) -> list[str]:
-    """Lists the damage that the source's checksums show; reads all of it once. One process is enough."""
+    """List the damage that the source's checksums show. It reads the whole source once, and one process is enough."""
     if stored.is_safetensors(config.source):
         return []
     try:
@@ -206,7 +206,7 @@ def load(matches: Matches, params: PyTree) -> dict[str, Array]:
     """Reads the arrays: each device its own part, and no part twice on a process.
 
     Args:
-      params: abstract arrays with shardings (`jaxtrain.step.state.Abstract`), at least those that are loaded.
+      params: abstract arrays with shardings (`jaxtrain.step.state.Abstract`), at least the loaded ones.
     """
     targets = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
     by_path: dict[str, Array] = {}
@@ -218,7 +218,7 @@ def load(matches: Matches, params: PyTree) -> dict[str, Array]:
 
 
 def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> PyTree:
-    """Replaces initial ``params`` by what is loaded. To be traced."""
+    """Replace initial ``params`` by the loaded arrays. To be traced."""
 
     def choose(path: tuple[Any, ...], fresh: Array) -> Array:
         name = specs.path_name(path)
@@ -233,12 +233,12 @@ def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> Py
 
 
 def folded(match: Match, shape: tuple[int, ...]) -> Stored:
-    """Returns a source's array in its new shape. Raises StoredError where that takes more than folding."""
+    """Returns a source's array in its new shape. Raises StoredError if that takes more than folding."""
     return match.stored if match.stored.shape == tuple(shape) else stored.fold(match.stored, tuple(shape))
 
 
 def _grouped(lines: Sequence[str], remedy: str, *, n: int | None = None) -> list[str]:
-    """One problem with its remedy, once, and what it is about: ``n`` parameters, by default one a line; none without lines."""
+    """One problem with its remedy and its ``n`` parameters, by default one a line. Nothing without lines."""
     if not lines:
         return []
     n = n or len(lines)
@@ -246,14 +246,14 @@ def _grouped(lines: Sequence[str], remedy: str, *, n: int | None = None) -> list
 
 
 def _ways(path: str, source: tuple[int, ...], target: tuple[int, ...]) -> tuple[str, ...]:
-    """The ways of reshaping that turn ``source`` into ``target``; "grid", whose sizes no shape tells, for positions."""
+    """The ways of reshaping that turn ``source`` into ``target``. Positions have "grid", too, whose sizes no shape tells."""
     ways = [way for way in WAYS if not _misfit(source, target, way)]
     is_grid = re.search(r"(^|/)pos[^/]*$", path) and len(source) == len(target) == 2 and source[1] == target[1]
     return (*ways, "grid") if is_grid else tuple(ways)
 
 
 def _how_to_reshape(ways: Sequence[str]) -> str:
-    """The choices of config.warm_start.reshape that give the shape, and what they do."""
+    """The choices of config.warm_start.reshape that give the shape, with their effects."""
     if not ways:
         return f"{', '.join(WAYS)} and grid do not give it; declare"
     does = "; ".join(f"{way} {WAYS_DO[way]}" if len(ways) > 1 else WAYS_DO[way] for way in ways)
@@ -324,7 +324,7 @@ def _grid(how: str) -> tuple[int, int, int, int]:
 
 
 def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
-    """Explains why ``how`` does not turn ``source`` into ``target``; "" when it does."""
+    """Explains why ``how`` does not turn ``source`` into ``target``. Return "" if it does."""
     shapes = f"is {list(source)} in the source and {list(target)} here"
     if how.startswith("grid"):
         a, b, c, d = _grid(how)

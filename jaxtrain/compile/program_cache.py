@@ -2,7 +2,7 @@
 
 JAX's cache has none but process 0's, and on CPUs each process's program is its own. A program that was read back may run its
 collectives in another order than one just compiled (seen with jax 0.10.2: the processes then wait for each other for ever). So
-each process keeps its own, and they are used where all processes have theirs.
+each process caches its own, and they are used if every process has one.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ LIMIT = 2 << 30  # [bytes] of all files together
 
 
 def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The program that an earlier start compiled of this, where each process has kept its own; else None.
+    """The program that an earlier start compiled of ``lowered``, or None if a process has none.
 
-    Called by all processes at once. Like JAX's cache, it trusts the folder of the cache: what is read there is run.
+    All processes call it at once. Like JAX's cache, it trusts the cache folder: its programs are run.
     """
     if not _are_kept():
         return None
@@ -76,11 +76,11 @@ def _are_kept() -> bool:
 
 
 def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Path:
-    """Another file where the program could be another: by text, arguments, options, process, devices, versions, flags and CPU.
+    """The file of a program, by its text, arguments, options, process, devices, versions, flags and CPU.
 
-    The text has no arguments that are not used, and what is kept says by numbers which ones are.
+    The text has no unused arguments, and the file numbers the used ones.
     """
-    inner: Any = lowered._lowering  # no public name has what is asked of it; without that nothing is kept
+    inner: Any = lowered._lowering  # these facts have no public name. Without them nothing is cached
     settings: Any = jax.config
     facts = [
         str(lowered.args_info), str(lowered.out_tree), sorted(inner.compile_args["kept_var_idx"]), dict(options),
@@ -93,7 +93,7 @@ def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Pa
 
 
 def _cpu() -> list[str]:
-    """What this machine's cores can do."""
+    """The instruction sets of this machine's cores."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

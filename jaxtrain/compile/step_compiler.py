@@ -22,7 +22,7 @@ from jaxtrain.telemetry import goodput
 from jaxtrain.types import COUNTS
 
 log = logging.getLogger("jaxtrain")
-THREAD = "compile"  # what the names of threads that compile begin with
+THREAD = "compile"  # prefix of the names of threads that compile
 
 
 class CompileAhead:
@@ -32,8 +32,8 @@ class CompileAhead:
     stall the run.
 
     Attributes:
-      starts: program's key -> the first step that needs it, once `begin` has said which steps are to come.
-      late: steps that had to wait for their program, the first aside.
+      starts: program's key -> the first step that needs it, after `begin`.
+      late: steps that waited for their program, without the first.
     """
 
     def __init__(self, key_of: Callable[[int], Hashable], compiled: Callable[[Any], Callable[..., Any]]):
@@ -58,7 +58,7 @@ class CompileAhead:
         """Steps ``start`` … ``stop`` - 1 are to come.
 
         Args:
-          others: each compiles a program that no step needs; they come right after the first step's.
+          others: each compiles a program that no step needs. They come right after the first step's.
         """
         self._first = start
         for step in range(start, stop):
@@ -76,8 +76,10 @@ class CompileAhead:
             self._programs[key] = self._pool.submit(self._compiled, key)
 
     def at(self, step: int) -> Callable[..., Any]:
-        """The program of step number ``step``, 0 being the first. Raises what its compilation raised, and at any step what the
-        compilation of one of the others did: an evaluation that does not fit is known before hours of training.
+        """The program of step number ``step``, 0 being the first.
+
+        Raises the error of its compilation, and at any step the error of one of the others. So an evaluation that does not fit
+        is reported before hours of training.
         """
         if self._unchecked and self._unchecked[0].done():
             self._unchecked.pop(0).result()
@@ -91,11 +93,11 @@ class CompileAhead:
         return self._programs[self._key_of(step)].done()
 
     def other(self, index: int) -> Callable[..., Any]:
-        """One of the others, awaited. Raises what its compilation raised."""
+        """One of the others, awaited. Raises the error of its compilation."""
         return self._others[index].result()
 
     def close(self) -> None:
-        """Gives up what is not being compiled yet."""
+        """Give up the programs that are not being compiled yet."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -106,8 +108,10 @@ def _done(program: Callable[..., Any]) -> concurrent.futures.Future[Any]:
 
 
 class StepCompiler:
-    """A context. Made, it compiles the program of the likely first step, beside what follows. `ready` waits for that of the
-    first step, and has evaluations and later steps compiled while the run goes on. All are the same on every process.
+    """A context that compiles the programs of a run in the background, identical on every process.
+
+    Its constructor starts to compile the likely first step. `ready` waits for the first step, and then has evaluations and
+    later steps compiled while the run trains.
 
     Attributes:
       stop: the last argument of a step, by whether this process asks to stop.
@@ -116,8 +120,10 @@ class StepCompiler:
     """
 
     def __init__(self, assembly: Assembly, data: Data, clock: goodput.Clock, *, likely: int):
-        """``likely``: how many batches the state that the run resumes from has probably read; it is not restored yet. The
-        same number on every process."""
+        """Start to compile.
+
+        ``likely``: the probable number of batches that the restored state will have read, the same on every process.
+        """
         self._assembly, self._data, self._clock, self._began = assembly, data, clock, time.perf_counter()
         self._options = assembly.compiler_options()
 
@@ -141,11 +147,11 @@ class StepCompiler:
         return self._assembly.task.stage(index), self._data.bucket_of(index)
 
     def ready(self, first: int) -> None:
-        """Returns once the program of step number ``first``, 0 being the first, is compiled; with no step left, at once.
+        """Returns once the program of step number ``first``, 0 being the first, is compiled, or at once with no step left.
 
         Raises:
           RendezvousError: processes that lowered different programs, or have other data, by number.
-          ConfigError: config.checkpoint.best names what no evaluation has.
+          ConfigError: config.checkpoint.best names a metric that no evaluation has.
         """
         assembly, data = self._assembly, self._data
         task, variables, steps = assembly.task, assembly.abstract.state.variables, assembly.config.train.steps
@@ -157,9 +163,9 @@ class StepCompiler:
         cluster.compare(texts)
         if first < steps and not self._steps.expects(first):
             self._steps.expect(first, program_cache.earlier(self._lowered(self._key_of(first)), self._options))
-        # 2. What an evaluation has is known now; hours of training later would be late.
+        # 2. The metrics of an evaluation are known now, not hours of training later.
         _check_best(assembly, evaluations[0].out_info if data.test.n_batches else None)
-        log.info("compiling; what takes long is kept for the next start")
+        log.info("compiling; slow programs are cached for the next start")
         # 3. Compile in a thread: the first step, awaited here, then evaluations and later steps while the run goes on.
         found = [program_cache.earlier(x, self._options) for x in evaluations]
         others = [functools.partial(lambda x, f: f or self._compile(x), *each) for each in zip(evaluations, found, strict=True)]

@@ -1,8 +1,8 @@
-"""Options for XLA's compilers: the one table of what a step is compiled with on which devices, and what a config adds.
+"""Options for XLA's compilers: one table of defaults by device, and the options of a config over them.
 
-They go along with the compilation. In XLA_FLAGS or LIBTPU_INIT_ARGS a name that the installed version does not know ends the
-process; here the compiler is asked first, with a program of no size: what it refuses of the table is left out, and what it
-refuses of a config is an error that names it.
+They are arguments of a compilation. In XLA_FLAGS or LIBTPU_INIT_ARGS a name that the installed version does not know ends the
+process. Here the compiler is tried first, with a program of no size. An option of the table that it refuses is left out. An
+option of a config that it refuses is an error that names it.
 
 Looked at and left out, since no chip was there to time them (libtpu 0.0.51, an FSDP step of eight scanned layers):
 ``xla_tpu_enable_data_parallel_all_reduce_opt`` compiles the same program, on two slices of v4 or v5e too;
@@ -31,9 +31,9 @@ PLATFORMS = ("tpu", "gpu", "cpu")  # options of one of them begin with xla_tpu_ 
 class Option(NamedTuple):
     name: str
     value: bool | int | str
-    kinds: tuple[str, ...]  # what JAX's device_kind begins with
-    alone: bool = False  # also for a program of one device; most of them move collectives, and it has none
-    cores: int = 1  # of this process, from which on it is wanted; of two options of one name the later one is
+    kinds: tuple[str, ...]  # prefixes of JAX's device_kind
+    alone: bool = False  # also for a program of one device, which has no collectives to move
+    cores: int = 1  # it needs so many of this process. The later of two options of one name wins
 
 
 TABLE = (
@@ -41,8 +41,8 @@ TABLE = (
     # every layer of every microbatch: with adapters next to the frozen ones, that was half of a step's bytes.
     # Without adapters nothing was seen to be merged.
     Option("xla_gpu_dot_merger_threshold_mb", 0, ("NVIDIA",), alone=True),
-    # Collectives begin early and end late, with computation between. JAX's documentation has it off unless it is asked for;
-    # NVIDIA's images of JAX ask for it.
+    # Collectives begin early and end late, with computation between. JAX has it off by default,
+    # and NVIDIA's images of JAX turn it on.
     Option("xla_gpu_enable_latency_hiding_scheduler", True, ("NVIDIA",)),
     # The same for TPUs. Newer libtpu do so unasked (0.0.51: the same program), and without it no gather of an FSDP step of the
     # model on v5e was fused with a product.
@@ -70,7 +70,7 @@ TABLE = (
 
 
 def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None) -> dict[str, Any]:
-    """What a step for ``count`` devices of a ``device_kind`` is compiled with: the table's options, and over them ``own``.
+    """The options of a step for ``count`` devices of a ``device_kind``: the table's, and over them ``own``.
 
     Options of another platform in ``own`` are not for these devices, and the log says so: one config may have those of several.
 
@@ -104,7 +104,7 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mappin
     """Compiles with ``options``, of which ``own`` are the config's and the others this module's.
 
     An option that suits a program of no size can break a compiler on a larger one. This module's never keep a step from being
-    compiled: where the compiler fails with them, it is asked again without, and the log says so.
+    compiled: if the compiler fails with them, it tries again without, and the log says so.
 
     Raises ConfigError when it fails with ``own`` alone. A program that is too large is a JaxRuntimeError
     (RESOURCE_EXHAUSTED), as it is without options.
@@ -135,7 +135,7 @@ def _refused_for(own: Mapping[str, Any], reason: str) -> ConfigError:
 
 def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
     with warnings.catch_warnings():
-        # What is compiled for devices elsewhere goes into the cache of programs, but cannot be read from it.
+        # A program compiled for other devices goes into the program cache, but cannot be read from it.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
         return lowered.compile(compiler_options=dict(options))
 
@@ -161,5 +161,5 @@ def _refused(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
 
 
 def _value(value: Any) -> Any:
-    """From a command line or a file; of switches, XLA for CPUs and GPUs knows no texts."""
+    """Convert a value of a command line or a file. XLA for CPUs and GPUs knows switches as booleans alone."""
     return {"true": True, "false": False}.get(value.lower(), str(value)) if isinstance(value, str) else value

@@ -11,7 +11,7 @@ COMPILERS = ("gpu", "tpu")  # that can be fetched for plans
 
 
 class Arguments(NamedTuple):
-    """What the command line asks for."""
+    """The requests of a command line."""
 
     source: str  # FILE[:ARG] of --config
     overrides: list[tuple[str, str]]  # (section.field, text)
@@ -26,7 +26,7 @@ def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
     The config is not read yet, since the module of its workload may take a second to import.
 
     Args:
-      find: whether the config must exist; else it is for whoever reads it to say that it does not.
+      find: whether the config must exist. If not, its reader reports a missing one.
 
     Raises ConfigError for a missing --config, a config that does not exist and every argument that is none of these.
     """

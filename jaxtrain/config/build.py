@@ -36,7 +36,7 @@ from loaders.io.checks import DataSection, Section
 
 log = logging.getLogger("jaxtrain")
 
-# Files whose frames an import goes through, whatever is imported.
+# Files whose frames every import goes through.
 IMPORTERS = (
     __file__,
     workload.__file__,
@@ -51,7 +51,7 @@ class _Text(str):
 
 
 def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
-    """Reads ``path.py`` or ``path.py:argument`` and applies (dotted path, text) overrides; checks everything.
+    """Reads ``path.py`` or ``path.py:argument`` and applies (dotted path, text) overrides, then check everything.
 
     A shipped config (`jaxtrain.configs`) is also found by its name: ``xcm``, ``xcm:argument``.
 
@@ -70,12 +70,12 @@ def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
 def read(
     source: str, overrides: Iterable[tuple[str, str]] = (), *, make_data: bool = True
 ) -> tuple[Config, list[tuple[str, str]]]:
-    """Like `load`, but returns the config with all its mistakes; a field with a wrong value has its default.
+    """Like `load`, but returns the config with all its mistakes. A field with a wrong value has its default.
 
     Args:
-      make_data: whether data that do not exist yet are made, where their facts are asked for; else those fields stay None.
+      make_data: whether to make data that do not exist yet, for their facts. If not, those fields stay None.
 
-    Raises ConfigError where there is no config to return: no such file, a module that cannot be imported.
+    Raises ConfigError if there is no config to return: no such file, a module that cannot be imported.
     """
     name, tree = _read_file(source)
     problems: list[tuple[str, str]] = []
@@ -142,19 +142,19 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
 
 
 def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields of the sections model and data, in which what one side says of a shared field the other says, too."""
+    """The given fields of the sections model and data. A shared field of one side is copied to the other."""
     parts = dict(parts)
     if len(classes) < 2 or not all(isinstance(part, Mapping) for part in parts.values()):
         return parts
     for name in getattr(classes["model"], "shared", ()):
         has = {section: name in parts[section] for section in parts}
         fields = {section: name in getattr(cls, "__dataclass_fields__", {}) for section, cls in classes.items()}
-        if all(has.values()):  # what is typed now decides over what the file says of the other side
+        if all(has.values()):  # the command line wins over the other side's value in the file
             has = {section: isinstance(parts[section][name], _Text) for section in parts}
         if all(fields.values()) and has["model"] != has["data"]:
             given, other = ("model", "data") if has["model"] else ("data", "model")
             parts[other] = {key: value for key, value in parts[other].items() if key != name}
-            if _is_of_kind(classes[given], name, parts[given][name]):  # what is not is a mistake of one side
+            if _is_of_kind(classes[given], name, parts[given][name]):  # if not, it is a mistake of one side
                 parts[other][name] = parts[given][name]
     return parts
 
@@ -170,7 +170,7 @@ def _is_of_kind(cls: type, name: str, value: Any) -> bool:
 
 
 def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``tree`` whose fields in `SHARES` are steps, where they were shares of the run: 0.05 of 2,000 steps is 100."""
+    """Copy ``tree`` with the fields in `SHARES` as steps instead of shares of the run: 0.05 of 2,000 steps is 100."""
     tree = {name: dict(part) if isinstance(part, Mapping) else part for name, part in tree.items()}
     train = tree.get("train")
     steps = _literal(train.get("steps", Train.steps)) if isinstance(train, Mapping) else Train.steps
@@ -186,7 +186,7 @@ def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section(cls: type, tree: Mapping[str, Any]) -> Any:
-    """Builds one section, the dataclass ``cls``, from what a config.json has of it. Raises ConfigError."""
+    """Builds one section, the dataclass ``cls``, from its part of a config.json. Raises ConfigError."""
     problems: list[tuple[str, str]] = []
     built = _build(cls, tree, cls.__name__.lower(), problems)
     if problems:
@@ -280,10 +280,10 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
-    """Imports a config file. Returns its path, the module, and what follows the colon. Raises ConfigError."""
+    """Imports a config file. Return its path, the module, and the text after the colon. Raises ConfigError."""
     path, _, argument = source.partition(":")
     file = locate(path)
-    # Modules that a config of one's own names lie next to it, or where the command is typed: as with `python -m`, whatever
+    # Modules that a user's config names lie next to it, or in the current folder: as with `python -m`, whatever
     # started this process.
     for folder in (os.getcwd(), str(file.parent.absolute())) if file.parent != configs.FOLDER else ():
         if folder not in sys.path:
@@ -319,8 +319,8 @@ def locate(path: str) -> pathlib.Path:
     if file.is_file():
         raise ConfigError([("", f"file {path} is no config; its name must end in .py")])
     there = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
-    meant = file.stem if file.suffix == ".py" and not there else path
-    remedy = checks.expected(meant, [*configs.names(), *there])
+    wanted = file.stem if file.suffix == ".py" and not there else path
+    remedy = checks.expected(wanted, [*configs.names(), *there])
     raise ConfigError([("", f"file {path} does not exist, nor does jaxtrain ship a config of this name; {remedy}")])
 
 

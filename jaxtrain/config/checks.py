@@ -49,7 +49,7 @@ def without_defaults(problems: Iterable[tuple[str, str]], unread: Sequence[str])
 
 
 def beyond_the_run(config: Config) -> Iterator[str]:
-    """Yields what never comes up within the run's steps, which is hardly meant, with a value that would."""
+    """Yield events that never come up within the run's steps, which is rarely intended, with a value that would."""
     train, steps = config.train, config.train.steps
     periods = {
         "train.eval_every": train.eval_every,
@@ -133,7 +133,7 @@ def _unread(optim: Optim) -> Problems:
 
 
 def _schedule_problems(train: Train, optim: Optim) -> Problems:
-    """What does not fit into the run's steps, each with a value that would."""
+    """Yield values that do not fit into the run's steps, each with one that would."""
 
     def remedy(name: str, share: float) -> str:
         return f"set config.optim.{name}={max(1, round(share * train.steps))}, or config.optim.{name}={share} of any run"
@@ -151,7 +151,7 @@ def _schedule_problems(train: Train, optim: Optim) -> Problems:
 
 
 def on_this_machine(config: Config) -> Problems:
-    """Yields what is missing here: files, packages, the permission to write. Leaves nothing behind."""
+    """Yield missing files, packages and permissions of this machine. Nothing is left behind."""
     yield from _workdir_problems(config.workdir)
     yield from _url_problems("checkpoint.folder", config.checkpoint.folder)
     yield from _url_problems("resume.path", config.resume.path)
@@ -204,7 +204,7 @@ def _url_problems(name: str, path: str) -> Iterator[tuple[str, str]]:
 
 
 def unreachable(path: str) -> str:
-    """Why checkpoints cannot lie at a URL: its scheme, or a package that is missing; empty where they can, and for paths."""
+    """Why checkpoints cannot lie at a URL: its scheme, or a missing package. Empty if they can, and for paths."""
     scheme, separator, _ = path.partition("://")
     if separator and scheme != "gs":
         return f"is in no store of checkpoints; {checks.expected(scheme, ('gs',))}, or a path on a file system"

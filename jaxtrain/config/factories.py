@@ -28,7 +28,7 @@ def find(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module raises while it is executed
+    except Exception as error:  # the module may raise anything while it is executed
         raise FactoryError(f"is {name!r}, and importing {module_name!r} failed: {first_line(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -54,7 +54,7 @@ def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Call
 
     Args:
       field: that holds ``name``.
-      check: result of the call -> what is wrong with it, for example "expected …"; "" = nothing.
+      check: result of the call -> its problem, for example "expected …", or "".
       given: as of `call`, each under the name of the parameter.
     """
     where = "arguments" if field == "name" else f"{field}_arguments"
@@ -97,14 +97,14 @@ def _works(name: str, arguments: Mapping[str, Any], given: Mapping[str, Any], *,
 
 
 def of_optimizer(found: Any) -> str:
-    """What is wrong with the result of an optimizer's factory, as the ``check`` of `problems`."""
+    """Describe the problem with the result of an optimizer's factory, as the ``check`` of `problems`."""
     if all(callable(getattr(found, name, None)) for name in ("init", "update")):
         return ""
     return f"returned a {type(found).__name__}; expected an optax.GradientTransformation"
 
 
 def of_schedule(found: Any) -> str:
-    """What is wrong with the result of a schedule's factory, as the ``check`` of `problems`."""
+    """Describe the problem with the result of a schedule's factory, as the ``check`` of `problems`."""
     import jax  # here: most configs name no factory
 
     if not callable(found):

@@ -1,9 +1,9 @@
-"""The sections of a config: what can be set, in which unit, what it means, and its default.
+"""The sections of a config: every field with its unit, meaning and default.
 
 Defaults live on these dataclasses, on the workload's ``Config`` (section ``model``) and on the loader's ``Config`` (section
-``data``), and nowhere else; a config file states what differs. Every field ends in a gloss, ``# [unit] meaning``, which
+``data``), and nowhere else. A config file states the differences. Every field ends in a gloss, ``# [unit] meaning``, which
 `jaxtrain.config.explain` prints. ``problems()`` names the mistakes that show in a section's own values;
-`jaxtrain.config.checks` has those that show between sections or on this machine.
+`jaxtrain.config.checks` has the mistakes that show between sections or on this machine.
 """
 
 import re
@@ -24,39 +24,39 @@ SCHEDULES = ("constant", "cosine", "wsd", "three_phase")
 MOMENTS = ("float32", "bfloat16", "int8")
 MUON_SCALES = ("rms", "in_out", "out_in")
 DECAY_SHAPES = ("linear", "cosine", "sqrt")
-# Fields in steps that may be given as a share of train.steps, a fraction between 0 and 1; a Config has them in steps.
+# Fields in steps that may be given as a share of train.steps, a fraction between 0 and 1. A Config has them in steps.
 SHARES = ("optim.warmup", "optim.decay", "train.eval_every", "checkpoint.every", "checkpoint.keep_every", "metrics.every")
 MOST_PATTERN = 10_000  # [characters] of a regular expression
-MOST_REPLACEMENT = 200  # [characters] of what its match is replaced by
-RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")  # what jaxtrain.checkpoint.warm_start can do
+MOST_REPLACEMENT = 200  # [characters] of a replacement
+RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")  # the ways of jaxtrain.checkpoint.warm_start
 
 
 class ModelSection(Section):
     """The section ``model``: the base class of a workload's ``Config``.
 
     Attributes:
-      shared: fields that the data section may have, too: where one side alone is given, the other takes its value over.
+      shared: fields that the data section may have, too. If only one side is given, the other takes its value.
     """
 
     shared: ClassVar[tuple[str, ...]] = ()
 
     def data_problems(self, facts: Mapping[str, Any]) -> Problems:
-        """Yields (field, what is wrong and the remedy) for every field that contradicts what the data say of themselves."""
+        """Yield (field, problem with its remedy) for every field that contradicts the facts of the data."""
         del facts
         return iter(())
 
     def warm_start_problems(self, source: Mapping[str, Any]) -> Iterator[str]:
-        """Yields what keeps the weights of the run with the config ``source`` from being a start of this one."""
+        """Yield the reasons why the weights of the run with the config ``source`` are no start of this one."""
         del source
         return iter(())
 
     def start_problems(self, rules: "WarmStart") -> Problems:
-        """Yields (field, text) where the weights that ``rules`` begin with are of a model that computes something else."""
+        """Yield (field, text) if the weights of ``rules`` are of a model that computes something else."""
         del rules
         return iter(())
 
     def data_notes(self, facts: Mapping[str, Any]) -> Problems:
-        """Yields (field, text) for what is allowed and is hardly meant. Not asked where the weights come from elsewhere."""
+        """Yield (field, text) for a value that is allowed but unlikely. Not called if the weights come from elsewhere."""
         del facts
         return iter(())
 
@@ -66,11 +66,13 @@ class Train(Section):
     """How long a run is, how large its steps are, and when it is evaluated."""
 
     steps: int = 10_000  # [steps] optimizer steps of the whole run
-    batch: int = 64  # [rows] global batch, whatever the number of devices
-    accumulate: int = 1  # [microbatches] parts that a step is computed in; gradients are reduced once
+    batch: int = 64  # [rows] global batch, for any number of devices
+    accumulate: int = 1  # [microbatches] of a step, whose gradients are reduced once
     ema: float = 0.0  # [1] decay of the average of the parameters that evaluation uses; 0 = no average
-    eval_every: int = 1_000  # [steps] between evaluations, or 0.1 of the run; the last is always evaluated; 0 = only that one
-    eval_batches: int = 0  # [batches] in an evaluation during the run; 0 = all; the evaluation of the last step takes all
+    eval_every: int = (
+        1_000  # [steps] between evaluations, or a share of the run: 0.1. The last step always has one; 0 = no other
+    )
+    eval_batches: int = 0  # [batches] in an evaluation during the run; 0 = all, as after the last step
     patience: int = 0  # [evaluations] in a row without progress of checkpoint.best after which a run ends; 0 = never
     min_delta: float = 0.0  # [1] improvement of checkpoint.best that must be exceeded to count as progress
 
@@ -91,7 +93,7 @@ class UpdateRule(NamedTuple):
 
     factory: str  # module:function, which takes fields of `Optim` by their names
     moments: tuple[str, ...] = ()  # fields of its state that optim.moments narrows
-    matrices: bool = False  # it updates hidden matrices only; optim.rest updates all else
+    matrices: bool = False  # it updates hidden matrices only, and optim.rest all others
     sparse: bool = False  # it keeps no state, and leaves rows of a table alone if the step has not read them
     repeatable: bool = True  # computing an update again costs less than keeping it
 
@@ -119,7 +121,7 @@ OF_SCHEDULE = ("lr", "schedule", "schedule_arguments", "warmup", "decay", "decay
 
 @dataclass(frozen=True)
 class Group(Section):
-    """Parameters that are optimised differently: those whose path contains a match of ``match``."""
+    """Options for the parameters whose path contains a match of ``match``."""
 
     match: str = ""  # [regex] searched in the parameter's path, for example "^probe/"; the first group that matches wins
     lr: float | None = None  # [1/step] peak learning rate; None = optim.lr
@@ -161,16 +163,16 @@ class Optim(Section):
     decayed: str = r"(^|/)w[^/]*$"  # [regex] parameters that weight decay applies to: the matrices
     undecayed: str = r"(^|/)(b|scale|bias|pos|cls|embed)[^/]*$"  # [regex] all others: each parameter must match one of the two
     b1: float = 0.9  # [1] adamw, adam_atan2, lion: decay of the first moment
-    b2: float = 0.999  # [1] adamw, adam_atan2: decay of the second moment; lion: of the first
+    b2: float = 0.999  # [1] decay of the second moment (adamw, adam_atan2) or of the first (lion)
     eps: float = 1e-8  # [1] adamw: added to the root of the second moment
     atan2_a: float = 1.0  # [1] adam_atan2: factor of the update; 1.27 makes atan2(1, 1) move by lr
     atan2_b: float = 1.0  # [1] adam_atan2: factor of the root of the second moment
-    atan2_correction: str = "outside"  # [name] adam_atan2: where the first moment's bias is corrected, outside or inside atan2
+    atan2_correction: str = "outside"  # [name] adam_atan2: correct the first moment's bias outside or inside atan2
     momentum: float = 0.95  # [1] muon: decay of the sum of gradients
     muon_scale: str = "rms"  # [name] muon: rms (moves as far as AdamW), or by fan-out / fan-in of kernels in_out or out_in
     rest: str = "adamw"  # [name] muon: update rule of all but the hidden matrices: tables, heads, vectors
     moments: str = "float32"  # [name] how built-in rules keep moments: float32, bfloat16, int8 (8 bits, a scale for each row)
-    masters: bool = False  # [bool] optimise float32 copies of the parameters: bfloat16 loses what is below a 256th of a value
+    masters: bool = False  # [bool] optimise float32 copies of the parameters: bfloat16 loses updates below a 256th of a value
     offload: bool = False  # [bool] keep the optimizer's state in host memory, and copy it to the device for each update
     layer_decay: float = 1.0  # [1] built-in rules: factor of the learning rate from each layer to the one below; 1 = none
     layer_first: str = r"(^|/)(w_patch|b_patch|embed|pos|cls)[^/]*$"  # [regex] layer_decay: parameters below the first layer
@@ -218,7 +220,7 @@ AXIS_RULES: dict[str, str] = {
     "head_dim": "",
     "patch": "",
     "item": "fsdp?",  # rows of an embedding table of the data's examples: often prime
-    "rows": "data",  # of a batch, where the devices of a group work on all of its rows together
+    "rows": "data",  # of a batch whose rows all devices of a group work on together
     "input": "fsdp",  # inputs of a wide first matrix
     "output": "model?",  # outputs of a wide last matrix: as many as the data say
 }
@@ -248,7 +250,7 @@ class Mesh(Section):
 
 @dataclass(frozen=True)
 class WarmStart(Section):
-    """Parameters to start from when there is no checkpoint to resume; the rules are in `jaxtrain.checkpoint.warm_start`."""
+    """Parameters to start from if there is no checkpoint to resume, by the rules of `jaxtrain.checkpoint.warm_start`."""
 
     source: str = ""  # [path] of a run, of one of its steps, or of a folder of safetensors; empty = initialise all
     step: int | None = None  # [step] of a run; None = its newest
@@ -282,12 +284,12 @@ class WarmStart(Section):
 
 @dataclass(frozen=True)
 class Lora(Section):
-    """Low-rank adapters instead of all parameters (jaxtrain.nn.lora); each parameter must match one of the three patterns."""
+    """Low-rank adapters instead of all parameters (jaxtrain.nn.lora). Each parameter must match one of the three patterns."""
 
     rank: int = 0  # [1] of the adapters; 0 = train the parameters themselves
     alpha: float = 16.0  # [1] times B A over the rank
     adapt: str = r"(^|/)blocks/w_"  # [regex] matrices that get adapters
-    train: str = ""  # [regex] parameters that are trained as they are; empty = none
+    train: str = ""  # [regex] parameters that are trained without an adapter; empty = none
     freeze: str = r"^(embed|pos|scale|bias|w_head)$|/(b|scale|bias)_[^/]*$"  # [regex] parameters that stay as they are
     dtype: str = "float32"  # [name] that adapted and frozen parameters are kept in: float32 or bfloat16
 
@@ -300,11 +302,11 @@ class Lora(Section):
 
 @dataclass(frozen=True)
 class Checkpoint(Section):
-    """Asynchronous checkpoints; `jaxtrain.checkpoint.checkpointer` lists the files of one."""
+    """Asynchronous checkpoints. `jaxtrain.checkpoint.checkpointer` lists the files of one."""
 
     folder: str = ""  # [path or URL] of the checkpoints, for example gs://bucket/run/checkpoints; empty = workdir/checkpoints
 
-    every: int = 500  # [steps] between saves, or as 0.05 a share of the run; the last step is always saved
+    every: int = 500  # [steps] between saves, or a share of the run: 0.05. The last step is always saved
     keep: int = 3  # [checkpoints] newest ones that stay on disk
     keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
     verify: bool = True  # [bool] compare every byte of a checkpoint with its checksums before resuming from it
@@ -321,7 +323,7 @@ class Checkpoint(Section):
 
 @dataclass(frozen=True)
 class Resume(Section):
-    """What a run resumes from. Checkpoints in its own workdir come first."""
+    """The source of a resumed run. Checkpoints in its own workdir come first."""
 
     path: str = ""  # [path] workdir of another run whose newest checkpoint, all of it, this run begins with
     data: str = "exact"  # [name] "exact": the data must be those of the checkpoint; "restart": others, from their beginning
@@ -332,7 +334,7 @@ class Resume(Section):
 
 @dataclass(frozen=True)
 class Metrics(Section):
-    """What is written besides workdir/metrics.jsonl, which always is."""
+    """Writers besides workdir/metrics.jsonl, which is always written."""
 
     every: int = 10  # [steps] between records
     tensorboard: bool = False  # [bool] event files in workdir/tensorboard (extra: tensorboard)
@@ -340,13 +342,13 @@ class Metrics(Section):
         int, ...
     ] = ()  # [steps] first and last that process 0 traces into workdir/traces, as (100, 103); empty = none
     wandb_project: str = ""  # [name] Weights & Biases project; empty = off (extra: wandb)
-    wandb_entity: str = ""  # [name] user or team of the project; empty = the default of who is logged in
+    wandb_entity: str = ""  # [name] user or team of the project; empty = the default of the account
     wandb_group: str = ""  # [name] under which runs are grouped, for example a sweep's
     wandb_job_type: str = ""  # [name] of the run within its group
-    wandb_name: str = ""  # [name] shown for the run; empty = one that the service makes up
+    wandb_name: str = ""  # [name] shown for the run; empty = the service's choice
     wandb_tags: tuple[str, ...] = ()  # [names] to filter runs by
     wandb_notes: str = ""  # [text] about the run
-    mlflow_experiment: str = ""  # [name] MLflow experiment, where MLFLOW_TRACKING_URI says; empty = off (extra: mlflow)
+    mlflow_experiment: str = ""  # [name] MLflow experiment at MLFLOW_TRACKING_URI; empty = off (extra: mlflow)
     trackio_project: str = ""  # [name] Trackio project; empty = off (extra: trackio)
 
     def problems(self) -> Problems:
@@ -361,7 +363,7 @@ class Metrics(Section):
 
 @dataclass(frozen=True)
 class Card(Section):
-    """What the card of an export says that no run knows (`jaxtrain export`)."""
+    """Entries of an export's card that no run knows (`jaxtrain export`)."""
 
     license: str = ""  # [id] of the weights, as the Hugging Face Hub names it: apache-2.0, cc-by-nc-4.0, …; empty = unsaid
     datasets: tuple[str, ...] = ()  # [ids] of the data on the Hub, for example DBD-research-group/BirdSet
@@ -376,13 +378,13 @@ class Card(Section):
 
 @dataclass(frozen=True)
 class Guard(Section):
-    """Steps that would do harm are skipped, identically on every process: nothing is updated; they are counted and logged."""
+    """Non-finite and spike skipping, identical on every process. A skipped step updates nothing, is counted and is logged."""
 
     spike: float = 0.0  # [ratio] of the gradient norm to its running average that a step is skipped from; 0 = non-finite only
     decay: float = 0.99  # [1] of that average
     settle: int = 100  # [steps] at the start, during which no spike is looked for
     patience: int = 10  # [steps] skipped in a row after which the run rewinds, or stops
-    rewinds: int = 0  # [times] that it returns to its last checkpoint instead of stopping; all batches since count as skipped
+    rewinds: int = 0  # [times] to return to the last checkpoint instead of stopping; all batches since count as skipped
 
     def problems(self) -> Problems:
         if self.spike and self.spike <= 1:
@@ -428,9 +430,9 @@ Data = TypeVar("Data", bound=DataSection, default=Any)
 class Config(Section, Generic[Model, Data]):
     """A whole run: `Config[Model, Data]` by the sections of its workload and of its loader."""
 
-    workload: str = ""  # [module] what is trained; its Config is the section `model`
-    loader: str = ""  # [module] where rows come from; its Config is the section `data`
-    workdir: str = ""  # [path] everything that the run writes; empty = runs/<name of the config file>
+    workload: str = ""  # [module] of the trained model; its Config is the section `model`
+    loader: str = ""  # [module] of the data; its Config is the section `data`
+    workdir: str = ""  # [path] of all files of the run; empty = runs/<name of the config file>
     seed: int = 0  # [1] of initialisation, order, crops and augmentation
     model: Model = None  # type: ignore[assignment]  # [section] of the workload
     data: Data = None  # type: ignore[assignment]  # [section] of the loader
@@ -468,5 +470,5 @@ def _regexes(patterns: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             continue
         try:
             re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:  # a count too large; parentheses too deep
+        except (re.error, OverflowError, RecursionError) as error:  # a count too large, parentheses too deep
             yield name, f"is {pattern[:200]!r}, which is not a regular expression: {error}"

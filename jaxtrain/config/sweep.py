@@ -15,8 +15,8 @@ def sweeps(source: str, overrides: Iterable[tuple[str, str]] = ()) -> list[tuple
     <workdir>/000 and so on.
 
     Raises:
-      ConfigError: the mistakes of all points; there is no such function, or it yields nothing; a value is both given and
-        swept; two points have one workdir.
+      ConfigError: all mistakes of all points, no such function, no points, a value that is both given and swept, or
+        two points with one workdir.
     """
     overrides = list(overrides)
     file, module, _ = import_file(source)

@@ -16,7 +16,7 @@ _END = object()
 
 
 def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
-    """Which rows this process reads: what the sharding puts on its devices (never a process index)."""
+    """The rows that this process reads, decided by the sharding (law 2), never by a process index."""
     leading = {name: {_rows(index, x.shape[0]) for index in _indices(x).values()} for name, x in batch.items()}
     ranges = next(iter(leading.values()))
     if any(other != ranges for other in leading.values()):
@@ -25,13 +25,13 @@ def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
 
 
 def rows_of_one(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
-    """The first device's rows alone: to try a loader where the mesh is not."""
+    """The first device's rows alone, to try a loader without the mesh."""
     x = next(iter(batch.values()))
     return Rows(x.shape[0], ((0, x.sharding.shard_shape(x.shape)[0]),))
 
 
 def put(host: Mapping[str, Sequence[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> Batch:
-    """Global arrays from this process's rows, split as ``batch`` is, whatever their shape beyond the rows.
+    """Global arrays from this process's rows, split as ``batch`` is. Their shape beyond the rows is free.
 
     Each device's rows are one contiguous array: nothing is copied on the host.
     """
@@ -51,7 +51,7 @@ def blank(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
     """A batch of zeros, for a step that will be skipped."""
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-        # From the host: a program that makes them would wait for its turn behind those that are being compiled.
+        # From the host: a program that makes them would wait behind the programs that are being compiled.
         whole = np.broadcast_to(np.zeros((), x.dtype), x.shape)
         return jax.make_array_from_callback(x.shape, x.sharding, whole.__getitem__)
 
@@ -90,7 +90,7 @@ class Feed:
         return item
 
     def next(self, *, unless: Callable[[], Any]) -> tuple[int, Batch] | None:
-        """The next batch; None once ``unless()`` holds while there is none, so that a stalled loader cannot hold up a stop."""
+        """Fetch the next batch. Return None if ``unless()`` holds while the loader is stalled."""
         start = time.perf_counter()
         item = None
         while item is None:
@@ -101,7 +101,7 @@ class Feed:
                     break
         self.waited += time.perf_counter() - start
         if item is _END or isinstance(item, BaseException):
-            self._queue.put(item)  # the last item stays, for whoever asks again
+            self._queue.put(item)  # the last item stays for later calls
             raise item if isinstance(item, BaseException) else StopIteration
         return item
 
@@ -112,7 +112,7 @@ class Feed:
         patience = time.monotonic() + 5  # a loader that hangs must not keep the process from ending
         while self._thread.is_alive() and time.monotonic() < patience:
             try:
-                self._queue.get(timeout=0.05)  # room for the thread to see that it shall stop
+                self._queue.get(timeout=0.05)  # lets the thread see the stop
             except queue.Empty:
                 pass
         with self._queue.mutex:

@@ -17,7 +17,7 @@ class Item:
     """A batch for one step."""
 
     step: int  # batches read once it is taken, which is the step's number as people count, from 1
-    index: int  # the step's number as programs count, from 0; the same one again where no new batch came
+    index: int  # the step's number as programs count, from 0, unchanged if no new batch came
     bucket: int
     arrays: Batch
 
@@ -97,11 +97,11 @@ class Data:
             yield self.test.bucket_at(i), feed.put(next(self.test)[1], self._batch, self.rows)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of ``step`` must hold of the data, as JSON."""
+        """The data's part of a checkpoint of ``step``, as JSON."""
         return self.train.state(step - self.offset)
 
     def fingerprints(self) -> dict[str, Any]:
-        """Of the data and their order, as JSON: what must be the same for a resumed run, and on every process."""
+        """The facts of the data and their order, as JSON, which a resumed run and every process must share."""
         return self.train.state(0)
 
     @property

@@ -106,7 +106,7 @@ def _summed(
 def _microbatch(
     task: Task, layout: Layout, variables: Variables, rows: Batch, key: Key, *, divided: bool = False
 ) -> tuple[PyTree, LossOut]:
-    """Gradients of the sum of losses, or if ``divided`` of their mean; and the sums."""
+    """Gradients of the sum of losses, or of their mean if ``divided``, and the sums."""
 
     def total(params: PyTree) -> tuple[Array, LossOut]:
         out = task.loss(variables._replace(params=params), rows, key)
@@ -119,7 +119,7 @@ def _microbatch(
 
     loss, pullback, out = jax.vjp(total, variables.params, has_aux=True)
     (grads,) = pullback((1 / out.loss.weight).astype(loss.dtype) if divided else jnp.ones_like(loss))
-    # Sums are kept where the parameters are: a shard of them on each device, not a replica.
+    # Sums have the sharding of the parameters: each device has a shard, not a replica.
     return jax.tree.map(lambda spec, g: layout.shard(g, *spec.axes), task.specs.params, grads, is_leaf=specs.is_spec), out
 
 
@@ -134,7 +134,7 @@ def require_means(source: str, metrics: dict[str, Any]) -> None:
 
 
 def _by_owner(task: Task, carry: PyTree) -> tuple[PyTree, PyTree]:
-    """A carry's arrays with a batch axis, and those without one; None for each of the others."""
+    """The arrays of a carry with a batch axis, and the arrays without one. In each tree the others are None."""
 
     def pick(own: bool) -> PyTree:
         return jax.tree.map(

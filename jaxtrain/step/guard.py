@@ -1,4 +1,4 @@
-"""The guard: which steps are accepted, decided on the device, and what the host makes of several in a row that are not."""
+"""The guard decides on the device which steps are accepted. The host reacts to several in a row that are not."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jaxtrain.types import Array
 
 
 class GuardState(NamedTuple):
-    """What the guard remembers of the gradient norms of accepted steps."""
+    """The gradient norms of accepted steps, as the guard remembers them."""
 
     average: Array  # float32
     steps: Array  # int32
@@ -30,7 +30,7 @@ class Streak:
 
     Attributes:
       last_good: the newest accepted step before the streak became too long.
-      broken: whether config.guard.patience steps in a row were skipped; stays so until `restart`.
+      broken: whether config.guard.patience steps in a row were skipped. It stays true until `restart`.
     """
 
     def __init__(self, guard: Guard, *, step: int):
@@ -49,5 +49,5 @@ class Streak:
                 self.last_good = step
 
     def restart(self, step: int) -> None:
-        """Begins anew behind ``step``, with an older state."""
+        """Begin again after ``step``, with an older state."""
         self._length, self.last_good, self.broken = 0, step, False

@@ -17,7 +17,7 @@ from jaxtrain.step.guard import GuardState
 from jaxtrain.types import Array, Key, PyTree, Task, Variables
 
 WHOLE = 4096  # [elements] of an optimizer's array that may be whole on every device, whatever its parameter
-HOST = "pinned_host"  # memory kind of what is offloaded
+HOST = "pinned_host"  # memory kind of offloaded arrays
 # How initial values are compiled on CPUs: they are computed once, and LLVM's second level takes longer than that by far. The
 # numbers are the same, with jax 0.12 but for a last bit here and there (tests/test_state.py); at level 0 they are not.
 QUICK = {"xla_backend_optimization_level": 1}
@@ -53,11 +53,11 @@ def make_abstract(
     """Plans a run without making an array.
 
     Args:
-      fields: what a loader row holds, name -> (shape, dtype) (`loaders.base.Field`).
+      fields: the arrays of a loader's row, name -> (shape, dtype) (`loaders.base.Field`).
       offload: keep the optimizer's state in host memory.
 
     Raises:
-      LayoutError: a dimension that does not divide, by path; offload where the devices cannot reach host memory.
+      LayoutError: a dimension that does not divide, by path; offload, if the devices cannot reach host memory.
       ValueError: the loader and the task disagree about the fields of a batch.
     """
     if missing := sorted(set(task.axes) - set(fields)):
@@ -66,7 +66,7 @@ def make_abstract(
         )
 
     def scalar(dtype: Any) -> Any:
-        """Stands where an array will be."""
+        """Stands for an array that does not exist yet."""
         return jax.ShapeDtypeStruct((), dtype, sharding=layout.replicated())
 
     variables = jax.tree.map(lambda part: specs.abstract(part, layout), task.specs, is_leaf=lambda x: x is not task.specs)
@@ -213,7 +213,7 @@ def make_init(
 def init_frozen(
     task: Task, abstract: Abstract, key: Key, *, start: Callable[[PyTree, PyTree], PyTree], given: PyTree
 ) -> PyTree:
-    """The frozen part of what `init_state` makes, for a state that was restored without it."""
+    """The frozen part of `init_state`'s result, for a state that was restored without it."""
 
     def init(key: Key, given: PyTree) -> PyTree:
         return start(specs.materialise(Variables((), task.specs.frozen, ()), key).frozen, given)
@@ -222,7 +222,7 @@ def init_frozen(
 
 
 def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> Callable[[Key, PyTree], PyTree]:
-    """``init`` for one call, with the shardings of the abstract arrays ``made``; its second argument is donated."""
+    """``init`` for one call, with the shardings of the abstract arrays ``made``. Its second argument is donated."""
     shardings = jax.tree.map(lambda x: x.sharding, made)
     meshes = [s.mesh for s in jax.tree.leaves(shardings) if isinstance(s.mesh, jax.sharding.Mesh)]
     on_cpus = bool(meshes) and meshes[0].devices.flat[0].platform == "cpu"
@@ -230,6 +230,6 @@ def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> Callable[[
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """Bytes that one device holds of a tree of abstract (or real) sharded arrays; what is in host memory does not count."""
+    """Bytes that one device holds of a tree of abstract or real sharded arrays. Arrays in host memory do not count."""
     held = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST]
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in held)

@@ -42,9 +42,9 @@ def make_train_step(
     """Jits `train_step` for an abstract state and batch: the state is donated, the new one lives where the old one did.
 
     Args:
-      stage: one of the task's stages, where it has any.
-      records: step's number (int32 [], 1 being the first) -> whether anybody reads its norms; in other steps that are not
-        skipped they may be NaN, where that spares time. None = always.
+      stage: one of the task's stages, if it has any.
+      records: step's number (int32 [], 1 being the first) -> whether its norms are read. In other steps that are not
+        skipped they may be NaN, if that saves time. None = always.
 
     Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
     """
@@ -92,10 +92,10 @@ def train_step(
     records: Callable[[Array], Array] | None = None,
 ) -> tuple[TrainState, Metrics]:
     """State and metrics after one global batch. Every metric is of this step: none mixes old and new parameters, and norms of
-    parameters say which they are of: ``param_norm_before`` or ``param_norm_after`` the update (the same where it is skipped).
+    parameters say which they are of: ``param_norm_before`` or ``param_norm_after`` the update (the same if it is skipped).
 
     Args:
-      stop: int32 [devices], what each device's process asks for (`abstract_stop`); anything but zeros makes the step a no-op.
+      stop: int32 [devices], the request of each device's process (`abstract_stop`). With any but zeros the step is a no-op.
       update: the order of writing new parameters, moments and norms (`jaxtrain.step.update.choose`).
       records: as of `make_train_step`.
     """
@@ -139,7 +139,7 @@ def abstract_stop(layout: Layout) -> jax.ShapeDtypeStruct:
 
 
 def put_stop(layout: Layout, stop: bool) -> Array:
-    """What this process asks for, on its devices."""
+    """The stop request of this process, on its devices."""
     x = abstract_stop(layout)
     return jax.make_array_from_callback(x.shape, x.sharding, lambda _: np.full(1, stop, np.int32))
 

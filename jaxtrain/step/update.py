@@ -24,7 +24,7 @@ class Gradients(NamedTuple):
     grads: PyTree
     accepted: Array  # bool []; false = parameters keep every bit, and moments are the caller's to keep
     sparse_rows: Mapping[str, Array]  # path of a table -> int32 [rows], how often the loss read each row
-    due: Array | None = None  # bool [], whether anybody reads the norms; if not, they may be NaN; None = always
+    due: Array | None = None  # bool [], whether the norms are read: if not, they may be NaN. None = always
 
 
 class Moved(NamedTuple):
@@ -122,6 +122,6 @@ def _is_elementwise(opt_state: PyTree, params: PyTree) -> bool:
 
 
 def _is_there(x: Array) -> Array:
-    """Always true, but data-dependent on x []: XLA schedules what uses it after x."""
+    """Always true, but data-dependent on x [], so XLA schedules its users after x."""
     bits = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
     return (bits | 1) != 0
