@@ -1,8 +1,8 @@
 """Silence late errors of a save that has failed: the disk's answers to threads that nobody waits for.
 
 Orbax closes its event loop at the first write that fails. TensorStore's threads report the others to that loop, and Python
-prints a traceback of each ("Event loop is closed"), past all logging. The failure itself is raised, and reported, where the
-save is waited for.
+prints a traceback of each ("Event loop is closed"), past all logging. The failure itself is raised and reported
+when the run waits for the save.
 """
 
 import asyncio.base_events

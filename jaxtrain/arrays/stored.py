@@ -432,8 +432,8 @@ def _read_array(
 ) -> np.ndarray:
     """Reads slices of an array.
 
-    Raises StoredError for an array that differs from its tree's entry, and for a read that does not fit in memory, with which
-    tensorstore would end the process: an array of zeros of any size takes no space in a file.
+    Raises StoredError for an array that differs from its tree's entry, and for a read that does not fit in memory.
+    Tensorstore would end the process, and an array of zeros of any size takes no space in a file.
     """
     opened = array()
     if tuple(opened.shape) != shape or opened.dtype.numpy_dtype != dtype:

@@ -16,7 +16,7 @@ TRAINER = dict(
         _own("runs", "monitor", "list all runs under a folder: state, step, scores, goodput, disk"),
         _own("report", "monitor", "one HTML file of a run or of several: curves, time, pictures, samples, configs"),
         _own("watch", "monitor", "the same page in a browser, kept current while runs train"),
-        _own("profile", "monitor", "trace the next steps of a run that trains: where their time goes"),
+        _own("profile", "monitor", "trace the next steps of a running run, and show their time by part"),
         _own("metrics", "monitor", "the records of runs as one Parquet table"),
         _own("plan", "plan", "memory, time and problems of a run on any devices, before it starts", caches=True),
         _own("explain", "plan", "every field of a config: value, unit, meaning"),

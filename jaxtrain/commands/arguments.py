@@ -1,6 +1,6 @@
-"""What all commands share: the parser, RUN and the config's arguments, and how a mistake is reported.
+"""The shared parts of all commands: the parser, RUN and the config's arguments, and the report of errors.
 
-A command is a module with a docstring, which its --help prints, and ``main(argv) -> exit code``. It imports what takes a second
+A command is a module with a docstring, which its --help prints, and ``main(argv) -> exit code``. It imports slow modules
 (jax, and all that imports it) after its arguments are parsed.
 
 Exit codes:
@@ -11,7 +11,7 @@ Exit codes:
     70    ended by its watchdog: no step within config.distributed.step_timeout; rerun the same command to resume
     75    saved after a signal; rerun the same command to resume      (config.preemption.exit_code)
     130   interrupted
-    128+N a second signal, number N, ended it before it had saved; rerun the same command to resume
+    128+N a second signal, number N, ended it before it saved; rerun the same command to resume
 """
 
 import argparse
@@ -100,7 +100,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits ``argv`` into what `jaxtrain.config.parse_args` reads (--config… with their values) and the rest."""
+    """Split ``argv`` into the arguments of `jaxtrain.config.parse_args` (--config… with their values) and the rest."""
     config, rest = [], []
     given = iter(argv)
     for argument in given:
@@ -115,12 +115,12 @@ def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def missing(package: str, remedy: str) -> str:
-    """That a package is missing, with ``remedy``; empty where it is installed. Nothing is imported."""
+    """Return the error for a missing package, with ``remedy``, or "". Nothing is imported."""
     return "" if importlib.util.find_spec(package) else f"the package {package} is missing; {remedy}"
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Whether -h or --help is anywhere on a command line; behind a mistake, too."""
+    """Whether -h or --help is anywhere on a command line, also after an error."""
     return bool(HELP & set(argv))
 
 
@@ -150,11 +150,11 @@ def homeless(error: Exception) -> str:
 
 
 def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()) -> int:
-    """Calls ``action`` and returns its exit code; reports ``mistakes``, files that are in the way, and an interruption."""
+    """Calls ``action`` and returns its exit code. Reports ``mistakes``, errors of files, and an interruption."""
     try:
         return action()
     except BrokenPipeError:
-        # Whoever read our output has enough of it. Python flushes stdout at its end, and would complain again.
+        # The reader of our output is gone. Python flushes stdout at its end, and would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except MemoryError as error:
@@ -186,7 +186,7 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
 
 
 def run_model(action: Callable[[], int]) -> int:
-    """`run` for a command that computes with a trained model: what can be wrong with its run or its data is a mistake."""
+    """`run` for a command that computes with a trained model, and reports errors of its run and of its data."""
     from jaxtrain import config
     from jaxtrain.arrays import stored
     from jaxtrain.checkpoint import warm_start

@@ -1,8 +1,8 @@
 """Looks into checkpoints on any CPU, without the model's code and without the mesh that wrote them.
 
-    jaxtrain checkpoint inspect RUN              the tree: shapes, dtypes, shardings, bytes; step, data, versions
+    jaxtrain checkpoint inspect RUN              the tree: shapes, dtypes, shardings, bytes, and step, data, versions
     jaxtrain checkpoint verify  RUN              checksums, then every array read, and its numbers finite
-    jaxtrain checkpoint diff    RUN RUN          what changed: norms, largest change, cosine, NaNs, missing, new
+    jaxtrain checkpoint diff    RUN RUN          changes: norms, largest change, cosine, NaNs, missing, new
     jaxtrain checkpoint export  RUN --out DIR    the weights without the optimizer, as DIR/checkpoints/<step>
 
     jaxtrain checkpoint verify runs/xcm/checkpoints/500
@@ -20,7 +20,7 @@ from jaxtrain.commands import arguments
 ACTIONS = {
     "inspect": "print the tree",
     "verify": "check every file and every array",
-    "diff": "print what changed from the first to the second",
+    "diff": "print the changes from the first to the second",
     "export": "copy the weights, to warm-start from",
 }
 

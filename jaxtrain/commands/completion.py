@@ -8,7 +8,7 @@
 
     jaxtrain completion bash
 
-It knows the fields of a config that all workloads share; those of model and data differ from one to the next.
+It knows the fields of a config that all workloads share. Those of model and data differ.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ ACTIONS = SHELLS = ("bash", "zsh", "fish")
 
 
 class Words(NamedTuple):
-    """What a shell may complete."""
+    """The words that a shell may complete."""
 
-    commands: Mapping[str, str]  # name -> what it does
+    commands: Mapping[str, str]  # name -> its summary
     flags: Mapping[str, Sequence[str]]  # command -> its flags
-    actions: Mapping[str, Sequence[str]]  # command -> what its first argument chooses from, where it does
+    actions: Mapping[str, Sequence[str]]  # command -> choices of its first argument, if it has any
     configured: Sequence[str]  # the commands that take --config
     configs: Sequence[str]  # the names of shipped configs
     fields: Sequence[str]  # section.field
@@ -66,7 +66,7 @@ def words() -> Words:
 
 
 def help_of(module: types.ModuleType, actions: Sequence[str]) -> str:
-    """What a command prints for --help, and then what each of its actions does."""
+    """The --help of a command, and then of each of its actions."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
         for argv in (["--help"], *([action, "--help"] for action in actions)):
             with contextlib.suppress(SystemExit):
@@ -91,7 +91,7 @@ def fields() -> list[str]:
 
 
 def bash(w: Words) -> str:
-    """For bash, which hands over what follows the last = of a word alone."""
+    """For bash, which passes only the part after the last = of a word."""
     return f"""\
 # jaxtrain: completion for bash
 _jaxtrain() {{
@@ -180,7 +180,7 @@ def fish(w: Words) -> str:
 
 
 def _cases(words: Mapping[str, Sequence[str]], then: str, *, quoted: bool = True) -> str:
-    """A line of ``case`` for each command: what happens ``then`` with its words."""
+    """A line of ``case`` for each command: its words, and the action ``then``."""
     each = ((name, _quoted(its) if quoted else " ".join(its)) for name, its in words.items())
     return "".join(f"        {name}) {then.format(its)} ;;\n" for name, its in each)
 

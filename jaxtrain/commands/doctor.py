@@ -3,7 +3,7 @@
     jaxtrain doctor [--config=FILE[:ARGUMENT] [--config.section.field=value …]] [--json] [--wait S]
 
     jaxtrain doctor                            this machine
-    jaxtrain doctor --config=xcm               and what this run needs: its folders, its data, its sizes
+    jaxtrain doctor --config=xcm               and the needs of this run: its folders, its data, its sizes
     srun jaxtrain doctor --config=xcm          all processes of a job: one report, by process 0
 
 Each finding is one line: ok, warn or fail, and the remedy. Under srun or mpirun, on every worker of a

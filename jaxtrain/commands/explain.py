@@ -1,10 +1,10 @@
-"""Prints every field of a config with its value, unit and meaning, and what the metrics of its run mean.
+"""Print every field of a config with its value, unit and meaning, and the meaning of its run's metrics.
 
     jaxtrain explain --config=FILE[:ARGUMENT] [--config.section.field=value …]
 
     jaxtrain explain --config=xcm --config.train.batch=64
 
-Nothing is trained or generated, and no device is used. What is missing or wrong is listed after the fields.
+Nothing is trained or generated, and no device is used. Missing and wrong values are listed after the fields.
 """
 
 import functools
@@ -33,7 +33,7 @@ def show(given: config.Arguments) -> int:
 
     Of a config that refuses its argument, or misses it, these are the fields that every config has.
 
-    Raises ConfigError, where there are no fields to print, and DataError.
+    Raises ConfigError, if there are no fields to print, and DataError.
     """
     try:
         found, problems = config.read(given.source, given.overrides, make_data=False)

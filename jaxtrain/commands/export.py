@@ -1,4 +1,4 @@
-"""Writes a checkpoint as safetensors for Hugging Face, or makes a checkpoint of safetensors.
+"""Write a checkpoint as safetensors for Hugging Face, or make a checkpoint of safetensors.
 
     jaxtrain export RUN [--step N] [--ema] [--only REGEX] [--dtype bf16] [--shard-size 5GB] --out DIR
     jaxtrain export DIR --push OWNER/NAME
@@ -11,21 +11,21 @@
     DIR/
       model.safetensors, or model-00001-of-0000N.safetensors …   at most --shard-size each (a larger array has one to itself)
       model.safetensors.index.json      which file holds which name
-      config.json                       the run's config as it was resolved, or what the workload writes
-      README.md                         model card: what was trained, how it is used, its last metrics, its config
-      jaxtrain.json                     which name is which parameter; the step; the run's config: the way back for --reverse
+      config.json                       the run's resolved config, or the workload's own
+      README.md                         model card: the model, its use, its last metrics, its config
+      jaxtrain.json                     the parameter of each name, the step and the run's config, for --reverse
       SHA256SUMS                        of all of these: sha256sum --check SHA256SUMS
 
-One process on a CPU is enough, whatever mesh wrote the checkpoint. Two exports of one step are equal byte for byte. DIR appears
+One process on a CPU is enough for a checkpoint of any mesh. Two exports of one step are equal byte for byte. DIR appears
 whole or not at all. Of a run with adapters (config.lora) the merged weights are exported; `jaxtrain lora-to-peft` writes the
-adapters alone. They are merged with the run's config.warm_start.source; an address (gs://…) is read only if --base names it.
+adapters alone. They are merged with the run's config.warm_start.source. An address (gs://…) is read only if --base names it.
 --reverse makes a workdir with one step of weights, marked as such, to warm-start from.
 
 --format writes the folder as another program reads it. The formats are the workload's own: encoders of sound have `timm`
 (`timm.create_model` makes one of its config.json) and `onnx` (adds model.onnx and example_onnx.py: samples in, features and
 scores out, float32, opset 20; its metadata hold the sample rate, the number of samples and the classes).
 
---push uploads DIR to the Hugging Face Hub, by the account that `hf auth login` stored; what is there already is not sent again,
+--push uploads DIR to the Hugging Face Hub, by the account that `hf auth login` stored. Files that are there already are not sent again,
 so that the same command resumes an upload.
 """
 
@@ -51,7 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="round floating-point arrays to this; default: as they are")
     parser.add_argument("--shard-size", type=_size, default="5GB", help="largest file; default: 5GB")
     parser.add_argument(
-        "--base", default="", metavar="SOURCE", help="what a run with adapters began with; default: its own warm_start.source"
+        "--base",
+        default="",
+        metavar="SOURCE",
+        help="the base weights of a run with adapters; default: its own warm_start.source",
     )
     parser.add_argument(
         "--format", action="append", default=[], metavar="NAME", help="a format of the run's workload; may be given twice"

@@ -1,4 +1,4 @@
-"""What an installation must have, looked at before a command imports what takes a second: packages, extension, cache folder."""
+"""Checks of the installation before a command's slow imports: packages, extension, cache folder."""
 
 import importlib
 import importlib.metadata
@@ -14,7 +14,7 @@ ALLOW_DEBUG = "--config.data.allow_debug_build"
 
 
 def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
-    """What is wrong, with its remedy; empty where nothing is.
+    """The first problem of the installation with its remedy, or "".
 
     Args:
       argv: the command line, which may allow an extension that was built without optimisation.
@@ -22,7 +22,7 @@ def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
     """
     try:
         requirements = importlib.metadata.requires("jaxtrain") or []
-    except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH: nobody noted what it needs
+    except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH has no list of requirements
         requirements = []
     if wrong := packages(requirements):
         return wrong
@@ -45,7 +45,7 @@ def allows_debug(argv: Sequence[str]) -> bool:
 
 
 def packages(requirements: Iterable[str]) -> str:
-    """The first of these requirements (``name>=1.2``; those of extras do not count) that is missing or too old."""
+    """The first of these requirements (``name>=1.2``, without those of extras) that is missing or too old."""
     for text in requirements:
         needed, _, marker = text.partition(";")
         found = re.match(r"\s*([\w.-]+)(?:\[[^]]*])?\s*(?:>=\s*([\d.]+))?", needed)
@@ -63,7 +63,7 @@ def packages(requirements: Iterable[str]) -> str:
 
 
 def unwritable_cache() -> str:
-    """Why the cache folder cannot be written; empty where it can."""
+    """The reason why the cache folder cannot be written, or ""."""
     folder = "of this user"
     try:
         folder = str(machine.cache_folder())

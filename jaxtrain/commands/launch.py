@@ -1,4 +1,4 @@
-"""Submits a run, or a sweep of runs, to SLURM; it resumes by itself after a preemption and after its time limit.
+"""Submit a run, or a sweep of runs, to SLURM. It resumes by itself after a preemption and after its time limit.
 
     jaxtrain launch --config=FILE[:ARGUMENT] [--nodes=N --gpus-per-node=N …] [--config.section.field=value …]
 
@@ -180,13 +180,13 @@ def make_executor(
     import submitit
 
     class Executor(submitit.SlurmExecutor):
-        """submitit's, which is also made where there is no SLURM, to print a script."""
+        """Return submitit's executor, which prints a script without a SLURM, too."""
 
         @classmethod
         def affinity(cls) -> int:
             return 2
 
-    # SIGTERM comes by itself; the notice before the time limit can be any other signal that the run knows.
+    # SIGTERM comes by itself. The notice before the time limit may be any other signal that the run handles.
     notice = next((s for s in config.preemption.signals if s != "SIGTERM"), "SIGTERM").removeprefix("SIG")
     python, srun = shlex.quote(f"{args.venv}/bin/python" if args.venv else sys.executable), ["--kill-on-bad-exit=1"]
     if args.container and args.container_runtime == "pyxis":
@@ -214,7 +214,7 @@ def make_executor(
     for pair in args.sbatch:
         key, equals, value = pair.removeprefix("--").partition("=")
         if not re.fullmatch("[a-z][a-z0-9_-]*", key):
-            raise LaunchError(f"--sbatch is {pair!r}; expected KEY=VALUE, or KEY, where KEY is a long option of sbatch")
+            raise LaunchError(f"--sbatch is {pair!r}; expected KEY=VALUE or KEY, with a long option of sbatch as KEY")
         _check_line("--sbatch", value)
         key = key.replace("-", "_")  # as submitit spells them, which else writes a second line
         if own := OWN.get(key):
@@ -258,7 +258,7 @@ def _check_installed(*commands: str, remedy: str = REMEDY) -> None:
 
 
 def _check_line(option: str, text: str) -> None:
-    """Raises LaunchError for what would end an #SBATCH comment, so that the rest of it ran as shell."""
+    """Raise LaunchError for text that would end an #SBATCH comment, so that its rest ran as shell."""
     if not text.isprintable():
         raise LaunchError(f"{option} is {text!r}, which has a line break or another control character; omit it")
 
@@ -266,7 +266,7 @@ def _check_line(option: str, text: str) -> None:
 def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) -> list[str]:
     """Returns the script's lines after srun, which requeue a job that saved, or was signalled before it could listen.
 
-    A job that is ending already was cancelled, or SLURM requeues it itself; or it is past its time limit of ``limit`` seconds,
+    A job that is ending already was cancelled, or SLURM requeues it itself, or it is past its time limit of ``limit`` seconds,
     because the notice came while it compiled and could not answer.
     """
     codes = [preemption.exit_code, *(128 + getattr(signal, name) for name in preemption.signals)]

@@ -1,4 +1,4 @@
-"""Prints what a run will hold, move and cost on any devices, before any of it exists.
+"""Print the memory, the traffic and the time of a run on any devices, before it starts.
 
     jaxtrain plan --config=FILE[:ARGUMENT] [--config.section.field=value …] [TARGET]
 

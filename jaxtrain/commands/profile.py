@@ -1,4 +1,4 @@
-"""Traces the next steps of a run that trains, and shows where their time goes.
+"""Trace the next steps of a running run, and show their time by part.
 
     jaxtrain profile RUN [--steps N] [--all]
 
@@ -58,7 +58,7 @@ def _ask(path: str, steps: int, everyone: bool, timeout: int) -> int:
             if time.monotonic() > deadline:
                 raise run_lib.RunError(f"{path} made no trace within {timeout} s; does it take steps? It is at: {_doing(path)}")
             if not run_lib.open_run(path).is_alive:
-                raise run_lib.RunError(f"{path} ended before it had made the trace")
+                raise run_lib.RunError(f"{path} ended before it made the trace")
             time.sleep(0.3)
     finally:
         request.unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def traces(workdir: pathlib.Path) -> list[pathlib.Path]:
 
 
 def lines(folder: pathlib.Path) -> list[str]:
-    """Where the time of a trace goes, for people."""
+    """The time of a trace by part, for people."""
     from jaxtrain.telemetry.report import trace as trace_lib
 
     found = trace_lib.of_folder(folder)

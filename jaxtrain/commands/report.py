@@ -1,4 +1,4 @@
-"""Writes one HTML file about a run, or about several: curves, where the time went, pictures, samples, configs.
+"""Write one HTML file about a run, or about several: curves, goodput, pictures, samples, configs.
 
     jaxtrain report RUN… --out FILE [--metric NAME]
 

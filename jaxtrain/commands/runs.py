@@ -97,7 +97,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def duration(seconds: float | None) -> str:
-    """For example 2:05:07; "-" of none."""
+    """Format a duration as 2:05:07, or "-" without one."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, s = divmod(round(seconds), 60)
@@ -115,14 +115,14 @@ def size(n: float) -> str:
 
 
 def _waiting(launched: list[pathlib.Path]) -> set[str]:
-    """The workdirs whose newest SLURM job waits in its queue, of those launched from some folders; none without a SLURM."""
+    """The workdirs whose newest SLURM job waits in its queue, of those launched from some folders. Without a SLURM there are none."""
     if not launched or not shutil.which("squeue"):
         return set()
     from jaxtrain.commands import launch
 
     jobs: dict[str, str] = {}  # workdir -> its newest job
     for folder in launched:
-        with contextlib.suppress(launch.LaunchError):  # `jaxtrain launch --status` says what is wrong there
+        with contextlib.suppress(launch.LaunchError):  # `jaxtrain launch --status` reports the error
             jobs |= {os.path.realpath(job["workdir"]): job["job"] for job in launch._jobs(str(folder))}
     if not jobs:
         return set()

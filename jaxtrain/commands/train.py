@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def last_lines(given: config.Arguments, run: config.Config) -> str:
-    """Where a run that has ended left what, and what may be typed next."""
+    """The files of a run that has ended, and the commands that may follow."""
     from jaxtrain.telemetry import writers
 
     found, workdir = writers.left_behind(run), shlex.quote(run.workdir)
@@ -62,13 +62,13 @@ def last_lines(given: config.Arguments, run: config.Config) -> str:
         commands.append((f"jaxtrain lora-to-peft {workdir} --out {out}-adapters", "for the adapters alone"))
     for command, why in workload.of(run.workload).next_steps:
         commands.append((" ".join(shlex.quote(word.format(run=run.workdir.rstrip("/"))) for word in command.split()), why))
-    commands.append((f"jaxtrain checkpoint inspect {workdir}", "to see what a checkpoint holds"))
-    files = [f"  {what}: {path}" for path, what in found]
+    commands.append((f"jaxtrain checkpoint inspect {workdir}", "to see the contents of a checkpoint"))
+    files = [f"  {about}: {path}" for path, about in found]
     return "\n".join(["the run has ended; it left", *files, "next", *(f"  {why}: {text}" for text, why in commands)])
 
 
 def _quoted(word: str) -> str:
-    """A word for a shell; one with single quotes in it is put between double ones, as a person would."""
+    """Quote a word for a shell. A word with single quotes is put between double ones, as a person would."""
     return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
 
 
@@ -99,7 +99,7 @@ def _train(given: config.Arguments) -> int:
         reason = arguments.homeless(error)
         if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it
             why = str(error).splitlines()[0]
-            reason = f"a device has too little memory: {why}; the same command with --plan names what may help"
+            reason = f"a device has too little memory: {why}; the same command with --plan names remedies"
         if not reason:
             raise
         arguments.report(reason)

@@ -42,7 +42,7 @@ def _serve(paths: Sequence[str], port: int, every: int, metric: str) -> int:
     from jaxtrain.telemetry.report.run import RunError
 
     pages = Pages(paths, metric, every)
-    pages.current()  # what cannot be shown is reported now
+    pages.current()  # runs that cannot be shown are reported now
     try:
         server = Server(pages, port)
     except OSError as error:
@@ -99,7 +99,7 @@ def _changed(path: os.PathLike[str]) -> tuple[int, int]:
 
 
 class Server(loopback.Server):
-    """Answers GET /TOKEN/ with the page, and GET /TOKEN/version with its number; all else with 404."""
+    """Answer GET /TOKEN/ with the page, GET /TOKEN/version with its number, and all else with 404."""
 
     def __init__(self, pages: Pages, port: int = 0):
         super().__init__(Handler, port)

@@ -13,12 +13,12 @@ from typing import Any, TextIO
 WORTH_NAMING = 0.05  # [share] of the time spent waiting for data, from which on the loader's slowest stage is named
 
 
-# What steers a terminal, or the order of what it shows; and halves of characters, as in names of files that are no UTF-8.
+# Characters that steer a terminal or its order of text, and halves of characters, as in names of files that are no UTF-8.
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain(text: str) -> str:
-    """``text`` with what steers a terminal as escapes (\\u001b), but for a return to the line's beginning at its own beginning.
+    """Escape control characters of ``text`` (\\u001b), except a carriage return at its beginning.
 
     A name in a file from elsewhere may hold anything.
     """
@@ -48,7 +48,9 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, *, every: float = 10.0):
         error = sys.stderr
-        self._stream = stream or (error.stream if isinstance(error, Plain) else error)  # below it: what clears a line is ours
+        self._stream = stream or (
+            error.stream if isinstance(error, Plain) else error
+        )  # below it: the escapes that clear a line are ours
         self._live = self._stream.isatty()
         self._every = 0.1 if self._live else every  # [s] between lines
         self._line, self._shown, self._printed = "", "", -math.inf
@@ -56,7 +58,7 @@ class Console:
     def progress(self, line: str, *, passing: bool = False) -> None:
         """Shows a line, unless the last one was shown just now.
 
-        ``passing``: it is of an interlude, such as an evaluation; the line before it comes back with the next message.
+        ``passing``: it belongs to an interlude, such as an evaluation. The line before it comes back with the next message.
         """
         # A line that wraps could not be cleared.
         line = plain(line)
@@ -86,7 +88,7 @@ class Console:
 
 
 class ConsoleHandler(logging.Handler):
-    """Sends log records above the progress line, but for what the threads of a failed save say (`_is_of_a_save`)."""
+    """Print log records above the progress line, without those of a failed save's threads (`_is_of_a_save`)."""
 
     def __init__(self, console: Console):
         super().__init__()
@@ -103,7 +105,7 @@ class ConsoleHandler(logging.Handler):
 def _is_of_a_save(record: logging.LogRecord) -> bool:
     """Whether it is an error that Orbax or its event loop met: several for one save, each with its traceback.
 
-    All of them are in the log files. That the save failed, and why, is said where it is waited for, in one line.
+    All of them are in the log files. The failure of the save itself is reported in one line by its waiter.
     """
     return record.levelno >= logging.ERROR and (record.name == "asyncio" or f"{os.sep}orbax{os.sep}" in record.pathname)
 
@@ -139,7 +141,7 @@ class LogFile(logging.FileHandler):
         return plain(super().format(record))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk costs this file its lines, and the console no tracebacks: they say what matters there."""
+        """A full disk loses lines of this file, without tracebacks on the console."""
 
 
 def progress_line(
@@ -154,8 +156,8 @@ def progress_line(
     """The text of the progress line.
 
     Args:
-      terms: what the loss is the sum of, by the metrics' names.
-      slowest: the loader's slowest stage, which is named where waiting takes long.
+      terms: the terms of the loss, by the metrics' names.
+      slowest: the loader's slowest stage, which is named after a long wait.
     """
     each = " + ".join(f"{name.removesuffix('_loss')} {value:.4f}" for name, value in (terms or {}).items())
     blame = f" (most in {slowest})" if slowest and rates["data_wait_share"] >= WORTH_NAMING else ""

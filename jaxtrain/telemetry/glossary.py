@@ -1,4 +1,4 @@
-"""What the names in metrics.jsonl mean: for `jaxtrain explain`, the report, the model card and docs/reference.md.
+"""The meaning of the names in metrics.jsonl: for `jaxtrain explain`, the report, the model card and docs/reference.md.
 
 Every run has the metrics below. A workload has those of its `WORKLOAD.glossary`.
 """
@@ -15,15 +15,15 @@ class Entry(NamedTuple):
     """Names of metrics that mean the same."""
 
     names: str  # as people read them: X stands for a part of the model, a number or a name
-    pattern: str  # regular expression of the whole name; a group is named by the letter that stands for it
+    pattern: str  # regular expression of the whole name, with groups named by their letter
     meaning: str
 
 
 STEP = (
-    Entry("loss", "loss", "what the step minimises: the sum of its terms, per valid row or token"),
+    Entry("loss", "loss", "the minimised sum of its terms, per valid row or token"),
     Entry("grad_norm", "grad_norm", "norm of the gradient before clipping"),
     Entry("grad_norm_X", r"grad_norm_(?P<X>.+)", "norm of the gradient before clipping, of the parameters below X alone"),
-    Entry("update_norm, update_norm_X", r"update_norm(_.+)?", "norm of what the step adds to the parameters"),
+    Entry("update_norm, update_norm_X", r"update_norm(_.+)?", "norm of the step's update of the parameters"),
     Entry("param_norm_before, param_norm_after", r"param_norm_(before|after)(_.+)?", "norm of the parameters around the step"),
     Entry("skipped", "skipped", "1 for a step that was refused, because its gradient was not finite or a spike"),
     Entry("steps_per_second, samples_per_second", r"(steps|samples)_per_second", "pace since the record before"),
@@ -34,11 +34,11 @@ STEP = (
     Entry("eta_seconds", "eta_seconds", "seconds to the last step at this pace"),
 )
 DATA = (
-    Entry("X_expected", r"(?P<X>.+)_expected", "what X would be if each example were drawn independently"),
+    Entry("X_expected", r"(?P<X>.+)_expected", "the value of X if each example were drawn independently"),
     Entry(
         "chi2_mod", "chi2_mod", "spread of a batch over 256 buckets by row number modulo 256, per degree of freedom; 1 is even"
     ),
-    Entry("chi2_div", "chi2_div", "chi2_mod over 256 runs of neighbouring rows: high where a batch holds neighbours"),
+    Entry("chi2_div", "chi2_div", "chi2_mod over 256 runs of neighbouring rows: high if a batch holds neighbours"),
     Entry("chi2_hash, chi2_shard", "chi2_(hash|shard)", "chi2_mod over buckets by hash, and over shards"),
     Entry(
         "acf_mod, acf_div, acf_hash, acf_shard",
@@ -77,7 +77,7 @@ def without_metric(entries: Iterable[Entry], names: Iterable[str]) -> list[str]:
 
 
 def meaning(name: str, *, workload: str, split: str) -> str:
-    """What a metric means, X, N and K filled in; empty for one that a workload of the user's own has."""
+    """The meaning of a metric, with X, N and K filled in. Empty for a metric that no glossary has."""
     for entry in entries(workload, split):
         if found := re.fullmatch(entry.pattern, name):
             return re.sub(r"\b[XNK]\b", lambda letter: found.groupdict().get(letter[0]) or letter[0], entry.meaning)

@@ -1,4 +1,4 @@
-"""Where a run's wall time went: each second of each process, over all of its starts, is in one phase.
+"""The wall time of a run by phase: each second of each process, over all of its starts, is in one phase.
 
 ``workdir/goodput/process-N.jsonl`` has a line for each start of process N: host, process id, when,
 versions. A thread appends a line with the start's totals every few seconds: ``{"id": …, "now":
@@ -40,7 +40,7 @@ PHASES = (
     QUEUE, IMPORTS, OTHERS, MODEL, PLAN, INDEX, RESTORE, COMPILATION, STEPS, AGAIN, WAIT, SAVES, EVALUATION, ENDING, STOPPED,
 )  # fmt: skip
 MAX_BYTES = 100_000_000  # of a file that is read
-# What the first line of a start has, and each line of its totals: names, and the values of a start without one.
+# Fields of the first line of a start and of its totals, with the values of a start without one.
 HEAD = {"id": "", "host": "", "process": 0, "processes": 0, "pid": 0, "began": 0.0, "queued": 0.0}
 TOTALS: dict[str, Any] = {
     "first": 0, "step": 0, "phase": IMPORTS, "end": "", "now": 0.0, "seconds": {},
@@ -126,7 +126,7 @@ class Clock:
         return f"{sum(parts.values()):.1f} s from the command to the first step: {each}"
 
     def open(self, workdir: str, *, process: int, processes: int, facts: Mapping[str, Any]) -> None:
-        """Begin to write into ``workdir``; ``facts`` go into the first line. A full disk costs the file, not the run.
+        """Begin to write into ``workdir``; ``facts`` go into the first line. A full disk ends the file, not the run.
 
         Raises WorkdirError: something else than a file has its name.
         """
@@ -144,13 +144,13 @@ class Clock:
             self._append(head)
             self._write()
         except OSError as error:
-            log.warning("where this run's time goes is not kept: %s cannot be written (%s)", path, error.strerror)
+            log.warning("goodput is not recorded: %s cannot be written (%s)", path, error.strerror)
             return
         self._thread = threading.Thread(target=self._run, name="goodput", daemon=True)
         self._thread.start()
 
     def close(self, end: str) -> None:
-        """Write the last totals, with what ended the process, in a few words."""
+        """Write the last totals, with the reason of the process's end in a few words."""
         self._closed.set()
         if self._thread:
             self._thread.join()
@@ -173,7 +173,7 @@ class Clock:
                     self._shorten()
 
     def _shorten(self) -> None:
-        """Leave the first and the last line of each start in the file. What a kill cut short goes, too."""
+        """Leave the first and the last line of each start in the file. Incomplete lines of a kill go, too."""
         with self._writing:
             jsonl.rewrite(self._path, [line for pair in _pairs(self._path) for _, line in pair if line])
             self._file = jsonl.opened(self._path)
@@ -185,7 +185,7 @@ class Clock:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                log.warning("where this run's time goes cannot be written (%s); it is kept in memory", error.strerror)
+                log.warning("goodput cannot be written (%s); it is kept in memory", error.strerror)
             self._warned = True
 
     def _write(self) -> None:
@@ -211,12 +211,12 @@ class Start:
     processes: int
     host: str
     began: float  # [s since 1970]
-    queued: float  # [s] before it began, in a queue; the rest of a gap it was stopped
+    queued: float  # [s] in a queue before it began. In the rest of a gap it was stopped
     now: float  # [s since 1970] the last that was heard of it
-    first: int  # step that it resumed from; 0 if it began, or had restored none
+    first: int  # step that it resumed from, or 0
     step: int  # the last that it read
     phase: str  # the last
-    end: str  # what ended it: "ended", a reason, or "" for a process that was killed, or lives
+    end: str  # "ended", another reason, or "" for a process that was killed or still runs
     seconds: Mapping[str, float]  # by phase
     timed: int  # steps whose time is known
     total: float  # [s] of them
@@ -263,7 +263,7 @@ def _start(head: Mapping[str, Any], last: Mapping[str, Any]) -> Start:
 
 
 def _problem(record: Mapping[str, Any]) -> str:
-    """Say what keeps a line from being a record; "" if it is one."""
+    """Return the reason why a line is no record, or ""."""
     expected = HEAD if "began" in record else {"id": "", **TOTALS}
     wrong = [name for name, value in expected.items() if not _is(type(value), record.get(name))]
     return f"its {wrong[0]} is not as a run writes it" if wrong else ""
@@ -278,7 +278,7 @@ def _is(kind: type, value: Any) -> bool:
 
 
 def read(workdir: str | os.PathLike[str]) -> dict[int, list[Start]]:
-    """Process -> its starts, of a run's workdir; {} for a run that kept none. Raises WorkdirError as `starts`."""
+    """Process -> its starts, of a run's workdir, or {} for a run without a record. Raises WorkdirError as `starts`."""
     folder = pathlib.Path(workdir) / FOLDER
     if not folder.is_dir():
         return {}
@@ -312,13 +312,13 @@ def of_run(processes: Mapping[int, Sequence[Start]]) -> dict[str, float]:
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
-    """The share of the wall time that went into steps which were made for the first time; nan of no time."""
+    """The share of the wall time of steps that were made for the first time, or nan without time."""
     whole = sum(seconds.values())
     return seconds.get(STEPS, 0.0) / whole if whole else math.nan
 
 
 def summary(seconds: Mapping[str, float]) -> str:
-    """A line about one process: its goodput, and what took most of the rest."""
+    """A line about one process: its goodput, and the largest other phases."""
     whole = sum(seconds.values())
     rest = sorted((s, phase) for phase, s in seconds.items() if phase != STEPS and s >= 0.005 * whole)[::-1]
     most = ", ".join(f"{phase} {s / whole:.0%}" for s, phase in rest[:4])
@@ -351,7 +351,7 @@ def _queued(began: float, before: Sequence[Start]) -> float:
 
 
 def _process_start() -> float:
-    """This process's start [s since 1970], from /proc (proc(5): stat, field 22, in clock ticks since boot); else now."""
+    """This process's start [s since 1970], from /proc (proc(5): stat, field 22, in clock ticks since boot), else now."""
     try:
         with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
             ticks = int(stat.read().rsplit(")", 1)[1].split()[19])

@@ -1,7 +1,7 @@
 """Files of one JSON object per line that a run appends to, resumes, and never dies of.
 
 A kill, a full disk or another program can leave a line there that is no record. Such lines are moved to a file of the same name
-with ``.odd`` at its end, and reported; what is read is the rest.
+with ``.odd`` at its end, and reported. The rest is read.
 """
 
 import errno
@@ -18,7 +18,7 @@ from loaders.io import atomic_write
 
 log = logging.getLogger("jaxtrain")
 
-Check = Callable[[dict[str, Any]], str]  # an object of a line -> what keeps it from being a record; "" when it is one
+Check = Callable[[dict[str, Any]], str]  # an object of a line -> the reason why it is no record, or ""
 
 
 def record_problem(record: dict[str, Any]) -> str:
@@ -39,7 +39,7 @@ def step_problem(record: dict[str, Any]) -> str:
 
 
 def read(path: pathlib.Path, problem: Check) -> tuple[list[tuple[dict[str, Any], bytes]], list[tuple[bytes, str]]]:
-    """Returns the records of a file with their lines, and the lines that are none, with what is wrong with each.
+    """Return the records of a file with their lines, and the other lines with the reason for each.
 
     Raises WorkdirError: ``path`` is a link, a pipe, a folder or anything else that a run does not write.
     """
@@ -59,7 +59,7 @@ def read(path: pathlib.Path, problem: Check) -> tuple[list[tuple[dict[str, Any],
 
 
 def rewrite(path: pathlib.Path, lines: Sequence[bytes], odd: Sequence[tuple[bytes, str]] = ()) -> None:
-    """Puts ``lines`` in the place of a file, whole or not at all; ``odd`` ones go to its neighbour .odd first."""
+    """Replace a file by ``lines``, atomically. The ``odd`` lines are first appended to its neighbour .odd."""
     if odd:
         aside = path.with_name(f"{path.name}.odd")
         with opened(aside) as file:
@@ -85,12 +85,12 @@ def opened(path: pathlib.Path, mode: str = "ab") -> Any:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE):
             raise
     raise WorkdirError(
-        f"{path} is a link, a folder or a device, where a run keeps its records; move it away, or choose another config.workdir"
+        f"{path} is a link, a folder or a device; expected the file of a run's records. Move it, or set another config.workdir"
     )
 
 
 def is_there(path: pathlib.Path, file: int) -> bool:
-    """Whether the open ``file`` is still what has the name ``path``."""
+    """Whether ``path`` still names the open ``file``."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(file))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A page of this machine: served on the loopback alone, to whoever knows its token, to a bounded number of requests at once."""
+"""A page of this machine, served on the loopback alone, with an unguessable token, to a bounded number of requests at once."""
 
 import contextlib
 import http.server
@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any
 
-AT_ONCE = 32  # requests; where there are more, the one that takes longest makes way
+AT_ONCE = 32  # requests. With more, the slowest one is closed
 PATIENCE = 30  # [s] for which a client may be silent
 HOSTS = ("127.0.0.1", "localhost")  # any other name was made to lead to this machine, by a page elsewhere
 
@@ -37,7 +37,7 @@ class Server(http.server.ThreadingHTTPServer):
             self._open[request] = None
             oldest = next(iter(self._open)) if len(self._open) > AT_ONCE else None
             if oldest:
-                # Whoever sends a byte now and then would else keep everyone out. Its thread closes it.
+                # Else a client that sends a byte now and then would keep all others out. Its thread closes it.
                 del self._open[oldest]
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
@@ -51,7 +51,7 @@ class Server(http.server.ThreadingHTTPServer):
                 self._open.pop(request, None)
 
     def handle_error(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
-        """Prints the traceback of a mistake here; that a connection ended is none."""
+        """Print the traceback of an error here, but not of a connection that ended."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

@@ -26,12 +26,12 @@ class Sums:
         self._pending = sums
 
     def pop(self, name: str) -> np.ndarray | None:
-        """Takes a sum out, undivided; None where there is none of that name."""
+        """Take a sum out, undivided, or None if there is none of that name."""
         self._read()
         return self._totals.pop(name, (None, 0.0))[0]
 
     def means(self) -> dict[str, Any]:
-        """Each sum over its weight; no weight gives nan. A sum that is an array gives an array; every weight is a number."""
+        """Each sum over its weight, or nan without weight. A sum may be an array, and every weight is a number."""
         self._read()
         means = {name: total / weight if weight else total * math.nan for name, (total, weight) in self._totals.items()}
         return {name: x if np.ndim(x) else float(x) for name, x in means.items()}
@@ -57,7 +57,7 @@ class Meter:
     """Rates between two progress lines: samples/s, MFU, share of time spent waiting for data, time left.
 
     Attributes:
-      seconds_per_step: the latest; nan before the first.
+      seconds_per_step: the latest, nan before the first.
     """
 
     def __init__(self, *, steps: int, batch: int, flops: int, peak: float, full_flops: int = 0):
@@ -86,9 +86,9 @@ class Meter:
 
 
 def peak_flops() -> tuple[float, str]:
-    """FLOP/s of all devices together, and where the number comes from.
+    """FLOP/s of all devices together, and the source of the number.
 
-    The datasheet's dense bf16 peak where the chip is known, else the best of a few float32 matrix products measured now.
+    The datasheet's dense bf16 peak if the chip is known, else the best of a few float32 matrix products measured now.
     """
     devices = jax.devices()
     kind = devices[0].device_kind

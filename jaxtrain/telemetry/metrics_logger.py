@@ -1,4 +1,4 @@
-"""What a run says and writes about its steps. Every step is read one step late, so that the device never waits for the host."""
+"""Logs and writes the steps of a run. Every step is read one step late, so that the device never waits for the host."""
 
 import functools
 import logging
@@ -76,12 +76,12 @@ class MetricsLogger:
         for writer in closing:
             try:
                 writer.close()
-            except WorkdirError:  # what ends the run already says as much, or more
+            except WorkdirError:  # the error that ends the run says more
                 if kind is None:
                     raise
 
     def start_clock(self, step: int) -> None:
-        """Counts the pace from here: what was waited for since the last step is not the training's."""
+        """Count the pace from here: waits since the last step are not the training's."""
         self._process.beat(f"step {step + 1}")
         self._process.clock.steps(step)
         if self._traces.is_due(step):
@@ -150,7 +150,7 @@ class MetricsLogger:
         samples: Sequence[Mapping[str, Any]],
         counts: Mapping[str, np.ndarray | None],
     ) -> None:
-        """Writes what an evaluation found; ``counts``: of `jaxtrain.types.COUNTS`, None for those that it has not."""
+        """Write the results of an evaluation. ``counts``: by `jaxtrain.types.COUNTS`, None for missing ones."""
         self._process.confirm()
         with self._process.writing():
             if samples and cluster.is_main():
@@ -169,12 +169,12 @@ class MetricsLogger:
         self._process.beat(f"step {step + 1}")
 
     def _inputs(self, item: Item) -> None:
-        """Draws what the model sees of a batch, the run's first. The next step is computed meanwhile."""
+        """Draw the inputs of the run's first batch, while the next step is computed."""
         self._process.starting("its pictures")  # which are compiled
         self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))  # every process takes part
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:
-        """Writes named arrays [n, height, width] in 0..1 into workdir/pictures; step 0: as the run begins."""
+        """Writes named arrays [n, height, width] in 0..1 into workdir/pictures. Step 0 is the beginning of the run."""
         host = jax.device_get(dict(pictures)) if cluster.is_main() else {}  # a wait, in which a workdir may go
         self._process.confirm()
         if cluster.is_main():

@@ -1,4 +1,4 @@
-"""Traces of chosen steps, by JAX's profiler: those that a config names, and the next ones of a run that is asked for them.
+"""Traces of chosen steps, by JAX's profiler: the steps that a config names, and the next ones of a running run on request.
 
 workdir/traces/steps-000100-000103-process-0/ is read by Perfetto (its *.trace.json.gz), XProf and `jaxtrain report`. A live
 run is asked by workdir/profile.json, ``{"id": "…", "steps": 3, "all": false}``, which `jaxtrain profile` writes: a thread looks
@@ -29,7 +29,7 @@ class Traces:
     """Begins a trace behind a step, and ends it behind another. The caller waits for the device at both."""
 
     def __init__(self, workdir: str, steps: Sequence[int], *, process: int):
-        """``steps``: the first and the last of process 0's trace; empty = only what is asked for."""
+        """``steps``: the first and the last of process 0's trace; empty = only on request."""
         self._workdir, self._process = pathlib.Path(workdir), process
         self._first, self._last = (steps[0], steps[1]) if steps and process == 0 else (0, 0)
         self._running: pathlib.Path | None = None
@@ -53,7 +53,7 @@ class Traces:
             self._first, self._last, self._asked = step + 1, step + self._asked, 0
         self._running = self._workdir / FOLDER / f".steps-process-{self._process}"
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # what Python does between two steps is not what takes the time
+        options.python_tracer_level = 0  # Python's work between two steps takes little time
         try:
             shutil.rmtree(self._running, ignore_errors=True)
             jax.profiler.start_trace(str(self._running), profiler_options=options)
@@ -76,7 +76,7 @@ class Traces:
             log.info("steps %s are traced in %s", final.name.split("-process")[0].removeprefix("steps-"), final)
 
     def close(self, step: int) -> None:
-        """Ends a trace that runs; ``step`` is the last that was made."""
+        """End a running trace after ``step``."""
         self._closed.set()
         self._thread.join()
         if self._running:
@@ -91,7 +91,7 @@ class Traces:
                     self._asked = steps
 
     def _request(self) -> tuple[str, int, bool]:
-        """Id, number of steps, and whether every process is asked; "", 0, False where there is no request."""
+        """Id, number of steps, and whether it is for every process. "", 0, False without a request."""
         path = self._workdir / REQUEST
         if not os.path.lexists(path):
             return "", 0, False

@@ -1,7 +1,7 @@
-"""What a run leaves for people and programs to read: metric records, pictures, samples.
+"""The writers of a run: metric records, pictures, samples.
 
 workdir/metrics.jsonl has one JSON object per line: ``{"step": 10, "split": "train", "loss": 2.3, …}``. Steps rise within a
-split; when a run resumes from an earlier step, the records after it are dropped first, so that no step is there twice.
+split. If a run resumes from an earlier step, the records after it are dropped first, so that no step is there twice.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ from jaxtrain.telemetry import jsonl
 log = logging.getLogger("jaxtrain")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk that is full, or of a quota that is used up
-SAMPLES = "samples.jsonl"  # what the model wrote at each evaluation
+SAMPLES = "samples.jsonl"  # generations of the model at each evaluation
 WANDB = ("entity", "group", "job_type", "name", "tags", "notes")  # options of wandb.init that a config can give
 
 
 class Writer(Protocol):
-    """Where records go. A writer that has no place for pictures or samples leaves them to the workdir, which has them all."""
+    """Takes records. A writer without pictures or samples leaves them to the workdir, which has them all."""
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None: ...
 
     def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
-        """Takes named arrays [n, height, width] in 0..1, low rows at the bottom; step 0: as the run begins."""
+        """Takes named arrays [n, height, width] in 0..1, low rows at the bottom. Step 0 is the beginning of the run."""
         return None
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Takes what the model wrote at an evaluation."""
+        """Takes the generations of an evaluation."""
         return None
 
     def close(self) -> None: ...
@@ -54,7 +54,7 @@ class JsonlWriter(Writer):
     Attributes:
       reached: split -> the last step that was written before, also after ``step``.
 
-    Raises WorkdirError: something else than a file has that name; when writing and closing, the file is not there any more.
+    Raises WorkdirError: something else than a file has that name, or the file is gone when it is written or closed.
     """
 
     def __init__(self, workdir: str, step: int):
@@ -123,7 +123,7 @@ class TensorboardWriter(Writer):
         texts = []
         for sample in samples[:32]:
             lines = (f"{name}: {value}" for name, value in sample.items())
-            # Indented: TensorBoard takes it for Markdown, of which nothing in a sample is meant to be any.
+            # Indented: TensorBoard renders Markdown, and a sample is plain text.
             texts.append("\n".join(f"    {x}" for line in lines for x in line.splitlines()))
         self._add(step, (self._summary.text(f"samples/{i}", text) for i, text in enumerate(texts)))
 
@@ -132,7 +132,7 @@ class TensorboardWriter(Writer):
 
 
 class _Appended:
-    """A file to append to. What a full disk refuses waits in memory until a flush finds room."""
+    """A file to append to. Lines that a full disk refuses wait in memory until a flush finds room."""
 
     def __init__(self, path: pathlib.Path):
         self._path, self.file = path, jsonl.opened(path)
@@ -180,7 +180,7 @@ class WandbWriter(Writer):
         )
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
-        if step >= self._run.step:  # the service keeps steps that rise; a replayed one is already there
+        if step >= self._run.step:  # the service takes rising steps only, and has a replayed one already
             self._run.log({f"{split}/{name}": value for name, value in record.items()}, step=step)
 
     def close(self) -> None:
@@ -188,9 +188,9 @@ class WandbWriter(Writer):
 
 
 class MlflowWriter(Writer):
-    """An MLflow run whose id is kept in workdir/mlflow_id; MLFLOW_TRACKING_URI says where. It is sent in the background.
+    """An MLflow run whose id is kept in workdir/mlflow_id, at MLFLOW_TRACKING_URI. It is sent in the background.
 
-    ``reached``: split -> the last step that was sent before; those up to it are not sent again.
+    ``reached``: split -> the last step that was sent before. Steps up to it are not sent again.
     """
 
     def __init__(self, workdir: str, experiment: str, config: Mapping[str, Any], reached: Mapping[str, int]):
@@ -243,7 +243,7 @@ class TrackioWriter(Writer):
 
 @contextlib.contextmanager
 def _reachable(field: str, name: str) -> Iterator[None]:
-    """Makes of whatever a service's client raises at the start a mistake of the config. Raises ConfigError."""
+    """Turn any error of a service's client at the start into a ConfigError."""
     try:
         yield
     except Exception as error:  # clients raise what they like
@@ -282,7 +282,7 @@ def write_pictures(
 ) -> list[pathlib.Path]:
     """Writes [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom. Returns their paths.
 
-    The folder is made where its parent exists: a workdir that was deleted is not to come back with pictures alone.
+    The folder is made only if its parent exists: a deleted workdir must not come back with pictures alone.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(exist_ok=True)
@@ -309,7 +309,7 @@ def write_lines(workdir: str, name: str, step: int, lines: Sequence[Mapping[str,
 
 
 class Lines:
-    """What evaluations write by `write_lines`. What a full disk refuses waits in memory; it ends no run."""
+    """Lines of evaluations, by `write_lines`. Lines that a full disk refuses wait in memory, and the run continues."""
 
     def __init__(self, workdir: str):
         self._workdir = workdir
@@ -321,7 +321,7 @@ class Lines:
         self.flush()
 
     def flush(self) -> None:
-        """Tries again what waits. Raises WorkdirError as `jsonl.read`."""
+        """Try again to write the waiting lines. Raises WorkdirError as `jsonl.read`."""
         try:
             while self._waiting:
                 write_lines(self._workdir, *self._waiting[0])
@@ -338,7 +338,7 @@ class Lines:
     def close(self) -> None:
         self.flush()
         for name, step, _ in self._waiting:
-            log.error("what the evaluation after step %d found was never written into %s", step, name)
+            log.error("the results of the evaluation after step %d were never written into %s", step, name)
 
 
 def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray | None]) -> None:
@@ -351,21 +351,21 @@ def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.nda
 
 
 def left_behind(config: Config) -> list[tuple[str, str]]:
-    """What a run has left for a person to look at: (path, what it is), of what is there."""
+    """List the existing files of a run for a person to look at: (path, description)."""
     workdir = pathlib.Path(config.workdir)
     saved = config.checkpoint.folder or str(workdir / "checkpoints")
     found = [(saved, "state and parameters" if config.checkpoint.final == "resumable" else "parameters")]
-    for name, what in (
+    for name, about in (
         ("metrics.jsonl", "records of training and evaluations, a line each"),
-        (SAMPLES, "what the model wrote at each evaluation"),
+        (SAMPLES, "generations of the model at each evaluation"),
         ("classes.jsonl", "rows and answers by class at each evaluation"),
-        ("pictures", "what the model saw"),
+        ("pictures", "inputs of the model"),
         ("tensorboard", "the records, for TensorBoard"),
         ("traces", "traces of steps, for Perfetto, XProf and jaxtrain report"),
     ):
         path = workdir / name
         if path.is_file() or (path.is_dir() and any(path.iterdir())):
-            found.append((str(path), what))
+            found.append((str(path), about))
     return found
 
 

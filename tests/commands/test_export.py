@@ -166,7 +166,7 @@ def test_the_model_card_and_the_config(saved, tmp_path):
     assert call(saved, "--out", tmp_path / "out") == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "step 10" in card and '"depth": 3' in card and f"jax {jax.__version__}" in card
-    assert "| test | loss | 1.0 | what the step minimises: " in card, "with its meaning"
+    assert "| test | loss | 1.0 | the minimised sum of its terms" in card, "with its meaning"
     assert card.index("| test | loss |") < card.index("| train | loss |"), "how good the model is comes first"
     assert "0.9" not in card, f"the last of {records.read_text()}"
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == runs.config(depth=3)

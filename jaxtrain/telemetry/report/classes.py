@@ -1,7 +1,7 @@
-"""Classes: what an evaluation counted of them, as a line of workdir/classes.jsonl, and as tables of a page.
+"""Counts of classes in an evaluation, as a line of workdir/classes.jsonl, and as tables of a page.
 
 A line has the step, ``n`` rows, and three lists with a number for each class: ``rows`` of it, ``right`` ones that were
-answered with it, and ``answers`` that were it; where confusions are counted, the pairs [class, answer, rows] that were
+answered with it, and ``answers`` that were it. If confusions are counted, the pairs [class, answer, rows] that were
 ``confused`` most.
 """
 
@@ -85,7 +85,7 @@ def _is_count(value: object) -> bool:
 
 
 def interval(right: int, of: int) -> tuple[float, float]:
-    """The 95 % interval of a share of which ``right`` were counted in ``of`` (Wilson 1927); nan, nan of none."""
+    """The 95 % interval of a share of which ``right`` were counted in ``of`` (Wilson 1927), or nan, nan of none."""
     if not of:
         return math.nan, math.nan
     p, n = right / of, of
@@ -94,7 +94,7 @@ def interval(right: int, of: int) -> tuple[float, float]:
 
 
 def section(runs: Sequence[Run]) -> str:
-    """The evaluations of a run behind a slider; of several runs, the classes in which the last ones differ most."""
+    """The evaluations of a run behind a slider, or the classes in which several runs differ most."""
     found = [(run, by_step) for run in runs[:MOST_COMPARED] if (by_step := read(run.path / FILE))]
     if not found:
         return ""
@@ -121,7 +121,7 @@ def _name(names: Sequence[str], record: Mapping[str, Any], i: int) -> str:
 
 
 def _evaluation(record: Mapping[str, Any], names: Sequence[str], *, whole: bool) -> str:
-    """The tables of one evaluation; ``whole``: with every class."""
+    """The tables of one evaluation. ``whole``: with every class."""
     rows, right, answers = (record[name] for name in ("rows", "right", "answers"))
     known = [i for i in range(len(rows)) if rows[i] or answers[i]]
     recalls = [right[i] / rows[i] for i in known if rows[i]]
@@ -175,7 +175,7 @@ def _range(right: int, of: int) -> str:
 
 
 def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Rows of a class by answer: of all classes where they are few, else of those that are confused most."""
+    """Rows of a class by answer: of all classes if they are few, else of the most confused ones."""
     rows, right, pairs = record["rows"], record["right"], record.get("confused", [])
     wrong = dict.fromkeys(range(len(rows)), 0)
     for own, answer, count in pairs:
@@ -208,7 +208,7 @@ def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _compared(found: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
-    """The recalls by class of several runs, where they differ most."""
+    """The recalls of several runs in the classes in which they differ most."""
     recalls: dict[str, dict[int, tuple[int, int]]] = {}
     for k, (run, record) in enumerate(found):
         names = _names(run)

@@ -1,4 +1,4 @@
-"""Several runs beside each other: a ranking, the fields in which their configs differ, a sweep as parallel coordinates."""
+"""Comparison of runs: a ranking, the fields in which their configs differ, a sweep as parallel coordinates."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from jaxtrain.telemetry.report.run import Run, Score
 
 
 def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[dict[str, Any]]) -> str:
-    """A ranking, what differs in the configs, and a sweep as parallel coordinates, which are added to ``charts``."""
+    """A ranking, the differences of the configs, and a sweep as parallel coordinates, which are added to ``charts``."""
     differ = run_lib.differences({str(i): run.config for i, run in enumerate(runs)})
     known = [score for score in scores if score]
     shown = [score if score and score.name == known[0].name else None for score in scores]
@@ -37,7 +37,7 @@ def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[di
 
 
 def ranked(scores: Sequence[Score | None]) -> list[int]:
-    """The numbers of the runs, the best first; those without the score that the first has come last."""
+    """The numbers of the runs, the best first. Runs without the first run's score come last."""
     known = [score for score in scores if score]
 
     def place(score: Score | None) -> float:
@@ -64,7 +64,7 @@ def _parallel(
     names = [runs[i].name for i in chosen]
     charts.append({"kind": "parallel", "title": "sweep", "dimensions": dimensions, "names": names, "sign": sign})
     return (
-        "<figure><h3>What the runs varied, and what came of it</h3><p class='meaning'>A line is a run: the darker, "
+        "<figure><h3>The varied fields and the scores</h3><p class='meaning'>A line is a run: the darker, "
         "the better; green are the best.</p>"
         f"<div class='chart tall' tabindex='0' role='img' data-chart='{len(charts) - 1}' "
         f"aria-label='parallel coordinates of {len(names)} runs; the table above has the same numbers'></div></figure>"
@@ -72,7 +72,7 @@ def _parallel(
 
 
 def _axis(label: str, values: Sequence[Any]) -> dict[str, Any]:
-    """An axis of parallel coordinates: where each value stands between 0 and 1, logarithmic where values span much."""
+    """An axis of parallel coordinates: the place of each value between 0 and 1, logarithmic for a wide range."""
     texts = [short(value) for value in values]
     if all(type(v) in (int, float) and math.isfinite(run_lib.number(v)) for v in values):
         x = np.array([run_lib.number(v) for v in values])

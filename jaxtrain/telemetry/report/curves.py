@@ -1,4 +1,4 @@
-"""Every metric of the runs as a curve: grouped, thinned without losing a peak, with what it means and what it says in words."""
+"""Every metric of the runs as a curve: grouped, thinned without losing a peak, with its meaning and its values in words."""
 
 import math
 import re
@@ -23,7 +23,7 @@ GROUPS = ("Results", "Losses and metrics", "Speed", "Gradients and parameters", 
 
 
 def section(runs: Sequence[Run], records: Sequence[Records], charts: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(Group, its figures) of every metric of ``records``, which are those of ``runs``. Adds what is drawn to ``charts``."""
+    """(Group, its figures) of every metric of ``records``, one for each of ``runs``. The curves are added to ``charts``."""
     found: dict[tuple[str, str], list[tuple[int, str, np.ndarray, np.ndarray]]] = {}
     for i, of_run in enumerate(records):
         for split, columns in of_run.splits.items():
@@ -67,12 +67,12 @@ def _figure(runs: Sequence[Run], chart: int, title: str, name: str, split: str, 
     workload = str(runs[0].setting("workload", ""))
     meaning = glossary.meaning(name, workload=workload, split=split or "train")
     meaning = "of the schedule, as optim.lr and its warm-up and decay give it" if name == "learning_rate" else meaning
-    told = [
+    values = [
         f"{runs[c['run']].name + ' ' if len(runs) > 1 else ''}{c['split']} from {number(c['y'][0])} "
         f"to {number(c['y'][-1])} at step {c['x'][-1]}, between {number(min(c['y']))} and {number(max(c['y']))}"
         for c in curves[:8]
     ]
-    label = f"{title} by step: {'; '.join(told)}"
+    label = f"{title} by step: {'; '.join(values)}"
     last = ", ".join(f"{c['split']} {number(c['y'][-1])}" for c in curves) if len(runs) == 1 else ""
     return (
         f'<figure><h3>{esc(title)} <span class="soft">{esc(last)}</span></h3><p class="meaning">{esc(meaning)}</p>'
@@ -82,7 +82,7 @@ def _figure(runs: Sequence[Run], chart: int, title: str, name: str, split: str, 
 
 
 def _schedule(run: Run) -> tuple[np.ndarray, np.ndarray] | None:
-    """Steps and learning rates of schedule.json; None where there is none that can be read."""
+    """Steps and learning rates of schedule.json, or None if it cannot be read."""
     try:
         found = files.read_json(run.file("schedule.json"))
         step, rate = ([run_lib.number(x) for x in found[name][:5000]] for name in ("step", "lr"))

@@ -1,4 +1,4 @@
-"""Pieces of a page: texts that are escaped, numbers and times as people read them, and what chooses among sets."""
+"""Pieces of a page: escaped texts, numbers and times as people read them, and a selector of sets."""
 
 import html
 import json
@@ -41,7 +41,7 @@ def identifier(name: str) -> str:
 
 
 def grid(figures: Iterable[str]) -> str:
-    """Figures beside each other."""
+    """Figures side by side."""
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
@@ -51,7 +51,7 @@ def title(name: str, several: bool) -> str:
 
 
 def slider(which: str, n: int, label: str) -> str:
-    """What chooses one of ``n`` sets below it."""
+    """A control that selects one of ``n`` sets below it."""
     kind = "range" if n > 1 else "hidden"
     value = f'min="0" max="{n - 1}" value="{n - 1}"'
     tag = f'<input class="wide" type="{kind}" {value} data-steps="{which}" aria-label="step of {esc(label)}">'
@@ -59,7 +59,7 @@ def slider(which: str, n: int, label: str) -> str:
 
 
 def spread(items: list[Any], most: int) -> list[Any]:
-    """At most ``most`` of a list, evenly, the first and the last among them; of one, the last."""
+    """At most ``most`` of a list, evenly, with the first and the last. If ``most`` is 1, the last."""
     if len(items) <= most:
         return items
     if most == 1:

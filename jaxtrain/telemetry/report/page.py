@@ -36,7 +36,7 @@ WARNING = re.compile(r"\S+ \S+ (?:WARNING|ERROR) (.+)")
 
 
 def library() -> str:
-    """The plotting library's code, compressed, as base64. Raises RunError where it is not installed."""
+    """The plotting library's code, compressed, as base64. Raises RunError if it is not installed."""
     try:
         code = (importlib.resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
     except (ModuleNotFoundError, FileNotFoundError) as error:
@@ -174,7 +174,7 @@ class Page:
                 f'<td class="text code">{esc(line)}</td></tr>'
                 for line, count, of in lines
             )
-            head = '<th class="n">times</th><th class="n">process</th><th>what the logs say, the latest first</th>'
+            head = '<th class="n">times</th><th class="n">process</th><th>messages of the logs, the latest first</th>'
             text += f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
         return title(run.name, len(self.runs) > 1) + text if text else ""
 
@@ -184,18 +184,18 @@ class Page:
         given = run_lib.flatten(run.config)
         usual = run_lib.flatten(json.loads(config_lib.to_json(config_lib.Config())))
         sections = {name.partition(".")[0] for name in usual if "." in name}
-        said = run.command[1]
+        given = run.command[1]
         changed = {
             name: value
             for name, value in given.items()
-            if name in said or (name.partition(".")[0] in sections and (name not in usual or usual[name] != value))
+            if name in given or (name.partition(".")[0] in sections and (name not in usual or usual[name] != value))
         }
         rows = "".join(
             f'<tr><td class="code">{esc(name)}</td><td class="code">{esc(short(value))}</td>'
-            f'<td class="code soft">{esc(short(usual.get(name)))}</td><td>{"command" if name in said else ""}</td></tr>'
+            f'<td class="code soft">{esc(short(usual.get(name)))}</td><td>{"command" if name in given else ""}</td></tr>'
             for name, value in changed.items()
         )
-        head = f"<th>field</th><th>here</th><th>default</th><th>{'given by' if said else ''}</th>"
+        head = f"<th>field</th><th>here</th><th>default</th><th>{'given by' if given else ''}</th>"
         table = f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>' if rows else ""
         versions = run.starts[-1].facts.get("versions", {}) if run.starts else {}
         about = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else ""
@@ -213,7 +213,7 @@ POLICY = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; sc
 
 
 def _tools(*, several: bool) -> str:
-    """What stays above the curves."""
+    """The controls above the curves."""
     key = "lines: train, dotted: test" if several else '<i class="swatch run0"></i>train <i class="swatch run1"></i>test'
     return (
         '<div class="tools"><label><input type="checkbox" id="log"> logarithmic</label><label>smoothing '
@@ -230,8 +230,8 @@ def _warnings(run: Run) -> list[tuple[str, int, list[int]]]:
     for process in sorted(logs)[:MOST_LOGS]:
         text = run.tail(f"logs/{logs[process].name}", TAIL // min(len(logs), MOST_LOGS))
         for line in text.decode(errors="replace").splitlines():
-            if what := WARNING.match(line):
-                alike = re.sub(r"\d+(\.\d+)?", "#", what[1])
+            if warning := WARNING.match(line):
+                alike = re.sub(r"\d+(\.\d+)?", "#", warning[1])
                 newest, count, of = found.get(alike, ("", 0, set()))
                 found[alike] = max(newest, line[:400]), count + 1, of | {process}
     return sorted(((line, count, sorted(of)) for line, count, of in found.values()), reverse=True)[:WARNINGS]

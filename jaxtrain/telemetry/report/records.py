@@ -24,13 +24,13 @@ MOST_NAMES = 2000  # metrics of a run: more is no run's
 class Records(NamedTuple):
     """The records of a run."""
 
-    splits: dict[str, dict[str, np.ndarray]]  # split -> metric, and "step", -> values by step; nan where a record has none
+    splits: dict[str, dict[str, np.ndarray]]  # split -> metric, and "step", -> values by step, nan if a record has none
     lines: int  # that are records
     odd: int  # lines that are no records
 
 
 def read(path: pathlib.Path) -> Records:
-    """Reads metrics.jsonl; of a file that is being written, the lines that are whole. Raises FileError."""
+    """Read the complete lines of metrics.jsonl, which may still be written. Raises FileError."""
     parts: dict[str, list[dict[str, np.ndarray]]] = {}
     count = odd = 0
     if not path.exists():
@@ -46,7 +46,7 @@ def read(path: pathlib.Path) -> Records:
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    """The file in parts that end with a line; the last one without what is cut short."""
+    """The file in parts that end with a line, without an incomplete last line."""
     rest = b""
     while block := file.read(CHUNK):
         whole, newline, rest = (rest + block).rpartition(b"\n")
@@ -76,7 +76,7 @@ def _columns(text: bytes) -> tuple[dict[str, dict[str, np.ndarray]], int]:
 
 
 def _by_arrow(text: bytes) -> dict[str, dict[str, np.ndarray]] | None:
-    """By the parser of pyarrow, which is ten times as fast and knows no odd lines: None where there is one."""
+    """Parse with pyarrow, which is ten times as fast and takes no odd lines. Return None if there is one."""
     try:
         return _table(arrow.read_json(io.BytesIO(text), arrow.ReadOptions(block_size=len(text) + 1)))
     except (pa.ArrowException, ValueError, OSError):  # ValueError: names that are not UTF-8
@@ -84,7 +84,7 @@ def _by_arrow(text: bytes) -> dict[str, dict[str, np.ndarray]] | None:
 
 
 def _table(table: pa.Table) -> dict[str, dict[str, np.ndarray]] | None:
-    """Split -> columns; None where a line is no record."""
+    """Split -> columns, or None if a line is no record."""
     schema = {field.name: field.type for field in table.schema}
     if len(schema) != table.num_columns or table.num_columns > MOST_NAMES:
         return None
@@ -143,7 +143,7 @@ def _first(chosen: np.ndarray, number: np.ndarray, stretches: int) -> np.ndarray
 
 
 def samples(path: pathlib.Path, *, steps: int, each: int) -> dict[int, list[dict[str, str]]]:
-    """Step -> what the model wrote then, of samples.jsonl: some steps, the first and the last among them."""
+    """Step -> generations of samples.jsonl: some steps, with the first and the last."""
     found: dict[int, list[dict[str, str]]] = {}
     try:
         text = files.read(path, most=64 << 20)
@@ -181,8 +181,8 @@ def pictures(folder: pathlib.Path) -> dict[str, dict[int, list[str]]]:
         rest, _, number = stem.rpartition("_")
         if kind != "png" or not number.isdecimal() or len(number) > 6 or not rest:
             continue
-        step, what = -1, rest
+        step, kind = -1, rest
         if rest.startswith("step") and (digits := rest[4:].partition("_")[0]).isdecimal() and len(digits) < 16:
-            step, what = int(digits), rest.partition("_")[2]
-        found.setdefault(what, {}).setdefault(step, {})[int(number)] = name
-    return {what: {step: [row[i] for i in sorted(row)] for step, row in sorted(found[what].items())} for what in sorted(found)}
+            step, kind = int(digits), rest.partition("_")[2]
+        found.setdefault(kind, {}).setdefault(step, {})[int(number)] = name
+    return {kind: {step: [row[i] for i in sorted(row)] for step, row in sorted(found[kind].items())} for kind in sorted(found)}

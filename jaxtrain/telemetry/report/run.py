@@ -1,4 +1,4 @@
-"""A run as its workdir shows it: what it trains, how far it is, whether it lives, what ended it."""
+"""A run as its workdir shows it: its config, its progress, its state, the reason of its end."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import goodput, jsonl
 from loaders.io import files
 
-# What a run keeps in its workdir beside other workdirs that may lie there; no run is looked for in them.
+# Folders of a run's workdir. No run is looked for in them, though other workdirs may lie next to them.
 PARTS = {"checkpoints", "goodput", "logs", "pictures", "tensorboard", "traces", "slurm", "wandb"}
 MARKS = ("config.json", "metrics.jsonl")  # by which a folder is a run's
 LAUNCHED = "slurm"  # a folder of `jaxtrain launch`
@@ -26,7 +26,7 @@ BEST = (
     "exact_accuracy",
     "probe_accuracy",
     "-loss",
-)  # the score, where the config names none: the first that is there
+)  # the score, if the config names none: the first that exists
 
 
 class RunError(ValueError):
@@ -35,21 +35,21 @@ class RunError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A workdir. What is read of it is read once, when it is asked for."""
+    """A workdir. Each of its files is read once, at the first use."""
 
     path: pathlib.Path
     name: str
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The run's config; {} where there is none that can be read."""
+        """The run's config, or {} if none can be read."""
         try:
             return files.read_json(self.file("config.json"))
         except (files.FileError, OSError):
             return {}
 
     def file(self, name: str) -> pathlib.Path:
-        """The path of a file of the run. Raises FileError where it leads out of the workdir."""
+        """The path of a file of the run. Raises FileError if it leads out of the workdir."""
         return files.inside(self.path, name)
 
     def setting(self, path: str, default: Any = None) -> Any:
@@ -61,13 +61,13 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """How many steps it is to have; 0 where nobody knows."""
+        """The planned number of steps, or 0 if it is unknown."""
         steps = self.setting("train.steps", 0)
         return steps if type(steps) is int and steps > 0 else 0
 
     @functools.cached_property
     def processes(self) -> dict[int, list[goodput.Start]]:
-        """Where the time of each process went; {} for a run that an older version wrote."""
+        """The wall time of each process by phase, or {} for a run of an older version."""
         try:
             return goodput.read(self.path)
         except (WorkdirError, OSError):
@@ -80,14 +80,14 @@ class Run:
 
     @functools.cached_property
     def command(self) -> tuple[str, set[str]]:
-        """Where the config of the newest start came from, and the fields that its command line gave; "" of an older version."""
+        """The source of the newest start's config, and the fields of its command line. "" for an older version."""
         facts = self.starts[-1].facts if self.starts else {}
         source, overrides = facts.get("source"), facts.get("overrides")
         return source if isinstance(source, str) else "", set(overrides) if isinstance(overrides, dict) else set()
 
     @functools.cached_property
     def latest(self) -> dict[str, Any]:
-        """The newest record of a step; {} before the first."""
+        """The newest record of a step, or {} before the first."""
         for line in reversed(self.tail("metrics.jsonl", TAIL).split(b"\n")):
             record = parse(line)
             if record and record["split"] == "train":
@@ -95,7 +95,7 @@ class Run:
         return {}
 
     def tail(self, name: str, most: int) -> bytes:
-        """At most ``most`` bytes of a file's end, from a line's begin; empty where there is none."""
+        """At most ``most`` bytes of a file's end, from a line's begin, or nothing."""
         try:
             with files.regular(self.file(name)) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -121,9 +121,9 @@ class Run:
         return [record for record in found if record and record["split"] == "test"]
 
     def score(self, metric: str = "", tests: Mapping[str, Any] | None = None) -> "Score | None":
-        """The score of the last evaluation and the best; None without any.
+        """The score of the last evaluation and the best one, or None.
 
-        ``tests``: "step", and metrics, -> values of the evaluations, where they have been read.
+        ``tests``: "step", and metrics, -> values of the evaluations, if they have been read.
         """
         wanted = metric or str(self.setting("checkpoint.best", "") or "")
         for name in (wanted,) if wanted else BEST:
@@ -166,7 +166,7 @@ class Run:
 
     @property
     def eta(self) -> float:
-        """Seconds to its end; nan where it does not train."""
+        """Seconds to its end, or nan if it does not train."""
         return number(self.latest.get("eta_seconds")) if self.state == "training" else math.nan
 
     @functools.cached_property
@@ -192,7 +192,7 @@ class Score:
 
 
 def open_run(path: str | os.PathLike[str], name: str = "") -> Run:
-    """The run in a folder. Raises RunError where there is none."""
+    """The run in a folder. Raises RunError without one."""
     path = pathlib.Path(path)
     if not path.is_dir():
         raise RunError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; expected a run's workdir")
@@ -204,7 +204,7 @@ def open_run(path: str | os.PathLike[str], name: str = "") -> Run:
 def find(folder: str | os.PathLike[str]) -> tuple[list[Run], list[pathlib.Path]]:
     """All runs in a folder and below it, by path, and the folders from which some were launched: with a folder slurm.
 
-    Links are not followed. Raises RunError where there is no folder.
+    Links are not followed. Raises RunError without a folder.
     """
     top = pathlib.Path(folder)
     if not top.is_dir():
@@ -219,7 +219,7 @@ def named(path: pathlib.Path, top: pathlib.Path) -> Run:
 
 
 def _below(folder: pathlib.Path, depth: int) -> Iterator[tuple[pathlib.Path, str]]:
-    """(Folder, what makes it one of interest): the first of `MARKS` that it has, and `LAUNCHED`."""
+    """(Folder, its marks): the first of `MARKS` that it has, and `LAUNCHED`."""
     try:
         entries = list(os.scandir(folder))
     except OSError:
@@ -262,7 +262,7 @@ def _lines_with(text: bytes, part: bytes) -> Iterator[bytes]:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """A record of metrics.jsonl; None for a line that is none."""
+    """A record of metrics.jsonl, or None for another line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -272,7 +272,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def number(value: Any) -> float:
-    """A value of a record as a float; nan where it is none."""
+    """A value of a record as a float, or nan for another value."""
     try:
         return float(value) if type(value) in (int, float) else math.nan
     except OverflowError:
@@ -280,7 +280,7 @@ def number(value: Any) -> float:
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Field -> name of a config -> its value, of the fields in which configs differ; ``workdir`` aside."""
+    """Field -> name of a config -> its value, of the fields in which configs differ, without ``workdir``."""
     flat = {name: flatten(config) for name, config in configs.items()}
     fields = sorted({field for each in flat.values() for field in each} - {"workdir"})
     rows = {field: {name: each.get(field) for name, each in flat.items()} for field in fields}

@@ -1,4 +1,4 @@
-"""What a run left to be looked at: pictures, and what the model wrote, by step behind a slider."""
+"""Pictures and generations of a run, by step behind a slider."""
 
 import base64
 import struct
@@ -10,11 +10,11 @@ from jaxtrain.telemetry.report.run import Run
 from loaders.io import files
 
 PICTURES = 1_000_000  # [bytes] of all pictures together
-SAMPLES = 300_000  # [bytes] of all samples together, where one of each step is not more
+SAMPLES = 300_000  # [bytes] of all samples together, unless one of each step is more
 
 
 def pictures(runs: Sequence[Run], notes: list[str]) -> str:
-    """The pictures of each evaluation behind a slider, as many as there is room for; ``notes`` gets what is left out."""
+    """The pictures of each evaluation behind a slider, as many as fit. ``notes`` gets a line about the others."""
     found = [(run, records_lib.pictures(run.path / "pictures")) for run in runs]
     kinds = sum(len(kinds) for _, kinds in found)
     parts, left, without = [], PICTURES, []
@@ -53,7 +53,7 @@ def pictures(runs: Sequence[Run], notes: list[str]) -> str:
 
 
 def samples(run: Run, number: int, *, of: int) -> str:
-    """What the model wrote at each evaluation, with its scores; ``number``: of the run among the ``of`` of the page."""
+    """The generations of each evaluation with their scores. ``number``: of the run among the ``of`` of the page."""
     by_step = records_lib.samples(run.path / "samples.jsonl", steps=max(10 // of, 1), each=max(12 // of, 2))
     if not by_step:
         return ""

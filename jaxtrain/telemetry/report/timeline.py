@@ -1,4 +1,4 @@
-"""Where a run's time went, drawn: shares of the wall time, its starts on one axis, and its processes."""
+"""The wall time of a run, drawn: its shares, its starts on one axis, and its processes."""
 
 import math
 import time
@@ -24,7 +24,7 @@ MOST_STARTS = 60  # that are drawn, the latest of them
 
 
 def section(run: Run, *, several: bool) -> str:
-    """The run's part of the page; "" for a run that did not keep its time."""
+    """The run's part of the page, or "" for a run without a record of its time."""
     if not run.processes:
         return ""
     seconds = run.seconds
@@ -41,7 +41,7 @@ def section(run: Run, *, several: bool) -> str:
 
 
 def traced(name: str, trace: Trace) -> str:
-    """Where the time of traced steps goes: by the parts of a step, and by scopes."""
+    """The time of traced steps, by the parts of a step and by scopes."""
     rows = "".join(
         f'<tr><td class="n">{share:.1%}</td><td class="n">{times:,}</td><td class="code">{esc(scope)}</td></tr>'
         for scope, share, times in trace.scopes
@@ -57,7 +57,7 @@ def traced(name: str, trace: Trace) -> str:
 def _bar(seconds: Mapping[str, float], colours: Mapping[str, str] = COLOURS) -> str:
     whole = sum(seconds.values()) or 1.0
     parts = sorted(seconds.items(), key=lambda item: -item[1])
-    told = "; ".join(f"{phase} {s / whole:.1%}" for phase, s in parts)
+    label = "; ".join(f"{phase} {s / whole:.1%}" for phase, s in parts)
     bar = "".join(
         f'<i style="width:{100 * s / whole:.3f}%;background:{colours[phase]}" title="{phase}: {duration(s)}, '
         f'{s / whole:.1%}"></i>'
@@ -68,7 +68,7 @@ def _bar(seconds: Mapping[str, float], colours: Mapping[str, str] = COLOURS) -> 
         f'<span class="soft">{s / whole:.1%}</span></span>'
         for phase, s in parts
     )
-    return f'<div class="bar" role="img" aria-label="{told}">{bar}</div><div class="key">{key}</div>'
+    return f'<div class="bar" role="img" aria-label="{label}">{bar}</div><div class="key">{key}</div>'
 
 
 def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:

@@ -1,4 +1,4 @@
-"""Where the time of traced steps goes, by the scopes of the program: read from an XSpace file (*.xplane.pb), without jax.
+"""The time of traced steps by the scopes of the program: read from an XSpace file (*.xplane.pb), without jax.
 
 The file is a protocol buffer (tsl/profiler/protobuf/xplane.proto): planes of lines of events, and with the programs that ran
 (xla/service/hlo.proto), whose instructions carry the scope that they were traced in. An operation names its instruction.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from loaders.io import files
 
 MOST = 1 << 30  # [bytes] of a file that is read
-# Parts of a step; the first whose pattern is in the scope, or in the operation's name for the first, counts.
+# Parts of a step. The first whose pattern is in the scope, or in the operation's name for the first, counts.
 PARTS = (
     ("collectives", re.compile(r"all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective|nccl", re.I)),
     ("optimizer", re.compile(r"/update(/|$)")),
@@ -31,13 +31,13 @@ class Trace(NamedTuple):
     """A trace of some steps."""
 
     seconds: float  # from the first operation to the last
-    parts: dict[str, float]  # part of a step -> share of the time; with the gaps they add up to 1
+    parts: dict[str, float]  # part of a step -> share of the time. With the gaps they add up to 1
     scopes: list[tuple[str, float, int]]  # (scope or operation, share of the operations' time, times), the most first
     operations: int
 
 
 def read(path: pathlib.Path) -> Trace | None:
-    """Reads an XSpace file; None where it names no operation. Raises FileError: it cannot be read, or is none."""
+    """Read an XSpace file, or return None if it names no operation. Raises FileError: it cannot be read, or is none."""
     return _summary(operations(path))
 
 
@@ -52,13 +52,13 @@ def operations(path: pathlib.Path) -> list[tuple[str, str, int, int]]:
 
 
 def of_folder(folder: pathlib.Path) -> Trace | None:
-    """The trace below a folder, as JAX's profiler wrote it; None where there is none. Raises FileError."""
+    """The trace below a folder, as JAX's profiler wrote it, or None without one. Raises FileError."""
     found = sorted(path for path in folder.glob("plugins/profile/*/*.xplane.pb") if path.is_file())
     return read(files.inside(folder, str(found[-1].relative_to(folder)))) if found else None
 
 
 def _summary(found: list[tuple[str, str, int, int]]) -> Trace | None:
-    """Shares of the time by parts; where operations run side by side, each has its share of that time."""
+    """Shares of the time by parts. Operations that run side by side share their time."""
     if not found:
         return None
     edges = sorted(
@@ -104,9 +104,9 @@ def _part(name: str, scope: str) -> str:
 
 
 def _short(name: str, scope: str) -> str:
-    """A scope without what JAX puts around names: ``jit(step)/loss_and_grad/transpose(jvp(block))/dot_general``.
+    """A scope without JAX's decoration of names: ``jit(step)/loss_and_grad/transpose(jvp(block))/dot_general``.
 
-    Where there is none, the operation's name without the numbers at its end, which are looked for from there.
+    Without a scope, the operation's name without the numbers at its end.
     """
     if path := "/".join(part for part in scope.split("/")[1:] if part):
         return path[:120]
@@ -115,7 +115,7 @@ def _short(name: str, scope: str) -> str:
 
 
 def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
-    """(name, scope, start, end) [ps] of all operations of a device; on a CPU of what names an instruction."""
+    """(name, scope, start, end) [ps] of all operations of a device, on a CPU of the events that name an instruction."""
     planes = [_plane(value) for number, value in _fields(space) if number == 1]
     programs = {title: scopes for plane in planes for title, scopes in plane["programs"].items()}
     is_container = functools.cache(lambda name: bool(CONTAINER.match(name)))
@@ -144,7 +144,7 @@ def _scopes_of(programs: Mapping[str, dict[str, str]], number: int | None, modul
     Args:
       programs: title, such as ``jit_step(6)``, -> instruction -> scope. Several share names, of instructions and their own.
       seen: instructions that ran. They decide, and the number only between equals: a program that a CPU read from the cache
-        keeps the number from where it was compiled, which is another program's here.
+        keeps the number of its compilation, which is another program's here.
     """
     numbered = f"{module}({number})"
     titles = [title for title in programs if (title.rpartition("(")[0] == module if module else title.endswith(numbered))]
@@ -216,7 +216,7 @@ def _scopes(program: memoryview) -> dict[str, str]:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """(number, value) of a message's fields: an integer, or the bytes of what has a length."""
+    """(number, value) of a message's fields: an integer, or the bytes of a field with a length."""
     at, end = 0, len(data)
     while at < end:
         key, at = _varint(data, at)
