@@ -21,12 +21,12 @@ whole or not at all. Of a run with adapters (config.lora) the merged weights are
 adapters alone. They are merged with the run's config.warm_start.source. An address (gs://…) is read only if --base names it.
 --reverse makes a workdir with one step of weights, marked as such, to warm-start from.
 
---format writes the folder as another program reads it. The formats are the workload's own: encoders of sound have `timm`
-(`timm.create_model` makes one of its config.json) and `onnx` (adds model.onnx and example_onnx.py: samples in, features and
-scores out, float32, opset 20; its metadata hold the sample rate, the number of samples and the classes).
+--format writes the folder for another program, in one of the workload's own formats. Encoders of sound have `timm`
+(`timm.create_model` reads its config.json) and `onnx`. The latter adds model.onnx and example_onnx.py: samples in, features
+and scores out, float32, opset 20. Its metadata hold the sample rate, the number of samples and the classes.
 
---push uploads DIR to the Hugging Face Hub, by the account that `hf auth login` stored. Files that are there already are not sent again,
-so that the same command resumes an upload.
+--push uploads DIR to the Hugging Face Hub, by the account that `hf auth login` stored. Files that are there already are not
+sent again, so that the same command resumes an upload.
 """
 
 import argparse

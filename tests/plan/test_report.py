@@ -147,7 +147,7 @@ def test_a_run_for_which_a_device_has_too_little_memory_names_the_plan(tmp_path,
     prompts = "--config.model.samples.prompts=('one',)"
     assert train_command.main([source, f"--config.workdir={tmp_path}", prompts]) == 2
     told = "a device has too little memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes; the same"
-    assert f"{told} command with --plan names what may help" in capsys.readouterr().err
+    assert f"{told} command with --plan names remedies" in capsys.readouterr().err
 
 
 def with_memory(monkeypatch, memory):

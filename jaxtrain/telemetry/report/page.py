@@ -184,18 +184,18 @@ class Page:
         given = run_lib.flatten(run.config)
         usual = run_lib.flatten(json.loads(config_lib.to_json(config_lib.Config())))
         sections = {name.partition(".")[0] for name in usual if "." in name}
-        given = run.command[1]
+        typed = run.command[1]
         changed = {
             name: value
             for name, value in given.items()
-            if name in given or (name.partition(".")[0] in sections and (name not in usual or usual[name] != value))
+            if name in typed or (name.partition(".")[0] in sections and (name not in usual or usual[name] != value))
         }
         rows = "".join(
             f'<tr><td class="code">{esc(name)}</td><td class="code">{esc(short(value))}</td>'
-            f'<td class="code soft">{esc(short(usual.get(name)))}</td><td>{"command" if name in given else ""}</td></tr>'
+            f'<td class="code soft">{esc(short(usual.get(name)))}</td><td>{"command" if name in typed else ""}</td></tr>'
             for name, value in changed.items()
         )
-        head = f"<th>field</th><th>here</th><th>default</th><th>{'given by' if given else ''}</th>"
+        head = f"<th>field</th><th>here</th><th>default</th><th>{'given by' if typed else ''}</th>"
         table = f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>' if rows else ""
         versions = run.starts[-1].facts.get("versions", {}) if run.starts else {}
         about = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else ""

@@ -36,8 +36,8 @@ class Streams(NamedTuple):
 class Written(NamedTuple):
     """The continuation of each prompt: at every place a token, or a column."""
 
-    tokens: Array  # int32 [B, N], -1 where a column stands and after the end
-    columns: Array  # int32 [B, N, K], -1 where none stands
+    tokens: Array  # int32 [B, N], -1 for columns and after the end
+    columns: Array  # int32 [B, N, K], -1 for text
 
 
 class Writing(NamedTuple):
@@ -47,7 +47,7 @@ class Writing(NamedTuple):
     cache: PyTree
     was_b: Array  # int32: the token that was written last; -1 after a column
     column_b: Array  # int32: columns of the current recording so far; 0 outside
-    end_b: Array  # int32: the column where the first codebook ended; `NEVER` before
+    end_b: Array  # int32: the column of the first codebook's end, `NEVER` before
     done_b: Array  # bool
 
 
@@ -110,7 +110,7 @@ class Place(NamedTuple):
     codes_bk: Array
     is_audio_b: Array  # bool
     column_b: Array  # int32: its number in the recording
-    end_b: Array  # int32: the column where the first codebook ended; `NEVER` before
+    end_b: Array  # int32: the column of the first codebook's end, `NEVER` before
 
 
 NEVER = jnp.iinfo(jnp.int32).max // 2  # a column that no recording reaches
@@ -173,7 +173,7 @@ def generate(
 def draw(
     c: Config, params: PyTree, streams: Streams, grammar: Grammar, x_bd: Array, keys_b: Array, i: Array
 ) -> tuple[Array, Array]:
-    """A token [B] and a code of each codebook [B, K] from the last state; stream s draws by fold_in(fold_in(key, i), s)."""
+    """A token [B] and a code of each codebook [B, K] from the last state. Stream s draws by fold_in(fold_in(key, i), s)."""
     x_btd, at_b = x_bd[:, None], jax.vmap(lambda key: jax.random.fold_in(key, i))(keys_b)
     allowed_kc = jnp.broadcast_to(jnp.arange(c.n_codes)[None] < grammar.begin, (c.codebooks, c.n_codes))
     allowed_kc = allowed_kc.at[0, grammar.end].set(True)
@@ -193,7 +193,7 @@ def draw(
 
 def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
     """The next place of each row from a drawn token and drawn codes, by its state and which codebooks have begun or ended."""
-    # A recording continues until its last codebook has ended; after that its closing token.
+    # A recording continues until its last codebook has ended, then its closing token follows.
     inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + grammar.shift_k[-1]))
     closing_b = (state.was_b < 0) & ~inside_b
     at_b = jnp.where(inside_b, state.column_b, 0)
@@ -207,6 +207,6 @@ def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array
 
 
 def _last_tokens(prompt: Batch, length_b: Array) -> Array:
-    """The token that each prompt ends with; none may end within a recording."""
+    """The last token of each prompt. None may end within a recording."""
     slot_b = jnp.take_along_axis(prompt["slot"], (length_b - 1)[:, None], axis=1)
     return jnp.take_along_axis(prompt["text"], jnp.minimum(slot_b, prompt["text"].shape[1] - 1), axis=1)[:, 0]

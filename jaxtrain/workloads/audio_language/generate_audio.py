@@ -22,7 +22,7 @@ from loaders.io import atomic_write
 
 
 class Speaker(NamedTuple):
-    """A model, and what it reads and speaks through."""
+    """A model with its tokenizer and its codec."""
 
     model: Config
     params: PyTree

@@ -70,7 +70,7 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     del dtype
     source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
     found = hugging_face.read_files(source, _FILES)
-    # Of a model of Hugging Face; not our own export's, which is a run's, and not what another program keeps under that name.
+    # Of a model of Hugging Face, not of our own export, which has a run's config, or of another program.
     if "config.json" in found and "model_type" not in files.read_json(source / "config.json"):
         found.pop("config.json")
     return found

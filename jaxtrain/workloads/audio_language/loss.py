@@ -8,9 +8,9 @@ its rows. A row's spare places are its last. The fields of a row:
     place         int32 [U]     the place of each text token, then of each column
     slot          int32 [U]     the inverse: which of them stands at each place
     text_at       int32 [N]     places whose state predicts a token, and
-    text_target   int32 [N]     the token; negative = nothing
+    text_target   int32 [N]     the token, negative = nothing
     audio_at      int32 [M]     places whose state predicts a column, and
-    audio_target  int32 [M, K]  its codes; negative = nothing
+    audio_target  int32 [M, K]  its codes, negative = nothing
     label_scale   float32 [1 + K]  rows of the global batch over its labels: text, then codebooks (these
                                    again over the number of codebooks that have labels); 0 without labels
 

@@ -34,7 +34,7 @@ N_SPECIAL = 2  # of each codebook: begin and end of a stream
 
 @dataclass(frozen=True)
 class Config(transformer.Decoder):
-    """The release's choices by default; its published sizes are `PRESETS`."""
+    """The release's choices by default. Its published sizes are `PRESETS`."""
 
     vocab: OfData[int] = OF_DATA  # [tokens] known to the model; None = as the data have
     codebooks: OfData[int] = OF_DATA  # [codebooks] of a column; None = as the data have
@@ -78,7 +78,7 @@ def make_specs(c: Config) -> PyTree:
     blocks["audio"] = {**norm, **transformer.feed_forward_specs(c)}
     if c.audio_attention:
         weights = {name: spec for name, spec in transformer.attention_specs(c).items() if name != "scale_attention"}
-        # The norm after it, before the shared attention; the one before it is blocks/audio's.
+        # The norm after it, before the shared attention. The one before it is blocks/audio's.
         blocks["audio_attention"] = {**weights, "scale_after": norm["scale_attention"]}
     codes = Spec((c.codebooks, c.n_codes, d), (None, "vocab", "embed"), init)
     return {**table, "blocks": blocks, "embed_audio": codes, "w_head_audio": codes}
@@ -158,7 +158,7 @@ def layer(
 
 
 def decode(c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool = False) -> Any:
-    """Last hidden states [B, U, D], after the last norm; times a head they are logits.
+    """Last hidden states [B, U, D], after the last norm. Times a head they are logits.
 
     With ``keep``, also keys and values of all layers [L, B, U, G, head dimension], and of the columns' own attention.
     """
@@ -203,7 +203,7 @@ def decode(c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool 
 
 
 def _spread(x_bagk: Array, place_ba: Array, u: int) -> Array:
-    """Values of columns, at their places in the row; zeros elsewhere."""
+    """Values of columns, at their places in the row, and zeros elsewhere."""
     b, _, g, k = x_bagk.shape
     rows = jnp.arange(b)[:, None]
     return jnp.zeros((b, u, g, k), x_bagk.dtype).at[rows, place_ba].set(x_bagk)
@@ -224,7 +224,7 @@ def audio_logits(params: PyTree, x_bud: Array) -> Array:
 def step_flops(c: Config, bucket: tuple[int, int, int, int, float], *, causal: bool, frozen: bool) -> int:
     """FLOPs of one row of a bucket, forward and backward: each place through its own net, labelled ones alone through heads.
 
-    Matrices that are ``frozen`` have no derivative of their own; their adapters' products are left out.
+    Matrices that are ``frozen`` have no derivative of their own. Their adapters' products are left out.
     """
     s, a, n, m, _ = bucket
 

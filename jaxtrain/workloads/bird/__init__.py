@@ -28,7 +28,7 @@ WORKLOAD = Workload(
             caches=True,
         ),
         "review": Command(
-            f"{_HERE}.commands.review", "inference", "judge what detect or search found, on a page of this machine"
+            f"{_HERE}.commands.review", "inference", "review the results of detect or search, on a page of this machine"
         ),
         "embed": Command(f"{_HERE}.commands.embed", "evaluate", "embed any dataset with a trained encoder", caches=True),
         "probe": Command(

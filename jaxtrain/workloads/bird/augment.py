@@ -1,8 +1,8 @@
 """Augmentation of log-mel spectrograms on the device, inside the step.
 
 All that is drawn for a view is a pure function of (seed, epoch, recording, view): neither batch, mesh nor microbatches change
-it. A recording is mixed with the row next to it in the batch: rows 2 k and 2 k + 1 are partners, which follow each other
-in the data's order, so that the partner is a function of (seed, epoch, recording) too, on every mesh that gives each device an
+it. A recording is mixed with the row next to it in the batch: rows 2 k and 2 k + 1 are partners. They follow each other
+in the data's order, so the partner is a function of (seed, epoch, recording) too, on every mesh that gives each device an
 even number of rows. With train.accumulate = n it is the next row of the microbatch, n further on.
 
 In order: crop, shift, background, mixup, gain, noise, masks. Recordings add up as sound does: in energy, not in its logarithm.
@@ -93,7 +93,7 @@ def view_key(seed: int, epoch: Array, index: Array, view: Array) -> Key:
 
 
 def partner(x: Array) -> Array:
-    """[B, …]: each row's partner; rows 2 k and 2 k + 1 change places."""
+    """[B, …]: each row's partner: rows 2 k and 2 k + 1 change places."""
     if x.shape[0] % 2:
         raise ValueError(
             f"augment.mixup pairs rows, and {x.shape[0]} of them are together on a part of the mesh's data axis, or in a "

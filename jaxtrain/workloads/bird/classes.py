@@ -16,7 +16,7 @@ from jaxtrain.workloads.bird.settings import Settings
 
 
 class Labels(NamedTuple):
-    """The classes of R spectrograms; with mixup of two recordings each."""
+    """The classes of R spectrograms, with mixup of two recordings each."""
 
     own: Array  # int32 [R]; or of several classes uint8 [R, C]
     other: Array | None  # the partner's
@@ -39,9 +39,9 @@ def scores(params: PyTree, x_rd: Array) -> Array:
 
 
 def cross_entropy(logits_bc: Array, label_b: Array, *, smoothing: float = 0.0) -> Array:
-    """-sum_c target_c log softmax(logits)_c, [B]; the target is one-hot, ``smoothing`` of it spread evenly."""
+    """-sum_c target_c log softmax(logits)_c, [B]. The target is one-hot, with ``smoothing`` of it spread evenly."""
     log_p_bc = jax.nn.log_softmax(logits_bc)
-    # A masked sum, not a gather: classes may be split over devices, and each then adds what it has.
+    # A masked sum, not a gather: classes may be split over devices, and each then adds its own.
     picked_b = jnp.where(jnp.arange(log_p_bc.shape[1])[None] == label_b[:, None], log_p_bc, 0).sum(-1)
     return -(1 - smoothing) * picked_b - smoothing * log_p_bc.mean(-1)
 
@@ -87,7 +87,7 @@ def counts(c: Settings, logits_bc: Array, labels: Labels) -> dict[str, Mean]:
 
 
 def accuracy(c: Settings, logits_rc: Array, labels: Labels) -> Mean:
-    """Whether the largest score is of the recording's own class, or of one of its classes; rows without any are left out."""
+    """Whether the largest score is of the recording's own class, or of one of its classes. Rows without any are left out."""
     best_r = logits_rc.argmax(-1)
     if not c.multilabel:
         return Mean(((best_r == labels.own) * labels.weight).sum(), labels.weight.sum())

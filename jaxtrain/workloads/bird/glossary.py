@@ -9,7 +9,7 @@ GLOSSARY = (
         "probe_accuracy",
         "accuracy of the online probe, a linear layer on features that trains nothing else",
     ),
-    Entry("probe_loss", "probe_loss", "of the online probe; part of the loss, and of no gradient of the encoder's"),
+    Entry("probe_loss", "probe_loss", "of the online probe: part of the loss, without a gradient for the encoder"),
     Entry("objective_loss", "objective_loss", "weighted sum of the objectives: the loss without the probe's"),
     Entry("X_loss", r"(?P<X>supervised|mae|lejepa|diet|teacher)_loss", "of objective X, before its weight"),
     Entry("lejepa_invariance", "lejepa_invariance", "how far the views of a recording are apart"),

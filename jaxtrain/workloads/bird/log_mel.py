@@ -22,13 +22,13 @@ from loaders.audio.front_end import DEFAULT, FrontEnd
 
 EMPHASIS, FLOOR = 0.97, 2.0**-23
 FULL = 32768  # the int16 that would be 1.0
-PARTS = 16  # slices that frames are made of, at most, where samples that window and hop share decide them
+PARTS = 16  # slices of a frame, at most, given by samples that window and hop share
 
 
 def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
     """Samples [..., N], int16 at the front end's rate, as the model sees them: float32 [..., n_frames, W].
 
-    The first ``n_frames`` frames; missing ones hold the minimum of those that are there; then (x - mean) / (2 std).
+    The first ``n_frames`` frames; missing ones hold the minimum of the others. Then (x - mean) / (2 std).
     """
     x_rfw = log_mel(wave.reshape(-1, wave.shape[-1])[:, : of.window + (n_frames - 1) * of.hop], of)
     missing = n_frames - x_rfw.shape[1]
@@ -38,7 +38,7 @@ def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
 
 
 def split(wave: Array, n_frames: int, shard: Shard, of: FrontEnd = DEFAULT) -> Array:
-    """`spectrogram` of rows [B, …] that devices share: each makes its own, where XLA would gather them for the transform."""
+    """`spectrogram` of rows [B, …] that devices share: each makes its own. XLA would gather them for the transform."""
     axes = ("batch", *(None,) * (wave.ndim - 1))
     shape = (*wave.shape[:-1], n_frames, of.n_mels)
     make = functools.partial(spectrogram, n_frames=n_frames, of=of)
@@ -47,7 +47,7 @@ def split(wave: Array, n_frames: int, shard: Shard, of: FrontEnd = DEFAULT) -> A
 
 def log_mel(x_rn: Array, of: FrontEnd = DEFAULT) -> Array:
     """ln of the mel energies of int16 samples [R, N], at least a window of them: float32 [R, F, W]."""
-    # In integers, for of a loud constant what float32 left of it would be heard.
+    # In integers: float32 would leave an audible rest of a loud constant.
     frames_rfn = _frames(x_rn.astype(jnp.int32), of.window, of.hop)
     y_rfn = frames_rfn * of.window - frames_rfn.sum(-1, keepdims=True)
     y_rfn = y_rfn.astype(jnp.float32) / (of.window * FULL)

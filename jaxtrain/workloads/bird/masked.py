@@ -1,6 +1,6 @@
 """Prediction of masked patches from visible ones (He et al. 2022): the masks, the decoder, the error.
 
-The caller chooses what the decoder predicts: a patch's own values (a masked autoencoder), or another encoder's features of it.
+The caller chooses the decoder's targets: a patch's own values (a masked autoencoder), or another encoder's features of it.
 
 Shapes: B batch, N patches, V visible patches, D embed of the encoder, E of the decoder, P values predicted for a patch.
 """
@@ -41,7 +41,7 @@ class Decoder(Section):
 
 
 class Masks(NamedTuple):
-    masked: Array  # float32 [B, N], 1 where a patch is masked; the same number in every row
+    masked: Array  # float32 [B, N], 1 for a masked patch, the same number in every row
     visible: Array  # float32 [B, V, N], one-hot: the others, in order
 
 
@@ -74,7 +74,7 @@ def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> 
 
 
 def rank(x_n: Array) -> Array:
-    """int32 [N]: each value's place in ascending order, equal ones by their own; by comparison, since sorting gathers."""
+    """int32 [N]: each value's place in ascending order, equal ones by their own. It compares, since sorting gathers."""
     i = jnp.arange(x_n.shape[0])
     before_nm = (x_n[None] < x_n[:, None]) | ((x_n[None] == x_n[:, None]) & (i[None] < i[:, None]))
     return before_nm.sum(1)
@@ -99,7 +99,7 @@ def decoder_specs(c: vit.Config, d: Decoder, size: int) -> PyTree:
 def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: Masks, shard: Shard) -> Array:
     """float32 [B, N, P]: predictions for all patches from the encoder's states of the visible ones.
 
-    The mean CLS goes first, without a position; a learned token stands where a patch is masked.
+    The mean CLS goes first, without a position. A learned token replaces a masked patch.
     """
     filled_bnd = jnp.einsum("bvn,bvd->bnd", masks.visible, seen.patches, precision=vit.EXACT)
     filled_bnd += masks.masked[:, :, None] * params["bias_mask"][None, None]

@@ -8,7 +8,7 @@ The loss is a weighted sum of objectives, each on if its weight is above 0; each
     mae         the values of masked patches, from the visible ones (He et al. 2022)
     teacher     the features of masked patches by an average of the encoder, from the visible ones (Assran et al. 2023)
 
-mae and teacher share masks and the pass over visible patches; the others share one over all patches. The probe (layer norm,
+mae and teacher share masks and the pass over visible patches. The others share one over all patches. The probe (layer norm,
 linear) reads the same features without passing gradients back: it has its own learning rate, and is comparable between
 objectives. A row of the batch may hold several views of its recording (data.views); every view is encoded.
 
@@ -52,7 +52,7 @@ def with_objectives(cls: type) -> type:
 @dataclass(frozen=True)
 @with_objectives
 class Config(Settings):
-    """Supervised by default; an objective is on if its weight is above 0."""
+    """Supervised by default. An objective is on if its weight is above 0."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
@@ -93,7 +93,7 @@ def make_specs(c: Config) -> PyTree:
 
 
 def make_carry(c: Config, table: PyTree) -> PyTree:
-    """A table for each objective that keeps something; () if none does."""
+    """A table for each objective with a state, or ()."""
     return {name: objective.carry(table) for name, objective in c.on.items() if objective.carry} or ()
 
 
@@ -147,7 +147,7 @@ def _objective_term(c: Config) -> str:
 
 
 def announce_microbatches(c: Config, batch: int, accumulate: int) -> None:
-    """Logs what is not the same with train.accumulate > 1: what does not decompose over microbatches."""
+    """Log the parts of a loss that differ with train.accumulate > 1: they do not decompose over microbatches."""
     if accumulate == 1:
         return
     for name, objective in c.on.items():
@@ -220,7 +220,7 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
 
 
 def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Features [B, D] of ``spectrogram`` [B, n_frames, n_mels], normalised as in training; ``scores`` [B, C] by the probe."""
+    """Features [B, D] of ``spectrogram`` [B, n_frames, n_mels], normalised, and ``scores`` [B, C] by the probe."""
     c, encoder = model.c, variables.params["encoder"]
     encoded = vit.encode(c, encoder, batch["spectrogram"].astype(jnp.float32), model.shard)
     features_bd = views.pooled(c, encoder, encoded)

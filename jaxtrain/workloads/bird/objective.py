@@ -22,12 +22,12 @@ from jaxtrain.workloads.bird.classes import Labels
 from jaxtrain.workloads.bird.settings import Settings
 
 NORMS = ("batch", "layer")  # of hidden values, by `normed`
-ALL, VISIBLE = "all", "visible"  # the passes of the encoder: over every patch, or over those that no mask hides
+ALL, VISIBLE = "all", "visible"  # the passes of the encoder: over every patch, or over the visible ones
 
 
 @dataclass(frozen=True)
 class Section(config_lib.Section):
-    """An objective's part of the config; each extends it by fields of its own."""
+    """An objective's part of the config. Each extends it by fields of its own."""
 
     weight: float = 0.0  # [1] in the loss; 0 = off
 
@@ -77,20 +77,20 @@ def no_batch_statistic(section: Any) -> str:
 
 
 class Objective(NamedTuple):
-    """One term of the loss: its parameters, what it computes, what it costs, and what may be wrong with its config.
+    """One term of the loss: its parameters, its computation, its cost, and the checks of its config.
 
-    Every function takes the objective's own section of the config; those that see no `Inputs` also take the model's settings.
+    Every function takes the objective's own section of the config. Functions without `Inputs` also take the model's settings.
     """
 
     section: type[Section]
     needs: str  # the pass that it reads: ALL or VISIBLE
     specs: Callable[[Settings, Any], PyTree]  # its parameters, a tree of Spec
-    loss: Callable[[Any, Inputs], tuple[Array, dict[str, Mean]]]  # the sum over rows, each times its weight; and metrics
+    loss: Callable[[Any, Inputs], tuple[Array, dict[str, Mean]]]  # the weighted sum over rows, and metrics
     flops: Callable[[Settings, Any], int]  # of one view in a training step, backward pass included, beyond the encoder's pass
     evaluate: Callable[[Any, Inputs], tuple[Mean, dict[str, Mean]]] | None = None  # None = only training batches have it
     problems: Callable[[Settings, Any], Iterator[tuple[str, str]]] = no_problems  # (field of the section, text)
     data_problems: Callable[[Settings, Any, Mapping[str, Any]], Iterator[tuple[str, str]]] = no_data_problems  # (field, text)
-    carry: Callable[[PyTree], PyTree] | None = None  # the model's table of parameters -> the table of what it keeps
+    carry: Callable[[PyTree], PyTree] | None = None  # the model's table of parameters -> the table of its state
     advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = None  # (…, new params, carry, step, steps) -> carry
     progress: Callable[[Any, Inputs], dict[str, Array]] | None = None  # pictures at an evaluation
     batch_statistic: Callable[[Any], str] = no_batch_statistic  # name of a statistic of the global batch; "" = none

@@ -30,7 +30,7 @@ class Settings(vit.Config, ModelSection):
     """ViT-S by default."""
 
     shared = ("n_frames", "n_mels")
-    n_classes: int | None = None  # [classes] None = as many as the data have names for; without any there is no probe
+    n_classes: int | None = None  # [classes] None = as many as the data have names for. Without any there is no probe
     class_names: tuple[str, ...] | None = None  # [names] of the classes, for detect; None = as the data name them
     multilabel: OfData[bool] = OF_DATA  # [bool] a recording has any number of classes; None = as the data have it
     n_recordings: int | None = None  # [recordings] that diet distinguishes; None = as many as the data have
@@ -65,8 +65,8 @@ class Settings(vit.Config, ModelSection):
         names = facts.get("class_names", ())
         if self.class_names and names and self.class_names != tuple(names):
             differing = next((pair for pair in zip(self.class_names, names, strict=False) if pair[0] != pair[1]), None)
-            what = f"has {differing[0]!r} where" if differing else f"has {len(self.class_names)} names, and"
-            yield "class_names", f"{what} the data have {differing[1] if differing else len(names)!r}; unset it"
+            text = f"has {differing[0]!r}, and at its place" if differing else f"has {len(self.class_names)} names, and"
+            yield "class_names", f"{text} the data have {differing[1] if differing else len(names)!r}; unset it"
         if self.form not in (None, facts.get("form", "spectrogram")):
             yield "form", f"is {self.form!r}, and data.form is {facts.get('form', 'spectrogram')!r}; both must be the same"
         if self.augment.background and not facts.get("background"):

@@ -47,7 +47,7 @@ def labels_of_rows(c: Settings, batch: Batch) -> Labels:
 
 
 def labels_of_views(c: Settings, batch: Batch, share_bv: Array | None) -> Labels:
-    """Of R spectrograms; ``share_bv`` as `Inputs` has it."""
+    """Of R spectrograms, with the ``share_bv`` of `Inputs`."""
     rows = labels_of_rows(c, batch)
     return Labels(
         repeated(c, rows.own),

@@ -1,6 +1,6 @@
 """A vision transformer over log-mel spectrograms: the encoder of recordings, and stacks of its blocks for others.
 
-Pre-norm (Dosovitskiy et al. 2021). A spectrogram [time, mel] is cut into patches, rows first; the sequence is
+Pre-norm (Dosovitskiy et al. 2021). A spectrogram [time, mel] is cut into patches, rows first. The sequence is
 [CLS …, patches …, registers …]. Registers (Darcet et al. 2024) are tokens that nothing reads. Positions are learned and added
 to the patches, or rotary along both axes of the grid (Heo et al. 2024), which CLS and registers are spared.
 
@@ -37,7 +37,7 @@ SAVED = ("attention", "mlp")  # activations that remat may keep
 EXPORTED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 EXACT = jax.lax.Precision.HIGHEST
 
-# name -> embed, depth, heads (Touvron et al. 2021; Dosovitskiy et al. 2021)
+# name -> embed, depth, heads (Touvron et al. 2021, Dosovitskiy et al. 2021)
 PRESETS = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "h": (1280, 32, 16)}
 
 
@@ -48,23 +48,23 @@ class Config(checks.Section):
     n_frames: int = 512  # [frames] of a spectrogram, 10 ms each
     n_mels: int = 128  # [bands] of a spectrogram
     patch: tuple[int, int] = (16, 16)  # [frames, bands] of a patch; 8 × 32 and 4 × 64 are as many values, finer in time
-    preset: str = "s"  # [name] ti, s, b, l or h: what embed, depth and heads are where they are 0
+    preset: str = "s"  # [name] ti, s, b, l or h: the embed, depth and heads for fields that are 0
     embed: int = 0  # [values] width of a token; 0 = the preset's
     depth: int = 0  # [layers] of the encoder; 0 = the preset's
     heads: int = 0  # [heads] of the attention; 0 = the preset's
     mlp_ratio: int = 4  # [1] inner width of the MLP, over embed
     mlp: str = "gelu"  # [name] gelu (by tanh), gelu_exact (by erf, as timm has it), or swiglu: gated, no biases, 2/3 as wide
-    eps: float = EPS  # [1] added to the variance in the layer norms; timm has 1e-6
+    eps: float = EPS  # [1] added to the variance in the layer norms (timm: 1e-6)
     norm: str = "tokens"  # [name] the last layer norm is of all tokens, or as in Bird-MAE of the pooled features alone
-    n_cls: int = 1  # [tokens] CLS tokens; their mean is what "cls" reads
+    n_cls: int = 1  # [tokens] CLS tokens, whose mean is the feature "cls"
     n_registers: int = 0  # [tokens] that nothing reads
     positions: str = "learned"  # [name] learned, or rope: rotary along time and mel
     rope_base: float = 100.0  # [1] rope: longest wavelength over 2 pi, in patches, nearly
     qk_norm: bool = False  # [bool] layer norm of each head's queries and keys
-    layer_scale: float = 0.0  # [1] initial factor of what a layer adds, learned for each channel; 0 = none, 1e-4 is usual
-    drop_path: float = 0.0  # [1] stochastic depth: share of the rows that skip the last layer; less, evenly, before it
+    layer_scale: float = 0.0  # [1] initial factor of a layer's output, learned for each channel; 0 = none, 1e-4 is usual
+    drop_path: float = 0.0  # [1] stochastic depth: share of the rows that skip the last layer, and evenly less before it
     dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms and losses are float32
-    remat: str = "none"  # [how] what is computed again in the backward pass: none, full, or 'save attention,mlp'
+    remat: str = "none"  # [how] recomputation in the backward pass: none, full, or 'save attention,mlp'
     unroll: int = 1  # [layers] of the stack's loop that are compiled one after the other; depth = no loop
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class Config(checks.Section):
 
 
 def from_saved(section: Mapping[str, Any]) -> Config:
-    """The encoder of a run's saved config.json, of which ``section`` is "model"; what else is in it does not matter."""
+    """The encoder of a run's saved config.json, of which ``section`` is "model"."""
     known = {name: section[name] for name in Config.__dataclass_fields__ if name in section}
     return Config(**{**known, "patch": tuple(known["patch"])})
 
@@ -197,7 +197,7 @@ def make_specs(c: Config) -> PyTree:
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
-    """Dots for slashes; every layer of the encoder under its own name."""
+    """Dots for slashes, with every layer of the encoder under its own name."""
     encoder, blocks, name = path.partition("/blocks/")
     if not blocks:
         return path.replace("/", ".")
@@ -207,7 +207,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 def read_exported(path: str | os.PathLike[str]) -> PyTree:
     """The encoder's parameters, float32, of a model.safetensors that `jaxtrain export` wrote.
 
-    With numpy alone: `jaxtrain.arrays.stored`, which reads any folder of them in parts, needs what checkpoints need.
+    With numpy alone: `jaxtrain.arrays.stored`, which reads any folder of them in parts, has the requirements of checkpoints.
     """
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -245,7 +245,7 @@ def encode(
     """
     with jax.named_scope("patchify"):
         x_bnp = patchify(c, x_bfw)
-        # The input is the one place where half precision would round what was measured.
+        # Half precision would round the measurements at the input.
         x_bnd = product("bnp,pd->bnd", x_bnp.astype(jnp.float32), params["w_patch"], shard, precision=EXACT)
         x_bnd += spread(params["b_patch"], x_bnd.shape, shard)
         if c.positions == "learned":
@@ -350,7 +350,7 @@ def patchify(c: Config, x_bfw: Array) -> Array:
 
 
 def select(visible_bvn: Array, x_bnd: Array) -> Array:
-    """The patches [B, V, D] that a one-hot matrix names. A product, which can be split over devices where a gather cannot."""
+    """The patches [B, V, D] that a one-hot matrix names. A product can be split over devices, and a gather cannot."""
     return jnp.einsum("bvn,bnd->bvd", visible_bvn, x_bnd, precision=EXACT)
 
 
@@ -371,7 +371,7 @@ def axial_rope(c: Config, visible_bvn: Array | None) -> tuple[Array, Array]:
 
 
 def survival(c: Config, key_b: Key) -> Array | None:
-    """float32 [L, 2, B]: the factors of what attention and MLP of each layer add to each row, 0 or 1 / (1 - rate).
+    """float32 [L, 2, B]: the factors of the outputs of attention and MLP of each layer for each row, 0 or 1 / (1 - rate).
 
     The rate rises from 0 in the first layer to drop_path in the last (Huang et al. 2016). None without it.
     """

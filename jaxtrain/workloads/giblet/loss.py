@@ -1,4 +1,4 @@
-"""The task of the autoencoder: what is reconstructed and predicted, its errors, and its evaluation.
+"""The task of the autoencoder: reconstructions, predictions, their errors, and the evaluation.
 
 Shapes: as in `model`.
 """
@@ -40,7 +40,7 @@ class Model(NamedTuple):
 
 
 def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
-    """Raises ConfigError where batch norm would get groups of fewer than two rows."""
+    """Make the task. Raises ConfigError if batch norm would get groups of fewer than two rows."""
     c = config.model
     n_groups = c.groups * config.train.accumulate
     if batch % n_groups or batch // n_groups < 2:
@@ -88,7 +88,7 @@ def predict(model: Model, variables: Variables, batch: Batch) -> Outputs:
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    """Losses, correlations and those of shuffled pairs of each row; and the sums of each voxel that `finish` needs."""
+    """Losses and correlations of each row, also of shuffled pairs, and the sums of each voxel for `finish`."""
     c, shard = model.c, model.shard
     out, _ = forward(c, variables.params, variables.carry, batch, shard)
     target, weight_b = targets(c, batch, shard), batch["weight"]
@@ -136,7 +136,7 @@ def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
 def scale(x_bd: Array, weight_b: Array) -> Array:
     """The divisor of an error: the unbiased standard deviation of all values of the valid rows of the global batch, plus 1e-8.
 
-    Where the values are all equal (no text in a batch, a dark film) it is 1.
+    It is 1 if all values are equal (no text in a batch, a dark film).
     """
     w_b1 = weight_b[:, None]
     n = jnp.maximum(over_data(weight_b.sum()) * x_bd.shape[1], 2)
@@ -146,7 +146,7 @@ def scale(x_bd: Array, weight_b: Array) -> Array:
 
 
 def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array) -> dict[str, Array]:
-    """Each loss of each row, [B]: "video", "audio", "text" (mean squares), "fmri"; and "total", weighted.
+    """Each loss of each row, [B]: "video", "audio", "text" (mean squares), "fmri", and the weighted "total".
 
     With ``normalised``, "video" … are divided by `scale` (a cosine is not), and "video_raw" … are the undivided ones.
 

@@ -6,11 +6,11 @@ Every hidden layer is a matrix product, batch norm, ReLU, dropout (which commute
 Integers become floats in one place, `entry`.
 
 The batch is small and the matrices are not: of 8.36 billion parameters the first matrix alone (1,641,600 × 4,096) has 6.7.
-So weights stay where they are and activations move. A matrix is split over its input rows ("input" or "embed", by fsdp) and
-each device multiplies its slice of the inputs of *all* rows of its group along "data"; what travels are sums [B, width]. No
+So weights stay in place and activations move. A matrix is split over its input rows ("input" or "embed", by fsdp) and
+each device multiplies its slice of the inputs of *all* rows of its group along "data"; the devices exchange sums [B, width]. No
 matrix is gathered, forward or backward.
 
-Batch norm takes its statistics over the global batch (`jaxtrain.nn.batch_norm` says what that is with train.accumulate), or,
+Batch norm takes its statistics over the global batch (`jaxtrain.nn.batch_norm` defines it with train.accumulate), or,
 with ``groups``, of runs of the batch's rows, as the original's devices do.
 
 Shapes: B rows, I inputs of a layer, O outputs, F frames, V voxels, D any width, G groups.
@@ -65,7 +65,7 @@ class Config(ModelSection):
     decode_video_widths: tuple[int, int] = (2048, 4096)  # [values] before the frame
     decode_audio_widths: tuple[int, int] = (2048, 2048)  # [values] before the codes
     decode_text_widths: tuple[int, int] = (1024, 1024)  # [values] before the embeddings
-    reconstruct: str = "frame"  # [name] what of the video the decoder makes: one frame, or the whole window
+    reconstruct: str = "frame"  # [name] part of the video that the decoder makes: one frame, or the whole window
     frame: int = 0  # [frames] which one, counted from the window's first; -1 = its last
     dropout: float = 1.0  # [ratio] of the published rates, 0.2 and 0.3; 0 = none
     groups: int = 1  # [groups] of rows that batch norm treats alone, in order; 8 with a batch of 16 = eight devices with 2 rows
@@ -128,7 +128,7 @@ SIZES = ("n_frames", "height", "width", "codebooks", "audio_frames", "n_text", "
 
 
 class Layer(NamedTuple):
-    """y = x w + b; with a rate, also batch norm, ReLU and dropout."""
+    """y = x w + b, and with a rate also batch norm, ReLU and dropout."""
 
     n_in: int
     n_out: int
@@ -147,7 +147,7 @@ def layers(c: Config) -> dict[str, dict[str, list[Layer]]]:
 
     size, out = c.inputs, c.outputs
     joined = c.video_widths[-1] + c.audio_widths[-1] + c.text_widths[-1]
-    # The last matrix of a whole window is as large as the first; it is split over the same pixels.
+    # The last matrix of a whole window is as large as the first, and split over the same pixels.
     pixels: Axes = ("mlp", "input") if c.reconstruct == "window" else ("embed", "mlp")
 
     def head(name: str, widths: tuple[int, int], axes: Axes = ("embed", "mlp")) -> list[Layer]:
@@ -178,7 +178,7 @@ def layers(c: Config) -> dict[str, dict[str, list[Layer]]]:
 
 
 def uniform(bound: float) -> Initializer:
-    """Uniform in ±``bound``; 1 / sqrt(inputs) is what torch.nn.Linear begins with, weights and biases."""
+    """Uniform in ±``bound``. 1 / sqrt(inputs) is the default of torch.nn.Linear, for weights and biases."""
 
     def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
@@ -229,7 +229,7 @@ def make_carry(c: Config) -> PyTree:
 
 
 class Draws(NamedTuple):
-    """The randomness and the groups of a training step; an evaluation has none."""
+    """The randomness and the groups of a training step. An evaluation has none."""
 
     key: Key
     row_b: Array  # int32 [B]: places in the global batch
@@ -237,17 +237,17 @@ class Draws(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """float32, except where training keeps a narrower type."""
+    """float32, unless training keeps a narrower type."""
 
     bottleneck: Array  # [B, bottleneck]
     fmri: Array  # [B, V]
     video: Array  # [B, frame or window], 0..1
-    audio: Array  # [B, codebooks × times], 0..1023 and in an evaluation whole numbers; or features
+    audio: Array  # [B, codebooks × times], 0..1023 and in an evaluation whole numbers, or features
     text: Array  # [B, text]
 
 
 def entry(x: Array) -> Array:
-    """The one place where the loader's integers become float32: bytes of frames in 0..1, codes with the same values."""
+    """Convert the loader's integers to float32: bytes of frames in 0..1, codes with the same values."""
     return x.astype(jnp.float32) * (1 / 255) if x.dtype == jnp.uint8 else x.astype(jnp.float32)
 
 
@@ -267,7 +267,7 @@ def forward(
         return run_chain(c, chain, name, params[part][branch], running[part][branch], x_bi, shard, draws)
 
     encoder, decoder = {}, {}  # the new running statistics
-    # Bytes travel to where the pixels' weights are; there they become floats.
+    # Bytes travel to the pixels' weights, and become floats there.
     video, encoder["video"] = run("encoder", "video", entry(shard(inputs["video"], "rows", "input")))
     audio, encoder["audio"] = run("encoder", "audio", entry(inputs["audio"]))
     text, encoder["text"] = run("encoder", "text", entry(inputs["text"]))
@@ -297,7 +297,7 @@ def run_chain(
     shard: Shard,
     draws: Draws | None,
 ) -> tuple[Array, PyTree]:
-    """The layers of one branch, called ``name``, one after the other; float32 [B, O], and the new running statistics."""
+    """The layers of one branch, called ``name``, one after the other: float32 [B, O], and the new running statistics."""
     new, dtype = {}, jnp.dtype(c.dtype)
     for i, layer in enumerate(chain):
         path, w = f"{name}/{i}", params[str(i)]

@@ -32,7 +32,7 @@ class Predictor(NamedTuple):
     running: PyTree
     layout: Layout
     data: multimodal.Config
-    name: str  # of the step, and what it holds
+    name: str  # of the step, and its parameters
 
 
 def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, links: bool = False) -> Predictor:
@@ -46,7 +46,7 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
     known = {
         name: value for name, value in (config.get("data") or {}).items() if name in multimodal.Config.__dataclass_fields__
     }
-    # One row for each volume, whoever the viewers are; where files lie is for the command line to say.
+    # One row for each volume, for any viewers. The command line names the files.
     own = {"path": folder, "subjects": (), "average": True, "test_share": 0.0, "follow_links": links, "threads": 0}
     data = config_lib.section(multimodal.Config, {**known, **own})
     for where, text in data.problems():
@@ -129,7 +129,7 @@ class Report(NamedTuple):
     """How predictions and measurements of a film agree."""
 
     volumes: int
-    r: np.ndarray  # float64 [voxels]: Pearson's r over the volumes; 0 where either is constant
+    r: np.ndarray  # float64 [voxels]: Pearson's r over the volumes, 0 if either is constant
 
 
 def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int = 16) -> Report:
@@ -183,5 +183,5 @@ def write_map(brain: Brain, values: np.ndarray, out: pathlib.Path) -> None:
 
 
 def _packed(content: bytes) -> bytes:
-    """A member of a .gz file, the same at any time; members that follow each other are one file."""
+    """A member of a .gz file, the same at any time. Members in sequence are one file."""
     return gzip.compress(content, 4, mtime=0)

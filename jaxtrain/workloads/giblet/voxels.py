@@ -15,7 +15,7 @@ from jaxtrain.types import Array
 
 
 def pearson(x_bv: Array, y_bv: Array) -> Array:
-    """Correlation of each row across voxels, [B]; 0 where one of them is constant."""
+    """Correlation of each row across voxels, [B], 0 if one of them is constant."""
     x_bv, y_bv = (z - z.mean(1, keepdims=True) for z in (x_bv, y_bv))
     lengths_b = jnp.sqrt(jnp.square(x_bv).sum(1) * jnp.square(y_bv).sum(1))
     return (x_bv * y_bv).sum(1) / jnp.maximum(lengths_b, 1e-12)
@@ -28,8 +28,8 @@ def r_squared(y_bv: Array, target_bv: Array) -> Array:
 
 
 def finish(record: Mapping[str, Any]) -> dict[str, float]:
-    """Adds what needs the whole split: r and R² of each voxel across moments, from its means, as averages over the voxels whose
-    measurement varies; nan when none does.
+    """Add the scores of the whole split: r and R² of each voxel across moments, from its means, as averages over voxels whose
+    measurement varies, or nan if none does.
 
     "voxel_r_best" is the 90 % quantile over the voxels, "voxel_r_null" the average with shuffled pairs.
     """
@@ -45,7 +45,7 @@ def finish(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Spread(NamedTuple):
-    """How predictions y and measurements t of voxels vary over moments; of the voxels whose measurement varies."""
+    """Means of predictions y and measurements t over moments, for the voxels whose measurement varies."""
 
     covariance: np.ndarray
     var_y: np.ndarray
@@ -62,7 +62,7 @@ def spread(record: Mapping[str, Any], kind: str) -> Spread:
 
 
 def correlation(s: Spread) -> np.ndarray:
-    """Pearson's r of each voxel; 0 where the prediction is constant."""
+    """Pearson's r of each voxel, 0 if the prediction is constant."""
     return np.clip(np.where(s.var_y > 0, s.covariance / np.sqrt(np.where(s.var_y > 0, s.var_y * s.var_t, 1)), 0), -1, 1)
 
 

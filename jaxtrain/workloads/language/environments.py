@@ -2,10 +2,10 @@
 
 An environment is a module with ``load_environment(**arguments)``, which returns an object with
 
-    dataset           rows with "prompt" (text) and, where the functions read them, "answer" and "info"
+    dataset           rows with "prompt" (text) and, if the functions read them, "answer" and "info"
     rubric.funcs      functions of keyword arguments among prompt, completion, answer, info and state (the whole row), which
-                      return a number; coroutine functions too
-    rubric.weights    what each of those numbers is multiplied with before they are added up
+                      return a number, also as coroutines
+    rubric.weights    the weight of each number in the sum
 
 as environments of one turn of plain text have it in the package ``verifiers``, which is not needed: `Environment` and `Rubric`
 are of the same shape. configs/sums.py has one.
@@ -40,7 +40,7 @@ class Prompts(NamedTuple):
     rubric: Any
 
     def score(self, completions: Sequence[str]) -> tuple[dict[str, float], list[float]]:
-        """Means over the prompts, "reward" and every function's own; and the reward of each."""
+        """Means over the prompts, "reward" and every function's own, and the reward of each."""
         each = [self._scores(row, text) for row, text in zip(self.rows, completions, strict=True)]
         rewards = [sum(w * x for w, x in zip(self.rubric.weights, scores, strict=True)) for scores in each]
         means = {f.__name__: sum(scores[i] for scores in each) / len(each) for i, f in enumerate(self.rubric.funcs)}

@@ -48,7 +48,7 @@ def _trial(
     top_p: float,
     judge: Callable[[Sequence[str]], Judged],
 ) -> Trial:
-    """Continues prompts; too long ones keep their last tokens. ``judge`` gets the texts."""
+    """Continues prompts. Too long ones keep their last tokens. ``judge`` gets the texts."""
     codec = c.codec()
     prompt_bp, length_b = sampling.pad([codec.encode(prompt)[-(c.context - section.tokens) :] for prompt in prompts])
 

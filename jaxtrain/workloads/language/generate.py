@@ -22,13 +22,13 @@ MAX_BYTES = 64 << 20  # [bytes] of a file of prompts
 
 
 class Writer(NamedTuple):
-    """A model and what turns text into its tokens."""
+    """A model and its tokenizer."""
 
     model: Config
     params: PyTree
     codec: Codec
     layout: Layout
-    name: str  # of the step, and what it holds
+    name: str  # of the step, and its parameters
 
 
 class Continuation(NamedTuple):
@@ -63,7 +63,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts of a file: of .jsonl the "prompt" of each line, or the line where it is a string; else each line.
+    """The prompts of a file: of .jsonl the "prompt" of each line, or a line that is a string, else each line.
 
     Raises DataError.
     """

@@ -10,7 +10,5 @@ GLOSSARY = (
     Entry("z_loss", "z_loss", "part of the loss: square of the softmax's log normaliser, times model.z_loss"),
     Entry("tokens", "tokens", "valid targets in a row"),
     Entry("X_source_N", r"(?P<X>cross_entropy|perplexity)_source_(?P<N>\d+)", "X on source number N of data.sources"),
-    Entry(
-        "MODULE/reward, MODULE/X", r".+/.+", "mean score of what the model wrote to the prompts of model.targets, and its parts"
-    ),
+    Entry("MODULE/reward, MODULE/X", r".+/.+", "mean score of the generations for the prompts of model.targets, and its parts"),
 )

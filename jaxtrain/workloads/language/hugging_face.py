@@ -57,7 +57,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 
 def _family(model: Mapping[str, Any]) -> str | None:
-    """The Hugging Face model_type of a model section; None where there is none."""
+    """The Hugging Face model_type of a model section, or None."""
     plain = (model["norm"], model["activation"], model["positions"], model["bias"], model["window"])
     if plain != ("rms", "swiglu", "rope", False, 0) or (model["qk_norm"] and model["qkv_bias"]):
         return None
@@ -65,7 +65,7 @@ def _family(model: Mapping[str, Any]) -> str | None:
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
-    """Hugging Face's names where it has this architecture, else paths with dots. ``config`` is the saved section ``model``."""
+    """Hugging Face's names if it has this architecture, else paths with dots. ``config`` is the saved section ``model``."""
     if _family(config) is not None:
         return _NAMES.of(path, config["depth"])
     name = path.removeprefix("blocks/")
@@ -80,12 +80,12 @@ def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -
 
 
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """config.json, and the tokenizer's files where the run knows them. ``config`` is the whole run's, ``dtype`` the arrays'.
+    """config.json, and the tokenizer's files if the run knows them. ``config`` is the whole run's, ``dtype`` the arrays'.
 
     Fields of the config.json of config.warm_start.source beyond the architecture (token ids, for one) are kept.
     """
     model, family = config["model"], _family(config["model"])
-    # What the run began with, what its texts were read with, and what its prompts are (that of token files).
+    # The sources of a tokenizer: the run's base weights, its data, its prompts (that of token files).
     places = [config["warm_start"]["source"], config["data"].get("tokenizer"), model.get("tokenizer")]
     folders = [p if p.is_dir() else p.parent for p in (pathlib.Path(str(x)).expanduser() for x in places if x and x != "bytes")]
     found: dict[str, bytes] = {}

@@ -1,7 +1,7 @@
 """A decoder-only language model: its settings, its parameter table and its forward pass.
 
-The architecture is `jaxtrain.nn.transformer.Decoder`. `loss` has what is learned, `evals` what it
-writes at an evaluation, and `hugging_face` the published sizes and other programs' files.
+The architecture is `jaxtrain.nn.transformer.Decoder`. `loss` has the task, `evals` its
+generations at an evaluation, and `hugging_face` the published sizes and other programs' files.
 
 Shapes: B batch, S tokens, D embed, V vocabulary.
 """
@@ -32,7 +32,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Target:
-    """An environment to evaluate on (jaxtrain.workloads.language.environments); its numbers are named module/…"""
+    """An environment to evaluate on (jaxtrain.workloads.language.environments); with numbers named module/…"""
 
     module: str = ""  # [module] that has load_environment
     arguments: dict[str, str] = field(default_factory=dict)  # [name: value] of load_environment
@@ -131,7 +131,7 @@ def make_specs(c: Config) -> PyTree:
 
 
 def forward(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
-    """Last hidden states [B, S, D]; times `transformer.head` they are logits."""
+    """Last hidden states [B, S, D]. Times `transformer.head` they are logits."""
     return transformer.decode(c, params, batch["tokens"], batch["positions"], batch.get("segments"), shard)
 
 
@@ -143,7 +143,7 @@ def logits(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
 
 
 def forward_flops(c: Config, *, causal: bool) -> int:
-    """Floating-point operations of one full row, forward; the backward pass costs twice as much.
+    """Floating-point operations of one full row, forward. The backward pass costs twice as much.
 
     With ``causal``, places that the mask or a window hides are left out of attention.
     """

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain.types import Array
 from jaxtrain.workloads.trm.model import IGNORED
 
-# Symbols 2 … 10 are the digits 1 … 9; 3 × 5 points each, a hexadecimal digit for a row of a symbol.
+# Symbols 2 … 10 are the digits 1 … 9, of 3 × 5 points each, a hexadecimal digit for a row of a symbol.
 GLYPHS = ("00000", "00000", "26227", "71747", "71717", "55711", "74717", "74757", "71122", "75757", "75717")
 
 

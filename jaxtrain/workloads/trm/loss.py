@@ -1,4 +1,4 @@
-"""The task of the recursive model: how rows pass through supervision steps, what each is scored by, and when it halts.
+"""The task of the recursive model: the supervision steps of a row, its scores, and its halting.
 
 The states stay in the train state, a slot for each row of the batch. The next step continues from
 them until the q-head says that the answer is right, or ``halt_steps`` are over. Then the slot takes
@@ -26,7 +26,7 @@ ACCURACIES = ("accuracy", "exact_accuracy", "q_halt_accuracy")  # of finished ro
 
 
 def begin(carry: PyTree, batch: Batch) -> PyTree:
-    """The slots of a step: where a row is done, its slot starts again on the row that the batch brings."""
+    """The slots of a step. A slot whose row is done starts again on the batch's row."""
     done_b = carry["halted"]
 
     def pick(new: Array, old: Array) -> Array:
@@ -42,13 +42,13 @@ def begin(carry: PyTree, batch: Batch) -> PyTree:
 
 
 def halt(c: Config, steps_b: Array, q_b2: Array, least_b: Array) -> Array:
-    """bool [B]: done after these steps; never before ``least_b`` of them, except at the end."""
+    """bool [B]: done after these steps, but not before ``least_b`` of them, except at the end."""
     wants_b = q_b2[:, 0] > (q_b2[:, 1] if c.q_continue else 0)
     return (steps_b >= c.halt_steps) | (wants_b & (steps_b >= least_b))
 
 
 def least_steps(c: Config, probability: Array | float, key: Key, row_b: Array) -> Array:
-    """int32 [B]: exploration. With ``probability``, uniform in 2 … halt_steps, else 0; drawn from the key and the row alone."""
+    """int32 [B]: exploration. With ``probability``, uniform in 2 … halt_steps, else 0, drawn from the key and the row alone."""
 
     def steps_of(row: Array) -> Array:
         key_whether, key_steps = jax.random.split(jax.random.fold_in(key, row))
@@ -59,10 +59,10 @@ def least_steps(c: Config, probability: Array | float, key: Key, row_b: Array) -
 
 
 def cross_entropy(logits: Array, label: Array, kind: str) -> Array:
-    """-log p(label) over the last axis, 0 where the label is `IGNORED`.
+    """-log p(label) over the last axis, 0 if the label is `IGNORED`.
 
     stablemax (Prieto et al. 2025): p = s / sum s with s(x) = 1 + x for x >= 0 and 1 / (1 - x) below. It is written as
-    log1p(sum of the other s / s(label)): all terms are positive, so that float32 keeps its relative precision also where p
+    log1p(sum of the other s / s(label)): all terms are positive, so that float32 keeps its relative precision even if p
     is close to 1, and log s of large and small numbers never cancel.
     """
     valid = label != IGNORED
@@ -136,7 +136,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 
 def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
-    """One supervision step of every slot; ``stage`` as `curriculum` gives it, None = the last."""
+    """One supervision step of every slot. ``stage`` is of `curriculum`, None = the last."""
     c, cycles = model.c, stage or model.c.cycles
     rows = begin(variables.carry, batch)
     z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, rows, cycles, model.shard)
@@ -148,7 +148,7 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
     q_loss_b = each["q_halt_loss"]
     losses = {"lm_loss": each["lm_loss"], "q_halt_loss": q_loss_b}
     if c.q_continue:
-        # The value of another step: the better of that step's two values; at the end only its first.
+        # The value of another step: the better of that step's two values, but at the end only its first.
         *_, next_b2 = jax.lax.stop_gradient(refine(c, variables.params, carry, cycles, model.shard))
         value_b = jnp.where(steps_b >= c.halt_steps, next_b2[:, 0], next_b2.max(-1))
         losses["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
@@ -160,7 +160,7 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
     metrics["halted"] = Mean(finished_b.sum(), n)
     sparse_rows = {}
     if c.puzzle_embed:
-        # The rows that the slots hold, not those that the batch brings.
+        # The rows of the slots, not of the batch.
         sparse_rows[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "item")
     return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, sparse_rows)
 

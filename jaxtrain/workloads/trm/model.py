@@ -48,7 +48,7 @@ class Config(ModelSection):
     vocab: OfData[int] = OF_DATA  # [symbols] in and out; 0 is padding
     n_puzzles: OfData[int] = OF_DATA  # [ids] rows of the puzzle embedding
     n_difficulties: OfData[int] = OF_DATA  # [classes] by which the exact accuracy is reported
-    mixer: str = "mlp"  # [name] what mixes positions: mlp (a SwiGLU along the sequence) or attention
+    mixer: str = "mlp"  # [name] of the mixer of positions: mlp (a SwiGLU along the sequence) or attention
     positions: str = "none"  # [name] none, rope (attention only) or learned
     embed: int = 512  # [values] width of a token
     heads: int = 8  # [heads] of the attention
@@ -58,13 +58,13 @@ class Config(ModelSection):
     puzzle_tokens: int = 16  # [tokens] before the cells, which hold the puzzle's embedding, padded with zeros
     puzzle_embed: int = 512  # [values] of a puzzle's embedding
     rope_theta: float = 1e4  # [1] longest wavelength of the rotary positions, over 2 pi
-    cycles_high: int = 3  # [cycles] of the answer in a supervision step; the last one is differentiated
+    cycles_high: int = 3  # [cycles] of the answer in a supervision step, of which the last is differentiated
     cycles_low: int = 6  # [cycles] of the thought in each of them
     first_high: int = 0  # [cycles] of the answer at step 0 of a curriculum; 0 = cycles_high
     first_low: int = 0  # [cycles] of the thought at step 0 of a curriculum; 0 = cycles_low
     growth: int = 0  # [steps] over which the cycles grow, linearly; 0 = no curriculum
-    halt_steps: int = 16  # [supervision steps] after which a row is always done; an evaluation takes them all
-    explore: float = 0.1  # [probability] that a row must continue for a random number of steps, whatever the q-head says
+    halt_steps: int = 16  # [supervision steps] after which a row is always done. An evaluation takes all
+    explore: float = 0.1  # [probability] that a row ignores the q-head for a random number of steps
     explore_end: float | None = None  # [probability] at the end of the run, reached linearly; None = explore
     q_continue: bool = False  # [bool] halt by comparing with the value of another step, learned from one more forward pass
     loss: str = "stablemax"  # [name] of the cells' cross-entropy: stablemax or softmax
@@ -144,14 +144,14 @@ def make_specs(c: Config) -> PyTree:
 
 
 def make_carry(c: Config, batch: int) -> PyTree:
-    """A slot for each row of the batch, all done at first; the fixed initial states; and the step, for the annealing."""
+    """A slot for each row of the batch, all done at first, the fixed initial states, and the step for the annealing."""
     z = Spec((batch, c.n_tokens, c.embed), ("batch", "seq", None), zeros, c.dtype)
     cells = Spec((batch, c.n_cells), ("batch", None), zeros, "int32")
     count = Spec((batch,), ("batch",), zeros, "int32")
     return {
         "z_h": z,
         "z_l": z,
-        "steps": count,  # supervision steps that the slot's row has had
+        "steps": count,  # supervision steps of the slot's row
         "halted": Spec((batch,), ("batch",), ones, "bool"),
         "inputs": cells,
         "labels": cells,
@@ -268,7 +268,7 @@ def embed(c: Config, params: PyTree, inputs_bs: Array, puzzle_b: Array, shard: S
     """x [B, T, D], of unit variance: the puzzle's vector over the first tokens, padded with zeros, then the cells."""
     dtype, b = jnp.dtype(c.dtype), inputs_bs.shape[0]
     # A product, not a gather: the symbols are few, and XLA's partitioner cannot yet split a gather inside a manual axis.
-    # Pinned on both sides: where nothing says so, XLA's partitioner splits the widths, and exchanges rows for them.
+    # Pinned on both sides: else XLA's partitioner splits the widths, and exchanges rows for them.
     hot_bsv = shard(jax.nn.one_hot(inputs_bs, c.vocab, dtype=dtype), "batch", None, None)
     x_btd = shard(hot_bsv @ shard(params["w_cells"].astype(dtype), None, None), "batch", None, None)
     if c.puzzle_tokens:

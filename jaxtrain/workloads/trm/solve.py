@@ -30,7 +30,7 @@ class Solver(NamedTuple):
 
     model: loss.Model
     variables: Variables
-    name: str  # of the step, and what it holds
+    name: str  # of the step, and its parameters
 
     @property
     def side(self) -> int:
@@ -38,7 +38,7 @@ class Solver(NamedTuple):
 
 
 class Puzzle(NamedTuple):
-    """A board as text, "." for a blank, row by row; and its solution, "" where the table has none."""
+    """A board as text, "." for a blank, row by row, and its solution, or "" if the table has none."""
 
     question: str
     answer: str
@@ -51,7 +51,7 @@ class Solved(NamedTuple):
     confidence: float  # that the board is right, by the model's own head, in [0, 1]
     steps: int  # the first step whose board is the last one
     halted: int  # the first step at which the model was sure; 0: never
-    valid: bool  # it keeps what was given, and every row, column and box holds each digit once
+    valid: bool  # it keeps the given digits, and every row, column and box holds each digit once
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
@@ -138,7 +138,7 @@ def solve(solver: Solver, puzzles: Sequence[Puzzle], *, batch: int = 64) -> Iter
 
 
 def is_solution(question: str, board: str) -> bool:
-    """Whether a board keeps what was given, and every row, column and box holds each digit once."""
+    """Whether a board keeps the given digits, and every row, column and box holds each digit once."""
     side = math.isqrt(len(board))
     box = math.isqrt(side)
     cells = np.array(list(board)).reshape(side, side)

@@ -3,11 +3,11 @@
     jaxtrain encode-audio MANIFEST --codec CODEC [--cache DIR] [--threads N]
     jaxtrain encode-audio --listen AUDIO --codec CODEC --out WAV
 
-    jaxtrain encode-audio manifest.json --codec codec.npz                      what training would do first
+    jaxtrain encode-audio manifest.json --codec codec.npz                      as training would do first
     jaxtrain encode-audio --listen clip.wav --codec codec.npz --out again.wav  through the codec and back
 
-Codes are kept where `loaders.chat.chat_audio` looks for them: next to the recordings, or in
---cache. Those that are newer than their
+Codes are written for `loaders.chat.chat_audio`: next to the recordings, or in
+--cache. Codes that are newer than their
 recording stay as they are. Ends with 1 when a recording could not be encoded.
 """
 

@@ -5,11 +5,11 @@
     jaxtrain generate-audio merged "a dog" "rain" --out played
 
 RUN is a run of jaxtrain.workloads.audio_language: its workdir, a step directory of it, or a folder of `jaxtrain export` (of a
-run with adapters the folder, which has them merged). Tokenizer, codec and delay are those that the run was trained with, unless
+run with adapters the folder, which has them merged). Tokenizer, codec and delay are those of the training, unless
 --tokenizer and --codec name others.
 
     DIR/000-0.npy      int16 [K, T]: the codes of prompt 0's first answer
-    DIR/000-0.wav      what a codec.npz makes of them (another codec's codes are only written)
+    DIR/000-0.wav      decoded by a codec.npz (another codec's codes are only written)
     DIR/000-0.png      its log-mel spectrogram, low bands at the bottom
     DIR/answers.jsonl  {"prompt", "text", "file", "seconds"} of each answer
 

@@ -7,7 +7,8 @@
     jaxtrain benchmark esc10 runs/xcm --data /path/to/esc10 --out bench/esc10
 
 SET is one of POW, PER, NES, UHH, HSN, NBP, SSW, SNE. RUN is a run of jaxtrain.workloads.bird, a step of it, a folder of
-`jaxtrain export`, or one under timm's names (AudioMAE, Bird-MAE). --data is the folder of the archive as it is published, of
+`jaxtrain export`, or one under timm's names (AudioMAE, Bird-MAE).
+The folder of --data is that of the published archive, of
 shards of Hugging Face `datasets`, or an index of `jaxtrain index`.
 
 BirdSet: cmAP, AUROC and top-1 on the segments of 5 s, by the run's own head (of the set's classes alone) or with --probe by a

@@ -1,4 +1,4 @@
-"""Says what is heard when in recordings of any length: selection tables, label tracks, CSV, and the scores of all windows.
+"""Detect classes in recordings of any length: selection tables, label tracks, CSV, and the scores of all windows.
 
     jaxtrain detect RUN RECORDING… --out DIR [--overlap S] [--threshold SCORE]
 
@@ -6,7 +6,7 @@
 
 RUN is a run of jaxtrain.workloads.bird: its workdir, a step directory of it, or a folder of `jaxtrain export`. RECORDING is a
 file, a folder, an index of `jaxtrain index`, or a table or list that names some. Each recording is cut into windows as long as
-the clips that the run was trained on; the last one lies at its end. Scores are softmax or sigmoid, as the run was
+the clips that the run was trained on, with the last one at its end. Scores are softmax or sigmoid, as the run was
 trained, or those of a head by `jaxtrain fit` (--model).
 
     DIR/
@@ -18,7 +18,7 @@ trained, or those of a head by `jaxtrain fit` (--model).
       mistakes.csv                   recordings that cannot be read: they end nothing, and the exit code is then 1
 
 Rerun the same command to resume after an interruption: the result has the same bytes. With another --threshold, --min-duration
-or --formats only the tables are made anew. Under srun or mpirun the processes share the windows.
+or --formats only the tables are made again. Under srun or mpirun the processes share the windows.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def _detect(args: argparse.Namespace) -> int:
     machine.keep_freed_memory()
     model = encoder.load(args.run, step=args.step, ema=args.ema)
     changes: dict[str, Any] = {"threads": args.threads, "follow_links": args.follow_links, "label": "", "multilabel": False}
-    changes |= {"train": "", "test": ""}  # the windows are its data, and what the run was trained on is not opened
+    changes |= {"train": "", "test": ""}  # the windows are its data, and the training data are not opened
     data = encoder.data_config(model, **changes, views=1)
     head = _head(args, model, data)
     chosen = list(range(len(head.names)))

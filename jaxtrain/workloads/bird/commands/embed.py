@@ -20,7 +20,7 @@ long as the run's clips, and each is a row.
       index.npy     int64 [n]              the recording's row in its split's shards
       weight.npy    float32 [n]            0 for a recording that cannot be decoded, whose features mean nothing
       NAME.npy                             any other column of integers: --columns fold,site
-      embeddings.json                      what all this was made of, class names, and the progress
+      embeddings.json                      model, data and options, class names, and the progress
 
 Rerun the same command to resume after an interruption; DIR is refused when it was made of something else.
 """
@@ -98,7 +98,7 @@ def _embed(args: argparse.Namespace) -> int:
 def _embed_windows(
     args: argparse.Namespace, model: Any, changes: dict[str, Any], options: dict[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """Embeds windows of recordings. Returns what embeddings.json says, and 1 if a recording cannot be read."""
+    """Embed windows of recordings. Return the content of embeddings.json, and 1 if a recording cannot be read."""
     from jaxtrain.workloads.bird.inference import embed, encoder
 
     changes = {**changes, "label": "", "test": ""}
@@ -106,7 +106,9 @@ def _embed_windows(
     cut, mistakes = encoder.cut_windows(
         args.recordings, seconds, overlap=args.overlap, root=args.audio_root, links=args.follow_links
     )
-    place = pathlib.Path(args.out).expanduser() / ".windows"  # always the same: the loader keeps what it read of large ones
+    place = (
+        pathlib.Path(args.out).expanduser() / ".windows"
+    )  # always the same, by which the loader caches headers of large recordings
     shutil.rmtree(place, ignore_errors=True)
     try:
         cut.write(place)

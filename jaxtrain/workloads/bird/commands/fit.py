@@ -1,4 +1,4 @@
-"""Fits a head for new classes on embeddings, from 1, 5 or 20 examples of each; `jaxtrain detect --model` takes it.
+"""Fits a head for new classes on embeddings, from 1, 5 or 20 examples of each, for `jaxtrain detect --model`.
 
     jaxtrain fit EMBEDDINGS… --out MODEL [--labels TABLE] [--method linear|prototypes|patches]
     jaxtrain fit INDEX… --run RUN --out MODEL

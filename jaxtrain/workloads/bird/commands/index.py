@@ -8,8 +8,8 @@
     jaxtrain index tables/*.selections.txt --audio recordings --out index --windows 5 --hop 2.5
     jaxtrain index HSN --unpack HSN --out index                                     BirdSet: train, test, test_5s
 
-SOURCE is a folder of recordings; a table (CSV, TSV, Raven, Audacity, Kaleidoscope, AudioSet, BirdNET, opensoundscape);
-BirdSet's or xeno-canto's metadata, or a folder with them; or a list of paths. Rerun the same command to read only what is new
+SOURCE is a folder of recordings; a table (CSV, TSV, Raven, Audacity, Kaleidoscope, AudioSet, BirdNET, opensoundscape),
+BirdSet's or xeno-canto's metadata or a folder with them, or a list of paths. Rerun the same command to read only what is new
 or changed.
 
 Every mistake of the sources is listed with its count, and nothing is written while one of them is to be refused: correct it, or

@@ -1,4 +1,4 @@
-"""Shows what detect or search found on a page of this machine, to be judged by keys; answers are saved at each of them.
+"""Review the results of detect or search on a page of this machine, by keys. Each answer is saved at once.
 
     jaxtrain review TABLE [--root RECORDINGS] [--out ANSWERS.csv] [--order uncertain] [--class NAME] [--port 8000]
 
@@ -9,7 +9,7 @@ the address that is printed, in a browser on this machine (or through ssh -L): i
 y yes, n no, c another class, s skip, left and right, o the first open one, space plays. The answers have a line each: file,
 start, end, label, answer, asked, score. `jaxtrain fit --labels` reads them, and `jaxtrain index`. Rerun the same command to
 continue. Ctrl-C ends it. With --embeddings, of the same recordings by `jaxtrain embed`, the page shows the windows that sound
-most like the one at hand, and what was said of them.
+most like the current one, and their answers.
 """
 
 import argparse

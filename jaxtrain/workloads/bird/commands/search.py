@@ -8,7 +8,7 @@
 EMBEDDINGS are folders of `jaxtrain embed`. QUERY is a recording (its centre), RECORDING@SECONDS (the window that begins there),
 or FOLDER@ROW (a row of another folder of embeddings). Recordings are embedded by --run. Of several queries the nearest counts.
 Every row is compared: answers are exact. --approximate, for many millions of rows, makes an index once (of usearch: pip install
-'jaxtrain[search]'), which is kept in the user's cache; it may miss some.
+'jaxtrain[search]'), which is kept in the user's cache. It may miss some.
 """
 
 import argparse

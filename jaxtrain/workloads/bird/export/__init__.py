@@ -28,13 +28,13 @@ print(*features[0].tolist())
 
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    """What the card of an encoder says."""
+    """The model's part of an encoder's card."""
     del files
     return Hub("jaxtrain", task(config), METRICS, "$ python example.py bird.ogg")
 
 
 def task(config: Mapping[str, Any]) -> str:
-    """The Hub's word for what a run's model does: it classifies, where it was trained with labels."""
+    """The Hub's task of a run's model: classification if it was trained with labels."""
     supervised = (config.get("model") or {}).get("supervised") or {}
     return "audio-classification" if supervised.get("weight", 0) > 0 else "feature-extraction"
 

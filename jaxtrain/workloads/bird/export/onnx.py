@@ -28,10 +28,10 @@ MODEL, DATA = "model.onnx", "model.onnx.data"
 LARGEST = 1_900_000_000  # [bytes] of the arrays inside of the file, whose format ends at 2^31; more lie next to it
 PAGE = 65_536  # [bytes] of which multiples are mapped into memory
 MOST_TOKENS = 1 << 16  # attention compares each with each
-MOST_VALUES = 1 << 28  # of the matrix of a frame's transform; windows of 25 ms have fewer up to 384 kHz
+MOST_VALUES = 1 << 28  # of the matrix of a frame's transform. Windows of 25 ms have fewer up to 384 kHz
 HEADS = {"linear": ("objective/supervised", ("w", "b")), "probe": ("probe", ("scale", "bias", "w", "b"))}
 COMMAND = "python example_onnx.py bird.wav"
-EXAMPLE = '''"""What is heard in a recording, window by window: python example_onnx.py bird.wav"""
+EXAMPLE = '''"""Classes in a recording, window by window: python example_onnx.py bird.wav"""
 import json, pathlib, sys
 if len(sys.argv) != 2:
     print(f"usage: python {sys.argv[0]} RECORDING", file=sys.stderr); sys.exit(2)
@@ -57,7 +57,7 @@ for i, window in enumerate(windows):
 
 
 class Graph:
-    """Nodes and arrays of a model. A call adds a node and returns the name of what it makes, or ``n`` names of as many."""
+    """Nodes and arrays of a model. A call adds a node and returns the name of its output, or ``n`` names of as many."""
 
     def __init__(self, onnx: Any):
         self.nodes: list[Any] = []
@@ -85,13 +85,13 @@ class Graph:
 
 
 def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], about: Mapping[str, str]) -> dict[str, bytes]:
-    """model.onnx, further data where it would be too large, and example_onnx.py: name -> content.
+    """model.onnx, further data if it would be too large, and example_onnx.py: name -> content.
 
     Args:
       c: the run's model.
       data: the section of its config.
       arrays: its parameters. Without those of a head the model has no scores.
-      about: what else the file says of itself, in its metadata.
+      about: further metadata of the file.
 
     Raises StoredError: parameters are missing, a front end that does not fit the model.
     """
@@ -123,7 +123,7 @@ def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], abou
         metadata |= {"classes": json.dumps(names if len(names) == n else None), "scores": "softmax" if softmax else "sigmoid"}
     made = helper.make_graph(
         graph.nodes, "bird", [helper.make_tensor_value_info("waveform", number, ["batch", samples])], outputs, graph.arrays,
-        doc_string=f"waveform: {samples} samples of {of.sample_rate} Hz, mono, in -1 … 1; zeros where it is shorter",
+        doc_string=f"waveform: {samples} samples of {of.sample_rate} Hz, mono, in -1 … 1, zeros if it is shorter",
     )  # fmt: skip
     opsets = [helper.make_opsetid("", OPSET)]
     model = helper.make_model(made, producer_name="jaxtrain", ir_version=IR_VERSION, opset_imports=opsets)
@@ -133,7 +133,7 @@ def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], abou
 
 
 def _front_end(c: Config, data: Mapping[str, Any]) -> tuple[FrontEnd, int]:
-    """What makes the run's spectrograms, and the samples of a clip. Raises StoredError."""
+    """The front end of the run, and the samples of a clip. Raises StoredError."""
     try:
         of = front_end.saved(data)
     except ValueError as error:
@@ -172,7 +172,7 @@ def _params(arrays: Mapping[str, Stored], folder: str, table: Any) -> Any:
 
 
 def _head(arrays: Mapping[str, Stored], c: Config) -> tuple[str, dict[str, np.ndarray]] | None:
-    """The head that makes the run's scores: that of its labels, else its probe; None without either."""
+    """The head that makes the run's scores: that of its labels, else its probe, else None."""
     for kind, (folder, names) in HEADS.items():
         if not all(f"{folder}/{name}" in arrays for name in names):
             continue

@@ -1,7 +1,7 @@
 """Bird encoders from timm's vision transformers (AudioMAE, Bird-MAE among them), and as one.
 
 `from_folder` gives the sections of a config that begins with such a folder, `run_config` the config of a run that would have
-made it, and `FORMAT` the files of `jaxtrain export --format timm`. What is renamed is in
+made it, and `FORMAT` the files of `jaxtrain export --format timm`. The renaming is in
 `jaxtrain.workloads.bird.export.timm_names`.
 """
 
@@ -50,7 +50,7 @@ def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
 
 
 def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The section ``model``, patterns of arrays that have no use, and what does not fit."""
+    """The section ``model``, patterns of arrays that have no use, and the problems."""
     there = timm_names.unprefixed(arrays)
     patch = there[timm_names.PATCH]
     ours = timm_names.as_ours(arrays, folder)
@@ -110,7 +110,7 @@ def _misfits(c: vit.Config, ours: Mapping[str, Stored]) -> Iterator[str]:
 
 
 def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
-    """Yields (field of the model, text) where a run that begins with such a folder would compute something else of its arrays.
+    """Yield (field of the model, text) if a run from such a folder would compute something else with its arrays.
 
     Args:
       rules: config.warm_start.
@@ -122,7 +122,7 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
         patch = timm_names.unprefixed(arrays)[timm_names.PATCH]
         says = timm_names.about(rules.source, patch.shape[0])
     except (StoredError, OSError):
-        return  # the warm start itself says what is wrong
+        return  # the warm start itself reports the error
     expected = {"mlp": timm_names.ACTIVATIONS[says.activation], "eps": says.eps}
     expected["norm"] = "pooled" if any(path.endswith("fc_norm/weight") for path in arrays) else "tokens"
     if says.heads:
@@ -147,9 +147,9 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
 def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The config of a run that would have made a folder of others: its model, and which spectrograms it reads.
 
-    The front end is that of ``front_end.json`` in the folder; without it Bird-MAE's, for an image of 512 frames and 128 mels.
+    The front end is that of ``front_end.json`` in the folder, or Bird-MAE's, for an image of 512 frames and 128 mels.
 
-    Raises StoredError as `from_folder`, and where the front end is not known.
+    Raises StoredError as `from_folder`, and if the front end is not known.
     """
     model, _ = from_folder(folder)
     place = epath.Path(folder).expanduser()
@@ -177,7 +177,7 @@ def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     settings = {name: getattr(of, name) for name in front_end.FrontEnd.__dataclass_fields__}
     return {
         "workload": "jaxtrain.workloads.bird",
-        "model": {**model, "dtype": "float32"},  # as those who trained it compute its features
+        "model": {**model, "dtype": "float32"},  # as its authors compute its features
         "data": {**settings, "n_frames": size[0], "clip_seconds": float(seconds), "short": "origin", "label": ""},
     }
 
@@ -252,13 +252,13 @@ def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
 
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    """What the card of an export for timm says."""
+    """The model's part of the card of an export for timm."""
     del files
     return Hub("timm", export.task(config), export.METRICS, "$ python example.py bird.wav")
 
 
 def _arrays(arrays: Mapping[str, Stored], folder: str | os.PathLike[str], ours: bool) -> dict[str, Stored]:
-    """Arrays by the paths of an encoder; of an export by jaxtrain with its head."""
+    """Arrays by the paths of an encoder, and of an export by jaxtrain with its head."""
     named = timm_names.as_ours(arrays, folder)
     return timm_names.with_head(named) if ours else named
 

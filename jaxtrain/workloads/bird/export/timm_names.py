@@ -3,11 +3,11 @@
 A spectrogram is an image of one channel, time down and mel to the right. The same numbers in the same order, but for
 
     matrices      are (out, in) there, and transposed here
-    cls_token     has a position there, the first of pos_embed, which is added to it here; so do registers
+    cls_token     has a position there, the first of pos_embed, which is added to it here. So do registers
     fc_norm       the norm of the pooled features takes the place of that of the tokens: model.norm is "pooled"
     three colours of an image are summed to one channel, for a spectrogram is grey
 
-timm's config.json says what no array does: heads, sizes of the image, the activation, epsilons.
+timm's config.json has the sizes that no array shows: heads, sizes of the image, the activation, epsilons.
 """
 
 import functools
@@ -52,7 +52,7 @@ EPS = 1e-6  # timm's
 
 
 class About(NamedTuple):
-    """What the config.json of such a folder says, and timm's defaults where it is silent."""
+    """The values of such a folder's config.json, with timm's defaults for missing ones."""
 
     heads: int  # 0 = it does not say, and the width is no preset's
     activation: str  # timm's name
@@ -72,7 +72,7 @@ def _prefix(arrays: Mapping[str, Stored]) -> str | None:
 
 
 def unprefixed(arrays: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The arrays by timm's own paths, where all are below one folder (``encoder/``, ``model/``)."""
+    """The arrays by timm's own paths, if all are below one folder (``encoder/``, ``model/``)."""
     prefix = _prefix(arrays) or ""
     return {path.removeprefix(prefix): one for path, one in arrays.items()}
 
@@ -124,9 +124,9 @@ def _is_size(value: Any) -> bool:
 
 
 def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dict[str, Stored]:
-    """The encoder's parameters of a folder that `is_one`, by our paths; what has no place there keeps its own.
+    """The encoder's parameters of a folder that `is_one`, by our paths. Other arrays keep their own.
 
-    Nothing is read. An array of another shape than it should have is left as it is: whoever knows the table refuses it.
+    Nothing is read. An array of a wrong shape stays as it is: the reader of the table refuses it.
 
     Raises StoredError: patches that are none, an unknown number of heads, layers that differ, a config.json of no sense.
     """
@@ -264,7 +264,7 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
 
 
 def norm_of(model: Mapping[str, Any]) -> str:
-    """What timm calls the last norm of a run's encoder: that of CLS alone is the same before and behind its pooling."""
+    """timm's name of the last norm of a run's encoder. For CLS alone it is the same before and after pooling."""
     return "fc_norm" if model.get("norm") == "pooled" and model.get("pool") == "patches" else "norm"
 
 
@@ -283,7 +283,7 @@ def _one_layer(name: str, one: Stored, i: int) -> Stored:
 
 
 def with_head(arrays: dict[str, Stored]) -> dict[str, Stored]:
-    """The arrays of an export of ours by `as_ours`, its head where a run has it."""
+    """The arrays of an export of ours by `as_ours`, with its head if the run has one."""
     if not {"head/weight", "head/bias"} <= arrays.keys():
         return arrays
     rest = dict(arrays)

@@ -1,9 +1,9 @@
-"""Benchmarks by name: what their tables print of a run, from the files as they are published.
+"""Benchmarks by name: the published tables' scores of a run, from the published files.
 
     birdset   the segments of 5 s (split test_5s) of one of its eight sets: cmAP, AUROC and top-1 (Rauch et al. 2025,
-              arXiv 2403.10380). Every segment counts in cmAP and AUROC, without a bird too; top-1 is the share of segments
+              arXiv 2403.10380). Every segment counts in cmAP and AUROC, also without a bird. Top-1 is the share of segments
               with a bird whose best class is there. Classes without a segment do not count. Scores are the logits of the run's
-              own head, of the set's classes alone; or with ``probe`` those of a linear probe on the set's train split
+              own head, of the set's classes alone, or with ``probe`` those of a linear probe on the set's train split
     esc10, esc50   five folds: each is predicted by a linear probe and nearest neighbours from the other four
 
 with percentile intervals of 95 % over bootstrap draws of the segments. Data are a folder of the published archive (BirdSet's
@@ -57,7 +57,7 @@ def birdset(
     batch: int = 64,
     names: Sequence[str] = (),
 ) -> Result:
-    """Scores a run on a set of BirdSet; embeddings and results go to ``out``.
+    """Score a run on a set of BirdSet, with embeddings and results in ``out``.
 
     Args:
       linear: fit a linear probe on the set's train split instead of using the run's own head.
@@ -129,7 +129,7 @@ def table(content: Mapping[str, Any]) -> str:
 
 
 def _own(model: encoder.Model, test: Embeddings, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-    """The logits [n, C] of the set's classes by a run's own head, and those that it does not have."""
+    """The logits [n, C] of the set's classes by a run's own head, and the classes that it lacks."""
     if not test.has("scores"):
         raise InferenceError(
             f"{model.name} has no head for classes: it was trained without labels, or is an encoder alone; add --probe"

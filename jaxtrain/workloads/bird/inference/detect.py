@@ -3,9 +3,9 @@
 The folder that `detect` writes (`jaxtrain.workloads.bird.inference.detections` makes the tables):
 
       scores/part-00000-of-00012.parquet    file, start_time, end_time, clock_time, and a column of float32 for each class
-      detect.json                           what they were made of
+      detect.json                           their model, recordings and options
 
-A part holds `PART` windows, and is there whole or not at all; it is a pure function of the run, the recordings and the options.
+A part holds `PART` windows, and is complete or not there. It is a pure function of the run, the recordings and the options.
 Processes share the parts among themselves, and need not know of each other.
 """
 
@@ -71,7 +71,7 @@ class Parts(NamedTuple):
             return False
 
     def read(self, number: int) -> np.ndarray:
-        """The scores of a part, float32 [windows, classes]; nan if a window cannot be decoded. Raises InferenceError."""
+        """The scores of a part, float32 [windows, classes], nan if a window cannot be decoded. Raises InferenceError."""
         start, stop = self.between(number)
         try:
             with columnar.native(self.path(number)) as file:
@@ -116,7 +116,7 @@ def head_of(model: encoder.Model, names: Sequence[str] = ()) -> Head:
 
 
 def class_names(model: encoder.Model) -> tuple[str, ...]:
-    """The names of a run's classes: its own, or else what its data name them; empty if neither is there."""
+    """The names of a run's classes: its own, or those of its data, or empty."""
     if model.config.class_names:
         return tuple(model.config.class_names)
     section = model.run.get("data") or {}
@@ -137,7 +137,7 @@ def read_classes(given: str) -> tuple[str, ...]:
 def prepare(
     model: encoder.Model, head: Head, windows: Windows, out: pathlib.Path, *, chosen: Sequence[int], batch: int
 ) -> tuple[Parts, dict[str, Any]]:
-    """Checks the folder ``out`` against what is to be in it. Returns its parts and what it is made of.
+    """Check the folder ``out`` against its planned content. Return its parts and its origin.
 
     Args:
       chosen: numbers of the classes whose scores are kept.
@@ -192,7 +192,7 @@ def score(
         return {"windows": 0, "seconds": 0.0, "waiting": 0.0}
     batch = made_of["batch"]
     compute, weights = compute_of(head, chosen), dict(head.arrays)
-    folder = out / f"{INDEX}{process}"  # always the same name: the loader keeps what it read of large ones by it
+    folder = out / f"{INDEX}{process}"  # always the same name, by which the loader caches headers of large recordings
     shutil.rmtree(folder, ignore_errors=True)
     try:
         parts.windows.write(folder)
@@ -294,7 +294,7 @@ def _put(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
 
 
 def remove_partial(folder: pathlib.Path) -> None:
-    """Removes what killed processes left of files that they had not finished, once no other process can be writing any."""
+    """Remove unfinished files of killed processes, when no other process can be writing any."""
     for path in folder.iterdir():
         if path.name.startswith(INDEX):
             shutil.rmtree(path, ignore_errors=True)

@@ -70,7 +70,7 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
     """A threshold for each class.
 
     Args:
-      given: a number, or a table with the columns class and threshold; empty: those of the model, or 0.5.
+      given: a number, or a table with the columns class and threshold; empty = the model's thresholds, or 0.5.
       fitted: the model's, for the same classes.
 
     Raises InferenceError.
@@ -107,7 +107,7 @@ def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
     """The detections in the windows of one recording, by time and class.
 
     Args:
-      scores: start, end and scores [classes] of each window, in order; nan counts as nothing heard.
+      scores: start, end and scores [classes] of each window, in order. nan counts as silence.
     """
     found: list[Detection] = []
     heard: dict[int, Detection] = {}
@@ -171,7 +171,7 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
 
 
 def _rows(parts: Parts, missing: Counter[int]) -> Iterator[tuple[int, Window]]:
-    """Each window with the number of its recording, of which ``missing`` counts those that cannot be decoded.
+    """Each window with the number of its recording, of which ``missing`` counts the undecodable ones.
 
     One part is in memory at a time.
     """

@@ -114,7 +114,7 @@ def refuse_other(path: pathlib.Path, made_of: Mapping[str, Any], what: str) -> d
 
 
 def _done(out: pathlib.Path, made_of: Mapping[str, Any]) -> int:
-    """How many rows an earlier attempt embedded; 0 for a new folder."""
+    """The number of rows that an earlier attempt embedded, 0 for a new folder."""
     path = out / PROGRESS
     if not path.exists():
         return 0
@@ -152,7 +152,7 @@ def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: 
                 files[name] = np.lib.format.open_memmap(paths[name], mode="w+", dtype=x.dtype, shape=x.shape)
                 _reserve(paths[name])
     except OSError:
-        files.clear()  # the error would keep what is mapped, and with it the space on the disk
+        files.clear()  # the error would keep the mapped files, and their space on the disk
         for path in paths.values():
             path.unlink(missing_ok=True)
         raise
@@ -199,7 +199,7 @@ def features(c: Config, kinds: Sequence[str], views: int) -> encoder.Compute:
 
 
 def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
-    """The root of the recordings, "" if they are in shards; and path, start, end and clock of all rows of a split."""
+    """The root of the recordings, "" if they are in shards, and path, start, end and clock of all rows of a split."""
     paths = _shards(data, split)
     index = shards.open_index(paths, label="", audio_root=data.audio_root, links=data.follow_links)
     of_index = shards.index_file(paths[0])

@@ -18,16 +18,16 @@ MAX_FEATURE = 1e18  # larger ones have squares that are no numbers of 32 bits
 
 
 class Places(NamedTuple):
-    """Where the rows of a folder lie in recordings."""
+    """The places of a folder's rows in recordings."""
 
     paths: list[str]  # relative to the root
-    start: np.ndarray  # float64 [n] s; nan if it is not known
+    start: np.ndarray  # float64 [n] s, nan if it is not known
     end: np.ndarray
     clock: list[str]  # ISO 8601, or ""
 
 
 class Embeddings(NamedTuple):
-    """A finished folder; its arrays are mapped when they are asked for."""
+    """A finished folder, whose arrays are mapped at their first use."""
 
     folder: pathlib.Path
     about: Mapping[str, Any]  # embeddings.json
@@ -36,7 +36,7 @@ class Embeddings(NamedTuple):
 
     @property
     def root(self) -> str:
-        """The folder that recordings lie below; "" if none is known."""
+        """The folder of the recordings, or "" if it is not known."""
         return self._text("root")
 
     @property

@@ -83,7 +83,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, random: int | 
     if problems := list(checks.under("model", c.problems())):
         raise config_lib.ConfigError(problems)
     table = vit.make_specs(c)
-    # A config may name any size: initialised or read, the encoder is no larger than what the run holds.
+    # A config may name any size: initialised or read, the encoder is no larger than the run's arrays.
     for path, spec in zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True):
         _check(arrays, f"encoder/{path}", spec)
     if random is not None:
@@ -97,7 +97,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, random: int | 
 
 
 def _leaves(arrays: dict[str, stored.Stored], folder: str, width: int, *names: str) -> PyTree | None:
-    """The arrays of a head for features [width]; None unless all are there. Raises InferenceError: they do not fit together."""
+    """The arrays of a head for features [width], or None if one is missing. Raises InferenceError: they do not fit together."""
     if any(f"{folder}/{name}" not in arrays for name in names):
         return None
     classes = arrays[f"{folder}/b"].shape
@@ -155,7 +155,7 @@ def clips(data: spectrogram.Config) -> dict[str, Any]:
 def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
     """A data section whose training split is ``split``, any that the data have, and which reads no other.
 
-    "train" and "test" are those that the section trains and tests on.
+    "train" and "test" are the splits of the section.
     """
     name = {"train": data.train_split, "test": data.test_split}.get(split, split)
     path = data.test if data.test and split in ("test", data.test_split) else data.train
@@ -185,9 +185,9 @@ def cut_windows(
 class Setup(NamedTuple):
     """The compiled encoder, its weights and the loader of a split."""
 
-    run: Callable[[PyTree, Arrays], dict[str, jax.Array]]  # compiled: weights, a batch -> what is written
+    run: Callable[[PyTree, Arrays], dict[str, jax.Array]]  # compiled: weights, a batch -> outputs
     weights: PyTree
-    shapes: Mapping[str, jax.ShapeDtypeStruct]  # of what is written
+    shapes: Mapping[str, jax.ShapeDtypeStruct]  # of the outputs
     abstract: Mapping[str, jax.ShapeDtypeStruct]  # a batch
     rows: Rows
     loader: spectrogram.Spectrograms
@@ -199,7 +199,7 @@ class Setup(NamedTuple):
         return feed.Feed(self.loader, self.abstract, self.rows, depth=AHEAD)
 
     def outputs(self, stream: feed.Feed, last: int | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Compute the batches of ``stream`` up to number ``last``, counted from 1: their numbers, and what is written of them.
+        """Compute the batches of ``stream`` up to number ``last``, counted from 1: their numbers and outputs.
 
         The device has its next batch before one is waited for.
         """
@@ -214,7 +214,7 @@ class Setup(NamedTuple):
             yield pending[0], jax.device_get(pending[1])
 
 
-# Weights of its own, features "mean" and "cls" [B × views, D], patches [B × views, N, D], a batch -> what is written.
+# Weights of its own, features "mean" and "cls" [B × views, D], patches [B × views, N, D], a batch -> outputs.
 Compute = Callable[[PyTree, Arrays, jax.Array, Arrays], dict[str, jax.Array]]
 
 

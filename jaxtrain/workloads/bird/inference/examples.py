@@ -1,9 +1,9 @@
-"""Examples to fit a head on: rows of embeddings with what is known of their classes.
+"""Examples to fit a head on: rows of embeddings with their known classes.
 
 Labels are the embeddings' own, or a table (of detections, of annotations, of answers to them) with a line for each part of a
 recording: file, start, end, label, and answer ("yes", "no", "skip"; without that column: yes). A row of the embeddings that
 holds at least `OVERLAP` seconds of a part, or all of a shorter one, has its label. One that is given some class is taken to
-have no other; of one that is only denied some, nothing else is known.
+have no other. Of an example with denials alone, nothing else is known.
 """
 
 import os
@@ -24,7 +24,7 @@ ANSWERS = {"yes": 1, "": 1, "no": 0, "skip": -1}
 
 
 class Examples(NamedTuple):
-    """Rows of one or several folders, and what is known of their classes."""
+    """Rows of one or several folders, and their known classes."""
 
     rows: Sequence[np.ndarray]  # of each folder, int64, in order
     y: np.ndarray  # float32 [n, C]: 1 for a class that is there
@@ -70,25 +70,25 @@ def of_table(folders: Sequence[Embeddings], path: str, *, background: int = 0, s
     rows, ys, knowns, groups, n_found = [], [], [], [], 0
     rng = np.random.default_rng(seed)
     for at, each in enumerate(folders):
-        said: dict[int, dict[int, int]] = defaultdict(dict)
+        answers: dict[int, dict[int, int]] = defaultdict(dict)
         places = each.places()
         good = np.array(each.array("weight", 1)) > 0
         for row, label, answer in _matches(places, each.root, parts):
             n_found += 1
             if good[row] and answer >= 0:
-                said[row][numbers[label]] = answer
-        free = np.setdiff1d(np.flatnonzero(good), list(said))
+                answers[row][numbers[label]] = answer
+        free = np.setdiff1d(np.flatnonzero(good), list(answers))
         share = background // len(folders) + (at < background % len(folders))
         drawn = np.sort(rng.permutation(free)[:share])
-        found = np.array(sorted(said), np.int64)
+        found = np.array(sorted(answers), np.int64)
         y = np.zeros((len(found) + len(drawn), len(names)), np.float32)
         known = np.ones_like(y)
         for i, row in enumerate(found.tolist()):
-            for c, answer in said[row].items():
+            for c, answer in answers[row].items():
                 y[i, c] = answer
             if not y[i].any():
                 known[i] = 0
-                known[i, list(said[row])] = 1
+                known[i, list(answers[row])] = 1
         rows.append(np.concatenate([found, drawn]).astype(np.int64))
         ys.append(y)
         knowns.append(known)
@@ -123,15 +123,15 @@ def _read(path: str) -> list[tuple[str, float, float, str, int]]:
             times = [tables.number(row.get(column or "")) for column in (start, end)]
         except ValueError:
             raise InferenceError(f"{where}: its times are no numbers; correct the line") from None
-        said = row.get(answer or "", "").casefold()
-        if said not in ANSWERS:
-            raise InferenceError(f"{where}: the answer is {said!r}; expected yes, no or skip")
-        name = row.get(label) or (row.get(asked, "") if asked and said in ("no", "skip") else "")
+        word = row.get(answer or "", "").casefold()
+        if word not in ANSWERS:
+            raise InferenceError(f"{where}: the answer is {word!r}; expected yes, no or skip")
+        name = row.get(label) or (row.get(asked, "") if asked and word in ("no", "skip") else "")
         if name:
             begin, stop = (times[0] or 0.0), (float("inf") if times[1] is None else times[1])
             if not 0 <= begin < stop:
                 raise InferenceError(f"{where}: the times {begin:g} to {stop:g} s are no part of a recording; correct the line")
-            found.append((row.get(file, ""), begin, stop, name, ANSWERS[said]))
+            found.append((row.get(file, ""), begin, stop, name, ANSWERS[word]))
     return found
 
 
@@ -158,7 +158,7 @@ def _matches(places: Places, root: str, parts: Iterable[tuple[str, float, float,
 
 
 def _groups(folder: Embeddings, rows: np.ndarray) -> list[str]:
-    """The recording of each row; a row of its own if the embeddings do not say."""
+    """The recording of each row, or a number of its own if the embeddings have none."""
     try:
         paths = folder.places().paths
     except InferenceError:

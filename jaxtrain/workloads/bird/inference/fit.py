@@ -1,12 +1,12 @@
 """Heads on frozen features, from few examples: linear, prototypes, and prototypes of patches.
 
-    linear       logistic regression: softmax if each row has one class, else one for each class; standardised features
-    prototypes   the mean direction of a class; scores by cosine (Snell et al. 2017)
+    linear       logistic regression: softmax if each row has one class, else one for each class, on standardised features
+    prototypes   the mean direction of a class, with scores by cosine (Snell et al. 2017)
     patches      directions of patches, of which the nearest in a window counts (prototypical probing, Rauch et al. 2025,
                  arXiv 2504.12880): begins with the patches that tell a class best from the others, and learns from there
 
-The penalty is chosen by cross-validation over recordings: no recording is in two folds. What the folds say of rows that they
-did not see calibrates the scores (a scale and an offset, Platt 1999) and gives each class the threshold that reaches a
+The penalty is chosen by cross-validation over recordings: no recording is in two folds. Held-out scores
+of the folds calibrate the scores (a scale and an offset, Platt 1999) and gives each class the threshold that reaches a
 precision.
 
 Shapes: n rows, C classes, D features, N patches, K prototypes of a class.
@@ -30,7 +30,7 @@ from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from jaxtrain.workloads.bird.inference.examples import Examples
 from jaxtrain.workloads.bird.inference.heads import Head
 
-PULLS = (0.1, 1.0, 10.0)  # of patches: towards where the prototypes began
+PULLS = (0.1, 1.0, 10.0)  # of patches: towards the first prototypes
 USUAL = {"linear": 1e-2, "prototypes": 0.0, "patches": 1.0}  # if too few examples allow no choice
 FOLDS = 5
 STEPS, RATE = 150, 0.02  # of patches
@@ -41,10 +41,10 @@ MIN_EXAMPLES = 5  # examples of a class from which its threshold is measured
 
 
 class Fitted(NamedTuple):
-    """A head, and what cross-validation says of it."""
+    """A head, and its scores in cross-validation."""
 
     head: Head
-    precision: np.ndarray  # float64 [C]: average precision of each class on held-out rows; nan without folds
+    precision: np.ndarray  # float64 [C]: average precision of each class on held-out rows, nan without folds
     folds: int  # 0: too few examples
     penalty: float
 
@@ -110,7 +110,7 @@ def fit(
 
 
 def _features(folders: Sequence[Embeddings], given: Examples, kind: str) -> np.ndarray:
-    """float32 [n, D]; of patches [n, N, D], views side by side."""
+    """float32 [n, D], or of patches [n, N, D], views side by side."""
     parts, size = [], 0
     for each, rows in zip(folders, given.rows, strict=True):
         shape = each.array(kind, 4 if kind == "patches" else 2).shape
@@ -177,7 +177,7 @@ def _logits(method: str, arrays: dict[str, np.ndarray], x: np.ndarray) -> np.nda
 
 
 def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -> tuple[float, float]:
-    """Scale and offset of logits that give the least loss, with a weak prior at 1 and 0; a softmax needs no offset.
+    """Scale and offset of logits that give the least loss, with a weak prior at 1 and 0. A softmax needs no offset.
 
     They are of all classes together, which keeps scores comparable. scikit-learn calibrates each class alone, without a prior.
     """
@@ -191,7 +191,7 @@ def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -
 
 
 def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
-    """The lowest score from which on the share of ``y`` reaches ``precision``; above all of them if none does."""
+    """The lowest score from which on the share of ``y`` reaches ``precision``, or a score above all."""
     reached, _, bounds = precision_recall_curve(y, scores)
     good = np.flatnonzero(reached[:-1] >= precision)
     if not len(good):
@@ -268,7 +268,7 @@ def _telling(directions: np.ndarray, y: np.ndarray, weight: np.ndarray, k: int, 
         contrast = cosines[0].mean(0) - (cosines[1].mean(0) if len(without) else 0.0)
         order = np.argsort(-contrast, kind="stable")
         chosen = [tried[order[0]]]
-        for i in order[1:]:  # those that are not the same again
+        for i in order[1:]:  # without duplicates
             if len(chosen) == k:
                 break
             if max(float(tried[i] @ each) for each in chosen) < 0.9:

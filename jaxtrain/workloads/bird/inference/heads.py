@@ -1,9 +1,9 @@
-"""Heads: what makes scores by class of an encoder's output. A run's own, or a file of `jaxtrain fit`.
+"""Heads make scores by class of an encoder's output. A head is a run's own, or a file of `jaxtrain fit`.
 
     linear       logits x @ w + b of the pooled features x
-    probe        the same behind a layer norm: what accompanies training without labels (`jaxtrain.workloads.bird.classes`)
+    probe        the same after a layer norm: it accompanies training without labels (`jaxtrain.workloads.bird.classes`)
     prototypes   logits scale × cosine(x - mean, prototype) + b, of the pooled features
-    patches      the same of every patch; the largest of a class counts
+    patches      the same of every patch, of which the largest of a class counts
 
 Shapes: B rows, N patches, D embed, C classes, K prototypes of a class.
 """
@@ -44,7 +44,7 @@ class Head(NamedTuple):
 
     kind: str  # of `KINDS`
     pool: str  # of `POOLS`: the features that it reads
-    scores: str  # of `SCORES`: what makes scores of its logits
+    scores: str  # of `SCORES`: the function from logits to scores
     arrays: Mapping[str, np.ndarray]  # float32
     names: tuple[str, ...]  # of the classes
     name: str  # for people
@@ -74,7 +74,7 @@ def logits(kind: str, arrays: Mapping[str, Array], x_bd: Array, patches_bnd: Arr
 
 
 def unit(x: Array) -> Array:
-    """Vectors of length 1 along the last axis; a zero stays zero."""
+    """Vectors of length 1 along the last axis. A zero stays zero."""
     return x / jnp.maximum(jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)), 1e-9)
 
 
@@ -96,7 +96,7 @@ def save(path: str | os.PathLike[str], head: Head) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Head:
-    """Read what `save` wrote. Raises InferenceError: it is none, or was made of something else."""
+    """Read a file of `save`. Raises InferenceError: it is none, or belongs to another encoder."""
     path = pathlib.Path(path).expanduser()
     try:
         arrays = files.arrays(path)

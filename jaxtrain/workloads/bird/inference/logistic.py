@@ -20,7 +20,7 @@ def fit(
     """Minimise penalty / 2 × |w|² + sum of losses / n. Returns the weights [D, C] and biases [C].
 
     Args:
-      softmax: each row has one class; otherwise each class has a regression of its own.
+      softmax: each row has one class. If not, each class has a regression of its own.
       known: [n, C], without a softmax: the entries of ``y`` that count; None = all.
       n: 0 = the number of rows.
     """
@@ -57,7 +57,7 @@ def _regression(x: np.ndarray, label: np.ndarray, c: float) -> LogisticRegressio
 
 
 def loss(z: np.ndarray, y: np.ndarray, *, softmax: bool, known: np.ndarray | None = None) -> float:
-    """Mean cross-entropy of logits [n, C], in nats; without a softmax over all entries that are ``known``."""
+    """Mean cross-entropy of logits [n, C], in nats, without a softmax over all ``known`` entries."""
     z = z.astype(np.float64)
     if softmax:
         return float((np.logaddexp.reduce(z, axis=1) - (z * y).sum(1)).mean())

@@ -1,8 +1,8 @@
 """Measures of scores against labels, each with its bootstrap draws.
 
-    accuracy   share of rows whose best score is of (one of) their classes; rows without a class are left out
+    accuracy   share of rows whose best score is of (one of) their classes, without rows of no class
     cmAP       mean over classes of average precision (BirdSet; Rauch et al. 2024); classes without a positive are left out
-    AUROC      mean over classes of the area under the ROC curve, ties half; the same classes, if they have negatives
+    AUROC      mean over classes of the area under the ROC curve, ties half, of the same classes if they have negatives
 
 scikit-learn's scores take one draw of weights at a time and sort for each: 5 to 10 times slower than one sort for all draws.
 
@@ -26,7 +26,7 @@ def accuracy(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray
 
 
 def average_precision(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """sum_i (recall_i - recall_{i-1}) precision_i over the thresholds, [n], [n], [R, n] -> [R]; nan without a positive."""
+    """sum_i (recall_i - recall_{i-1}) precision_i over the thresholds, [n], [n], [R, n] -> [R], nan without a positive."""
     w, y, last = _sorted(score, positive, weight)
     hits, all_ = np.cumsum(w * y, 1)[:, last], np.cumsum(w, 1)[:, last]
     gained = np.diff(hits, axis=1, prepend=0)
@@ -35,7 +35,7 @@ def average_precision(score: np.ndarray, positive: np.ndarray, weight: np.ndarra
 
 
 def area_under_roc(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Chance that a positive scores above a negative, ties half, [n], [n], [R, n] -> [R]; nan without both."""
+    """Chance that a positive scores above a negative, ties half, [n], [n], [R, n] -> [R], nan without both."""
     w, y, last = _sorted(score, positive, weight)
     hits, misses = (np.diff(np.cumsum(w * z, 1)[:, last], axis=1, prepend=0) for z in (y, 1 - y))
     below = misses.sum(1, keepdims=True) - np.cumsum(misses, 1) + misses / 2
@@ -68,7 +68,7 @@ def measure(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> dict[str, n
 
 
 def bootstrap(n: int, draws: int, *, seed: int = 0) -> np.ndarray:
-    """Draw weights, float32 [draws + 1, n]; the first row counts every row once."""
+    """Draw weights, float32 [draws + 1, n]. The first row counts every row once."""
     rng = np.random.default_rng(seed)
     drawn = rng.multinomial(n, np.full(n, 1 / n), size=draws)
     return np.concatenate([np.ones((1, n)), drawn]).astype(np.float32)

@@ -1,11 +1,11 @@
 """Measure frozen features by classifiers that are trained on folders of `jaxtrain embed`.
 
-    linear     logistic regression: softmax, or one for each of several classes; its penalty chosen on a part of the train rows
+    linear     logistic regression: softmax, or one for each class. The penalty is chosen on a part of the train rows
     knn        the k nearest by cosine, weighted by exp(cosine / 0.07) (Wu et al. 2018)
     few shot   nearest mean of 1, 2, 4 … examples of each class, of many draws (Snell et al. 2017)
     scores     the run's supervised head as it is, if there is one
 
-`measures` says what is measured of them, with percentile intervals of 95 % over bootstrap draws of the test recordings.
+`measures` computes their scores, with percentile intervals of 95 % over bootstrap draws of the test recordings.
 """
 
 import json
@@ -96,7 +96,7 @@ def nearest(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, k: int = 20) ->
 
 
 def prototypes(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, shots: int, seed: int) -> np.ndarray:
-    """Cosine with the mean of ``shots`` rows of each class; a class without any gets the lowest score."""
+    """Cosine with the mean of ``shots`` rows of each class. A class without any gets the lowest score."""
     rng = np.random.default_rng(seed)
     x, x_test = _directions(x, x_test)
     scores = np.full((len(x_test), y.shape[1]), -1.0, np.float32)
@@ -217,7 +217,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def plot(results: Mapping[str, Mapping[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
-    """measures.png and few_shot.png; nothing without matplotlib."""
+    """measures.png and few_shot.png, or nothing without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:

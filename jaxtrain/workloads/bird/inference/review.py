@@ -44,7 +44,7 @@ class Item(NamedTuple):
     name: str  # below the root
     start: float
     end: float
-    label: str  # what it may be; "": nothing is claimed
+    label: str  # the claimed class, or ""
     score: float  # nan = none
     clock: str
 
@@ -109,7 +109,7 @@ class Session:
         return {"items": len(self.items), **{kind: kinds.count(kind) for kind in ANSWERS}}
 
     def first_open(self) -> int:
-        """The first window without an answer; the last one if all have one."""
+        """The first window without an answer, or the last one."""
         with self._lock:
             return next((i for i, item in enumerate(self.items) if self._key(item) not in self._answers), len(self.items) - 1)
 
@@ -121,10 +121,10 @@ class Session:
         if len(label) > MAX_NAME or any(ord(c) < 32 for c in label):
             raise InferenceError(f"the class has {len(label)} characters; use at most {MAX_NAME}")
         item = self.items[number]
-        said = (label or item.label) if answer == "yes" else ""
-        if answer == "yes" and not said:
+        named = (label or item.label) if answer == "yes" else ""
+        if answer == "yes" and not named:
             raise InferenceError("nothing says which class it is; name one")
-        row = dict(zip(COLUMNS, (*self._key(item)[:3], said, answer, item.label, _text(item.score)), strict=True))
+        row = dict(zip(COLUMNS, (*self._key(item)[:3], named, answer, item.label, _text(item.score)), strict=True))
         with self._lock:
             before = self._answers.pop(self._key(item), None)
             self._answers[self._key(item)] = row
@@ -135,8 +135,8 @@ class Session:
                 if before:
                     self._answers[self._key(item)] = before
                 raise
-            if said and said not in self.labels:
-                self.labels = sorted([*self.labels, said])
+            if named and named not in self.labels:
+                self.labels = sorted([*self.labels, named])
 
     def _table(self) -> str:
         text = io.StringIO()
@@ -147,12 +147,12 @@ class Session:
 
 
 def read(given: str, *, root: str = "", order: str = "table", label: str = "") -> list[Item]:
-    """The windows of a table: what `jaxtrain detect` or `jaxtrain search` wrote, or any with file, start, end and label.
+    """The windows of a table of `jaxtrain detect` or `jaxtrain search`, or of any with file, start, end and label.
 
     Args:
       root: the folder that every recording must lie below; empty: of a search, that of its embeddings; else the nearest folder
         that holds all.
-      label: of these alone; of a table without labels: what all of them may be.
+      label: of these alone, or the class of all rows of a table without labels.
 
     Raises InferenceError: a table without the columns, or that names recordings that are not there or not below the root.
     """
@@ -205,7 +205,7 @@ def read(given: str, *, root: str = "", order: str = "table", label: str = "") -
 
 
 def _root_of(folder: pathlib.Path) -> str:
-    """The root of the recordings that a folder of `jaxtrain detect` is about; "" if it does not say."""
+    """The root of the recordings that a folder of `jaxtrain detect` is about, or ""."""
     try:
         found = files.read_json(files.inside(folder, detect.ABOUT)).get("root")
     except files.FileError as error:
@@ -234,7 +234,7 @@ def ordered(items: Sequence[Item], order: str) -> list[Item]:
 
 
 def wave(item: Item) -> tuple[np.ndarray, int, float]:
-    """The sound of a window and a little around it: float32 [n], its rate, and where the window begins in it [s].
+    """The sound of a window and a little around it: float32 [n], its rate, and the window's begin in it [s].
 
     Raises InferenceError.
     """
@@ -274,9 +274,9 @@ def sound(item: Item) -> bytes:
 
 
 def picture(item: Item) -> bytes:
-    """A PNG of the log-mel spectrogram of `wave`, low bands at the bottom, with lines where the window begins and ends.
+    """A PNG of the log-mel spectrogram of `wave`, low bands at the bottom, with lines at the window's begin and end.
 
-    It has all that the recording holds, up to half of its rate, whatever an encoder hears of it. Raises InferenceError.
+    It has all frequencies of the recording, also those that the encoder does not see. Raises InferenceError.
     """
     from PIL import Image
 

@@ -1,6 +1,6 @@
-"""The page of `jaxtrain review`: served on the loopback alone, to whoever knows its token.
+"""The page of `jaxtrain review`: served on the loopback alone, with an unguessable token.
 
-The page names windows by their numbers; no request holds the name of a file. A request without the token, or for another host
+The page names windows by their numbers. No request holds the name of a file. A request without the token, or for another host
 (as a page elsewhere could make a browser send), is refused. Nothing is fetched from anywhere else.
 """
 
@@ -19,7 +19,7 @@ MAX_BODY = 10_000  # [bytes] of a request
 
 
 class Server(loopback.Server):
-    """Answers the page's requests. ``address`` is what a browser opens. Raises OSError: the port is taken."""
+    """Answers the page's requests. A browser opens ``address``. Raises OSError: the port is taken."""
 
     def __init__(self, session: review.Session, port: int = 0):
         super().__init__(_Handler, port)
@@ -54,7 +54,7 @@ class _Handler(loopback.Handler):
         except IndexError:
             self._send(404, {"error": "there is no such window"})
         except ConnectionError:
-            pass  # whoever asked is gone
+            pass  # the client is gone
         except OSError as error:
             reason = error.strerror or error
             self._send(500, {"error": f"the answer was not saved: {reason}; free some space, then answer again"})

@@ -1,6 +1,6 @@
 """The rows of embeddings that are nearest to a query by cosine, or that a fitted head gives most: exact, in one pass.
 
-Beyond some millions of rows, `nearest_by_index` asks an index of usearch, and computes the cosines of what it gives.
+Beyond some millions of rows, `nearest_by_index` asks an index of usearch, and computes the cosines of its results.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Hit(NamedTuple):
 
 
 def nearest(folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int) -> list[Hit]:
-    """The ``top`` rows whose features have the highest cosine with any of the queries, float32 [Q, D]; the best first.
+    """The ``top`` rows whose features have the highest cosine with any of the queries, float32 [Q, D], the best first.
 
     Raises InferenceError.
     """
@@ -113,7 +113,7 @@ def _refuse_width(folders: Sequence[Embeddings], queries: np.ndarray, kind: str)
 
 
 def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) -> list[Hit]:
-    """The ``top`` rows by a head's score of a class; the best first. Raises InferenceError."""
+    """The ``top`` rows by a head's score of a class, the best first. Raises InferenceError."""
     kind = "patches" if head.kind == "patches" else head.pool
     for each in folders:
         width = each.array(kind, 4 if kind == "patches" else 2).shape[-1]
@@ -153,7 +153,7 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def split_query(text: str) -> tuple[str, float | None]:
-    """A query's file or folder, and what is behind its last @: seconds, or a row. Raises InferenceError."""
+    """A query's file or folder, and the part after its last @: seconds, or a row. Raises InferenceError."""
     name, at, number = text.rpartition("@")
     if not at or pathlib.Path(text).expanduser().exists():
         return text, None
@@ -190,7 +190,7 @@ class Encoder:
     """Embeds clips as a folder was embedded, by its run."""
 
     def __init__(self, run: str, folder: Embeddings, kind: str):
-        """Raises StoredError, InferenceError, ConfigError; InferenceError: it is not the encoder of the folder."""
+        """Raises StoredError, ConfigError, and InferenceError: it is not the encoder of the folder."""
         self._model, self._kind = encoder.load(run), kind
         if folder.encoder != self._model.digest:
             raise InferenceError(
@@ -202,7 +202,7 @@ class Encoder:
             raise InferenceError(f"{run}: its config.data.{where} {text}")
 
     def clip(self, path: str, start: float | None) -> np.ndarray:
-        """The features of the window that begins at ``start`` [s], None: of the file's centre; float32 [D].
+        """The features of the window that begins at ``start`` [s], or of the file's centre if it is None: float32 [D].
 
         Raises DataError: the file cannot be read, or ends before.
         """

@@ -1,4 +1,4 @@
-"""diet: which of all recordings it is; every recording is a class of its own (Ibrahim et al. 2024).
+"""diet: classify the recording among all. Every recording is a class of its own (Ibrahim et al. 2024).
 
 Shapes: B rows, V views, R spectrograms, D embed, K rank.
 """
@@ -47,7 +47,7 @@ def data_problems(c: Settings, s: Diet, facts: Mapping[str, Any]) -> Iterator[tu
 
 
 def table_rows(c: Settings) -> int:
-    """Rows of the table of recordings; those beyond ``n_recordings`` are never read."""
+    """Rows of the table of recordings. Rows beyond ``n_recordings`` are never read."""
     return -(-(c.n_recordings or 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE
 
 

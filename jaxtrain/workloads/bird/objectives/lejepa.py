@@ -75,7 +75,7 @@ def loss(s: Lejepa, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     z_vbp = x.by_view(projected(s, x.params, x.features.pooled_rd, x.weight_r)).transpose(1, 0, 2)
     assert x.key is not None  # only training batches have this objective
     a_ps = directions(fold_in_path(x.key, "slices"), s.size, s.slices)
-    # Both are of the global batch, and so identical in every part of it; weighted to add up to themselves.
+    # Both are of the global batch, and so identical in every part of it. Weights make them add up to themselves.
     parts = {"invariance": invariance(z_vbp, x.weight_b), "sigreg": sigreg(z_vbp, a_ps, x.weight_b)}
     total = (1 - s.trade) * parts["invariance"] + s.trade * parts["sigreg"]
     n = x.weight_b.sum()

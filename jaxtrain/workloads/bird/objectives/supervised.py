@@ -23,7 +23,7 @@ class Supervised(Section):
     weight: float = 1.0  # [1] in the loss; 0 = off
     loss: str = "softmax"  # [name] softmax of one class, or asymmetric: a binary loss of each class
     label_smoothing: float = 0.0  # [1] softmax: share of the target that is spread over all classes
-    gamma_negative: float = 4.0  # [1] asymmetric: focusing exponent of negatives; larger = easy ones weigh less
+    gamma_negative: float = 4.0  # [1] asymmetric: focusing exponent of negatives: the larger, the less easy ones weigh
     gamma_positive: float = 1.0  # [1] asymmetric: focusing exponent of positives
     clip: float = 0.05  # [1] asymmetric: negative margin, subtracted from the probability of negatives
 
@@ -62,7 +62,7 @@ def loss(s: Supervised, x: Inputs) -> tuple[Array, dict[str, Mean]]:
 
 
 def evaluate(s: Supervised, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
-    """Scores are averaged over the views of a recording; nothing is smoothed."""
+    """Scores are averaged over the views of a recording, without smoothing."""
     assert x.labels is not None
     logits_bc = x.by_view(classes.scores(x.params, x.features.pooled_rd)).mean(1)
     each_b = class_loss(x.c, s, logits_bc, x.labels, smoothing=0.0)

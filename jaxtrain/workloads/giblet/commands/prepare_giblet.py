@@ -4,9 +4,9 @@
         --codes codes.npz --annotations segments.xlsx --embeddings embeddings.npz
 
     --video        any film that FFmpeg decodes: frames at --fps (a frame stays until the next one comes), scaled to --size
-    --fmri         one 4-D NIfTI file for each viewer; its name without ending is the viewer's. Further axes of one are dropped.
+    --fmri         one 4-D NIfTI file for each viewer. Its name without ending is the viewer's. Further axes of one are dropped.
                    All have one grid, one TR and equally many volumes, of which --volumes takes the first. --mask is a NIfTI
-                   of that grid; without it, a voxel counts when its standard deviation over time exceeds the 10th percentile
+                   of that grid. Without it, a voxel counts when its standard deviation over time exceeds the 10th percentile
                    in at least half of the viewers
     --codes        npz with one array [codebooks, times] (or [1, codebooks, times]) of integers 0 … 1023, --code-rate a second
                    (default: 75, as EnCodec). Or:
@@ -14,12 +14,12 @@
     --embeddings   npz with one array [segments, values]; --annotations (xlsx, or text with commas, semicolons or tabs) gives
                    each segment's time in its columns --start and --end: seconds, or times as 1:02:03.5 (with a point,
                    unless semicolons or tabs separate the columns). A volume has the
-                   last --slots segments that touch the window before it, the latest last, zeros where there are fewer.
+                   last --slots segments that touch the window before it, the latest last, with zeros for missing ones.
                    Without --annotations there is a row for each volume
     Arrays may also come as .npy.
 
-Needs the packages of the extra `giblet` (PyAV, nibabel, openpyxl). The fMRI of one viewer is in memory at a time; video and
-sound are streamed. FOLDER appears whole or not at all; mask.nii.gz in it puts predictions back into the brain.
+Needs the packages of the extra `giblet` (PyAV, nibabel, openpyxl). The fMRI of one viewer is in memory at a time. Video and
+sound are streamed. FOLDER appears complete or not at all. Its mask.nii.gz puts predictions back into the brain.
 """
 
 import argparse

@@ -9,13 +9,13 @@ Inputs are files, folders (all files below with a known ending) or globs. By the
 
     .txt .md          a document each, or with --documents one for each paragraph (between blank lines) or line
     .jsonl .ndjson    a line is an object, whose --column is a document
-    .parquet          a row is a document: its --column; a row group at a time
+    .parquet          a row is a document, by its --column, a row group at a time
     .arrow            the same, as an IPC stream or file (as Hugging Face ``datasets`` writes them)
 
 --tokenizer is a file of Hugging Face ``tokenizers`` (its special tokens are not added, except --eos, which ends every
-document), or ``bytes``, which needs no file. A part of an input becomes a shard, in the order of the inputs, whatever the
-number of workers: the files are the same bytes every time. Rerun the same command to resume after the last whole shard; other
-inputs or another tokenizer are an error. Of a folder that is whole it says what it holds.
+document), or ``bytes``, which needs no file. A part of an input becomes a shard, in the order of the inputs. The files are
+the same bytes for any number of workers. Rerun the same command to resume after the last complete shard. Other
+inputs or another tokenizer are an error. For a complete folder, its contents are printed.
 
 A row without text (null, of another type, a line that is not JSON) is an error that names it. With --skip N up to N of them are
 skipped, counted and listed.

@@ -5,14 +5,14 @@
     jaxtrain solve runs/trm-files puzzles/test.csv --out solved.csv
 
 RUN is a run of jaxtrain.workloads.trm on Sudoku: its workdir, a step directory of it, or a folder of `jaxtrain export`. PUZZLES
-is a CSV with a column question (and answer, where there is one), as `jaxtrain sudoku` writes it, or text with a board a line:
+is a CSV with a column question (and perhaps answer), as `jaxtrain sudoku` writes it, or text with a board a line:
 digits row by row, . or 0 for blanks. FILE gets
 
     question, board
     confidence    in [0, 1]: that the board is right, by the model's own head
     steps         the first supervision step whose board is the last one
     halted        the first step at which the model was sure; 0: at none
-    valid         whether it keeps what was given, and each row, column and box holds every digit once
+    valid         whether it keeps the given digits, and each row, column and box holds every digit once
 
 Interrupted, by a full disk, too, the same command goes on behind the boards that are done.
 """

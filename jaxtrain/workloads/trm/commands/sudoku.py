@@ -5,8 +5,8 @@
 
     jaxtrain sudoku puzzles --train 1000 --test 1000
 
-csv: OUT/train.csv and OUT/test.csv with the columns source, question, answer, rating; the rating is the number of guesses that
-the solver needs. npy: OUT/train/ and OUT/test/ with all__inputs.npy and so on, and dataset.json; mazes are npy only. A seed
+csv: OUT/train.csv and OUT/test.csv with the columns source, question, answer, rating. The rating is the number of guesses that
+the solver needs. npy: OUT/train/ and OUT/test/ with all__inputs.npy and so on, and dataset.json. Mazes are npy only. A seed
 gives the same puzzles again, and no solution is in both splits.
 """
 
