@@ -69,9 +69,7 @@ class Train(Section):
     batch: int = 64  # [rows] global batch, for any number of devices
     accumulate: int = 1  # [microbatches] of a step, whose gradients are reduced once
     ema: float = 0.0  # [1] decay of the average of the parameters that evaluation uses; 0 = no average
-    eval_every: int = (
-        1_000  # [steps] between evaluations, or a share of the run: 0.1. The last step always has one; 0 = no other
-    )
+    eval_every: int = 1_000  # [steps] between evaluations, or a share of the run: 0.1; 0 = only after the last step
     eval_batches: int = 0  # [batches] in an evaluation during the run; 0 = all, as after the last step
     patience: int = 0  # [evaluations] in a row without progress of checkpoint.best after which a run ends; 0 = never
     min_delta: float = 0.0  # [1] improvement of checkpoint.best that must be exceeded to count as progress
