@@ -20,7 +20,7 @@ def test_a_meaning_stands_alone():
     [
         ("mae_loss", "bird", "test", "of objective mae, before"),
         ("grad_norm_encoder", "bird", "train", "below encoder alone"),
-        ("chi2_mod_expected", "bird", "data", "what chi2_mod would be"),
+        ("chi2_mod_expected", "bird", "data", "the value of chi2_mod if"),
         ("perplexity_source_1", "language", "test", "perplexity on source number 1 of"),
         ("exact_accuracy_difficulty_3", "trm", "test", "difficulty class 3,"),
         ("audio_7", "audio_language", "test", "codebook 7"),
