@@ -1,8 +1,8 @@
-"""What every data loader offers the trainer, and the skeleton that all of them share.
+"""The interface of a data loader, and the skeleton that all loaders share.
 
-`LoaderModule` lists what a loader module offers. ``config.loader`` names it, e.g. ``loaders.audio.spectrogram``.
+`LoaderModule` lists the attributes of a loader module, which ``config.loader`` names, e.g. ``loaders.audio.spectrogram``.
 
-Whatever is wrong with the data is raised as a `DataError`.
+Every error of the data is a `DataError`.
 """
 
 import abc
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class Population(NamedTuple):
-    """The rows that a training split draws from; `loaders.shuffle_stats` compares batches with it."""
+    """The rows that a training split draws from. `loaders.shuffle_stats` compares batches with it."""
 
     rows: np.ndarray  # int64 [n]: all values that "index" can have
     first_rows: np.ndarray  # int64 [shards]: the first row of each shard
@@ -54,15 +54,15 @@ class Population(NamedTuple):
 class Loader(abc.ABC):
     """An endless (train) or finite (test) stream of batches, at every moment a pure function of its position.
 
-    A subclass says what the rows are: it gives `_part`, the rows of one range, or `_batch`, if ranges are not made one by one;
+    A subclass makes the rows: by `_part`, the rows of one range, or by `_batch`, if ranges are not made one by one.
     and `fingerprint` and `order`, by which a checkpoint recognises its data. Everything else has a default here.
 
     Attributes:
       buckets: the kinds of batches there are, each a mapping name -> Field, the largest last. A program is compiled for each.
         Every batch holds exactly the fields of its bucket. "weight" (float32, ()) is 1 for a valid row and 0 for the padding
         of a ragged last batch, or for a recording of "test" that cannot be decoded.
-      n_batches: batches in one pass over the split (rounded up), which is where a "test" loader stops; 0 for an empty split.
-      population: what "index" is drawn from, if the run shall log how well its order is shuffled; else None.
+      n_batches: batches in one pass over the split (rounded up), after which a "test" loader stops. 0 for an empty split.
+      population: the rows that "index" is drawn from, if the run logs the quality of its shuffling, else None.
     """
 
     population: Population | None = None
@@ -77,7 +77,7 @@ class Loader(abc.ABC):
         threads: int = 0,
         ahead: int = 0,
     ):
-        """``threads`` read batches and keep ``ahead`` of them ready; with 0 of them a batch is made when it is asked for."""
+        """``threads`` read batches and keep ``ahead`` of them ready. With 0 threads, `next` makes its batch itself."""
         self.buckets: Sequence[Mapping[str, Field]] = buckets
         self.n_batches = n_batches
         self._train, self._rows, self._seed = train, rows, seed
@@ -120,7 +120,7 @@ class Loader(abc.ABC):
             self._reading.set_state({"next_index": position})
 
     def state(self, position: int) -> dict[str, Any]:
-        """What a checkpoint must hold to continue here, as JSON: position, seed, fingerprints of the data and its order."""
+        """The state for a checkpoint, as JSON: position, seed, fingerprints of the data and its order."""
         return {"position": position, "seed": self._seed, "fingerprint": self.fingerprint, "order": self.order}
 
     @property
@@ -131,10 +131,10 @@ class Loader(abc.ABC):
     @property
     @abc.abstractmethod
     def order(self) -> dict[str, Any]:
-        """Everything but the seed and the data that decides which row stands where, as JSON."""
+        """Everything but the seed and the data that decides the order of rows, as JSON."""
 
     def diagnostics(self) -> dict[str, Any]:
-        """Counters for people: queue depth, bad recordings by id; "slowest", where known: the stage that takes most time."""
+        """Counters for people: queue depth, bad recordings by id, and "slowest", if known: the stage that takes most time."""
         return {}
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class _Batches:
 
 
 class LoaderModule(Protocol):
-    """The attributes of a loader module; ``config`` is an instance of its ``Config``."""
+    """The attributes of a loader module. ``config`` is an instance of its ``Config``."""
 
     Config: type[DataSection]
     """A frozen dataclass: the section ``data`` of a config. Its ``problems()`` reads no data."""
@@ -198,7 +198,7 @@ class LoaderModule(Protocol):
         """Return the field name -> shape and dtype of a row."""
 
     def facts(self, config: Any) -> Facts:
-        """Return what the data decide (class names, row counts), read without decoding."""
+        """Return the facts of the data (class names, row counts), read without decoding."""
 
     def make_loader(self, config: Any, *, split: str, rows: Rows, seed: int) -> Loader:
         """Open the split "train" or "test"."""

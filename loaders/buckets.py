@@ -28,12 +28,12 @@ class Bucket(NamedTuple):
     members: np.ndarray  # int64 [n]: which samples
 
     def fill(self, sizes: np.ndarray) -> float:
-        """The share of places that are not padding; ``sizes`` int64 [samples, 4]: `Shape` of every sample."""
+        """The share of places that are not padding. ``sizes`` int64 [samples, 4]: `Shape` of every sample."""
         return float(sizes[self.members, :2].sum()) / max(self.shape.places * len(self.members), 1)
 
 
 def make_buckets(sizes: np.ndarray, n: int) -> tuple[Bucket, ...]:
-    """At most ``n`` buckets, short to long, of samples of ``sizes`` int64 [samples, 4]; an empty one without samples."""
+    """At most ``n`` buckets, short to long, of samples of ``sizes`` int64 [samples, 4], or an empty one without samples."""
     groups = partition(sizes, n) if len(sizes) else [np.zeros(0, np.int64)]
     return tuple(Bucket(Shape(*(int(x) for x in rounded(sizes[g].max(0, initial=1)))), g) for g in groups)
 
@@ -44,7 +44,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 def partition(sizes: np.ndarray, n: int) -> list[np.ndarray]:
-    """At most ``n`` groups of samples, short to long, with the least padding; ``sizes`` int64 [samples, 4] (`Shape`).
+    """At most ``n`` groups of samples, short to long, with the least padding. ``sizes`` int64 [samples, 4] (`Shape`).
 
     Each row is padded to its group's largest text and largest sound. Dynamic programming over the samples sorted by places.
     """

@@ -2,7 +2,7 @@
 
 Samples are numbered over the whole run: row r of global batch p is sample s = p × batch + r, so neither the batch nor the
 world size changes sample s. They are dealt in blocks of `BLOCK`. Every block holds each source's share of it, rounded
-to whole samples, in an order that a permutation of (seed, block) shuffles; so after every block the realised shares are the
+to whole samples, in an order that a permutation of (seed, block) shuffles. So after every block the realised shares are the
 wanted ones within 1 / `BLOCK`, and every source hands out its samples 0, 1, 2, … in order, each once.
 
 When a source has no more samples in its pass, one of `POLICIES` applies:
@@ -43,7 +43,7 @@ class Mixture:
     """
 
     def __init__(self, shares: Sequence[float], *, seed: int, policy: str = "repeat", sizes: Sequence[int] | None = None):
-        """``sizes``: samples in one pass of each source; needed unless the policy is "repeat".
+        """``sizes``: samples in one pass of each source, needed unless the policy is "repeat".
 
         Raises DataError for shares that are not positive numbers.
         """
@@ -114,7 +114,7 @@ class Mixture:
         return block[1:]
 
     def _end_phase(self) -> None:
-        """Ends the last phase where its first source is exhausted, and begins the next one."""
+        """End the last phase at the end of its first exhausted source, and begin the next one."""
         p, phase = len(self._phases) - 1, self._phases[-1]
         active = np.flatnonzero(phase.quota)
         left = self._sizes - phase.given
@@ -142,7 +142,7 @@ def phase_key(p: int, b: int) -> int:
 
 
 def quotas(shares: np.ndarray) -> np.ndarray:
-    """The samples of each source in a block, int64 of sum BLOCK, by largest remainders; at least one if the share is not 0."""
+    """The samples of each source in a block, int64 of sum BLOCK, by largest remainders. At least one if the share is not 0."""
     exact = shares / shares.sum() * BLOCK
     quota = np.maximum(np.floor(exact).astype(np.int64), shares > 0)
     while (missing := BLOCK - int(quota.sum())) != 0:

@@ -4,8 +4,8 @@ Sample number s = position * batch + row is place i = s % n of epoch s // n, and
 ``rows[permutation(seed, epoch, n, i)]``. Nothing is remembered between calls, so resuming, a change of world size and
 any number of reading threads are the same operation. That is the global order: every row anywhere in an epoch.
 
-The block order is for file systems where scattered reads are slow. Runs of at most ``block_rows`` neighbouring rows of a shard
-are permuted as a whole, then the rows of each ``block_window`` runs among themselves; so only a few hundred runs are needed
+The block order is for file systems with slow scattered reads. Runs of at most ``block_rows`` neighbouring rows of a shard
+are permuted as a whole, then the rows of each ``block_window`` runs among themselves. So only a few hundred runs are needed
 next, which are read ahead one window at a time. It is a pure function of the place as well. The price is that the rows of a
 batch share shards. Of an epoch of 528,422 rows in 690 shards (python -m tools.shuffle_quality, and --batch=256):
 
@@ -19,10 +19,11 @@ batch share shards. Of an epoch of 528,422 rows in 690 shards (python -m tools.s
     blocks of 32, window of 256  0.720   246.8     7.90  204,800     0.475   147.0     1.94  25,600
     a shuffle buffer of 10,000   0.859    72.6    71.94  204,800     0.899    46.1    10.25  25,600
 
-ACF(1): lag-1 autocorrelation of the histograms of shards over the batches. shards: different ones in a batch. chi2/df: of a
-batch's histogram against uniform use, 1 for independent draws. unique: different rows in 100 batches; independent draws would
-give N (1 - (1 - 1/N)^(100 batch)) = 169,780 and 24,990, but no order here repeats a row before the epoch is over. A window
-of 256 runs of 8 rows holds 2,048 rows, in XCL 1.9 GB; two windows are asked for at most.
+ACF(1) is the lag-1 autocorrelation of the histograms of shards over the batches. The column shards counts the different ones in
+a batch. The column chi2/df compares a batch's histogram with uniform use, and is 1 for independent draws. The column unique
+counts different rows in 100 batches. Independent draws would give N (1 - (1 - 1/N)^(100 batch)) = 169,780 and 24,990, but no
+order here repeats a row before the epoch is over. A window
+of 256 runs of 8 rows holds 2,048 rows, in XCL 1.9 GB. Two windows are requested at most.
 
 The permutation is a Feistel network over the mixed-radix digits of the place, for any n, not only powers of two (Black
 and Rogaway, "Ciphers with arbitrary finite domains", 2002). Its round function is splitmix64's output function.
@@ -49,7 +50,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def hash_of(*parts: int | np.ndarray) -> np.ndarray:
-    """The uint64 hash of a tuple of integers below 2^64; the parts broadcast against each other."""
+    """The uint64 hash of a tuple of integers below 2^64. The parts broadcast against each other."""
     h = np.zeros(1, np.uint64)
     for part in parts:
         h = mix((h ^ np.asarray(part, np.uint64)) + GOLDEN)
@@ -78,7 +79,7 @@ def epochs(
 def once(n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Draws of a test split of n recordings -> which of them there are, int64 [m], and those recordings, int64 [m].
 
-    The order is always the same and mixed, so that the first batches are a fair sample; past its end there is nothing.
+    The order is always the same and mixed, so that the first batches are a fair sample. Past its end there is nothing.
     """
     there = np.flatnonzero(number < n)
     return there, permutation(0, 0, n, number[there]) if there.size else there
@@ -118,7 +119,7 @@ def block_stops(rows: np.ndarray, first_rows: np.ndarray, size: int) -> np.ndarr
 def block_order(seed: int, epoch: int, stops: np.ndarray, window: int, i: np.ndarray) -> np.ndarray:
     """Places int64 [k] of an epoch -> recordings int64 [k], a bijection of [0, stops[-1]).
 
-    The blocks are permuted; then the places of each ``window`` consecutive blocks are permuted among themselves.
+    The blocks are permuted, then the places of each ``window`` consecutive blocks are permuted among themselves.
     """
     sizes = np.diff(stops, prepend=0)
     blocks = _permute(hash_of(BLOCK, seed, epoch), len(stops), np.arange(len(stops)))
@@ -134,7 +135,7 @@ def block_order(seed: int, epoch: int, stops: np.ndarray, window: int, i: np.nda
 
 
 def _below(x: np.ndarray, m: np.uint64) -> np.ndarray:
-    """A number in [0, m) from a hash of x; m < 2^32."""
+    """A number in [0, m) from a hash of x, for m < 2^32."""
     return ((mix(x) >> np.uint64(32)) * m) >> np.uint64(32)
 
 

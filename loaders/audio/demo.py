@@ -2,12 +2,12 @@
 
 The corpus is 600 recordings of 12 invented species, 480 to train on and 120 to test on; `loaders.audio.demo_birds` makes them.
 
-On disk it is what ``DatasetDict.save_to_disk`` of Hugging Face ``datasets`` writes:
+On disk it has the form of ``DatasetDict.save_to_disk`` of Hugging Face ``datasets``:
 
     birds-v1-480+120-0123456789ab/           format version, sizes, hash of the recipe: a changed one is a new folder
       dataset_dict.json                      {"splits": ["train", "test"]}
       train/ test/
-        data-0000k-of-0000n.arrow            Arrow IPC stream; columns audio: struct<bytes: binary, path: string> and
+        data-0000k-of-0000n.arrow            Arrow IPC stream with the columns audio: struct<bytes: binary, path: string> and
                                              ebird_code: int64; schema metadata "huggingface" = {"info": {"features":
                                              {"audio": Audio, "ebird_code": ClassLabel with the species' names}}}
         dataset_info.json                    the same features
@@ -20,7 +20,7 @@ draws a random serial number for an OGG stream, so it is replaced by the recordi
 How hard it is (``pytest -m slow tests/loaders/test_demo.py -s``): a linear classifier of each mel band's mean and
 deviation over one crop reaches 78 % on the test recordings, the nearest class mean 50 %, chance 8 %.
 
-``python -m loaders.audio.demo`` makes the corpus if it is not there, and prints what is in it.
+``python -m loaders.audio.demo`` makes the corpus if it is not there, and prints its contents.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def ensure(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int
     Any number of processes may call this at once: one makes the corpus, the others wait for it.
 
     Args:
-      cache_dir: where corpora are kept; by default $JAXTRAIN_CACHE, $XDG_CACHE_HOME/jaxtrain or ~/.cache/jaxtrain.
+      cache_dir: the folder of corpora, by default $JAXTRAIN_CACHE, $XDG_CACHE_HOME/jaxtrain or ~/.cache/jaxtrain.
       n_train, n_test: recordings in each split.
 
     Raises:
@@ -86,7 +86,7 @@ def ensure(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int
 
 
 def folder(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int = N_TEST) -> Path:
-    """Where `ensure` makes the corpus; it need not be there."""
+    """The folder in which `ensure` makes the corpus. It need not exist."""
     cache_dir = machine.cache_folder() if cache_dir is None else Path(cache_dir)
     return cache_dir / f"birds-v{FORMAT_VERSION}-{n_train}+{n_test}-{_recipe_hash()}"
 

@@ -3,13 +3,13 @@
 A recording is a pure function of (this file, its number): one individual sings its species' song from beginning to end, with
 pauses under 2 s, so that every 5 s crop holds it.
 
-  grammar     a song is a sequence of runs; a run repeats one note (a sweep, whistle, buzz, rasp or harmonic stack) some
+  grammar     a song is a sequence of runs. A run repeats one note (a sweep, whistle, buzz, rasp or harmonic stack) some
               times, with a gap, a pitch step and an acceleration between repetitions. Species share the range
               from 1 to 8 kHz: some differ mostly in the order of two notes or the direction of a sweep, some in tempo.
   individual  pitch, tempo and level differ between recordings, and a little between songs and notes.
   background  a tilted noise floor 6 to 26 dB under the singer, echoes, and by chance wind in gusts, drops of rain,
               mains hum, and up to two distant birds of other species, 14 to 26 dB quieter.
-  duration    3 to 60 s, log-normal; shorter for the codecs that cost most bytes or time.
+  duration    3 to 60 s, log-normal, and shorter for codecs with most bytes or time.
   codec       synthesised at the rate of the file, and handed out in turn within each species:
               OGG Vorbis 32 kHz mono (five of eight), MP3 44.1 kHz stereo, FLAC 48 kHz mono 16-bit and WAV 22.05 kHz
               mono 16-bit (one of eight each).
@@ -116,7 +116,7 @@ class Codec(NamedTuple):
     rate: int  # Hz
     channels: int
     median: float  # s, of a recording's duration
-    kb_per_s: float  # measured; predicts the size of a corpus
+    kb_per_s: float  # measured, to predict the size of a corpus
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -161,7 +161,7 @@ def waveform(rec: Recording) -> np.ndarray:
     noise_m = background(n, rate, rng)
     if rec.codec.channels == 1:
         mix_nc = (song_n + noise_m[:n])[:, None]
-    else:  # the singer stands to one side; delayed noise serves as different noise
+    else:  # the singer is on one side, and delayed noise serves as different noise
         late_n = np.roll(noise_m, round(rng.uniform(0.01, 0.03) * rate))[:n]
         mix_nc = np.stack([song_n + noise_m[:n], rng.uniform(0.6, 1.0) * song_n + late_n], axis=1)
         if rng.random() < 0.5:
@@ -203,7 +203,7 @@ def background(n: int, rate: int, rng: np.random.Generator) -> np.ndarray:
         return rng.standard_normal(2 * len(hz_k), np.float32).view(np.complex64)
 
     tilt_k = (1 + hz_k / 300) ** -rng.uniform(0.6, 1.2) / (1 + (hz_k / 8000) ** 4)
-    in_band = 2 * np.sqrt(np.square(tilt_k[(hz_k > 1500) & (hz_k < 8000)]).sum()) / m  # RMS where the birds are
+    in_band = 2 * np.sqrt(np.square(tilt_k[(hz_k > 1500) & (hz_k < 8000)]).sum()) / m  # RMS in the birds' band
     out_m = coloured(tilt_k * np.float32(_gain(rng, -26, -6) / in_band), white())
     t_m = np.arange(m, dtype=np.float32) / rate
     if rng.random() < 0.4:  # wind: rumble below some 300 Hz, in gusts
@@ -238,8 +238,8 @@ def encode(rec: Recording, samples: np.ndarray) -> bytes:
     return _with_serial(file.getvalue(), rec.number) if codec.format == "OGG" else file.getvalue()
 
 
-def _rng(number: int, what: str) -> np.random.Generator:
-    return np.random.default_rng([SEED, number, zlib.crc32(what.encode())])
+def _rng(number: int, purpose: str) -> np.random.Generator:
+    return np.random.default_rng([SEED, number, zlib.crc32(purpose.encode())])
 
 
 def _gain(rng: np.random.Generator, low_db: float, high_db: float) -> float:
@@ -255,7 +255,7 @@ def _tone(note: Note, pitch: float, tempo: float, rate: int, rng: np.random.Gene
     phase_n = (np.cumsum(hz_n) * (2 * np.pi / rate)).astype(np.float32)  # summed in double, a sine needs no more
     top, out_n = hz_n.max(), np.zeros(n, np.float32)
     for k, amplitude in enumerate(note.partials, 1):
-        if k * top < 0.45 * rate:  # no partial aliases, whatever the codec's rate
+        if k * top < 0.45 * rate:  # no partial aliases at any codec's rate
             out_n += np.float32(amplitude) * np.sin(np.float32(k) * phase_n)
     out_n /= np.float32(sum(note.partials))
     if note.am:

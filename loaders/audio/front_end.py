@@ -23,13 +23,13 @@ MELS = (1, 4096)
 class FrontEnd(checks.Section):
     """That of Bird-MAE by default: 32 kHz, 25 ms every 10 ms, 128 bands from 20 Hz to 16 kHz."""
 
-    sample_rate: int = 32_000  # [Hz] of the waveform before the filter bank; recordings are resampled to it
+    sample_rate: int = 32_000  # [Hz] of the waveform before the filter bank, to which recordings are resampled
     window_ms: float = 25.0  # [ms] of a frame
     hop_ms: float = 10.0  # [ms] from one frame to the next
     n_mels: int = 128  # [bands] of a spectrogram
-    f_min: float = 20.0  # [Hz] where the lowest band begins
-    f_max: float = 0.0  # [Hz] where the highest band ends; 0 = half of sample_rate
-    mean: float = -7.2  # [ln energy] of the data's spectrograms; a row holds (x - mean) / (2 std)
+    f_min: float = 20.0  # [Hz] lower end of the lowest band
+    f_max: float = 0.0  # [Hz] upper end of the highest band; 0 = half of sample_rate
+    mean: float = -7.2  # [ln energy] of the data's spectrograms: a row holds (x - mean) / (2 std)
     std: float = 4.43  # [ln energy] standard deviation of the same
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -42,7 +42,7 @@ class FrontEnd(checks.Section):
                 yield name, text
         yield from checks.within(self, f"[{MELS[0]}, {MELS[1]}]", "n_mels")
         if not 0 <= self.f_min < self.highest:
-            yield "f_min", f"is {self.f_min}; it must lie in [0, {self.highest:g}), below where the highest band ends"
+            yield "f_min", f"is {self.f_min}; it must lie in [0, {self.highest:g}), below the end of the highest band"
         if not 0 <= self.f_max <= rate / 2:
             yield "f_max", f"is {self.f_max}; it must lie in [0, {rate / 2:g}], where 0 is half of sample_rate={rate}"
         if not math.isfinite(self.mean):
@@ -61,12 +61,12 @@ class FrontEnd(checks.Section):
 
     @property
     def highest(self) -> float:
-        """Where the highest band ends, in Hz."""
+        """The upper end of the highest band, in Hz."""
         return float(self.f_max or self.sample_rate / 2)
 
     @property
     def scale(self) -> float:
-        """What a row's values are divided by."""
+        """The divisor of a row's values."""
         return 2 * self.std
 
     @property
@@ -76,7 +76,7 @@ class FrontEnd(checks.Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the numbers, in samples and Hz: equal where two front ends give the same spectrograms."""
+        """The decisive values in samples and Hz, which are equal if two front ends give the same spectrograms."""
         return {
             "sample_rate": self.sample_rate,
             "window": self.window,
@@ -93,7 +93,7 @@ class FrontEnd(checks.Section):
         return 0 if n_samples < self.window else 1 + (n_samples - self.window) // self.hop
 
     def differences(self, other: "FrontEnd") -> str:
-        """Where two front ends differ, "n_mels 128 and 64, hop 320 and 160 samples"; empty where they are the same."""
+        """The differences of two front ends, "n_mels 128 and 64, hop 320 and 160 samples", or ""."""
         units = {"sample_rate": " Hz", "window": " samples", "hop": " samples", "f_min": " Hz", "f_max": " Hz"}
         mine, theirs = self.settings, other.settings
         unlike = [name for name in mine if mine[name] != theirs[name]]

@@ -1,11 +1,11 @@
 """Shards in object stores and on the web: gs://, s3://, hf:// and https:// through fsspec, with a bounded cache on disk.
 
-Files are copied in parts, several at once, first what a reader waits for: training begins once what is there of Arrow shards
-says where their rows lie, and Parquet shards are waited for. A copy that was interrupted resumes where it stopped, unless the
-file has another tag since; a part that comes short is asked for again; where the store gives an MD5 or SHA-256, it is compared
+Files are copied in parts, several at once, first the parts that a reader waits for. Training begins with the headers of Arrow
+shards, but waits for whole Parquet shards. An interrupted copy resumes at its end, unless the
+file has another tag since. A part that comes short is requested again. An MD5 or SHA-256 of the store is compared
 when the file is whole. Copies lie in $JAXTRAIN_CACHE/shards (or ~/.cache/jaxtrain/shards), a folder for each address. The limit
 is $JAXTRAIN_SHARDS_GB, 200 by default: as bytes come beyond it, the address that was not used for longest is removed first, and
-none that a process uses. Private stores need credentials, where fsspec's file systems look for them.
+none that a process uses. Private stores need credentials in the usual places of fsspec's file systems.
 """
 
 import base64
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loaders.audio import remote_cache
-from loaders.audio.remote_cache import ABSENT, FAILED, HEAD, THERE, WANTED, beside
+from loaders.audio.remote_cache import ABSENT, FAILED, HEAD, THERE, WANTED, neighbours
 from loaders.base import DataError
 from loaders.io import files as files_lib
 from loaders.io import machine
@@ -39,11 +39,11 @@ EXTRAS = {"gs": "gcsfs", "s3": "s3fs", "hf": "huggingface_hub", "https": "aiohtt
 SUFFIXES = (".arrow", ".parquet", "/state.json", "/index.json")
 PART = 1 << 20  # [bytes] of a file that are there or not
 TOGETHER = 8  # parts asked for at once
-POLL = 0.01  # [s] between looks at what is there
+POLL = 0.01  # [s] between looks at the copies
 MOST_ANSWER = 64 << 20  # [bytes] of a server's answer: a page of links, or parts of a file
 MOST_PAGES = 1000  # of links
 LINK = re.compile(r"""\bhref=["']([^"'<>\s]{1,2000})["']""", re.I)
-LONGEST_NAME = 240  # [bytes] that a file system takes, with what `beside` adds to it
+LONGEST_NAME = 240  # [bytes] that a file system takes, with the endings of `neighbours`
 TRIES = 6  # of a part, with longer and longer waits between them
 WAIT = 0.5  # [s] before the second try
 AT_ONCE = 8  # files
@@ -74,15 +74,15 @@ def is_complete(address: str) -> bool:
 
 
 def fetch(address: str, *, wait: bool = True) -> str:
-    """Copies the shards at an address, or what is missing of them. Returns the folder, glob or file of the copies.
+    """Copy the shards at an address, or their missing parts. Returns the folder, glob or file of the copies.
 
     Args:
       wait: until all is there. Else the copies have their names and sizes, and come while the process works: an index of them
-        is opened with ``copying`` (`is_copying`), and waits for what it reads.
+        is opened with ``copying`` (`is_copying`), and waits for the parts that it reads.
 
     Raises:
       DataError: no file system for it is installed, there are no shards, they are larger than the cache may be, or a file
-        cannot be had after several tries.
+        cannot be copied after several tries.
     """
     folder = _folder(address)
     with _beginning:
@@ -100,12 +100,12 @@ def is_copying(path: pathlib.Path) -> bool:
 
 
 def reasons() -> str:
-    """Why copies of this process cannot go on, "; …"; empty where none has failed."""
+    """The reason why copies of this process cannot continue, as "; …", or ""."""
     return "".join(f"; {copy.error}" for copy in _copies.values() if copy.error)
 
 
 def _begin(address: str, folder: pathlib.Path) -> None:
-    """Lists an address, and begins to copy what is missing. Raises DataError."""
+    """List an address, and begin to copy missing parts. Raises DataError."""
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / ".begin"):
         _hold(folder)
@@ -177,7 +177,7 @@ def _list(address: str) -> tuple[Any, list[File]]:
         ) from error
     except DataError:
         raise
-    except Exception as error:  # of whatever kind a file system's are
+    except Exception as error:  # file systems raise many kinds
         raise DataError(f"{address} cannot be listed: {type(error).__name__}: {str(error)[:300]}") from error
     if not about:
         raise DataError(f"{address} holds no Arrow or Parquet shards")
@@ -201,7 +201,7 @@ def _list(address: str) -> tuple[Any, list[File]]:
 
 
 async def _client(**options: Any) -> Any:
-    """A client of the web that reads answers of bounded length alone, whatever a server sends."""
+    """A web client that reads answers of bounded length alone."""
     import aiohttp
 
     class Answer(aiohttp.ClientResponse):
@@ -252,7 +252,7 @@ def _digest(info: dict[str, Any]) -> tuple[str, str]:
 
 def _prepare(file: File, folder: pathlib.Path) -> bool:
     """Makes room for a copy, unless it is there whole. Returns whether something of it is missing."""
-    place, note, parts = folder / file.name, *beside(folder / file.name)
+    place, note, parts = folder / file.name, *neighbours(folder / file.name)
     place.parent.mkdir(parents=True, exist_ok=True)
     before: dict[str, Any] = {}
     with contextlib.suppress(files_lib.FileError):  # none, or one that a kill cut short
@@ -274,9 +274,9 @@ def _prepare(file: File, folder: pathlib.Path) -> bool:
 
 
 class _Copy:
-    """Threads that copy what is missing of an address: what somebody waits for first, else in order.
+    """Threads that copy the missing parts of an address, requested parts first, else in order.
 
-    Of several processes one copies, and another goes on where that one ends.
+    Of several processes one copies, and another continues after its end.
     """
 
     def __init__(self, system: Any, files: Sequence[File], folder: pathlib.Path, room: remote_cache.Room):
@@ -292,8 +292,8 @@ class _Copy:
         return self._done.is_set()
 
     def wait(self, *, texts: bool = False) -> None:
-        """Until all is there, or only the files that say what the others are. Raises DataError."""
-        named = [beside(self._folder / file.name)[1] for file in self._files if file.name.endswith(".json")]
+        """Wait for all files, or only for the indexes of the others. Raises DataError."""
+        named = [neighbours(self._folder / file.name)[1] for file in self._files if file.name.endswith(".json")]
         while not self._done.wait(POLL if texts else None):
             if not any(parts.exists() for parts in named):
                 return
@@ -307,7 +307,7 @@ class _Copy:
         try:
             with _locked(self._folder / ".copy"):
                 for file in self._files:
-                    place, (_, parts) = self._folder / file.name, beside(self._folder / file.name)
+                    place, (_, parts) = self._folder / file.name, neighbours(self._folder / file.name)
                     if not parts.exists():  # another process has ended it
                         continue
                     self._parts[file] = np.memmap(parts, np.uint8, "r+", HEAD)
@@ -321,7 +321,7 @@ class _Copy:
                     thread.join()
                 if not self.error:
                     (self._folder / ".complete").touch()
-        except Exception as error:  # noqa: BLE001  a full disk, too: whoever waits must learn of it
+        except Exception as error:  # noqa: BLE001  a full disk, too: the waiting threads must learn of it
             self._fail(error)
         finally:
             self._done.set()
@@ -337,7 +337,7 @@ class _Copy:
                     out.seek(start)
                     out.write(data)
                     out.flush()
-                    # Before it is noted, so that it holds after a crash of the machine; macOS has fsync alone.
+                    # Before it is noted, so that it holds after a crash of the machine. macOS has fsync alone.
                     getattr(os, "fdatasync", os.fsync)(out.fileno())
                 with self._lock:
                     self._parts[file][first:last] = THERE
@@ -348,7 +348,7 @@ class _Copy:
             self._fail(error)
 
     def _next(self) -> tuple[File, int, int] | None:
-        """The parts [first, last) of a file that come next; None where none is left."""
+        """The parts [first, last) of a file that come next, or None."""
         with self._lock:
             for state in (WANTED, ABSENT):
                 for file, parts in self._parts.items():
@@ -368,12 +368,12 @@ class _Copy:
 
     def _end(self, file: File, place: pathlib.Path) -> None:
         """Compares a whole copy with the store's checksum. Raises DataError."""
-        note, parts = beside(place)
+        note, parts = neighbours(place)
         if file.digest[0]:
             with open(place, "rb") as copied:
                 found = hashlib.file_digest(copied, file.digest[0]).hexdigest()
             if found != file.digest[1]:
-                self._parts[file][:] = FAILED  # of those who read it already
+                self._parts[file][:] = FAILED  # for its readers
                 for path in (note, place, parts):
                     path.unlink()
                 raise DataError(
@@ -393,7 +393,7 @@ class _Copy:
 
 
 def _part(system: Any, file: File, start: int, end: int) -> bytes:
-    """Bytes [start, end) of a file; tries again where they do not come, or come short. Raises DataError."""
+    """Read bytes [start, end) of a file, with new tries if they do not come or come short. Raises DataError."""
     reason = ""
     for attempt in range(TRIES):
         if attempt:
@@ -402,7 +402,7 @@ def _part(system: Any, file: File, start: int, end: int) -> bytes:
             data = system.cat_file(file.path, start=start, end=end)
         except FileNotFoundError as error:
             raise DataError(f"{file.path} is no longer there; rerun the command") from error
-        except Exception as error:  # of whatever kind a file system's are
+        except Exception as error:  # file systems raise many kinds
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             continue
         if len(data) == end - start:

@@ -1,4 +1,4 @@
-"""The room of copies of remote shards: other copies make place as bytes come, never for what a server says will come."""
+"""The space of copies of remote shards. Older copies are removed as bytes arrive, never by a server's claim."""
 
 import contextlib
 import fcntl
@@ -12,18 +12,18 @@ from typing import IO
 
 from loaders.base import DataError
 
-ABSENT, THERE, WANTED, FAILED = range(4)  # states of a part; these and HEAD equal those of rust/core/src/source/there.rs
+ABSENT, THERE, WANTED, FAILED = range(4)  # states of a part. These and HEAD equal those of rust/core/src/source/there.rs
 HEAD = 8  # [bytes] of a list of parts, before them: the size of a part
 LIMIT = 200  # [GB] unless $JAXTRAIN_SHARDS_GB says otherwise
-LOOKS = 64  # at what the cache holds, of other processes, too, while as much comes as it may hold
+LOOKS = 64  # at the cache's contents, also of other processes, while it fills once
 REMEDY = "set JAXTRAIN_SHARDS_GB, or copy them by hand"
 
 
 class Room:
-    """The bytes that the copies beside ``folder`` and in it may still take."""
+    """The bytes that the copies in ``folder`` and next to it may still take."""
 
     def __init__(self, folder: pathlib.Path, needed: int, address: str):
-        """Raises DataError where ``needed`` bytes of an address cannot fit, whatever is removed; removes nothing for them."""
+        """Raise DataError if ``needed`` bytes of an address can never fit. Nothing is removed for them."""
         text = os.environ.get("JAXTRAIN_SHARDS_GB", str(LIMIT))
         try:
             limit = float(text) * 1e9
@@ -42,7 +42,7 @@ class Room:
         self.take(0)
 
     def take(self, n: int) -> None:
-        """Makes room for ``n`` bytes that have come: removes what was not used for longest. Raises DataError if that fails."""
+        """Make room for ``n`` arrived bytes: remove the least recently used copies. Raises DataError if that fails."""
         with self._lock:
             if n > self._left or not n:
                 self._left = min(self._free(n), max(n, self._limit / LOOKS))
@@ -66,7 +66,7 @@ class Room:
         return [other for other in self._folder.parent.iterdir() if other.is_dir() and other != self._folder]
 
 
-def beside(place: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+def neighbours(place: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     """The tag of a copy, and which of its parts are there, until all are."""
     return place.with_name(f".{place.name}.json"), place.with_name(f".{place.name}.parts")
 
@@ -79,7 +79,7 @@ def _last_use(folder: pathlib.Path) -> float:
 
 
 def _lock(use: IO[str]) -> None:
-    """Raises OSError where a process uses the copy: one that only looks, like this one, holds its lock for a moment."""
+    """Raise OSError if a process uses the copy. A process that only looks, like this one, holds its lock for a moment."""
     for _ in range(3):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,12 +101,12 @@ def _in_use(folder: pathlib.Path) -> bool:
 
 
 def _bytes(folder: pathlib.Path, *, claimed: bool = False) -> int:
-    """What a copy takes on the disk; or will take, as its store claims: a file has all of its length from the beginning."""
+    """The bytes of a copy on disk, or its claimed size: a file has its full length from the beginning."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):  # of another process, which removes it
             if path.is_file():
-                size, (_, parts) = path.stat().st_size, beside(path)
+                size, (_, parts) = path.stat().st_size, neighbours(path)
                 total += size if claimed or not parts.is_file() else min(size, _there(parts.read_bytes()))
     return total
 

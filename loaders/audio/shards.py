@@ -1,20 +1,20 @@
-"""Shards of recordings: where they lie, and an index over them that is made without reading audio.
+"""Shards of recordings: their places, and an index over them that is made without reading audio.
 
 A path is one of
 
     a folder that ``datasets.save_to_disk`` wrote      its shards, in the order that state.json gives
     such a folder of several splits                    its train/; and its test/, unless ``test`` names another
     a folder that `jaxtrain index` wrote               its data/; recordings are files below the root that index.json names
-    a folder of ``*.arrow``, as in the datasets cache  by name; with several splits (``name-train-00000-of-00007.arrow``),
+    a folder of ``*.arrow``, as in the datasets cache  by name, and with several splits (``name-train-00000-of-00007.arrow``),
                                                        those of the split that is asked for
-    a folder of ``*.parquet``, as the Hub stores them  the same, also where they lie in its data/
+    a folder of ``*.parquet``, as the Hub stores them  the same, also in its data/
     a glob, or one file                                by name
-    an address gs://, s3://, hf://, https://           of any of these; copied first, see `loaders.audio.remote`
+    an address gs://, s3://, hf://, https://           of any of these, copied first: see `loaders.audio.remote`
     "demo"                                             the built-in corpus, made at its first use
 
 Paths, labels and class names are kept for corpora of 16 shards or more in $JAXTRAIN_CACHE/index (or ~/.cache/jaxtrain/index)
 until a shard's name, size or time changes. Of 528,422 rows in 690 shards on a local disk (python -m tools.index_scale): 7.3 s
-without it if no file is in memory, 0.14 s if all are, 0.2 s from its 14 MB in either case, and 19 MB resident.
+without it if no file is in memory, and 0.14 s if all are. From its 14 MB it takes 0.2 s in both cases, with 19 MB resident.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.P
       links: whether links in a folder may lead out of it.
 
     Raises:
-      DataError: there are no shards, and the message names what is there instead; a shard that is no regular file, or lies
+      DataError: there are no shards, and the message names the files there, or a shard is no regular file, or lies
         outside of its folder.
     """
     folder = pathlib.Path(path).expanduser()
@@ -89,7 +89,7 @@ def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.P
 
 
 def splits_of(folder: pathlib.Path) -> list[str]:
-    """The names of the splits that a folder of shards has; empty if it is not split, or holds no shards."""
+    """The names of the splits that a folder of shards has, or none if it is not split or holds no shards."""
     names = {*_by_split(folder), *(p.name for p in folder.iterdir() if p.is_dir() and p.name != "data" and _shards(p))}
     if not _shards(folder):
         names |= set(_by_split(folder / "data"))
@@ -108,7 +108,7 @@ def nearest(path: pathlib.Path) -> str:
 
 
 def shards_of_split(folder: pathlib.Path, split: str, *, links: bool = False) -> list[pathlib.Path]:
-    """A folder's shards of one split; none if it holds other splits only. Raises DataError as `find_shards` does."""
+    """A folder's shards of one split, or none if it holds other splits only. Raises DataError as `find_shards` does."""
     return _checked(folder, _of_split(folder, split), links)
 
 
@@ -143,7 +143,7 @@ def _in_data(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The shards directly in a folder: those that state.json lists, or by name."""
+    """The shards directly in a folder, by state.json or by name."""
     state = folder / "state.json"
     if state.is_file():
         try:
@@ -161,7 +161,7 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
 def _by_split(folder: pathlib.Path, split: str = "train") -> dict[str, list[pathlib.Path]]:
     """Shards of a folder by split: name-SPLIT.arrow, name-SPLIT-00000-of-00007.arrow, SPLIT-00000-of-00007.parquet.
 
-    Empty if no name has "train", "test" or ``split`` in it: then the folder is not split, whatever else has a dash in its name.
+    Empty if no name has "train", "test" or ``split`` in it: then the folder is not split, even with dashes in its names.
     """
     groups: dict[str, list[pathlib.Path]] = {}
     if (folder / "state.json").is_file():
@@ -178,7 +178,7 @@ def has_split(folder: pathlib.Path, split: str) -> bool:
 
 
 def index_file(shard: pathlib.Path) -> pathlib.Path | None:
-    """index.json of the index that a shard belongs to; None for any other shard."""
+    """index.json of the index that a shard belongs to, or None for any other shard."""
     file = shard.parent.parent / "index.json"
     return file if shard.parent.name == "data" and file.is_file() else None
 
@@ -233,13 +233,13 @@ def label_column(shards: Sequence[pathlib.Path], label: str, multilabel: bool) -
 
 
 def resolve(path: str, *, make: bool = True, wait: bool = True) -> str:
-    """A path on disk: of the built-in corpus for "demo", made at its first use; of the copy of an address of a store.
+    """A path on disk: of the built-in corpus for "demo", made at its first use, or of the copy of an address of a store.
 
     Args:
-      make: whether the built-in corpus is made where it is not there; else that of its outline, which has no sound.
-      wait: until all of an address is copied; else `open_index` reads it as it comes, and nothing else may.
+      make: whether to make a missing built-in corpus. If not, its outline without sound is used.
+      wait: until all of an address is copied. If not, only `open_index` may read it, as it comes.
 
-    Raises DataError: an address whose shards cannot be had (`loaders.audio.remote`).
+    Raises DataError: an address whose shards cannot be copied (`loaders.audio.remote`).
     """
     if remote.is_remote(path):
         return remote.fetch(path, wait=wait)
@@ -255,8 +255,8 @@ def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, l
     """The index of shards, made once in a process, and again when a file has changed.
 
     Args:
-      label: the column of class labels; empty: none.
-      audio_root: the folder of recordings that are not in the shards, below which they must lie; empty: the root that
+      label: the column of class labels; empty = none.
+      audio_root: the folder of recordings that are not in the shards, below which they must lie; empty = the root that
         index.json names, or each shard's own folder.
       links: whether links may lead out of that folder.
 
@@ -278,7 +278,7 @@ def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, l
 
 
 def read_class_lists(shards: Sequence[pathlib.Path], label: str) -> ClassLists:
-    """The classes of every recording, of a column of lists; audio is not read. Raises DataError."""
+    """The classes of every recording, of a column of lists, without reading audio. Raises DataError."""
     return _class_lists_once(_stats(shards), label)
 
 
@@ -323,7 +323,7 @@ def _class_lists_once(stats: tuple[tuple[str, int, int], ...], label: str) -> Cl
 
 @functools.lru_cache(maxsize=4)
 def _index_once(stats: tuple[tuple[str, int, int], ...], label: str, root: str | None, links: bool) -> "_rust.Index":
-    # Shards of an index hold nothing but what is read when it is opened.
+    # Shards of an index are read when it is opened.
     large = index_file(pathlib.Path(stats[0][0])) and sum(size for _, size, _ in stats) >= CACHED_BYTES
     cache = machine.cache_folder("index") if large or len(stats) >= CACHED_SHARDS else None
     paths = [path for path, _, _ in stats]

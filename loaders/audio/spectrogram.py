@@ -1,9 +1,9 @@
 """Log-mel spectrograms of recordings in Arrow or Parquet shards: the Python face of the Rust pipeline.
 
 One row of a batch is one crop of one recording: float32 [n_frames, n_mels], Kaldi log-mel, padded with its minimum and
-normalised as (x - mean) / (2 std); `loaders.audio.front_end` has what decides it. Training draws a
+normalised as (x - mean) / (2 std); `loaders.audio.front_end` has its options. Training draws a
 random crop in a permuted order
-without end; testing takes the centre crop of every recording once. Which row holds what is a function of (seed, position, row)
+without end. Testing takes the centre crop of every recording once. A row is a function of (seed, position, row)
 alone: see `loaders.order`.
 
 With ``views`` > 1 a row is [views, n_frames, n_mels]: that many crops of one recording, drawn independently, or in testing
@@ -19,7 +19,7 @@ the cores, and 1.2 times the bytes of a float32 row. Sound below the resolution 
 `front_end` does the same for one waveform: it returns the spectrogram that a test split would hold, byte for byte.
 
 A row of an index that `jaxtrain index` wrote is a part of a recording: crops are drawn inside it, and one that is longer than
-the part is laid around it (``around``). Where a whole recording is shorter than a crop, ``short`` says where it lies.
+the part is laid around it (``around``). If a whole recording is shorter than a crop, ``short`` decides its place.
 
 With ``multilabel`` the column of labels holds a list of classes for each recording, and a row has "labels" instead of "label".
 With ``background`` a training row also has as many crops of another recording, of noise, drawn in an independent order.
@@ -80,10 +80,10 @@ class Config(FrontEnd, checks.DataSection):
     """Which recordings are read, and how. Fields from ``bad_budget`` on change no number."""
 
     train: str = "demo"  # [path] folder, glob or address of shards, or "demo": synthetic birds, made at the first use
-    test: str = ""  # [path] folder or glob to test on; empty = test/ next to train's train/, else a share of train
+    test: str = ""  # [path] folder or glob of the test data; empty = test/ next to train's train/, else a share of train
     train_split: str = "train"  # [name] of the split of train's folder that is trained on
     test_split: str = "test"  # [name] of the split that is tested on, of test's folder or else of train's
-    test_share: float = 0.05  # [share] of the recordings kept for testing where no path holds any, chosen by row number
+    test_share: float = 0.05  # [share] of the recordings kept for testing without a path for it, chosen by row number
     label: str = "ebird_code"  # [column] of class labels (int64 ClassLabel); empty = no labels
     multilabel: bool = False  # [bool] the column holds lists of class labels, of any length
     background: str = ""  # [path] recordings of noise, for model.augment.background; empty = none
@@ -93,16 +93,16 @@ class Config(FrontEnd, checks.DataSection):
     exclude_paths: tuple[str, ...] = ()  # [names] of recordings never read: audio.path, or an id (XC1); "@file": one a line
     time_expansion: float = 1.0  # [1] times slower than life that recordings are: their rate is this times the headers'
     clip_seconds: float = 5.0  # [s] of a recording in a row
-    short: str = "random"  # [name] where a shorter recording lies: "random" (centre in testing), "centre", "start", "origin"
-    short_fill: str = "silence"  # [name] of what surrounds it: "silence", or "repeat", itself again and again
-    around: str = "recording"  # [name] of what surrounds a part that is shorter: what the "recording" holds, or "silence"
-    channel: int = -1  # [number] of the channel that is read, from 0, where a row names none; -1 = the mean of all
-    n_frames: int = 512  # [frames] of a row, hop_ms each; a clip's frames are padded with their minimum
+    short: str = "random"  # [name] of a shorter recording's place: "random" (centre in testing), "centre", "start", "origin"
+    short_fill: str = "silence"  # [name] of its surroundings: "silence", or "repeat", itself again and again
+    around: str = "recording"  # [name] of the surroundings of a shorter part: the "recording" itself, or "silence"
+    channel: int = -1  # [number] of the channel, from 0, for rows without one; -1 = the mean of all
+    n_frames: int = 512  # [frames] of a row, hop_ms each. A clip's frames are padded with their minimum
     views: int = 1  # [crops] of one recording in a row
     form: str = "spectrogram"  # [name] of a row: "spectrogram", or "waveform", of which the device makes the spectrogram
     dtype: str = "float32"  # [name] of a spectrogram's values: "float32" or "bfloat16"; a waveform's are int16
     order: str = "global"  # [name] of training: "global" permutes all rows; "block" runs of them, for network file systems
-    block_rows: int = 8  # [rows] of a block of order="block", at most; they are neighbours in a shard
+    block_rows: int = 8  # [rows] of a block of order="block", at most, which are neighbours in a shard
     block_window: int = 256  # [blocks] whose rows are permuted among themselves, and that are read ahead
     bad_budget: float = 0.01  # [share] of the recordings that may be unreadable before the run stops
     follow_links: bool = False  # [bool] links in folders of shards and of recordings may lead out of them
@@ -111,7 +111,7 @@ class Config(FrontEnd, checks.DataSection):
     allow_debug_build: bool = False  # [bool] accept an extension that was built without optimisation
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Every mistake that shows without reading a shard: (field, what is wrong and the remedy)."""
+        """Every error that shows without reading a shard: (field, problem with its remedy)."""
         for field in ("train", "test", "background"):
             path = getattr(self, field)
             if path and path != "demo" and not remote.is_remote(path):
@@ -205,7 +205,7 @@ class Split:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the classes; empty if the data do not name them."""
+        """The names of the classes, or none if the data do not name them."""
         if self.lists:
             return self.lists.names
         return tuple(self.index.class_names or ()) if self.index else ()
@@ -218,7 +218,7 @@ class Spectrograms(Loader):
     waveform     int16 [r, samples], or [r, views, samples]  instead of spectrogram with ``form="waveform"``
     label        int32 [r]    the class; -1 if it is null
     labels       uint8 [r, classes]  instead of label with ``multilabel``: 1 for each class of the recording
-    background   as spectrogram, with a ``background``: of another recording; in testing, which does not use it, the same one
+    background   as spectrogram, with a ``background``: of another recording, or in testing of the same one
     index        int32 [r]    the recording's row in its split's index; -1 in the padding of a ragged last batch
     epoch        int32 [r]
     weight       float32 [r]  0 for padding, and in "test" for a recording that cannot be read
@@ -305,7 +305,7 @@ def front_end(
 ) -> np.ndarray:
     """A mono waveform, float32 [n] at ``rate`` Hz, as an encoder with the front end ``of`` sees it: float32 [n_frames, n_mels].
 
-    Resampled; cut to its centre if it is longer than the clip, put between zeros if it is shorter; Kaldi log-mel, padded with
+    It is resampled, then cut to its centre or put between zeros to the length of the clip. Then Kaldi log-mel, padded with
     the minimum, and normalised: the bytes that the pipeline gives for the same samples in a test split. `decode` makes such a
     waveform from the bytes of a file.
 
@@ -336,12 +336,13 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """What the recordings decide, read without decoding; the built-in ones need not be made for it.
+    """The facts of the recordings, read without decoding. The built-in ones need not be made for it.
 
-    n_train, n_test: recordings of each split. n_recordings: rows of train's index, excluded ones included: one more than
-    the largest ``index`` in a batch. n_unlabelled: recordings of both splits whose label is null. class_names, n_classes:
-    of the label, both absent if the data do not name classes. views, n_frames, n_mels, front_end, form, multilabel, background:
-    of a row.
+    - n_train, n_test: recordings of each split.
+    - n_recordings: rows of train's index, excluded ones included: one more than the largest ``index`` in a batch.
+    - n_unlabelled: recordings of both splits whose label is null.
+    - class_names, n_classes: of the label, both absent if the data do not name classes.
+    - views, n_frames, n_mels, front_end, form, multilabel, background: of a row.
 
     Raises:
       DataError: shards that cannot be used, or that hold other classes in "test" than in "train".
@@ -376,7 +377,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
     ``in_order``: "train" is read as "test" always is: each recording once, in order, its centre or its views spread evenly.
 
     Raises:
-      DataError: shards that cannot be used; in ``next``: more unreadable recordings than ``bad_budget`` allows.
+      DataError: shards that cannot be used, or in ``next`` more unreadable recordings than ``bad_budget`` allows.
     """
     refuse_problems(config)
     recordings = _splits(config)[split]
@@ -391,7 +392,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
     block = (config.block_rows, config.block_window) if config.order == "block" else None
     if block:
         row_order["block"] = list(block)
-    # What a row of before had is not named, so that its runs resume.
+    # Older fields of a row are not named, so that older runs resume.
     before = {"short": "origin", "short_fill": "silence", "around": "recording", "channel": -1, "time_expansion": 1.0}
     chosen_ones = {name: getattr(config, name) for name in before}
     before, chosen_ones = before | DEFAULT.settings, chosen_ones | config.settings
@@ -448,7 +449,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
 
 
 def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
-    """The recordings of both splits; without ``make``, of built-in ones their outline. Raises DataError."""
+    """The recordings of both splits; without ``make``, or the outline of the built-in ones. Raises DataError."""
     # Lists of classes are read from the shards themselves, so these must be whole.
     train_path, test_path = (resolve(path, make=make, wait=config.multilabel) for path in (config.train, config.test))
     train, train_lists = _open(find_shards(train_path, config.train_split, links=config.follow_links), config)

@@ -1,6 +1,6 @@
 """Conversations with sound, from a manifest, in batches of a few shapes.
 
-`loaders.chat.chatml` says what a manifest holds and how a sample becomes tokens, columns of codes
+`loaders.chat.chatml` defines a manifest, and turns a sample into tokens, columns of codes
 and labels; `loaders.chat.chat_samples`
 reads them.
 
@@ -98,7 +98,7 @@ class Chat(Loader):
         }
 
     def diagnostics(self) -> dict[str, Any]:
-        """Buckets: shape, samples, fill. ``fill`` of what this process has read; unusable samples, with the reason."""
+        """Buckets: shape, samples, and the fill of this process's rows. And unusable samples, with the reason."""
         data = self._data
         buckets = [
             {**bucket.shape._asdict(), "samples": len(bucket.members), "fill": bucket.fill(data.sizes)}
@@ -148,7 +148,7 @@ class Chat(Loader):
 
 
 class Deal(NamedTuple):
-    """What a global batch holds."""
+    """The contents of a global batch."""
 
     bucket: int
     number: np.ndarray  # int64 [batch]: each row's number in the bucket's order
@@ -161,7 +161,7 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """What the samples decide.
+    """The facts of the samples.
 
     vocab, codebooks, codebook_size, context (places of the longest bucket), n_train, n_test, n_bad, and buckets of the training
     split: (S, A, N, M, share of the batches) of each. Raises DataError.

@@ -8,7 +8,7 @@ recording come from
     codes = "codes.npz"          made elsewhere, by the manifest's names: .npz, Arrow or Parquet (`codec.read_many`)
 
 With a codec every recording is read and decoded only once (by the Rust crate), and its codes are kept next to it, as
-clip.wav.<codec>.npy, or in ``cache``. `jaxtrain encode-audio` does that in advance; otherwise the first process of a run does,
+clip.wav.<codec>.npy, or in ``cache``. `jaxtrain encode-audio` does that in advance. If not, the first process of a run does,
 and the others wait. A part of a recording (offset, duration) is cut from its codes.
 """
 
@@ -35,7 +35,7 @@ log = logging.getLogger("jaxtrain")
 class Config(checks.DataSection):
     manifest: str = ""  # [path] JSON list of samples
     test: str = ""  # [path] manifest to test on; empty = a share of the first
-    test_share: float = 0.05  # [share] of the samples kept for testing where no path holds any, chosen by number
+    test_share: float = 0.05  # [share] of the samples kept for testing without a path for it, chosen by number
     tokenizer: str = ""  # [path] tokenizer.json with the special tokens
     audio_root: str = ""  # [path] folder that recordings' paths are relative to; empty = each manifest's own
     codec: str = ""  # [path or module:function] codec.npz, or your own function; empty = all codes are in ``codes``
@@ -45,8 +45,8 @@ class Config(checks.DataSection):
     codebook_size: int = 1024  # [codes] of each of them
     frame_rate: float = 25.0  # [1/s] of them
     delay: bool = True  # [bool] codebook k of a recording is delayed by k columns
-    buckets: int = 4  # [shapes] of batches, at most; a program is compiled for each
-    longest: int = 4096  # [places] of a sample; longer ones are left out
+    buckets: int = 4  # [shapes] of batches, at most. A program is compiled for each
+    longest: int = 4096  # [places] of a sample. Longer ones are left out
     bad_budget: float = 0.01  # [share] of the samples that may be unusable before the run stops
     follow_links: bool = False  # [bool] links in the folder of recordings may lead out of it
     threads: int = 0  # [threads] that encode recordings; 0 = one for each core this process may use
@@ -84,12 +84,12 @@ class Sample(NamedTuple):
     tokens: np.ndarray  # int32 [n]
     labels: np.ndarray  # int32 [n]
     clips: tuple[chatml.Clip, ...]
-    size: Shape  # what it needs
+    size: Shape  # its needs
     n_audio: int  # labels of one codebook
 
 
 class Tools(NamedTuple):
-    """What turns samples into rows."""
+    """The tools that turn samples into rows."""
 
     encode: Callable[[str], Sequence[int]]
     ids: Mapping[str, int]  # of the special tokens
@@ -98,7 +98,7 @@ class Tools(NamedTuple):
     size: int
     frame_rate: float
     delay: bool
-    find: Callable[[chatml.Clip], np.ndarray]  # codes of a whole recording; raises ValueError or OSError
+    find: Callable[[chatml.Clip], np.ndarray]  # codes of a whole recording. Raises ValueError or OSError
 
     @property
     def pad(self) -> int:
@@ -181,7 +181,7 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
 
     Returns how many, how many were there already, and (recording, reason) of failures.
 
-    One process does it at a time; what another has made is not made again. Raises DataError if codes cannot be kept.
+    One process does it at a time, without repeating the work of others. Raises DataError if codes cannot be kept.
     """
     codec, root = open_codec(config), root_of(config, manifest)
     sources: dict[str, codec_lib.Source] = {}

@@ -13,9 +13,9 @@ A manifest is a JSON list of samples:
 recording in the place of its token. Labels are assistants' turns from ``start_index`` on (all of them without it): text, ends
 of turns, the tokens around sound, and the codes themselves. Headers are never labels, recipients always are.
 
-Codes int [K, T] become K rows of T + 2 with a begin before them and an end after, row k shifted right by k (the delay pattern,
-Copet et al. 2023, arXiv 2306.05284), with begins and ends in the gaps: T + 1 + K columns. Column 0 has only begins, and is not
-predicted. `targets` says what each place predicts: the text after it, or the next column *of the same recording*.
+Codes int [K, T] become K rows of T + 2 with a begin before them and an end after. Row k is shifted right by k (the delay
+pattern, Copet et al. 2023, arXiv 2306.05284), with begins and ends in the gaps: T + 1 + K columns. Column 0 has only begins, and
+is not predicted. `targets` has the prediction of each place: the text after it, or the next column *of the same recording*.
 
 Shapes: U places of a row, K codebooks, T frames, J columns of one recording.
 """
@@ -40,7 +40,7 @@ MOST_MANIFEST = 4 << 30  # [bytes]
 
 
 class SampleError(ValueError):
-    """A sample that is not a conversation; the message says why."""
+    """A sample that is not a conversation, with the reason."""
 
 
 class Clip(NamedTuple):
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """A conversation, every recording in the place of its token. Labels belong to the place where they stand."""
+    """A conversation, every recording in the place of its token. Labels belong to their own place."""
 
     tokens: np.ndarray  # int32 [U], AUDIO or AUDIO_OUT throughout a recording
     codes: np.ndarray  # int32 [U, K], -1 outside recordings
@@ -72,12 +72,12 @@ class Laid(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What is predicted, and from where."""
+    """The predicted labels, and their places."""
 
     text_at: np.ndarray  # int32 [N] places whose state predicts a token
     text: np.ndarray  # int32 [N]
     audio_at: np.ndarray  # int32 [M] places whose state predicts a column
-    audio: np.ndarray  # int32 [M, K], NONE where a codebook has no label
+    audio: np.ndarray  # int32 [M, K], NONE for a codebook without a label
 
 
 def read_manifest(path: str | pathlib.Path) -> list[Any]:
@@ -89,7 +89,7 @@ def read_manifest(path: str | pathlib.Path) -> list[Any]:
 
 
 def render(sample: Any) -> list[Piece]:
-    """A sample as pieces; their texts, joined, are the whole conversation. Raises SampleError."""
+    """A sample as pieces, whose joined texts are the whole conversation. Raises SampleError."""
     if not isinstance(sample, Mapping) or not isinstance(sample.get("messages"), list) or not sample["messages"]:
         raise SampleError("it has no messages")
     messages, first = sample["messages"], sample.get("start_index")
@@ -146,7 +146,7 @@ def _parts(content: Any, i: int) -> list[str | Clip]:
 
 
 def tokenise(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]) -> tuple[np.ndarray, np.ndarray, list[Clip]]:
-    """The tokens int32 [n], their labels int32 [n] (`NONE` where there is none), and the recordings in order."""
+    """The tokens int32 [n], their labels int32 [n] (`NONE` without one), and the recordings in order."""
     tokens: list[int] = []
     labels: list[int] = []
     for piece in pieces:
@@ -157,12 +157,12 @@ def tokenise(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]) ->
 
 
 def delayed(codes_kt: np.ndarray, size: int, *, delay: bool = True) -> np.ndarray:
-    """The columns int32 [J, K]: a begin (``size``), the codes, an end (``size`` + 1); J = T + 1 + K, or T + 2 without delay."""
+    """The columns int32 [J, K]: a begin (``size``), the codes, an end (``size`` + 1). J = T + 1 + K, or T + 2 without delay."""
     return _shifted(codes_kt, size, size, size + 1, delay)
 
 
 def delayed_labels(codes_kt: np.ndarray, size: int, *, delay: bool = True) -> np.ndarray:
-    """The labels of the columns, int32 [J, K]: their codes and ends; begins and gaps are not predicted."""
+    """The labels of the columns, int32 [J, K]: their codes and ends. Begins and gaps are not predicted."""
     return _shifted(codes_kt, size, NONE, NONE, delay)
 
 
@@ -178,7 +178,7 @@ def _shifted(codes_kt: np.ndarray, size: int, before: int, after: int, delay: bo
 
 
 def undelayed(columns_jk: np.ndarray, *, delay: bool = True) -> np.ndarray:
-    """The codes int32 [K, T] of a recording's columns, without begins and ends; times that some codebook lacks are dropped."""
+    """The codes int32 [K, T] of a recording's columns, without begins and ends. Times that some codebook lacks are dropped."""
     j, k = columns_jk.shape
     t = max(j - (k - 1 if delay else 0) - 2, 0)
     return np.stack([columns_jk[1 + i * delay : 1 + i * delay + t, i] for i in range(k)]).astype(np.int32)
@@ -225,7 +225,7 @@ def expand(
 
 
 def targets(x: Laid) -> Targets:
-    """What every place predicts: the next place's text, or its column if both belong to one recording."""
+    """The prediction of every place: the next place's text, or its column if both belong to one recording."""
     text_at = np.flatnonzero(x.text_labels[1:] != NONE)
     inside = (x.recording[1:] == x.recording[:-1]) & (x.recording[1:] >= 0)
     audio_at = np.flatnonzero(inside & (x.audio_labels[1:] != NONE).any(1))

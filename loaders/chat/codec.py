@@ -66,7 +66,7 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """Part of the name of files of codes; changes when the codes do."""
+        """Part of the name of files of codes, which changes with the codes."""
 
     def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
         """Sound float32 [n] at ``rate`` Hz -> codes int16 [codebooks, T]. Raises ValueError for sound that it cannot encode."""
@@ -166,7 +166,7 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
 
 
 def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
-    """The log-mel spectrogram of sound float32 [n] at ``rate`` Hz: [4 T, 128], ln of the bands' energies; T = ceil(n / 1280) at
+    """The log-mel spectrogram of sound float32 [n] at ``rate`` Hz: [4 T, 128], ln of the bands' energies. T = ceil(n / 1280) at
     32 kHz. Raises ValueError for sound without samples.
     """
     wave = np.ascontiguousarray(wave, np.float32)
@@ -265,7 +265,7 @@ def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndar
 
 
 def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -> None:
-    """Writes 16 bits, mono, whole or not at all; samples beyond full scale make the whole recording quieter."""
+    """Write 16 bits, mono, atomically. Samples beyond full scale make the whole recording quieter."""
     scaled = samples / max(1.0, float(np.abs(samples).max(initial=0)))
     with atomic_write.file(path) as opened, wave.open(opened, "wb") as file:
         file.setnchannels(1)
@@ -413,7 +413,7 @@ def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def stacked(sources: Sequence[Source], *, limit: int, seed: int = 0) -> tuple[np.ndarray, list[tuple[str, str]]]:
-    """About ``limit`` vectors [N, 512] drawn from all recordings, and (recording, reason) of those that cannot be read."""
+    """About ``limit`` vectors [N, 512] drawn from all recordings, and (recording, reason) of unreadable ones."""
     rng = np.random.default_rng(seed)
     drawn: list[np.ndarray] = []
     bad: list[tuple[str, str]] = []

@@ -5,13 +5,13 @@ seconds. Each is the brightness of one coloured blob that sways about its place;
 them, and the text embeddings are a random projection of all, plus noise.
 
 Viewers share a linear-nonlinear map to 2,000 voxels (`voxels`): v = tanh(A a) for the mean a of the quantities in the window
-before each volume, convolved with the haemodynamic response, z-scored, plus noise of the same variance drawn for each viewer,
-z-scored again. So no prediction correlates better than about 0.7 with what is measured.
+before each volume. It is convolved with the haemodynamic response and z-scored. Noise of the same variance, drawn for each
+viewer, is added, and the sum is z-scored again. So no prediction correlates better than about 0.7 with the measurements.
 
 The folder has the format of `loaders.film.film_files`. It is a pure function of this file, and appears by one rename.
 `ensure_blank` makes a folder of the published shapes that holds only zeros.
 
-``python -m loaders.film.demo_film`` makes the film if it is not there, and prints where it is.
+``python -m loaders.film.demo_film`` makes the film if it is not there, and prints its folder.
 """
 
 import functools
@@ -34,7 +34,7 @@ TR, FPS, AUDIO_RATE = 1.5, 8, 16.0
 HEIGHT, WIDTH = 36, 64
 VOLUMES, VOXELS, VIEWERS = 720, 2000, 4
 QUANTITIES, CODEBOOKS, TEXT = 12, 8, 96
-NOISE = 1.0  # standard deviation of each viewer's noise; the shared response has 1
+NOISE = 1.0  # standard deviation of each viewer's noise. The shared response has 1
 
 
 def ensure() -> pathlib.Path:
@@ -43,7 +43,7 @@ def ensure() -> pathlib.Path:
 
 
 def folder() -> pathlib.Path:
-    """Where `ensure` makes the film; it need not be there."""
+    """The folder in which `ensure` makes the film. It need not exist."""
     return machine.cache_folder() / f"film-{_recipe_hash()}"
 
 
@@ -87,7 +87,7 @@ def make(folder: pathlib.Path) -> None:
     happens = quantities(rng, n_frames)
     np.save(folder / "video.npy", film(rng, happens))
     np.save(folder / "audio.npy", codes(rng, happens))
-    # A volume's window is the frames before it; before the first volume there is only the first frame.
+    # A volume's window is the frames before it. Before the first volume there is only the first frame.
     ends = np.arange(VOLUMES) * round(TR * FPS)
     window = np.stack([happens[max(end - round(TR * FPS), 0) : max(end, 1)].mean(0) for end in ends])
     projected = window @ rng.standard_normal((QUANTITIES, TEXT)) + 0.5 * rng.standard_normal((VOLUMES, TEXT))
@@ -114,7 +114,7 @@ def make_blank(folder: pathlib.Path, *, viewers: int, volumes: int, voxels: int)
 
 
 def make_outline(folder: pathlib.Path) -> None:
-    """Writes the film's shapes, all zeros: what can be known of it before it is made."""
+    """Write the film's shapes, all zeros: its known facts before it is made."""
     frames = round(VOLUMES * TR * FPS)
     streams = {
         "video": ((frames, HEIGHT, WIDTH, 3), "u1"),

@@ -1,4 +1,4 @@
-"""A film and what viewers' brains did then, as files: the stimulus stored once, fMRI once for each viewer.
+"""A film and the viewers' brain activity, as files: the stimulus stored once, fMRI once for each viewer.
 
 FOLDER/                  made by `jaxtrain prepare-giblet` (or by `write`)
   dataset.json           {"version": 1, "tr": seconds between volumes, "fps": frames/s of the video,
@@ -36,7 +36,7 @@ FLOATS = (np.float16, np.float32)
 
 
 class Film(NamedTuple):
-    """A folder, mapped. Pages that were read belong to the kernel; `release` gives them back."""
+    """A folder, mapped. `release` gives the read pages back to the kernel."""
 
     info: Mapping[str, Any]
     video: np.ndarray
@@ -48,7 +48,7 @@ class Film(NamedTuple):
 
     @property
     def arrays(self) -> Mapping[str, np.ndarray]:
-        """Those that are read, by the names of their files."""
+        """The viewers that are read, by the names of their files."""
         fmri = {f"fmri/{name}.npy": x for name, x in zip(self.subjects, self.fmri, strict=True)}
         return {"video.npy": self.video, "audio.npy": self.audio, "text.npy": self.text, **fmri}
 
@@ -66,7 +66,7 @@ class Film(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Where the window of each volume lies in a stream (the video, or the audio)."""
+    """The window of each volume in a stream (the video, or the audio)."""
 
     rate: float  # [1/s]
     length: int
@@ -89,10 +89,10 @@ def windows(info: Mapping[str, Any]) -> tuple[Windows, Windows]:
 
 
 def open_folder(path: str | os.PathLike[str], subjects: tuple[str, ...] = (), *, links: bool = False) -> Film:
-    """Maps a folder, once in a process and again when it was made anew.
+    """Map a folder, once in a process and again after it was replaced.
 
     Args:
-      subjects: names of the viewers to read; empty: all.
+      subjects: names of the viewers to read; empty = all.
       links: whether links in the folder may lead out of it.
 
     Raises:
@@ -131,7 +131,7 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
             raise DataError(f"{folder / name} is empty: its shape is {array.shape}")
         if not array.flags.c_contiguous:
             raise DataError(f"{folder / name} is Fortran-ordered (column-major); save numpy.ascontiguousarray of it")
-        # A plain array on the map: slices of np.memmap cost more than what they hold.
+        # A plain array on the map: slices of np.memmap cost more than their content.
         return np.ndarray(array.shape, array.dtype, buffer=array.base, offset=array.offset % mmap.ALLOCATIONGRANULARITY)
 
     video = load("video.npy", 4, (np.uint8,))
@@ -198,9 +198,9 @@ def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
 
 
 def digests(film: Film) -> Mapping[str, str]:
-    """The sha256 of every file that is read, once their contents are found to be what dataset.json and the format say.
+    """The sha256 of every file that is read, after a check of the contents against dataset.json and the format.
 
-    That reads the film whole, so what was found is remembered in the cache folder, for files of this size and time of change.
+    That reads the whole film, so the result is cached for files of this size and time of change.
 
     Raises:
       DataError: a file that is not the one that dataset.json has the checksum of, numbers that are not finite, codes beyond
@@ -248,10 +248,10 @@ def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
 
 
 def write(folder: str | os.PathLike[str], info: Mapping[str, Any]) -> None:
-    """Completes a folder of arrays with its dataset.json, checksums included; it appears whole or not at all.
+    """Completes a folder of arrays with its dataset.json, checksums included. It appears complete or not at all.
 
     Args:
-      info: "tr", "fps", "audio_rate", "audio", "subjects", and "text_since" if rows share text; further entries are kept.
+      info: "tr", "fps", "audio_rate", "audio", "subjects", and "text_since" if rows share text. Further entries are kept.
     """
     folder = pathlib.Path(folder)
     names = ["video.npy", "audio.npy", "text.npy", *(f"fmri/{name}.npy" for name in info["subjects"])]

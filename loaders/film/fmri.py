@@ -29,11 +29,11 @@ def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) 
             units = image.header.get_xyzt_units()  # a code that stands for none is a KeyError
         unit = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}.get(units[1], 0.0)
         own_tr = unit * float(image.header.get_zooms()[axis])
-        said = 0 < own_tr < math.inf  # many writers leave 1 there, and no unit
-        if tr is None and not said:
+        has_tr = 0 < own_tr < math.inf  # many writers leave 1 there, and no unit
+        if tr is None and not has_tr:
             raise DataError(f"{path} does not say its TR with a unit; give --tr")
         tr, given = (own_tr, path) if tr is None else (tr, given)
-        if said and abs(own_tr - tr) > 1e-3:
+        if has_tr and abs(own_tr - tr) > 1e-3:
             raise DataError(f"{path} has a TR of {own_tr:g} s, and {given} says {tr:g} s; omit --tr, or correct the header")
     if len({shape[:3] for shape in shapes.values()}) > 1:
         raise DataError(f"--fmri: the grids differ: {', '.join(f'{p.name} {s[:3]}' for p, s in shapes.items())}")
@@ -46,15 +46,15 @@ def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) 
     if volumes and volumes > min(lengths):
         shortest = min(shapes, key=lambda path: shapes[path][3])
         raise DataError(f"--volumes={volumes}, and {shortest} has only {min(lengths)}")
-    assert tr is not None  # given, or what the first file says
+    assert tr is not None  # given, or read from the first file
     return round(tr, 6), volumes or lengths.pop(), names
 
 
 def _same_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:
-    """Raises DataError where voxels of ``image`` lie a tenth of a voxel or more from where the first viewer's are."""
+    """Raise DataError if voxels of ``image`` lie a tenth of a voxel or more from the first viewer's."""
     other = _nifti(first)
     if not all(int(x.header["qform_code"]) or int(x.header["sform_code"]) for x in (image, other)):
-        return  # one of them does not say where it lies
+        return  # one of them has no position
     corners = np.array([*np.ndindex(2, 2, 2)]) * (np.array(image.shape[:3]) - 1)
     apart = corners @ (image.affine - other.affine)[:3, :3].T + (image.affine - other.affine)[:3, 3]
     if np.linalg.norm(apart, axis=1).max() > 0.1 * min(other.header.get_zooms()[:3]):
@@ -102,7 +102,7 @@ def write(
         for start in range(0, x.shape[1], 4096):  # in float64, of some voxels at a time
             some = x[:, start : start + 4096].astype(np.float64)
             deviation = some.std(0)
-            varies = (some.min(0) < some.max(0)) & (deviation > 0)  # a constant's is not 0 where its mean is rounded
+            varies = (some.min(0) < some.max(0)) & (deviation > 0)  # a constant's is not 0 if its mean is rounded
             constant += int((~varies).sum())
             z[:, start : start + 4096] = np.where(varies, (some - some.mean(0)) / np.where(varies, deviation, 1), 0)
         atomic_write.save(folder / "fmri" / f"{name}.npy", z)
@@ -123,7 +123,7 @@ def _over_time(path: pathlib.Path, image: Any) -> tuple[tuple[int, ...], int]:
 
 
 def read_volumes(path: pathlib.Path, n: int) -> np.ndarray:
-    """float32 [x, y, z, n], or float64 where the file has that."""
+    """float32 [x, y, z, n], or float64 if the file has that."""
     image = _nifti(path)
     shape, axis = _over_time(path, image)
     part = tuple(slice(None) if i < 3 else slice(n) if i == axis else 0 for i in range(len(image.shape)))

@@ -1,4 +1,4 @@
-"""The haemodynamic response: how the blood follows what neurons do."""
+"""The haemodynamic response: how the blood follows the neurons' activity."""
 
 import math
 

@@ -30,9 +30,9 @@ class _Npy:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Says n in the header; after an error, which comes from elsewhere, the file is only closed."""
+        """Write n into the header. After an error from elsewhere, only close the file."""
         if kind is not None:
-            with contextlib.suppress(OSError):  # of what a full disk did not take
+            with contextlib.suppress(OSError):  # of data that a full disk refused
                 self._file.close()
             return
         with self._file:

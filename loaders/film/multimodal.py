@@ -1,18 +1,18 @@
-"""Windows of a film, and what viewers' brains did then. `loaders.film.film_files` has the files.
+"""Windows of a film, and the viewers' brain activity. `loaders.film.film_files` has the files.
 
 A row is a (subject, volume i). At t = i · tr it holds the ceil(tr · fps) last frames before t and the floor(tr · audio_rate)
 last times of audio before t; before the film begins and after it ends, `padding`. Windows are cut from memory maps into the
-batch, and mapped pages are given back after every batch, so that a process holds a batch and not the film: in an epoch of 17
-viewers × 920 volumes × 77,347 voxels (25 GB of windows, read from 3.9 GB of files) never more than 123 MB, numpy included
+batch, and mapped pages are given back after every batch, so that a process holds a batch and not the film. In an epoch of 17
+viewers × 920 volumes × 77,347 voxels (25 GB of windows, read from 3.9 GB of files) it never held more than 123 MB with numpy
 (``pytest -m slow tests/loaders/test_multimodal.py -k flat -s``).
 
 Continuous features can be convolved with the haemodynamic response (`glover`): x(i) = sum over k of h(k · tr) window(i - k).
 Codes cannot: a mean of two codes is no code. Convolved frames are delivered as float16 in 0..1, all else as it is stored.
 
 The first volumes are train, the last ``test_share`` of them test. As many as needed between them are in neither, so that no
-test window, nor what is convolved into it, shares a frame, a code, a row of text.npy or a segment with a training window.
+test window, with its convolved part, shares a frame, a code, a row of text.npy or a segment with a training window.
 
-Training sample s = position × batch + row is place s mod n of epoch s // n (`loaders.order`) of all (subject, volume) pairs, so
+Training sample s = position × batch + row is place s mod n of epoch s // n (`loaders.order`) of all (subject, volume) pairs. So
 viewers are mixed. "test" goes once through its rows, in an order that is always the same and mixed.
 """
 
@@ -80,7 +80,7 @@ class Config(checks.DataSection):
 
 
 class Split(NamedTuple):
-    """The volumes of each split; those between belong to neither."""
+    """The volumes of each split. Volumes between them belong to neither."""
 
     train: np.ndarray
     test: np.ndarray
@@ -93,7 +93,7 @@ class Volumes(Loader):
     audio           int16 or float [r, codebooks · times], a codebook's times next to each other
     text            float [r, values]
     fmri            float [r, voxels]
-    subject, volume int32 [r] -1 in padding; of an average, subject is 0
+    subject, volume int32 [r] -1 in padding. The subject of an average is 0
     index           int32 [r] subject × volumes + volume, -1 in padding
     weight          float32 [r] 0 for padding
     """
@@ -101,7 +101,7 @@ class Volumes(Loader):
     def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
         self._config = config
         self._film = open_film(config, make=True)
-        # What we made ourselves is not read whole before it is used.
+        # Our own films are not read whole before they are used.
         self._files = dict(self._film.info.get("files", {})) if config.path in BUILT_IN else self._digests()
         self._volumes = getattr(split_volumes(config), split)
         self._n = len(self._volumes) * (1 if config.average else len(self._film.subjects))
@@ -119,7 +119,7 @@ class Volumes(Loader):
         return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()[:16]
 
     def _digests(self) -> dict[str, str]:
-        """The checksums of all files: those of dataset.json, where a viewer is not read."""
+        """The checksums of all files, from dataset.json for a viewer that is not read."""
         try:
             return {**self._film.info.get("files", {}), **film_files.digests(self._film)}
         except OSError as error:
@@ -211,7 +211,7 @@ class Volumes(Loader):
 
 
 def fields(config: Config) -> dict[str, Field]:
-    """The fields of a batch: name -> shape of one row, dtype; read from the headers."""
+    """The fields of a batch: name -> shape of one row, dtype, read from the headers."""
     film = open_film(config)
     video, audio = windows(film.info)
     frames = -(-video.length // config.frame_skip)
@@ -230,7 +230,7 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """What the film decides: n_frames (of a row), height, width, codebooks, audio_frames, n_text, n_voxels, audio, n_subjects;
+    """The facts of the film: n_frames (of a row), height, width, codebooks, audio_frames, n_text, n_voxels, audio, n_subjects;
     and n_train, n_test, n_between: the volumes of each split, and of neither. Raises DataError.
     """
     film = open_film(config)
@@ -285,7 +285,7 @@ def split_volumes(config: Config) -> Split:
         back = taps - 1 if name in config.hrf else 0
         while first < n and n_train and window.start(first - back) < window.stop(n_train - 1):
             first += 1
-    # The oldest volume that a test row's text shares something with, itself or what is convolved into it.
+    # The oldest volume that a test row's text shares something with, itself or by convolution.
     since = np.asarray(film.info.get("text_since") or np.arange(n))
     apart = test = np.arange(first, n)
     oldest = [since[np.maximum(test - k, 0)] for k in range(taps if "text" in config.hrf else 1)]
@@ -303,7 +303,7 @@ def split_volumes(config: Config) -> Split:
 
 
 def _kernel(config: Config, film: Film) -> np.ndarray:
-    """The response at 0, tr, 2 tr, …; 1 if nothing is convolved. Raises DataError."""
+    """The response at 0, tr, 2 tr, …, or 1 without convolution. Raises DataError."""
     if not config.hrf:
         return np.ones(1, np.float32)
     tr, seconds = film.info["tr"], config.hrf_seconds
@@ -333,7 +333,7 @@ def open_film(config: Config, *, make: bool = False) -> Film:
     """The film and viewers of a config. Raises DataError.
 
     Args:
-      make: whether the built-in film is made where it is not there; else that is its outline, whose content is zeros.
+      make: whether to make a missing built-in film. If not, its outline of zeros is used.
     """
     path = config.path
     if path == "blank":

@@ -27,7 +27,7 @@ def prepare(args: argparse.Namespace) -> str:
 
 
 def _fill(partial: pathlib.Path, args: argparse.Namespace) -> str:
-    # What is quick to refuse comes first.
+    # Quick checks come first.
     tr, volumes, names = fmri.check(args.fmri, args.tr, args.volumes)
     text, since, note = segments.window_text(
         args.embeddings, args.annotations, columns=(args.start, args.end), slots=args.slots, tr=tr, volumes=volumes,
@@ -49,7 +49,7 @@ def _fill(partial: pathlib.Path, args: argparse.Namespace) -> str:
         "made_of": {name: str(value) for name, value in vars(args).items() if isinstance(value, pathlib.Path)},
     }
     film_files.write(partial, info)
-    # Reads it as training will, or says what does not fit.
+    # Read it as training will, or report the problem.
     facts = multimodal.facts(multimodal.Config(path=str(partial), test_share=0))
     return (
         f"{args.out}: {len(names)} viewers, {volumes} volumes of {facts['n_voxels']} voxels every {tr:g} s"

@@ -1,7 +1,7 @@
-"""NIfTI from elsewhere: a header is believed as far as its file could hold what it claims.
+"""NIfTI of other programs: a header is believed as far as its file could hold the claimed values.
 
-nibabel (which is imported where a file is opened: it comes with an extra) takes memory for what a header claims, and reads
-what lies between header and values whole. So a file's first bytes are looked at here, and no extension of a header is read.
+nibabel (imported at the first file, since it comes with an extra) takes memory for the claimed values, and reads
+all bytes between header and values. So a file's first bytes are looked at here, and no extension of a header is read.
 """
 
 import gzip

@@ -38,7 +38,7 @@ def window_text(
     place: pathlib.Path, annotations: pathlib.Path | None, *, columns: tuple[str, str], slots: int, tr: float, volumes: int,
     cut: bool,
 ) -> tuple[np.ndarray, np.ndarray, str]:  # fmt: skip
-    """float32 [volumes, values]; for each volume the first one that shares a segment with it; and a note about both.
+    """float32 [volumes, values]; for each volume the first one that shares a segment with it, and a note about both.
 
     Args:
       place: the file of embeddings.
@@ -83,7 +83,7 @@ def window_text(
 
 
 def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
-    """float64 [segments, 2]: when each begins and ends [s]; a cell is a number of seconds, or a time as 1:02:03.5 or 02:03."""
+    """float64 [segments, 2]: begin and end of each [s]. A cell is a number of seconds, or a time as 1:02:03.5 or 02:03."""
     with sources.reading(path):
         rows, separator = _table(path)
     _, head = rows[0] if rows else (0, [])
@@ -117,7 +117,7 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
 
 
 def _column(head: Sequence[str], name: str) -> int | None:
-    """The place of a column of that name, in any case where none is spelt the same; None where there is none."""
+    """The place of a column of that name, else of that name in another case, else None."""
     if name in head:
         return head.index(name)
     folded = [each.casefold() for each in head]
@@ -125,26 +125,26 @@ def _column(head: Sequence[str], name: str) -> int | None:
 
 
 def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
-    """The rows of a table that hold anything, with their numbers from 1 on; and its separator, "" of a workbook."""
+    """The rows of a table that hold anything, with their numbers from 1 on, and its separator, "" of a workbook."""
     if path.suffix.lower() == ".xlsx":
         return _sheet(path), ""
     text = tables.text_of(path)
     first, _, rest = text.partition("\n")
-    said = tables.said_separator(first)
-    separator = said or tables.separator(first)
-    rows = enumerate(csv.reader(io.StringIO(rest if said else text), delimiter=separator), 2 if said else 1)
+    stated = tables.said_separator(first)
+    separator = stated or tables.separator(first)
+    rows = enumerate(csv.reader(io.StringIO(rest if stated else text), delimiter=separator), 2 if stated else 1)
     return [(number, row) for number, row in rows if any(row)], separator
 
 
 def _sheet(path: pathlib.Path) -> list[tuple[int, list[Any]]]:
-    """The rows of a workbook's first sheet that hold anything, with their numbers. Raises DataError where it could grow."""
+    """The rows of a workbook's first sheet that hold anything, with their numbers. Raises DataError if it could grow."""
     openpyxl = sources.package("openpyxl")
     rows, cells = [], 0
     with files.regular(path) as file:
         files.check_archive(zipfile.ZipFile(file), path, most=MAX_SHEET, remedy="; save the sheet as CSV")
         book = openpyxl.load_workbook(file, read_only=True, data_only=True)
         sheet = book.worksheets[0]
-        sheet.reset_dimensions()  # what it claims; rows would be filled up to that
+        sheet.reset_dimensions()  # else rows would be filled up to the claimed width
         for number, row in enumerate(sheet.iter_rows(values_only=True), 1):
             cells += len(row)
             if number > MAX_ROWS or cells > MAX_CELLS:

@@ -23,7 +23,7 @@ def package(name: str) -> Any:
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path) -> Iterator[None]:
-    """A context in which whatever a library raises is reported as a file that cannot be read (DataError)."""
+    """A context in which every error of a library becomes a DataError: the file cannot be read."""
     try:
         yield
     except (DataError, MemoryError):

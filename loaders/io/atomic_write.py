@@ -1,6 +1,6 @@
-"""Files and folders that are there whole, or not at all: written under another name, which is removed where it fails.
+"""Files and folders that are complete or not there: written under another name, which is removed on failure.
 
-An error of the disk carries the name of what was to be written: NumPy and others raise some without one, and without a number.
+An error of the disk has the name of the target. NumPy and others raise some without a name or a number.
 """
 
 import contextlib
@@ -82,8 +82,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a disk, or a quota, was full; also where a library says so in words alone."""
+    """Whether a disk or a quota was full, also if a library says so in words alone."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
-    # NumPy: "1024 requested and 512 written"; TensorStore and Arrow quote the system.
+    # NumPy: "1024 requested and 512 written". TensorStore and Arrow quote the system.
     return bool(re.search(r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written", str(error)))

@@ -23,7 +23,7 @@ class Section:
     """A part of a config: the base class of its frozen dataclasses."""
 
     def problems(self) -> Problems:
-        """Yields (field, what is wrong and the remedy) for every mistake that shows in the values, without reading data."""
+        """Yield (field, problem with its remedy) for every error in the values, without reading data."""
         return iter(())
 
 
@@ -33,11 +33,11 @@ class DataSection(Section):
     threads = 0  # [threads] that read; 0 = one for each core this process may use
 
     def exists(self) -> bool:
-        """Whether the data are there; False when reading their facts would first have to make them."""
+        """Whether the data are there. False if reading their facts would first have to make them."""
         return True
 
     def missing(self) -> str:
-        """Why no row can be read before a first run makes or copies the data; "" if they are here."""
+        """The reason why no row can be read before a first run makes or copies the data, or ""."""
         return "" if self.exists() else "the data are not here yet; the first run makes or copies them"
 
 
@@ -68,7 +68,7 @@ def within(section: Any, interval: str, *names: str) -> Problems:
 
 
 def threads(section: Any, *, least: int) -> Problems:
-    """The field ``threads`` of ``section`` where it is below ``least``, or more than `MOST_THREADS`."""
+    """The field ``threads`` of ``section`` if it is below ``least``, or more than `MOST_THREADS`."""
     yield from _numbers(
         section, ("threads",), lambda value: least <= value <= MOST_THREADS, f"expected {least} to {MOST_THREADS}"
     )
@@ -89,13 +89,13 @@ def under(path: str, problems: Iterable[tuple[str, str]]) -> Problems:
 
 
 def expected(value: Any, allowed: Iterable[Any]) -> str:
-    """What may stand where ``value`` does, and the nearest spelling: "expected one of: cosine, wsd; did you mean 'cosine'?"."""
+    """The allowed values and the nearest spelling: "expected one of: cosine, wsd; did you mean 'cosine'?"."""
     names = [str(name) for name in allowed]
     return f"expected one of: {', '.join(names)}{nearest(value, names)}"
 
 
 def nearest(value: Any, names: Sequence[str]) -> str:
-    """The end of a sentence, the nearest spelling of ``names``: "; did you mean 'cosine'?"; "" where none is near."""
+    """The end of a sentence, the nearest spelling of ``names``: "; did you mean 'cosine'?", or "" if none is near."""
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -1,4 +1,4 @@
-"""One column of a shard in Arrow IPC (stream or file) or Parquet, without reading the others; and files as Arrow reads them."""
+"""One column of a shard in Arrow IPC (stream or file) or Parquet, without reading the others, and files as Arrow reads them."""
 
 import contextlib
 import pathlib
@@ -33,7 +33,7 @@ def read_some(path: pathlib.Path, *names: str) -> dict[str, list[Any]]:
 
 @contextlib.contextmanager
 def _refusing(path: pathlib.Path) -> Iterator[None]:
-    """Raises DataError for whatever a damaged shard makes pyarrow raise: its own errors, of Unicode, of types, of memory."""
+    """Turn pyarrow's errors of a damaged shard into DataError: its own, of Unicode, of types, of memory."""
     try:
         with files.regular(path):  # a pipe would be waited for
             yield
@@ -70,9 +70,9 @@ def _require(path: pathlib.Path, schema: pa.Schema, name: str) -> None:
 
 
 def timed(path: pathlib.Path) -> tuple[str, str] | None:
-    """The columns that say when a row begins and ends in its recording, where rows are events of it; None where they are not.
+    """The columns of a row's begin and end in its recording, if rows are events of it, else None.
 
-    They are where a recording has several rows, and one of them begins after its start.
+    Rows are events if a recording has several, and one of them begins after its start.
 
     Raises DataError: the shard is broken.
     """
@@ -101,13 +101,13 @@ def native(path: pathlib.Path) -> Iterator[pa.NativeFile]:
 
 
 def _valid(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The same column. pyarrow takes a file's word for where values lie, and would read beyond them: here it raises."""
+    """The same column. pyarrow trusts a file's offsets, and would read beyond the values: here it raises."""
     column.validate(full=True)
     return column
 
 
 def _recordings(path: pathlib.Path, schema: pa.Schema, table: Any) -> pa.ChunkedArray | None:
-    """The name of each row's recording; its bytes are not read."""
+    """The name of each row's recording. Its bytes are not read."""
     if "filepath" in schema.names:
         return _valid(table("filepath"))
     if "audio" not in schema.names or not pa.types.is_struct(schema.field("audio").type):
@@ -150,7 +150,7 @@ def _class_names(schema: pa.Schema, name: str) -> list[str] | None:
     feature = (
         files.parse(text.decode(), 'its key "huggingface"').get("info", {}).get("features", {}).get(name) if text else None
     )
-    while feature:  # Sequence and List have their element's feature inside; older versions write a list of one
+    while feature:  # Sequence and List have their element's feature inside. Older versions write a list of one
         if isinstance(feature, list):
             feature = feature[0]
         elif "names" in feature:

@@ -1,8 +1,8 @@
-"""Files from elsewhere: the one place where they are opened.
+"""Opens files of other people, in this module alone.
 
-A dataset, a checkpoint or an export may come from anyone. A name in it may lead out of its folder, and what has the name may
+A dataset, a checkpoint or an export may come from anyone. A name in it may lead out of its folder, and its file may
 be a pipe, a device or a file of any size. So every such file is opened here: it is regular, it lies inside its folder after
-links are resolved, nothing waits for it, and no more is read of it than may be there. docs/security.md says what is promised.
+links are resolved, nothing waits for it, and no more is read of it than allowed. docs/security.md has the promises.
 
 In the cache of Hugging Face's Hub, the files of a snapshot are links to ../../blobs: `home` takes its repository as the folder.
 """
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
-    import numpy as np  # imported where arrays are read: it takes a third of the start of commands that read none
+    import numpy as np  # imported for arrays alone: it takes a third of the start of commands that read none
 
 MOST_JSON = 64 << 20  # [bytes] of a file that describes others
 MOST_ARRAYS = 1 << 30  # [bytes] of arrays in an archive
@@ -36,14 +36,14 @@ class DataError(ValueError):
 
 
 class FileError(DataError):
-    """A file that is not opened, or does not hold what it should. The message begins with its path, and has one line."""
+    """A file that is not opened, or has unexpected contents. The message begins with its path, and has one line."""
 
     def __init__(self, message: str):
         super().__init__(message.replace("\n", "\\n"))  # a name may have lines, which would be read as others' messages
 
 
 class Found(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
-    """A path that `inside` has looked at. What lies there is looked at again once it is open: it may have been exchanged."""
+    """A path that `inside` has checked. The opened file is checked again, since it may have been exchanged."""
 
     within: pathlib.Path | None = None  # the folder that it must lie in, without links; None: wherever it leads
 
@@ -62,7 +62,7 @@ def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str 
     Args:
       name: as another file gives it, so anything.
       links: whether links in the folder may lead out of it.
-      remedy: what the message ends with.
+      remedy: the end of the message.
     """
     if not isinstance(name, str) or not name or "\0" in name:
         raise FileError(f"{folder} has a file that names {str(name)[:80]!r}; expected the name of a file in that folder")
@@ -84,7 +84,7 @@ def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str 
 
 
 def as_found(found: pathlib.Path, kind: type) -> Any:
-    """What `inside` has found, as a path of another kind."""
+    """The result of `inside`, as a path of another kind."""
     path = kind(found)
     path.within = getattr(found, "within", None)
     return path
@@ -95,7 +95,7 @@ def regular(path: os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a regular file to read. Raises FileError for everything else, without waiting for it.
 
     Args:
-      path: on this machine; or an `etils.epath.Path` in an object store, which has no other files.
+      path: on this machine, or an `etils.epath.Path` in an object store, which has no other files.
     """
     file = opened(path)
     with file:
@@ -109,7 +109,7 @@ def regular(path: os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def said(error: BaseException) -> str:
-    """What an error says, in one line: those of pyarrow and nibabel have several, or end one."""
+    """The message of an error in one line: those of pyarrow and nibabel may have several."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -118,7 +118,7 @@ def opened(path: os.PathLike[str]) -> BinaryIO:
     if "://" in os.fspath(path):
         try:
             return path.open("rb")  # type: ignore[attr-defined]  # etils.epath has it
-        except Exception as error:  # noqa: BLE001  of whatever kind a store's client raises
+        except Exception as error:  # noqa: BLE001  a store's client raises many kinds
             reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {str(error)[:300]}"
             raise FileError(f"{path} {reason}") from error
     try:
@@ -167,17 +167,17 @@ def read_text(path: os.PathLike[str], *, most: int) -> str:
 
 
 def read_json(path: os.PathLike[str], *, kind: type = dict, most: int = MOST_JSON) -> Any:
-    """What a regular file holds as JSON. Raises FileError, also where it is no ``kind``, or too large, or nested too deep."""
+    """Read a regular file as JSON. Raises FileError, also if it is no ``kind``, or too large, or nested too deep."""
     return parse(read_text(path, most=most), os.fspath(path), kind=kind)
 
 
 def parse(text: str, source: str, *, kind: type = dict) -> Any:
-    """``text`` as JSON. Raises FileError, with ``source`` first, where it is none, no ``kind``, or nested too deep."""
+    """``text`` as JSON. Raises FileError, with ``source`` first, if it is none, no ``kind``, or nested too deep."""
     try:
         tree = json.loads(text)
         too_deep = not _is_shallow(tree)
         if not too_deep and HALF.search(text):
-            json.dumps(tree, ensure_ascii=False).encode()  # what cannot be written again, nor printed, is no text
+            json.dumps(tree, ensure_ascii=False).encode()  # text must be writable and printable
     except RecursionError:
         too_deep = True
     except ValueError as error:  # also of a number with thousands of digits
@@ -192,7 +192,7 @@ def parse(text: str, source: str, *, kind: type = dict) -> Any:
 
 
 def _is_shallow(tree: Any) -> bool:
-    """Whether nothing in a tree is nested more than `MOST_DEPTH` deep, so that whatever walks it may call itself."""
+    """Whether nothing in a tree is nested more than `MOST_DEPTH` deep, so that functions on it may recurse."""
     level = [tree]
     for _ in range(MOST_DEPTH):
         if not (
@@ -211,15 +211,15 @@ def _check_regular(path: os.PathLike[str], found: os.stat_result) -> None:
 
 
 def _check_place(path: os.PathLike[str], descriptor: int) -> None:
-    """Raises FileError where what was opened does not lie where `inside` has found it: a link took its place."""
+    """Raise FileError if the opened file is not the one that `inside` found: a link took its place."""
     within = getattr(path, "within", None)
     if within is None:
         return
-    try:  # the kernel says where it lies; a file that was replaced, or removed, lies where it lay
+    try:  # the kernel has its path, also after the file was replaced or removed
         place = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         # A disk that takes upper and lower case for one may spell the folder in another way.
         is_inside = place.is_relative_to(within) or any(_is_same(parent, within) for parent in place.parents)
-    except OSError:  # a system without /proc: what lies there now is what was opened, and no link
+    except OSError:  # a system without /proc: the file there now is the opened one, and no link
         real = pathlib.Path(os.path.realpath(path))
         is_inside = real.is_relative_to(within) and os.path.samestat(os.lstat(real), os.fstat(descriptor))
     if not is_inside:
@@ -261,7 +261,7 @@ def arrays(path: os.PathLike[str], *, most: int = MOST_ARRAYS) -> "dict[str, np.
         with regular(path) as file, zipfile.ZipFile(file) as archive:
             check_archive(archive, path, most=most)
             for info in archive.infolist():
-                with archive.open(info) as packed:  # what it claims to hold, and no more than that is unpacked
+                with archive.open(info) as packed:  # its claimed size, and no more than that is unpacked
                     content = io.BytesIO(packed.read(info.file_size))
                 shape, column_major, dtype = _header(content, path)
                 _check_size(path, shape, dtype, info.file_size - content.tell())
@@ -275,10 +275,10 @@ def arrays(path: os.PathLike[str], *, most: int = MOST_ARRAYS) -> "dict[str, np.
 
 
 def check_archive(archive: zipfile.ZipFile, path: os.PathLike[str], *, most: int, remedy: str = "") -> None:
-    """Raises FileError where what is in an archive takes more than ``most`` bytes, or could. zipfile unpacks no more of it.
+    """Raise FileError if the contents of an archive take more than ``most`` bytes, or could. zipfile unpacks no more of it.
 
     Args:
-      remedy: what the message ends with.
+      remedy: the end of the message.
     """
     if (total := sum(info.file_size for info in archive.infolist())) > most:
         raise FileError(f"{path} unpacks to {total:,} bytes; at most {most:,} are read{remedy}")

@@ -1,4 +1,4 @@
-"""What this machine offers a process: cores to compute on, and a folder to keep made files in."""
+"""Cores to compute on, and a cache folder, as this machine offers them."""
 
 import contextlib
 import ctypes
@@ -29,7 +29,7 @@ def cache_folder(*parts: str) -> pathlib.Path:
     Args:
       parts: folders and a file below it. Nothing is created.
 
-    Raises FileNotFoundError where that is in a home that there is not, as for a container's user without a name.
+    Raises FileNotFoundError if that is in a missing home, as for a container's user without a name.
     """
     folder = os.environ.get("JAXTRAIN_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxtrain")
     try:
@@ -53,13 +53,13 @@ def trim(folder: pathlib.Path, limit: int) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Has this process reuse the memory that it frees, where it computes on CPUs. Call it before threads are begun.
+    """Have this process reuse the memory that it frees, if it computes on CPUs. Call it before threads are begun.
 
     A step frees its temporary arrays, and glibc gives large ones back to the system: the next step gets them as new pages, each
     zeroed at its first touch. Of a step of the demo birds on one core that was a fifth of the CPU time.
 
-    Returns whether it is in force: not beside accelerators, whose hosts hold other things than arrays of steps, and not where
-    the C library is another, nor over what the environment says of malloc.
+    Returns whether it is in force. It is not with accelerators, whose hosts hold other things than arrays of steps, with
+    another C library, or over the environment's settings of malloc.
     """
     global _keeps
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
@@ -69,23 +69,23 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if sys.platform != "linux" or mallopt is None:
         return False
-    # One arena, since only the first one may grow without bound; no block that is mapped alone; nothing given back at its end.
+    # One arena, since only the first one may grow without bound, no block that is mapped alone, nothing given back at its end.
     _keeps = all([mallopt(*option) for option in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1))])
     return _keeps
 
 
 def give_back_freed_memory() -> None:
-    """Gives the system what this process has freed, where `keep_freed_memory` keeps it.
+    """Give the freed memory of this process back to the system, if `keep_freed_memory` keeps it.
 
-    That is for a computation whose arrays have other sizes than the last one's, and would come to lie beside what that left. It
-    takes milliseconds, and new pages for what follows.
+    Call it before a computation whose arrays have other sizes than the last one's, and would not fit into its blocks. It
+    takes milliseconds, and the computation takes new pages.
     """
     if _keeps:
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def accelerators() -> list[pathlib.Path]:
-    """What the system's drivers show of GPUs and TPUs."""
+    """The GPUs and TPUs that the system's drivers show."""
     dev = pathlib.Path("/dev")
     patterns = ("nvidia[0-9]*", "kfd", "accel[0-9]*", "vfio/[0-9]*")
     return [path for pattern in patterns for path in dev.glob(pattern)]
@@ -116,7 +116,7 @@ def cgroups(membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup"
 
 
 def _quota(folders: Iterable[pathlib.Path]) -> float:
-    """The smallest CPU quota of some cgroups in cores; infinite if there is none."""
+    """The smallest CPU quota of some cgroups in cores, or infinity."""
     smallest = math.inf
     for folder in folders:
         with contextlib.suppress(OSError, ValueError):  # the root has no such file; "max" is no number

@@ -1,7 +1,7 @@
 """A file made record by record. Interrupted, by a full disk or a kill, too, the same command goes on behind the last one.
 
-Until it is whole, the records lie in .NAME.DIGEST.partial, and .NAME.DIGEST.done says where each of them ends; DIGEST is of
-what they are made of, so that another command begins anew.
+Until it is complete, the records are in .NAME.DIGEST.partial, and .NAME.DIGEST.done has the end of each. DIGEST is of
+their origin, so that another command begins again.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import numpy as np
 
 from loaders.io import atomic_write, files
 
-MOST_ENDS = 1 << 30  # [bytes] of where the records of an interrupted command end
+MOST_ENDS = 1 << 30  # [bytes] of the ends of an interrupted command's records
 
 
 class Records:
@@ -42,12 +42,12 @@ class Records:
         """Adds one. Raises OSError."""
         _write(self._partial, record)
         self._end += len(record)
-        _write(self._ends, np.array(self._end, "<i8").tobytes())  # behind the record: what it counts is there
+        _write(self._ends, np.array(self._end, "<i8").tobytes())  # after the record, so that its count holds
 
 
 @contextlib.contextmanager
 def file(path: str | os.PathLike[str], made_of: Sequence[object]) -> Iterator[Records]:
-    """A file that takes the name ``path`` when the block ends well; else what was written is kept for the next attempt.
+    """A file that takes the name ``path`` when the block ends well. If not, its records are kept for the next attempt.
 
     Raises OSError with that name.
     """
@@ -72,7 +72,7 @@ def file(path: str | os.PathLike[str], made_of: Sequence[object]) -> Iterator[Re
 
 
 def _kept(partial: pathlib.Path, ends: pathlib.Path) -> list[int]:
-    """Where the whole records of an earlier attempt end."""
+    """The ends of the complete records of an earlier attempt."""
     try:
         counted = files.read(files.inside(ends.parent, ends.name), most=MOST_ENDS)
         with files.regular(files.inside(partial.parent, partial.name)) as opened:

@@ -9,11 +9,11 @@ A source is a folder or, if its path is empty, a generator. There are three form
          group). Training takes one row of each group in an epoch. Its rows are already augmented, and are not augmented again.
   none   generated: see `rust/core/src/sudoku.rs` and `make_maze`. A solution is in "train" or in "test" by its hash, so that no
          test board has the solution of a training board. Kept in $JAXTRAIN_CACHE/puzzles (or ~/.cache/jaxtrain/puzzles), by
-         what they were generated with; their `facts` follow from that alone, so nothing is generated to know them.
+         the options of their generation. Their `facts` follow from these alone, without generating anything.
 
 Symbols of Sudoku: 0 padding, 1 blank, d + 1 for the digit d. Of a maze: 0 padding, then "# SGo": wall, free, start, goal, path.
 
-Row r of a batch belongs to the source whose share of the batch covers r; sample s of a source (s = position × its rows in a
+Row r of a batch belongs to the source whose share of the batch covers r. Sample s of a source (s = position × its rows in a
 batch + r) is place s mod n of its epoch s // n (`loaders.order`). Its augmentation is a function of (seed, epoch, index).
 "test" goes once through all sources, in an order that is always the same and mixed: its first batches are a fair sample.
 """
@@ -38,7 +38,7 @@ from loaders.io import checks, columnar, files, machine
 
 log = logging.getLogger("jaxtrain")
 
-KINDS = {"sudoku": 9, "sudoku4": 4, "maze": 0}  # name -> side; a maze's is Source.side
+KINDS = {"sudoku": 9, "sudoku4": 4, "maze": 0}  # name -> side. A maze's is Source.side
 VERSION = 1  # changes whenever the same (seed, epoch, index) would give another board
 GENERATOR = 1  # changes whenever the same (source, seed) would generate other puzzles
 IGNORED = -100  # the label of a cell that is not predicted
@@ -66,8 +66,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Config(checks.DataSection):
-    sources: tuple[Source, ...] = (Source(),)  # [sources] what a batch is mixed from
-    seed: int = 0  # [seed] of what is generated, and of which rows of a CSV are drawn
+    sources: tuple[Source, ...] = (Source(),)  # [sources] of a batch
+    seed: int = 0  # [seed] of generated puzzles, and of the drawn rows of a CSV
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if not self.sources:
@@ -92,7 +92,7 @@ class Puzzles(NamedTuple):
     labels: np.ndarray  # uint8 [n, cells]; 0: not predicted
     puzzle: np.ndarray  # int32 [n] id in the puzzle embedding, within the source
     rating: np.ndarray  # int64 [n] guesses, or a path's length
-    groups: np.ndarray  # int64 [g + 1] first row of each group; training takes one row of a group in an epoch
+    groups: np.ndarray  # int64 [g + 1] first row of each group. Training takes one row of a group in an epoch
 
 
 class Boards(Loader):
@@ -200,7 +200,7 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """What the puzzles decide: n_cells, vocab (symbols, padding included), n_puzzles (ids), n_difficulties; n_train and n_test.
+    """Facts of the puzzles: n_cells, vocab (symbols, padding included), n_puzzles (ids), n_difficulties, n_train and n_test.
 
     n_train and n_test are of each source. Raises DataError.
     """
@@ -225,7 +225,7 @@ def facts(config: Config) -> Facts:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Boards:
-    """A loader of ``split``, "train" or "test". Raises DataError for what cannot be read or generated."""
+    """A loader of ``split``, "train" or "test". Raises DataError if it cannot be read or generated."""
     refuse_problems(config)
     return Boards(config, split=split, rows=rows, seed=seed)
 
@@ -301,9 +301,9 @@ def _split(source: Source, seed: int, split: str) -> Puzzles:
 
 @functools.lru_cache(maxsize=8)
 def _kept(source: Source, seed: int) -> dict[str, Puzzles]:
-    """Both splits of a generated source, out of the cache where they have been generated before. Raises DataError."""
-    what = (GENERATOR, source.kind, source.n_train, source.n_test, source.blanks, source.side, seed)
-    name = f"{source.kind}-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.npz"
+    """Both splits of a generated source, out of the cache if they were generated before. Raises DataError."""
+    made_of = (GENERATOR, source.kind, source.n_train, source.n_test, source.blanks, source.side, seed)
+    name = f"{source.kind}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.npz"
     path = machine.cache_folder("puzzles", name)
     try:
         arrays = files.arrays(path, most=machine.most_memory())

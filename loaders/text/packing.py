@@ -42,7 +42,7 @@ class _OpenBins:
             self._rooms |= 1 << room
 
     def smallest_room(self, size: int) -> int:
-        """The smallest room of at least ``size`` that a bin has; 0 if none has it."""
+        """The smallest room of at least ``size`` in a bin, or 0."""
         larger = self._rooms >> size
         return size + (larger & -larger).bit_length() - 1 if larger else 0
 
@@ -62,7 +62,7 @@ class _OpenBins:
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Best fit decreasing: int64 [n] lengths in 1 … capacity -> int64 [n] the bin of each, and the number of bins.
 
-    The longest first, each into the bin with the least room that suffices; equal lengths go to equal rooms together.
+    The longest first, each into the bin with the least room that suffices. Equal lengths go to equal rooms together.
     """
     by_length = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
@@ -90,9 +90,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 def pack(lengths: np.ndarray, context: int) -> Placed:
-    """Packs documents of ``lengths`` tokens into rows of ``context`` positions; documents of the result index ``lengths``.
+    """Packs documents of ``lengths`` tokens into rows of ``context`` positions. Documents of the result index ``lengths``.
 
-    A document is cut only where it is longer than the context, into whole rows and a rest that is packed like a document.
+    Only a document longer than the context is cut, into whole rows and a rest that is packed like a document.
     """
     pairs = np.maximum(lengths - 1, 0)
     n_pieces = -(-pairs // context)
@@ -106,7 +106,7 @@ def pack(lengths: np.ndarray, context: int) -> Placed:
 
 
 class Stream(Protocol):
-    """Rows of one source, numbered from 0 over all its passes; each row a pure function of its number."""
+    """Rows of one source, numbered from 0 over all its passes. Each row is a pure function of its number."""
 
     def n_rows(self) -> int:
         """Rows of the first pass."""
@@ -195,7 +195,7 @@ class Windows(Stream):
             raise DataError(f"the source has {self._tokens} tokens to train on, too few for a context of {context}")
 
     def n_rows(self) -> int:
-        """Rows of one pass: whole windows in training; in testing the last one may be padded."""
+        """Rows of one pass: whole windows in training. In testing the last one may be padded."""
         return (self._tokens - 1) // self._context if self._train else -(-max(self._tokens - 1, 0) // self._context)
 
     def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:

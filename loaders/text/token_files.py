@@ -5,10 +5,10 @@ A folder holds the splits train/ and test/, or is itself the training split. A f
     tokens.json     {"format": 1, "dtype": "uint16", "vocab": 50257, "eos": 50256, "tokenizer": "tokenizer.json", "shards":
                     [{"name": "00000", "documents": n, "tokens": t, "bytes": b, "sha256": "…"}, …]}; eos, tokenizer: or null
     00000.tokens    uint16 or uint32 [t], little-endian: all documents of the shard, one after the other
-    00000.docs      int64 [n + 1, 2], little-endian: where each document begins, in tokens and in bytes of text, and the end
+    00000.docs      int64 [n + 1, 2], little-endian: the begin of each document, in tokens and in bytes of text, and the end
     tokenizer.json  for Hugging Face ``tokenizers``
 
-tokens.json is written last: where it is there, the folder is complete.
+tokens.json is written last: with it, the folder is complete.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Documents(NamedTuple):
     digest: str
 
     def read(self, document: int, offset: int, count: int) -> np.ndarray:
-        """``count`` tokens of a document, from its token ``offset`` on; a view of the map."""
+        """``count`` tokens of a document, from its token ``offset`` on, as a view of the map."""
         start = self.start[document] + offset
         return self.shards[self.shard[document]][start : start + count]
 
@@ -63,12 +63,12 @@ def _decoded(path: pathlib.Path) -> str:
 
 
 def open_splits(path: str, test: str, *, text: str, test_share: float, links: bool = False) -> dict[str, Documents]:
-    """The documents of a source, "train" and "test"; opened once in a process, and again when a file has changed.
+    """The documents of a source, "train" and "test", opened once in a process, and again when a file has changed.
 
     Args:
       path: a folder of token files, or a text file.
-      test: the same to test on; empty: test/ in the folder, else ``test_share`` of ``path``.
-      text: what a token of a text file is, "characters" or "bytes".
+      test: the same to test on; empty = test/ in the folder, else ``test_share`` of ``path``.
+      text: the tokens of a text file, "characters" or "bytes".
       test_share: of the documents, or of a text the share at its end.
       links: whether links in a folder may lead out of it.
 
@@ -113,7 +113,7 @@ def _open_once(
 
 
 def _piece(whole: Documents, begin: int, end: int, path: pathlib.Path, text: str) -> Documents:
-    """Tokens ``begin`` … ``end`` of a text as its only document; no document if there are none."""
+    """Tokens ``begin`` … ``end`` of a text as its only document, or no document without tokens."""
     n_bytes = end - begin if text == "bytes" else len(_decoded(path)[begin:end].encode())
     only = np.arange(1 if end > begin else 0)
     return whole._replace(
@@ -210,7 +210,7 @@ def _is_complete(about: dict[str, Any]) -> bool:
 
 
 def _read_index(folder: pathlib.Path, entry: dict[str, Any], links: bool) -> np.ndarray:
-    """Where the documents of a shard begin, int64 [n + 1, 2]. Raises DataError."""
+    """The begins of a shard's documents, int64 [n + 1, 2]. Raises DataError."""
     name = f"{entry['name']}.docs"
     index = _mapped(folder, name, np.dtype("<i8"), 2 * (entry["documents"] + 1), links).reshape(-1, 2)
     ends = (entry["tokens"], entry["bytes"])

@@ -4,12 +4,12 @@ Inputs are files, folders (all files below with a known ending) or globs. By the
 
     .txt .md          a document each, or one for each paragraph (between blank lines) or line
     .jsonl .ndjson    a line is an object, one column of which is a document
-    .parquet          a row is a document: one column of it; a row group at a time
+    .parquet          a row is a document: one column of it, a row group at a time
     .arrow            the same, as an IPC stream or file (as Hugging Face ``datasets`` writes them)
 
-A part of an input becomes a shard, in the order of the inputs, whatever the number of workers: the files are the same bytes
-every time. `make` resumes after the last whole shard of an interrupted call; other inputs or another tokenizer are an error.
-Called again with the same ones, it says what is there.
+A part of an input becomes a shard, in the order of the inputs. The files are the same bytes for any number of workers.
+`make` resumes after the last complete shard of an interrupted call. Other inputs or another tokenizer are an error.
+Called again with the same ones, it reports the finished folder.
 """
 
 import functools
@@ -168,7 +168,7 @@ def _parts(path: pathlib.Path) -> Iterator[Part]:
 
 
 def _open(path: pathlib.Path) -> Any:
-    """A Parquet file, or the batches of an Arrow file or stream; TokensError when it is damaged."""
+    """A Parquet file, or the batches of an Arrow file or stream. Raises TokensError if it is damaged."""
     try:
         if path.suffix in PARQUET:
             return pq.ParquetFile(path, memory_map=True)
@@ -184,7 +184,7 @@ def _open(path: pathlib.Path) -> Any:
 
 
 def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
-    """Yields (where it is, its text) for each document of a part; anything but a string is a bad row."""
+    """Yield (place, text) for each document of a part. Anything but a string is a bad row."""
     path = pathlib.Path(part.path)
     if path.suffix in TEXT:
         try:

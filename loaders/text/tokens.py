@@ -7,19 +7,19 @@ A row is one sequence of ``context`` positions, made of documents by `loaders.te
 
     best_fit  the documents of an epoch are permuted, and each ``window`` of them that follow each other is packed by itself:
               the longest document first, each into the fullest row that can still take it (best fit decreasing; Ding et al.
-              2024, arXiv 2404.10830). A document is cut only where it is longer than the context. Rows of a
+              2024, arXiv 2404.10830). Only a document longer than the context is cut. Rows of a
               window are permuted. Attention and loss stay inside a document: ``segments``.
     concat    the stream of all documents is cut every ``context`` tokens, and those windows are permuted in each epoch.
     random    windows of that stream that begin anywhere, drawn for each row, as nanoGPT trains.
 
-Batches are read ahead by grain's threads. What a row holds is a function of (seed, epoch, window). A window's number of rows is
-only known when it is packed, so a seek packs the windows before it once, at one or two microseconds a document (us/doc of
-tools/packing_report.py); nothing is stored. "test" goes once through all sources in order: packed if packing is best_fit, else
+Batches are read ahead by grain's threads. A row is a function of (seed, epoch, window). A window's number of rows is
+only known when it is packed. So a seek packs the windows before it once, at one or two microseconds a document (us/doc of
+tools/packing_report.py). Nothing is stored. "test" goes once through all sources in order: packed if packing is best_fit, else
 window after window with a padded last one.
 
-The share of padding, of documents that are cut although they would fit, and the mean number of tokens that a prediction may
-attend to, for the 7,222 paragraphs of tiny Shakespeare as characters (python -m tools.packing_report input.txt --context 64 256
-1024):
+The table has the share of padding, the share of documents that are cut though they would fit, and the mean number of tokens that
+a prediction sees. The documents are the 7,222 paragraphs of tiny Shakespeare as characters
+(python -m tools.packing_report input.txt --context 64 256 1024).
 
                         best_fit                     concat
     context    padding    cut   attends    padding    cut   attends
@@ -52,18 +52,18 @@ class Source:
     """Documents to read."""
 
     path: str = ""  # [path] folder of token files, or a text file
-    test: str = ""  # [path] of what to test on; empty = test/ in the folder, else a share of path
+    test: str = ""  # [path] of the test data; empty = test/ in the folder, else a share of path
     share: float = 1.0  # [1] of the rows, relative to the other sources
 
 
 @dataclass(frozen=True)
 class Config(checks.DataSection):
-    sources: tuple[Source, ...] = ()  # [sources] what rows are mixed from
+    sources: tuple[Source, ...] = ()  # [sources] of the rows
     context: int = 1024  # [tokens] of a row
     packing: str = "best_fit"  # [name] best_fit, concat or random
     window: int = 16_384  # [documents] that are packed among themselves
-    text: str = "characters"  # [name] what a token of a text file is: characters (vocabulary: those in the file) or bytes
-    test_share: float = 0.1  # [share] kept for testing where no path holds any: of the documents, or the end of a text
+    text: str = "characters"  # [name] of the tokens of a text file: characters (vocabulary: those in the file) or bytes
+    test_share: float = 0.1  # [share] kept for testing without a path for it: of the documents, or the end of a text
     follow_links: bool = False  # [bool] links in a folder of token files may lead out of it
     threads: int = 2  # [threads] that read batches ahead
     ahead: int = 4  # [batches] that are read ahead
@@ -89,12 +89,12 @@ class Config(checks.DataSection):
 
 
 class Tokens(Loader):
-    """Rows of tokens from several sources. Fields, r rows for each range; 0 where no document is:
+    """Rows of tokens from several sources. Fields, r rows for each range, with 0 outside documents:
 
     tokens, targets  int32 [r, context]    a token, and the one after it in its document
     positions        int32 [r, context]    from 0 in each document (in a window of a stream: in the window)
     segments         int32 [r, context]    0 for padding, 1, 2, … for the documents of a row
-    mask             float32 [r, context]  1 where there is a target
+    mask             float32 [r, context]  1 for places with a target
     source           int32 [r]
     index, epoch     int32 [r]             the row's first document in its source and split (-1 in padding), passes before
     weight           float32 [r]           0 for the padding of a ragged last batch
@@ -161,7 +161,7 @@ class Tokens(Loader):
         }
 
     def diagnostics(self) -> dict[str, Any]:
-        """By source, of the rows that this process delivered: share, passes before, share of padding; documents never read."""
+        """By source, of the rows that this process delivered: share, passes before, share of padding, unread documents."""
         rows, tokens = self._delivered.T
         return {
             "share": (rows / np.maximum(rows.sum(), 1)).tolist(),
@@ -172,7 +172,7 @@ class Tokens(Loader):
         }
 
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
-        place = position * self._rows.batch + row  # counted over the whole run; in "test" over the whole split
+        place = position * self._rows.batch + row  # counted over the whole run, or in "test" over the whole split
         batch = self._empty(len(place))
         if self._mixture:
             source, number = self._mixture(place)
@@ -199,7 +199,7 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """What the documents decide.
+    """The facts of the documents.
 
     vocab; context; bytes_per_token of the test split (of train, if there is none); n_train, n_test: documents by source;
     tokenizer: path of the first source's tokenizer.json, or ""; symbols: of a text of characters, symbol i is token i, or "".

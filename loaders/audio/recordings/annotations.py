@@ -1,4 +1,4 @@
-"""What a source says of a recording, and the list of mistakes in it."""
+"""The annotations of a source, and the list of mistakes in it."""
 
 import dataclasses
 import re
@@ -43,7 +43,7 @@ class IndexMistakes(DataError):
 
 @dataclasses.dataclass(slots=True)
 class Annotation:
-    """What one line of a source says: a recording, or a part of it, and its labels."""
+    """One line of a source: a recording, or a part of it, and its labels."""
 
     path: str  # of the recording, absolute
     start: float | None = None  # [s]; None: the whole recording
@@ -58,7 +58,7 @@ class Annotation:
 
 
 class Mistakes:
-    """Every mistake by its kind, and what is to be done about it."""
+    """Every mistake by its kind, and the action for each kind."""
 
     def __init__(self, policies: Iterable[str] = ()):
         """``policies``: "KIND=drop", "KIND=keep" or "KIND=refuse"; "all=drop" for every kind. Raises DataError."""
@@ -77,7 +77,7 @@ class Mistakes:
         self.lines: list[tuple[str, str]] = []
 
     def add(self, kind: str, text: str) -> bool:
-        """Counts a mistake, in one line: names of files may hold anything. Returns whether what has it is kept."""
+        """Counts a mistake, in one line: names of files may hold anything. Returns whether its row is kept."""
         self.counts[kind] += 1
         self.lines.append((kind, re.sub(r"[\x00-\x1f\x7f]", lambda found: repr(found[0])[1:-1], text)))
         return self._policy[kind] == KEEP
@@ -100,7 +100,7 @@ class Mistakes:
         return out
 
     def refuse(self) -> None:
-        """Raises IndexMistakes where a kind that is refused was met."""
+        """Raises IndexMistakes if a refused kind was met."""
         refused = [kind for kind in KINDS if self.counts[kind] and self._policy[kind] == REFUSE]
         if refused:
             n = sum(self.counts[kind] for kind in refused)

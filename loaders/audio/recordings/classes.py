@@ -9,13 +9,13 @@ from loaders.base import DataError
 
 
 class Classes(NamedTuple):
-    """names: in their order. known: every name and synonym, in lower case, to its class; empty: every label is a class."""
+    """names: in their order. known: every name and synonym, in lower case, to its class; empty = any label is one."""
 
     names: Sequence[str]
     known: Mapping[str, str]
 
     def of(self, label: str) -> str | None:
-        """The class of a label; None where it is unknown."""
+        """The class of a label, or None if it is unknown."""
         return self.known.get(" ".join(label.split()).casefold()) if self.known else label
 
 

@@ -14,7 +14,7 @@ def is_audio(name: str) -> bool:
 
 
 def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
-    """Every file below a folder, by name, links followed; what cannot be entered is a mistake."""
+    """Every file below a folder, by name, links followed. A folder that cannot be entered is a mistake."""
 
     def enter(path: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
         try:
@@ -48,7 +48,7 @@ def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
 
 
 class Finder:
-    """Finds the file that a table's name means: below the folder of recordings, beside the table, or by its name alone."""
+    """Finds the file that a table's name means: below the folder of recordings, next to the table, or by its name alone."""
 
     def __init__(self, folder: pathlib.Path | None, mistakes: Mistakes):
         self._folder, self._mistakes = folder, mistakes
@@ -56,7 +56,7 @@ class Finder:
         self._names: dict[pathlib.Path, dict[str, list[str]]] = {}
 
     def find(self, name: str, table: pathlib.Path, where: str) -> str | None:
-        """The absolute path of a recording; None where there is none, or several, which is counted once for each name."""
+        """The absolute path of a recording. None for none or several, which is counted once for each name."""
         key = (name, str(table.parent))
         if key not in self._found:
             self._found[key] = self._find(name.replace("\\", "/"), table, where)
@@ -69,7 +69,7 @@ class Finder:
         folders = [self._folder] if self._folder else []
         for folder in (*folders, table.parent):
             path = os.path.normpath(os.path.join(os.path.abspath(folder), name))
-            # A table may come from anyone: what it names lies below the folder that the user named, or next to the table.
+            # A table may come from anyone: its files are below the folder that the user named, or next to the table.
             if "\0" not in name and os.path.isfile(path) and pathlib.Path(path).is_relative_to(os.path.abspath(folder)):
                 return path
         # Tables hold the paths of the machine that they were made on, and names without their ending.
@@ -88,7 +88,7 @@ class Finder:
         self._mistakes.add("missing-file", f"{where} names {name!r}, which is not below {(folders or [table.parent])[0]}")
         return None
 
-    def beside(self, table: pathlib.Path, where: str) -> str | None:
+    def next_to(self, table: pathlib.Path, where: str) -> str | None:
         """The recording that a table without file names is about: the one whose name it begins with."""
         stem = table.name
         while stem:

@@ -23,7 +23,7 @@ LARGEST = 1 << 16  # [bytes] of a header chunk that is read
 
 @dataclasses.dataclass(slots=True)
 class Header:
-    """What is known of one recording."""
+    """The facts of one recording."""
 
     size: int  # [bytes]
     mtime: int  # [ns]
@@ -31,9 +31,9 @@ class Header:
     frames: int
     channels: int
     slow: bool  # of a format that is decoded several times slower
-    promised: int  # frames that the header states, where they are more than there are; else 0
+    promised: int  # frames that the header states, if they are more than there are, else 0
     digest: str  # of a few bytes: equal for copies
-    about: dict[str, str]  # date, time, latitude, longitude, site, where its header or its name says so
+    about: dict[str, str]  # date, time, latitude, longitude, site, of its header or its name
 
     @property
     def seconds(self) -> float:
@@ -198,7 +198,7 @@ def _zone(zone: str | None) -> str:
 
 
 def _stamp(text: str, clock: bool = True) -> dict[str, str]:
-    """date "2023-05-01" and time "05:30:00+02:00" of an ISO 8601 text; nothing where it is none."""
+    """date "2023-05-01" and time "05:30:00+02:00" of an ISO 8601 text, or nothing."""
     try:
         when = datetime.fromisoformat(text)
     except ValueError:

@@ -17,7 +17,7 @@ from loaders.audio.recordings.rows import SHORTEST, Options, Splitter, leads_out
 from loaders.base import DataError
 from loaders.io import atomic_write, files
 
-MOST_ABOUT = 1 << 20  # [bytes] of a member's name, and of what else an archive says of it
+MOST_ABOUT = 1 << 20  # [bytes] of a member's name, and of its other metadata
 
 
 class _Member(tarfile.TarInfo):
@@ -44,10 +44,10 @@ def make(
     note: Callable[[str], None] = lambda text: None,
     threads: int = 0,
 ) -> dict[str, Any]:
-    """Reads sources, checks them and writes the index ``out``. Returns what its index.json says, and "n_read", headers read.
+    """Reads sources, checks them and writes the index ``out``. Returns its index.json, and "n_read", headers read.
 
     Args:
-      root: the folder that names in the index are relative to; empty: that of --audio, a folder that is the only source, or
+      root: the folder that names in the index are relative to; empty = that of --audio, a folder that is the only source, or
         the folder that all recordings lie in.
       note: is called with a line of progress.
 
@@ -68,7 +68,7 @@ def make(
     where = _root(given, reading, root, paths)
     below = os.path.join(where, "")
     links = {path: led for path in sorted(paths) if path.startswith(below) and (led := leads_out(path, where))}
-    # Before any is opened: what is there is for nobody to read.
+    # Before any is opened: the folder's contents are private.
     paths -= {path for path, led in links.items() if not mistakes.add("link-outside", f"{path} leads to {led}")}
     found, n_read = headers.read_all(paths, store.read_recordings(out), mistakes, threads)
     note(f"{len(found)} headers, {n_read} of them read now")
@@ -87,7 +87,7 @@ def archives_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
-    """Unpacks the files of tar archives into a folder; one that is there already, of the same size, is left. Returns how many.
+    """Unpacks the files of tar archives into a folder. Files of the same size are left. Returns their number.
 
     Raises DataError: an archive that cannot be read, or holds anything but files and folders below it.
     """
@@ -100,7 +100,7 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
                     name = os.path.normpath(member.name)
                     if member.isdir():
                         continue
-                    # A sparse one is as large as it says it is, whatever the archive's size.
+                    # A sparse one has its stated size, for any size of the archive.
                     if not member.isfile() or member.issparse() or name.startswith(("..", "/")):
                         raise DataError(f"{archive} holds {member.name!r}, which is no plain file below it; unpack it by hand")
                     place = files.inside(folder, name)  # a link may be there, of the archive's maker

@@ -27,7 +27,7 @@ class Options:
 
     windows: float = 0.0  # [s] of the windows that recordings are cut into; 0 = a row for each annotation
     hop: float = 0.0  # [s] from window to window; 0 = their length
-    min_overlap: float = 0.25  # [s] of an event in a window that gives it its label; a shorter event: all of it
+    min_overlap: float = 0.25  # [s] of an event in a window that gives it its label, or the whole of a shorter event
     empty: bool = True  # [bool] windows without an event are rows, too
     channels: str = "mean"  # "mean", "each" as a row, "table": as it says, or a number
     min_count: int = 1  # [events] of a class, at least
@@ -52,7 +52,7 @@ class Row:
 
 @dataclasses.dataclass
 class Plan:
-    """What an index will hold: checked annotations by recording, in order, with its split."""
+    """The contents of an index: checked annotations by recording, in order, with its split."""
 
     names: list[str]  # of the classes
     events: dict[str, list[Annotation]]  # by the absolute path of the recording
@@ -105,7 +105,7 @@ class Splitter:
         return self.value.partition(":")[0] if self.kind == "column" else ""
 
     def of(self, path: str, stated: str, about: Mapping[str, str]) -> str | None:
-        """The split of a recording with this name below the root; None where what decides it is unknown."""
+        """The split of a recording with this name below the root, or None if its decisive value is unknown."""
         if self.kind == "column":
             wanted = self.value.partition(":")[2]
             return stated or None if not wanted else "test" if stated == wanted else "train" if stated else None
@@ -136,9 +136,9 @@ def plan(
     splitter: Splitter,
     mistakes: Mistakes,
 ) -> Plan:
-    """Checks annotations, and decides classes and splits. Mistakes are counted; those that are dropped are left out.
+    """Checks annotations, and decides classes and splits. Mistakes are counted, and dropped rows are left out.
 
-    Raises DataError: recordings for which what decides their split is unknown.
+    Raises DataError: recordings whose decisive value for the split is unknown.
     """
     events: dict[str, list[Annotation]] = defaultdict(list)
     below = os.path.join(root, "")
@@ -199,7 +199,7 @@ def plan(
 
 
 def leads_out(path: str, root: str) -> str:
-    """Where a path below ``root`` leads to, if links lead it out of there; else ""."""
+    """The target of a path below ``root`` if links lead out of there, else ""."""
     led = os.path.realpath(path)
     return "" if led.startswith(os.path.join(os.path.realpath(root), "")) else led
 
@@ -207,7 +207,7 @@ def leads_out(path: str, root: str) -> str:
 def _checked(
     each: Annotation, header: Header, classes: Classes | None, options: Options, mistakes: Mistakes
 ) -> Annotation | None:
-    """An annotation whose times lie in its recording, with classes for labels; None where it is left out."""
+    """An annotation whose times lie in its recording, with classes for labels, or None if it is left out."""
     if each.start is not None and each.end is not None:
         times = f"{each.where or each.path}: [{each.start:g}, {each.end:g}) s"
         if each.end <= each.start:

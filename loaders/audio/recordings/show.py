@@ -1,4 +1,4 @@
-"""What is in an index: hours, classes, lengths, rates, classes that occur together; in text and in pictures."""
+"""The contents of an index: hours, classes, lengths, rates, classes that occur together, in text and in pictures."""
 
 import itertools
 import pathlib
@@ -20,11 +20,11 @@ from loaders.io import atomic_write, files
 
 LENGTHS = (0.5, 1, 2, 5, 10, 30, 60, 600, 3600)  # [s] between which rows are counted
 SHOWN = 20  # classes, and pairs of them
-FRAMES, PICTURES = 498, 12  # of a picture of 5 s; pictures of a split
+FRAMES, PICTURES = 498, 12  # frames of a picture of 5 s, pictures of a split
 
 
 class Split(NamedTuple):
-    """What is counted of one split."""
+    """The counts of one split."""
 
     rows: int
     classes: np.ndarray  # int64 [C], rows with each

@@ -149,7 +149,7 @@ def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: F
 
 
 def _labels(text: str | None, separator: str) -> tuple[str, ...]:
-    """The labels of a field: one, several in brackets, or several between separators; in one line each."""
+    """The labels of a field: one, several in brackets, or several between separators, in one line each."""
     text = re.sub(r"[\x00-\x1f\x7f]+", " ", text or "").strip()
     if text.startswith("[") and text.endswith("]"):
         parts = re.findall(r"'([^']*)'|\"([^\"]*)\"|([^,\s\[\]'\"][^,\[\]'\"]*)", text)
@@ -162,7 +162,7 @@ def _labels(text: str | None, separator: str) -> tuple[str, ...]:
 def _times(
     row: Mapping[str, str], start: str | None, end: str | None, where: str, mistakes: Mistakes
 ) -> tuple[float | None, float | None] | None:
-    """Start and end of a row, each None where it has none; None where they are no numbers, which is counted."""
+    """Start and end of a row, each None if it is missing. None if they are no numbers, which is counted."""
     try:
         times = tables.number(row.get(start or "")), tables.number(row.get(end or ""))
     except ValueError:
@@ -182,7 +182,7 @@ def _frequency(row: Mapping[str, str], column: str | None) -> float | None:
 
 
 def _channel(row: Mapping[str, str], column: str | None, first: int) -> int | None:
-    """The channel that a row was annotated on, from 0, where the table counts from ``first``; None where it names none."""
+    """The channel that a row was annotated on, from 0, if the table counts from ``first``, or None without one."""
     text = row.get(column or "", "")
     return int(text) - first if text.isdecimal() and len(text) < 10 and int(text) >= first else None
 
@@ -203,7 +203,7 @@ def _named(table: tables.Table, option: str, flag: str, names: tuple[str, ...]) 
 
 
 def _columns(table: tables.Table, options: Options, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """A table with a recording, or a part of one, a line; or, as opensoundscape has it, a class a column of 0 and 1."""
+    """A table with a recording, or a part of one, a line, or of opensoundscape, with a class a column of 0 and 1."""
     file = _named(table, options.file_column, "--file-column", FILE)
     start = _named(table, options.start_column, "--start-column", START)
     end = _named(table, options.end_column, "--end-column", END) if start else None
@@ -221,7 +221,7 @@ def _columns(table: tables.Table, options: Options, mistakes: Mistakes, finder: 
     for number, row in rows:
         where = f"{table.path}:{number}"
         times = _times(row, start, end, where, mistakes)
-        path = finder.find(row.get(file, ""), table.path, where) if file else finder.beside(table.path, where)
+        path = finder.find(row.get(file, ""), table.path, where) if file else finder.next_to(table.path, where)
         if times is None or not path:
             continue
         if hot:
@@ -233,7 +233,7 @@ def _columns(table: tables.Table, options: Options, mistakes: Mistakes, finder: 
 
 
 def _raven(table: tables.Table, options: Options, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """A selection table of Raven: a selection is listed once for each view of it; times count from its first recording."""
+    """A selection table of Raven: a selection is listed once for each view of it. Times count from its first recording."""
     begin, end = (table.find(name) for name in RAVEN)
     selection, view = table.find("Selection"), table.find("View")
     file, offset, channel = table.find("Begin Path", "Begin File"), table.find("File Offset (s)"), table.find("Channel")
@@ -253,7 +253,7 @@ def _raven(table: tables.Table, options: Options, mistakes: Mistakes, finder: Fi
         for column in dict.fromkeys(filter(None, (file, name))):
             if row.get(column):
                 path = path or finder.find(row[column], table.path, where)
-        path = path or (None if file and row.get(file) else finder.beside(table.path, where))
+        path = path or (None if file and row.get(file) else finder.next_to(table.path, where))
         if times is None or not path:
             continue
         start, stop = times
@@ -275,7 +275,7 @@ def _raven(table: tables.Table, options: Options, mistakes: Mistakes, finder: Fi
 
 def _audacity(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
     """A label track of Audacity: start, end and label between tabs, and below it, after a backslash, the frequencies."""
-    audio = finder.beside(path, str(path))
+    audio = finder.next_to(path, str(path))
     if not audio:
         return
     last: Annotation | None = None
@@ -302,7 +302,7 @@ def _audacity(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder)
 
 
 def _kaleidoscope(table: tables.Table, options: Options, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """A table of Kaleidoscope: a file, an offset and a duration a line; the label that a person gave counts first."""
+    """A table of Kaleidoscope: a file, an offset and a duration a line. The label of a person counts first."""
     folders = [table.find(name) for name in ("INDIR", "FOLDER")]
     file, offset, duration = table.find("IN FILE"), table.find("OFFSET"), table.find("DURATION")
     manual = [_named(table, options.label_column, "--label-column", ("MANUAL ID",))]
@@ -339,7 +339,7 @@ def _is_xeno_canto(path: str, folder: pathlib.Path, mistakes: Mistakes) -> bool:
 
 
 def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """xeno-canto's answer to a query: recordings lie beside it as XC<number>, or under the name that it gives."""
+    """xeno-canto's answer to a query: recordings are next to it as XC<number>, or under its stated name."""
     try:
         recordings = files.parse(text, str(path))["recordings"]
         if not isinstance(recordings, list) or not all(isinstance(each, dict) for each in recordings):
@@ -373,7 +373,7 @@ def _birdset(path: pathlib.Path, mistakes: Mistakes, finder: Finder) -> Iterator
         rows = table.to_pylist()
     except DataError:
         raise
-    except Exception as error:  # noqa: BLE001  a damaged table makes pyarrow raise whatever it stumbles upon
+    except Exception as error:  # noqa: BLE001  a damaged table makes pyarrow raise many kinds
         raise DataError(f"{path} cannot be read: {files.said(error)[:300]}") from error
     named = re.search(r"_metadata_(train|test|test_5s)\.", path.name)
     split = named[1] if named else "train"

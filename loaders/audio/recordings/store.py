@@ -1,7 +1,7 @@
 """The folder of an index: written whole or not at all, and read again.
 
 DIR/
-  index.json                      root, classes, how it was made; rows and hours of each split
+  index.json                      root, classes, options, and rows and hours of each split
   data/SPLIT-00000-of-00002.parquet      rows, as Hugging Face's Hub names shards
   headers.cache              headers of all recordings, so that the next run reads only new ones
   mistakes.csv                    every mistake: kind, text
@@ -63,7 +63,7 @@ def schema(names: list[str]) -> pa.Schema:
 
 
 def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes an index into a folder beside ``out`` and puts it in its place. Returns what index.json says.
+    """Write an index into a folder next to ``out`` and rename it. Return its index.json.
 
     Raises DataError: ``out`` holds anything but an index; OSError with the name ``out``: the disk is full.
     """
@@ -108,7 +108,7 @@ def _replace(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping
 
 
 def refuse_other(out: pathlib.Path) -> None:
-    """Raises DataError where a folder holds anything but an index; puts back one whose replacement was interrupted."""
+    """Raise DataError if a folder holds anything but an index. Put back one whose replacement was interrupted."""
     old = out.with_name(f".{out.name}.old")
     if not out.exists() and (old / "index.json").is_file():
         os.rename(old, out)
@@ -119,7 +119,7 @@ def refuse_other(out: pathlib.Path) -> None:
 
 
 def read(folder: pathlib.Path) -> dict[str, Any]:
-    """What index.json of an index says. Raises DataError."""
+    """Read index.json of an index. Raises DataError."""
     try:
         about = files.read_json(files.inside(folder, "index.json"))
         splits, names = about.get("splits"), about.get("classes")
@@ -142,12 +142,12 @@ def _is_counted(split: Any) -> bool:
 
 
 def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
-    """The headers that an index keeps, by absolute path; empty where there are none, or an older version's."""
+    """The headers that an index keeps, by absolute path, or none without any of this version."""
     try:
         root = os.path.normpath(os.path.join(os.path.realpath(folder), read(folder)["root"]))
         rows = pq.read_table(files.inside(folder, "headers.cache")).to_pylist()
         found = {os.path.join(root, row.pop("path")): Header(**{**row, "about": dict(row["about"])}) for row in rows}
-    except Exception:  # noqa: BLE001  a damaged table makes pyarrow raise whatever it stumbles upon
+    except Exception:  # noqa: BLE001  a damaged table makes pyarrow raise many kinds
         return {}
     return found if all(map(_is_header, found.values())) else {}
 
@@ -184,7 +184,7 @@ def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
         columns[name] = [getattr(headers[path], name) for path in names]
     columns["about"] = [sorted(headers[path].about.items()) for path in names]
     table = pa.table({name: pa.array(columns[name], kind) for name, kind in kinds.items()})
-    with file.open("wb") as opened:  # closed also where the disk is full: pyarrow leaves that to the collector
+    with file.open("wb") as opened:  # closed also on a full disk: pyarrow leaves that to the collector
         pq.write_table(table, opened)
 
 
@@ -200,7 +200,7 @@ def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
             if writer:
                 writer.close()
             files.append(folder / f"{split}-{len(files):05d}")
-            # A recording's values repeat from row to row; times and sets of classes do not.
+            # A recording's values repeat from row to row. Times and sets of classes do not.
             writer = pq.ParquetWriter(files[-1], kind, use_dictionary=["audio.path", *TEXTS], compression="zstd")
         writer.write_table(_table(group, kind))
         n_rows += len(group)

@@ -27,7 +27,7 @@ class Recording:
     header: Header
 
     def clock(self, seconds: float) -> str:
-        """Date and time at a place of it, as in ISO 8601; "" where neither its header nor its name says when it began."""
+        """Date and time at a place of it, as in ISO 8601, or "" if neither its header nor its name has its begin."""
         return clock(self.header.about.get("date"), self.header.about.get("time"), seconds)
 
 
@@ -37,8 +37,8 @@ class Windows:
 
     root: str  # an absolute path
     recordings: Sequence[Recording]
-    seconds: float  # of a window; a recording that is shorter is one
-    hop: float  # [s] from window to window; the last one of a recording lies at its end
+    seconds: float  # of a window. A shorter recording is one
+    hop: float  # [s] from window to window. The last one is at the end of its recording
     first: np.ndarray  # int64 [recordings + 1]: the number of each recording's first window, and of all
 
     @property
@@ -52,7 +52,7 @@ class Windows:
 
     @property
     def digest(self) -> str:
-        """Of the recordings' names and what was read of them, and of how they are cut."""
+        """A hash of the recordings' names, their headers, and the cut."""
         digest = hashlib.sha256(f"{self.seconds!r} {self.hop!r}".encode())
         for each in self.recordings:
             h = each.header
@@ -90,7 +90,7 @@ class Windows:
 
 
 def clock(date: str | None, time: str | None, seconds: float) -> str:
-    """Date and time so many seconds after a recording's begin; "" where either is unknown, or is none."""
+    """Date and time so many seconds after a recording's begin, or "" if one of them is unknown."""
     if not date or not time:
         return ""
     try:
@@ -113,10 +113,10 @@ def cut(
 
     Args:
       seconds, hop: of the windows.
-      root: the folder that names are relative to, those in tables, too; empty: a folder or index that is alone given, or the
+      root: the folder that names are relative to, those in tables, too; empty = a folder or index that is alone given, or the
         nearest that holds all.
       links: whether links may lead out of the root.
-      mistakes: is told of every recording that cannot be read.
+      mistakes: takes every recording that cannot be read.
 
     Raises DataError: something given that is none of these, or nothing that can be read.
     """
@@ -157,7 +157,7 @@ def _cut(header: Header, seconds: float, hop: float) -> list[tuple[float, float]
 
 
 def _recordings_of(given: str, root: str, known: dict[str, Header], mistakes: Mistakes) -> tuple[str, set[str]]:
-    """The folder that a source stands for ("": none), and the recordings in it; ``known`` takes headers that an index has."""
+    """The folder that a source stands for ("" without one), and its recordings. ``known`` takes headers that an index has."""
     path = pathlib.Path(given).expanduser()
     if (path / "index.json").is_file():
         of_index: Mapping[str, Header] = store.read_recordings(path)
@@ -182,5 +182,5 @@ def _first_mistake(mistakes: Mistakes) -> str:
 
 
 def lenient() -> Mistakes:
-    """Mistakes of which none ends a command: what has one is left out, and a recording that is cut off is read to its end."""
+    """Mistakes of which none ends a command. Rows with one are left out, and a truncated recording is read to its end."""
     return Mistakes(["all=drop", f"truncated-file={KEEP}"])
