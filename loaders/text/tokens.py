@@ -17,8 +17,8 @@ only known when it is packed. So a seek packs the windows before it once, at one
 tools/packing_report.py). Nothing is stored. "test" goes once through all sources in order: packed if packing is best_fit, else
 window after window with a padded last one.
 
-The table has the share of padding, the share of documents that are cut though they would fit, and the mean number of tokens that
-a prediction sees. The documents are the 7,222 paragraphs of tiny Shakespeare as characters
+The table has the share of padding, the share of documents that are cut though they would fit, and the mean number of tokens
+that a prediction sees. The documents are the 7,222 paragraphs of tiny Shakespeare as characters
 (python -m tools.packing_report input.txt --context 64 256 1024).
 
                         best_fit                     concat
