@@ -138,7 +138,7 @@ def test_every_parameter_must_be_sorted():
     assert kinds["scale"] == "train" and kinds["embed"] == "freeze"
     with pytest.raises(lora.LoraError) as error:
         lora.sort(Lora(rank=1, adapt="blocks/", train="w_up", freeze="^embed$"), table)
-    for text in ("'w_head' matches none of", "'blocks/w_up' matches lora.adapt", "'blocks/scale_mlp' [3, 32] is no matrix"):
+    for text in ("'w_head' matches none of", "'blocks/w_up' matches lora.adapt", "'blocks/scale_mlp' [3, 32] is not a matrix"):
         assert text in str(error.value)
     with pytest.raises(lora.LoraError, match="matches no parameter"):
         lora.sort(Lora(rank=1, adapt="nothing", freeze="."), table)

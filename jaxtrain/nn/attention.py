@@ -1,20 +1,24 @@
-"""Attention: one function, the kernel chosen by the platform that the program is for, wherever it is traced (`choose`).
+"""Attention as one function. `choose` picks the kernel by the platform that the program is for.
 
-    gpu   16-bit numbers: cuDNN's fused kernel (`nn.cudnn`). Pallas's (`nn.flash`) for packed documents, and for heads that
-          cuDNN does not take. Neither has an array that grows with T × S. XLA for a window over documents or to both sides
-    tpu   the splash kernel of Pallas (`nn.splash`), for sequences and heads that fill its lanes
-    else  XLA, which holds all B × H × T × S weights of a layer. On GPUs and TPUs, 16-bit models compute them again in the
-          backward pass, so that no layer keeps them. For CPUs its products in float32 are those of `nn.heads_first`
+    gpu   16-bit numbers: cuDNN's fused kernel (`nn.cudnn`), or Pallas's (`nn.flash`) for packed
+          documents and other heads. Neither has an array that grows with T × S. XLA takes a window
+          over documents, or to both sides
+    tpu   the splash kernel of Pallas (`nn.splash`), if sequences and heads fill its lanes
+    else  XLA, which holds all B × H × T × S weights of a layer. On GPUs and TPUs, 16-bit models
+          compute them again in the backward pass, so that no layer keeps them. For CPUs its
+          products in float32 are those of `nn.heads_first`
 
-`within` calls them on a mesh, each device on its own rows and heads. XLA splits its own attention by itself. For sequences that
-are split over devices there is `nn.ring`. All of them compute softmax(q k^T / sqrt(K)) v (Vaswani et al. 2017) with a float32
-softmax over the keys that a query may see:
+`within` calls them on a mesh, each device on its own rows and heads. XLA splits its own attention by
+itself. `nn.ring` is for sequences that are split over devices. All of them compute
+softmax(q k^T / sqrt(K)) v (Vaswani et al. 2017) with a float32 softmax over the keys that a query
+may see:
 
 - ``causal``: key s of query t only if s <= t
 - ``window``: and only if t - s < window (Beltagy et al. 2020), 0 for all
 - ``segments``: only keys of the query's own document. Padding is a segment of its own.
 
-Shapes: B batch, T queries, S keys, H heads, G key/value heads (which divide H: Ainslie et al. 2023), K head dimension.
+Shapes: B batch, T queries, S keys, H heads, G key/value heads (which divide H: Ainslie et al.
+2023), K head dimension.
 """
 
 import functools
@@ -43,11 +47,13 @@ def within(
     keep: str | None = None,
     policy: str = "none",
 ) -> Array:
-    """`attention` of arrays that ``shard`` lays out over a mesh, for the devices of that mesh. Rows and heads are split.
+    """Compute `attention` of arrays that ``shard`` lays out over a mesh. Rows and heads are split.
 
-    ``keep``: a name of `remat.scan` for what the backward pass reads of it; cuDNN's and `flash`'s is known by `is_forward`.
-    ``policy``: of the layers around it, a word of `jaxtrain.nn.remat`. It decides whether XLA's own attention is computed again
-    from q, k and v in the backward pass, as the kernels do it, or the whole layer is anyway (`remat.cheap`).
+    Args:
+      keep: a name of `remat.scan` for the activations that the backward pass reads. `is_forward`
+        knows those of cuDNN and `flash`.
+      policy: of the layers around it, a word of `jaxtrain.nn.remat`. By `remat.cheap` it decides
+        whether XLA's own attention is computed again from q, k and v in the backward pass.
     """
     platform, capability = shard.devices
     run = functools.partial(attention, causal=causal, window=window, platform=platform, capability=capability, keep=keep)
@@ -83,13 +89,13 @@ def attention(
     capability: str = "",
     keep: str | None = None,
 ) -> Array:
-    """Attention of a sequence to itself. Returns [B, T, H, K].
+    """Compute the attention of a sequence to itself, [B, T, H, K].
 
     Args:
-      segments_bt: int32; documents that do not see each other.
-      platform: "cpu", "gpu" or "tpu"; None = where this process computes.
-      capability: of the GPUs, as "9.0"; "" = unknown.
-      keep: see `within`.
+      segments_bt: int32, documents that do not see each other.
+      platform: "cpu", "gpu" or "tpu". None = the platform of this process.
+      capability: of the GPUs, as "9.0". Empty = unknown.
+      keep: as in `within`.
     """
     if platform is None:
         platform, capability = one_device.host()
@@ -115,9 +121,9 @@ def attention(
 def choose(
     shape: tuple[int, ...], dtype: Any, *, causal: bool, window: int, packed: bool, platform: str, capability: str = ""
 ) -> str:
-    """The kernel for queries [B, T, H, K]: "cudnn", "flash", "splash" or "xla".
+    """Return the kernel for queries [B, T, H, K]: "cudnn", "flash", "splash" or "xla".
 
-    What this asks is all that may decide it: a plan, which is traced on another machine, has to get the same.
+    Only these arguments may decide it, since a plan is traced on another machine.
     """
     if platform == "tpu" and splash_fits(shape):
         return "splash"
@@ -131,17 +137,23 @@ def choose(
 
 
 def is_forward(kernel: str) -> bool:
-    """Whether a jaxpr calls the forward pass of cuDNN's kernel or of `flash` so. (Splash names what it keeps itself.)"""
+    """Tell whether a jaxpr has this name for the forward pass of cuDNN's kernel or of `flash`.
+
+    Splash names its activations itself.
+    """
     return kernel in ("dot_product_attention_fwd_wrapper", "mha")
 
 
 def masked(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> Array:
-    """Attention to the keys where the mask [B or 1, T, S] is true, by XLA. A query that sees none averages them all."""
+    """Compute attention by XLA to the keys of a mask [B or 1, T, S].
+
+    A query that sees no key averages them all.
+    """
     return jax.nn.dot_product_attention(q_bthk, k_bsgk, v_bsgk, mask=mask_bts[:, None], implementation="xla")
 
 
 def visible(t: Array, s: Array, *, causal: bool, window: int) -> Array:
-    """bool [T, S]: whether the query at place t may see the key at place s."""
+    """Tell whether the query at place t may see the key at place s, bool [T, S]."""
     back_ts = t[:, None] - s[None]
     seen_ts = jnp.ones(back_ts.shape, bool)
     if causal:

@@ -1,8 +1,9 @@
 """Batch norm, and the one way to a statistic of the global batch.
 
-A loss sees some rows of the batch: those of its group along the mesh axis "data". A statistic over all rows is a sum over its
-rows, then over that axis, inside the loss. It is the same on every mesh. It does not decompose over microbatches: with
-train.accumulate = n it is of a microbatch, the rows r of the whole batch with the same r mod n, whatever the mesh.
+A loss sees the rows of its group along the mesh axis "data". A statistic over all rows is a sum over
+its rows, then over that axis, inside the loss. It is the same on every mesh. It does not decompose
+over microbatches. With train.accumulate = n it is of a microbatch: of the rows r of the whole batch
+with the same r mod n, on every mesh.
 """
 
 import jax
@@ -13,9 +14,9 @@ from jaxtrain.types import Array, PyTree
 
 
 def over_data(x: PyTree) -> PyTree:
-    """The sum over the groups along "data" of an array, or of each array of a tree.
+    """Sum an array, or each array of a tree, over the groups along "data".
 
-    ``x`` itself where there is one group, or where the step sees all rows.
+    If there is one group, or the step sees all rows, this is ``x``.
     """
     context = jax.sharding.get_abstract_mesh()
     grouped = not context.empty and DATA in context.manual_axes
@@ -23,7 +24,7 @@ def over_data(x: PyTree) -> PyTree:
 
 
 def member(row_b: Array, groups: int, batch: int) -> Array:
-    """float32 [B, G], one-hot: to which of G runs of the batch's rows, of equal length, a row belongs.
+    """Return which of G equal runs of the batch's rows a row belongs to, float32 [B, G], one-hot.
 
     Args:
       row_b: int32 [B] places in the global batch of ``batch`` rows.
@@ -34,13 +35,14 @@ def member(row_b: Array, groups: int, batch: int) -> Array:
 def batch_norm(
     x_bd: Array, scale_d: Array, bias_d: Array, running: PyTree, member_bg: Array | None, *, momentum: float, eps: float
 ) -> tuple[Array, PyTree]:
-    """(x - mean) / sqrt(var + eps) scale + bias for each channel, in float32 (Ioffe & Szegedy 2015).
+    """Compute (x - mean) / sqrt(var + eps) scale + bias for each channel (Ioffe & Szegedy 2015).
 
     Args:
-      running: {"mean": [D], "var": [D]}; the statistics of an evaluation.
-      member_bg: `member` in training: mean and (biased) variance are of each group's rows. None in an evaluation.
-      momentum: share of this batch in the new running values; of the unbiased variance there, n / (n - 1) times the biased.
-        Of several groups, their mean.
+      running: {"mean": [D], "var": [D]}, the statistics of an evaluation.
+      member_bg: `member` in training: mean and (biased) variance are of each group's rows. None in
+        an evaluation.
+      momentum: share of this batch in the new running values. They have the mean of several groups,
+        and of the unbiased variance, n / (n - 1) times the biased.
 
     Returns:
       float32 [B, D], and the new running values, without gradient.
@@ -57,7 +59,7 @@ def batch_norm(
             n_g1, (n_g1.shape[0], x_bd.shape[1])
         )
         mean_bd = (member_bg[:, :, None] * mean_gd[None]).sum(1)
-        centred_bd = x_bd - mean_bd  # first the mean, then the squares: channels that read raw codes have means of hundreds
+        centred_bd = x_bd - mean_bd  # before squaring: channels of raw codes have means of hundreds
         square_gd = over_data((member_bg[:, :, None] * (centred_bd * centred_bd)[:, None]).sum(0))
         var_bd = (member_bg[:, :, None] * (square_gd / jnp.broadcast_to(n_g1, square_gd.shape))[None]).sum(1)
         unbiased_gd = square_gd / jnp.broadcast_to(jnp.maximum(n_g1 - 1, 1), square_gd.shape)

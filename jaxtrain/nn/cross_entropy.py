@@ -1,14 +1,16 @@
 """Cross-entropy over a large vocabulary whose logits are never whole.
 
-Tokens are taken a chunk at a time; each device has the logits of its part of the vocabulary (mesh axes of "vocab") for its own
-tokens, and what the parts must know of each other is the largest logit, the sum of exponentials and the label's logit.
+Tokens are taken a chunk at a time. Each device has the logits of its part of the vocabulary (mesh
+axes of "vocab") for its own tokens. The parts exchange the largest logit, the sum of exponentials and
+the label's logit.
 
-Where the matrix is split by its columns over the tokens' own devices, as parameters are (fsdp), and has more rows than these
-have tokens, they exchange columns for rows, and each computes the logits of its rows for the tokens of all of them: neither the
-matrix nor its gradient in float32 is whole anywhere. Otherwise it is gathered, and its gradient is summed where it belongs.
+The columns of the matrix may be split over the tokens' own devices, as parameters are (fsdp). If it
+then has more rows than these devices have tokens, they exchange columns for rows. Each computes the
+logits of its rows for the tokens of all of them. No device has the whole matrix, or its gradient in
+float32. Otherwise the matrix is gathered, and the parts of its gradient are summed.
 
-The derivatives are computed along with the loss, so that no logit is computed twice: with loss = sum_n w_n (lse_n + z lse_n^2 -
-(1 - s) x_n[label_n] - s mean_v x_nv) and p = exp(x - lse),
+The derivatives are computed along with the loss, so that no logit is computed twice. With
+loss = sum_n w_n (lse_n + z lse_n^2 - (1 - s) x_n[label_n] - s mean_v x_nv) and p = exp(x - lse),
 
     d loss / d x_nv = w_n (p_nv (1 + 2 z lse_n) - (1 - s) [v = label_n] - s / V)
 
@@ -29,12 +31,16 @@ from jaxtrain.types import Array, Axes, Shard
 
 
 class Sums(NamedTuple):
-    """Over all tokens, weighted. Only ``loss`` has a derivative."""
+    """Weighted sums over all tokens. Only ``loss`` has a derivative."""
 
     loss: Array  # cross-entropy (with smoothed labels, if they are) and z-loss
     cross_entropy: Array  # [nats]
     z: Array  # of lse^2, without its coefficient
-    correct: Array  # tokens whose label has the largest logit, the first of them if they are several
+    correct: Array  # tokens whose label has the largest logit, the first of equal ones
+
+
+Grads = tuple[Array, ...]  # by x and by w; none unless they are asked for
+State = tuple[Sums, Any]  # of the loop over chunks, with the gradient by w
 
 
 class How(NamedTuple):
@@ -60,16 +66,18 @@ def cross_entropy(
     size: int | None = None,
     axes: Axes = ("vocab", None),
 ) -> Sums:
-    """Sums of weight × (-log softmax(w x)[label] + z_loss lse^2), lse = log sum exp(w x) (de Brébisson & Vincent 2016).
+    """Sum weight × (-log softmax(w x)[label] + z_loss lse^2) with lse = log sum exp(w x).
 
-    Products are of ``x``'s dtype and summed in float32; ``w_vd`` is rounded to it, its gradient is not.
+    z_loss is of de Brébisson & Vincent (2016). Products are of ``x``'s dtype and summed in float32.
+    ``w_vd`` is rounded to that dtype, and its gradient is not.
 
     Args:
-      weight_bt: float32; 0 for tokens that do not count, whose labels may be anything.
+      weight_bt: float32, 0 for tokens that do not count, which may have any label.
       smoothing: share of the target that is spread over the whole vocabulary, the label included.
-      chunk: [tokens] on each device whose logits are there at the same time.
-      size: rows of ``w_vd`` that are a vocabulary; those after them only fill it up to a number that devices can share.
-      axes: logical axes of ``w_vd``; its gradient is returned as they are split.
+      chunk: [tokens] on each device whose logits exist at the same time.
+      size: rows of ``w_vd`` that are a vocabulary. The others fill it up, so that devices can share
+        it.
+      axes: logical axes of ``w_vd``, and of its gradient.
     """
     how = How(z_loss, smoothing, chunk, w_vd.shape[0] if size is None else size, axes)
     return _total(shard, how, x_btd, w_vd, label_bt, weight_bt)
@@ -80,11 +88,11 @@ def _total(shard: Shard, how: How, x_btd: Array, w_vd: Array, label_bt: Array, w
     return _run(shard, how, x_btd, w_vd, label_bt, weight_bt, grads=False)[0]
 
 
-def _forward(shard: Shard, how: How, *args: Array) -> tuple[Sums, tuple]:
+def _forward(shard: Shard, how: How, *args: Array) -> tuple[Sums, Grads]:
     return _run(shard, how, *args, grads=True)
 
 
-def _backward(shard: Shard, how: How, grads: tuple[Array, Array], cotangent: Sums) -> tuple:
+def _backward(shard: Shard, how: How, grads: Grads, cotangent: Sums) -> tuple[Array | None, ...]:
     del shard, how
     dx_btd, dw_vd = grads
     return (dx_btd * cotangent.loss).astype(dx_btd.dtype), dw_vd * cotangent.loss, None, None
@@ -95,20 +103,20 @@ _total.defvjp(_forward, _backward)
 
 def _run(
     shard: Shard, how: How, x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array, *, grads: bool
-) -> tuple[Sums, tuple]:
+) -> tuple[Sums, Grads]:
     z_loss, smoothing, chunk, v_used, (of_rows, of_columns) = how
     b, t, d = x_btd.shape
     v = w_vd.shape[0]
     vocab, rows = shard.names(of_rows, v), (*shard.names("batch", b), *shard.names("seq", t))
     columns, _ = shared_columns(shard, of_columns, d, (b, t))
     n_columns = shard.size(of_columns, d) if columns else 1
-    # Gathered, the matrix and its gradient are sent; exchanged, the tokens and theirs.
+    # To gather sends the matrix and its gradient, to exchange sends the tokens and theirs.
     v_here, n_here = v // shard.size(of_rows, v), b * t // (shard.size("batch", b) * shard.size("seq", t))
     exchanged = columns if v_here % n_columns == 0 and n_here * n_columns <= v_here else ()
     parts, others = (*vocab, *exchanged), tuple(name for name in rows if name not in exchanged)
     w_vd = w_vd.astype(x_btd.dtype)  # once, and before it is sent
 
-    def local(x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array) -> tuple[Sums, tuple]:
+    def local(x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array) -> tuple[Sums, Grads]:
         if exchanged:
             w_vd = jax.lax.all_to_all(w_vd, exchanged, split_axis=0, concat_axis=1, tiled=True)
         n, first = label_bt.size, _place(parts) * w_vd.shape[0]
@@ -117,10 +125,10 @@ def _run(
         pad = [(0, count * size - n)]
         x_ncd = jnp.pad(x_btd.reshape(n, d), [*pad, (0, 0)]).reshape(count, size, d)
         label_nc, weight_nc = (jnp.pad(y.reshape(n), pad).reshape(count, size) for y in (label_bt, weight_bt))
-        # What each device adds up is its own until the end.
+        # The sums of each device are its own until the end.
         w_vd, x_ncd = _varying(w_vd, others), _varying(x_ncd, vocab)
 
-        def one(state: tuple, xs: tuple) -> tuple[tuple, Array | None]:
+        def one(state: State, xs: tuple[Array, ...]) -> tuple[State, Array | None]:
             sums, dw_vd = state
             own_weight_c = xs[2]
             x_cd, label_c, weight_c = (_over(_gathered, x, exchanged) for x in xs)
@@ -142,7 +150,7 @@ def _run(
                 sum_x_c = _over(jax.lax.psum, jnp.where(place_v[None] < v_used, x_cv, 0).sum(-1), parts)
                 target_x_c = (1 - smoothing) * label_x_c + smoothing / v_used * sum_x_c
             each = (lse_c - target_x_c + z_loss * lse_c**2, lse_c - label_x_c, lse_c**2, right_c)
-            if exchanged:  # of its own tokens each device
+            if exchanged:  # each device adds those of its own tokens
                 own = [jax.lax.dynamic_slice_in_dim(y_c, _place(exchanged) * size, size) for y_c in each]
             else:
                 own = list(each)
@@ -160,7 +168,7 @@ def _run(
             return (sums, dw_vd), dx_cd.astype(x_cd.dtype)
 
         zero = (weight_nc * 0).sum()  # made of the weights, to vary over the devices as they do
-        start: tuple[Sums, Any] = (
+        start: State = (
             Sums(zero, zero, zero, zero),
             jnp.zeros_like(w_vd, dtype=jnp.float32) + zero if grads else (),
         )
@@ -176,7 +184,7 @@ def _run(
         return sums, (dx_btd, _over(jax.lax.psum, dw_vd, tuple(name for name in rows if name not in columns)))
 
     axes = (("batch", "seq", None), (of_rows, of_columns if exchanged else None), ("batch", "seq"), ("batch", "seq"))
-    none: Any = PartitionSpec()  # where the sums' arrays will be
+    none: Any = PartitionSpec()  # in place of the sums' arrays
     of_dw = shard.spec((v, d), (of_rows, of_columns if columns else None))
     out = (Sums(none, none, none, none), (shard.spec((b, t, d), axes[0]), of_dw) if grads else ())
     return kernels.local(shard, local, (x_btd, w_vd, label_bt, weight_bt.astype(jnp.float32)), axes, out)
@@ -191,7 +199,7 @@ def _gathered(x: Array, names: tuple[str, ...]) -> Array:
 
 
 def _scattered(x: Array, names: tuple[str, ...], *, axis: int = 0) -> Array:
-    """Summed, each device having its part of it."""
+    """Sum over devices, each of which gets its part of the sum."""
     return jax.lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
 
 
@@ -200,5 +208,5 @@ def _varying(x: Array, names: tuple[str, ...]) -> Array:
 
 
 def _place(names: tuple[str, ...]) -> Array | int:
-    """Which part of a dimension split over these axes this device has."""
+    """Return which part of a dimension split over these axes this device has."""
     return jax.lax.axis_index(names) if names else 0

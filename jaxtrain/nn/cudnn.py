@@ -17,11 +17,11 @@ from jaxtrain.types import Array
 
 HOPPER = (9, 0)  # compute capability from which cuDNN has heads of more than 128 values
 CUDNN = 91000  # [version] that a program for GPUs is traced for on a host without one
-_ASKING = threading.Lock()  # what JAX asks the host is replaced for one thread at a time
+_PATCHING = threading.Lock()  # one thread at a time replaces JAX's questions to the host
 
 
 def fits(shape: tuple[int, ...], capability: str) -> bool:
-    """Whether GPUs of this compute capability have a fused kernel, cuDNN's or `nn.flash`, for queries [B, T, H, K]."""
+    """Tell whether these GPUs have a fused kernel, cuDNN's or `nn.flash`, for queries [B, T, H, K]."""
     generation = _generation(capability)
     return generation >= (8, 0) and shape[3] <= (256 if generation >= HOPPER else 128)
 
@@ -36,9 +36,9 @@ def fused(
     capability: str = "",
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
-    """cuDNN's kernel. An odd length gets a place that nobody sees: with a bias JAX derives even ones only (0.10 to 0.12).
+    """Call cuDNN's kernel. An odd length gets one more place, which no query sees.
 
-    A window is to the left of a causal query: cuDNN has no other.
+    cuDNN has only windows to the left of a causal query.
     """
     b, t = q_bthk.shape[:2]
     lengths = None
@@ -57,9 +57,10 @@ def fused(
 
 @contextlib.contextmanager
 def _as_on(capability: str) -> Iterator[None]:
-    """JAX asks this host for its cuDNN and its GPU (0.10 to 0.12); a program for other GPUs is traced as there.
+    """Trace a program as on a host with a GPU of this capability.
 
-    On a host with such a GPU nothing is replaced: the answers are its own.
+    JAX asks this host for its cuDNN and its GPU (0.10 to 0.12). On a host with such a GPU its own
+    answers stay.
     """
     if one_device.host() in (("gpu", capability), ("gpu", "")):
         yield
@@ -74,14 +75,17 @@ def _as_on(capability: str) -> Iterator[None]:
     def equal(other: str) -> bool:
         return own == _generation(other)
 
-    with _ASKING, mock.patch.multiple(
+    with _PATCHING, mock.patch.multiple(
         cudnn, check_cudnn_version=lambda: CUDNN, check_compute_capability=at_least, is_cuda_compute_capability_equal=equal
     ):  # fmt: skip
         yield
 
 
 def _generation(capability: str) -> tuple[int, ...]:
-    """(9, 0) of "9.0". Unknown: the oldest that has the kernels. Another vendor's, as "gfx942": one that has none."""
+    """Parse "9.0" to (9, 0).
+
+    If it is unknown, it is the oldest with the kernels. Another vendor's, as "gfx942", has none.
+    """
     if not capability:
         return (8, 0)
     parts = capability.split(".")

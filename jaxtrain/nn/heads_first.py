@@ -1,13 +1,14 @@
 """Attention by XLA for CPUs, in products that have heads before places.
 
-Where heads come behind them, as in [B, T, H, K], XLA for CPUs copies what it multiplies, the weights [T, S] of each head too,
-and takes 1.3 to 1.7 times as long (docs/performance.md). Weights are divided by their sum after their product with the values,
-where there are fewer numbers, and kept for the backward pass as they are.
+If heads come after places, as in [B, T, H, K], XLA for CPUs copies the operands, also the weights
+[T, S] of each head, and takes longer (docs/performance.md). Weights are divided by their sum after
+their product with the values, which has fewer numbers, and the backward pass keeps them undivided.
 
-For float32: the gradient takes the sum of weights times their derivatives from the result, which in 16 bits is too coarse.
+It is for float32. The gradient takes the sum of weights times their derivatives from the result,
+which is too coarse in 16 bits.
 
-Shapes: B batch, T queries, S keys, H heads, G key/value heads, R = H / G, K head dimension, X = R × T: the queries of a group's
-heads, one head after the other.
+Shapes: B batch, T queries, S keys, H heads, G key/value heads, R = H / G, K head dimension,
+X = R × T: the queries of a group's heads, one head after the other.
 """
 
 import jax
@@ -19,11 +20,14 @@ from jaxtrain.types import Array
 
 @jax.custom_vjp
 def heads_first(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> Array:
-    """softmax(q k^T / sqrt(K)) v, [B, T, H, K], over the keys where the mask [B or 1, T, S] is true. Each query has some."""
+    """Compute softmax(q k^T / sqrt(K)) v, [B, T, H, K], over the keys of a mask [B or 1, T, S].
+
+    Each query sees at least one key.
+    """
     return _forward(q_bthk, k_bsgk, v_bsgk, mask_bts)[0]
 
 
-def _forward(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> tuple[Array, tuple]:
+def _forward(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> tuple[Array, tuple[Array, ...]]:
     g = k_bsgk.shape[2]
     x_bgxs = jnp.einsum("bgxk,bgsk->bgxs", _by_head(q_bthk, g), _by_head(k_bsgk, g)) * q_bthk.shape[-1] ** -0.5
     x_bgrts = x_bgxs.reshape(*x_bgxs.shape[:2], -1, *mask_bts.shape[1:])
@@ -35,7 +39,7 @@ def _forward(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> tu
     return y_bthk, (q_bthk, k_bsgk, v_bsgk, y_bthk, p_bgxs, share_bgx)
 
 
-def _backward(kept: tuple, dy_bthk: Array) -> tuple:
+def _backward(kept: tuple[Array, ...], dy_bthk: Array) -> tuple[Array | None, ...]:
     q_bthk, k_bsgk, v_bsgk, y_bthk, p_bgxs, share_bgx = kept
     g = k_bsgk.shape[2]
     dy_bgxk = _by_head(dy_bthk, g) * share_bgx[..., None]
@@ -53,13 +57,13 @@ heads_first.defvjp(_forward, _backward)
 
 
 def _by_head(x_bthk: Array, g: int) -> Array:
-    """[B, G, R × T, K]."""
+    """Bring heads before places, [B, G, R × T, K]."""
     b, t, h, k = x_bthk.shape
     return x_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 3, 1, 4).reshape(b, g, -1, k)
 
 
 def _by_place(x_bgxk: Array, like_bthk: Array) -> Array:
-    """Back to [B, T, H, K]."""
+    """Bring places before heads again, [B, T, H, K]."""
     b, t, h, k = like_bthk.shape
     g = x_bgxk.shape[1]
     return x_bgxk.reshape(b, g, h // g, t, k).transpose(0, 3, 1, 2, 4).reshape(b, t, h, k)

@@ -1,4 +1,4 @@
-"""A decoder under Hugging Face's names: the same numbers in the same order, only names and shapes differ."""
+"""The decoder under Hugging Face's names. Only names and shapes differ, not the order of numbers."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ LAYER = {
     "w_down": "mlp.down_proj.weight",
 }
 
-# Fields of `Decoder`, and of its `Rope` if that is stretched: ours -> theirs, in config.json.
+# Fields of `Decoder`, and of its `Rope` if that is stretched: ours -> those of config.json.
 SIZES = {
     "embed": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads", "mlp": "intermediate_size",
     "eps": "rms_norm_eps",
@@ -39,24 +39,24 @@ ROPE = {
 
 
 class HuggingFaceError(ValueError):
-    """A config.json that this model cannot be."""
+    """A config.json of a model that `Decoder` cannot be."""
 
 
 class Names(NamedTuple):
-    """The names of a decoder's parameters in the weights of others."""
+    """The names of a decoder's parameters in another system's weights."""
 
     top: Mapping[str, str]  # path of a parameter outside the stack -> name
     layer: Mapping[str, str]  # path below "blocks/" -> name within a layer
     prefix: str = "layers"  # before a layer's number
 
     def of(self, path: str, depth: int) -> str | list[str]:
-        """The name of a parameter, or one name for each layer of the stack."""
+        """Return the name of a parameter, or one name for each layer of the stack."""
         if path in self.top:
             return self.top[path]
         return [f"{self.prefix}.{i}.{self.layer[path.removeprefix('blocks/')]}" for i in range(depth)]
 
     def renames(self, table: Any) -> tuple[tuple[str, str], ...]:
-        """config.warm_start.renames, from these names to the paths of a table."""
+        """Return config.warm_start.renames, from these names to the paths of a table."""
         found = []
         for path in specs.paths(table):
             name = path.removeprefix("blocks/")
@@ -73,7 +73,7 @@ def _slashes(name: str) -> str:
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path) -> Iterator[None]:
-    """A context in which whatever a broken config.json raises becomes a HuggingFaceError with its path."""
+    """Turn any error of a broken config.json into a HuggingFaceError with its path."""
     try:
         yield
     except (HuggingFaceError, files.FileError) as error:
@@ -83,13 +83,13 @@ def reading(path: pathlib.Path) -> Iterator[None]:
 
 
 def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) -> dict[str, Any] | None:
-    """The architecture of a folder that `jaxtrain export` wrote, as fields of the section ``model``; None for any other.
+    """Read the fields of the section ``model`` from a folder that `jaxtrain export` wrote, else None.
 
     Args:
       workload: the module whose run it has to be.
-      names: fields that the workload's ``Config`` has beyond `Decoder`'s and that decide shapes.
+      names: fields of the workload's ``Config`` that decide shapes, besides those of `Decoder`.
 
-    Raises HuggingFaceError: an export of another workload, or a damaged one.
+    Raises HuggingFaceError for an export of another workload, and for a damaged one.
     """
     path = pathlib.Path(folder).expanduser() / EXPORT_FILE
     if not path.is_file():
@@ -98,32 +98,32 @@ def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) 
         config = files.read_json(files.inside(path.parent, path.name))["config"]
         found, model = config["workload"], dict(config["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HuggingFaceError(f"{path} cannot be read as what `jaxtrain export` writes: {error!r}") from error
+        raise HuggingFaceError(f"{path} cannot be read as an export of jaxtrain: {error!r}") from error
     if found != workload:
         raise HuggingFaceError(f"{path}: the export is of a run of {found}; expected one of {workload}")
-    # Places that are not learned are as many as the data have.
+    # The data decide the number of places, unless they are learned.
     kept = {f.name for f in dataclasses.fields(Decoder)} - ({"context"} if model.get("positions") != "learned" else set())
     return {name: value for name, value in model.items() if name in kept or name in names}
 
 
 def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
-    """The content of those of a folder's files that are there, by name. Raises FileError."""
+    """Read the existing files of a folder, by name. Raises FileError."""
     there = [name for name in names if (folder / name).is_file()]
     return {name: files.read(files.inside(folder, name), most=files.MOST_JSON) for name in there}
 
 
 def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one layer's array at Hugging Face, which has heads and their dimensions as one axis."""
+    """Return the shape of one layer's array at Hugging Face, with heads and head_dim as one axis."""
     if name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v"):
         return (shape[0] * shape[1], *shape[2:])
     return (shape[0], shape[1] * shape[2]) if name == "w_out" else shape
 
 
 def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[str] = ()) -> dict[str, Any]:
-    """Fields of `transformer.Decoder` from a config.json of Llama's kind, in the spelling of transformers 4 or 5.
+    """Read the fields of `transformer.Decoder` from a config.json of Llama's kind.
 
-    Raises HuggingFaceError, with ``problems`` that the caller has found already: an activation, biases or rotary positions that
-    are not here.
+    The spelling may be that of transformers 4 or 5. Raises HuggingFaceError, also with the caller's
+    ``problems``, for an unknown activation, biases or rotary positions.
     """
     problems = list(problems)
     rope = h.get("rope_parameters") or {**(h.get("rope_scaling") or {}), "rope_theta": h.get("rope_theta", 1e4)}
@@ -131,7 +131,7 @@ def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[
     if kind not in ("default", "llama3"):
         problems.append(f"rope_type is {kind!r}; {checks.expected(kind, ('default', 'llama3'))}")
     if h.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act is {h['hidden_act']!r}; only silu is there")
+        problems.append(f"hidden_act is {h['hidden_act']!r}; expected silu")
     if h.get("attention_bias") or h.get("mlp_bias"):
         problems.append("attention_bias and mlp_bias must be false")
     if problems:

@@ -20,7 +20,7 @@ NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that no softmax sees
 
 @dataclass(frozen=True)
 class Rope(Section):
-    """Rotary positions; with a factor above 1 stretched over a longer context, as Llama 3 does it."""
+    """Rotary positions. A factor above 1 stretches them over a longer context, as in Llama 3."""
 
     theta: float = 1e4  # [1] longest wavelength over 2 pi, of the pair that turns slowest
     factor: float = 1.0  # [1] by which wavelengths much longer than the original context are stretched; 1 = none
@@ -35,14 +35,14 @@ class Rope(Section):
 
 
 def rms_norm(x: Array, scale: Array, eps: float, shard: Shard | None = None) -> Array:
-    """x / sqrt(mean(x^2) + eps) scale over the last axis, in float32 (Zhang & Sennrich 2019)."""
+    """Compute x / sqrt(mean(x^2) + eps) scale over the last axis (Zhang & Sennrich 2019)."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)
     return scaled(y, scale, shard).astype(x.dtype)
 
 
 def layer_norm(x: Array, scale: Array, bias: Array | None, eps: float, shard: Shard | None = None) -> Array:
-    """(x - mean) / sqrt(var + eps) scale + bias over the last axis, in float32 (Ba et al. 2016)."""
+    """Compute (x - mean) / sqrt(var + eps) scale + bias over the last axis (Ba et al. 2016)."""
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
     y = scaled(y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps), scale, shard)
@@ -50,19 +50,19 @@ def layer_norm(x: Array, scale: Array, bias: Array | None, eps: float, shard: Sh
 
 
 def spread(x: Array, shape: tuple[int, ...], shard: Shard | None) -> Array:
-    """x in every row of an array: broadcast over the dimensions that ``shape`` has before its own.
+    """Broadcast x over the dimensions that ``shape`` has before its own, to every row.
 
-    For CPUs its gradient, a sum over rows, is a product with ones. As a sum, XLA makes windows of it there, which takes several
-    times as long as reading the rows does.
+    For CPUs its gradient, a sum over rows, is a product with ones. XLA turns the sum into windows
+    there, which takes several times as long as reading the rows.
 
     Args:
-      shard: None = it is a few rows.
+      shard: None = a few rows.
     """
     return _spread(shape, x) if _by_ones(shape[: len(shape) - x.ndim], shard) else jnp.broadcast_to(x, shape)
 
 
 def scaled(y: Array, scale: Array, shard: Shard | None) -> Array:
-    """Every row of y times ``scale``, whose gradient is a product for CPUs, too (`spread`)."""
+    """Multiply every row of y by ``scale``. For CPUs its gradient is a product, as in `spread`."""
     if _by_ones(y.shape[: y.ndim - scale.ndim], shard):
         return _scaled(y, scale)
     return y * jnp.broadcast_to(scale, y.shape)
@@ -88,7 +88,7 @@ _spread.defvjp(lambda shape, x: (_spread(shape, x), x), _sum_of_rows)
 
 @jax.custom_vjp
 def _scaled(y: Array, scale: Array) -> Array:
-    """Its gradient's rule keeps ``scale`` itself: for a product with what `spread` returns, rows of it would be kept."""
+    """Multiply with a gradient that keeps ``scale`` itself, not rows of it."""
     return y * jnp.broadcast_to(scale, y.shape)
 
 
@@ -101,13 +101,16 @@ _scaled.defvjp(lambda y, scale: (_scaled(y, scale), (y, scale)), _gradients_of_s
 
 
 def gelu(x: Array) -> Array:
-    """x Φ(x), by the error function (Hendrycks & Gimpel 2016)."""
+    """Compute x Φ(x), by the error function (Hendrycks & Gimpel 2016)."""
     return _gelu(x) if jax.__version_info__ >= (0, 12) else jax.nn.gelu(x, approximate=False)
 
 
 @jax.custom_jvp
 def _gelu(x: Array) -> Array:
-    """With its own derivative: that of `erfc` is refused by jax 0.12.0 where a mesh axis is manual ("Primitive poly…")."""
+    """Compute GELU with a derivative of its own.
+
+    If a mesh axis is manual, jax 0.12.0 refuses that of `erfc` ("Primitive poly…").
+    """
     return jax.nn.gelu(x, approximate=False)
 
 
@@ -119,10 +122,10 @@ def _gelu_derivative(xs: tuple[Array], dxs: tuple[Array]) -> tuple[Array, Array]
 
 
 def rope_angles(rope: Rope, position_bt: Array, head_dim: int) -> tuple[Array, Array]:
-    """cos and sin [B, T, 1, K / 2] of the angles by which pairs turn, t theta^(-2 i / K) (Su et al. 2021).
+    """Return cos and sin [B, T, 1, K / 2] of the angles t theta^(-2 i / K) (Su et al. 2021).
 
-    With a factor, frequencies f are divided by it where original × f / 2 pi < low, stay as they are where it is > high, and are
-    interpolated between (Llama 3.1; Grattafiori et al. 2024).
+    A factor divides the frequencies f with original × f / 2 pi < low, leaves those with > high, and
+    interpolates between (Llama 3.1, Grattafiori et al. 2024).
     """
     f = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if rope.factor != 1:
@@ -134,19 +137,20 @@ def rope_angles(rope: Rope, position_bt: Array, head_dim: int) -> tuple[Array, A
 
 
 def rotate(x_bthk: Array, cos_sin: tuple[Array, Array]) -> Array:
-    """Turns the pairs (i, i + K / 2)."""
+    """Rotate the pairs (i, i + K / 2)."""
     a, b = jnp.split(x_bthk.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos_sin
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bthk.dtype)
 
 
 def product(equation: str, x: Array, w: Array, shard: Shard, *, precision: jax.lax.Precision | None = None) -> Array:
-    """einsum of activations and one matrix, in the activations' dtype. No product of a model has a batch dimension.
+    """Compute the einsum of activations and one matrix, in the activations' dtype.
 
-    For CPUs the rows, the contracted dimensions and the others become one dimension each: a product whose gradients contract
-    over several dimensions (B and T) is computed there after writing both operands out, transposed. A device that has part of a
-    row (a split sequence) would have to exchange tokens for that. GPUs and TPUs take several dimensions as they are, and under
-    FSDP the partitioner exchanges less with them.
+    No product of a model has a batch dimension. For CPUs the rows, the contracted dimensions and the
+    others become one dimension each. Else gradients that contract over several dimensions (B and T)
+    are computed after writing both operands out, transposed. With a part of a row on a device (a
+    split sequence), that would exchange tokens. GPUs and TPUs take several dimensions as they are,
+    and under FSDP the partitioner exchanges less with them.
     """
     w = w.astype(x.dtype)
     (of_x, of_w), of_y = (left := equation.split("->"))[0].split(","), left[1]
@@ -167,20 +171,26 @@ def product(equation: str, x: Array, w: Array, shard: Shard, *, precision: jax.l
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(axis: int, precision: jax.lax.Precision | None, x_ni: Array, w: Array) -> Array:
-    """x w, of w's dimension ``axis``; for CPUs, where a product of N rows' transposes is up to twice as fast with the narrower
-    array on its left. XLA would turn the result's transpose into the slow product again, hence the barrier.
+    """Multiply x by w, over w's dimension ``axis``, for CPUs.
+
+    In the gradient, a product of N rows' transposes is up to twice as fast with the narrower array on
+    its left. The barrier keeps XLA from turning the result's transpose into the slow product again.
     """
     return jax.lax.dot_general(x_ni, w, (((1,), (axis,)), ((), ())), precision)
 
 
-def _multiply_forward(axis: int, precision: jax.lax.Precision | None, x_ni: Array, w: Array) -> tuple[Array, tuple]:
+def _multiply_forward(
+    axis: int, precision: jax.lax.Precision | None, x_ni: Array, w: Array
+) -> tuple[Array, tuple[Array, Array]]:
     return _multiply(axis, precision, x_ni, w), (x_ni, w)
 
 
-def _multiply_backward(axis: int, precision: jax.lax.Precision | None, kept: tuple[Array, Array], dy_no: Array) -> tuple:
+def _multiply_backward(
+    axis: int, precision: jax.lax.Precision | None, kept: tuple[Array, Array], dy_no: Array
+) -> tuple[Array, Array]:
     x_ni, w = kept
     dx_ni = jax.lax.dot_general(dy_no, w, (((1,), (1 - axis,)), ((), ())), precision)
-    left, right = (x_ni, dy_no) if axis == 0 else (dy_no, x_ni)  # whose product lies as w does
+    left, right = (x_ni, dy_no) if axis == 0 else (dy_no, x_ni)  # in the order of w's dimensions
     rows = (((0,), (0,)), ((), ()))
     if left.shape[1] <= right.shape[1]:
         return dx_ni, jax.lax.dot_general(left, right, rows, precision)
@@ -191,21 +201,22 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array:
-    """`product` with a matrix that may be adapted (`jaxtrain.nn.lora`), which is then not merged."""
+    """Compute `product` with a matrix. If it is adapted (`jaxtrain.nn.lora`), it is not merged."""
     if isinstance(w, Unmerged):
         return w.project(equation, x, lambda equation, x, w: product(equation, x, w, shard))
     return product(equation, x, w, shard)
 
 
 def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab", "embed"), dtype: Any = None) -> Array:
-    """Rows w[index], [B, T, D], each device looking into its part of the table; the parts are added up, or put together.
+    """Look up rows w[index], [B, T, D], of a table that is split over devices.
 
-    Where the table's columns and the indices are split over the same devices, either the table is gathered or, if there are
-    fewer indices than rows in it, each device looks up its columns of all their indices, and the results are exchanged. Then no
-    device ever has the whole table, nor its gradient.
+    Each device looks into its part of the table, and the parts are added up or put together. If the
+    table's columns and the indices are split over the same devices, the table is gathered. If it has
+    more rows than there are indices, each device looks up its columns of all their indices, and the
+    results are exchanged. Then no device has the whole table, or its gradient.
 
     Args:
-      dtype: of the result, rounded before it is sent; None = the table's.
+      dtype: of the result, rounded before it is sent. None = the table's.
     """
     v, d = w_vd.shape
     b, t = index_bt.shape
@@ -222,7 +233,7 @@ def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab",
             own_bt = index_bt - jax.lax.axis_index(names) * n
             inside = (own_bt >= 0) & (own_bt < n)
             rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0)
-            # In the table's type: XLA for CPUs fails at a sum of bfloat16 over some of the mesh's axes (jaxlib 0.10.2).
+            # In the table's type: XLA for CPUs fails at a sum of bfloat16 over some of the mesh axes.
             rows_btd = jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), names)
         else:
             rows_btd = jnp.take(w_vd, index_bt, axis=0)
@@ -238,8 +249,9 @@ def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab",
 
 
 def shared_columns(shard: Shard, axis: str | None, d: int, shape_bt: tuple[int, int]) -> tuple[tuple[str, ...], int]:
-    """The mesh axes that columns of a table (a dimension ``axis`` of size ``d``) are split over, if B or T of [B, T] is split
-    over all of them as well, and which of the two; else no axes.
+    """Return the mesh axes that both the columns of a table and B or T of [B, T] are split over.
+
+    Also returns which of the two it is. ``axis`` is the logical axis of the ``d`` columns.
     """
     names = shard.names(axis, d)
     for i, (rows, size) in enumerate(zip(("batch", "seq"), shape_bt, strict=True)):

@@ -1,17 +1,22 @@
-"""Low-rank adapters (Hu et al. 2022) as a transform of a task: its parameter table, and what its functions see.
+"""Low-rank adapters (Hu et al. 2022) as a transform of a task: of its parameter table and functions.
 
-`config.lora` sorts every parameter by path into one of three: ``adapt``, ``train``, ``freeze``. Of an adapted matrix W the run
-keeps W as it is and trains A [rank, last…] and B [first…, rank]: W + alpha / rank × B A takes its place. Its two sides, first
-and last, are "embed" and the other dimensions, in the order that they have in the table (where neither end is "embed", the
-first dimension and the others); a stack has its layers before both. B is zero at first.
+`config.lora` sorts every parameter by path into one of three: ``adapt``, ``train``, ``freeze``. An
+adapted matrix W stays as it is, and W + alpha / rank × B A takes its place. The run trains
+A [rank, last…] and B [first…, rank], which is zero at first. The two sides of W, first and last, are
+"embed" and the other dimensions, in the order of the table. If neither end is "embed", they are the
+first dimension and the others. A stack has its layers before both.
 
-The workload gets an `Adapted` where it had an array. A layer that multiplies by it (`nn.layers.project`) adds B (A x) to W x:
-with W frozen, its backward pass is a third shorter than with a merged matrix, whose derivative would be computed whole. Where a
-layer casts it (``.astype``) or takes it out of its stack it is merged, of a scanned stack one layer at a time. Tables that a
-workload looks rows up in cannot be adapted. A and B are parameters ``…/w_a`` and ``…/w_b``; W and what is frozen are
-`Variables.frozen`, made or read from config.warm_start at every start and not saved again.
+The workload gets an `Adapted` in place of an array. A layer that multiplies by it
+(`nn.layers.project`) adds B (A x) to W x. The derivative of a frozen W is not computed then, and the
+backward pass is a third shorter than with a merged matrix. A layer that casts it (``.astype``) or
+takes it out of its stack merges it, one layer of a scanned stack at a time. A table of rows that a
+workload looks up cannot be adapted.
+
+A and B are the parameters ``…/w_a`` and ``…/w_b``. W and the frozen parameters are
+`Variables.frozen`. They are made, or read from config.warm_start, at every start, and not saved.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -31,7 +36,7 @@ KINDS = ("adapt", "train", "freeze")
 
 
 class LoraError(ValueError):
-    """Patterns that do not sort the parameters, or something that is no matrix. The message lists them all."""
+    """Patterns that do not sort the parameters, or do not match a matrix. The message lists all."""
 
 
 @flax.struct.dataclass
@@ -41,8 +46,8 @@ class Adapted(Unmerged):
     w: Array  # [layers…, first…, last…]
     a: Array  # [layers…, rank, last…]
     b: Array  # [layers…, first…, rank]
-    scale: float = flax.struct.field(pytree_node=False)
-    n_first: int = flax.struct.field(pytree_node=False)  # dimensions of the first side
+    scale: float = dataclasses.field(metadata={"pytree_node": False})
+    n_first: int = dataclasses.field(metadata={"pytree_node": False})  # dimensions of the first side
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,14 +58,15 @@ class Adapted(Unmerged):
         return self.w.dtype
 
     def astype(self, dtype: Any) -> Array:
-        """The matrix, merged in float32 where it is no wider."""
+        """Merge the matrix, in the wider of its own dtype and that of A."""
         wide = jnp.promote_types(self.w.dtype, self.a.dtype)
-        return (self.w.astype(wide) + self.scale * product(self.a, self.b, self.n_first).astype(wide)).astype(dtype)
+        more: Array = product(self.a, self.b, self.n_first)
+        return (self.w.astype(wide) + self.scale * more.astype(wide)).astype(dtype)
 
     def project(self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]) -> Array:
-        """einsum(equation, x, the matrix) in x's dtype, without merging: through A, then B.
+        """Compute einsum(equation, x, the matrix) in x's dtype, without merging, by A and then B.
 
-        ``equation`` is of one layer's matrix and contracts one of its sides whole.
+        ``equation`` is of one layer's matrix, and contracts all dimensions of one side.
         """
         left, out = equation.split("->")
         of_x, of_w = left.split(",")
@@ -82,7 +88,7 @@ class Adapted(Unmerged):
 
 
 def product(a: Any, b: Any, n_first: int) -> Any:
-    """B A, [layers…, first…, last…], of arrays of JAX or of numpy."""
+    """Compute B A, [layers…, first…, last…], of arrays of JAX or of numpy."""
     n_layers = b.ndim - n_first - 1
     layers, rank = b.shape[:n_layers], b.shape[-1]
     first, last = b.shape[n_layers:-1], a.shape[n_layers + 1 :]
@@ -91,18 +97,18 @@ def product(a: Any, b: Any, n_first: int) -> Any:
 
 
 def sides(spec: Spec) -> tuple[int, int]:
-    """Dimensions before the matrix, and of its first side."""
+    """Count the dimensions before the matrix, and those of its first side."""
     n_layers = next((i for i, axis in enumerate(spec.axes) if axis != "layer"), len(spec.axes))
     own = spec.axes[n_layers:]
     return n_layers, len(own) - 1 if own and own[-1] == "embed" and own[0] != "embed" else 1
 
 
 def sort(config: Lora, table: PyTree) -> dict[str, str]:
-    """path -> adapt, train or freeze.
+    """Return path -> adapt, train or freeze.
 
     Raises:
-      LoraError: a parameter that none or several of the patterns match, one to adapt that has no two sides, a pattern but
-        ``train`` that matches nothing.
+      LoraError: none or several of the patterns match a parameter, one to adapt is not a matrix, or
+        lora.adapt matches nothing.
     """
     kind_of, problems = {}, []
     flat = _flat(table)
@@ -118,7 +124,7 @@ def sort(config: Lora, table: PyTree) -> dict[str, str]:
         kind_of[path] = kinds[0]
         if kinds[0] == "adapt" and len(spec.shape) - sides(spec)[0] < 2:
             problems.append(
-                f"parameter {path!r} {list(spec.shape)} is no matrix: lora.adapt={config.adapt!r} must not match it"
+                f"parameter {path!r} {list(spec.shape)} is not a matrix: lora.adapt={config.adapt!r} must not match it"
             )
     if "adapt" not in kind_of.values():
         problems.append(f"lora.adapt={config.adapt!r} matches no parameter; expected one of: {', '.join(flat)}")
@@ -128,7 +134,7 @@ def sort(config: Lora, table: PyTree) -> dict[str, str]:
 
 
 def adapt(task: Task, config: Lora) -> Task:
-    """``task`` with adapters for its parameters. Raises LoraError."""
+    """Give a task adapters for its parameters. Raises LoraError."""
     if not config.rank:
         return task
     table, kinds = _flat(task.specs.params), sort(config, task.specs.params)
@@ -159,7 +165,7 @@ def adapt(task: Task, config: Lora) -> Task:
         try:
             return task.advance((), carry, step)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise LoraError(f"this task's carry follows its parameters, and adapters are not those: {error}") from error
+            raise LoraError(f"this task's carry follows its parameters, which adapters replace: {error}") from error
 
     def on_whole(trial: Trial) -> Trial:
         return trial._replace(run=lambda variables: trial.run(whole(variables)))
@@ -176,7 +182,7 @@ def adapt(task: Task, config: Lora) -> Task:
 
 
 def combine(config: Lora, table: PyTree, variables: Variables) -> Variables:
-    """The variables that a task of this table knows, `Adapted` where a matrix is."""
+    """Return the variables as a task of this table sees them, with `Adapted` matrices."""
     own, fixed, specs, combined = _flat(variables.params), _flat(variables.frozen), _flat(table), {}
     for path, kind in sort(config, table).items():
         if kind != "adapt":
@@ -188,7 +194,7 @@ def combine(config: Lora, table: PyTree, variables: Variables) -> Variables:
 
 
 def _factors(spec: Spec, rank: int) -> dict[str, Spec]:
-    """A and B; A as peft initialises it, uniform of variance 1 / (3 × numbers of the last side)."""
+    """Return A and B. As in peft, A is uniform, of variance 1 / (3 × numbers of the last side)."""
     n_layers, n_first = sides(spec)
     cut = n_layers + n_first
     n_last = math.prod(spec.shape[cut:])
@@ -207,13 +213,13 @@ def _uniform(n: int) -> Callable[[jax.Array, tuple[int, ...], Any], Array]:
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a parameter is one that no source of weights has."""
+    """Tell whether a parameter is an adapter's, which no source of weights has."""
     return path.rpartition("/")[2] in (A, B)
 
 
 def _flat(tree: PyTree) -> dict[str, Any]:
-    return flax.traverse_util.flatten_dict(tree, sep="/")
+    return flax.traverse_util.flatten_dict(tree, sep="/")  # type: ignore[no-untyped-call]
 
 
 def _nested(flat: Mapping[str, Any]) -> PyTree:
-    return flax.traverse_util.unflatten_dict(dict(flat), sep="/")
+    return flax.traverse_util.unflatten_dict(dict(flat), sep="/")  # type: ignore[no-untyped-call]

@@ -8,22 +8,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxtrain.nn import remat
 from jaxtrain.nn.attention import same_segment, visible
 from jaxtrain.nn.layers import NEVER
 from jaxtrain.parallel import kernels
-from jaxtrain.types import Array, Shard
+from jaxtrain.types import Array, Axes, Shard
 
+Arrays = tuple[Array, ...]
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def attention(
     shard: Shard, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array | None, *, causal: bool, window: int
 ) -> Array:
-    """`nn.attention.within` for arrays whose logical axis "seq" is split. What the backward pass reads is named "attention".
+    """Compute `nn.attention.within` for arrays whose logical axis "seq" is split.
 
-    Raises ValueError: "seq" is split over several mesh axes.
+    The activations that the backward pass reads are named "attention". Raises ValueError if "seq" is
+    split over several mesh axes.
     """
     b, t = q_bthk.shape[:2]
     names = shard.names("seq", t)
@@ -35,14 +38,15 @@ def attention(
 
 
 class Ring(NamedTuple):
-    """Attention over a sequence whose parts lie on the devices of a mesh axis, in order (Liu et al. 2023).
+    """Attention over a sequence whose parts lie on the devices of a mesh axis, in order.
 
-    Keys and values go around; each device adds what its queries take from the part that is there, ``chunk`` keys at a time, and
-    remembers the softmax's normaliser alone, by which the backward pass computes the weights again (Dao et al. 2022). No
-    device holds more than its part of the sequence and T × chunk weights of each head. Parts that the causal mask empties are
-    computed too: they are half of them, and all devices would wait for the last one anyway.
+    Keys and values go around (Liu et al. 2023). Each device computes the attention of its queries to
+    the part that is there, ``chunk`` keys at a time. It keeps only the softmax's normaliser, by which
+    the backward pass computes the weights again (Dao et al. 2022). No device holds more than its part
+    of the sequence and T × chunk weights of each head. Parts that the causal mask empties are
+    computed too. They are half of them, and all devices would wait for the last one anyway.
 
-    To be called where the axis is manual.
+    The axis must be manual in a call.
     """
 
     axis: str
@@ -52,13 +56,13 @@ class Ring(NamedTuple):
     chunk: int = 512
 
     def forward(self, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array) -> tuple[Array, Array]:
-        """Returns (y [B, T, H, K], log of the softmax's normaliser [B, G, R, T] float32)."""
+        """Return (y [B, T, H, K], log of the softmax's normaliser [B, G, R, T] float32)."""
         q_bgrtk = _by_group(q_bthk, k_bsgk.shape[2])
         # Zeros made of q vary over the devices as it does, as a loop's state must.
         zero_bgrt = jnp.zeros_like(q_bgrtk[..., 0], dtype=jnp.float32)
         state = (jnp.zeros_like(q_bgrtk, dtype=jnp.float32), zero_bgrt, zero_bgrt + NEVER)
 
-        def chunk(state: tuple, kvs: tuple) -> tuple[tuple, None]:
+        def chunk(state: Arrays, kvs: Arrays) -> tuple[Arrays, None]:
             y_bgrtk, sum_bgrt, top_bgrt = state
             k_bcgk, v_bcgk, place_c, segments_bc = kvs
             x_bgrtc = self._scores(q_bgrtk, segments_bt, k_bcgk, place_c, segments_bc)
@@ -68,7 +72,7 @@ class Ring(NamedTuple):
             y_bgrtk = y_bgrtk * shrink_bgrt[..., None] + _einsum("bgrtc,bcgk->bgrtk", p_bgrtc.astype(v_bcgk.dtype), v_bcgk)
             return (y_bgrtk, sum_bgrt * shrink_bgrt + p_bgrtc.sum(-1), new_bgrt), None
 
-        def part(i: Array, carry: tuple) -> tuple:
+        def part(i: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             state, kvs = carry
             state, _ = jax.lax.scan(chunk, state, self._chunks(i, *kvs))
             return state, self._turn(kvs)
@@ -80,12 +84,12 @@ class Ring(NamedTuple):
     def backward(
         self, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array, y_bthk: Array, log_bgrt: Array, dy_bthk: Array
     ) -> tuple[Array, Array, Array]:
-        """Derivatives by q, k and v. Those by k and v travel with them."""
+        """Return the derivatives by q, k and v. Those by k and v travel with them."""
         q_bgrtk, dy_bgrtk, y_bgrtk = (_by_group(x, k_bsgk.shape[2]) for x in (q_bthk, dy_bthk, y_bthk))
         delta_bgrt = (dy_bgrtk.astype(jnp.float32) * y_bgrtk.astype(jnp.float32)).sum(-1)
         scale = q_bthk.shape[-1] ** -0.5
 
-        def chunk(dq_bgrtk: Array, kvs: tuple) -> tuple[Array, tuple]:
+        def chunk(dq_bgrtk: Array, kvs: Arrays) -> tuple[Array, Arrays]:
             k_bcgk, v_bcgk, place_c, segments_bc = kvs
             x_bgrtc = self._scores(q_bgrtk, segments_bt, k_bcgk, place_c, segments_bc)
             p_bgrtc = jnp.exp(x_bgrtc - log_bgrt[..., None]) * (x_bgrtc > NEVER)
@@ -95,7 +99,7 @@ class Ring(NamedTuple):
             dk_bcgk = _einsum("bgrtc,bgrtk->bcgk", dx_bgrtc, q_bgrtk)
             return dq_bgrtk + _einsum("bgrtc,bcgk->bgrtk", dx_bgrtc, k_bcgk), (dk_bcgk, dv_bcgk)
 
-        def part(i: Array, carry: tuple) -> tuple:
+        def part(i: Array, carry: tuple[Array, Arrays, Arrays]) -> tuple[Array, Arrays, Arrays]:
             dq_bgrtk, kvs, dkv = carry
             dq_bgrtk, grads = jax.lax.scan(chunk, dq_bgrtk, self._chunks(i, *kvs))
             dkv = tuple(old + jnp.moveaxis(new, 0, 1).reshape(old.shape) for old, new in zip(dkv, grads, strict=True))
@@ -115,7 +119,7 @@ class Ring(NamedTuple):
         return jnp.where(seen_btc[:, None, None], x_bgrtc, NEVER)
 
     def _chunks(self, i: Array, k_bsgk: Array, v_bsgk: Array, segments_bs: Array) -> tuple[Array, ...]:
-        """The part of the keys that is here in round i, cut along a new first axis, with the keys' places."""
+        """Cut the part of the keys of round i along a new first axis, and add the keys' places."""
         s = k_bsgk.shape[1]
         n = s // self.chunk if s % self.chunk == 0 else 1
         first = (jax.lax.axis_index(self.axis) - i) % self.size * s
@@ -141,13 +145,13 @@ def over_mesh(shard: Shard, ring: Ring, q: Array, k: Array, v: Array, segments: 
     return _ring_forward(shard, ring, q, k, v, segments)[0]
 
 
-def _ring_forward(shard: Shard, ring: Ring, *args: Array) -> tuple[Array, tuple]:
-    axes, (query, _, log) = _ring_axes(shard, *args[:2])
-    y, log = (remat.name(x, "attention") for x in kernels.local(shard, ring.forward, args, axes, (query, log)))
+def _ring_forward(shard: Shard, ring: Ring, *args: Array) -> tuple[Array, Arrays]:
+    axes, (query, _, of_log) = _ring_axes(shard, *args[:2])
+    y, log = (remat.name(x, "attention") for x in kernels.local(shard, ring.forward, args, axes, (query, of_log)))
     return y, (*args, y, log)
 
 
-def _ring_backward(shard: Shard, ring: Ring, kept: tuple[Array, ...], dy: Array) -> tuple:
+def _ring_backward(shard: Shard, ring: Ring, kept: Arrays, dy: Array) -> tuple[Array | None, ...]:
     axes, (query, key, _) = _ring_axes(shard, *kept[:2])
     of_log = ("batch", "kv_heads", None, "seq")
     grads = kernels.local(shard, ring.backward, (*kept, dy), (*axes, axes[0], of_log, axes[0]), (query, key, key))
@@ -157,9 +161,11 @@ def _ring_backward(shard: Shard, ring: Ring, kept: tuple[Array, ...], dy: Array)
 over_mesh.defvjp(_ring_forward, _ring_backward)
 
 
-def _ring_axes(shard: Shard, q: Array, k: Array) -> tuple[tuple, tuple]:
-    """The logical axes of q, k, v and segments, and the partitions of q, k and the normaliser's logarithm."""
-    query, key, rows = ("batch", "seq", "heads", None), ("batch", "seq", "kv_heads", None), ("batch", "seq")
+def _ring_axes(shard: Shard, q: Array, k: Array) -> tuple[tuple[Axes, ...], tuple[PartitionSpec, ...]]:
+    """Return the logical axes of q, k, v and segments, and the partitions of q, k and the log."""
+    query: Axes = ("batch", "seq", "heads", None)
+    key: Axes = ("batch", "seq", "kv_heads", None)
+    rows: Axes = ("batch", "seq")
     b, t, h, _ = q.shape
     g = k.shape[2]
     log = shard.spec((b, g, h // g, t), ("batch", "kv_heads", None, "seq"))

@@ -1,7 +1,7 @@
-"""Continuations of prompts: all rows at once, keys and values of what is written kept in a cache.
+"""Continuations of prompts, all rows at once, with a cache of keys and values.
 
-Shapes: B prompts, P places of the longest prompt, N new tokens, S = P + N, V vocabulary, L layers, G key/value heads, K head
-dimension.
+Shapes: B prompts, P places of the longest prompt, N new tokens, S = P + N, V vocabulary, L layers,
+G key/value heads, K head dimension.
 """
 
 import functools
@@ -30,13 +30,13 @@ def generate(
     top_p: float = 1.0,
     end: int = -1,
 ) -> Array:
-    """int32 [B, N]: the continuation of each prompt; after a token ``end``, ends.
+    """Continue each prompt, int32 [B, N]. After a token ``end`` all further ones are ``end``.
 
-    A row draws by its own key, fold_in(key, row): a prompt's continuation does not depend on the others.
+    A row draws by its own key, fold_in(key, row), so that it does not depend on the other prompts.
 
     Args:
-      prompt_bp: int32; places from ``length_b`` on are not read.
-      temperature: logits are divided by it; 0 takes the largest.
+      prompt_bp: int32. Places from ``length_b`` on are not read.
+      temperature: divides the logits. 0 takes the largest.
       top_p: draws from the fewest tokens whose probabilities add up to it (Holtzman et al. 2020).
     """
     keys_b = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(length_b)))
@@ -55,7 +55,7 @@ def generate(
 
 
 def pad(ids: Sequence[Sequence[int]], n: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as rows: int32 [B, P], with zeros after each prompt, and int32 [B], their lengths. P is ``n`` at least."""
+    """Pad prompts with zeros to int32 [B, P], P at least ``n``, and return their lengths, int32 [B]."""
     length_b = np.array([len(i) for i in ids], np.int32)
     prompt_bp = np.zeros((len(ids), max(n, length_b.max())), np.int32)
     for row, i in enumerate(ids):
@@ -64,7 +64,7 @@ def pad(ids: Sequence[Sequence[int]], n: int = 0) -> tuple[np.ndarray, np.ndarra
 
 
 def choose(logits_v: Array, key: Key, *, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Array:
-    """One token, int32. ``top_k`` draws from the so many likeliest tokens (Fan et al. 2018); 0 = all."""
+    """Draw one token, int32, from the ``top_k`` likeliest ones (Fan et al. 2018). 0 = from all."""
     if temperature == 0:
         return logits_v.argmax().astype(jnp.int32)
     logits_v = logits_v / temperature
@@ -81,7 +81,7 @@ def choose(logits_v: Array, key: Key, *, temperature: float, top_p: float = 1.0,
 def prefill(
     c: transformer.Decoder, params: PyTree, prompt_bp: Array, length_b: Array, shard: Shard, *, n_new: int
 ) -> tuple[Array, Cache]:
-    """Logits [B, V] after each prompt, and the cache with ``n_new`` free places."""
+    """Return logits [B, V] after each prompt, and the cache with ``n_new`` free places."""
     b, p = prompt_bp.shape
     place_bp = jnp.broadcast_to(jnp.arange(p)[None], (b, p))
     run = transformer.mixer(c, None, shard)
@@ -101,7 +101,7 @@ def prefill(
 def extend(
     c: transformer.Decoder, params: PyTree, token_b: Array, place_b: Array, cache: Cache, shard: Shard
 ) -> tuple[Array, Cache]:
-    """Logits [B, V] after one more token at ``place_b`` of each row, and the cache with it."""
+    """Return logits [B, V] after one more token at ``place_b`` of each row, and the new cache."""
     seen_bs = attention.visible(place_b, jnp.arange(cache[0].shape[2]), causal=True, window=c.window)
     x_btd = transformer.embed(c, params, token_b[:, None], place_b[:, None], shard)
     angles = transformer.angles(c, place_b[:, None])
@@ -115,7 +115,10 @@ def extend(
 
 
 def cached(old: Sequence[Array], place_b: Array, seen_bs: Array) -> transformer.Mix:
-    """Attention of one token at ``place_b`` to the places ``seen_bs`` of a layer's cache [B, S, G, K], which it joins."""
+    """Make the attention of one token to the places ``seen_bs`` of a layer's cache [B, S, G, K].
+
+    The token is added to the cache at ``place_b``.
+    """
     here_bs = jnp.arange(seen_bs.shape[1])[None] == place_b[:, None]
 
     def mix(q_bthk: Array, k_btgk: Array, v_btgk: Array) -> tuple[Array, Cache]:

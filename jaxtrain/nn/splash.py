@@ -1,4 +1,4 @@
-"""Attention for TPUs by the splash kernel of Pallas. Blocks that the mask empties are skipped.
+"""Attention for TPUs by the splash kernel of Pallas, which skips blocks that the mask empties.
 
 Shapes: B batch, T queries, S keys, H heads, G key/value heads, R = H / G, K head dimension.
 """
@@ -13,7 +13,7 @@ BLOCK = 512  # [queries or keys] of a tile, if it divides the sequence
 
 
 def splash_fits(shape: tuple[int, ...]) -> bool:
-    """Whether splash takes queries of this shape [B, T, H, K]."""
+    """Tell whether splash takes queries of this shape [B, T, H, K]."""
     return shape[1] % LANES == 0 and shape[3] % 64 == 0
 
 
@@ -28,7 +28,7 @@ def splash(
     interpret: bool = False,
     keep: str | None = None,
 ) -> Array:
-    """The kernel for TPUs; ``interpret`` runs it anywhere, slowly."""
+    """Call the kernel for TPUs. ``interpret`` runs it anywhere, slowly."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel_lib
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
 

@@ -1,11 +1,13 @@
-"""A decoder's parts, from a parameter table to the last hidden state, for any workload that has text in it.
+"""A decoder's parts, from a parameter table to the last hidden state, for any workload with text.
 
-A layer is two residual parts, attention (`attend`) and a feed-forward net (`feed_forward`), each of which takes its own entries
-of one dictionary of weights; a workload may have several nets for one attention. `Decoder` says how they are built: as in
-Llama (Grattafiori et al. 2024), Qwen2 (biases of q, k, v), Qwen3 (norms of q and k) or GPT-2 (layer norms, GELU, learned
-positions, biases). Matrices are kept as (out, in), byte for byte as Hugging Face has them.
+A layer is two residual parts, attention (`attend`) and a feed-forward net (`feed_forward`). Each
+takes its own entries of one dictionary of weights, so that a workload may have several nets for one
+attention. `Decoder` has their settings: as in Llama (Grattafiori et al. 2024), Qwen2 (biases of q, k,
+v), Qwen3 (norms of q and k) or GPT-2 (layer norms, GELU, learned positions, biases). Matrices are
+(out, in), byte for byte as at Hugging Face.
 
-Shapes: B batch, T tokens, D embed, H heads, G key/value heads, K head dimension, M inner width, V vocabulary, L layers.
+Shapes: B batch, T tokens, D embed, H heads, G key/value heads, K head dimension, M inner width,
+V vocabulary, L layers.
 """
 
 import functools
@@ -31,14 +33,14 @@ POSITIONS = ("rope", "learned")
 DTYPES = ("float32", "bfloat16")
 TABLE = ("vocab", "embed")  # logical axes of the embedding and of the head
 KEPT = ("qkv", "attention", "mlp")  # names for remat="save …"
-KERNELS = {"attention": attention_lib.is_forward}  # all that attention's kernels return is kept by this name
+KERNELS = {"attention": attention_lib.is_forward}  # this name keeps all results of such a kernel
 Weights = Mapping[str, Array]
-Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]  # (q, k, v) -> (y [B, T, H, K], what the layer hands out)
+Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]  # (q, k, v) -> (y [B, T, H, K], extra results)
 
 
 @dataclass(frozen=True)
 class Decoder(ModelSection):
-    """How a decoder is built; a workload's Config extends it."""
+    """The settings of a decoder. A workload's Config extends them."""
 
     embed: int = 768  # [values] width of a token
     depth: int = 12  # [layers] of attention and a feed-forward net
@@ -90,7 +92,10 @@ class Decoder(ModelSection):
 
 
 def norm_specs(c: Decoder, name: str, layers: tuple[int, ...]) -> dict[str, Spec]:
-    """The norm ``name``; "" is the one after the last layer. ``layers`` is (L,) in a stack."""
+    """Return the table of the norm ``name``. "" is the one after the last layer.
+
+    ``layers`` is (L,) in a stack.
+    """
     shape, axes, suffix = (*layers, c.embed), (*("layer" for _ in layers), "embed"), f"_{name}" if name else ""
     specs = {f"scale{suffix}": Spec(shape, axes, ones)}
     if c.norm == "layer" and c.bias:
@@ -136,7 +141,7 @@ def feed_forward_specs(c: Decoder) -> dict[str, Spec]:
 
 
 def decoder_specs(c: Decoder, vocab: int) -> dict[str, Any]:
-    """The whole table: embedding, stack, last norm, and a head unless it is tied."""
+    """Return the whole table: embedding, stack, last norm, and a head unless it is tied."""
     d, init = c.embed, truncated_normal(c.init_std)
     return {
         "embed": Spec((vocab, d), ("vocab", "embed"), init),
@@ -148,7 +153,7 @@ def decoder_specs(c: Decoder, vocab: int) -> dict[str, Any]:
 
 
 def head(c: Decoder, params: PyTree) -> Array:
-    """[V, D], which the last hidden states are compared with."""
+    """Return the matrix [V, D] from the last hidden states to logits."""
     return params["embed"] if c.tied else params["w_head"]
 
 
@@ -160,7 +165,7 @@ def norm(c: Decoder, w: Weights, name: str, x: Array, shard: Shard | None = None
 
 
 def _normed(c: Decoder, name: str, equation: str, x_btd: Array, w: Weights, matrices: list[str], shard: Shard) -> list[Array]:
-    """Products of the norm ``name`` of x with several matrices."""
+    """Multiply the norm ``name`` of x by several matrices."""
 
     @remat.cheap(c.remat)
     def products(x_btd: Array, w: Weights) -> list[Array]:
@@ -171,7 +176,7 @@ def _normed(c: Decoder, name: str, equation: str, x_btd: Array, w: Weights, matr
 
 
 def _placed(c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
-    """Queries or keys with their norm and rotation, those that the decoder has."""
+    """Norm and rotate queries or keys, if the decoder does so."""
 
     @remat.cheap(c.remat)
     def place(z_bthk: Array, scale_k: Array | None, angles: tuple[Array, Array] | None) -> Array:
@@ -185,7 +190,10 @@ def _placed(c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Arra
 def attend(
     c: Decoder, w: Weights, x_btd: Array, shard: Shard, *, angles: tuple[Array, Array] | None, mix: Mix
 ) -> tuple[Array, PyTree]:
-    """x + attention(norm(x)), and what ``mix`` hands out. ``mix`` does what lies between the projections: `mixer`, `cached`."""
+    """Compute x + attention(norm(x)), and return the extra results of ``mix``.
+
+    ``mix`` computes attention between the projections: `mixer`, or `sampling.cached`.
+    """
     dtype = x_btd.dtype
     with jax.named_scope("attention"):
         names, qkv = ("q", "k", "v"), []
@@ -206,7 +214,7 @@ def attend(
 
 
 def feed_forward(c: Decoder, w: Weights, x_btd: Array, shard: Shard) -> Array:
-    """x + net(norm(x))."""
+    """Compute x + net(norm(x))."""
     dtype = x_btd.dtype
 
     names = ("gate", "up") if c.activation == "swiglu" else ("up",)
@@ -240,7 +248,7 @@ def layer(
 
 def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shard: Shard) -> Array:
     with jax.named_scope("embed"):
-        # A sum of two is rounded once.
+        # So that a sum of two is rounded once.
         x_btd = lookup(params["embed"], tokens_bt, shard, axes=TABLE, dtype=None if c.positions == "learned" else c.dtype)
         if c.positions == "learned":
             x_btd += lookup(params["pos"], position_bt, shard, axes=(None, "embed"))
@@ -248,7 +256,7 @@ def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shar
 
 
 def decode(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, segments_bt: Array | None, shard: Shard) -> Array:
-    """Last hidden states [B, T, D], after the last norm; times `head` they are logits."""
+    """Compute the last hidden states [B, T, D], after the last norm. Times `head` they are logits."""
     x_btd = embed(c, params, tokens_bt, position_bt, shard)
     body = functools.partial(layer, c, shard, angles(c, position_bt), mixer(c, segments_bt, shard))
     x_btd, _ = remat.scan(body, x_btd, params["blocks"], c.remat, unroll=c.unroll, kernels=KERNELS)
@@ -260,13 +268,13 @@ def angles(c: Decoder, position_bt: Array) -> tuple[Array, Array] | None:
 
 
 def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool = True) -> Mix:
-    """Attention within a row, on whatever the layout splits: rows, heads, or the sequence (`nn.ring`)."""
+    """Make attention within a row, if the layout splits rows, heads or the sequence (`nn.ring`)."""
 
     def mix(q_bthk: Array, k_bsgk: Array, v_bsgk: Array) -> tuple[Array, None]:
         _, t, h, _ = q_bthk.shape
         parts, shared = shard.size("heads", h), k_bsgk.shape[2]
         if (repeats := math.lcm(shared, parts) // shared) > 1:
-            # Fewer key heads than devices: as many copies as there are devices, each with those that its queries use.
+            # Fewer key heads than devices are repeated, so that each device has those of its queries.
             k_bsgk, v_bsgk = (shard(jnp.repeat(x, repeats, axis=2), "batch", "seq", "kv_heads", None) for x in (k_bsgk, v_bsgk))
         if shard.names("seq", t):
             return ring.attention(shard, q_bthk, k_bsgk, v_bsgk, segments_bt, causal=causal, window=c.window), None
@@ -280,16 +288,16 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
 
 
 def token_flops(c: Decoder, specs: PyTree) -> int:
-    """Floating-point operations of the matrix products with parameters for one token, forward: 2 for each of their numbers.
+    """Count the floating-point operations of products with parameters for one token, forward.
 
-    Looking up rows of the embedding is none; a tied embedding counts once, as the head.
+    Each number of a matrix counts 2. A tied embedding counts once, as the head.
     """
     flops = sum(2 * math.prod(s.shape) for name, s in specs["blocks"].items() if name.startswith("w_"))
     return flops + 2 * math.prod(head(c, specs).shape)
 
 
 def attention_flops(c: Decoder, tokens: int, *, causal: bool) -> int:
-    """Floating-point operations of scores and weighted sums over one row, forward.
+    """Count the floating-point operations of scores and weighted sums over one row, forward.
 
     With ``causal``, places that the mask or the window hides are left out.
     """

@@ -1,11 +1,12 @@
-"""Functions that run on each device's own part of their arguments: what XLA cannot split by itself, or splits badly.
+"""Calls of functions on each device's own part of their arguments.
 
-The shapes and axes that a function is given are those that `jaxtrain.types.Shard` sees: whole along
-the mesh axes that are not manual yet. On one device all of them are the function itself.
+They are for functions that XLA splits badly, or not at all. Shapes and axes are as in
+`jaxtrain.types.Shard`: whole along the mesh axes that are not manual yet. On one device each of these
+is a plain call.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,17 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxtrain.parallel.layout import manual_axes
-from jaxtrain.types import Array, Axes, Shard
+from jaxtrain.types import Array, Axes, PyTree, Shard
+
+T = TypeVar("T")
 
 
-def local(shard: Shard, f: Callable, args: Sequence[Any], axes: Sequence[Axes], out: Any) -> Any:
-    """f(*args) on every device's own part of the arguments.
+def local(shard: Shard, f: Callable[..., T], args: Sequence[Any], axes: Sequence[Axes], out: Any) -> T:
+    """Compute f(*args) on every device's own part of the arguments.
 
-    Not differentiable: what one shard_map inside another keeps for its backward pass gets a wrong
-    sharding (jax 0.10). A caller defines the derivative (`jax.custom_vjp`) by calls of this, or
-    calls `differentiable` or `kernel`.
+    It is not differentiable: the activations of a shard_map inside another get a wrong sharding
+    (jax 0.10). A caller defines the derivative (`jax.custom_vjp`) by calls of this, or calls
+    `differentiable` or `kernel`.
 
     Args:
       axes: logical axes of every argument.
@@ -31,16 +34,25 @@ def local(shard: Shard, f: Callable, args: Sequence[Any], axes: Sequence[Axes], 
 
 
 def differentiable(
-    shard: Shard, f: Callable, args: Sequence[Array], axes: Sequence[Axes], out: PartitionSpec, *, constants: int = 0
-) -> Any:
-    """`local` with a derivative by all arguments but the last ``constants``. The backward pass computes ``f`` again."""
+    shard: Shard,
+    f: Callable[..., Array],
+    args: Sequence[Array],
+    axes: Sequence[Axes],
+    out: PartitionSpec,
+    *,
+    constants: int = 0,
+) -> Array:
+    """Compute f as `local` does, with a derivative by all arguments but the last ``constants``.
+
+    The backward pass computes ``f`` again.
+    """
     n = len(args) - constants
 
     def forward(*args: Array) -> Array:
         return local(shard, f, args, axes, out)
 
-    def backward(args: tuple, cotangent: Array) -> tuple:
-        def pull(cotangent: Array, *args: Array) -> tuple:
+    def backward(args: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
+        def pull(cotangent: Array, *args: Array) -> tuple[Array, ...]:
             return jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])[1](cotangent)
 
         ins = _specs(shard, args, axes)
@@ -55,20 +67,27 @@ def differentiable(
 
 
 def kernel(
-    shard: Shard, f: Callable, args: Sequence[Array], axes: Sequence[Axes], out: PartitionSpec, *, constants: int = 0
+    shard: Shard,
+    f: Callable[..., Array],
+    args: Sequence[Array],
+    axes: Sequence[Axes],
+    out: PartitionSpec,
+    *,
+    constants: int = 0,
 ) -> Array:
-    """`differentiable` for kernels that XLA must not split: every axis of the mesh is manual.
+    """Compute f as `differentiable` does, for kernels that XLA must not split.
 
-    XLA would hand an axis that is left to it to the kernel's own partitioner, which knows no manual
-    axes (cuDNN's), or to none (Pallas). The derivative is f's own, and what f keeps for it is kept:
-    the forward pass is not computed again. What is an argument or the result is kept once.
+    Every axis of the mesh is manual. XLA would leave any other axis to the kernel's own partitioner,
+    which knows no manual axes (cuDNN's), or to none (Pallas). The derivative is f's own, with the
+    activations of f, so that the forward pass is not computed again. If one of them is an argument
+    or the result, it is kept once.
     """
     if shard.mesh is None:
         return f(*args)
     n = len(args) - constants
     free = tuple(name for name in shard.mesh.axis_names if name not in manual_axes())
     own = PartitionSpec(free)  # along a new first axis: each device's own, whatever its shape
-    traced: dict[str, Any] = {}  # how f's derivative takes what it keeps; `backward` is traced after `on_device`
+    traced: dict[str, Any] = {}  # the form of f's activations; `backward` is traced after `on_device`
 
     def on_device(*args: Array) -> tuple[Array, list[Array]]:
         y, pull = jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])
@@ -77,18 +96,19 @@ def kernel(
         traced["known"] = [next((i for i, x in enumerate(known) if x is leaf), None) for leaf in leaves]
         return y, [leaf[None] for leaf, i in zip(leaves, traced["known"], strict=True) if i is None]
 
-    def forward(*args: Array) -> tuple[Array, tuple]:
+    def forward(*args: Array) -> tuple[Array, tuple[dict[int, Array], list[Array]]]:
         y, kept = _map(shard, on_device, args, _specs(shard, args, axes), (out, own), every=True)
         known = (*args, y)
         return y, ({i: known[i] for i in traced["known"] if i is not None}, kept)
 
-    def pull(cotangent: Array, shared: dict[int, Array], kept: list[Array]) -> tuple:
+    def pull(cotangent: Array, shared: dict[int, Array], kept: list[Array]) -> tuple[Array, ...]:
         rest = iter(kept)
         leaves = [next(rest)[0] if i is None else shared[i] for i in traced["known"]]
-        return jax.tree.unflatten(traced["tree"], leaves)(cotangent)
+        grads: tuple[Array, ...] = jax.tree.unflatten(traced["tree"], leaves)(cotangent)
+        return grads
 
-    def backward(kept: tuple, cotangent: Array) -> tuple:
-        shared, kept = kept
+    def backward(activations: tuple[dict[int, Array], list[Array]], cotangent: Array) -> tuple[Any, ...]:
+        shared, kept = activations
         specs = [*_specs(shard, args, axes), out]
         ins = [out, {i: specs[i] for i in shared}, [own] * len(kept)]
         grads = _map(shard, pull, (cotangent, shared, kept), ins, tuple(specs[:n]), every=True)
@@ -103,8 +123,12 @@ def _specs(shard: Shard, args: Sequence[Array], axes: Sequence[Axes]) -> list[Pa
     return [shard.spec(x.shape, a) for x, a in zip(args, axes, strict=True)]
 
 
-def _map(shard: Shard, f: Callable, args: Sequence[Any], ins: Sequence[Any], outs: Any, *, every: bool = False) -> Any:
-    """With ``every``, axes of one device are manual too, and JAX does not track along which axes arrays differ."""
+def _map(shard: Shard, f: Callable[..., T], args: Sequence[Any], ins: Sequence[Any], outs: Any, *, every: bool = False) -> T:
+    """Call f under shard_map.
+
+    With ``every``, axes of one device are manual too, and JAX does not track along which axes
+    arrays differ.
+    """
     manual = manual_axes()
     sizes = {} if shard.mesh is None else {name: n for name, n in shard.mesh.shape.items() if name not in manual}
     # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK).
@@ -115,19 +139,19 @@ def _map(shard: Shard, f: Callable, args: Sequence[Any], ins: Sequence[Any], out
     part = (lambda *xs: f(*jax.tree.map(_untracked, xs))) if nested else f
     mesh = jax.sharding.get_abstract_mesh() if manual else shard.mesh
     mapped = jax.shard_map(part, mesh=mesh, in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=not every)
-    # In a loop over layers, JAX computes what depends on no layer (masks) before the loop, and would cut `f` in two. What
-    # goes from one part to the other is what it cannot place. Nothing is kept of what is under a checkpoint.
-    outputs = jax.checkpoint(mapped, prevent_cse=False)(*args)
+    # In a loop over layers, JAX computes masks before the loop, since they depend on no layer. It
+    # would cut `f` in two, with arrays between the parts that it cannot place. A checkpoint has none.
+    outputs: T = jax.checkpoint(mapped, prevent_cse=False)(*args)
     return _varying(outputs, nested) if nested else outputs
 
 
 def _untracked(x: Array) -> Array:
-    """An argument as JAX has it where it does not track along which axes arrays differ. A reshape forgets it."""
+    """Make JAX forget along which axes an argument differs. A reshape does so."""
     return jnp.squeeze(x[None], 0)
 
 
-def _varying(tree: Any, names: tuple[str, ...]) -> Any:
-    """Says that arrays differ along manual axes, which JAX forgets in part where it does not track it. Nothing is computed."""
+def _varying(tree: PyTree, names: tuple[str, ...]) -> PyTree:
+    """Declare that arrays differ along manual axes, as JAX forgets in part. Computes nothing."""
     differs = jax.lax.pcast(jnp.ones((), bool), names, to="varying")
     return jax.tree.map(lambda x: jnp.where(differs, x, x), tree)
 

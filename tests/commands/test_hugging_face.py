@@ -230,7 +230,7 @@ def test_an_export_of_characters_is_a_start_with_its_places(tmp_path):
     source = warm_start.open_source(rules)
     np.testing.assert_array_equal(source["pos"].read(()), params["pos"])
     (tmp_path / "out" / "jaxtrain.json").write_text("{}")
-    with pytest.raises(language_files.HuggingFaceError, match="cannot be read as what `jaxtrain export` writes"):
+    with pytest.raises(language_files.HuggingFaceError, match="cannot be read as an export of jaxtrain"):
         language_files.from_hugging_face(tmp_path / "out")
     (tmp_path / "out" / "jaxtrain.json").write_text('{"config": {"workload": "jaxtrain.workloads.trm", "model": {}}}')
     with pytest.raises(

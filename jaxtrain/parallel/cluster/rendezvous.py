@@ -86,7 +86,7 @@ def meet(
     host, _, port = coordinator.rpartition(":")
     host, key = host.strip("[]"), secret.encode()
 
-    def judge(messages: Sequence[dict[str, Any]], late: str) -> dict:
+    def judge(messages: Sequence[dict[str, Any]], late: str) -> dict[str, Any]:
         if conclude:
             return {"error": "", "conclusion": conclude(messages, late)}
         return {"error": refusal or late or differences(messages)}
@@ -142,15 +142,15 @@ def _is_own(address: str) -> bool:
 class Rendezvous:
     """The rendezvous at process 0."""
 
-    def __init__(self, hello: dict, secret: bytes, timeout: float, leave: Leave, awaited: set[int]):
+    def __init__(self, hello: dict[str, Any], secret: bytes, timeout: float, leave: Leave, awaited: set[int]):
         self._hello, self._secret, self._timeout = hello, secret, timeout
         self._leave, self._awaited = leave, awaited
         self._unauthenticated: dict[asyncio.StreamWriter, None] = {}  # the oldest first
-        self._present: dict[int, tuple[dict, Line]] = {}
+        self._present: dict[int, tuple[dict[str, Any], Line]] = {}
         self._stopped: int | None = None  # the process that was asked to stop
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def hold(self, host: str, port: int, judge: Callable[..., dict]) -> dict:
+    async def hold(self, host: str, port: int, judge: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         """Wait for all others, and reply to them with the verdict, which is returned."""
         deadline = time.monotonic() + self._timeout
         verdict = {"error": f"process 0 ({self._hello['host']}) has failed", "stopped": False}
@@ -169,7 +169,7 @@ class Rendezvous:
                 listener.close()
         return verdict
 
-    async def _wait(self, port: int, deadline: float, judge: Callable[..., dict]) -> dict:
+    async def _wait(self, port: int, deadline: float, judge: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         hello, present, late = self._hello, self._present, ""
         while missing := sorted(self._awaited - set(present)):
             stopped = f"process 0 ({hello['host']})" if self._leave() else ""
@@ -285,7 +285,7 @@ def sockets(places: Sequence[str], port: int) -> Iterator[socket.socket]:
         yield socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
 
 
-async def _reply(line: Line, verdict: dict) -> None:
+async def _reply(line: Line, verdict: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # it has left; the others still get their reply
         async with asyncio.timeout(5):
             await line.send(verdict)
@@ -293,7 +293,7 @@ async def _reply(line: Line, verdict: dict) -> None:
             await line.writer.wait_closed()
 
 
-async def _report(hello: dict, host: str, port: int, secret: bytes, timeout: float, leave: Leave) -> dict:
+async def _report(hello: dict[str, Any], host: str, port: int, secret: bytes, timeout: float, leave: Leave) -> dict[str, Any]:
     """Report to process 0, as any other process, and return its verdict."""
     name, last = f"process {hello['process']} ({hello['host']})", OSError("no answer")
     deadline = time.monotonic() + timeout
@@ -324,7 +324,7 @@ async def _report(hello: dict, host: str, port: int, secret: bytes, timeout: flo
     return {"error": f"{name} was asked to stop while it waited for others", "stopped": True}
 
 
-async def _verdict(line: Line, deadline: float, leave: Leave) -> dict | None:
+async def _verdict(line: Line, deadline: float, leave: Leave) -> dict[str, Any] | None:
     """Wait for the verdict. None if the time is up, or this process leaves, which it reports."""
     answer = asyncio.ensure_future(line.receive())
     while time.monotonic() < deadline:
