@@ -1,10 +1,10 @@
-"""What chips hold and do, by the vendors' datasheets: the one table that plans, MFU and refusals reckon with.
+"""The speed and memory of chips by the vendors' datasheets, for plans, MFU and refusals.
 
-Sources (as of 2025): NVIDIA's datasheets of A100 80GB SXM, H100 (SXM and NVL; the PCIe card has its own), H200 SXM, HGX B200,
-L40S and RTX A6000; Google Cloud's "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" pages. FLOP/s are dense, without sparsity: half
-of what a datasheet quotes with it. NVLink is quoted for both directions together; the table has one, like Google's figure for
-the links between chips. Of a TPU's memory the runtime keeps some for itself: the table has what the compiler grants a program,
-from its own messages.
+The sources, as of 2025, are NVIDIA's datasheets of A100 80GB SXM, H100 (SXM and NVL), H100 PCIe, H200
+SXM, HGX B200, L40S and RTX A6000, and Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU
+v6e". FLOP/s are dense, half of a datasheet's figure with sparsity. Links are of one direction, as
+Google quotes them. NVIDIA quotes both directions of NVLink together. The memory of a TPU is the part
+that the compiler grants a program, by its own messages.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ GIB = 2**30
 
 class Chip(NamedTuple):
     name: str  # as in --plan=gpu:h100x8 or --plan=tpu:v4:2x2x4
-    kind: str  # what JAX's device_kind begins with
+    kind: str  # the beginning of JAX's device_kind
     flops: float  # [FLOP/s] bfloat16 matrix products
     memory: float  # [bytes] that a program may use
     bandwidth: float  # [bytes/s] of the memory
@@ -38,7 +38,10 @@ CHIPS = (
 
 
 def find(kind: str) -> Chip | None:
-    """The chip of a ``device_kind``, or None: the longest name that it begins with, since "TPU v5 lite" is no "TPU v5"."""
+    """Return the chip of a ``device_kind``, or None.
+
+    The longest name counts, since "TPU v5 lite" is not "TPU v5".
+    """
     return max((chip for chip in CHIPS if kind.startswith(chip.kind)), key=lambda chip: len(chip.kind), default=None)
 
 

@@ -1,8 +1,8 @@
 """The mesh of devices, and the rules from logical axes to mesh axes, by which arrays are laid out.
 
-An axis rule (`config.AXIS_RULES`, config.mesh.axis_rules) names the mesh axes that a logical axis is split over, in order:
-``"fsdp"``, ``"data,fsdp"``, ``""`` (stays whole). A trailing ``?`` allows a dimension that does not divide to stay whole;
-without it that is an error, with the name of the parameter, never a silent replica.
+An axis rule (`config.AXIS_RULES`, config.mesh.axis_rules) names the mesh axes that a logical axis is
+split over, in order: ``"fsdp"``, ``"data,fsdp"``, ``""`` (stays whole). A dimension that does not
+divide is an error with the name of the parameter. With a trailing ``?`` it stays whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from jaxtrain.types import Array, Axes
 
 DATA = "data"  # the mesh axis of replicas, over which a step reduces its gradients once
 MESH_AXES = (DATA, "fsdp", "model")
-# Compute capability by what a device_kind contains (NVIDIA, "CUDA GPU Compute Capability"), where there is no device to ask.
+# Compute capability by a part of device_kind (NVIDIA, "CUDA GPU Compute Capability").
 CAPABILITIES = {"A100": "8.0", "A6000": "8.6", "L40S": "8.9", "H100": "9.0", "H200": "9.0", "B200": "10.0"}
 
 
@@ -26,7 +26,10 @@ class LayoutError(ValueError):
 
 
 def mesh_sizes(sizes: Sequence[int], count: int, what: str) -> tuple[int, int, int]:
-    """Devices along (data, fsdp, model) for ``count`` of them; one size may be -1. Raises LayoutError if they do not fit."""
+    """Return the devices along (data, fsdp, model) for ``count`` of them.
+
+    One size may be -1. Raises LayoutError if they do not fit.
+    """
     sizes = list(sizes)
     asked = dict(zip(MESH_AXES, sizes, strict=True))
     if -1 in sizes:
@@ -42,11 +45,12 @@ def mesh_sizes(sizes: Sequence[int], count: int, what: str) -> tuple[int, int, i
 
 
 def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """A (data, fsdp, model) mesh over all devices; one size may be -1. Raises LayoutError if the sizes do not fit.
+    """Make a (data, fsdp, model) mesh over all devices. One size may be -1.
 
-    Within a slice (devices joined by their own links) neighbours in the mesh are neighbours in the machine. Between slices
-    there is only the data centre's network, which gradients cross once per step: they are along "data", each a whole number
-    of replicas.
+    Within a slice (devices joined by their own links) neighbours in the mesh are neighbours in the
+    machine. Slices are joined by the data centre's network, which gradients cross once per step. So
+    they are along "data", and each has a whole number of replicas. Raises LayoutError if the sizes
+    do not fit.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes((data, fsdp, model), len(devices), devices[0].device_kind)
@@ -59,7 +63,7 @@ def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device]
             f"mesh {dict(zip(MESH_AXES, sizes, strict=True))}: the {len(slices)} slices do not divide data={sizes[0]}; fsdp "
             "and model must stay within a slice"
         )
-    # Explicit, because the default type of an axis changed between JAX releases.
+    # The types are explicit, since the default changed between JAX releases.
     parts = [
         jax.make_mesh((replicas, *sizes[1:]), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=slices[i])
         for i in sorted(slices)
@@ -71,20 +75,20 @@ def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device]
 
 
 def abstract_mesh(data: int, fsdp: int, model: int, *, count: int, what: str) -> jax.sharding.AbstractMesh:
-    """The same without devices, to plan for ``count`` of them that need not exist."""
+    """Make a mesh without devices, to plan for ``count`` of them."""
     sizes = mesh_sizes((data, fsdp, model), count, what)
     return jax.sharding.AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 class Devices(NamedTuple):
-    """The devices that a program is for, which need not be here."""
+    """The kind of devices that a program is for, which need not be here."""
 
     platform: str = "cpu"  # cpu, gpu or tpu
     capability: str = ""  # of an NVIDIA GPU, as "9.0"; "" = unknown
 
 
 def devices_of(kind: str) -> Devices:
-    """The devices of a ``device_kind``, as JAX spells it. Neither a TPU nor an NVIDIA GPU: a CPU."""
+    """Return the devices of a ``device_kind``. Other kinds than TPUs and NVIDIA GPUs are CPUs."""
     if kind.startswith("TPU"):
         return Devices("tpu")
     if kind.startswith("NVIDIA"):
@@ -93,7 +97,7 @@ def devices_of(kind: str) -> Devices:
 
 
 def devices_like(device: jax.Device) -> Devices:
-    """Devices like one that is here or in a topology."""
+    """Return devices like one that is here or in a topology."""
     if device.platform in ("cuda", "rocm", "gpu"):
         return Devices("gpu", str(getattr(device, "compute_capability", "")) or devices_of(device.device_kind).capability)
     return Devices(device.platform)
@@ -110,10 +114,11 @@ class Layout(NamedTuple):
     devices: Devices = CPUS
 
     def spec(self, axes: Axes, shape: Sequence[int], *, path: str = "array") -> PartitionSpec:
-        """The partition of an array of ``shape`` whose dimensions have the logical names ``axes``.
+        """Return the partition of an array whose dimensions have the logical names ``axes``.
 
         Raises:
-          LayoutError: an unknown name, a dimension that does not divide, a mesh axis used twice; with ``path``.
+          LayoutError: with ``path``, for an unknown name, a dimension that does not divide, or a mesh
+            axis that is used twice.
         """
         if len(axes) != len(shape):
             raise LayoutError(f"{path}: {len(axes)} axes {axes} for the {len(shape)} dimensions of {tuple(shape)}")
@@ -161,7 +166,7 @@ class Layout(NamedTuple):
         return NamedSharding(self.mesh, PartitionSpec())
 
     def names(self, axis: str | None) -> tuple[str, ...]:
-        """The mesh axes of more than one device that a logical axis is split over, if its size divides."""
+        """List the mesh axes of several devices that a logical axis is split over if it divides."""
         if axis is None:
             return ()
         return tuple(n for n in self.axis_rules[axis].rstrip("?").split(",") if n and self.mesh.shape[n] > 1)
@@ -176,7 +181,7 @@ class Sharder(NamedTuple):
     layout: Layout
 
     def __call__(self, x: Array, *axes: str | None) -> Array:
-        """Pins ``x`` to the layout."""
+        """Constrain ``x`` to the layout."""
         mesh = jax.sharding.get_abstract_mesh() if manual_axes() else self.mesh
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self.spec(x.shape, axes)))
 
@@ -186,28 +191,28 @@ class Sharder(NamedTuple):
 
     @property
     def devices(self) -> Devices:
-        """The devices that the program is for. Never ask the host: a plan is traced elsewhere."""
+        """The devices that the program is for. The host may have others, as a plan is traced there."""
         return self.layout.devices
 
     def spec(self, shape: Sequence[int], axes: Axes) -> PartitionSpec:
-        """The partition of an array as it is seen here."""
+        """Return the partition of an array as it is seen here."""
         manual = manual_axes()
         local = {name: self.mesh.shape[name] for name in manual}
         whole = [s * int(np.prod([local.get(n, 1) for n in self.layout.names(a)])) for s, a in zip(shape, axes, strict=True)]
         return PartitionSpec(*(_without(part, manual) for part in self.layout.spec(axes, whole)))
 
     def names(self, axis: str | None, size: int) -> tuple[str, ...]:
-        """The mesh axes that a dimension is split over, of those that are not manual."""
+        """List the mesh axes that a dimension is split over, without manual ones."""
         (part,) = [*self.spec((size,), (axis,)), None][:1]
         return (part,) if isinstance(part, str) else part or ()
 
     def size(self, axis: str | None, size: int) -> int:
-        """Into how many parts a dimension of that size is split, manual axes aside."""
+        """Count the parts that a dimension is split into, without manual axes."""
         return int(np.prod([self.mesh.shape[n] for n in self.names(axis, size)]))
 
 
 def manual_axes() -> set[str]:
-    """The mesh axes that are manual where this is traced."""
+    """Return the mesh axes that are manual in the current trace."""
     context = jax.sharding.get_abstract_mesh()
     return set() if context.empty else set(context.manual_axes)
 
@@ -215,12 +220,12 @@ def manual_axes() -> set[str]:
 def make_layout(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axis_rules: Mapping[str, str], *, devices: Devices = CPUS
 ) -> Layout:
-    """A layout of `AXIS_RULES` with overrides.
+    """Make a layout of `AXIS_RULES` with overrides.
 
     Args:
-      devices: those that an abstract mesh stands for. A mesh of devices says it itself.
+      devices: the kind for an abstract mesh. Another mesh has its own.
 
-    Raises LayoutError for a rule that names no mesh axis.
+    Raises LayoutError for a rule with an unknown mesh axis.
     """
     merged = {**AXIS_RULES, **axis_rules}
     for axis, rule in merged.items():

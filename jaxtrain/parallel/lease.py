@@ -212,8 +212,8 @@ class Folder:
 class Lease:
     """A context: this process holds ``folders`` (paths, and URLs of object stores) for its run.
 
-    Entering raises WorkdirError if another run holds one: it says who, since when, and what frees
-    it. ``leave`` is called while another lease expires, and may raise.
+    Entering raises WorkdirError if another run holds one. The message names that run and the remedy.
+    ``leave`` is called while another lease expires, and may raise.
     """
 
     def __init__(self, folders: Sequence[str], *, leave: Callable[[], Any] = lambda: None):

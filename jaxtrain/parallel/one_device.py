@@ -10,7 +10,7 @@ from jaxtrain.types import Array, Axes
 
 
 class OneDevice(NamedTuple):
-    """To several devices this is a `jaxtrain.parallel.layout.Sharder`."""
+    """The layout of one device. For several devices it is `jaxtrain.parallel.layout.Sharder`."""
 
     mesh: None = None
 
@@ -35,7 +35,7 @@ shard = OneDevice()
 
 
 def host() -> layout.Devices:
-    """The kind of device that this process computes on: `jax.default_device`, else its first."""
+    """Return the kind of device of this process: `jax.default_device`, else its first device."""
     options: Any = jax.config  # jax adds its options as it is imported
     device: Any = options.jax_default_device
     if isinstance(device, str):

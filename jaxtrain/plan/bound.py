@@ -1,4 +1,4 @@
-"""A lower bound of what a step needs of one device, read from its jaxpr without compiling it.
+"""A lower bound of a step's memory on one device, read from its jaxpr without compiling it.
 
 A loop (`jax.lax.scan`) writes its stacked results round by round, so each of them is in memory as
 a whole from the loop's start to the end of the last loop that reads it. No compiler can fuse it
@@ -12,7 +12,7 @@ backward pass, and the gradients of stacked layers. The bound is the most of the
 
 One loop is earlier than another if the other depends on it. The order in the text does not count,
 since a compiler may change it. Everything else counts nothing: it may be fused, computed again or
-written in place of something else. So the bound has neither what one layer needs while it is
+written in place of something else. So the bound has neither the memory of one layer while it is
 computed nor the activations of layers that are written out (`model.unroll` = depth).
 """
 
@@ -51,7 +51,7 @@ class Array(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """Bytes that a step needs of one device, at least."""
+    """The bytes that a step needs of one device, at least."""
 
     arguments: int  # of the state and the batch, exactly; without what the step does not read
     update: int  # beyond the arguments: all gradients exist at once
@@ -72,7 +72,7 @@ class Bound(NamedTuple):
 
 
 def bound(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Bound:
-    """The lower bound of a traced step (`Assembly.trace`)."""
+    """Compute the lower bound of a traced step (`Assembly.trace`)."""
     abstract, layout, tiled = assembly.abstract, assembly.layout, target.tiled
     leaves = jax.tree.leaves((abstract.state, abstract.batch, step_lib.abstract_stop(layout)))
     kept, used = kept_by_loops(traced.jaxpr.jaxpr, layout.mesh.size)
@@ -83,8 +83,9 @@ def bound(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Boun
 
 
 def kept_by_loops(jaxpr: Any, devices: int) -> tuple[list[Array], list[bool]]:
-    """Returns the arrays that a jaxpr's loops keep in the fullest of them, the largest first; and
-    for each argument whether it is read.
+    """Return the arrays in the fullest loop of a jaxpr, and for each argument whether it is read.
+
+    The largest array is the first.
     """
     jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     arguments = [Value(("argument", i), frozenset()) for i in range(len(jaxpr.invars))]
@@ -111,8 +112,11 @@ class _Walk:
     """The loops of a step, or of a loop's body."""
 
     def __init__(self, share: int, arguments: set[Value] | None):
-        """``arguments``: of the step, whose memory a carry may take. None in a loop's body, where a
-        carry may take the memory of the outer one.
+        """Make a walk.
+
+        Args:
+          arguments: of the step. A carry may take their memory. None in a loop's body, whose carry
+            may take the memory of the outer one.
         """
         self._share, self._arguments = share, arguments
         self._loops: list[_Loop] = []
@@ -122,7 +126,7 @@ class _Walk:
         return [Value(("new", next(self._numbers)), after) for _ in variables]
 
     def fullest(self) -> list[Array]:
-        """The arrays that exist together in the loop with most of them."""
+        """Return the arrays that exist together in the fullest loop."""
         moments = []
         for i, loop in enumerate(self._loops):
             later = [other for n, other in enumerate(self._loops) if n == i or i in other.after]
@@ -133,7 +137,7 @@ class _Walk:
         return max(moments, key=_total, default=[])
 
     def block(self, jaxpr: Any, consts: list[Value], inputs: list[Value]) -> list[Value]:
-        """Goes through a jaxpr. Returns its results."""
+        """Walk through a jaxpr, and return its results."""
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
         def value(v: Any) -> Value:
@@ -161,7 +165,7 @@ class _Walk:
         return [Value((key, i), after) for i in range(len(eqn.outvars))]
 
     def _call(self, params: dict[str, Any], inputs: list[Value]) -> list[Value]:
-        """A function that is called, as though it stood here."""
+        """Walk through a function that is called, as if it were inlined."""
         inner: Any = params.get("jaxpr", params.get("call_jaxpr"))
         share = self._share
         for axis in params.get("newly_manual_axes", ()):  # of a shard_map: shapes are parts inside

@@ -1,4 +1,4 @@
-"""The real step, compiled for a target by the target's own compiler."""
+"""The figures of the real step, compiled for a target by the target's own compiler."""
 
 import collections
 import contextlib
@@ -17,40 +17,44 @@ from jaxtrain.parallel import layout
 from jaxtrain.plan import gpu_specs, hlo, plan_cache
 from jaxtrain.plan.target import PlanError, Target
 
-# Without a card nothing is tuned, and untuned, XLA's own products (by Triton) find no tiles for some shapes.
+# Without a card nothing is tuned, and then XLA's own products (by Triton) find no tiles for some shapes.
 UNTUNED = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Compiled(NamedTuple):
-    """What a compiler says of the step."""
+    """The compiler's figures of a step."""
 
     arguments: int  # [bytes] on one device
     temporaries: int
     peak: int
-    collectives: hlo.Exchanges | None  # None: the program's text cannot be read
-    seconds: float  # that compiling took
+    collectives: hlo.Exchanges | None  # None = the program's text cannot be read
+    seconds: float  # of compilation
     library_calls: Mapping[str, int] = {}  # target -> executions in a step
     products: Mapping[str, float] = {}  # types of the operands, as "bf16 x bf16" -> FLOP in a step
     text: str = ""  # of the compiled program
-    again: bool = False  # an earlier plan compiled it, and its answer was kept
+    again: bool = False  # an earlier plan compiled it, and its figures were kept
 
 
 def ask_for_no_chips() -> None:
-    """Sets what libtpu, where it is installed, would ask a metadata server for, and would complain about without one.
+    """Set the values for which libtpu, if it is installed, would ask a metadata server.
 
-    It also refuses to be loaded by two processes. To be called before the first device is touched; a run cannot follow.
+    Also let two processes load libtpu. It must be called before JAX makes its devices, and a run
+    cannot follow in this process.
     """
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("TPU_WORKER_HOSTNAMES", "localhost"),
-        ("TPU_ACCELERATOR_TYPE", "v4-8"),  # any will do: a topology says its own
+        ("TPU_ACCELERATOR_TYPE", "v4-8"),  # any will do, since a topology has its own
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
     ):
         os.environ.setdefault(name, value)
 
 
 def tpu_devices(target: Target) -> list[Any]:
-    """The chips of a topology, which need not exist. Those of two cores act as one device ("megacore"), as JAX runs them."""
+    """Return the chips of a topology, which need not exist.
+
+    A chip of two cores is one device ("megacore"), as JAX runs it.
+    """
     from jax.experimental import topologies
 
     ask_for_no_chips()
@@ -64,7 +68,7 @@ def tpu_devices(target: Target) -> list[Any]:
 
 
 def gpu_devices(target: Target) -> list[Any]:
-    """GPUs that need not exist, for a process whose jax has the CUDA plugin (`jaxtrain.plan.environment`)."""
+    """Return GPUs that need not exist. JAX must have the CUDA plugin (`jaxtrain.plan.environment`)."""
     from jax.experimental import topologies
 
     spec = gpu_specs.SPECS[target.known.name].text()
@@ -74,16 +78,16 @@ def gpu_devices(target: Target) -> list[Any]:
         raise PlanError(f"--plan={target.name}: XLA's compiler for GPUs: {str(error).splitlines()[0]}") from error
 
 
-# Of each compute capability, a card that Pallas knows by name (jax 0.11).
+# A card of each compute capability that Pallas knows by name (jax 0.11).
 KNOWN_TO_PALLAS = {"8.0": "NVIDIA A100", "8.6": "NVIDIA A10", "8.9": "NVIDIA L4", "9.0": "NVIDIA H100", "10.0": "NVIDIA B200"}
 
 
 @contextlib.contextmanager
 def for_kernels(device: Any) -> Iterator[None]:
-    """Traces kernels of Pallas for a GPU that need not exist.
+    """Trace kernels of Pallas for a GPU that need not exist.
 
-    From jax 0.11 on they are traced for the GPU of the mesh around them, and on one device there is no such mesh: then for this
-    machine's, of which a plan has none.
+    From jax 0.11 on they are traced for the GPU of the mesh around them. On one device there is no
+    such mesh, and they are traced for this machine's GPU, which a plan may not have.
     """
     devices = layout.devices_like(device)
     if devices.platform != "gpu":
@@ -96,12 +100,15 @@ def for_kernels(device: Any) -> Iterator[None]:
 
 
 def is_at_hand(target: Target) -> bool:
-    """Whether this process can compile for the target itself."""
+    """Tell whether this process can compile for the target itself."""
     return target.here or target.kind == "tpu" and importlib.util.find_spec("libtpu") is not None
 
 
 def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any]:
-    """What a step for the target is compiled with. Raises ConfigError for options that a compiler at hand refuses."""
+    """Return the options that a step for the target is compiled with.
+
+    Raises ConfigError for options that an available compiler refuses.
+    """
     if target.here:
         device = jax.local_devices()[0]
         kind = device.device_kind
@@ -118,29 +125,31 @@ def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any
 def compiled(
     assembly: Assembly, traced: jax.stages.Traced, *, options: Mapping[str, Any] | None = None, versions: str = ""
 ) -> Compiled:
-    """Compiles a step on the assembly's real mesh, with the options of a run; ``options`` come over them.
+    """Compile a step on the assembly's real mesh, with the options of a run and ``options``.
 
     Args:
-      versions: of the compilers. With them what a compiler says is kept, and the same program is not compiled again.
+      versions: of the compilers. With them the figures are kept, and the same program is not compiled
+        again.
 
-    Raises PlanError when the compiler finds that it does not fit, ConfigError when it refuses an option of the config.
+    Raises PlanError if the compiler finds that the step does not fit, and ConfigError if it refuses an
+    option of the config.
     """
     own, mesh = assembly.config.compiler, assembly.layout.mesh
     devices = list(mesh.devices.flat)
     options = {**xla_options.options(own, devices[0].device_kind, count=mesh.size, device=devices[0]), **(options or {})}
-    said, again = ask(traced.lower(), devices, options, own=own, versions=versions)
-    if said.refusal:
-        raise PlanError(f"the compiler says: {said.refusal}")
-    found = Compiled(said.arguments, said.temporaries, said.peak, None, said.seconds, again=again)
-    if said.text is None:
+    figures, again = ask(traced.lower(), devices, options, own=own, versions=versions)
+    if figures.refusal:
+        raise PlanError(f"the compiler says: {figures.refusal}")
+    found = Compiled(figures.arguments, figures.temporaries, figures.peak, None, figures.seconds, again=again)
+    if figures.text is None:
         return found
-    module, shape = hlo.Program(said.text), dict(mesh.shape)
+    module, shape = hlo.Program(figures.text), dict(mesh.shape)
     products: dict[str, float] = collections.defaultdict(float)
     for one in module.products():
         products[" x ".join(one.operands)] += one.flops
     return found._replace(
         collectives=hlo.summary(hlo.collectives(module), shape), library_calls=module.library_calls(), products=dict(products),
-        text=said.text,
+        text=figures.text,
     )  # fmt: skip
 
 
@@ -151,38 +160,38 @@ def ask(
     *,
     own: Mapping[str, Any] | None = None,
     versions: str = "",
-) -> tuple[plan_cache.Said, bool]:
-    """What a compiler says of a program for these devices, and whether that was kept (`compiled`).
+) -> tuple[plan_cache.Figures, bool]:
+    """Return a compiler's figures of a program for these devices, and whether they were kept.
 
-    Raises ConfigError when it refuses ``own``, those of the options that are the config's.
+    Raises ConfigError if the compiler refuses ``own``, the options of the config.
     """
     name = plan_cache.key(lowered.as_text(), devices, options, versions) if versions else ""
     if name and (known := plan_cache.find(name)):
         return known, True
     began = time.perf_counter()
     try:
-        said = _read(xla_options.compile(lowered, options, own or {}), devices[0].platform, began)
+        figures = _read(xla_options.compile(lowered, options, own or {}), devices[0].platform, began)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said = plan_cache.Said(0, 0, 0, time.perf_counter() - began, None, refusal=str(error).splitlines()[0])
+        figures = plan_cache.Figures(0, 0, 0, time.perf_counter() - began, None, refusal=str(error).splitlines()[0])
     if name:
-        plan_cache.keep(name, said)
-    return said, False
+        plan_cache.keep(name, figures)
+    return figures, False
 
 
-def _read(program: jax.stages.Compiled, platform: str, began: float) -> plan_cache.Said:
+def _read(program: jax.stages.Compiled, platform: str, began: float) -> plan_cache.Figures:
     seconds = time.perf_counter() - began
-    memory: Any = program.memory_analysis()  # None only where a backend has none, and those that plan have one
+    memory: Any = program.memory_analysis()  # None only for backends that do not plan
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    if platform == "tpu" and memory.peak_memory_in_bytes > arguments:  # else it says none
-        # libtpu (0.0.42) tells of more temporaries than it takes, by up to a half: of a program that it finds to fit more than
-        # the chip has. Its peak is what lives at once; gaps between arrays, 1 to 2 % of the models' steps, come on top.
+    if platform == "tpu" and memory.peak_memory_in_bytes > arguments:  # else it is not known
+        # libtpu (0.0.42) reports up to half more temporaries than it places, also of a program that fits.
+        # Its peak has the arrays that live at once. Gaps between them add 1 to 2 %.
         temporaries = memory.peak_memory_in_bytes - arguments - results
     peak = arguments + temporaries + results
     try:
         text = program.as_text() or ""
-    except jax.errors.JaxRuntimeError:  # a libtpu newer than jaxlib can write what jaxlib does not know
+    except jax.errors.JaxRuntimeError:  # jaxlib cannot read the text of a newer libtpu
         text = None
-    return plan_cache.Said(arguments, temporaries, peak, seconds, text)
+    return plan_cache.Figures(arguments, temporaries, peak, seconds, text)

@@ -36,7 +36,7 @@ def folder(kind: str) -> pathlib.Path:
 
 
 def requirements(kind: str) -> list[str]:
-    """List what pip installs without dependencies: they are installed, or not needed to compile."""
+    """List the packages, which pip installs without their dependencies."""
     if kind == "gpu":
         jaxlib = importlib.metadata.version("jaxlib")
         plugins = [f"jax-cuda12-plugin=={jaxlib}", f"jax-cuda12-pjrt=={jaxlib}"]
@@ -100,7 +100,7 @@ def _install(kind: str, place: pathlib.Path, partial: pathlib.Path) -> None:
 
 
 def versions(place: pathlib.Path) -> str:
-    """Return what pip installed there, or "" if the environment is incomplete or its mark damaged."""
+    """Return the installed packages, or "" if the environment is incomplete or its mark damaged."""
     try:
         return ", ".join(json.loads((place / MARK).read_text())["requirements"])
     except (OSError, ValueError, LookupError, TypeError):

@@ -1,9 +1,8 @@
-"""What XLA's compiler for GPUs must know of a card to compile for it without one.
+"""The properties of cards that XLA's compiler for GPUs needs to compile without a card.
 
-The figures are those of openxla/xla, xla/backends/gpu/target_config/specs (a100_sxm_80, h100_sxm, h100_pcie, h200, b200 and
-a6000).
-It has no L40S and no H100 NVL: theirs follow from NVIDIA's datasheets and the CUDA programming guide's table of compute
-capabilities (8.9: as 8.6; 9.0: as H100 SXM).
+They are those of openxla/xla, xla/backends/gpu/target_config/specs (a100_sxm_80, h100_sxm, h100_pcie,
+h200, b200 and a6000). It has no L40S and no H100 NVL. Theirs follow from NVIDIA's datasheets and the
+CUDA programming guide's table of compute capabilities (8.9 is as 8.6, 9.0 as H100 SXM).
 """
 
 from typing import NamedTuple
@@ -22,7 +21,7 @@ class Spec(NamedTuple):
     threads: int  # of a multiprocessor
 
     def text(self) -> str:
-        """A GpuTargetConfigProto, as text. Shared memory of a block is what the multiprocessor has, but 1 KiB."""
+        """Write a GpuTargetConfigProto. A block may take all shared memory but 1 KiB."""
         major, minor = self.capability
         features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
         return f"""gpu_device_info {{

@@ -1,4 +1,4 @@
-"""What moves between devices, read off a compiled program's text."""
+"""The exchanges between devices, and the products, of a compiled program, read from its text."""
 
 import math
 import re
@@ -23,7 +23,7 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[tuple[str, str]]:
-        """(how, computation) of those that it executes."""
+        """(how, computation) for the computations that it executes."""
         found = _CALLED.findall(self.line)
         return [(how, name) for how, names in found for name in re.findall(r"[\w.\-]+", names)]
 
@@ -38,7 +38,7 @@ class Instruction(NamedTuple):
 
 
 def instruction(line: str) -> Instruction | None:
-    """One line of a computation; None for what is none."""
+    """Parse one line of a computation. None if it is not an instruction."""
     line = line.strip()
     left, equals, right = line.removeprefix("ROOT ").partition(" = ")
     if not equals or " " in left:
@@ -52,7 +52,7 @@ def instruction(line: str) -> Instruction | None:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """A text that begins with a parenthesis: to where it closes, and what comes after."""
+    """Split a text that begins with a parenthesis where it closes."""
     depth = 0
     for i, c in enumerate(text):
         depth += (c == "(") - (c == ")")
@@ -70,17 +70,17 @@ class Collective(NamedTuple):
     groups: list[list[int]]  # devices that exchange values, as places in the mesh
     times: int  # how often a step executes it: loops around it counted
     in_loop: bool
-    is_async: bool = False  # computation goes on beside it: it begins, and ends later, or it is a part of a product
+    is_async: bool = False  # it overlaps computation: it ends later, or is a part of a product
 
     @property
     def sent(self) -> float:
-        """Bytes that one device sends in all, by the ring algorithms."""
+        """The bytes that one device sends in all, by the ring algorithms."""
         n = max(len(group) for group in self.groups)
         factor = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": n - 1, "all-to-all": (n - 1) / n}
         return self.times * self.bytes * factor.get(self.kind, 1)
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """The axes of a mesh (name -> size) along which devices of one group differ."""
+        """Return the axes of a mesh (name -> size) along which devices of one group differ."""
         sizes = tuple(mesh.values())
         spans = [np.unravel_index(group, sizes) for group in self.groups]
         return tuple(name for i, name in enumerate(mesh) if any(len(set(places[i].tolist())) > 1 for places in spans))
@@ -106,11 +106,11 @@ class Product(NamedTuple):
 
 
 class Program:
-    """A compiled module's text (``compiled.as_text()``), taken apart.
+    """The computations of a compiled module's text (``compiled.as_text()``).
 
     Attributes:
       bodies: computation -> its instructions.
-      times: computation -> how often a step executes it, for those that it does.
+      times: computation -> how often a step executes it, if it does.
       loops: computations inside of loops.
       begun: computations that begin at one place and are waited for at another.
       fused: computations of a single kernel.
@@ -145,12 +145,12 @@ class Program:
                     self._visit(target, n * (n_trips if is_body else 1), in_loop or is_body)
 
     def executed(self) -> Iterator[tuple[str, Instruction]]:
-        """(computation, instruction) of all that a step executes."""
+        """Yield (computation, instruction) of all that a step executes."""
         for name, body in self.bodies.items():
             yield from ((name, i) for i in body if name in self.times)
 
     def library_calls(self) -> dict[str, int]:
-        """Target of a custom call -> its executions in a step, without those that only mark something for the compiler."""
+        """Return target of a custom call -> its executions in a step, without the compiler's marks."""
         calls: dict[str, int] = {}
         for name, i in self.executed():
             if (match := re.search(r'custom_call_target="([^"]+)"', i.line)) and match[1] not in MARKS:
@@ -158,7 +158,10 @@ class Program:
         return calls
 
     def products(self) -> list[Product]:
-        """Every product of matrices, kernels of Pallas aside. TPUs write theirs as convolutions, which are left out."""
+        """List the products of matrices.
+
+        Kernels of Pallas are left out, and convolutions, as which TPUs write their products.
+        """
         every_product = []
         shapes = {(name, i.name): i.shapes[0] for name, i in self.executed() if i.shapes}
         for name, i in self.executed():
@@ -172,13 +175,13 @@ class Program:
 
 
 def _depth(line: str, left: Sequence[int]) -> int:
-    """How many numbers a product adds up for each of its results."""
+    """Count the numbers that a product adds up for each of its results."""
     summed = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)', line)
     return math.prod(left[i] for i in _dims(summed[1])) if summed and left else 1
 
 
 def collectives(text: str | Program) -> list[Collective]:
-    """Every collective of a compiled module."""
+    """List the collectives of a compiled module."""
     program = text if isinstance(text, Program) else Program(text)
     every_collective = []
     for name, i in program.executed():
@@ -194,7 +197,7 @@ def collectives(text: str | Program) -> list[Collective]:
             if kind == "collective-permute":
                 results = [(dtype, dims) for dtype, dims in results if dtype != "u32" or dims]
             results = results[len(results) // 2 :]
-        if name.startswith("all-reduce-scatter"):  # how TPUs write it: a fusion of a sum and each device's part of it
+        if name.startswith("all-reduce-scatter"):  # on TPUs a fusion of a sum and each device's part
             kind, results = "reduce-scatter", program.bodies[name][-1].shapes[:1]
         size = sum(math.prod(dims) * bits(dtype) // 8 for dtype, dims in results)
         shapes, within = tuple(dims for _, dims in results), groups(i.line, program.devices)
@@ -204,7 +207,7 @@ def collectives(text: str | Program) -> list[Collective]:
 
 
 def groups(line: str, devices: int) -> list[list[int]]:
-    """Lists of device numbers that exchange values: in each of the notations that XLA prints."""
+    """Parse the lists of device numbers that exchange values, in each notation of XLA."""
     if explicit := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", line):
         return [[int(i) for i in group.split(",")] for group in re.findall(r"\{(.*?)\}", explicit[1])]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
@@ -223,9 +226,10 @@ def groups(line: str, devices: int) -> list[list[int]]:
 
 
 def trips(loop: Instruction, bodies: Mapping[str, list[Instruction]]) -> int:
-    """Of a loop with a fixed length: as the compiler notes it, else its condition's bound by the step of its counter.
+    """Return the rounds of a loop with a fixed length.
 
-    The rings that TPUs make of products and gathers count by twos.
+    The compiler notes it. Else it is the condition's bound by the step of its counter, since the
+    rings that TPUs make of products and gathers count by twos.
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
         return int(noted[1])
@@ -235,13 +239,16 @@ def trips(loop: Instruction, bodies: Mapping[str, list[Instruction]]) -> int:
 
 
 def _constant(i: Instruction) -> int:
-    """A positive integer; 0 for what is none."""
+    """Return the value of a constant, or 0 if it is not a positive integer."""
     found = re.search(r" constant\((\d+)\)", i.line)
     return int(found[1]) if found else 0
 
 
 def _step(condition: Sequence[Instruction], body: Sequence[Instruction]) -> int:
-    """By how much a loop's counter, the only part of its state that the condition reads, grows in each round; 1 if unclear."""
+    """Return by how much a loop's counter grows in each round, 1 if unclear.
+
+    The counter is the only part of the loop's state that the condition reads.
+    """
     read = {int(m[1]) for i in condition if (m := re.search(r" get-tuple-element\(.*\), index=(\d+)", i.line))}
     state = next((i.operands for i in body if i.is_root and i.op == "tuple"), ())
     if len(read) != 1 or len(state) <= (at := min(read)):
@@ -262,12 +269,12 @@ def _places(dims: str, order: str | None) -> np.ndarray:
 
 
 def bits(dtype: str) -> int:
-    """Of one value: the number in the name of its type."""
+    """Return the bits of one value: the number in the name of its type."""
     return 8 if dtype == "pred" else _dims(dtype)[0]
 
 
 def summary(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> Exchanges:
-    """What a step exchanges, by kind and mesh axes."""
+    """Sum up the exchanges of a step by kind and mesh axes."""
     table: Exchanges = {}
     for c in exchanges:
         key = (c.kind, c.axes(mesh))

@@ -1,4 +1,4 @@
-"""Bytes of arrays on one device, exactly: what is held between two steps, and what a step reads."""
+"""The exact bytes of arrays on one device, between two steps and as arguments of a step."""
 
 import itertools
 import math
@@ -18,17 +18,18 @@ MEMINFO = pathlib.Path("/proc/meminfo")
 
 
 def device_bytes(x: jax.ShapeDtypeStruct, *, tiled: bool) -> int:
-    """Bytes of one device's part of an array; ``tiled``: as a TPU lays it out.
+    """Return the bytes of one device's part of an array, ``tiled`` as on a TPU.
 
-    A TPU pads the last two dimensions in memory to tiles of 8 × 128 words of 32 bits, fewer rows where there are fewer, and
-    chooses which two dimensions these are so that the padding is least; a vector is padded to 128 to 1024 words.
+    A TPU pads two dimensions to tiles of 8 × 128 words of 32 bits, with fewer rows if the array has
+    fewer. It chooses the two dimensions for the least padding. A vector is padded to 128 to 1024
+    words.
     """
     shape, size = x.sharding.shard_shape(x.shape), np.dtype(x.dtype).itemsize
     return padded(shape, size) if tiled else math.prod(shape) * size
 
 
 def padded(shape: Sequence[int], size: int) -> int:
-    """Bytes of an array of values of ``size`` bytes in a TPU's memory."""
+    """Return the bytes of an array of values of ``size`` bytes in a TPU's memory."""
     packed = max(1, 4 // size)  # values in a word
     if 0 in shape:
         return 0
@@ -51,7 +52,7 @@ def _power(n: int) -> int:
 
 
 def held(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool) -> dict[str, int]:
-    """Bytes that one device holds between two steps, by what they are; what is in host memory aside (`offloaded`)."""
+    """Return the bytes of a device between two steps, by kind, without host memory (`offloaded`)."""
 
     def size(tree: PyTree) -> int:
         return sum(device_bytes(x, tiled=tiled) for x in jax.tree.leaves(tree) if not is_on_host(x))
@@ -69,7 +70,7 @@ def held(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool
 
 
 def offloaded(abstract: state_lib.Abstract) -> int:
-    """Bytes that host memory holds for one device between two steps."""
+    """Return the bytes of host memory for one device between two steps."""
     return sum(device_bytes(x, tiled=False) for x in jax.tree.leaves(abstract.state) if is_on_host(x))
 
 
@@ -78,12 +79,15 @@ def is_on_host(x: jax.ShapeDtypeStruct) -> bool:
 
 
 def least(held: Mapping[str, int]) -> int:
-    """Bytes that one device needs at the least while a step runs: what it holds, and gradients of the parameters' types."""
+    """Return the bytes that a step needs at least: those held, and gradients of the parameters."""
     return sum(held.values()) + held["parameters"]
 
 
 def host_memory() -> float:
-    """Bytes that this machine could still give to a process, as Linux estimates them; elsewhere (macOS), all that it has."""
+    """Return the bytes that are available to a process, as Linux estimates them.
+
+    On other systems (macOS) it is all of the memory.
+    """
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
@@ -95,7 +99,7 @@ def host_memory() -> float:
 
 
 def in_bytes(n: float) -> str:
-    """A number of bytes for a person, in decimal units."""
+    """Write a number of bytes for a person, in decimal units."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(n) >= size:
             return f"{n / size:.2f} {unit}"

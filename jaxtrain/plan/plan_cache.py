@@ -1,8 +1,8 @@
-"""What a compiler said of a program, kept beneath the cache: the same program, for the same chips, is compiled once.
+"""A cache of compilers' figures, so that the same program for the same chips is compiled once.
 
-A program is known by its text before compilation, the devices, the options and the versions of what compiles it
-(`key`); JAX's own cache has no place for programs of chips that are not here. A file that cannot be read, or was damaged, is
-compiled for anew, and one that cannot be written costs nothing but the next compilation.
+The key of a program is made of its text before compilation, the devices, the options and the
+versions of the compilers. JAX's own cache does not take programs for chips that are not here. If a
+file cannot be read, is damaged or cannot be written, the program is compiled again.
 """
 
 import contextlib
@@ -18,53 +18,53 @@ import jax
 
 from loaders.io import atomic_write, files, machine
 
-LIMIT = 1 << 29  # [bytes] of all files together; those that were not asked for longest are removed
-MOST = 2 << 30  # [bytes] of a file that are unpacked
+LIMIT = 1 << 29  # [bytes] of all files together; the least recently used are removed
+MAX_UNPACKED = 2 << 30  # [bytes] of a file
 FOLDER = "plans"
 
 
-class Said(NamedTuple):
-    """A compiler's answer."""
+class Figures(NamedTuple):
+    """The figures of a compiled program."""
 
     arguments: int  # [bytes] on one device
     temporaries: int
     peak: int
-    seconds: float  # that compiling took
-    text: str | None  # of the compiled program; None: it cannot be read
-    refusal: str = ""  # why there is no program: it does not fit
+    seconds: float  # of compilation
+    text: str | None  # of the compiled program; None = it cannot be read
+    refusal: str = ""  # the compiler's message if the program does not fit
 
 
 KINDS = (int, int, int, int | float, str | None, str)  # of its entries
 
 
 def key(program: str, devices: Sequence[Any], options: Mapping[str, Any], versions: str) -> str:
-    """Hexadecimal: what decides the compiler's answer. ``program``: as lowered; ``versions``: of the compilers."""
+    """Hash all that decides the figures. ``program`` is lowered text, ``versions`` the compilers'."""
     placed = [(device.id, getattr(device, "coords", None), device.process_index) for device in devices]
     surroundings = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    what = [devices[0].device_kind, placed, sorted(options.items()), versions, jax.__version__, surroundings]
-    return hashlib.sha256(json.dumps(what, default=str).encode() + b"\0" + program.encode()).hexdigest()
+    decides = [devices[0].device_kind, placed, sorted(options.items()), versions, jax.__version__, surroundings]
+    return hashlib.sha256(json.dumps(decides, default=str).encode() + b"\0" + program.encode()).hexdigest()
 
 
-def find(name: str) -> Said | None:
-    """What was said of the program of this key."""
+def find(name: str) -> Figures | None:
+    """Return the kept figures of the program of this key, if any."""
     path = machine.cache_folder(FOLDER, f"{name}.json.gz")
     try:
         unpacker = zlib.decompressobj(wbits=31)
-        text = unpacker.decompress(files.read(path, most=LIMIT), MOST)
-        said = Said(**files.parse(text.decode(), str(path)))
-        if not unpacker.eof or not all(map(isinstance, said, KINDS)) or not min(said[:4]) >= 0:
+        text = unpacker.decompress(files.read(path, most=LIMIT), MAX_UNPACKED)
+        figures = Figures(**files.parse(text.decode(), str(path)))
+        if not unpacker.eof or not all(map(isinstance, figures, KINDS)) or not min(figures[:4]) >= 0:
             return None
         os.utime(path)
-    except (OSError, ValueError, TypeError, zlib.error):  # none, or no whole one
+    except (OSError, ValueError, TypeError, zlib.error):  # missing, or damaged
         return None
-    return said
+    return figures
 
 
-def keep(name: str, said: Said) -> None:
-    """Writes it, whole or not at all."""
+def keep(name: str, figures: Figures) -> None:
+    """Keep figures, by an atomic write."""
     path = machine.cache_folder(FOLDER, f"{name}.json.gz")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write.file(path) as file:
-            file.write(gzip.compress(json.dumps(said._asdict()).encode(), 1))
+            file.write(gzip.compress(json.dumps(figures._asdict()).encode(), 1))
         machine.trim(path.parent, LIMIT)

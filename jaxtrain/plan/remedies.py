@@ -1,4 +1,4 @@
-"""The check before a run whether a step fits, and single changes of a config with which it may."""
+"""The check before a run that a step fits, and single changes of a config for one that does not."""
 
 import functools
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("jaxtrain")
 
 
 def refuse_if_too_large(assembly: Assembly) -> None:
-    """Raises PlanError if the step needs more memory than a device of this machine has.
+    """Raise PlanError if the step needs more memory than a device of this machine has.
 
     The bytes of state, batch and gradients are exact. If those fit and the lower bound does not,
     the compiler decides. Its program stays in the cache of programs for the run.
@@ -50,22 +50,21 @@ def refuse_if_too_large(assembly: Assembly) -> None:
 
 
 def remedies(config: config_lib.Config, target: Target, beyond: float | None = None) -> list[str]:
-    """Single changes of the config whose step may fit, each with the memory that it would need.
+    """List single changes of the config whose step may fit, each with its memory.
 
     Args:
-      beyond: bytes that the compiler found the config's step to need beyond its lower bound. They
-        count in proportion to the rows of a microbatch. None = not known: each change has its
-        lower bound.
+      beyond: bytes of the compiled step beyond its lower bound. They count in proportion to the rows
+        of a microbatch. None = unknown, and each change has its lower bound.
     """
 
     @functools.cache
     def needed(text: str) -> float:
-        """Bytes on a device; NaN if the change does not go with the rest of the config."""
+        """Return the bytes on a device, NaN if the change contradicts the rest of the config."""
         try:
             assembly = abstractly(changed[text], target)
             parts = held(assembly.abstract, assembly.layout, tiled=target.tiled)
             away = offloaded(assembly.abstract)  # all of it is on the device during the update
-            if least(parts) + away > memory:  # seen without a trace
+            if least(parts) + away > memory:  # it needs no trace
                 return math.inf
             traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
             rows = config.train.accumulate / changed[text].train.accumulate
@@ -84,7 +83,7 @@ def remedies(config: config_lib.Config, target: Target, beyond: float | None = N
             if needed(text) <= memory:
                 fitting.append(f"{text} would make it {how} {in_bytes(needed(text))}")
                 break
-            # The last changes most: if that does not fit, none of its kind does.
+            # The last one changes most. If it does not fit, none of its kind does.
             every = map(needed, reversed(texts))
             if needed(text) > memory and next(n for n in every if not math.isnan(n)) > memory:
                 break
@@ -92,14 +91,14 @@ def remedies(config: config_lib.Config, target: Target, beyond: float | None = N
 
 
 def ways(config: config_lib.Config, target: Target, beyond: float | None = None) -> str:
-    """Words `remedies` as a sentence without its full stop."""
+    """Write `remedies` as a sentence without its full stop."""
     if not (changes := remedies(config, target, beyond)):
         return "No single change would make it fit"
     return f"One of these may do: {'; '.join(changes)}"
 
 
 def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, config_lib.Config]]:
-    """What could be changed, the least step of each kind first."""
+    """Yield the possible changes, the smallest of each kind first."""
     m, t = config.mesh, config.train
     data, fsdp, model = layout_lib.mesh_sizes((m.data, m.fsdp, m.model), target.count, target.name)
     for n in (fsdp * k for k in range(2, data + 1) if data % k == 0):

@@ -27,7 +27,7 @@ MFU = 0.4  # share of the peak that hours are projected with
 
 
 def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
-    """The whole plan as text, and whether it has no problem."""
+    """Write the whole plan, and tell whether it has no problem."""
     target = parse_target(text)
     if not target.here:
         ask_for_no_chips()
@@ -45,7 +45,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     lines += [f"  {'together':28}{in_bytes(sum(parts.values())):>12}   of {in_bytes(target.memory)}"]
     if away := offloaded(assembly.abstract):
         lines += [f"  {'in host memory: optimizer':28}{in_bytes(away):>12}   on the device during the update"]
-    # Clipping by the global norm, and the guard, need all of them before the first parameter moves.
+    # Clipping by the global norm, and the guard, need all gradients before the first update.
     lines += [f"  {'with gradients':28}{in_bytes(least(parts)):>12}", ""]
     lines += _step_lines(assembly, target, text, problems)
 
@@ -79,7 +79,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
 
 
 def _step_lines(assembly: Assembly, target: Target, text: str, problems: list[str]) -> Iterator[str]:
-    """The lower bound of the stage with the largest one, and the compiler's figures of each stage."""
+    """Yield the largest lower bound of a stage, and the compiler's figures of each stage."""
     config = assembly.config
     each = {stage: bound(assembly, assembly.trace(stage), target) for stage in assembly.stages()}
     stage, needed = max(each.items(), key=lambda item: item[1].peak)
@@ -110,18 +110,18 @@ def _step_lines(assembly: Assembly, target: Target, text: str, problems: list[st
 
 
 def _missing(assembly: Assembly, target: Target) -> str:
-    """Why a step cannot be compiled for devices elsewhere; "" where it can."""
+    """Return the reason for which a step cannot be compiled for devices elsewhere, or ""."""
     if not (is_at_hand(target) or environment.find(target.kind)):
         return f"its compiler is not here; jaxtrain plan --setup {target.kind} fetches it"
     if target.kind == "gpu" and offloaded(assembly.abstract):
-        return "without a card, XLA's compiler for GPUs knows no host memory, and takes what is offloaded for the device's"
+        return "without a card, XLA's compiler for GPUs takes offloaded arrays for the device's"
     return ""
 
 
 def _compiled_lines(
     config: config_lib.Config, target: Target, title: str, answer: worker.Answer, needed: Bound, problems: list[str]
 ) -> Iterator[str]:
-    """The compiler's figures."""
+    """Yield the compiler's figures."""
     if (step := answer.compiled) is None:
         remedy = f". {ways(config, target)}" if answer.too_large else ""
         problems.append(f"it does not {'fit' if answer.too_large else 'compile'}: {answer.error}{remedy}")
@@ -129,7 +129,7 @@ def _compiled_lines(
         return
     if (over := step.peak - target.memory) > 0:
         problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, step.peak - needed.peak)}")
-    before = " by an earlier plan, whose answer was kept" if step.again else ""
+    before = " by an earlier plan, whose figures were kept" if step.again else ""
     yield f"{title}, in {step.seconds:.0f} s{before}"
     yield f"  {'arguments':28}{in_bytes(step.arguments):>12}"
     yield f"  {'while it runs':28}{in_bytes(step.temporaries):>12}"
@@ -141,7 +141,7 @@ def _compiled_lines(
         most = sorted(step.products.items(), key=lambda item: -item[1])
         yield f"  products of matrices, by operands: {', '.join(f'{flops:.2e} FLOP {types}' for types, flops in most)}"
     if step.collectives is None:
-        yield "  what moves between devices cannot be read: this jaxlib does not know all that this libtpu writes"
+        yield "  the collectives are unknown: this jaxlib cannot read the program of a newer libtpu"
     for (kind, axes), (times, sent, early) in sorted((step.collectives or {}).items(), key=lambda item: -item[1].sent):
         took = f", {1e3 * sent / target.chip.links:.2f} ms of the links" if target.chip else ""
         yield f"  {times:5} × {kind:20} over {'+'.join(axes):12} {in_bytes(sent):>12} sent{took}, {early} of them asynchronous"
@@ -149,7 +149,7 @@ def _compiled_lines(
 
 
 def _rules(assembly: Assembly) -> Iterator[str]:
-    """One line for each parameter: its axes, what the rules made of them, and what stayed whole."""
+    """Yield a line for each parameter: its shape, how it is split, and which axes do not divide."""
     variables, table, layout = assembly.abstract.state.variables, assembly.task.specs, assembly.layout
     rows = []
     for part in ("params", "frozen", "carry"):
@@ -181,7 +181,7 @@ def _splits(layout: layout_lib.Layout, axis: str) -> bool:
 
 
 def checkpoints(config: config_lib.Config, state: state_lib.TrainState) -> tuple[int, int]:
-    """How many checkpoints a run holds at most, the one that is being written among them, and the bytes of each."""
+    """Return how many checkpoints a run holds at most, with the one in writing, and their bytes."""
     saved = sum(
         x.size * np.dtype(x.dtype).itemsize
         for x in jax.tree.leaves(state.replace(variables=state.variables._replace(frozen=())))
@@ -204,7 +204,7 @@ def room(place: str, keep: int, saved: int) -> tuple[str, bool]:
 
 
 def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Iterator[tuple[str, str, bool]]:
-    """(what, finding, whether it is well) of the data, the disk and the host's memory."""
+    """Yield (name, finding, whether it is good) of the data, the disk and the host's memory."""
     yield _check_data(config, assembly)
     state = assembly.abstract.state
     keep, saved = checkpoints(config, state)
@@ -231,7 +231,7 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
 
 
 def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str, bool]:
-    """Reads one device's rows of a training and of a test batch."""
+    """Read one device's rows of a training and of a test batch."""
     source, findings = base.module(config.loader), []
     for split in ("train", "test"):
         began = time.perf_counter()

@@ -24,20 +24,20 @@ class Target:
     """Devices to plan for."""
 
     name: str  # as the user wrote it
-    chip: chips.Chip | None  # None: not in the table, as CPUs are not
+    chip: chips.Chip | None  # None = not in the table, as CPUs
     count: int  # devices
-    here: bool  # they are this machine's
-    topology: str = ""  # for the compiler: of a TPU slice, or of GPUs (partitions x nodes x GPUs of a node)
+    here: bool  # the devices are this machine's
+    topology: str = ""  # for the compiler, of a TPU slice, or GPUs (partitions x nodes x GPUs of a node)
     slices: int = 1  # of TPUs; nodes of GPUs
 
     @property
     def kind(self) -> str:
-        """The compiler's environment that it needs: "tpu", "gpu", or "" for what is no chip."""
+        """The compiler's environment for it: "tpu", "gpu", or "" without a chip."""
         return "" if not self.chip else "tpu" if self.tiled else "gpu"
 
     @property
     def known(self) -> chips.Chip:
-        """The chip of a target that is not this machine, which is in the table."""
+        """The chip of a target elsewhere, which is always in the table."""
         assert self.chip is not None, self.name
         return self.chip
 
@@ -47,14 +47,14 @@ class Target:
 
     @property
     def memory(self) -> float:
-        """Bytes that a program may use on one device."""
+        """The bytes that a program may use on one device."""
         if self.here and (stats := jax.local_devices()[0].memory_stats()) and "bytes_limit" in stats:
-            return stats["bytes_limit"]
+            return float(stats["bytes_limit"])
         return self.chip.memory if self.chip else host_memory() / jax.local_device_count()
 
 
 def parse_target(text: str) -> Target:
-    """Raises PlanError for a target that is unknown, with those that are."""
+    """Parse a target as in --plan=. Raises PlanError, with the known ones."""
     if not text:
         device = jax.devices()[0]
         return Target(f"{jax.device_count()} × {device.device_kind}", chips.find(device.device_kind), jax.device_count(), True)
@@ -77,7 +77,7 @@ def parse_target(text: str) -> Target:
 
 
 def abstractly(config: config_lib.Config, target: Target) -> Assembly:
-    """Puts a run together on an abstract mesh of the target's devices. Raises as `assemble` does."""
+    """Assemble a run on an abstract mesh of the target's devices. Raises as `assemble` does."""
     m = config.mesh
     mesh = layout_lib.abstract_mesh(m.data, m.fsdp, m.model, count=target.count, what=target.name)
     here = target.here

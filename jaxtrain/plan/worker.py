@@ -1,8 +1,8 @@
-"""Compiles steps in a process of its own, which has the compilers of an environment (`jaxtrain.plan.environment`).
+"""A separate process that compiles steps, with the compilers of `jaxtrain.plan.environment`.
 
     answers = worker.ask([Job(config, "gpu:h100x8", stage), …])        # in the process that plans
 
-Jobs and answers are pickles in a folder of their own, written and read by this code, by the same Python.
+Jobs and answers are pickles in a temporary folder, written and read by this code, by the same Python.
 """
 
 import contextlib
@@ -22,10 +22,8 @@ from jaxtrain.plan import environment
 from jaxtrain.plan.compile import UNTUNED, Compiled, ask_for_no_chips, compiled, for_kernels, gpu_devices, tpu_devices
 from jaxtrain.plan.target import PlanError, parse_target
 
-# Not "-m": the module would be __main__ there, and its classes others than those here.
+# With "-m" the module would be __main__ there, and its classes not those of this module.
 START = "import sys; from jaxtrain.plan import worker; worker.main(*sys.argv[1:])"
-
-
 LAST = "the last step's"  # as a stage
 
 
@@ -38,17 +36,18 @@ class Job(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came of a job."""
+    """The result of a job."""
 
     compiled: Compiled | None
-    error: str = ""  # why there is no program
+    error: str = ""  # the reason if there is no program
     too_large: bool = False  # the compiler found that it does not fit
 
 
 def ask(jobs: Sequence[Job]) -> list[Answer]:
-    """Compiles each job's step, one after the other in one process. All targets are of one kind, whose environment is there.
+    """Compile each job's step, one after the other in one process.
 
-    Raises PlanError where that is not so, and where the process ended before it answered.
+    All targets must be of one kind. Raises PlanError without its environment, and if the process ends
+    before it answers.
     """
     [kind] = {parse_target(job.target).kind for job in jobs}
     place = environment.find(kind)
@@ -57,18 +56,19 @@ def ask(jobs: Sequence[Job]) -> list[Answer]:
     with tempfile.TemporaryDirectory(prefix="jaxtrain-plan-") as folder:
         asked, answered = pathlib.Path(folder, "jobs"), pathlib.Path(folder, "answers")
         asked.write_bytes(pickle.dumps(list(jobs)))
-        # CPUs are the only devices that it may touch: with others, it would wait for, or take, an accelerator of this machine.
+        # It sees CPUs only. Else it would wait for an accelerator of this machine, or take it.
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": environment.path(place)}
         command = [sys.executable, "-c", START, str(asked), str(answered), environment.versions(place)]
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode or not answered.exists():
             last = "; ".join(done.stdout.strip().splitlines()[-3:])
             raise PlanError(f"the process that compiles for --plan={jobs[0].target} ended with code {done.returncode}: {last}")
-        return pickle.loads(answered.read_bytes())
+        answers: list[Answer] = pickle.loads(answered.read_bytes())
+        return answers
 
 
 def answer(job: Job, versions: str = "") -> Answer:
-    """Traces and compiles a step here. ``versions``: as for `compiled`."""
+    """Trace and compile a step in this process. ``versions`` is as for `compiled`."""
     target, is_traced = parse_target(job.target), False
     of_gpus = target.kind == "gpu" and not target.here
     try:
@@ -84,7 +84,7 @@ def answer(job: Job, versions: str = "") -> Answer:
             return Answer(compiled(assembly, traced, options=options, versions=versions))
     except PlanError as error:
         return Answer(None, str(error), too_large=is_traced)
-    except Exception as error:  # the compiler's own, or the tracer's: it ends no other job
+    except Exception as error:  # of the compiler or the trace; other jobs go on
         lines = str(error).strip().splitlines() or [""]
         return Answer(None, f"{type(error).__name__}: {lines[0][:300]}")
 

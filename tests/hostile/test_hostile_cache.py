@@ -52,7 +52,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_kept_is_read_or_made_anew(cache, tmp_path, kind):
-    said = plan_cache.Said(1, 2, 3, 0.5, "text")
+    said = plan_cache.Figures(1, 2, 3, 0.5, "text")
     plan_cache.keep("a", said)
     assert plan_cache.find("a") == said
     damage(machine.cache_folder(plan_cache.FOLDER, "a.json.gz"), kind, tmp_path / "ran")

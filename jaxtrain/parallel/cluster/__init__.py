@@ -1,11 +1,11 @@
-"""The processes of a run: how they find each other, meet, agree, are asked to stop, and end when one holds the others up.
+"""The processes of a run: how they find each other, meet, agree, stop, and end if one hangs.
 
 discover      environment -> Cluster, a pure function
-rendezvous    the roll call before JAX joins the processes
-handshake     both ends of its connections prove that they know the job's secret
-processes     joining them; what they agree on, compare, gather and wait for
+rendezvous    the meeting of the processes before JAX joins them
+handshake     the proof at both ends of its connections that they know the job's secret
+processes     joining the processes, and exchanges between them
 signals       signals that ask a run to save and end
-notices       what Google's metadata server says about this machine
+notices       Google's metadata server: the pod of a machine, and its announced end
 watchdog      ends a process whose run makes no progress
 """
 

@@ -253,7 +253,7 @@ def _tpu_host(text: str) -> str:
 
 
 def _own_gpus(environment: Mapping[str, str], gpus: int, allocated: int, tasks: int, task: int, name: str) -> tuple[int, ...]:
-    """Return the ordinals of a process's own GPUs among those that it sees.
+    """Return the ordinals of a process's own GPUs among the visible ones.
 
     ``task`` is one of ``tasks`` on a node with ``allocated`` GPUs (0 = unknown). A local rank is
     not an ordinal: a process that was given only its own GPUs sees them numbered from 0.

@@ -1,7 +1,7 @@
-"""What Google's metadata server reports: the pod that a TPU VM belongs to, and that the machine will soon be taken away.
+"""Google's metadata server: the pod of a TPU VM, and the announced end of the machine.
 
-GCE_METADATA_HOST (or GCE_METADATA_IP) names another server than the usual one. With NO_GCE_CHECK=true, and on machines that
-are not Google's, no server is asked.
+GCE_METADATA_HOST (or GCE_METADATA_IP) names another server than the usual one. With
+NO_GCE_CHECK=true, and on machines that are not Google's, no server is asked.
 """
 
 import importlib.util
@@ -13,12 +13,12 @@ import urllib.request
 from collections.abc import Callable, Mapping
 
 POD = ("agent-worker-number", "worker-network-endpoints", "tpu-env")  # attributes of a TPU VM
-# What announces the machine's end, and by which answers: a VM with TPUs or GPUs is not moved while it runs, but stopped.
+# The values that announce the machine's end. A VM with TPUs or GPUs is not moved, but stopped.
 NOTICES = {"maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE",), "preempted": ("TRUE",)}
 
 
 def metadata_server(environment: Mapping[str, str]) -> str:
-    """Returns the metadata server's host; "" when this is not a machine of Google's."""
+    """Return the metadata server's host, or "" if this is not a machine of Google's."""
     if environment.get("NO_GCE_CHECK", "").lower() in ("1", "true"):
         return ""
     named = environment.get("GCE_METADATA_HOST") or environment.get("GCE_METADATA_IP")
@@ -29,19 +29,19 @@ def metadata_server(environment: Mapping[str, str]) -> str:
 
 
 def read(host: str, name: str, *, timeout: float = 5.0) -> str | None:
-    """Reads instance/``name``; None when the server has no such value or does not answer."""
+    """Read instance/``name``. None if the server has no such value or does not answer."""
     url = f"http://{host}/computeMetadata/v1/instance/{name}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a proxy
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without a proxy
     try:
         with opener.open(request, timeout=timeout) as answer:
-            return answer.read().decode()
+            return str(answer.read().decode())
     except (OSError, ValueError):
         return None
 
 
 def tpu_metadata(environment: Mapping[str, str]) -> dict[str, str]:
-    """Reads the attributes `POD` of a TPU VM; empty on a machine without TPUs, or without the package libtpu."""
+    """Read the attributes `POD` of a TPU VM. Empty without TPUs, or without the package libtpu."""
     chips = [p for p in pathlib.Path("/dev").glob("*") if re.fullmatch(r"accel\d+", p.name)]
     chips += pathlib.Path("/dev/vfio").glob("[0-9]*")
     host = metadata_server(environment)
@@ -51,7 +51,10 @@ def tpu_metadata(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Notices:
-    """Asks every ``pause`` seconds whether this machine will be taken away, and calls ``report`` once with the answer."""
+    """A thread that asks every ``pause`` seconds whether this machine will be stopped.
+
+    ``report`` is called once, with the answer.
+    """
 
     def __init__(self, host: str, report: Callable[[str], None], *, pause: float = 5.0):
         self._host, self._report, self._pause = host, report, pause

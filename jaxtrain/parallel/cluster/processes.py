@@ -1,4 +1,4 @@
-"""The processes of a run, joined: what they agree on, compare, gather and wait for."""
+"""The processes of a run: joining them, and their exchanges of small values."""
 
 import hashlib
 import importlib.metadata
@@ -27,27 +27,27 @@ from loaders.io import machine
 
 log = logging.getLogger("jaxtrain")
 
-# Packages whose versions must be equal in all processes, and which a checkpoint records, besides that of jaxtrain.
+# Packages whose versions must be equal in all processes. A checkpoint records them.
 VERSIONED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def find() -> Cluster:
-    """Returns the cluster that this machine's environment describes. Raises ClusterError."""
+    """Return the cluster that this machine's environment describes. Raises ClusterError."""
     gpus = len([name for name in _entries("/dev") if re.fullmatch(r"nvidia\d+", name)])
     return discover.from_environment(os.environ, gpus=gpus, metadata=notices.tpu_metadata(os.environ))
 
 
 def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
-    """Joins the processes: first a roll call in which all must be present and identical, then JAX, with every value explicit.
+    """Join the processes: first a rendezvous of identical processes, then JAX.
 
     Args:
-      leave: called repeatedly during the wait for others, which ends when it returns true.
-      refusal: why process 0 cannot begin; the roll call says it to all.
+      leave: called repeatedly during the wait for others, which ends if it returns true.
+      refusal: the reason for which process 0 cannot begin. All processes raise it.
 
     Raises:
-      ClusterError: processes of several hosts have no JAXTRAIN_SECRET.
-      RendezvousError: ``refusal``; processes, by number, are late, or differ (in the config, a package, the devices); the port
-        is taken.
+      ClusterError: processes on several hosts have no JAXTRAIN_SECRET.
+      RendezvousError: ``refusal``, or the port is taken, or processes, by number, are late or differ in
+        the config, a package or the devices.
       Stopped: ``leave()`` returned true during the wait for others.
     """
     if membership.note:
@@ -72,7 +72,7 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
         facts={
             "config": json.loads(to_json(config)),
             "versions": versions(),
-            # Not the extension: hosts that build it each for themselves need not have the same bytes.
+            # The extension may differ, since each host may build it.
             "the digest of jaxtrain's files": digest_of_files(),
             "launcher": membership.launcher,
             "gpus": len(membership.local_devices),
@@ -87,12 +87,12 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
     try:
         jax.distributed.initialize(
             coordinator_address=membership.coordinator,
-            # JAX's own port has no secret: let it be where process 0 is reached, and nowhere else.
+            # JAX's own port has no secret, so it listens only where process 0 is reached.
             coordinator_bind_address=_place(places[0], port) if membership.process == 0 and len(places) == 1 else None,
             num_processes=membership.processes,
             process_id=membership.process,
             local_device_ids=list(membership.local_devices),
-            cluster_detection_method="deactivate",  # every value is given; JAX's guess would take the local rank for an ordinal
+            cluster_detection_method="deactivate",  # JAX would take the local rank for an ordinal
             initialization_timeout=bounds.init_timeout,
             heartbeat_timeout_seconds=bounds.heartbeat_timeout,
         )
@@ -104,10 +104,10 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
     if problem := uneven(Counter(device.process_index for device in jax.devices()), membership.processes):
         raise RendezvousError(problem)
     if jax.default_backend() == "cpu":
-        # Process 0 alone writes programs there, and a program has another key in each process (by the topology's fingerprint,
-        # jax 0.10.2), so that process 0 alone would read one back. That was seen to run its collectives in another order than
-        # one just compiled: the processes then wait for each other for ever.
-        # `jaxtrain.compile.program_cache` keeps each process's.
+        # Only process 0 would write programs there and read them back, since a program has another key in
+        # each process (jax 0.10.2). A program that was read back may run its collectives in another order
+        # than one just compiled, and the processes then wait for each other without end.
+        # `jaxtrain.compile.program_cache` keeps the programs of each process.
         jax.config.update("jax_enable_compilation_cache", False)
 
 
@@ -116,7 +116,7 @@ def _place(host: str, port: str) -> str:
 
 
 def uneven(devices: Mapping[int, int], processes: int) -> str:
-    """Names the processes that have another number of devices than most; "" when all have the same."""
+    """Name the processes that have another number of devices than most, or return ""."""
     counts = [devices.get(process, 0) for process in range(processes)]
     usual = Counter(counts).most_common(1)[0][0]
     odd = [f"process {p} has {n}" for p, n in enumerate(counts) if n != usual]
@@ -124,9 +124,10 @@ def uneven(devices: Mapping[int, int], processes: int) -> str:
 
 
 def compare(texts: Mapping[str, str]) -> None:
-    """Compares named texts between all processes, by their hashes. Raises RendezvousError, with who differs in which text.
+    """Compare named texts between all processes, by their hashes.
 
-    Lines with callbacks to the host are left out, since they hold addresses.
+    Lines with callbacks to the host are left out, since they hold addresses. Raises RendezvousError
+    that names processes and texts.
     """
     if jax.process_count() == 1:
         return
@@ -142,15 +143,18 @@ def compare(texts: Mapping[str, str]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that decide a run's numbers: jaxtrain's own, and of `VERSIONED` as they are installed."""
+    """Return the versions of the packages that decide a run's numbers: jaxtrain and `VERSIONED`."""
     return {"jaxtrain": jaxtrain.__version__} | {name: importlib.metadata.version(name) for name in VERSIONED}
 
 
 def digest_of_files() -> str:
-    """Of the Python files of jaxtrain and loaders, which two installations of one version or commit may not share."""
+    """Hash the Python files of jaxtrain and loaders.
+
+    They may differ between two installations of one version or commit.
+    """
     here = pathlib.Path(jaxtrain.__file__).resolve().parents[1]
     named = [path.relative_to(here) for package in ("jaxtrain", "loaders") for path in (here / package).rglob("*.py")]
-    # What begins with "." was left by an editor, and is imported by nobody.
+    # Names that begin with "." are of editors, and are not imported.
     named = sorted(path for path in named if not any(part.startswith(".") for part in path.parts) and (here / path).is_file())
     digest = hashlib.sha256()
     for path in named:
@@ -159,22 +163,25 @@ def digest_of_files() -> str:
 
 
 def digest_of_extension() -> str:
-    """Of the compiled extension; "" where there is none."""
+    """Hash the compiled extension, or return "" without one."""
     spec = importlib.util.find_spec("loaders._rust")
     return hashlib.sha256(pathlib.Path(spec.origin).read_bytes()).hexdigest()[:12] if spec and spec.origin else ""
 
 
 def commit() -> str:
-    """The commit of jaxtrain's checkout, with "-dirty" behind it where files differ from it; "" for an installed package."""
+    """Return the commit of jaxtrain's checkout, or "" for an installed package.
+
+    It ends with "-dirty" if files differ from it.
+    """
     here = os.path.dirname(os.path.abspath(jaxtrain.__file__))
     git = ["git", "-C", here]
     try:
         if subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=5).returncode:
-            return ""  # a package inside somebody's other checkout, or none
-        told = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, timeout=5)
+            return ""  # a package inside another checkout, or none
+        done = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return told.stdout.decode(errors="replace").strip()[:80]
+    return done.stdout.decode(errors="replace").strip()[:80]
 
 
 def _entries(folder: str) -> list[str]:
@@ -182,17 +189,18 @@ def _entries(folder: str) -> list[str]:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, unless JAX_COMPILATION_CACHE_DIR already says where."""
+    """Keep compiled programs between runs, beneath the cache or in JAX_COMPILATION_CACHE_DIR."""
     options: Any = jax.config  # jax adds its options as it is imported
     if not options.jax_compilation_cache_dir:
         options.update("jax_compilation_cache_dir", str(machine.cache_folder("xla")))
 
 
 def use_threads_for_host_devices() -> None:
-    """Gives XLA's CPU client a thread for each of several host devices. Call it before the first device is touched.
+    """Give XLA's CPU client a thread for each of several host devices.
 
-    It runs independent collectives of one program at once on as many threads as there are cores (or NPROC says): with fewer
-    threads than devices they can wait for each other for ever (seen with jax 0.10.2: 8 devices on 2 cores).
+    It runs independent collectives of one program at once on NPROC threads, by default one for each
+    core. With fewer threads than devices they can wait for each other without end (jax 0.10.2, 8
+    devices on 2 cores). It must be called before JAX makes its devices.
     """
     count = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if count and int(count[1]) > 1:
@@ -200,30 +208,30 @@ def use_threads_for_host_devices() -> None:
 
 
 def is_main() -> bool:
-    """Whether this process is the one that writes what is written once: console, metrics, pictures."""
+    """Tell whether this process writes the files of the whole run: console, metrics, pictures."""
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Returns when every process has reached it."""
+    """Wait until every process has reached this point."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def agree(value: int) -> int:
-    """Returns process 0's value on all processes, which may not see the same state of a file system yet."""
+    """Return process 0's value on all processes, which may see another state of a file system."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def agree_on(values: Sequence[int]) -> list[int]:
-    """Returns process 0's numbers on all processes."""
+    """Return process 0's numbers on all processes."""
     return [agree(values[i] if i < len(values) else 0) for i in range(agree(len(values)))]
 
 
 def gather(value: int) -> list[int]:
-    """Returns every process's number, in the order of the processes, on all processes."""
+    """Return every process's number, in the order of the processes, on all processes."""
     if jax.process_count() == 1:
         return [value]
     return [int(x) for x in multihost_utils.process_allgather(np.int32(value))]

@@ -77,8 +77,8 @@ def meet(
         which the clock is ahead of process 0's, and "address", from which the process connected.
 
     Raises:
-      RendezvousError: processes, by number, did not connect, or differ in named facts; the port is
-        taken; ``refusal``.
+      RendezvousError: ``refusal``, or the port is taken, or processes, by number, did not connect
+        or differ in named facts.
       Stopped: ``leave`` returned true, here or in another process.
     """
     hello = {"job": job, "process": process, "processes": processes}
@@ -339,7 +339,7 @@ async def _verdict(line: Line, deadline: float, leave: Leave) -> dict[str, Any] 
 
 
 def differences(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Lists the processes that differ from most others, and in which facts; "" when they are identical."""
+    """List the processes that differ from most others, and in which facts. Else return ""."""
     flat = [_flat(report["facts"]) for report in reports]
     lines = []
     for key in sorted({key for f in flat for key in f}):

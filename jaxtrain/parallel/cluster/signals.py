@@ -7,13 +7,14 @@ from typing import Any
 
 
 class StopSignals:
-    """Remembers that a signal asked the run to save and end. A second signal ends the process at once.
+    """The signals that ask the run to save and end. A second one ends the process at once.
 
     Attributes:
-      asked: the name of the signal; "" until one came.
-      notice: another reason to stop, such as announced maintenance; "" until there is one.
+      asked: the name of the signal, "" before it.
+      notice: another reason to stop, such as announced maintenance, "" before it.
 
-    Ctrl-C is remembered too, until `check`: a KeyboardInterrupt could interrupt a library in the middle of a save.
+    Ctrl-C is also remembered until `check`, since a KeyboardInterrupt could interrupt a library in the
+    middle of a save.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -28,7 +29,7 @@ class StopSignals:
         return self.asked or self.notice or "another process"
 
     def install(self) -> None:
-        """Takes the signals, also those that a library has taken since."""
+        """Handle the signals, also if a library has taken them since."""
         for number in self._numbers:
             before = signal.signal(number, self._handle)
             self._before.setdefault(number, before)
@@ -47,11 +48,14 @@ class StopSignals:
             self.asked = signal.Signals(number).name
 
     def ask(self, why: str) -> None:
-        """Asks the run to stop for the reason ``why``. The signal that usually follows still counts as the first."""
+        """Ask the run to stop for the reason ``why``.
+
+        The signal that usually follows still counts as the first.
+        """
         self.notice = self.notice or why
 
     def check(self) -> bool:
-        """Whether a signal, or a notice, asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
+        """Tell whether a signal or a notice asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
         if self._interrupted:
             raise KeyboardInterrupt
         return bool(self.asked or self.notice)

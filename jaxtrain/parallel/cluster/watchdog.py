@@ -1,7 +1,9 @@
-"""A thread that ends a process whose run makes no progress, and names the process that holds the others up.
+"""A thread that ends a process whose run makes no progress, and names the process that hangs.
 
-folder/alive-N.json    {"count": 12, "doing": "step 12", "time": 1760000000.0}, written by process N, removed at its end
-folder/stacks-N.txt    the stacks of all of its threads, written when the watchdog ends it
+folder/alive-N.json    {"count": 12, "doing": "step 12", "time": 1760000000.0}, of process N
+folder/stacks-N.txt    the stacks of all of its threads, if the watchdog ends it
+
+Process N removes alive-N.json at its end.
 """
 
 import contextlib
@@ -20,11 +22,12 @@ log = logging.getLogger("jaxtrain")
 
 
 class Watchdog:
-    """Ends a process whose run makes no progress, after naming the process that holds the others up.
+    """A thread that ends a process whose run makes no progress.
 
-    Every process reports its progress in ``folder``/alive-N.json. A process whose count of `beat`s has not moved for
-    ``timeout`` seconds (``start_timeout`` before the first one) compares all reports: the process that is behind the others, or
-    has stopped reporting, is to blame. Its own stacks go to ``folder``/stacks-N.txt and stderr; it exits with `EXIT_CODE`.
+    Every process reports its progress in ``folder``/alive-N.json. If a process has no `beat` for
+    ``timeout`` seconds (``start_timeout`` before the first one), it compares all reports. It blames the
+    process that is behind the others, or has stopped reporting. It writes its own stacks to
+    ``folder``/stacks-N.txt and stderr, and exits with `EXIT_CODE`.
     """
 
     EXIT_CODE = 70
@@ -42,11 +45,14 @@ class Watchdog:
             self._thread.start()
 
     def beat(self, doing: str) -> None:
-        """Reports that progress was made, and that ``doing`` comes next."""
+        """Report progress, and that ``doing`` comes next."""
         self._count, self._doing, self._since, self._limit = self._count + 1, doing, time.monotonic(), self._timeout
 
     def starting(self, doing: str) -> None:
-        """Like `beat`, before the first step: a restore or a compilation may take ``start_timeout`` seconds."""
+        """Report progress before the first step.
+
+        A restore or a compilation may take ``start_timeout`` seconds.
+        """
         self.beat(doing)
         self._limit = self._start_timeout
 
@@ -69,7 +75,7 @@ class Watchdog:
         try:
             temporary.write_text(json.dumps({"count": self._count, "doing": self._doing, "time": time.time()}))
             temporary.replace(path)
-        except OSError as error:  # a full disk must not end what it guards
+        except OSError as error:  # a full disk must not end the run
             log.warning("the watchdog cannot write %s: %s", path, error)
 
     def _end(self, pause: float) -> None:
@@ -88,7 +94,7 @@ class Watchdog:
 
 
 def blame(reports: Mapping[int, Mapping[str, Any]], processes: int, now: float, silence: float) -> str:
-    """Names the processes that hold the others up, by what each has reported (count, doing, time)."""
+    """Name the processes that hang, from the reports (count, doing, time) of all."""
     silent = [p for p in range(processes) if p not in reports or now - reports[p]["time"] > silence]
     if silent:
         return "; ".join(
