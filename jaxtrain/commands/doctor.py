@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A config that is missing here, and not on other hosts, is a finding: this process meets the others to report it.
         given = config.parse_args(config_arguments, find=False) if config_arguments else None
 
-        from jaxtrain.doctor import report
+        from jaxtrain.doctor import output
         from jaxtrain.doctor.examine import examine
 
         found = examine(
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             wait=args.wait,
         )
         if found.speaks:
-            print(report.as_json(found) if args.json else "\n".join(report.lines(found)))
+            print(output.as_json(found) if args.json else "\n".join(output.lines(found)))
         return 0 if found.well else 1
 
     return arguments.run(look, mistakes=(config.ConfigError,))

@@ -5,11 +5,11 @@ import traceback
 from typing import Any, NamedTuple
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-LONGEST = 4000  # [characters] of a finding
+MAX_TEXT = 4000  # [characters] of a finding
 
 
 class Check(NamedTuple):
-    """The name of a check, what it found, and the remedy."""
+    """The name of a check, its finding, and the remedy."""
 
     group: str  # host, devices, disk, …
     name: str
@@ -34,11 +34,11 @@ def fail(group: str, name: str, text: str, remedy: str) -> Check:
 
 
 def from_json(found: Any) -> Check:
-    """A check that came from another process. Raises ValueError for anything else."""
+    """Parse a check that came from another process. Raises ValueError for anything else."""
     match found:
         case [str(), str(), "ok" | "warn" | "fail", str(), str()]:
             return Check(*found)
-    raise ValueError("this is no finding of the doctor")
+    raise ValueError("this is not a finding of the doctor")
 
 
 def raised(error: BaseException) -> str:
@@ -49,7 +49,7 @@ def raised(error: BaseException) -> str:
 
 
 def in_bytes(n: float) -> str:
-    """A number of bytes for a person, in decimal units."""
+    """Write a number of bytes for a person, in decimal units."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n >= size:
             return f"{n / size:.3g} {unit}"
@@ -59,4 +59,4 @@ def in_bytes(n: float) -> str:
 def _line(text: str) -> str:
     # Errors list their reasons in lines below a sentence.
     listed = re.sub(r"\n {2,}(?=\S)", "; ", re.sub(r":\n\s+", ": ", text))
-    return " ".join(listed.split())[:LONGEST]
+    return " ".join(listed.split())[:MAX_TEXT]

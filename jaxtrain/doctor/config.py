@@ -1,6 +1,6 @@
 """The config of a run: its errors, and the folders and sizes that it decides.
 
-It runs in a process of its own (`jaxtrain.doctor.apart`), which imports code of the user's.
+It runs in a subprocess (`jaxtrain.doctor.in_subprocess`), which imports code of the user's.
 """
 
 import json
@@ -40,7 +40,7 @@ def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
         "workdir": os.path.abspath(config.workdir),
         "folder": _place(config.checkpoint.folder),
     }
-    if count and config.data.exists():  # else the model's fields that its data decide are not known
+    if count and config.data.exists():  # else the fields that the data decide are unknown
         try:
             facts |= _sizes(config, count=count, kind=kind)
         except ValueError as error:  # LayoutError, OptimError, DataError …
@@ -52,7 +52,7 @@ def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
 
 
 def _errors(name: str, problems: Sequence[tuple[str, str]], remedy: str) -> list[Check]:
-    """A finding for each error of a config, in the words of `ConfigError`."""
+    """Make a finding for each error of a config, with the text of `ConfigError`."""
     return [fail(GROUP, name, str(ConfigError([problem])), remedy) for problem in problems]
 
 
@@ -61,7 +61,10 @@ def _place(folder: str) -> str:
 
 
 def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
-    """The checkpoints of a run on ``count`` devices, and its need of rows. Raises ValueError."""
+    """Compute the checkpoints of a run on ``count`` devices, and its rows per second.
+
+    Raises ValueError.
+    """
     from jaxtrain import plan
     from jaxtrain.parallel import chips, layout
 
@@ -72,7 +75,7 @@ def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
     ideal = assembly.task.flops / (count * chip.flops) / plan.MFU if chip else 0.0
     folder = disk_usage.folder_of(os.path.abspath(config.workdir), config.checkpoint.folder)
     return {
-        # Their folder, how many, the bytes of each.
+        # The folder, the number of checkpoints, the bytes of each.
         "checkpoints": [folder, *plan.checkpoints(config, assembly.abstract.state)],
         "rows_per_second": config.train.batch / ideal if ideal else 0.0,
     }

@@ -1,6 +1,6 @@
 """The data of a config: the index, examples of both splits, and the rate of rows.
 
-It runs in a process of its own (`jaxtrain.doctor.apart`): a dead file server may hang it.
+It runs in a subprocess (`jaxtrain.doctor.in_subprocess`), since a dead file server may hang it.
 """
 
 import time
@@ -15,13 +15,13 @@ from loaders import base
 from loaders.base import DataError, Loader, Rows
 
 GROUP = "data"
-SHARDS = 64  # that are sampled, evenly spread if there are more
+MAX_SHARDS = 64  # that are sampled, evenly spread if there are more
 SAMPLING, COUNTING = 10.0, 3.0  # [s] for a split, and for the rate
-PLACES = 8  # batches of a split whose shards are not known, evenly spread
+PLACES = 8  # batches of a split with unknown shards, evenly spread
 
 
 def examine(*, source: str, overrides: Any, process: int, processes: int, wanted: float) -> Found:
-    """Check a config's data. ``wanted``: rows/s that steps of the whole job take, 0 = unknown."""
+    """Check a config's data. ``wanted`` is the rows/s of the whole job's steps, 0 = unknown."""
     config, _ = config_lib.read(source, overrides, make_data=False)
     if missing := config.data.missing():
         remedy = "train for a step on one host first, and let the others share its cache"
@@ -73,7 +73,7 @@ def _samples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[
         rows = loader.population.rows
         starts = dict.fromkeys(int(x) for x in rows.searchsorted(loader.population.first_rows))
         shards = [k for k in starts if k < len(rows)]
-        places = [shards[i] for i in _spread(len(shards), SHARDS)]
+        places = [shards[i] for i in _spread(len(shards), MAX_SHARDS)]
         what = f"of {len(shards)} shards, an example each"
         # Position k of this loader is the k-th example of the split.
         each = _loader(config, split, Rows(1, ((0, 1),)), in_order=True)
@@ -106,13 +106,13 @@ def _samples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[
 
 
 def _spread(n: int, most: int) -> list[int]:
-    """At most ``most`` of the numbers below n, evenly spread, with the first and the last."""
+    """Return at most ``most`` of the numbers below n, evenly spread, with the first and the last."""
     return [int(x) for x in np.linspace(0, n - 1, min(n, most))]
 
 
 def _rate(train: Loader, rows: int, wanted: float) -> Check:
     train.seek(0)
-    next(train)  # threads and caches are warm from here on
+    next(train)  # so that threads and caches are warm
     began, batches = time.perf_counter(), 0
     for _ in train:
         batches += 1  # one at least, however long it takes
@@ -121,9 +121,9 @@ def _rate(train: Loader, rows: int, wanted: float) -> Check:
     rate = rows * batches / (time.perf_counter() - began)
     text = f"{rate:,.0f} rows/s" if rate >= 10 else f"{rate:.2g} rows/s"
     if not wanted:
-        text += "; what a step asks for is not known on these devices"
+        text += "; the need of a step is unknown on these devices"
         return ok(GROUP, "rate", text)
-    text += f"; a step asks this process for {wanted:,.0f} at most"
+    text += f"; a step needs {wanted:,.0f} of this process at most"
     if rate >= wanted:
         return ok(GROUP, "rate", text)
     remedy = "more cores (srun --cpus-per-task), data.threads, or data nearer: steps will wait"

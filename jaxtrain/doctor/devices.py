@@ -1,6 +1,6 @@
-"""The devices of a process: those that jax finds, their driver, a product with a known result.
+"""The devices of a process: as jax finds them, their driver, a product with a known result.
 
-It runs in a process of its own (`jaxtrain.doctor.apart`), which ends before a run begins.
+It runs in a subprocess (`jaxtrain.doctor.in_subprocess`), which ends before a run begins.
 """
 
 import os
@@ -26,7 +26,7 @@ MISSING = "install jax for them: pip install 'jaxtrain[cuda12]', [cuda13] or [tp
 
 
 def examine(*, local: list[int]) -> Found:
-    """Check the devices. ``local``: the ordinals of the process's own GPUs (none = all it sees)."""
+    """Check the devices. ``local`` has the ordinals of the process's own GPUs (none = all visible)."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     checks = list(_driver(local))
     import jax
@@ -48,7 +48,7 @@ def _found(
     local: Sequence[int],
     environment: Mapping[str, str] = os.environ,
 ) -> Check:
-    """Compare the devices of jax with those that the machine has, and that the launcher gave."""
+    """Compare the devices of jax with those of the machine, and of the launcher."""
     platform, text = devices[0].platform, f"{len(devices)} × {devices[0].device_kind}"
     gpus, tpus = accelerators()
     remedy = "see CUDA_VISIBLE_DEVICES and the launcher's --gpus-per-task, --gpu-bind"
@@ -75,9 +75,9 @@ def _found(
 
 
 def accelerators(system: str = "/sys") -> tuple[int, int]:
-    """How many NVIDIA GPUs and TPU chips the drivers show.
+    """Count the NVIDIA GPUs and TPU chips that the drivers show.
 
-    A group of /dev/vfio may be any device of a virtual machine: only those of Google's are TPUs.
+    A group of /dev/vfio may be any device of a virtual machine. Only Google's are TPUs.
     """
     paths = machine.accelerators()
     tpus = [path for path in paths if path.name.startswith("accel")]
@@ -89,7 +89,7 @@ def accelerators(system: str = "/sys") -> tuple[int, int]:
 
 
 def _driver(local: Sequence[int]) -> Iterator[Check]:
-    """Judge what nvidia-smi says of this process's GPUs, before jax takes memory of theirs."""
+    """Judge the answer of nvidia-smi on this process's GPUs, before jax takes their memory."""
     if not accelerators()[0] and not shutil.which("nvidia-smi"):
         return
     rows, problem = query()
@@ -133,7 +133,7 @@ def query() -> tuple[list[list[str]], str]:
 
 
 def _products(devices: Sequence[Any]) -> Iterator[Check]:
-    """Compute a product of integers on every device. It is exact, with TF32 or bfloat16 too."""
+    """Compute a product of integers on every device, which is exact also in TF32 and bfloat16."""
     import jax
 
     side = 256 if devices[0].platform == "cpu" else 2048

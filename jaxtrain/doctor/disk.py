@@ -1,4 +1,4 @@
-"""A folder that a run writes to: its speed, its room, and whether all processes share it."""
+"""A folder that a run writes to: its speed, its free space, and whether all processes share it."""
 
 import contextlib
 import errno
@@ -18,8 +18,8 @@ WRITTEN = 64 << 20  # [bytes]
 BLOCK = 4 << 20
 ENOUGH = 5.0  # [s] of writing
 SLOW = 20e6  # [bytes/s]
-LITTLE = 100e6  # [bytes] of the cache's data and programs, and of a run's records in its workdir
-SEEN = 10.0  # [s] within which a new file must show on every host
+MIN_FREE = 100e6  # [bytes] for the cache's data and programs, and a run's records in its workdir
+SEEN = 10.0  # [s] for a new file to show on every host
 REMEDIES = {
     errno.EROFS: "it is mounted read-only: mount it again with rw, or choose another",
     errno.EACCES: "change its permissions, or choose a folder of your own",
@@ -37,8 +37,8 @@ def examine(*, folder: str, what: str, checkpoints: Any = None) -> Found:
     """Check one folder.
 
     Args:
-      what: its name for a person.
-      checkpoints: their folder, how many a plan keeps there, and the bytes of each.
+      what: the name of the folder for a person.
+      checkpoints: their folder, their number in a plan, and the bytes of each.
     """
     if "://" in folder:
         return [_store(folder, what)], {}
@@ -66,9 +66,9 @@ def _written(folder: str, what: str) -> Check:
         os.fsync(handle)
         os.close(handle)
     text = f"{folder} has {in_bytes(free)} free, and takes {rate / 1e6:,.0f} MB/s"
-    if free < LITTLE:
+    if free < MIN_FREE:
         remedy = "free some space there, or choose another disk"
-        return warn(GROUP, what, f"{text}; expected at least {in_bytes(LITTLE)}", remedy)
+        return warn(GROUP, what, f"{text}; expected at least {in_bytes(MIN_FREE)}", remedy)
     if rate < SLOW:
         remedy = "choose another disk: saves wait for this one"
         return warn(GROUP, what, f"{text}; expected at least {SLOW / 1e6:g} MB/s", remedy)
@@ -87,11 +87,11 @@ def _write(path: str) -> float:
 
 
 def nearest(folder: str) -> str:
-    """The folder, or the first above it that exists. Raises OSError if that is a file."""
+    """Return the folder, or the first above it that exists. Raises OSError if that is a file."""
     path = pathlib.Path(folder).expanduser().absolute()
     found = next(p for p in (path, *path.parents) if os.path.lexists(p))
     if found != path and not found.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{found} is no folder")
+        raise NotADirectoryError(errno.ENOTDIR, f"{found} is not a folder")
     return str(found)
 
 
@@ -114,7 +114,7 @@ def _store(url: str, what: str) -> Check:
 
 
 def room_for(folder: str, checkpoints: int, each: int) -> Check:
-    """Check that the checkpoints of a plan, of ``each`` bytes, fit together with those there."""
+    """Check that the checkpoints of a plan, of ``each`` bytes, fit together with existing ones."""
     from jaxtrain import plan  # here: it takes seconds to import
 
     text, fits = plan.room(folder, checkpoints, each)
@@ -152,7 +152,7 @@ def see(folder: str, token: str, processes: Sequence[int]) -> Check:
         time.sleep(0.05)
     if unseen:
         named = ", ".join(map(str, unseen[:16]))
-        text = f"what process {named} writes into {folder} does not show here within {SEEN:g} s"
+        text = f"a new file of process {named} in {folder} does not show here within {SEEN:g} s"
         remedy = "put config.workdir on a file system that all hosts share"
         remedy += ", or config.checkpoint.folder in an object store"
         return fail(GROUP, "shared", text, remedy)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.doctor import apart, disk, host, meetings, network, software
+from jaxtrain.doctor import disk, host, in_subprocess, meetings, network, software
 from jaxtrain.doctor.check import FAIL, Check, Found, fail, ok, warn
-from jaxtrain.doctor.report import Report
+from jaxtrain.doctor.output import Report
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.cluster import rendezvous
 from loaders.io import machine
@@ -17,7 +17,7 @@ DEVICES, CONFIG, WRITING, DATA = 90.0, 60.0, 25.0, 60.0  # [s] for each group
 WRITTEN = 4  # folders that a run writes to: TMPDIR, the cache, the workdir, the checkpoints
 ITSELF = 30.0  # for the checks in this process, and for the start of a slower process
 LOCAL = ITSELF + DEVICES + CONFIG + WRITTEN * WRITING + DATA  # of the slowest process
-TOGETHER = 60.0  # for the look at each other's ports and files
+TOGETHER = 60.0  # for the checks of each other's ports and files
 HANGS = "its file system hangs: see its server, and mount it again"
 Overrides = Sequence[tuple[str, str]]
 Facts = dict[str, Any]
@@ -61,7 +61,7 @@ def examine(source: str, overrides: Overrides, *, wait: float) -> Report:
 
 
 def _membership() -> tuple[cluster.Cluster, list[Check]]:
-    """The place of this process among others, and the findings of the launcher's variables."""
+    """Return the place of this process among others, and findings on the launcher's variables."""
     try:
         found = cluster.find()
     except cluster.ClusterError as error:
@@ -74,12 +74,12 @@ def _membership() -> tuple[cluster.Cluster, list[Check]]:
 
 
 def _alone(source: str, overrides: Overrides, membership: cluster.Cluster) -> Found:
-    """The findings on this machine, and the facts that are compared between processes."""
+    """Return the findings on this machine, and the facts that processes compare."""
     facts = software.facts()
     checks = [software.examine(facts), *host.examine(processes=membership.processes)]
 
     def look(group: str, asked: dict[str, Any], **bounds: Any) -> None:
-        found, more = apart.examine(group, asked, **bounds)
+        found, more = in_subprocess.examine(group, asked, **bounds)
         checks.extend(found)
         facts.update(more)
 
@@ -104,7 +104,7 @@ def _alone(source: str, overrides: Overrides, membership: cluster.Cluster) -> Fo
 
 
 def _folders(facts: Facts, process: int) -> tuple[list[Check], str]:
-    """Look at the folders that a run writes to, one after the other.
+    """Check the folders that a run writes to, one after the other.
 
     Also returns the folder that all processes must share, or "" if this one cannot use it.
     """
@@ -118,7 +118,7 @@ def _folders(facts: Facts, process: int) -> tuple[list[Check], str]:
         asked: Facts = {"folder": folder, "what": what}
         if folder == shared and process == 0:
             asked["checkpoints"] = facts.get("checkpoints")
-        found, _ = apart.examine("disk", asked, within=WRITING, remedy=HANGS)
+        found, _ = in_subprocess.examine("disk", asked, within=WRITING, remedy=HANGS)
         checks += found
         if folder == shared and ("://" in folder or any(x.verdict == FAIL for x in found)):
             shared = ""
@@ -129,7 +129,7 @@ def _together(job: meetings.Meetings, found: list[Check], facts: Facts, until: f
     """Hold the other meetings, and return whether nothing failed in any process.
 
     Args:
-      until: when process 0 waits no longer for the findings of others. They wait longer for it.
+      until: the end of process 0's wait for the findings of others. They wait longer for it.
 
     Raises RendezvousError if process 0 is gone.
     """
@@ -139,10 +139,10 @@ def _together(job: meetings.Meetings, found: list[Check], facts: Facts, until: f
         place = {"machine": network.machine_id(), "port": listener.getsockname()[1]}
         own = {**place, "folder": folder, "facts": facts, "checks": [list(x) for x in found]}
         within = max(until - time.monotonic(), 1.0) + (TOGETHER if me else 0.0)
-        plan = job.hold("what each found", own, job.found, within)
+        plan = job.hold("the findings of each", own, job.found, within)
         more = list(network.ports(me, plan["places"]))
         if me in plan["shared"] and len(plan["shared"]) > 1:
             others = [0] if me else plan["shared"][1:]
             more.append(disk.see(folder, job.token, others))
-        told = {"checks": [list(check) for check in more]}
-        return bool(job.hold("what they see", told, job.saw, TOGETHER))
+        seen = {"checks": [list(check) for check in more]}
+        return bool(job.hold("the check of each other", seen, job.saw, TOGETHER))

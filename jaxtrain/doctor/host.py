@@ -1,4 +1,4 @@
-"""This machine as a process sees it: cores, memory, limits, threads, /dev/shm."""
+"""This machine as a process sees it: cores, memory, open files, threads, /dev/shm."""
 
 import contextlib
 import os
@@ -12,12 +12,12 @@ from loaders.io import machine
 
 GROUP = "host"
 FEW_CORES = 2  # srun gives a task one core, whose hyperthreads count as two
-LITTLE_MEMORY = 2e9  # [bytes] with which no run begins well
+MIN_MEMORY = 2e9  # [bytes] for the start of a run
 SHARED_MEMORY = 1e9  # [bytes] of /dev/shm that NCCL's rings between the GPUs of a host may take
 
 
 def examine(*, processes: int) -> Iterator[Check]:
-    """Check this machine. ``processes``: of the job."""
+    """Check this machine. ``processes`` is their number in the job."""
     yield _cores()
     yield _memory()
     yield _open_files(processes)
@@ -52,14 +52,14 @@ def _memory() -> Check:
     if limit < total:
         available = min(available, max(int(limit) - used, 0))
         text += f"; a limit of {in_bytes(limit)} (cgroup), of which {in_bytes(used)} are used"
-    if available < LITTLE_MEMORY:
+    if available < MIN_MEMORY:
         remedy = "end other programs, or ask for more: srun --mem=, docker run --memory="
         return fail(GROUP, "memory", text, f"{remedy}, resources.limits.memory of a pod")
     return ok(GROUP, "memory", text)
 
 
 def meminfo(path: str = "/proc/meminfo") -> dict[str, int]:
-    """Bytes by name; empty if there is no such file."""
+    """Return bytes by name, none without such a file."""
     try:
         lines = pathlib.Path(path).read_text().splitlines()
     except OSError:
@@ -69,7 +69,7 @@ def meminfo(path: str = "/proc/meminfo") -> dict[str, int]:
 
 
 def of_cgroup(kind: str, folders: Iterable[pathlib.Path]) -> tuple[float, int]:
-    """The (limit, used) of "memory" or "pids" of the tightest cgroup; an infinite limit if none."""
+    """Return (limit, used) of "memory" or "pids" of the tightest cgroup. It may be infinite."""
     tightest: tuple[float, int] = float("inf"), 0
     for folder in folders:
         with contextlib.suppress(OSError, ValueError):  # the root has none; "max" is no number
@@ -90,7 +90,7 @@ def _open_files(processes: int) -> Check:
 
 
 def _threads() -> Check:
-    """Check what a container leaves for the threads of XLA, gRPC and the loader."""
+    """Check that a container has enough threads for XLA, gRPC and the loader."""
     needed, (limit, used) = 64 + 8 * machine.cores(), of_cgroup("pids", machine.cgroups())
     free = f"leaves {limit - used:g}" if limit < float("inf") else "limits no"
     text = f"a container {free} threads, and a run needs about {needed}"

@@ -2,9 +2,9 @@
 
 There are three, each a `jaxtrain.parallel.cluster.rendezvous` of processes that may differ:
 
-    who is present       which clocks differ, and whether there are several machines
-    what each found      process 0 compares it, and says what the processes look at together
-    what they see        of each other's ports and files: all learn whether anything failed
+    the presence             which clocks differ, and whether there are several machines
+    the findings of each     process 0 compares them, and assigns the checks of each other
+    the check of each other  of ports and files. All processes learn whether anything failed
 """
 
 import os
@@ -23,7 +23,7 @@ Conclude = Callable[[Messages], Any]
 
 
 class Meetings:
-    """The meetings as one process holds them. Those that conclude are called by process 0 alone.
+    """The meetings of one process. Only process 0 calls `met`, `found` and `saw`.
 
     Attributes:
       process: of this job.
@@ -41,10 +41,10 @@ class Meetings:
         self.checks: list[tuple[int, Check]] = []
         self.hosts: dict[int, str] = {}
         facts = {"machine": network.machine_id()}
-        self.token, self.several = self.hold("who is present", facts, self.met, wait)
+        self.token, self.several = self.hold("the presence", facts, self.met, wait)
 
     def hold(self, subject: str, facts: Any, conclude: Conclude, within: float) -> Any:
-        """Return what process 0 concludes from the facts of all present. Raises RendezvousError."""
+        """Return process 0's conclusion from the facts of all present. Raises RendezvousError."""
 
         def concluded(messages: Messages, late: str) -> Any:
             self._present = [message["process"] for message in messages]
@@ -68,14 +68,14 @@ class Meetings:
         )
 
     def met(self, messages: Messages) -> tuple[str, bool]:
-        """Conclude who is present, of {"machine": `network.machine_id`}."""
+        """Conclude a token and whether there are several machines, of {"machine": machine_id}."""
         self.hosts = {message["process"]: message["host"] for message in messages}
         self.checks += network.clocks({m["process"]: m.get("ahead", 0.0) for m in messages})
         machines = {message["facts"]["machine"] for message in messages}
         return secrets.token_hex(8), len(machines) > 1
 
     def found(self, messages: Messages) -> dict[str, Any]:
-        """Conclude what to look at, of {"machine", "port", "folder", "facts", "checks"}."""
+        """Conclude the ports and folders to check, of {"machine", "port", "folder", "facts", …}."""
         reports = [message | {"facts": message["facts"]["facts"]} for message in messages]
         self.checks += [(0, check) for check in software.compare(reports)]
         places: dict[str, Any] = {}  # of the first process of each machine
@@ -100,15 +100,15 @@ class Meetings:
 
 
 def unmet(error: RendezvousError, membership: Cluster) -> Check:
-    """The finding of a process that could not meet the others."""
+    """Make the finding of a process that could not meet the others."""
     host, _, port = membership.coordinator.rpartition(":")
     cause = error.__cause__
     if membership.process == 0:
-        remedy = f"see who listens there: ss -ltnp sport = :{port}; end it, or choose another port"
+        remedy = f"see the process there: ss -ltnp sport = :{port}; end it, or choose another port"
     elif isinstance(cause, socket.gaierror):
         remedy = f"the name {host} is unknown here: correct DNS or /etc/hosts, or use an address"
     elif isinstance(cause, HandshakeError):
-        remedy = "set JAXTRAIN_SECRET alike in all processes, or choose another port"
+        remedy = "set one JAXTRAIN_SECRET in all processes, or choose another port"
     elif not isinstance(cause, OSError):
         remedy = "give every job a port of its own, and every process its number"
     else:

@@ -26,7 +26,7 @@ def host_name(*, several_hosts: bool) -> Check:
         return judged(GROUP, "host name", f"{name} leads nowhere: {error}", remedy)
     text = f"{name} is {', '.join(sorted(found))}"
     if several_hosts and all(rendezvous.is_loopback(address) for address in found):
-        text += ": collectives on CPUs would tell other hosts to connect to themselves"
+        text += ": collectives on CPUs would make other hosts connect to themselves"
         return fail(GROUP, "host name", text, remedy)
     return ok(GROUP, "host name", text)
 
@@ -61,7 +61,7 @@ def ports(process: int, places: Sequence[Sequence[Any]]) -> Iterator[Check]:
 
 
 def _connect(address: str, port: int) -> str:
-    """Return why nothing can be reached there; "" when something is."""
+    """Return the reason if nothing can be reached there, else ""."""
     try:
         socket.create_connection((address, port), timeout=CONNECTING).close()
     except OSError as error:
@@ -70,7 +70,7 @@ def _connect(address: str, port: int) -> str:
 
 
 def machine_id() -> str:
-    """Name what shares a network: a machine, or a container with a network of its own."""
+    """Name this machine, or a container with a network of its own."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.readlink("/proc/self/ns/net")

@@ -23,7 +23,7 @@ TOPICS: dict[str, tuple[Judge, Judge, str]] = {
         "install the same wheels on every host: one constraints file, one image",
     ),
     "commit": (fail, fail, "bring the checkouts to one commit: git pull, on every host"),
-    # Of one version and commit a wheel may be another build, and a checkout may have been edited.
+    # Wheels of one version may be other builds, and a checkout may be edited.
     "files of jaxtrain": (
         fail,
         fail,
@@ -37,15 +37,15 @@ TOPICS: dict[str, tuple[Judge, Judge, str]] = {
     "python": (warn, warn, "use one version of Python and one kind of processor everywhere"),
     "config": (fail, fail, "start all processes with the same --config and overrides"),
     "workdir": (fail, fail, "start all processes in one folder, or set config.workdir to /a/path"),
-    "environment": (warn, warn, "set these alike in all processes: mpirun -x, srun --export=ALL"),
+    "environment": (warn, warn, "set the same in all processes: mpirun -x, srun --export=ALL"),
     "devices": (fail, fail, "give every process as many devices, of one kind"),
-    # A host that has not made or copied its data yet has none.
+    # A host without data may make or copy them later.
     "data": (fail, warn, "bring the same data to every host: a checkpoint would refuse others"),
 }
 
 
 def facts() -> dict[str, Any]:
-    """The facts by topic. Other groups add config, workdir, devices and data."""
+    """Return the facts by topic. Other groups add config, workdir, devices and data."""
     checkout = cluster.commit()
     steering = (name for name in sorted(os.environ) if name.startswith(STEERS))
     return {
@@ -60,7 +60,7 @@ def facts() -> dict[str, Any]:
 
 
 def examine(found: Mapping[str, Any]) -> Check:
-    """Name what is installed, of `facts`."""
+    """Name the installed versions, of `facts`."""
     packages, commit = found["packages"], found["checkout"]
     text = f"jaxtrain {packages['jaxtrain']}{f' ({commit})' if commit else ''}"
     text += f", jax {packages['jax']}, Python {platform.python_version()}"
@@ -68,7 +68,7 @@ def examine(found: Mapping[str, Any]) -> Check:
 
 
 def compare(reports: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Compare the facts of all processes. ``reports``: {"process", "host", "facts"} of each."""
+    """Compare the facts of all processes. ``reports`` has {"process", "host", "facts"} of each."""
     same = []
     for topic, (differs, lacks, remedy) in TOPICS.items():
         known = [{**x, "facts": {topic: x["facts"][topic]}} for x in reports if topic in x["facts"]]

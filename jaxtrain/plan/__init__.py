@@ -9,7 +9,7 @@ needs no such chip, has the other figures: it compiles the real step.
     bound     the lower bound of a step        worker       compiles in a process of its own
     remedies  the check before a run, and      environment  fetches that process's compiler
               changes that may make it fit     plan_cache   keeps compilers' answers
-    report    all of it, for a person          gpu_specs    GPUs that need not be here
+    summary   all of it, for a person          gpu_specs    GPUs that need not be here
 """
 
 from jaxtrain.assembly import Assembly, assemble
@@ -18,7 +18,7 @@ from jaxtrain.plan.compile import Compiled, compiled, compiler_options, tpu_devi
 from jaxtrain.plan.environment import set_up
 from jaxtrain.plan.memory import device_bytes, held, host_memory, least, offloaded, padded
 from jaxtrain.plan.remedies import refuse_if_too_large, remedies
-from jaxtrain.plan.report import MFU, checkpoints, report, room
+from jaxtrain.plan.summary import MFU, checkpoints, report, room
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 
 __all__ = (

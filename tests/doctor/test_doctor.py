@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.doctor import apart, config, data, devices, host, report, software
+from jaxtrain.doctor import config, data, devices, host, in_subprocess, output, software
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
 from loaders.audio import demo, remote, spectrogram
 from loaders.film import demo_film, multimodal
@@ -99,7 +99,7 @@ def test_alone_with_a_config(folder, corpus, monkeypatch):
     (index, train, test, rate), facts = data.examine(**tiny(folder, corpus, wanted=1e9))
     assert index.verdict == train.verdict == test.verdict == OK and facts["data"]["test"]
     assert "of 2 shards" in train.text and (train.name, test.name) == ("train samples", "test samples")
-    assert rate.verdict == WARN and "a step asks this process for 1,000,000,000" in rate.text
+    assert rate.verdict == WARN and "a step needs 1,000,000,000 of this process" in rate.text
 
 
 def test_a_batch_that_takes_longer_than_the_count_counts(folder, corpus, monkeypatch):
@@ -157,9 +157,9 @@ def test_a_long_list_is_whole_in_json_and_cut_in_a_line():
     reasons = [f"process {p} has another value" for p in range(60)]
     check = fail("software", "same config", "\n".join(["they differ:", *(f"  {x}" for x in reasons)]), "use one")
     assert check.text == f"they differ: {'; '.join(reasons)}"
-    told = report.Report([(0, check)], {0: "a"}, 1, 0.0, True, False)
-    assert reasons[-1] in json.loads(report.as_json(told))["checks"][0]["text"]
-    line, _ = report.lines(told)
+    told = output.Report([(0, check)], {0: "a"}, 1, 0.0, True, False)
+    assert reasons[-1] in json.loads(output.as_json(told))["checks"][0]["text"]
+    line, _ = output.lines(told)
     assert len(line) < 700 and line.endswith("… (--json has the rest) → use one")
 
 
@@ -414,25 +414,25 @@ def test_a_check_that_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch):
         "import os, sys\ndef examine():\n    print('the driver says no', file=sys.stderr)\n    os.abort()\n"
     )
     (package / "hang.py").write_text("import time\ndef examine():\n    time.sleep(60)\n")
-    more = f"import jaxtrain.doctor; jaxtrain.doctor.__path__.append({str(package)!r})\nimport jaxtrain.doctor.apart"
-    monkeypatch.setattr(apart, "PROGRAM", apart.PROGRAM.replace("import jaxtrain.doctor.apart", more))
-    (check,), _ = apart.examine("crash", {}, within=100, remedy="see dmesg")
+    more = f"import jaxtrain.doctor; jaxtrain.doctor.__path__.append({str(package)!r})\nimport jaxtrain.doctor.in_subprocess"
+    monkeypatch.setattr(in_subprocess, "PROGRAM", in_subprocess.PROGRAM.replace("import jaxtrain.doctor.in_subprocess", more))
+    (check,), _ = in_subprocess.examine("crash", {}, within=100, remedy="see dmesg")
     assert check.verdict == FAIL and "ended by SIGABRT: the driver says no" in check.text and check.remedy == "see dmesg"
-    (check,), _ = apart.examine("hang", {}, within=1, remedy="mount it again")
+    (check,), _ = in_subprocess.examine("hang", {}, within=1, remedy="mount it again")
     assert check.verdict == FAIL and "no answer within 1 s" in check.text
 
 
 def test_findings_of_many_processes_are_one_line_where_they_are_the_same():
     same = [(p, ok("host", "cores", f"{p} of 8 cores")) for p in range(6)]
     wrong = [(p, fail("disk", "workdir", "it is full", "free some")) for p in (1, 2, 4)]
-    told = report.Report([*same, *wrong], {p: f"node{p // 4}" for p in range(6)}, 6, 3.2, True, False)
-    assert list(report.lines(told)) == [
+    told = output.Report([*same, *wrong], {p: f"node{p // 4}" for p in range(6)}, 6, 3.2, True, False)
+    assert list(output.lines(told)) == [
         "6 of 6 processes: 0-3 on node0, 4-5 on node1",
         "ok    host: cores    [0-5] 0 of 8 cores",
         "fail  disk: workdir  [1-2,4] it is full → free some",
         "1 ok, 0 warn, 1 fail, in 3 s",
     ]
-    assert json.loads(report.as_json(told))["checks"][1]["processes"] == [1, 2, 4]
+    assert json.loads(output.as_json(told))["checks"][1]["processes"] == [1, 2, 4]
 
 
 @pytest.mark.slow
@@ -546,4 +546,4 @@ def test_a_workdir_that_the_other_host_does_not_see(folder, corpus):
     both = [start(folder, *config, **at(port, 0)), start(folder, *config, inside=elsewhere, **at(port, 1))]
     told, _ = (found(process, code=1) for process in both)
     blind = {x["processes"][0]: x["text"] for x in told["checks"] if x["name"] == "shared" and x["verdict"] == FAIL}
-    assert "what process 1 writes" in blind[0] and "what process 0 writes" in blind[1]
+    assert "a new file of process 1" in blind[0] and "a new file of process 0" in blind[1]

@@ -37,7 +37,7 @@ def test_a_healthy_folder_is_ok_and_left_as_it_was(tmp_path, monkeypatch):
     assert "MB/s" in checks[0].text and " free" in checks[0].text and not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     (checks, _) = disk.examine(folder=str(tmp_path / "file" / "run"), what="workdir")
-    assert checks[0].verdict == FAIL and f"{tmp_path}/file is no folder" in checks[0].text
+    assert checks[0].verdict == FAIL and f"{tmp_path}/file is not a folder" in checks[0].text
 
 
 def test_a_read_only_mount_and_a_full_one_fail_with_what_to_do(tmp_path):
@@ -106,9 +106,9 @@ def test_processes_see_one_folder_or_are_named(tmp_path, monkeypatch):
         check = disk.see(folder, "token", [0, 1])
         assert check.verdict == OK and check.name == "shared"
         check = disk.see(folder, "token", [1, 2])
-        assert check.verdict == FAIL and f"what process 2 writes into {folder} does not show here" in check.text
+        assert check.verdict == FAIL and f"a new file of process 2 in {folder} does not show here" in check.text
         found = mounted(tmp_path, f"mount -t tmpfs none {tmp_path}", elsewhere)
-        assert found[2] == FAIL and "what process 0, 1 writes" in found[3] and "object store" in found[4]
+        assert found[2] == FAIL and "a new file of process 0, 1" in found[3] and "object store" in found[4]
     assert not list(tmp_path.iterdir())
     with disk.shown("", "token", 0) as nothing:
         assert nothing == ""

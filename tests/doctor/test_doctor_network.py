@@ -40,8 +40,8 @@ def whole(meetings):
     checks = [list(fail("disk", "workdir", "it is full", "free some") if process == 2 else ok("disk", "workdir", "well"))]
     facts = {"commit": "abc", "packages": {"optax": str(process == 1)}}
     own = {"machine": f"host{process}", "port": 1, "folder": "/runs/x" if process else "/runs/y", "checks": checks}
-    plan = meetings.hold("what each found", own | {"facts": facts}, meetings.found, 60.0)
-    return meetings.token, plan, meetings.hold("what they see", {"checks": []}, meetings.saw, 60.0), meetings
+    plan = meetings.hold("the findings of each", own | {"facts": facts}, meetings.found, 60.0)
+    return meetings.token, plan, meetings.hold("the check of each other", {"checks": []}, meetings.saw, 60.0), meetings
 
 
 def test_process_0_hears_what_all_found_compares_it_and_tells_all_whether_it_is_well(met):
@@ -66,8 +66,8 @@ def test_a_process_that_never_comes_and_one_that_goes_are_named_and_the_others_g
         if meetings.process == 2:
             return "left"
         own = {"machine": "host", "port": 1, "folder": "", "checks": [], "facts": {"commit": "abc"}}
-        meetings.hold("what each found", own, meetings.found, 60.0 if meetings.process else 1.0)
-        return meetings.hold("what they see", {"checks": []}, meetings.saw, 60.0), meetings.checks
+        meetings.hold("the findings of each", own, meetings.found, 60.0 if meetings.process else 1.0)
+        return meetings.hold("the check of each other", {"checks": []}, meetings.saw, 60.0), meetings.checks
 
     zero, one, two = met(free_port(), 0, 1, 2, of=4, wait=3.0, then=then)
     assert two == "left" and zero[0] is one[0] is False
@@ -92,7 +92,7 @@ def test_processes_with_other_secrets_say_so(met, monkeypatch):
     secrets = iter("ab")
     monkeypatch.setattr("jaxtrain.doctor.meetings.discover.secret_of", lambda *given: next(secrets) * 16)
     zero, one = met(free_port(), 0, 1, of=2, wait=2.0, then=whole)
-    assert "another JAXTRAIN_SECRET" in one.text and "JAXTRAIN_SECRET alike" in one.remedy
+    assert "another JAXTRAIN_SECRET" in one.text and "one JAXTRAIN_SECRET" in one.remedy
     assert any("process 1 of 2 did not connect" in check.text for _, check in zero[3].checks)
 
 

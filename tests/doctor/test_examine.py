@@ -28,7 +28,7 @@ def asked(monkeypatch):
         check = answers.get(what, ok(group, what, "well"))
         return [check], FACTS | more if group == "config" and check.verdict != FAIL else {}
 
-    monkeypatch.setattr(examine.apart, "examine", answer)
+    monkeypatch.setattr(examine.in_subprocess, "examine", answer)
     return types.SimpleNamespace(found=calls, answers=answers, more=more)
 
 

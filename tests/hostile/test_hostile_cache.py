@@ -45,7 +45,7 @@ def damage(path, kind: str, ran) -> None:
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(plan_cache, "MOST", 1 << 20)
+    monkeypatch.setattr(plan_cache, "MAX_UNPACKED", 1 << 20)
     sudoku._kept.cache_clear()
     return tmp_path / "cache"
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 IMPORTS = (
     "jax", "jax.experimental.multihost_utils", "orbax.checkpoint", "optax", "jaxtrain.loop", "jaxtrain.commands.train",
-    "jaxtrain.commands.explain", "jaxtrain.plan.report", "jaxtrain.workloads.bird", "loaders.audio.spectrogram",
+    "jaxtrain.commands.explain", "jaxtrain.plan.summary", "jaxtrain.workloads.bird", "loaders.audio.spectrogram",
 )  # fmt: skip
 OWN = ("LD_", "MALLOC_", "PYTHON")  # of an environment: what has to be there when a process starts
 SIZE = 1 << 20

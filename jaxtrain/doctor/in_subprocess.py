@@ -1,4 +1,4 @@
-"""A group of checks in a process of its own: a driver may crash there, a dead file server hang."""
+"""A group of checks in a subprocess, where a driver may crash, or a dead file server hang."""
 
 import importlib
 import json
@@ -12,12 +12,12 @@ from typing import Any
 
 from jaxtrain.doctor.check import Found, fail, from_json
 
-# -P: what lies in the current folder is imported only if this process would import it, too.
+# -P: the current folder is on the path only if it is on that of this process.
 PROGRAM = """import json, sys
 asked = json.load(sys.stdin)
 sys.path[:] = asked["path"]
-import jaxtrain.doctor.apart as apart
-apart.answer(asked)
+import jaxtrain.doctor.in_subprocess as in_subprocess
+in_subprocess.answer(asked)
 """
 NO_DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
@@ -43,23 +43,23 @@ def examine(group: str, arguments: Any, *, within: float, remedy: str, crashed: 
             found = json.loads(output)
             return [from_json(each) for each in found["checks"]], dict(found["facts"])
         except subprocess.TimeoutExpired:
-            process.kill()  # it may hang in the kernel, so its end is not waited for
+            process.kill()  # it may hang in the kernel, so there is no wait for its end
             return [fail(group, "answer", f"no answer within {within:g} s", remedy)], {}
         except (ValueError, KeyError, TypeError):
             code = process.returncode
             errors.seek(0)
             lines = errors.read()[-4000:].decode(errors="replace").strip().splitlines()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-            text = f"the check ended {how}: {lines[-1] if lines else 'without a word'}"
+            text = f"the check ended {how}: {lines[-1] if lines else 'without a message'}"
             return [fail(group, "answer", text, crashed or remedy)], {}
 
 
 def answer(asked: Mapping[str, Any]) -> None:
-    """Print the findings, in the process of its own. Libraries print to stderr."""
+    """Print the findings, in the subprocess. Libraries print to stderr."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module = importlib.import_module(f"jaxtrain.doctor.{asked['group']}")
     checks, facts = module.examine(**asked["arguments"])
     json.dump({"checks": checks, "facts": facts}, output)
     output.flush()
-    os._exit(0)  # a driver's own end may hang, and everything is printed
+    os._exit(0)  # the end of a driver may hang

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxtrain.doctor.check import FAIL, OK, WARN, Check
 
-SHOWN = 600  # [characters] of a finding in a line; JSON has all of it
+MAX_SHOWN = 600  # [characters] of a finding in a line; JSON has all of it
 GROUPS = ("processes", "software", "config", "host", "devices", "disk", "data", "network")
 
 
@@ -18,13 +18,13 @@ class Report(NamedTuple):
     processes: int  # of the job
     seconds: float
     speaks: bool  # whether this process prints it
-    well: bool  # whether nothing failed, in any process
+    well: bool  # whether nothing failed in any process
 
 
 def merged(checks: Sequence[tuple[int, Check]]) -> list[tuple[list[int], Check]]:
-    """List the findings once that several processes share, in the order of the groups.
+    """List each finding once, with its processes, in the order of the groups.
 
-    If a check is ok in several processes, the text of the first one stands for all.
+    If a check is ok in several processes, they share the text of the first one.
     """
     found: dict[tuple[str, ...], tuple[list[int], Check]] = {}
     for process, check in checks:
@@ -48,8 +48,8 @@ def lines(report: Report) -> Iterator[str]:
     for processes, check in rows:
         where = f"[{numbers(processes)}] " if report.processes > 1 else ""
         remedy = f" → {check.remedy}" if check.remedy else ""
-        rest = " … (--json has the rest)" if len(check.text) > SHOWN else ""
-        text = f"{check.text[:SHOWN]}{rest}"
+        rest = " … (--json has the rest)" if len(check.text) > MAX_SHOWN else ""
+        text = f"{check.text[:MAX_SHOWN]}{rest}"
         yield f"{check.verdict:4}  {f'{check.group}: {check.name}':{width}}  {where}{text}{remedy}"
     n = {verdict: sum(x.verdict == verdict for _, x in rows) for verdict in (OK, WARN, FAIL)}
     yield f"{n[OK]} ok, {n[WARN]} warn, {n[FAIL]} fail, in {report.seconds:.0f} s"
@@ -68,7 +68,7 @@ def as_json(report: Report) -> str:
 
 
 def numbers(processes: Sequence[int]) -> str:
-    """0-3,7 of [0, 1, 2, 3, 7]."""
+    """Write [0, 1, 2, 3, 7] as 0-3,7."""
     runs: list[list[int]] = []
     for p in sorted(processes):
         if runs and p == runs[-1][1] + 1:

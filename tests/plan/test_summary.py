@@ -72,7 +72,7 @@ def test_what_speaks_against_a_run_is_told(tmp_path, monkeypatch):
 
 def test_a_disk_that_is_too_small_is_a_problem_here_and_a_note_elsewhere(tmp_path, monkeypatch):
     config = load("bird", tmp_path, monkeypatch, ("checkpoint.keep", "100000000"), ("data.threads", "1"))
-    checks = importlib.import_module("jaxtrain.plan.report").checks
+    checks = importlib.import_module("jaxtrain.plan.summary").checks
     for name, verdict in (("", False), ("gpu:h100x8", True)):
         target = plan.parse_target(name)
         found = {what: (text, well) for what, text, well in checks(config, plan.abstractly(config, target), target)}
@@ -83,7 +83,7 @@ def test_the_disk_is_that_of_the_checkpoints_and_what_is_there_is_not_asked_for_
     saves = tmp_path / "saves"
     saves.mkdir()
     small = lambda folder: types.SimpleNamespace(free=2000 if str(folder).startswith(str(saves)) else 1 << 60)  # noqa: E731
-    report = importlib.import_module("jaxtrain.plan.report")
+    report = importlib.import_module("jaxtrain.plan.summary")
     monkeypatch.setattr(report.shutil, "disk_usage", small)
     monkeypatch.setattr(report, "checkpoints", lambda config, state: (3, 1000))
     target = plan.parse_target("")
@@ -163,7 +163,7 @@ def test_the_compiler_decides_if_a_bound_is_too_large(tmp_path, monkeypatch):
     right = plan.bound(assembly, traced, plan.parse_target(""))
     found = plan.compiled(assembly, traced).peak
     wrong = right._replace(kept=[Array(3 * found, "nothing")])
-    for module in ("remedies", "report"):
+    for module in ("remedies", "summary"):
         monkeypatch.setattr(importlib.import_module(f"jaxtrain.plan.{module}"), "bound", lambda *_: wrong)
     remedies = importlib.import_module("jaxtrain.plan.remedies")
     monkeypatch.setattr(remedies, "remedies", lambda *args, **kwargs: [])
