@@ -1,0 +1,202 @@
+"""The shapes of nn/'s public functions, checked by jaxtyping against the suffixes of their names.
+
+``x_btd`` is [b, t, d]. Dimensions of one letter have the same size in all arguments of a call.
+"""
+
+import functools
+import importlib
+import inspect
+import itertools
+import pkgutil
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxtyping import Array, Shaped, jaxtyped
+
+from jaxtrain import nn, specs
+from jaxtrain.config import Lora
+from jaxtrain.nn import batch_norm, lora, ring, sampling, transformer
+from jaxtrain.parallel.layout import make_layout, make_mesh
+from jaxtrain.types import LossOut, Mean, Task, Variables
+
+MODULES = [importlib.import_module(f"{nn.__name__}.{found.name}") for found in pkgutil.iter_modules(nn.__path__)]
+# Masks of one row stand for all rows.
+SPECIAL = {"mask_bts": "#b t s"}
+RESULTS = {
+    "attention.attention": "b t h k",
+    "attention.masked": "b t h k",
+    "attention.within": "b t h k",
+    "attention.visible": "t s",
+    "batch_norm.member": "b g",
+    "cudnn.fused": "b t h k",
+    "flash.flash": "b t h k",
+    "heads_first.heads_first": "b t h k",
+    "layers.lookup": "b t d",
+    "layers.rotate": "b t h k",
+    "ring.attention": "b t h k",
+    "sampling.choose": "",
+    "splash.splash": "b t h k",
+    "transformer.decode": "b t d",
+    "transformer.embed": "b t d",
+    "transformer.feed_forward": "b t d",
+    "transformer.head": "v d",
+}
+# Their arrays have no letters: their dimensions are any.
+ANY = {
+    "layers.gelu", "layers.layer_norm", "layers.product", "layers.project", "layers.rms_norm",
+    "layers.scaled", "layers.spread", "remat.name", "transformer.norm",
+}  # fmt: skip
+
+
+def dimensions(name: str, parameter: inspect.Parameter) -> str | None:
+    """The dimensions that the suffix of an array's name says, None if it is another argument."""
+    if parameter.annotation not in (jax.Array, jax.Array | None) or "_" not in name:
+        return None
+    return SPECIAL.get(name, " ".join(name.rpartition("_")[2]))
+
+
+class Checked:
+    """A function of nn/ whose arguments and result are checked in each call."""
+
+    def __init__(self, name: str, function: Callable[..., Any]):
+        functools.update_wrapper(self, function)
+        self.name, self._function, self._calls = name, function, 0
+        self._signature = inspect.signature(function)
+        each = {name: dimensions(name, p) for name, p in self._signature.parameters.items()}
+        self.hints = {name: Shaped[Array, dims] for name, dims in each.items() if dims}
+
+    @property
+    def was_called(self) -> bool:
+        return self._calls > 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        bound = self._signature.bind(*args, **kwargs).arguments
+        with jaxtyped("context"):
+            for name, hint in self.hints.items():
+                if (value := bound.get(name)) is not None:
+                    assert isinstance(value, hint), f"{self.name}: {name} is {value.shape}"
+            found = self._function(*args, **kwargs)
+            if self.name in RESULTS:
+                assert isinstance(found, Shaped[Array, RESULTS[self.name]]), f"{self.name} returns {found.shape}"
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Every public function of nn/ with arrays, in place of itself in all of its modules."""
+    found = {}
+    for module in MODULES:
+        for name, function in vars(module).items():
+            is_own = getattr(function, "__module__", "") == module.__name__ and not name.startswith("_")
+            if is_own and callable(function) and not inspect.isclass(function):
+                one = Checked(f"{module.__name__.rpartition('.')[2]}.{name}", function)
+                if one.hints or one.name in RESULTS:
+                    found[id(function)] = one
+    for module, (name, function) in itertools.chain(*([(m, x) for x in vars(m).items()] for m in MODULES)):
+        if id(function) in found:
+            monkeypatch.setattr(module, name, found[id(function)])
+    return {one.name: one for one in found.values()}
+
+
+B, T, V = 8, 128, 24
+DECODER = transformer.Decoder(embed=32, depth=2, heads=4, kv_heads=2, head_dim=64, mlp=48, context=T, dtype="float32")
+GPT = replace(DECODER, kv_heads=4, norm="layer", activation="gelu", positions="learned", bias=True, qkv_bias=True, tied=True)
+
+
+def shard_on(data, fsdp, model, **rules):
+    devices = jax.devices()[: data * fsdp * model]
+    return make_layout(make_mesh(data, fsdp, model, devices=devices), rules).shard
+
+
+def arrays(*shapes, dtype="float32"):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def params_of(c):
+    return specs.map_specs(lambda path, s: jax.ShapeDtypeStruct(s.shape, s.dtype), transformer.decoder_specs(c, V))
+
+
+def call_everything():
+    """Trace models and kernels. Nothing is computed."""
+    shard = shard_on(1, 1, 1)
+    tokens, position, segments = arrays((B, T), (B, T), (B, T), dtype="int32")
+    [weight] = arrays((B, T))
+    for c in (DECODER, replace(DECODER, dtype="bfloat16"), GPT):
+
+        def loss(params, tokens, position, segments, weight, c=c):
+            x_btd = transformer.decode(c, params, tokens, position, segments, shard)
+            head = transformer.head(c, params)
+            return nn.cross_entropy.cross_entropy(x_btd, head, tokens, weight, shard).loss
+
+        jax.eval_shape(jax.grad(loss), params_of(c), tokens, position, segments, weight)
+
+    prompt, length = arrays((B, 5), (B,), dtype="int32")
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    generate = functools.partial(sampling.generate, n_new=3)
+    jax.eval_shape(lambda p, x, n, key: generate(DECODER, p, x, n, key, shard), params_of(DECODER), prompt, length, key)
+
+    q, k, v = arrays((B, T, 4, 64), (B, T, 2, 64), (B, T, 2, 64))
+    how = dict(causal=True, segments_bt=jnp.ones((B, T), jnp.int32))
+    jax.eval_shape(lambda *x: nn.flash.flash(*x, **how, interpret=True), q, k, v)
+    jax.eval_shape(lambda *x: nn.splash.splash(*x, **how, window=0, interpret=True), q, k, v)
+    jax.eval_shape(lambda *x: nn.cudnn.fused(*x, causal=True, window=0, implementation="xla"), q, k, v)
+    split = shard_on(1, 8, 1, batch="data", seq="fsdp")
+    jax.eval_shape(lambda *x: ring.attention(split, *x, None, causal=True, window=0), q, k, v)
+
+    def normed(x, scale, row):
+        member = batch_norm.member(row, 2, B)
+        running = {"mean": scale, "var": scale}
+        return batch_norm.batch_norm(x, scale, scale, running, member, momentum=0.1, eps=1e-5)
+
+    jax.eval_shape(normed, *arrays((B, 6), (6,)), *arrays((B,), dtype="int32"))
+    adapters = Lora(rank=2, adapt="^blocks/w_", train="scale", freeze="embed|w_head", alpha=4)
+    table = transformer.decoder_specs(DECODER, V)
+    low, full = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, "float32"), _split(adapters, table), is_leaf=specs.is_spec)
+
+    def adapted(params, frozen, tokens, position):
+        whole = lora.combine(adapters, table, Variables(params, frozen)).params
+        return transformer.decode(DECODER, whole, tokens, position, None, shard)
+
+    jax.eval_shape(adapted, low, full, tokens, position)
+
+
+def _split(adapters, table):
+    task = Task(Variables(table), lambda *_: LossOut(Mean(0, 0), {}), lambda *_: {}, {}, flops=0)
+    found = lora.adapt(task, adapters).specs
+    return found.params, found.frozen
+
+
+def test_arrays_have_the_dimensions_of_their_names(checked):
+    call_everything()
+    assert {name for name, one in checked.items() if not one.was_called} == set()
+
+
+def test_every_public_function_of_arrays_is_checked(checked):
+    """A function whose parameters are arrays without letters is in `ANY`."""
+    unchecked = set()
+    for module in MODULES:
+        for name, function in vars(module).items():
+            own = getattr(function, "__module__", "") == module.__name__ and not name.startswith("_")
+            if own and inspect.isfunction(function) and "Array" in str(inspect.signature(function)):
+                unchecked.add(f"{module.__name__.rpartition('.')[2]}.{name}")
+    assert unchecked == ANY
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("heads_first.heads_first", [(B, T, 4, 8), (B, T, 4, 8), (B, T, 4, 6), (1, T, T)]),
+        ("attention.same_segment", [(B, T), (B + 1, T)]),
+    ],
+)
+def test_another_shape_is_an_error(checked, name, shapes):
+    with pytest.raises(AssertionError, match=name):
+        jax.eval_shape(checked[name], *arrays(*shapes))
